@@ -1,19 +1,25 @@
 """Rejection-sampling fine-tuning:  python -m flowtrain.rft --config configs/quickstart.toml
 --run.dir runs/warm
 
-Collect rollouts from a scripted expert or from the policy itself, keep those that scored, and
-imitate what `train.policy` said in them (also as the refiner, with `roles.refiner = "policy"`). The
-flow, the tools, the scorer, the packing and the trainer are those of `train.py`; only the loss is
--log p.
+Collect rollouts from a scripted expert, from a teacher or from the policy itself, keep those that
+scored, and imitate what `train.policy` said in them (also as the refiner, with
+`roles.refiner = "policy"`). The flow, the tools, the scorer, the packing and the trainer are those
+of `train.py`; only the loss is -log p.
+
+A teacher's rollouts are written down as they end (`run/demonstrations.py`): `--resume auto` asks
+for the others alone, and begins the training anew.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +29,24 @@ from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.expert import scripted
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.tool_calling import ToolCallingAgent
+from flowtrain.agents.teacher import is_readable
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
+from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY
 from flowtrain.rewards import score
+from flowtrain.rewards.shortcuts import REASONS, shortcut
 from flowtrain.run.components import RunComponents, lock_run_dir
+from flowtrain.run.demonstrations import (
+    DemonstrationLog,
+    collect_demonstrations,
+    cost_text,
+    open_log,
+)
+from flowtrain.run.experts import asked_policies, draw_tasks, make_expert
 from flowtrain.run.policy_trainer import make_trainer, publish_start
-from flowtrain.tasks.sets import TaskSet
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lr_schedule import learning_rate
@@ -41,11 +54,21 @@ from flowtrain.training.model import export, full_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Call, Sample, Task, TrainBatch, Trajectory, UserError
+from flowtrain.types import (
+    Call,
+    FilterReason,
+    Sample,
+    TrainBatch,
+    Trajectory,
+    UserError,
+)
 from flowtrain.utils.files import put_folder, remove, sync_tree
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import WeightStore
 from flowtrain.weights.files import writing_tensors
+
+REJECTIONS = ("failed", "reward", *REASONS)
+"""Why a rollout is not kept: a frozen module failed, `rft.keep`, and the rules of `rft.screen`."""
 
 
 def rft(config: Config) -> int:
@@ -59,113 +82,191 @@ def rft(config: Config) -> int:
                 f"rft.batch_size={config.rft.batch_size} must be a multiple of the {world.size} "
                 "ranks that torchrun started"
             )
+        log = None if config.rft.expert in EXPERTS else open_log(config)
+        missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
+        asked = asked_policies(config)
         components = RunComponents.prepare(
             config,
             world,
             fictional=config.rft.fictional,
-            scripted=not _asks_policy(config),
+            scripted=not asked,
+            with_weights=not config.rft.collect_only or config.train.policy in asked,
+            teacher=config.rft.expert if missing else "",
         )
         cleanup.callback(components.close)
-        return _run(components, cleanup.enter_context(Interrupt()), cleanup)
+        interrupt = cleanup.enter_context(Interrupt())
+        return _run(components, log, missing, interrupt, cleanup)
 
 
-def _run(components: RunComponents, interrupt: Interrupt, cleanup: ExitStack) -> int:
+def _run(
+    components: RunComponents,
+    log: DemonstrationLog | None,
+    missing: Sequence[int],
+    interrupt: Interrupt,
+    cleanup: ExitStack,
+) -> int:
     config = components.config
     started = time.monotonic()
-    agent, run_dir = _open(components, cleanup)
+    agent, run_dir = _open(components, {} if log is None else log.facts, cleanup)
     components.show_sources()
-    demonstrations = _demonstrate(components, agent)
-    kept = [
-        trajectory
-        for trajectory in demonstrations
-        if not trajectory.error
-        and (config.rft.keep == "all" or trajectory.reward == config.reward.high)
-    ]
-    shape = components.model.config
-    batch = filter_samples(
-        TrainBatch(_imitated(components, agent, kept)),
-        shape.max_position_embeddings,
-        shape.vocab_size,
-    )
-    counts = _count(components, demonstrations, kept, batch)
-    last_step = _imitate(components, batch.samples, run_dir, interrupt)
+    if log is None:
+        demonstrations = _demonstrate(components, agent)
+    else:
+        demonstrations = _learn_from_teacher(components, agent, log, missing, interrupt)
+        if missing and interrupt.requested:
+            print(
+                f"{log.num_done} of {config.rft.num_rollouts} rollouts are in {log.path}; "
+                "--resume auto asks for the others"
+            )
+            return INTERRUPTED
+    kept, rejected = _select(config, demonstrations)
+    samples, num_malformed = _imitated(components, agent, kept)
+    batch = _filter(components, samples)
+    counts = _count(components, demonstrations, rejected, num_malformed, batch)
+    if log is not None:
+        counts["usage"] = asdict(log.usage)
+        if components.world.is_main:
+            print(f"asked of all models: {cost_text(log.usage)}")
+    if config.rft.collect_only:
+        return 0
+    _check_any(components, batch, counts)
+    num_batches = counts["num_turns"] / config.rft.batch_size
+    num_steps = config.rft.num_steps or math.ceil(config.rft.num_epochs * num_batches)
+    last_step = _imitate(components, batch.samples, num_steps, run_dir, interrupt)
     facts = {"seconds": time.monotonic() - started, **counts, "num_steps": last_step}
     _export(components, run_dir.path / "model", facts)
     return INTERRUPTED if interrupt.requested else 0
 
 
-def _open(components: RunComponents, cleanup: ExitStack) -> tuple[Agent, report.RunDir]:
+def _open(
+    components: RunComponents, facts: Mapping[str, Any], cleanup: ExitStack
+) -> tuple[Agent, report.RunDir]:
     """Start the engines, make the run folder, and load the weights through a store in it."""
     config = components.config
-    if not _asks_policy(config):
-        engines = components.make_no_engines()
-    else:
-        store = WeightStore(Path(config.run.dir) / "weights")
-        engines = components.make_policy_engines({config.train.policy: store})
+    policy, asked = config.train.policy, asked_policies(config)
+    store = WeightStore(Path(config.run.dir) / "weights")
+    engines = components.make_policy_engines({policy: store}, asked)
     for engine in engines.values():
         cleanup.callback(engine.close)
     made = components.make_agent(engines, config.agent.max_turns)
     cleanup.callback(made.close)
-    agent = _expert(components, made)
-    run_dir = components.open_run_dir()
-    if _asks_policy(config):
+    agent = make_expert(components, made)
+    run_dir = components.open_run_dir(facts)
+    if facts and components.world.is_main:  # for the viewer, of the rollouts that are logged
+        tokenizer = components.policies["planner"].tokenizer
+        report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
+    if policy in asked:
         publish_start(components, store)
-        engines[config.train.policy].load(0)
+        engines[policy].load(0)
     return agent, run_dir
+
+
+def _select(
+    config: Config, demonstrations: Sequence[Trajectory]
+) -> tuple[list[Trajectory], Counter[str]]:
+    """Return the rollouts to imitate, and the counts of the others by one of REJECTIONS."""
+    reasons = [_rejection(config, trajectory) for trajectory in demonstrations]
+    kept = [t for t, reason in zip(demonstrations, reasons, strict=True) if not reason]
+    return kept, Counter(filter(None, reasons))
+
+
+def _rejection(config: Config, trajectory: Trajectory) -> str:
+    if trajectory.error:
+        return "failed"
+    if config.rft.keep == "scored" and trajectory.reward != config.reward.high:
+        return "reward"
+    return shortcut(trajectory) if config.rft.screen == "shortcuts" else ""
 
 
 def _imitated(
     components: RunComponents, agent: Agent, kept: Sequence[Trajectory]
-) -> tuple[Sample, ...]:
-    """Return what the trained policy said in the kept rollouts, as samples."""
+) -> tuple[list[Sample], int]:
+    """Return what the trained policy said in the kept rollouts, as samples, and the number of a
+    teacher's replies that could not be read, which nobody imitates.
+    """
     config, tokenizer = components.config, components.tokenizer
-    calls = [turn.calls.get(config.train.policy) for t in kept for turn in t.turns]
-    samples = [_sample(call, config.rft.prompt_weight) for call in calls if call is not None]
-    if config.train.policy == "planner" and config.roles.refiner == POLICY:
+    policy = config.train.policy
+    turns = [turn for t in kept for turn in t.turns if policy in turn.calls]
+    said = turns
+    if config.rft.expert not in EXPERTS:
+        said = [turn for turn in turns if is_readable(turn, policy)]
+    samples = [_sample(turn.calls[policy], config.rft.prompt_weight) for turn in said]
+    if policy == "planner" and config.roles.refiner == POLICY:
         # The same weights learn both, each from what it read.
         assert isinstance(agent, Flow), "other agents have no roles"
         samples += refinements(
             agent, kept, tokenizer, tokenizer.eos_token_id, config.agent.max_result_chars
         )
-    return tuple(samples)
+    return samples, len(turns) - len(said)
+
+
+def _filter(components: RunComponents, samples: Sequence[Sample]) -> TrainBatch:
+    """Leave out, and count, what cannot be trained or is longer than `rft.max_tokens`."""
+    shape = components.model.config
+    most = components.config.rft.max_tokens or math.inf
+    short = tuple(s for s in samples if len(s.prompt_ids) + len(s.response_ids) <= most)
+    num_long = len(samples) - len(short)
+    return filter_samples(
+        TrainBatch(short, num_filtered={FilterReason.TOO_LONG: num_long}),
+        shape.max_position_embeddings,
+        shape.vocab_size,
+    )
 
 
 def _count(
     components: RunComponents,
     demonstrations: Sequence[Trajectory],
-    kept: Sequence[Trajectory],
+    rejected: Counter[str],
+    num_malformed: int,
     batch: TrainBatch,
 ) -> dict[str, Any]:
-    """Print and return what was kept, over all ranks; collective.
-
-    Raises UserError where a rank has nothing to imitate.
-    """
+    """Print and return what was kept and what was not, over all ranks; collective."""
     config, world = components.config.rft, components.world
     reward = sum(t.reward or 0 for t in demonstrations)
-    own = [len(kept), reward, len(batch.samples), *batch.num_filtered.values()]
-    num_kept, reward, num_samples, *counts = world.sum(own)
-    num_filtered = {
-        str(reason): round(number)
-        for reason, number in zip(batch.num_filtered, counts, strict=True)
-        if number
-    }
-    left_out = ", ".join(f"{number} {reason}" for reason, number in num_filtered.items())
-    turns = f"{num_samples:.0f} turns" + (f", left out: {left_out}" if left_out else "")
-    if world.max([not batch.samples])[0]:
-        raise UserError(
-            f"rft.keep={config.keep!r} left a rank without a demonstration: {num_kept:.0f} of "
-            f"{config.num_rollouts} rollouts were kept, {turns}"
-        )
+    why_not = [rejected[reason] for reason in REJECTIONS]
+    own = [reward, len(batch.samples), *why_not, num_malformed, *batch.num_filtered.values()]
+    reward, num_samples, *counts = world.sum(own)
+    num_rejected = _named(REJECTIONS, counts)
+    num_excluded = _named(("malformed", *batch.num_filtered), counts[len(REJECTIONS) :])
+    num_kept = config.num_rollouts - sum(num_rejected.values())
     if world.is_main:
         mean = reward / config.num_rollouts
         print(
-            f"{config.num_rollouts} rollouts, mean reward {mean:.3f}, kept {num_kept:.0f}: {turns}"
+            f"{config.num_rollouts} rollouts, mean reward {mean:.3f}, kept {num_kept}"
+            f"{_listed(' (rejected: {})', num_rejected)}: {num_samples:.0f} turns"
+            f"{_listed(', left out: {}', num_excluded)}"
         )
     return {
         "num_rollouts": config.num_rollouts,
+        "num_kept": num_kept,
+        "num_rejected": num_rejected,
         "num_turns": num_samples,
-        "num_excluded": num_filtered,
+        "num_excluded": num_excluded,
     }
+
+
+def _named(names: Sequence[str], counts: Sequence[float]) -> dict[str, int]:
+    """Return the counts above 0 by name; what comes after the last name is left."""
+    pairs = zip(names, counts, strict=False)
+    return {str(name): round(number) for name, number in pairs if number}
+
+
+def _listed(form: str, counts: Mapping[str, int]) -> str:
+    """Format counts by name, or nothing where there are none."""
+    listed = ", ".join(f"{number} {name}" for name, number in counts.items())
+    return form.format(listed) if counts else ""
+
+
+def _check_any(components: RunComponents, batch: TrainBatch, counts: dict[str, Any]) -> None:
+    """Raise UserError where a rank has nothing to imitate; collective."""
+    config = components.config.rft
+    if components.world.max([not batch.samples])[0]:
+        raise UserError(
+            f"rft.keep={config.keep!r} left a rank without a demonstration: {counts['num_kept']} "
+            f"of {config.num_rollouts} rollouts were kept"
+            f"{_listed(' (rejected: {})', counts['num_rejected'])}, {counts['num_turns']:.0f} turns"
+            f"{_listed(', left out: {}', counts['num_excluded'])}"
+        )
 
 
 def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> None:
@@ -183,37 +284,12 @@ def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> Non
     print(f"model: {path}")
 
 
-def _expert(components: RunComponents, agent: Agent) -> Agent:
-    """Return the agent that demonstrates: the policies' own, or one with scripts in their place."""
-    config = components.config
-    if config.rft.expert == "policy":
-        return agent
-    if not isinstance(agent, Flow | ToolCallingAgent):
-        raise UserError(
-            "rft.expert='scripted' plays the planner of agent.name='agentflow' or the policy of "
-            f"'tools', and it is {config.agent.name!r}, so use 'policy'"
-        )
-    unplanned = next((task for task in components.tasks.train if not task.plan), None)
-    if unplanned is not None:
-        raise UserError(
-            f"rft.expert='scripted' needs tasks with a plan; tasks.name={config.tasks.name!r} has "
-            "none, so use 'policy'"
-        )
-    ends = {name: policy.tokenizer.eos_token_id for name, policy in components.policies.items()}
-    return scripted(agent, config.rft.expert_error, ends)
-
-
-def _asks_policy(config: Config) -> bool:
-    """Tell whether anyone asks a policy: the expert, or a role."""
-    return config.rft.expert == "policy" or POLICY in config.roles.model_dump().values()
-
-
 def _demonstrate(components: RunComponents, agent: Agent) -> list[Trajectory]:
     """Collect this rank's share of the rollouts, and score them."""
     config, world = components.config, components.world
     groups = collect(
         agent,
-        _balanced(components.tasks, config),
+        draw_tasks(components.tasks, config),
         group_size=1,
         seed=derive_seed(config.run.seed, "rft"),
         max_in_flight=config.rollout.max_in_flight,
@@ -224,21 +300,38 @@ def _demonstrate(components: RunComponents, agent: Agent) -> list[Trajectory]:
     return [trajectory for group in scored for trajectory in group.trajectories]
 
 
-def _balanced(tasks: TaskSet, config: Config) -> list[Task]:
-    """Draw long tasks more often, because an expert that errs seldom reaches their last turn.
-
-    That goes most of the way to showing all turns alike.
-    """
-    rng = random.Random(derive_seed(config.run.seed, "rft"))
-    reach = 1 - config.rft.expert_error if config.rft.expert == "scripted" else 1.0
-    turns = [max(reach, 0.1) ** (-0.75 * (max(task.num_turns, 1) - 1)) for task in tasks.train]
-    weights = [a * b for a, b in zip(turns, tasks.draw_weights(), strict=True)]
-    return rng.choices(tasks.train, weights, k=config.rft.num_rollouts)
+def _learn_from_teacher(
+    components: RunComponents,
+    agent: Agent,
+    log: DemonstrationLog,
+    missing: Sequence[int],
+    interrupt: Interrupt,
+) -> list[Trajectory]:
+    """Collect the teacher's rollouts that are missing, and read this rank's share of all."""
+    config, world = components.config, components.world
+    tasks = draw_tasks(components.tasks, config)
+    log.check(tasks)
+    if missing:
+        num_done = len(tasks) - len(missing)
+        with closing(report.ProgressLine(len(tasks), num_done, True, unit="rollout")) as progress:
+            collect_demonstrations(
+                agent,
+                {number: tasks[number] for number in missing},
+                log,
+                seed=derive_seed(config.run.seed, "rft"),
+                max_in_flight=config.rollout.max_in_flight,
+                progress=progress,
+                is_over=lambda: interrupt.requested,
+                judge=components.make_judge(),
+                functions=components.reward_functions,
+            )
+    return list(log.read(range(world.rank, len(tasks), world.size)))
 
 
 def _imitate(
     components: RunComponents,
     samples: Sequence[Sample],
+    num_steps: int,
     run_dir: report.RunDir,
     interrupt: Interrupt,
 ) -> int:
@@ -256,10 +349,10 @@ def _imitate(
     metrics = None
     if world.is_main:
         metrics = report.MetricsLog(run_dir.path, tensorboard=config.log.tensorboard)
-    progress = report.Progress(rft.num_steps, 0, world.is_main)
+    progress = report.Progress(num_steps, 0, world.is_main)
     step = 0
-    for step in range(1, rft.num_steps + 1):
-        trainer.set_lr(learning_rate(rft.lr, step, rft.num_steps, rft.warmup_steps, "linear"))
+    for step in range(1, num_steps + 1):
+        trainer.set_lr(learning_rate(rft.lr, step, num_steps, rft.warmup_steps, "linear"))
         rows = [pack_rows(next(batches), config.train.token_budget)]
         stats = trainer.step(balance(rows, cost, world, num_takers=world.size), step)
         if metrics is not None and step % 10 == 0:

@@ -63,6 +63,7 @@ SLOW = (
     "test_one_trainer.py",
     "test_real_model.py",
     "test_rft.py",
+    "test_rft_teacher.py",
     "test_smollm2.py",
     "test_train_algorithms.py",
     "test_train_benchmarks.py",

@@ -10,6 +10,7 @@ from flowtrain import config as cfg
 from flowtrain.agents import analyst, executor, generator, lenient, prompts, refiner, verdicts
 from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.base import AgentContext
+from flowtrain.agents.chat_planner import ChatPlanner
 from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import (
@@ -112,6 +113,19 @@ def make_planner(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) 
     """Make the planner."""
     prompt = make_prompt(config, tools, policy.tokenizer)
     return PolicyPlanner(policy, prompt, config.agent.tools, tool_spellings(config, tools))
+
+
+def make_chat_planner(
+    config: cfg.Config, engine: ChatEngine, tools: Mapping[str, Tool]
+) -> ChatPlanner:
+    """Make a frozen planner of a chat engine."""
+    return ChatPlanner(
+        engine,
+        FullPrompt(tools.values(), None, config.agent.prompt_order),
+        tuple(tools),
+        config.rollout.request_timeout_s,
+        tool_spellings(config, tools),
+    )
 
 
 def tool_spellings(config: cfg.Config, tools: Mapping[str, Tool]) -> dict[str, str] | None:

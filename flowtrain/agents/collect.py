@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 from flowtrain.agents.base import Agent, BranchStart
 from flowtrain.agents.deadlines import Cutoff
+from flowtrain.engines.protocol import EngineError
 from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 
@@ -67,7 +69,7 @@ def collect_branches(
     requests = [
         request
         for group, at in zip(groups, points, strict=True)
-        for request in _missing(group, at, group_size)
+        for request in missing(group, at, group_size)
     ]
     done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s)
     return [
@@ -88,8 +90,10 @@ class RolloutRequest:
     start: BranchStart | None = None
 
 
-def _missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> list[RolloutRequest]:
-    """Return requests for the rollouts that the group lacks."""
+def missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> list[RolloutRequest]:
+    """Return requests for the rollouts that the group lacks: one branch per point, else whole
+    rollouts.
+    """
     task = group.trajectories[0].task
     numbers = range(len(group.trajectories), group_size)
     starts = [BranchStart(group.trajectories[point.parent], point) for point in points]
@@ -112,6 +116,15 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         if mistake := next(user_errors(failures), None):
             raise mistake from None
         raise
+
+
+async def roll_out(agent: Agent, task: Task, seed: int) -> Trajectory:
+    """Roll out one task; a planner whose engine fails makes a failed rollout."""
+    started = time.monotonic()
+    try:
+        return await agent.run(task, seed)
+    except EngineError as error:
+        return Trajectory(task, (), "", time.monotonic() - started, seed, error=f"planner: {error}")
 
 
 async def _collect(

@@ -115,12 +115,7 @@ class Session:
         Raises RolloutEnded when the turns, the time or the model's positions are used up. A call
         that its caller cancels, or that fails, is no turn.
         """
-        if self._num_calls >= self._max_turns:
-            raise RolloutEnded("turns")
-        if not self.left_s():
-            raise RolloutEnded("time")
-        number = self._num_calls
-        self._num_calls += 1
+        number = self.next_call()
         if self._start is not None and number < self._start.point.turn:
             return self._record(_again(self._start.parent.turns[number], prompt_ids))
         prefix = None
@@ -143,6 +138,18 @@ class Session:
             self.engine_error = error
             raise
         return self.record(call, time.monotonic() - started)
+
+    def next_call(self) -> int:
+        """Return the number of the next response, from 0; whoever writes one without `sample` asks.
+
+        Raises RolloutEnded when the turns or the time are used up.
+        """
+        if self._num_calls >= self._max_turns:
+            raise RolloutEnded("turns")
+        if not self.left_s():
+            raise RolloutEnded("time")
+        self._num_calls += 1
+        return self._num_calls - 1
 
     def record(self, call: Call, seconds: float = 0.0) -> Call:
         """Record a response as a turn; `sample` does so with its own."""

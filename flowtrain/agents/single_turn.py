@@ -10,6 +10,7 @@ from flowtrain.agents.base import AgentContext
 from flowtrain.agents.policy import check_prompt
 from flowtrain.agents.session import Session, SessionAgent
 from flowtrain.engines.token_chat import ChatTokenizer, chat_text
+from flowtrain.types import Call
 from flowtrain.utils.text import final_answer
 
 
@@ -22,10 +23,14 @@ class QuestionPrompt:
         self._tokenizer = tokenizer
 
     def render(self, question: str) -> str:
-        message = "\n\n".join(filter(None, [question, self._instructions]))
+        message = self.message(question)
         if self._tokenizer is None:
             return f"Question: {message}\nAnswer:"
         return chat_text(self._tokenizer, message)
+
+    def message(self, question: str) -> str:
+        """Return the message as other models read it, without a template or a label."""
+        return "\n\n".join(filter(None, [question, self._instructions]))
 
 
 class SingleTurn(SessionAgent):
@@ -39,11 +44,13 @@ class SingleTurn(SessionAgent):
         config, tokenizer = context.config, context.policies["planner"].tokenizer
         check_prompt(config, tokenizer)
         has_template = config.agent.prompt == "full"
-        self._prompt = QuestionPrompt(
-            config.agent.instructions, tokenizer if has_template else None
-        )
+        self.prompt = QuestionPrompt(config.agent.instructions, tokenizer if has_template else None)
 
     async def answer(self, session: Session) -> str:
-        prompt = self._prompt.render(session.task.question)
-        call = await session.sample(session.policy.encode(prompt))
+        prompt = self.prompt.render(session.task.question)
+        call = await self.respond(session, session.policy.encode(prompt))
         return final_answer(call.text)
+
+    async def respond(self, session: Session, prompt_ids: tuple[int, ...]) -> Call:
+        """Sample the response; a teacher writes it instead."""
+        return await session.sample(prompt_ids)

@@ -148,7 +148,7 @@ class ToolCallingAgent(SessionAgent):
             conversation = conversation.add_response(call.response_ids, message, ended).add(new)
 
     async def respond(self, session: Session, conversation: Conversation) -> Call:
-        """Sample the next message; a scripted expert writes it instead."""
+        """Sample the next message; a scripted expert or a teacher writes it instead."""
         return await session.sample(conversation.prompt_ids)
 
     async def _results(

@@ -94,11 +94,17 @@ class PolicyVerifier(PolicyModule):
 
 def read_reply(reply: str) -> tuple[Verdict, tuple[str, ...]]:
     """Read a verdict in the exact form, or else by the lenient rules, and say which it took."""
+    verdict, rescued = find_reply(reply)
+    return verdict or Verdict.CONTINUE, rescued
+
+
+def find_reply(reply: str) -> tuple[Verdict | None, tuple[str, ...]]:
+    """Read a verdict as `read_reply` does; None for a reply that states none."""
     said = cut_end_of_turn(reply)
     if (verdict := parse_verdict(said)) is not None:
         return verdict, ("end_of_turn",) if parse_verdict(reply) is not verdict else ()
     found = find_verdict(said)
-    return (Verdict.CONTINUE, ()) if found is None else (found[0], (found[1],))
+    return (None, ()) if found is None else (found[0], (found[1],))
 
 
 def facts_enough(question: str, memory: Memory) -> bool:

@@ -19,7 +19,15 @@ from flowtrain.algorithms.base import Algorithm, Branches
 from flowtrain.config import Algorithm as Options
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import Tool
-from flowtrain.types import FilterReason, Group, Sample, SampleId, TrainBatch, UserError
+from flowtrain.types import (
+    BranchPoint,
+    FilterReason,
+    Group,
+    Sample,
+    SampleId,
+    TrainBatch,
+    UserError,
+)
 
 if TYPE_CHECKING:
     from flowkernels import LossSpec, TokenLossFn
@@ -54,7 +62,7 @@ class Appo(Algorithm):
     def has_old_logprobs(self) -> bool:
         # ARPO trains branches too, which nobody has scored.
         has_scored = self.config.appo.rule != "arpo" and not self.records_entropies
-        return has_scored and self.config.train.rescore
+        return has_scored and self.config.train.rescore and not self.config.dataflow.url
 
     @property
     def has_ref_logprobs(self) -> bool:
@@ -71,6 +79,15 @@ class Appo(Algorithm):
 
         assert trainer is not None, "ranks that branch train"
         return branch(self, step, groups, trainer, tokenizer)
+
+    def node_points(
+        self, roots: Group, tokenizer: PreTrainedTokenizerFast, vocab_size: int, seed: int
+    ) -> list[BranchPoint]:
+        from flowtrain.algorithms.branching import sampler_points
+
+        options, size = self.config.appo, self.config.rollout.group_size
+        num_branches = size - options.num_roots
+        return sampler_points(roots, options, num_branches, tokenizer, vocab_size, seed)
 
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
         return appo(
@@ -133,10 +150,17 @@ class Appo(Algorithm):
             )
 
     def check_nodes(self) -> None:
-        raise UserError(
-            "algorithm.name='appo' branches where the trainer's scores say, which a node has not; "
-            "train it without a dataflow"
-        )
+        rule, engine = self.config.appo.rule, self.config.rollout.engine
+        if rule == "score":
+            raise UserError(
+                f"appo.rule={rule!r} branches where the trainer's scores say, which a node has "
+                "not; with a dataflow use 'entropy' or 'arpo', by the sampler's entropies"
+            )
+        if engine != "torch":
+            raise UserError(
+                f"rollout.engine={engine!r} tells no entropies, by which nodes branch with "
+                "algorithm.name='appo'; use 'torch'"
+            )
 
     def check_agent(self, kind: AgentKind) -> None:
         if not kind.can_branch:

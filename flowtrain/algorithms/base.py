@@ -109,6 +109,14 @@ class Algorithm(ABC):
         """
         return Branches([[] for _ in groups], {})
 
+    def node_points(
+        self, roots: Group, tokenizer: PreTrainedTokenizerFast, vocab_size: int, seed: int
+    ) -> list[BranchPoint]:
+        """Choose where rollouts of a work item branch on a rollout node, which knows of its tokens
+        what the sampler said; by default nowhere.
+        """
+        return []
+
     def loss_spec(self) -> LossSpec:
         """Build the token loss that `[algorithm]` describes."""
         from flowkernels import LossSpec

@@ -85,6 +85,33 @@ def branch(
     return Branches(points, known_logprobs(samples, scores, has_old=has_old, has_ref=has_ref))
 
 
+def sampler_points(
+    roots: Group,
+    options: Options,
+    num_branches: int,
+    tokenizer: PreTrainedTokenizerFast,
+    vocab_size: int,
+    seed: int,
+) -> list[BranchPoint]:
+    """Choose where to branch from the roots of one group by what their sampler recorded, for rules
+    that need no other policy.
+
+    Args:
+        vocab_size: ids that the model knows.
+        seed: of ARPO's draws.
+    """
+    samples, entropies = root_samples([roots])
+    device = torch.device("cpu")
+    logprob_T = _fp32([x for sample in samples for x in sample.logprobs], device)
+    assert len(entropies) == len(logprob_T), "the engine records entropies"
+    scores = ResponseScores(logprob_T, _fp32(entropies, device), logprob_T)
+    blank_V = blank_tokens(tokenizer, vocab_size)
+    (points,) = find_points(
+        [roots], scores, options, num_branches=num_branches, seed=seed, is_blank_V=blank_V
+    )
+    return points
+
+
 def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
     """Return every turn with tokens as a sample to score, and the sampler's entropies of its
     tokens.

@@ -9,6 +9,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from flowtrain.config.section import Section
 from flowtrain.types import PolicyName
 
+EXPERTS = ("scripted", "policy")
+"""Values of rft.expert that are no teacher's name."""
+
 
 class Train(Section):
     policy: PolicyName = "planner"
@@ -73,8 +76,10 @@ class Train(Section):
 
 
 class Rft(Section):
-    expert: Literal["scripted", "policy"] = "scripted"
-    """author of the demonstrations: a script that knows each plan but errs, or the model itself"""
+    expert: str = "scripted"
+    """author of the demonstrations: scripted (it knows each plan but errs), policy (the model
+    itself), or the name in [engines] of a teacher, which plays train.policy (docs/fine-tuning.md)
+    """
     expert_error: float = Field(0.6, ge=0, le=1)
     """probability per turn that the scripted expert guesses instead of following the plan"""
     fictional: bool = False
@@ -85,8 +90,18 @@ class Rft(Section):
     keep: Literal["scored", "all"] = "scored"
     """scored: only rollouts with reward.high, which is 1 (rejection sampling); all: imitate the
     expert, errors included"""
-    num_steps: PositiveInt = 1500
-    """optimizer steps"""
+    screen: Literal["none", "shortcuts"] = "none"
+    """shortcuts: of what is kept, leave out rollouts that guessed: no tool returned the answer, or
+    none of the task's sub-goals was reached (docs/fine-tuning.md)"""
+    collect_only: bool = False
+    """end once a teacher's demonstrations are in run.dir; --run.resume auto imitates them"""
+    max_tokens: int = Field(0, ge=0)
+    """longest prompt and response that are imitated, in tokens together (InfoFlow: 16384); 0: as
+    many as the model has positions"""
+    num_steps: int = Field(1500, ge=0)
+    """optimizer steps; 0, and by default so: where num_epochs is set"""
+    num_epochs: float = Field(0.0, ge=0)
+    """passes over the samples, instead of num_steps (InfoFlow: 3); 0: off"""
     batch_size: PositiveInt = 16
     """turns per optimizer step over all ranks"""
     lr: PositiveFloat = 3e-3
@@ -95,3 +110,10 @@ class Rft(Section):
     """steps over which the learning rate rises from 0"""
     prompt_weight: float = Field(0.0, ge=0, le=1)
     """weight of prompt tokens in the loss; a new model learns to copy sooner with 0.2"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, options: Any) -> Any:
+        if isinstance(options, dict) and options.get("num_epochs"):
+            return {"num_steps": 0} | options
+        return options

@@ -9,6 +9,7 @@ from flowtrain.config.agents import OWN, Policy
 from flowtrain.config.gateway import Gateway
 from flowtrain.config.reward import Reward
 from flowtrain.config.run import Eval
+from flowtrain.config.train import EXPERTS
 
 if TYPE_CHECKING:
     from flowtrain.config import Config
@@ -28,6 +29,7 @@ def validate(config: Config) -> None:
     _check_roles(config)
     _check_engine_ranks(config)
     _check_gateway(config)
+    _check_rft(config)
 
 
 def _check_sizes(config: Config) -> None:
@@ -229,3 +231,26 @@ def _check_gateway(config: Config) -> None:
                 f"gateway.{key}={value!r} needs agent.name='gateway', which is "
                 f"{config.agent.name!r}"
             )
+
+
+def _check_rft(config: Config) -> None:
+    rft = config.rft
+    if rft.expert not in (*EXPERTS, *config.engines):
+        raise ValueError(
+            f"rft.expert={rft.expert!r} may be {EXPERTS[0]!r}, {EXPERTS[1]!r} or a name in "
+            f"[engines], which holds {', '.join(config.engines) or 'nothing yet'}"
+        )
+    if bool(rft.num_steps) == bool(rft.num_epochs):
+        raise ValueError(
+            f"rft.num_steps={rft.num_steps} and rft.num_epochs={rft.num_epochs:g}: one of them "
+            "must be above 0, and the other 0"
+        )
+    if rft.screen != "none" and config.agent.name == "single":
+        raise ValueError(
+            f"rft.screen={rft.screen!r} does not go with agent.name='single', which has no tools"
+        )
+    if rft.collect_only and rft.expert in EXPERTS:
+        raise ValueError(
+            f"rft.collect_only=true goes with rft.expert = a name in [engines], not "
+            f"{rft.expert!r}, whose demonstrations are not written down"
+        )

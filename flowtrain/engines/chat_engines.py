@@ -21,6 +21,8 @@ POLICY = "policy"
 """The name that a role uses for the current planner."""
 TOOL = "tools.{}"
 """The role of the model inside a tool that has one of its own (agent.tool_engines)."""
+TEACHER = "teacher"
+"""The role of the model that demonstrates (rft.expert)."""
 _WITHOUT_POLICY = ("judge",)
 """Roles that the policy may not have."""
 
@@ -56,11 +58,14 @@ class ChatEngines:
 
 
 def make_chat_engines(
-    config: Config, tokenizer: ChatTokenizer | None, device: torch.device, planner: str = ""
+    config: Config,
+    tokenizer: ChatTokenizer | None,
+    device: torch.device,
+    others: Mapping[str, str] | None = None,
 ) -> ChatEngines:
-    """Start the models that the roles name, and a frozen `planner` if one is named.
-    `tokenizer` is the planner's, None where no role names the policy; frozen models compute on
-    `device`.
+    """Start the models that the roles name, and those of `others`, roles outside of `[roles]` with
+    their names in [engines]. `tokenizer` is the planner's, None where no role names the policy;
+    frozen models compute on `device`.
 
     Raises UserError for a role that names no engine, and for an engine that cannot start: no key,
     no model, no chat template.
@@ -72,8 +77,7 @@ def make_chat_engines(
     for tool, name in config.agent.tool_engines.items():
         _check_tool(config, tool, name)
         named[TOOL.format(tool)] = name
-    if planner:
-        named["planner"] = planner
+    named |= others or {}
     with ExitStack() as cleanup:  # closes what has started when another cannot
         started: dict[str, Endpoint | TokenChat] = {}
         for name in dict.fromkeys(named.values()):

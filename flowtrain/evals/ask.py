@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flowtrain.agents.base import Agent
-from flowtrain.agents.collect import run_to_end
+from flowtrain.agents.collect import roll_out, run_to_end
 from flowtrain.engines.chat import metered
-from flowtrain.engines.protocol import EngineError
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.system import System
 from flowtrain.report import ProgressLine
@@ -75,7 +72,7 @@ def ask(
             metrics: Mapping[str, float] = {}
             with metered() as usage:
                 agent = system.agents[family(task), key.max_turns]
-                scored = await _roll_out(agent, task, own_seed)
+                scored = await roll_out(agent, task, own_seed)
                 if not scored.error:
                     scored = await score_one(scored, system.judge)
                 if not scored.error:
@@ -89,15 +86,6 @@ def ask(
                 running.create_task(rollout(question))
 
     run_to_end(every_rollout())
-
-
-async def _roll_out(agent: Agent, task: Task, seed: int) -> Trajectory:
-    """Roll out one question; an engine that fails the planner makes a failed rollout."""
-    started = time.monotonic()
-    try:
-        return await agent.run(task, seed)
-    except EngineError as error:
-        return Trajectory(task, (), "", time.monotonic() - started, seed, error=f"planner: {error}")
 
 
 async def _metrics(trajectory: Trajectory, judge: Judge | None) -> dict[str, float]:

@@ -16,12 +16,13 @@ from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.evals.ask import Question, ask, questions
 from flowtrain.evals.paper import PAPER
-from flowtrain.evals.pins import check_same, config_pins
+from flowtrain.evals.pins import config_pins
 from flowtrain.evals.records import Entry, RecordLog
 from flowtrain.evals.summary import Row, as_json, summarise
 from flowtrain.evals.system import System, check_planner, open_system
 from flowtrain.evals.tables import accuracy_by_turns, system_label, tables
 from flowtrain.report.curves import plot_turns
+from flowtrain.report.pins import check_same
 from flowtrain.report.run_dir import is_used
 from flowtrain.rewards import score
 from flowtrain.run.evaluation import family

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowtrain.agents.base import Agent
-from flowtrain.agents.build import make_flow, prompt_hashes, tool_spellings
-from flowtrain.agents.prompts import FullPrompt, tools_text
+from flowtrain.agents.build import make_chat_planner, make_flow, prompt_hashes
+from flowtrain.agents.prompts import tools_text
 from flowtrain.config import OWN, Config
 from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engines
-from flowtrain.evals.chat_planner import ChatPlanner
 from flowtrain.rewards import Judge
 from flowtrain.rewards.judge import judge_prompt
 from flowtrain.run.components import RunComponents, make_judge
@@ -137,19 +136,12 @@ def _without_policy(
     config: Config, kinds: Sequence[Kind], planner: str, world: World, cleanup: ExitStack
 ) -> System:
     """Build a system around a frozen planner; only the models in `[engines]` are loaded."""
-    chats = make_chat_engines(config, None, world.device, planner)
+    chats = make_chat_engines(config, None, world.device, {"planner": planner})
     cleanup.callback(chats.close)
     tools = make_tools(config, task_set(config), chats.roles.get("tools"), chats.roles)
     for tool in tools.values():
         cleanup.callback(tool.close)
-    prompt = FullPrompt(tools.values(), None, config.agent.prompt_order)
-    frozen = ChatPlanner(
-        chats.roles["planner"],
-        prompt,
-        tuple(tools),
-        config.rollout.request_timeout_s,
-        tool_spellings(config, tools),
-    )
+    frozen = make_chat_planner(config, chats.roles["planner"], tools)
     agents = {
         (name, limit): make_flow(with_rules_of(config, name), frozen, tools, limit, chats.roles)
         for name, limit in kinds

@@ -78,6 +78,7 @@ def _serve(
             max_in_flight=config.rollout.max_in_flight,
             max_staleness=config.dataflow.max_staleness,
             num_groups=num_groups,
+            branching=sampler.branching,
         )
         try:
             num_pushed = asyncio.run(_until_signalled(node))

@@ -15,16 +15,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
+from flowtrain.agents.base import BranchStart
+from flowtrain.agents.collect import missing
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import Lease, Leases, NotAllowed, Pushed, Refused
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.membership import LeaseKey, Membership, key_of
 from flowtrain.node.progress import BusyClock, NodeProgress
 from flowtrain.node.weight_syncer import WeightSyncer
-from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 
 _log = logging.getLogger(__name__)
@@ -41,8 +44,23 @@ _SHORTEST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 60.0
 """Bounds for the dataflow's answer when to ask again."""
 
-Rollout = Callable[[Task, int], Awaitable[Trajectory]]
-"""(task, seed) -> a scored trajectory, or one that failed."""
+
+class Rollout(Protocol):
+    """Makes one rollout: a scored trajectory, or one that failed. With `start` it is a branch."""
+
+    async def __call__(
+        self, task: Task, seed: int, start: BranchStart | None = None
+    ) -> Trajectory: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Branching:
+    """How some rollouts of a work item leave others of it (`Algorithm.node_points`)."""
+
+    num_roots: int
+    """Rollouts that begin with the task."""
+    points: Callable[[Group, int], list[BranchPoint]]
+    """(the roots, the work item's seed) -> where the others leave them; called on a thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,12 +87,14 @@ class Node:
         max_in_flight: int,
         max_staleness: int,
         num_groups: int = 0,
+        branching: Branching | None = None,
     ) -> None:
         """
         Args:
             max_in_flight: rollouts under way at a time.
             max_staleness: versions that the weights may be behind the trainer's.
             num_groups: groups to push until the node ends; 0: no end.
+            branching: None: every rollout begins with the task.
         """
         self._member = member
         self._rollout = rollout
@@ -82,6 +102,7 @@ class Node:
         self._max_in_flight = max_in_flight
         self._max_staleness = max_staleness
         self._num_groups = num_groups
+        self._branching = branching
         self._progress = NodeProgress(num_groups)
         self._items: dict[LeaseKey, _WorkItem] = {}
         """Work items under way, or made and not pushed yet."""
@@ -182,13 +203,8 @@ class Node:
         lease = item.lease
         self._clock.set_busy(True)
         try:
-            async with asyncio.TaskGroup() as group:
-                rollouts = [
-                    group.create_task(self._roll_out(item, number))
-                    for number in range(item.num_left)
-                ]
-            trajectories = tuple(rollout.result() for rollout in rollouts)
-            item.payload = await asyncio.to_thread(pack_group, Group(lease.index, trajectories))
+            group = await self._group(item)
+            item.payload = await asyncio.to_thread(pack_group, group)
             self._to_push.put_nowait(item)
         except ExceptionGroup as failures:
             if failures.subgroup((EngineError, UserError)) is not None:
@@ -204,12 +220,33 @@ class Node:
                 self._clock.set_busy(False)
             self._has_room.set()
 
-    async def _roll_out(self, item: _WorkItem, number: int) -> Trajectory:
-        async with self._slots:
-            trajectory = await self._rollout(item.lease.task, derive_seed(item.lease.seed, number))
-        item.num_left -= 1
-        self._has_room.set()
-        return trajectory
+    async def _group(self, item: _WorkItem) -> Group:
+        lease, size, branching = item.lease, self._member.joined.group_size, self._branching
+        if branching is None:
+            return Group(lease.index, await self._roll_out(item, ((n, None) for n in range(size))))
+        numbers = range(branching.num_roots)
+        roots = Group(lease.index, await self._roll_out(item, ((n, None) for n in numbers)))
+        points = await asyncio.to_thread(branching.points, roots, lease.seed)
+        rest = [(each.number, each.start) for each in missing(roots, points, size)]
+        return Group(lease.index, roots.trajectories + await self._roll_out(item, rest))
+
+    async def _roll_out(
+        self, item: _WorkItem, starts: Iterable[tuple[int, BranchStart | None]]
+    ) -> tuple[Trajectory, ...]:
+        """Make rollouts of a work item, each by its number in the group and where it branches."""
+
+        async def one(number: int, start: BranchStart | None) -> Trajectory:
+            branch = () if start is None else (start,)
+            seed = derive_seed(item.lease.seed, number)
+            async with self._slots:
+                trajectory = await self._rollout(item.lease.task, seed, *branch)
+            item.num_left -= 1
+            self._has_room.set()
+            return trajectory
+
+        async with asyncio.TaskGroup() as group:
+            rollouts = [group.create_task(one(*each)) for each in starts]
+        return tuple(rollout.result() for rollout in rollouts)
 
     async def _push(self) -> None:
         while True:

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from flowtrain.agents.base import Agent
+from flowtrain.agents.base import Agent, BranchStart
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import PolicyState
 from flowtrain.engines.protocol import Engine
-from flowtrain.node.node import Rollout
+from flowtrain.node.node import Branching, Rollout
 from flowtrain.rewards import score_one
 from flowtrain.run.components import RunComponents
 from flowtrain.training.world import World
-from flowtrain.types import Task, Trajectory, UserError
+from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
 from flowtrain.weights import Source, open_source
 
 
@@ -33,6 +33,7 @@ class Sampler:
     stores: Mapping[str, Source]
     """Weight stores of the policies that are trained."""
     layouts: Mapping[str, str]
+    branching: Branching | None
 
 
 def check(config: Config) -> None:
@@ -76,12 +77,14 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
             name: policy.layout(getattr(torch, config.model.dtype))
             for name, policy in components.policies.items()
         }
-        engines = components.make_policy_engines(stores)
+        branching = _make_branching(components)
+        engines = components.make_policy_engines(stores, branches=branching is not None)
         for engine in engines.values():
             cleanup.callback(engine.close)
         agent = components.make_agent(engines, components.config.agent.max_turns)
         cleanup.callback(agent.close)
-        yield Sampler(_make_rollout(components, agent, engines), engines, stores, layouts)
+        rollout = _make_rollout(components, agent, engines)
+        yield Sampler(rollout, engines, stores, layouts, branching)
 
 
 def _make_rollout(
@@ -90,8 +93,21 @@ def _make_rollout(
     judge, functions = components.make_judge(), components.reward_functions
     policy = components.config.train.policy
 
-    async def rollout(task: Task, seed: int) -> Trajectory:
+    async def rollout(task: Task, seed: int, start: BranchStart | None = None) -> Trajectory:
         hints = components.algorithm.hints(engines[policy].version + 1)
-        return await score_one(await agent.with_hints(hints).run(task, seed), judge, functions)
+        trajectory = await agent.with_hints(hints).run(task, seed, start=start)
+        return await score_one(trajectory, judge, functions)
 
     return rollout
+
+
+def _make_branching(components: RunComponents) -> Branching | None:
+    algorithm, config = components.algorithm, components.config
+    if algorithm.num_roots == config.rollout.group_size:
+        return None
+    tokenizer, vocab_size = components.tokenizer, components.model.config.vocab_size
+
+    def points(roots: Group, seed: int) -> list[BranchPoint]:
+        return algorithm.node_points(roots, tokenizer, vocab_size, seed)
+
+    return Branching(algorithm.num_roots, points)

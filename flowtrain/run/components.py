@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from flowtrain.agents.registry import AgentKind, load_kind
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
-from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
+from flowtrain.engines.chat_engines import TEACHER, ChatEngines, make_chat_engines
 from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, score
@@ -68,7 +68,14 @@ class RunComponents:
 
     @classmethod
     def prepare(
-        cls, config: Config, world: World, *, fictional: bool = False, scripted: bool = False
+        cls,
+        config: Config,
+        world: World,
+        *,
+        fictional: bool = False,
+        scripted: bool = False,
+        with_weights: bool = True,
+        teacher: str = "",
     ) -> RunComponents:
         """Load and check everything; write nothing.
 
@@ -76,6 +83,8 @@ class RunComponents:
             fictional: the questions are about made-up entities.
             scripted: no policy is asked anything. Policies that are not trained then need no model;
                 their scripts write in the tokens of the one that is.
+            with_weights: the policy is trained or asked; else its shape and tokenizer will do.
+            teacher: the name in [engines] of a model that demonstrates; "": there is none.
         """
         algorithm = load_algorithm(config)
         config = algorithm.config
@@ -83,7 +92,7 @@ class RunComponents:
         functions = RewardFunctions.load(config.reward)
         tasks = task_set(config, fictional)
         _check_tasks(tasks, functions, has_judge=config.roles.judge != "none")
-        tokenizer, model = _trained_policy(config, tasks)
+        tokenizer, model = _trained_policy(config, tasks, with_weights)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
@@ -91,7 +100,8 @@ class RunComponents:
             else ModelSpec.load(*config.path_of(name))
             for name in config.policy_names
         }
-        return cls._around(algorithm, world, tasks, tokenizer, model, policies, functions)
+        others = {TEACHER: teacher} if teacher else {}
+        return cls._around(algorithm, world, tasks, tokenizer, model, policies, functions, others)
 
     @classmethod
     def for_node(cls, config: Config, world: World) -> RunComponents:
@@ -123,14 +133,15 @@ class RunComponents:
         model: PreTrainedModel,
         policies: Mapping[PolicyName, ModelSpec],
         functions: RewardFunctions | None,
+        others: Mapping[str, str] | None = None,
     ) -> RunComponents:
-        """Build what stands around the policies."""
+        """Build what stands around the policies; `others` as for `make_chat_engines`."""
         config = algorithm.config
         agent_kind = load_kind(config)
         algorithm.check_agent(agent_kind)
         with ExitStack() as cleanup:  # frees what has started when a later part cannot
             planner_tokenizer = policies["planner"].tokenizer
-            chats = make_chat_engines(config, planner_tokenizer, world.device)
+            chats = make_chat_engines(config, planner_tokenizer, world.device, others)
             cleanup.callback(chats.close)
             tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
             for tool in tools.values():
@@ -198,20 +209,28 @@ class RunComponents:
         together(self.world, create, other_failed=UserError)
         return report.RunDir.open(path)
 
-    def make_policy_engines(self, stores: Mapping[str, Source]) -> dict[str, Engine]:
+    def make_policy_engines(
+        self,
+        stores: Mapping[str, Source],
+        names: Collection[PolicyName] | None = None,
+        *,
+        branches: bool = False,
+    ) -> dict[str, Engine]:
         """Start an engine for each policy, by name, whose weights come from its store by version.
 
-        A policy without a store is frozen at the weights of its path.
+        A policy without a store is frozen at the weights of its path. One that is not among the
+        `names`, if these are given, is asked nothing and gets a stand-in. `branches`: branch points
+        are chosen by what the engines say of their tokens.
         """
-        engines: dict[str, Engine] = {}
+        engines = self.make_no_engines()
         with ExitStack() as cleanup:  # closes what has started when another cannot
-            for name, policy in self.policies.items():
+            for name in self.policies if names is None else names:
                 engines[name] = make_engine(
                     self.config,
-                    policy,
+                    self.policies[name],
                     device=self.world.device,
                     store=stores.get(name),
-                    records_entropies=self.algorithm.records_entropies,
+                    records_entropies=branches or self.algorithm.records_entropies,
                 )
                 cleanup.callback(engines[name].close)
             cleanup.pop_all()
@@ -219,7 +238,7 @@ class RunComponents:
         return engines
 
     def make_no_engines(self) -> dict[str, Engine]:
-        """Stand-ins for the policy engines on a rank that samples nothing."""
+        """Stand-ins for the policy engines where none is asked."""
         return {name: NoEngine(policy.max_positions) for name, policy in self.policies.items()}
 
     def make_agent(
@@ -312,10 +331,13 @@ def _check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: b
 
 
 def _trained_policy(
-    config: Config, tasks: TaskSet
+    config: Config, tasks: TaskSet, with_weights: bool
 ) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
     """Load the tokenizer and the model that `[model]` names, or make new ones."""
     path = config.model.path
+    if path != "tiny" and not with_weights:
+        spec = ModelSpec.load("model.path", path)
+        return spec.tokenizer, spec.without_weights()
     if path != "tiny":
         return models.load_tokenizer(path), models.load_model(path, torch.float32)
     tiny = config.tiny

@@ -107,6 +107,9 @@ HOLES: dict[str, Callable[[Group], Group]] = {
     "a mask of another length": lambda g: _with_call(g, sampling_mask=SamplingMask.of([(0,)])),
     "too many turns": lambda g: _with_rollout(g, turns=g.trajectories[0].turns * 50),
     "a branch of nobody": lambda g: _with_rollout(g, branch=_branch(g, parent=0)),
+    "a branch that shares no prompt": lambda g: _with_branch(g, 0, prompt_ids=(9, 9)),
+    "a branch that shares no tokens": lambda g: _with_branch(g, 2, response_ids=(0, 9, 2, 3)),
+    "a branch beyond the end": lambda g: _with_branch(g, 5),
     "tool calls without end": lambda g: _with_turn(g, tool_calls=(ToolCall("f", "{}"),) * 65),
     "a tool's time that is no number": lambda g: _with_turn(
         g, tool_calls=(ToolCall("f", "{}", ToolResult(seconds=math.nan)),)
@@ -126,10 +129,19 @@ HOLES: dict[str, Callable[[Group], Group]] = {
 }
 
 
-def _branch(whole: Group, parent: int) -> Any:
+def _branch(whole: Group, parent: int, token: int = 0) -> Any:
     from flowtrain.types import BranchPoint
 
-    return BranchPoint(parent, 0, 0, 0.0)
+    return BranchPoint(parent, 0, token, 0.0)
+
+
+def _with_branch(whole: Group, token: int, **changes: Any) -> Group:
+    """Make the second rollout a branch of the first, with another call than it can have."""
+    root, *others = whole.trajectories
+    call = replace(root.turns[0].calls["planner"], sampling_mask=None, **changes)
+    turn = replace(root.turns[0], calls={"planner": call})
+    leaf = replace(others[0], turns=(turn,), branch=_branch(whole, 0, token))
+    return replace(whole, trajectories=(root, leaf, *others[1:]))
 
 
 def _with_verifier(whole: Group) -> Group:

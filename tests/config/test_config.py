@@ -106,6 +106,12 @@ def test_a_clip_that_is_set_wins_over_the_mode() -> None:
     assert filled("--algorithm.dual_clip=4").algorithm.dual_clip == 4
 
 
+def test_the_length_of_fine_tuning_is_given_in_one_way() -> None:
+    rft = parsed("--rft.num_epochs", "3").rft
+    assert (rft.num_steps, rft.num_epochs) == (0, 3)
+    assert (parsed().rft.num_steps, parsed().rft.num_epochs) == (1500, 0)
+
+
 def test_the_size_of_an_optimizer_step_is_given_in_one_way() -> None:
     config = parsed("--train.minibatch_size", "64")
     assert (config.train.num_minibatches, config.train.minibatch_size) == (0, 64)
@@ -281,6 +287,27 @@ def test_a_bad_value_is_named_with_its_key(
         (
             ["--train.num_minibatches=4", "--rollout.num_questions=3"],
             ["train.num_minibatches=4", "at most", "rollout.num_questions=3"],
+        ),
+        (
+            ["--rft.expert=gpt", "--engines.a.model=x", "--engines.b.model=y"],
+            ["rft.expert='gpt'", "'scripted', 'policy'", "[engines], which holds a, b"],
+        ),
+        (["--rft.expert=gpt"], ["rft.expert='gpt'", "which holds nothing yet"]),
+        (
+            ["--rft.num_epochs=3", "--rft.num_steps=5"],
+            ["rft.num_steps=5", "rft.num_epochs=3", "one of them"],
+        ),
+        (["--rft.num_steps=0"], ["rft.num_steps=0", "rft.num_epochs=0", "above 0"]),
+        (["--rft.collect_only=true"], ["rft.collect_only", "[engines]", "'scripted'"]),
+        (
+            [
+                "--rft.screen=shortcuts",
+                "--agent.name=single",
+                "--agent.tools=[]",
+                "--agent.max_turns=1",
+                "--agent.eval_max_turns=1",
+            ],
+            ["rft.screen='shortcuts'", "agent.name='single'", "no tools"],
         ),
         (
             ["--train.num_minibatches=4", "--train.minibatch_size=64"],

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from flowtrain.agents.chat_planner import ChatPlanner
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.chat import Meter, metered
 from flowtrain.engines.protocol import EngineError
 from flowtrain.evals.ask import ask, questions
-from flowtrain.evals.chat_planner import ChatPlanner
 from flowtrain.evals.records import RecordLog
 from flowtrain.evals.system import System
 from flowtrain.report import ProgressLine

@@ -9,8 +9,9 @@ import pytest
 
 from flowtrain.config.options import parse
 from flowtrain.engines.chat import Usage
-from flowtrain.evals.pins import check_same, config_pins
+from flowtrain.evals.pins import config_pins
 from flowtrain.evals.records import Key, RecordLog, read_entries, rollout_record
+from flowtrain.report.pins import check_same
 from flowtrain.types import (
     Action,
     Call,

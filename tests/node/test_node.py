@@ -8,13 +8,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from loopback_dataflow import make_config
 
+from flowtrain.agents.base import BranchStart
 from flowtrain.agents.collect import user_errors
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
@@ -32,13 +33,15 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.membership import Membership
-from flowtrain.node.node import Node
+from flowtrain.node.node import Branching, Node, _WorkItem
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import (
     Action,
+    BranchPoint,
     Call,
     FinishReason,
+    Group,
     Task,
     ToolResult,
     Trajectory,
@@ -376,6 +379,34 @@ def test_a_refused_group_is_released_and_the_node_goes_on(
     assert work_items(ledger)["committed"] == 6
     assert work_items(ledger)["failed"] == 1, "after three attempts"
     assert "it is too long" in caplog.text
+
+
+def test_branches_leave_the_roots_where_the_rule_says(ledger: Ledger, nodes: Nodes) -> None:
+    """Roots first, then a branch per point, then whole rollouts, each by its number."""
+    asked: list[tuple[int, BranchStart | None]] = []
+
+    async def rollout(task: Task, seed: int, start: BranchStart | None = None) -> Trajectory:
+        asked.append((seed, start))
+        own = trajectory(task, seed)
+        if start is None:
+            return own
+        return replace(start.parent, seed=seed, branch=start.point)
+
+    def points(roots: Group, seed: int) -> list[BranchPoint]:
+        assert len(roots.trajectories) == 2 and seed == 7
+        return [BranchPoint(1, 0, 1, 0.5)]
+
+    node = nodes.make(rollout, max_in_flight=4, num_groups=1)
+    node._branching = Branching(2, points)
+    node._member.joined = replace(node._member.joined, group_size=4)
+    item = _WorkItem(Lease(1, 1, TASKS[0], seed=7, index=3), 4)
+    made = asyncio.run(node._group(item))
+    roots, branch, whole = made.trajectories[:2], made.trajectories[2], made.trajectories[3]
+    assert [t.branch for t in roots] == [None, None] and whole.branch is None
+    assert branch.branch == BranchPoint(1, 0, 1, 0.5) and branch.turns == roots[1].turns
+    assert [t.seed for t in made.trajectories] == [derive_seed(7, n) for n in range(4)]
+    assert [start.parent for _, start in asked if start] == [roots[1]] and item.num_left == 0
+    assert made.index == 3
 
 
 def test_a_node_that_is_too_busy_keeps_its_leases(ledger: Ledger, nodes: Nodes) -> None:

@@ -12,10 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from cli_runs import Process, Server
 from loopback_dataflow import (
     TOKEN,
@@ -27,6 +31,8 @@ from loopback_dataflow import (
     serve_dataflow,
 )
 
+from flowtrain.algorithms import load_algorithm
+from flowtrain.training import model as models
 from flowtrain.types import Group
 from flowtrain.utils.tokens import Role, TokenFile, issue, revoke
 from flowtrain.weights import WeightStore
@@ -406,7 +412,45 @@ def test_a_node_whose_token_is_revoked_ends_with_one_line(
         assert len(told) == 1 and why in told[0], lines
 
 
-def test_appo_is_refused_by_name(server: Server, model: str, tmp_path: Path) -> None:
+def test_a_node_branches_where_a_trainer_that_samples_would(
+    server: Server, model: str, tmp_path: Path
+) -> None:
+    """By the entropies of sampling; a branch shares its parent's tokens up to its point."""
+    config = make_config(
+        model,
+        algorithm={"name": "appo"},
+        appo={"num_roots": 2, "rule": "entropy", "spacing": 0},
+        rollout={"group_size": 5, "num_questions": 2},
+        dataflow={"max_staleness": 8},
+    )
+    algorithm, tokenizer = load_algorithm(config), models.load_tokenizer(model)
+    scorer: Any = SimpleNamespace(
+        device=torch.device("cpu"), model=models.load_model(model, torch.float32)
+    )
+    with serve_dataflow(config, tmp_path) as made:
+        trainer = Trainer(made.ledger, model, tmp_path / "weights")
+        trainer.register(num_groups=2)
+        command = ("--dataflow", made.url, "--name", "one")
+        node = keep_exit_code(server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}))
+        groups = trainer.step(1)
+        terminate(node)
+    for group in groups:
+        roots = replace(group, trajectories=group.trajectories[:2])
+        ((*found,),) = algorithm.branch(1, [roots], scorer, tokenizer).points
+        assert [each.branch for each in group.trajectories] == [None, None, *found]
+        for each in group.trajectories[2:]:
+            assert each.branch is not None
+            parent, at = group.trajectories[each.branch.parent], each.branch
+            for left, was in zip(each.turns[: at.turn], parent.turns, strict=False):
+                assert left.calls == was.calls
+            left, was = (t.turns[at.turn].calls["planner"] for t in (each, parent))
+            assert left.prompt_ids == was.prompt_ids
+            assert left.response_ids[: at.token] == was.response_ids[: at.token]
+
+
+def test_appo_is_refused_where_a_node_cannot_score(
+    server: Server, model: str, tmp_path: Path
+) -> None:
     config = make_config(
         model,
         algorithm={"name": "appo"},
@@ -418,9 +462,7 @@ def test_appo_is_refused_by_name(server: Server, model: str, tmp_path: Path) -> 
             server.start("node", "--dataflow", made.url, env={"FLOWTRAIN_TOKEN": TOKEN})
         )
         assert node.wait() == 2
-        assert (
-            "algorithm.name='appo' branches where the trainer's scores say" in node.err.read_text()
-        )
+        assert "appo.rule='score' branches where the trainer's scores say" in node.err.read_text()
 
 
 def test_help_in_a_fresh_interpreter() -> None:

@@ -5,7 +5,9 @@ that they name, against a scripted endpoint and a tiny model in the place of Qwe
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
 from flowtrain.config.options import parse
+from flowtrain.rft import rft
 from flowtrain.train import train
 from flowtrain.training import model as models
 
@@ -36,6 +39,10 @@ CHANGED = {
         *("algorithm.clip_high", "algorithm.dual_clip"),
         *("train.num_minibatches", "train.minibatch_size", "train.beta2"),
         *("rollout.top_p", "rollout.frequency_penalty", "train.rescore"),
+    },
+    "agentflow-sft": {
+        *("engines.teacher", "rft.expert", "rft.num_rollouts", "rft.num_epochs", "rft.num_steps"),
+        *("rft.lr", "rft.batch_size", "rft.warmup_steps", "rft.max_tokens"),
     },
 }
 """Every config, and the keys in which it differs from agentflow-7b."""
@@ -162,6 +169,38 @@ def test_it_runs_dry(
         assert "tasks: nq_hotpotqa_train, 40 rows, preset search-r1" in text
         assert "tasks: DeepMath-103K, 40 rows, preset deepmath" in text
     assert sorted(path.name for path in folder.iterdir()) == ["data", "tmp"]
+
+
+def teaching(body: dict[str, Any]) -> str:
+    """GPT-4o as planner and as judge, and the other roles; the planner's rules end its prompt."""
+    if "Answer with these four fields" in body["messages"][-1]["content"]:
+        return "Justification: x\nContext: y\nSub-Goal: what is asked\nTool Name: Base_Generator"
+    return scripted(body)
+
+
+def test_the_baseline_collects_traces_of_its_teacher_and_imitates_them(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To collect, the student's shape and tokenizer are enough."""
+    student = shutil.copytree(model, folder / "student", ignore=lambda *_: ["model.safetensors"])
+    with chat_server(teaching) as server:
+        names = ("frozen", "judge", "teacher")
+        endpoints = [f"--engines.{each}.base_url={server.base_url}" for each in names]
+        argv = ["--config", str(CONFIGS / "agentflow-sft.toml"), *HERE[2:], *endpoints]
+        argv += ["--model.path", str(student), "--run.dir", str(folder / "run")]
+        argv += ["--judge.cache", str(folder / "judge.sqlite"), "--rft.num_rollouts", "3"]
+        collects = ["--rft.collect_only", "true"]
+        assert run_command("flowtrain.rft", rft, [*argv, *collects]) == 0, capsys.readouterr()
+        shutil.copy(model / "model.safetensors", student)
+        code = run_command("flowtrain.rft", rft, [*argv, "--resume", "auto"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "3 rollouts, mean reward 1.000, kept 3: 3 turns" in said.out
+    facts = json.loads((folder / "run/model/rft.json").read_text())
+    assert (facts["num_steps"], facts["num_turns"]) == (1, 3) and facts["usage"]["cost"] > 0
+    asked = Counter(body["model"] for body in server.asked)
+    assert asked["gpt-4o"] == 6 and set(asked) == {"gpt-4o", "Qwen/Qwen2.5-7B-Instruct"}
+    assert {body["temperature"] for body in server.asked} == {0.0, 0.7}
 
 
 @pytest.mark.parametrize("name", CHANGED)

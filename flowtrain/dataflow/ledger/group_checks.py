@@ -75,7 +75,7 @@ class GroupLimits:
                 raise Refused(
                     f"rollouts of one group are of {task.id!r} and of {trajectory.task.id!r}"
                 )
-            if problem := self._problem(number, trajectory):
+            if problem := self._problem(number, trajectory) or _branch_problem(group, number):
                 raise Refused(f"rollout {number}: {problem}")
         trained: dict[PolicyName, TrainedTokens] = {}
         for trajectory in group.trajectories:
@@ -115,14 +115,6 @@ class GroupLimits:
         durations = [trajectory.seconds, *(s for turn in turns for s in _seconds(turn))]
         if not all(isfinite(s) and s >= 0 for s in durations):
             return "a duration is negative or not finite"
-        branch = trajectory.branch
-        if branch is not None and not (
-            0 <= branch.parent < number
-            and 0 <= branch.turn < len(turns)
-            and 0 <= branch.token <= len(turns[branch.turn].calls["planner"].response_ids)
-            and isfinite(branch.score)
-        ):
-            return f"it cannot have left another at {branch}"
         return ""
 
     def _sampled(self, trajectory: Trajectory) -> Iterator[tuple[PolicyName, TrainedTokens]]:
@@ -164,6 +156,31 @@ class GroupLimits:
             or token_problem(call, vocab_size)
             or logprob_problem(call.logprobs)
         )
+
+
+def _branch_problem(group: Group, number: int) -> str:
+    """Say why a rollout cannot have left another one where it says; "" when it can: the tokens up
+    to there are its parent's, which they give credit to.
+    """
+    own = group.trajectories[number]
+    if (branch := own.branch) is None:
+        return ""
+    problem = f"it cannot have left another at {branch}"
+    if not (0 <= branch.parent < number and 0 <= branch.turn < len(own.turns)):
+        return problem
+    turns = group.trajectories[branch.parent].turns
+    if not (branch.turn < len(turns) and branch.token >= 0 and isfinite(branch.score)):
+        return problem
+    calls = [[turn.calls["planner"] for turn in t[: branch.turn + 1]] for t in (own.turns, turns)]
+    pairs = list(zip(*calls, strict=True))
+    if any(mine.prompt_ids != theirs.prompt_ids for mine, theirs in pairs):
+        return problem
+    *before, (mine, theirs) = pairs
+    if branch.token > min(len(mine.response_ids), len(theirs.response_ids)):
+        return problem
+    shared = [(a.response_ids, b.response_ids) for a, b in before]
+    shared.append((mine.response_ids[: branch.token], theirs.response_ids[: branch.token]))
+    return "" if all(a == b for a, b in shared) else problem
 
 
 def _is_share(value: float) -> bool:

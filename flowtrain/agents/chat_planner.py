@@ -1,4 +1,4 @@
-"""A frozen planner behind a chat engine, to set a trained one beside."""
+"""A frozen planner behind a chat engine: to set a trained one beside, or to teach it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,45 @@
+"""Pins decide the outcome of a run: its manifest holds them, and a resumed run compares them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowtrain.types import UserError
+
+_SHOWN = 3
+
+
+def check_same(
+    folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any], key: str = "--out"
+) -> None:
+    """Raise UserError that names the first differences, unless both pins are the same; `key` is the
+    option of the folder.
+    """
+    then, now = flat(begun), flat(now)
+    changes = [
+        f"{name} was {_text(then, name)}, is {_text(now, name)}"
+        for name in sorted({*then, *now})
+        if _text(then, name) != _text(now, name)
+    ]
+    if changes:
+        shown = "; ".join(changes[:_SHOWN])
+        raise UserError(
+            f"{folder} was begun with other settings: {shown}; go back to them or choose another "
+            f"{key}"
+        )
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested tables to dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        is_table = isinstance(value, Mapping)
+        found |= flat(value, f"{prefix}{key}.") if is_table else {f"{prefix}{key}": value}
+    return found
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], ensure_ascii=False) if key in values else "absent"

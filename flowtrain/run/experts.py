@@ -1,0 +1,66 @@
+"""Who demonstrates in fine-tuning (`rft.expert`), whom that needs, and on which tasks."""
+
+from __future__ import annotations
+
+import random
+
+from flowtrain.agents.base import Agent
+from flowtrain.agents.expert import scripted
+from flowtrain.agents.flow import Flow
+from flowtrain.agents.teacher import taught
+from flowtrain.agents.tool_calling import ToolCallingAgent
+from flowtrain.config import Config
+from flowtrain.config.train import EXPERTS
+from flowtrain.engines.chat_engines import POLICY, TEACHER
+from flowtrain.run.components import RunComponents
+from flowtrain.tasks.sets import TaskSet
+from flowtrain.types import PolicyName, Task, UserError
+from flowtrain.utils.seeds import derive_seed
+
+
+def make_expert(components: RunComponents, agent: Agent) -> Agent:
+    """Return the agent that demonstrates: the policies' own, or one with scripts or a teacher in
+    their place.
+    """
+    config = components.config
+    if config.rft.expert not in EXPERTS:
+        teacher = components.chats.roles.get(TEACHER)
+        end_id = components.tokenizer.eos_token_id
+        # Without a teacher all of its rollouts are there.
+        return taught(agent, teacher, config, components.tools, end_id) if teacher else agent
+    if config.rft.expert == "policy":
+        return agent
+    if not isinstance(agent, Flow | ToolCallingAgent):
+        raise UserError(
+            "rft.expert='scripted' plays the planner of agent.name='agentflow' or the policy of "
+            f"'tools', and it is {config.agent.name!r}, so use 'policy'"
+        )
+    unplanned = next((task for task in components.tasks.train if not task.plan), None)
+    if unplanned is not None:
+        raise UserError(
+            f"rft.expert='scripted' needs tasks with a plan; tasks.name={config.tasks.name!r} has "
+            "none, so use 'policy'"
+        )
+    ends = {name: policy.tokenizer.eos_token_id for name, policy in components.policies.items()}
+    return scripted(agent, config.rft.expert_error, ends)
+
+
+def asked_policies(config: Config) -> tuple[PolicyName, ...]:
+    """Name the policies that someone asks: the expert, a role, or the flow beside a teacher."""
+    if config.rft.expert == "policy" or POLICY in config.roles.model_dump().values():
+        return config.policy_names
+    if config.rft.expert == "scripted":
+        return ()
+    return tuple(name for name in config.policy_names if name != config.train.policy)
+
+
+def draw_tasks(tasks: TaskSet, config: Config) -> list[Task]:
+    """Draw long tasks more often, because an expert that errs seldom reaches their last turn.
+
+    That goes most of the way to showing all turns alike.
+    """
+    rng = random.Random(derive_seed(config.run.seed, "rft"))
+    reach = 1 - config.rft.expert_error if config.rft.expert == "scripted" else 1.0
+    turns = [max(reach, 0.1) ** (-0.75 * (max(task.num_turns, 1) - 1)) for task in tasks.train]
+    weights = [a * b for a, b in zip(turns, tasks.draw_weights(), strict=True)]
+    return rng.choices(tasks.train, weights, k=config.rft.num_rollouts)

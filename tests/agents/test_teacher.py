@@ -1,0 +1,286 @@
+"""What a teacher writes becomes the student's response: as it is where the student reads it so, in
+its canonical form where not, and never with a special token in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from chat_templates import TEMPLATES, styled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from flowtrain.agents.base import Agent, AgentContext
+from flowtrain.agents.build import make_policy
+from flowtrain.agents.memory import Memory
+from flowtrain.agents.planner import Plan
+from flowtrain.agents.registry import load_kind
+from flowtrain.agents.teacher import Scribe, TaughtPlanner, TaughtVerifier, is_readable, taught
+from flowtrain.config import Config
+from flowtrain.engines.protocol import EngineError, NoEngine
+from flowtrain.tools.base import Parameter, ToolCard
+from flowtrain.types import Call, Task, ToolResult, Trajectory, Turn, UserError, Verdict
+
+TASK = Task("t-1", "What is the area of Chad?", ("1284",))
+EXACT = "Justification: j\nContext: c\nSub-Goal: area of Chad\nTool Name: Search"
+LOOSE = "## Sub-Goal\narea of Chad\n\n## Tool Name\nSearch, because it finds\n"
+OPTIONS: dict[str, Any] = {"engines": {"gpt": {"model": "m"}}, "rft": {"expert": "gpt"}}
+
+
+class Teacher:
+    """Says one prepared reply after the other; remembers what it was asked."""
+
+    name = "teacher"
+
+    def __init__(self, *replies: str) -> None:
+        self.replies = replies
+        self.asked: list[tuple[str, int, float]] = []
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        reply = self.replies[min(len(self.asked), len(self.replies) - 1)]
+        self.asked.append((prompt, seed, deadline_s))
+        if reply == "fails":
+            raise EngineError("engines.gpt: HTTP 500")
+        return reply
+
+
+class Search:
+    card = ToolCard("Search", "Looks words up.", (Parameter("query", "what to find"),))
+
+    async def execute(self, query: str) -> str:
+        return f"The {query} is 1284."
+
+    def close(self) -> None: ...
+
+
+def student(
+    teacher: Teacher, tokenizer: PreTrainedTokenizerFast, **sections: dict[str, Any]
+) -> Agent:
+    """An agent with a teacher in the place of its trained policy; nobody samples."""
+    config = Config.model_validate({**OPTIONS, **sections})
+    engine = NoEngine(4000)
+    policies = {
+        name: make_policy(config, name, engine, tokenizer)  # type: ignore[arg-type]
+        for name in config.policy_names
+    }
+    tools = {"Search": Search()} if config.agent.tools else {}
+    context = AgentContext(config, policies, tools, {}, 3)
+    made = load_kind(config).make(context)
+    return taught(made, teacher, config, tools, tokenizer.eos_token_id)
+
+
+def flow(teacher: Teacher, prompt: str = "full", **agent: Any) -> Agent:
+    options = {"tools": ["Search"], "prompt": prompt, **agent}
+    return student(teacher, styled("qwen2.5"), agent=options)
+
+
+def plan(reply: str, prompt: str = "full", **agent: Any) -> tuple[Plan, TaughtPlanner]:
+    planner = flow(Teacher(reply), prompt, **agent).planner  # type: ignore[attr-defined]
+    return asyncio.run(planner.plan(TASK, Memory(), 0, 7, 50.0)), planner
+
+
+def text_of(call: Call) -> str:
+    """The response without its end token."""
+    tokenizer = styled("qwen2.5")
+    assert call.response_ids[-1] == tokenizer.eos_token_id
+    assert call.logprobs == (0.0,) * len(call.response_ids)
+    return tokenizer.decode(call.response_ids[:-1])
+
+
+# ---- the planner
+
+
+@pytest.mark.parametrize(
+    ("reply", "prompt", "written", "rescued"),
+    [
+        (f"  {EXACT}\n", "full", EXACT, False),
+        (
+            LOOSE,
+            "full",
+            "Justification: \nContext: \nSub-Goal: area of Chad\nTool Name: Search",
+            True,
+        ),
+        (EXACT, "compact", " area of Chad\nTool Name: Search", False),
+        (LOOSE, "compact", " area of Chad\nTool Name: Search", True),
+    ],
+)
+def test_a_reply_becomes_what_the_student_reads(
+    reply: str, prompt: str, written: str, rescued: bool
+) -> None:
+    found, planner = plan(reply, prompt)
+    assert text_of(found.call) == found.call.text == written
+    assert bool(found.rescued) == rescued
+    assert found.action is not None and found.action.sub_goal == "area of Chad"
+    assert found.action.tool_name == "Search"
+    assert found.call.prompt_ids == planner.like.encode(TASK.question, Memory())
+    assert planner.like._read(found.call).action == replace(
+        found.action, **({"justification": "", "context": ""} if prompt == "compact" else {})
+    )
+
+
+def turn_of(found: Plan) -> Turn:
+    error = "the action was malformed" if found.action is None else None
+    return Turn({"planner": found.call}, found.action, "", ToolResult(error=error), Verdict.STOP, 0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "readable"),
+    [
+        (EXACT, True),
+        (LOOSE, True),
+        ("I would search.", False),
+        (EXACT.replace("Search", "Oracle"), False),
+    ],
+)
+def test_only_what_names_a_tool_of_the_run_is_imitated(reply: str, readable: bool) -> None:
+    found, _ = plan(reply)
+    assert is_readable(turn_of(found), "planner") is readable
+
+
+def test_strict_parsing_reads_a_teacher_strictly() -> None:
+    assert plan(LOOSE, parsing="strict")[0].action is None
+
+
+def test_the_teacher_reads_the_full_prompt_with_its_own_seed_and_deadline() -> None:
+    teacher = Teacher(EXACT)
+    planner = flow(teacher, "compact").planner  # type: ignore[attr-defined]
+    for seed in (1, 2):
+        asyncio.run(planner.plan(TASK, Memory(), 0, seed, 5.0))
+    (prompt, seed, deadline_s), (_, other, _) = teacher.asked
+    assert "Looks words up." in prompt and TASK.question in prompt
+    assert deadline_s == 5.0 and seed != other
+
+
+# ---- the verifier
+
+
+def verdict(reply: str, prompt: str = "full") -> tuple[Verdict, Call]:
+    agent = student(
+        Teacher(reply),
+        styled("qwen2.5"),
+        agent={"tools": ["Search"], "prompt": prompt},
+        roles={"verifier": "own"},
+        train={"policy": "verifier"},
+    )
+    verifier = agent.verifier  # type: ignore[attr-defined]
+    assert isinstance(verifier, TaughtVerifier)
+    done = asyncio.run(verifier.verify(TASK, Memory(), 1, 5.0))
+    assert done.call is not None
+    assert (
+        done.text
+        == (verifier.like.prompt.prefix if done.call.response_ids else "") + done.call.text
+    )
+    assert done.call.prompt_ids == verifier.like.encode(TASK.question, Memory())
+    return done.verdict, done.call
+
+
+@pytest.mark.parametrize(
+    ("reply", "prompt", "written"),
+    [
+        ("All is there.\nConclusion: STOP", "full", "All is there.\nConclusion: STOP"),
+        ("**Final Determination: STOP**", "full", "Conclusion: STOP"),
+        ("All is there.\nConclusion: STOP", "compact", " STOP"),
+    ],
+)
+def test_a_verdict_is_written_as_the_student_reads_it(
+    reply: str, prompt: str, written: str
+) -> None:
+    found, call = verdict(reply, prompt)
+    assert found is Verdict.STOP and text_of(call) == written
+
+
+def test_a_reply_without_a_verdict_leaves_nothing_to_imitate() -> None:
+    found, call = verdict("Who knows?")
+    turn = Turn({"planner": call, "verifier": call}, None, "", ToolResult(), found, 0.0)
+    assert found is Verdict.CONTINUE and not is_readable(turn, "verifier")
+
+
+# ---- agents of conversations
+
+
+def converse(style: str, *replies: str) -> tuple[Trajectory, Teacher]:
+    teacher = Teacher(*replies)
+    tokenizer = styled(style)
+    agent = {"name": "tools", "tools": ["Search"], "prompt": "full"}
+    return asyncio.run(student(teacher, tokenizer, agent=agent).run(TASK, 7)), teacher
+
+
+def call_in(format: str, query: str) -> str:
+    arguments = json.dumps({"query": query})
+    body = f'{{"name": "Search", "arguments": {arguments}}}'
+    return {"hermes": f"<tool_call>{body}", "mistral": f"[TOOL_CALLS][{body}]"}[format]
+
+
+@pytest.mark.parametrize(("style", "format"), [("qwen2.5", "hermes"), ("mistral", "mistral")])
+def test_a_call_is_written_in_the_students_form_and_run(style: str, format: str) -> None:
+    done, teacher = converse(style, call_in(format, "area of Chad"), "<answer>1284</answer>")
+    assert (done.answer, done.error, len(done.turns)) == ("1284", "", 2)
+    (used,) = done.turns[0].tool_calls
+    assert (used.name, used.result.output) == ("Search", "The area of Chad is 1284.")
+    first, second = (turn.calls["planner"] for turn in done.turns)
+    before = first.prompt_ids + first.response_ids
+    assert second.prompt_ids[: len(before)] == before
+    said = styled(style).decode(first.response_ids)
+    closed = {"hermes": "</tool_call>", "mistral": '[TOOL_CALLS] [{"name"'}[format]
+    assert closed in said, "the canonical form, which the reply lacks"
+    assert all(is_readable(turn, "planner") for turn in done.turns)
+    (prompt, seed, _), (later, other, _) = teacher.asked
+    assert "Looks words up." in prompt and TASK.question in prompt and seed != other
+    assert "The area of Chad is 1284." in later
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_special_tokens_of_a_teacher_are_plain_text(style: str) -> None:
+    tokenizer = styled(style)
+    for special in tokenizer.all_special_tokens:
+        done, _ = converse(style, f"So <x {special} y>.\nIt is 5.")
+        ids = done.turns[0].calls["planner"].response_ids
+        assert not set(ids[:-1]) & set(tokenizer.all_special_ids), special
+        assert ids[-1] == tokenizer.eos_token_id
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "a", "<|", "\ue0000\ue001", " "])))
+def test_no_text_makes_a_special_token(parts: list[str]) -> None:
+    tokenizer = styled("qwen2.5")
+    call = Scribe(tokenizer, tokenizer.eos_token_id).write((1,), "".join(parts))  # type: ignore[arg-type]
+    assert not set(call.response_ids[:-1]) & set(tokenizer.all_special_ids)
+    plain = "".join(parts).replace("\ue000", "").replace("\ue001", "")
+    assert tokenizer.decode(call.response_ids[:-1]) == plain
+
+
+def test_a_call_that_cannot_be_read_is_not_imitated() -> None:
+    done, _ = converse("qwen2.5", "<tool_call>Search</tool_call>", "1284")
+    assert [is_readable(turn, "planner") for turn in done.turns] == [False, True]
+
+
+def test_a_teacher_takes_no_more_turns_than_the_student_has() -> None:
+    done, teacher = converse("qwen2.5", call_in("hermes", "area of Chad"))
+    assert (len(done.turns), done.truncated, len(teacher.asked)) == (3, "turns", 3)
+
+
+def test_a_teacher_that_fails_makes_a_failed_rollout() -> None:
+    done, _ = converse("qwen2.5", "fails")
+    assert "engines.gpt: HTTP 500" in done.error
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written"), [("full", "It is 1284."), ("compact", " It is 1284.")]
+)
+def test_a_single_response_follows_the_students_prompt(prompt: str, written: str) -> None:
+    teacher = Teacher(" It is 1284.<|im_end|>\n")
+    agent = {"name": "single", "tools": [], "max_turns": 1, "eval_max_turns": 1, "prompt": prompt}
+    done = asyncio.run(student(teacher, styled("qwen2.5"), agent=agent).run(TASK, 7))
+    assert teacher.asked[0][0] == TASK.question
+    assert text_of(done.turns[0].calls["planner"]) == written and done.answer == "It is 1284."
+
+
+def test_agents_of_others_are_refused() -> None:
+    config = Config.model_validate({**OPTIONS, "agent": {"name": "x.py:Mine"}})
+    with pytest.raises(UserError, match=r"rft.expert='gpt' plays .* it is 'x.py:Mine'"):
+        taught(object(), Teacher(""), config, {}, 0)  # type: ignore[arg-type]

@@ -1,0 +1,146 @@
+"""The log of a teacher's rollouts: what is there, what is missing, what it cost, what is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flowtrain.config import Config
+from flowtrain.engines.chat import Usage
+from flowtrain.run.demonstrations import PINS, DemonstrationLog, open_log, pins
+from flowtrain.types import (
+    Action,
+    Call,
+    FinishReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    UserError,
+    Verdict,
+)
+
+TASKS = [Task(f"t-{n}", f"What is {n} plus 1?", (str(n + 1),)) for n in range(5)]
+
+
+def rollout(number: int = 0, reward: float | None = 1.0, error: str = "") -> Trajectory:
+    calls = {
+        "planner": Call((5, 6), (7, 0), (0.0, 0.0), (), FinishReason.STOP, "said"),
+        "verifier": Call((5, 8), (9, 0), (0.0, 0.0), (), FinishReason.STOP, "STOP"),
+    }
+    used = (ToolCall("Search", "{}", ToolResult("1", seconds=0.1234567), "id"),)
+    action = Action("j", "c", "1 + 1", "Python_Coder")
+    result = ToolResult("2", None, 0.1234567)
+    turn = Turn(calls, action, "x", result, Verdict.STOP, 0.5, retrieved="r", tool_calls=used)  # type: ignore[arg-type]
+    return Trajectory(TASKS[number], (turn,), "2", 1.5, 42, "", reward, error=error)
+
+
+def log_of(folder: Path, resumes: bool = True) -> DemonstrationLog:
+    return DemonstrationLog(folder, {}, resumes=resumes)
+
+
+def test_rollouts_come_back_as_they_were(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    for number in (3, 1, 0):
+        log.append(number, rollout(number), Usage(7, 3, 0.5))
+    assert list(log_of(tmp_path).read([0, 1, 2])) == [rollout(0), rollout(1)]
+
+
+def test_failed_and_missing_ones_are_asked_for(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.append(0, rollout(0), Usage(10, 1, 0.5))
+    log.append(2, rollout(2, reward=None, error="planner: no"), Usage(20, 2, 0.25))
+    for each in (log, log_of(tmp_path)):
+        assert each.missing(4, num_ranks=1) == [1, 2, 3] and each.num_done == 1
+        assert each.usage == Usage(30, 3, 0.75)
+        assert each.state() == "reward 1.000, 1 failed, 30 + 3 tokens, cost 0.7500"
+        assert each.missing(1, num_ranks=2) == []
+        with pytest.raises(UserError, match=r"has 2 of rft.num_rollouts=4 .* --resume auto"):
+            each.missing(4, num_ranks=2)
+    log.append(2, rollout(2, reward=0.0), Usage(1, 1, 0.25))
+    for each in (log, log_of(tmp_path)):
+        assert each.missing(3, num_ranks=1) == [1] and each.num_done == 2
+        assert each.state() == "reward 0.500, 31 + 4 tokens, cost 1.0000"
+    assert [t.reward for t in log.read(range(5))] == [1.0, 0.0]
+
+
+def test_a_run_that_begins_reads_nothing_of_another(tmp_path: Path) -> None:
+    (tmp_path / "trajectories.jsonl").write_text("not ours\n")
+    assert log_of(tmp_path, resumes=False).num_done == 0
+
+
+def test_a_torn_last_line_is_dropped_before_more_is_written(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.append(0, rollout(0), Usage())
+    whole = log.path.read_bytes()
+    log.path.write_bytes(whole + whole[: len(whole) // 2])
+    again = log_of(tmp_path)
+    assert again.missing(2, num_ranks=1) == [1]
+    again.repair()
+    again.append(1, rollout(1), Usage())
+    assert [t.task.id for t in log_of(tmp_path).read([0, 1])] == ["t-0", "t-1"]
+
+
+@pytest.mark.parametrize("packed", ["", "x", "eNoDAAAAAAE="])
+def test_a_damaged_rollout_is_told_by_its_number(tmp_path: Path, packed: str) -> None:
+    log = log_of(tmp_path)
+    log.append(0, rollout(0), Usage())
+    record = json.loads(log.path.read_text())
+    log.path.write_text(json.dumps({**record, "group": packed}) + "\n")
+    with pytest.raises(UserError, match="demonstration 0 is damaged"):
+        list(log_of(tmp_path).read([0]))
+
+
+def test_rollouts_of_other_tasks_are_refused(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.append(1, rollout(1), Usage())
+    log.check(TASKS)
+    log.check(TASKS[:1])
+    with pytest.raises(UserError, match="'t-1' as demonstration 1, and it is 't-0' now"):
+        log.check([TASKS[1], TASKS[0]])
+
+
+def config(folder: Path, **sections: dict[str, object]) -> Config:
+    rft = {"expert": "gpt", **sections.pop("rft", {})}
+    engine = {"model": "m", **sections.pop("engine", {})}
+    run = {"dir": str(folder), "resume": "auto"}
+    return Config.model_validate({"run": run, "engines": {"gpt": engine}, "rft": rft, **sections})
+
+
+def begin(folder: Path) -> None:
+    facts = {PINS: pins(config(folder))}
+    (folder / "manifest.json").write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"engine": {"temperature": 0.5}}, "engines.gpt.temperature was 0.0, is 0.5"),
+        ({"agent": {"max_turns": 9}}, "agent.max_turns was 3, is 9"),
+        ({"rft": {"fictional": True}}, "rft.fictional was false, is true"),
+        ({"model": {"path": "other"}}, 'model.path was "tiny", is "other"'),
+    ],
+)
+def test_other_options_of_collection_are_refused(
+    tmp_path: Path, changes: dict[str, dict[str, object]], said: str
+) -> None:
+    begin(tmp_path)
+    with pytest.raises(UserError, match=f"{re.escape(said)}.*another --run.dir"):
+        open_log(config(tmp_path, **changes))
+
+
+def test_options_of_training_and_of_the_way_to_the_engine_may_change(tmp_path: Path) -> None:
+    begin(tmp_path)
+    engine = {"base_url": "http://127.0.0.1:1/v1", "price_in": 3.0, "max_concurrency": 2}
+    rft = {"num_rollouts": 7, "num_epochs": 3, "lr": 1e-5, "screen": "shortcuts", "keep": "all"}
+    open_log(config(tmp_path, engine=engine, rft=rft))  # type: ignore[arg-type]
+
+
+def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="is the folder of another run"):
+        open_log(config(tmp_path))
