@@ -187,8 +187,8 @@ def _check_policies(config: Config) -> None:
     policy = config.train.policy
     if policy not in config.policy_names:
         raise ValueError(
-            f"train.policy={policy!r} needs roles.verifier={OWN!r}, which is "
-            f"{config.roles.verifier!r}"
+            f"train.policy={policy!r} needs roles.{policy}={OWN!r}, which is "
+            f"{getattr(config.roles, policy)!r}"
         )
     for key, value in config.policies.get("planner", Policy()):
         if key != "path" and value is not None:

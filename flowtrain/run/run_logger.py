@@ -16,6 +16,7 @@ from flowtrain.report.curves import plot_curves, read_series, total_seconds
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Measured
+from flowtrain.run.evidence_stats import evidence_metrics
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.parsing_stats import parsing_metrics
 from flowtrain.run.placement import Placement
@@ -123,6 +124,9 @@ class RunLogger:
         verdicts = {}
         if "verifier" in self._config.policy_names:
             verdicts = verdict_metrics(trajectories, self._config, world)
+        evidence = {}
+        if "refiner" in self._config.policy_names:
+            evidence = evidence_metrics(trajectories, world)
         self.write(
             {
                 "step": step,
@@ -132,6 +136,7 @@ class RunLogger:
                 **kept,
                 **rescued,
                 **verdicts,
+                **evidence,
                 **measured,
                 **self._counts(batch),
                 **rollouts.metrics,

@@ -707,13 +707,17 @@ def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
         ),
         (
             ("--train.policy", "judge"),
-            "train.policy='judge': Input should be 'planner' or 'verifier'",
+            "train.policy='judge': Input should be 'planner', 'verifier' or 'refiner'",
         ),
-        (("--policies.judge.path", "x"), "Input should be 'planner' or 'verifier'"),
+        (
+            ("--train.policy", "refiner", "--roles.refiner", "rules"),
+            "train.policy='refiner' needs roles.refiner='own', which is 'rules'",
+        ),
+        (("--policies.judge.path", "x"), "Input should be 'planner', 'verifier' or 'refiner'"),
         (("--policies.verifier.tmp", "1"), "unknown key policies.verifier.tmp"),
         (
             ("--roles.executor", "own"),
-            "roles.executor='own': of the roles only the verifier can be a policy of its own",
+            "roles.executor='own': of the roles only verifier and refiner can be policies",
         ),
         (
             ("--policies.planner.max_new_tokens", "4"),
@@ -755,7 +759,7 @@ NODES = ("--dataflow.url", "http://flow:8400")
         (("--algorithm.m2po", "0"), "algorithm.m2po=0: Input should be greater than 0"),
         (
             (*NODES, "--algorithm.name", "appo"),
-            "algorithm.name='appo' branches where the trainer's scores say",
+            "appo.rule='score' branches where the trainer's scores say",
         ),
         (
             (*NODES, "--rollout.num_engine_ranks", "1"),

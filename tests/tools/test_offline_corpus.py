@@ -124,6 +124,33 @@ def test_web_search_lists_the_pages_of_the_corpus(corpus: Callable[..., str]) ->
     assert text.count("wiki.example/Mali") == 1, "a page is listed once"
 
 
+def test_search_reads_whole_passages_for_questions_from_a_file(
+    corpus: Callable[..., str],
+) -> None:
+    """As many as agent.num_passages, those of one page too, a line each, with their titles."""
+
+    def search(top_k: int) -> Tool:
+        settings = Config.model_validate(
+            {
+                "agent": {"tools": ["Search"], "num_passages": top_k, "max_result_chars": 80},
+                "tasks": {"name": "file", "path": "questions.jsonl"},
+                "corpus": {"path": corpus()},
+            }
+        )
+        return make_tools(settings)["Search"]
+
+    assert ask(search(1), query="capital of Mali") == "Mali: The capital of Mali is Bamako."
+    lines = ask(search(5), query="Mali country").splitlines()
+    assert lines == [
+        "Mali: Mali is a country in West Africa.",
+        "Mali: The capital of Mali is Bamako.",
+    ]
+    assert ask(search(5), query="chairs table") == "Room 7 holds 12 chairs and a table."
+    assert len(ask(search(5), query="capital of Niger Mali")) <= 80
+    assert ask(search(5), query="zebra") == "Error: no passage matches 'zebra'"
+    assert search(1).card.finds_passages
+
+
 def test_wikipedia_search_shows_pages_and_titles(corpus: Callable[..., str]) -> None:
     rows = [
         *ROWS,

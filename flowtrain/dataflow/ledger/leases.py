@@ -116,8 +116,8 @@ class LeaseBook:
     def _end_overdue(self, transaction: Transaction, now: float) -> None:
         """End the leases that have run out."""
         rows = transaction.all(
-            "SELECT id, attempt FROM work_items WHERE state = 'leased' AND until_s < ? ORDER BY id "
-            f"{transaction.lock('work_items', skip=True)}",
+            "SELECT id, attempt FROM work_items WHERE state = 'leased' AND until_s < ?"
+            f" ORDER BY until_s, id {transaction.lock('work_items', skip=True)}",
             now,
         )
         overdue = [(row.id, row.attempt) for row in rows]

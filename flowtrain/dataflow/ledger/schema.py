@@ -39,7 +39,9 @@ CREATE TABLE work_items (
     id BIGINT PRIMARY KEY, position BIGINT NOT NULL UNIQUE, task_id TEXT NOT NULL,
     kind TEXT NOT NULL, task BYTEA NOT NULL, state TEXT NOT NULL, attempt BIGINT NOT NULL,
     failures BIGINT NOT NULL, node TEXT NOT NULL, until_s DOUBLE PRECISION NOT NULL);
-CREATE INDEX work_items_open ON work_items (state, id) WHERE state IN ('leased', 'waiting');
+CREATE INDEX work_items_waiting ON work_items (id) WHERE state = 'waiting';
+CREATE INDEX work_items_leased ON work_items (until_s, id, attempt) WHERE state = 'leased';
+CREATE INDEX work_items_of_node ON work_items (node) WHERE state = 'leased';
 
 CREATE TABLE leases (
     work_item BIGINT NOT NULL, attempt BIGINT NOT NULL, node TEXT NOT NULL, life TEXT NOT NULL,
