@@ -128,6 +128,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for n, row in enumerate(rows)
     ]
     write(tmp_path / "data/combined_train.parquet", mixed)
+    aime = tmp_path / "data/test/aime24/data/data.json"
+    aime.parent.mkdir(parents=True)
+    aime.write_text(json.dumps([{"pid": 0, "query": "How many?", "answer": "204"}]))
     return tmp_path
 
 
@@ -148,12 +151,14 @@ def test_it_runs_dry(
     with chat_server(scripted) as server:
         endpoints = [f"--engines.{each}.base_url={server.base_url}" for each in ("frozen", "judge")]
         argv = ["--config", str(CONFIGS / f"{name}.toml"), *HERE, "--model.path", str(model)]
+        argv += ["--tasks.benchmarks", "data/test", "--eval.benchmarks", '["aime24"]']
         code = run_command("flowtrain.train", train, [*argv, *endpoints])
     said = capsys.readouterr()
     assert code == 0, said.err
     text = said.out
     for tool in config_of(name).agent.tools:
         assert tool in text, "the prompts that are shown have its card"
+    assert "benchmark aime24: 1 questions, 'How many?' first" in text
     assert text.count("==== rollout ") == 2 and "prompts are too long" not in text
     assert "failed: " not in text and text.count("answer: nothing known") == 2
     assert text.count("reward: 1.0 (scored by judge)") == 2
