@@ -1,19 +1,64 @@
-"""The study of Omega, of the benchmark of learning."""
+"""The studies of learning against curves by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.learning import omega_row
+from bench import learning as bench
+
+SLOW = ([0.0, 1000.0, 2000.0, 3000.0], [0.0, 0.2, 0.6, 1.0])
+FAST = ([0.0, 2000.0], [0.0, 1.0])
+
+
+def test_tokens_to_a_level_are_those_of_its_first_crossing() -> None:
+    assert (
+        bench.tokens_to(0.4, SLOW) == 1500
+        and bench.tokens_to(1.0, SLOW) == 3000
+        and bench.tokens_to(0.0, SLOW) == 0
+    )
+    assert bench.tokens_to(1.1, SLOW) is None
+    assert bench.tokens_to(0.5, ([0.0, 10.0, 20.0, 30.0], [0.0, 1.0, 0.0, 1.0])) == 5
+
+
+def test_a_row_compares_at_equal_tokens_and_seed_by_seed() -> None:
+    """Up to 2000 tokens: two seeds of a straight line to 1, against one to 0.2, then 0.6."""
+    grid = [0.0, 1000.0, 2000.0]
+    row = bench.row("fast", [FAST, FAST], [SLOW, SLOW], grid, 0.8)
+    assert (row["final"], row["final +-"], row["gain +-"], row["to level"], row["reached"]) == (
+        1,
+        0,
+        0,
+        1.6,
+        2,
+    )
+    assert row["mean"] == pytest.approx(0.5) and row["gain"] == pytest.approx(0.5 - (0.1 + 0.4) / 2)
+    slow = bench.row("slow", [SLOW, FAST], [SLOW, SLOW], grid, 1.5)
+    assert slow["final"] == pytest.approx(0.8) and slow["final +-"] == pytest.approx(
+        12.706 * 0.2, rel=1e-3
+    )
+    assert slow["to level"] is None and slow["reached"] == 0
+
+
+def test_a_run_with_more_evaluations_gains_nothing_by_them() -> None:
+    """Two runs on one concave curve, of which the other is evaluated at fewer points: on the same
+    points they are the same.
+    """
+    fine = ([0.0, 500.0, 1000.0, 1500.0, 2000.0], [0.0, 0.5, 0.8, 0.9, 1.0])
+    coarse = ([0.0, 1000.0, 2000.0], [0.0, 0.8, 1.0])
+    grid = bench.coarsest([fine, coarse], 2000.0)
+    assert grid == [0, 1000, 2000] and bench.row("fine", [fine] * 2, [coarse] * 2, grid, 0.8)[
+        "gain"
+    ] == pytest.approx(0)
+    assert bench.coarsest([fine, coarse], 1200.0) == [0, 1000, 1200]
 
 
 def test_equal_policies_leave_the_places_to_entropy() -> None:
-    row = omega_row(0.0, 1.0, num_rollouts=2, num_tokens=300)
+    row = bench.omega_row(0.0, 1.0, num_rollouts=2, num_tokens=300)
     assert (row["between"], row["places of entropy"]) == (1.0, 1.0)
 
 
 def test_the_longer_the_sum_the_more_of_it_is_clipped() -> None:
-    rows = [omega_row(0.002, gamma, num_rollouts=4, num_tokens=1000) for gamma in (0, 0.9, 0.99, 1)]
+    rows = [bench.omega_row(0.002, g, num_rollouts=4, num_tokens=1000) for g in (0, 0.9, 0.99, 1)]
     between = [row["between"] for row in rows]
     assert between == sorted(between, reverse=True) and between[0] > 0.9 and between[-1] < 0.2
     for row in rows:
