@@ -210,6 +210,6 @@ def test_rft_keeps_what_has_the_greatest_reward(
     command += ("--rft.num_rollouts", 12, "--rft.num_steps", 1, "--rft.batch_size", 2)
     code, lines, out = server.run("rft", *command, cwd=tmp_path)
     assert code == 0, lines
-    kept = int(out.partition("kept ")[2].partition(":")[0])
+    kept = int(out.partition("kept ")[2].split()[0].rstrip(":"))
     mean = float(out.partition("mean reward ")[2].partition(",")[0])
     assert 0 < kept < 12 and mean == pytest.approx(2 * kept / 12, abs=1e-3)
