@@ -80,7 +80,7 @@ def check(database: str, end: dict[str, Any]) -> None:
 
 
 def test_killed_nodes_and_trainers_lose_and_double_nothing_on_sqlite(tmp_path: Path) -> None:
-    databases = [str(tmp_path / f"{number}.db") for number in range(12)]
+    databases = [str(tmp_path / f"{number}.db") for number in range(6)]
     ends = node_processes(databases)
     for database, end in zip(databases, ends, strict=True):
         check(database, end)
@@ -90,7 +90,7 @@ def test_killed_nodes_and_trainers_lose_and_double_nothing_on_sqlite(tmp_path: P
 def test_killed_nodes_and_trainers_and_server_lose_and_double_nothing_on_postgres(
     postgres_server: Any,
 ) -> None:
-    databases = [f"killed_{number}" for number in range(4)]
+    databases = [f"killed_{number}" for number in range(2)]
     for name in databases:
         postgres_server.execute(f"CREATE DATABASE {name}")
     urls = [postgres_server.url(name) for name in databases]

@@ -498,7 +498,11 @@ def test_an_engine_that_lacks_something_is_named(
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("x.csv", b"text\n", r"x\.csv: the file name must end in \.jsonl, \.json, \.tsv or \.parquet"),
+        (
+            "x.csv",
+            b"text\n",
+            r"x\.csv: the file name must end in \.jsonl, \.json, \.tsv or \.parquet",
+        ),
         ("x.jsonl", b"", "the file holds no passages"),
         ("x.jsonl", b'{"text": "a"}\n{"text"\n', r"x\.jsonl, line 2: cannot be read as JSON"),
         ("x.jsonl", b'{"text": "a"}\n[1]\n', r"x\.jsonl, line 2: must be an object, not a list"),

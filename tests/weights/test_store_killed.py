@@ -17,7 +17,7 @@ from weight_samples import Weights, chain, empty_like, same_bits
 
 from flowtrain.weights import Publisher, SnapshotPolicy, WeightReader, WeightStore, pull
 
-NUM_RANDOM = 150
+NUM_RANDOM = 60
 CALLS = {
     "open",
     "os.rename",
@@ -116,7 +116,7 @@ def test_a_publisher_killed_at_every_file_operation(
     )
     assert signalled == 0 and num_operations > 100
     heads = set()
-    for kill_at in range(1, num_operations + 1, 2):
+    for kill_at in range(1, num_operations + 1, 3):
         store = WeightStore(tmp_path / f"killed{kill_at}")
         own = empty_like(versions[0])
         reader = WeightReader(store, own)
