@@ -278,14 +278,20 @@ def yaml(value: Any, indent: str = "") -> str:
         return "\n".join(
             f"{indent}- {yaml(each, indent + '  ').removeprefix(indent + '  ')}" for each in value
         )
-    return f"{indent}{json.dumps(value)}"
+    return f"{indent}{_leaf(value)}"
 
 
 def _below(value: Any, indent: str) -> str:
     if isinstance(value, str) and _LINES.fullmatch(value):
         return f" |\n{textwrap.indent(value.rstrip(), indent)}"
     is_block = isinstance(value, Mapping | list) and value
-    return f"\n{yaml(value, indent)}" if is_block else f" {json.dumps(value)}"
+    return f"\n{yaml(value, indent)}" if is_block else f" {_leaf(value)}"
+
+
+def _leaf(value: Any) -> str:
+    """JSON, with the escapes of YAML for what is not ASCII."""
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub("[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", text)
 
 
 PRINTERS: dict[str, Callable[[Plan], str]] = {

@@ -86,7 +86,7 @@ class Launch:
         if self._num_signals:
             self._end([*self._running[Kind.NODE], *trainers])
         self._report()
-        return next((code for trainer in trainers if (code := trainer.code)), 0)
+        return next((trainer.code for trainer in trainers if trainer.code), 0)
 
     def _start(self, role: Role, logs: Path, width: int) -> Process:
         host = self._plan.hosts[role.host]
