@@ -60,6 +60,8 @@ class Process:
         """Whether a signal was sent to it; whether its end was told."""
         self._prefix = f"[{name}]".ljust(width + 2)
         self._serves = threading.Event()
+        with user_error(f"cannot write {log}", OSError):
+            out = log.open("a", encoding="utf-8")
         with user_error(words[0], OSError):
             # Ctrl-C reaches the launcher alone, which then asks each process once.
             self._process = subprocess.Popen(
@@ -70,8 +72,6 @@ class Process:
                 start_new_session=True,
             )
         self._tell(first)
-        with user_error(f"cannot write {log}", OSError):
-            out = log.open("a", encoding="utf-8")
         self._reader = threading.Thread(target=self._read, args=(out,), name=name, daemon=True)
         self._reader.start()
 
