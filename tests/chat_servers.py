@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -38,6 +39,22 @@ class ChatServer:
     @property
     def prompts(self) -> list[str]:
         return [body["messages"][0]["content"] for body in self.asked]
+
+
+class Gate:
+    """Holds every request after the first `open_for`."""
+
+    def __init__(self) -> None:
+        self.open_for: float = float("inf")
+        self.num_held = 0
+        self._count = 0
+
+    async def __call__(self) -> None:
+        self._count += 1
+        if self._count > self.open_for:
+            self.num_held += 1
+            while self._count > self.open_for:
+                await asyncio.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -118,7 +118,8 @@ def warm_up(place: Path, seed: int) -> None:
         components = RunComponents.prepare(config(place, "warm", seed), world)
         cleanup.callback(components.close)
         planned = dataclasses.replace(components, tasks=with_plans(components.tasks))
-        assert fine_tune(planned, SimpleNamespace(requested=False), cleanup) == 0  # type: ignore[arg-type]
+        interrupt = SimpleNamespace(requested=False)
+        assert fine_tune(planned, None, [], interrupt, cleanup) == 0  # type: ignore[arg-type]
 
 
 def flow_grpo(place: Path, run: str, seed: int, **sections: dict[str, Any]) -> dict[str, Any]:

@@ -87,12 +87,11 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("flowtrain.agents.expert.EARLY_STOP", 0.5)
     write_questions(tmp_path)
     with ExitStack() as cleanup:
-        assert (
-            fine_tune(
-                prepared(tmp_path, "warm", cleanup), SimpleNamespace(requested=False), cleanup
-            )
-            == 0
-        )  # type: ignore[arg-type]
+        components, interrupt = (
+            prepared(tmp_path, "warm", cleanup),
+            SimpleNamespace(requested=False),
+        )
+        assert fine_tune(components, None, [], interrupt, cleanup) == 0  # type: ignore[arg-type]
     seen: list[list[Group]] = []
     with ExitStack() as cleanup:
         components = prepared(

@@ -325,3 +325,21 @@ def test_a_teacher_of_the_verifier_leaves_the_planner_to_its_policy(
     turns = [turn for r in read(run / "trajectories.jsonl") for turn in r["turns"]]
     assert {turn["verdict"] for turn in turns} == {"STOP"}
     assert any(turn["response_logprobs"][0] < 0 for turn in turns), "the planner was sampled"
+
+
+def test_a_teacher_of_the_refiner_leaves_the_planner_to_its_policy(
+    server: Server, warm: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    roles = ("--roles.refiner", "own", "--train.policy", "refiner", "--agent.num_passages", 3)
+    planner = ("--policies.planner.path", warm / "model", "--rft.keep", "all")
+    with chat_server(lambda body: "The capital is far away.") as chat:
+        argv = words(chat.base_url, run, *roles, *planner, "--rft.screen", "none")
+        code, lines, _ = server.run("rft", *argv)
+        num_asked = len(chat.asked)
+    assert code == 0, lines
+    assert facts_of(run)["num_turns"] == num_asked > 0
+    turns = [turn for r in read(run / "trajectories.jsonl") for turn in r["turns"]]
+    refined = [turn for turn in turns if "refiner" in turn]
+    assert {turn["result"] for turn in refined} == {"The capital is far away."}
+    assert len(refined) == num_asked and any(turn["response_logprobs"][0] < 0 for turn in turns)

@@ -297,7 +297,10 @@ def test_an_engine_is_there_for_evaluations_and_loads_what_is_evaluated(
     copied: Dataflow, start: Start, tmp_path: Path
 ) -> None:
     with copied.served() as url:
-        ended(start(url, tmp_path / "run", "--eval.every", "4", "--eval.at_ends", "true"))
+        named = ("--eval.benchmarks", f'["mine={tmp_path / "mine.jsonl"}:qa"]')
+        (tmp_path / "mine.jsonl").write_text('{"question": "Who?", "answer": "Ann Lee"}')
+        often = ("--eval.every", "4", "--eval.at_ends", "true")
+        ended(start(url, tmp_path / "run", *often, *named))
     sampled = read(tmp_path / "run" / "held_out.jsonl")
     versions = {
         (record["step"], span[2])
@@ -307,7 +310,8 @@ def test_an_engine_is_there_for_evaluations_and_loads_what_is_evaluated(
     }
     assert versions == {(0, 0), (4, 4)}
     records = {record["step"]: record for record in read(tmp_path / "run" / "metrics.jsonl")}
-    assert [step for step, record in records.items() if "eval_reward" in record] == [0, 4]
+    for key in ("eval_reward", "eval_accuracy/mine"):
+        assert [step for step, record in records.items() if key in record] == [0, 4]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["trained"]["turns_mean"] > 0
 
 

@@ -23,7 +23,15 @@ from flowtrain.agents.generator import (
 from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.agents.policy import Policy, check_prompt, check_template
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt, tools_text
-from flowtrain.agents.refiner import LLMRefiner, Refiner, RuleRefiner
+from flowtrain.agents.refiner import (
+    CompactRefinerPrompt,
+    FullRefinerPrompt,
+    LLMRefiner,
+    PolicyRefiner,
+    Refiner,
+    RefinerPrompt,
+    RuleRefiner,
+)
 from flowtrain.agents.registry import AgentKind
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, VerdictPrompt
 from flowtrain.agents.verifier import (
@@ -109,6 +117,15 @@ def make_verifier(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool])
     return PolicyVerifier(policy, prompt)
 
 
+def make_refiner(config: cfg.Config, policy: Policy) -> PolicyRefiner:
+    """Make the refiner that is a policy of its own."""
+    prompt: RefinerPrompt = CompactRefinerPrompt()
+    if config.agent.prompt == "full":
+        check_template(config, "refiner", policy.tokenizer)
+        prompt = FullRefinerPrompt(policy.tokenizer)
+    return PolicyRefiner(policy, prompt, config.agent.max_result_chars)
+
+
 def make_planner(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) -> PolicyPlanner:
     """Make the planner."""
     prompt = make_prompt(config, tools, policy.tokenizer)
@@ -138,9 +155,11 @@ def tool_spellings(config: cfg.Config, tools: Mapping[str, Tool]) -> dict[str, s
 def make_agentflow(context: AgentContext) -> Flow:
     """Make AgentFlow's flow around the policies of the context."""
     config, tools, policies = context.config, context.tools, context.policies
-    verifier = None
+    verifier = refine = None
     if "verifier" in policies:
         verifier = make_verifier(config, policies["verifier"], tools)
+    if "refiner" in policies:
+        refine = make_refiner(config, policies["refiner"])
     return make_flow(
         config,
         make_planner(config, policies["planner"], tools),
@@ -148,6 +167,7 @@ def make_agentflow(context: AgentContext) -> Flow:
         max_turns=context.max_turns,
         chats=context.chats,
         verifier=verifier,
+        refine=refine,
     )
 
 
@@ -155,7 +175,7 @@ AGENTFLOW = AgentKind(
     make_agentflow,
     can_branch=True,
     takes_hints=True,
-    trains=("planner", "verifier"),
+    trains=("planner", *cfg.OWN_ROLES),
     check=check_prompt,
 )
 
@@ -172,18 +192,20 @@ def make_flow(
     max_turns: int,
     chats: Mapping[str, ChatEngine] | None = None,
     verifier: Verifier | None = None,
+    refine: Refiner | None = None,
 ) -> Flow:
     """Make the flow; rules play a role without an engine, and there is no analyst without one.
 
     Args:
         chats: the engine of every role that has one.
-        verifier: given iff it is a policy of its own.
+        verifier, refine: given iff they are policies of their own.
     """
     agent = config.agent
     is_lenient = agent.parsing == "lenient"
     chats = chats or {}
-    assert (verifier is not None) == ("verifier" in config.policy_names), (
-        "a verifier of its own is made before the flow"
+    own = {"verifier": verifier, "refiner": refine}
+    assert {role for role, made in own.items() if made} == {*config.policy_names} - {"planner"}, (
+        "policies of their own are made before the flow"
     )
     for role in MODULES:
         engine = getattr(config.roles, role)
@@ -203,7 +225,8 @@ def make_flow(
     answer: Generator = RuleGenerator(_RULES[config.tasks.name][1])
     if chat := chats.get("generator"):
         answer = LLMGenerator(chat, is_lenient)
-    refine: Refiner | None = RuleRefiner() if config.roles.refiner == "rules" else None
+    if config.roles.refiner == "rules":
+        refine = RuleRefiner()
     if chat := chats.get("refiner"):
         refine = LLMRefiner(chat, agent.max_result_chars)
     analyse = None

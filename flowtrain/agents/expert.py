@@ -12,6 +12,7 @@ from flowtrain.agents.flow import Flow
 from flowtrain.agents.generator import last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan, Planner, PolicyPlanner
+from flowtrain.agents.refiner import Evidence, Finding, PolicyRefiner, best_passage
 from flowtrain.agents.session import Session
 from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.agents.tool_formats import WrittenCall
@@ -31,6 +32,9 @@ from flowtrain.utils.seeds import derive_seed
 
 EARLY_STOP = 0.3
 """Probability per turn that a demonstrated verifier says STOP whatever the memory holds."""
+
+WRONG_PASSAGE = 0.3
+"""Probability per search that a demonstrated refiner copies whatever passage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,25 @@ class ScriptedVerifier:
         text = self.like.prompt.write(verdict)
         call = self.like.imitate(task.question, memory, text, self.end_id)
         return Verification(verdict, self.like.prompt.prefix + text, call)
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedRefiner:
+    """Copies the passage that `RuleRefiner` picks, or with probability `error` any of them.
+
+    Its tokens and log-probs are made as those of `ScriptedPlanner`.
+    """
+
+    like: PolicyRefiner
+    error: float
+    end_id: int
+
+    async def refine(self, finding: Finding, seed: int, deadline_s: float) -> Evidence:
+        rng = random.Random(seed)
+        passages = [line for line in finding.passages.splitlines() if line.strip()]
+        errs = rng.random() < self.error and passages
+        text = rng.choice(passages) if errs else best_passage(finding)
+        return self.like.imitate(finding, text, self.end_id)
 
 
 class ScriptedCaller(ToolCallingAgent):
@@ -138,8 +161,11 @@ def scripted(
     verifier = agent.verifier
     if isinstance(verifier, PolicyVerifier):
         verifier = ScriptedVerifier(verifier, EARLY_STOP, ends["verifier"])
+    refiner = agent.refiner
+    if isinstance(refiner, PolicyRefiner):
+        refiner = ScriptedRefiner(refiner, WRONG_PASSAGE, ends["refiner"])
     planner = ScriptedPlanner(agent.planner, error, ends["planner"])
-    return replace(agent, planner=planner, verifier=verifier)
+    return replace(agent, planner=planner, verifier=verifier, refiner=refiner)
 
 
 def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:

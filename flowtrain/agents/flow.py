@@ -8,7 +8,7 @@ question --> analyst --> planner --> executor --> tool --> verifier --> generato
                         ^ (trained)                        |  CONTINUE
                         +------------- memory <------------+
 
-The verifier can be a policy of its own and be trained too.
+Verifier and refiner can be policies of their own and be trained too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.base import BranchStart
@@ -58,6 +59,15 @@ class FlowLimits:
     """Budget of the memory, see `bounded`; 0: none."""
     memory_fields: tuple[str, ...] = ()
     """What the memory keeps of a turn besides the four fields of `MemoryEntry.of`."""
+
+
+class _Refined(NamedTuple):
+    """A turn's result after the refiner, if it had its say."""
+
+    result: ToolResult
+    retrieved: str = ""
+    """The tool's own output, where the result's is another."""
+    call: Call | None = None
 
 
 class _RoleFailed(Exception):
@@ -196,7 +206,8 @@ class Flow:
                 seed=rollout.module_seed("executor"),
                 deadline_s=rollout.deadline.left_s(),
             )
-        result, retrieved = await self._refined(rollout, plan.action, executed.result)
+        refined = await self._refined(rollout, plan.action, executed.result)
+        result = refined.result
         memory = rollout.memory.add(MemoryEntry.of(plan.action, executed.command, result))
         shown = self._shown(memory)
         verified = await self.verifier.verify(
@@ -208,6 +219,8 @@ class Flow:
         calls: dict[PolicyName, Call] = {"planner": plan.call}
         if verified.call is not None:
             calls["verifier"] = verified.call
+        if refined.call is not None:
+            calls["refiner"] = refined.call
         turn = Turn(
             calls=calls,
             action=plan.action,
@@ -217,7 +230,7 @@ class Flow:
             seconds=time.monotonic() - started,
             verdict_text=verified.text,
             plan_s=plan_s,
-            retrieved=retrieved,
+            retrieved=refined.retrieved,
             rescued=(
                 *(f"planner/{rule}" for rule in plan.rescued),
                 *(f"executor/{rule}" for rule in executed.rescued),
@@ -256,23 +269,19 @@ class Flow:
 
     async def _refined(
         self, rollout: _Rollout, action: Action | None, result: ToolResult
-    ) -> tuple[ToolResult, str]:
-        """Return the result for the memory, and the tool's own output where that differs.
-
-        Passages stay as they are when the refiner fails on them.
-        """
+    ) -> _Refined:
+        """Let the refiner read what a search has found; without evidence the passages stay."""
         if self.refiner is None or action is None or result.error is not None:
-            return result, ""
+            return _Refined(result)
         if action.tool_name not in self.passage_tools:
-            return result, ""
+            return _Refined(result)
         finding = Finding(rollout.task.question, rollout.shown, action.sub_goal, result.output)
-        try:
-            text = await self.refiner.refine(
-                finding, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
-            )
-        except EngineError:
-            return result, ""
-        return (replace(result, output=text), result.output) if text.strip() else (result, "")
+        text, call = await self.refiner.refine(
+            finding, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
+        )
+        if not text.strip():
+            return _Refined(result, call=call)
+        return _Refined(replace(result, output=text), result.output, call)
 
 
 @contextmanager

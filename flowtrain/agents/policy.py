@@ -126,6 +126,12 @@ class Policy:
             completion = prefix.joined(completion)
         return Call.of(prompt_ids, completion, self.decode(completion.ids))
 
+    def imitate(self, prompt: str, text: str, end_id: int) -> Call:
+        """Return the call that answers `text`; its log-probs are 0, because nobody sampled it."""
+        ids = (*self.encode(text), end_id)
+        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
+        return Call.of(self.encode(prompt), completion, text)
+
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -151,10 +157,8 @@ class PolicyModule:
         return await self.policy.sample(prompt_ids, seed=seed, deadline_s=deadline_s, prefix=prefix)
 
     def imitate(self, question: str, memory: Memory, text: str, end_id: int) -> Call:
-        """Return the call that answers `text`; its log-probs are 0, because nobody sampled it."""
-        ids = (*self.policy.encode(text), end_id)
-        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-        return Call.of(self.encode(question, memory), completion, text)
+        """Return the call that answers `text`, see `Policy.imitate`."""
+        return self.policy.imitate(self.prompt.render(question, memory), text, end_id)
 
     def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
         return self.policy.encode(self.prompt.render(question, memory))

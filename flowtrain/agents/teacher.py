@@ -28,6 +28,7 @@ from flowtrain.agents.lenient import cut_end_of_turn
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner, parse_action
 from flowtrain.agents.prompts import tools_text
+from flowtrain.agents.refiner import Evidence, Finding, PolicyRefiner
 from flowtrain.agents.session import Session
 from flowtrain.agents.single_turn import SingleTurn
 from flowtrain.agents.special_tokens import SpecialTokens
@@ -139,6 +140,28 @@ class TaughtVerifier:
         return Verification(verdict, prompt.prefix + text, call, rescued)
 
 
+@dataclass(frozen=True, slots=True)
+class TaughtRefiner:
+    """A refiner that writes for `like`, the policy that learns from it."""
+
+    teacher: ChatEngine
+    timeout_s: float
+    """Seconds per reply."""
+    like: PolicyRefiner
+    scribe: Scribe
+
+    async def refine(self, finding: Finding, seed: int, deadline_s: float) -> Evidence:
+        """Raises EngineError. An empty reply leaves the passages, and nothing to imitate."""
+        timeout_s = min(self.timeout_s, deadline_s)
+        reply = await self.teacher.ask(finding.prompt(), seed=seed, deadline_s=timeout_s)
+        evidence = cut_end_of_turn(reply).strip()
+        if not evidence:
+            return Evidence("")
+        prompt_ids = self.like.policy.encode(self.like.prompt.render(finding))
+        call = self.scribe.write(prompt_ids, self.like.prompt.write(evidence))
+        return Evidence(evidence[: self.like.max_chars], call)
+
+
 class TaughtSingleTurn(SingleTurn):
     """The agent of one turn, whose response a teacher writes."""
 
@@ -231,6 +254,15 @@ def taught(
             scribe=Scribe(agent.verifier.policy.tokenizer, end_id),
         )
         return replace(agent, verifier=verifier)
+    if config.train.policy == "refiner":
+        assert isinstance(agent.refiner, PolicyRefiner), "the refiner is the trained policy"
+        refiner = TaughtRefiner(
+            teacher,
+            config.rollout.request_timeout_s,
+            like=agent.refiner,
+            scribe=Scribe(agent.refiner.policy.tokenizer, end_id),
+        )
+        return replace(agent, refiner=refiner)
     assert isinstance(agent.planner, PolicyPlanner), "the planner is the trained policy"
     planner = TaughtPlanner(
         make_chat_planner(config, teacher, tools),
@@ -247,7 +279,7 @@ def is_readable(turn: Turn, policy: PolicyName) -> bool:
     there.
     """
     call = turn.calls.get(policy)
-    if call is None or policy == "verifier":
+    if call is None or policy != "planner":
         return call is not None and bool(call.response_ids)
     if turn.action is None:
         return turn.result.error is None

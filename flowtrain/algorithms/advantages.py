@@ -79,9 +79,9 @@ def broadcast(
     Args:
         advantages: one per finished rollout of the group.
         minibatch: which optimizer step of the batch trains the group.
-        policy: whose calls are trained, one per turn.
+        policy: whose calls are trained, one per turn at most.
 
-    Returns the samples, and the number of turns without tokens (the deadline struck first). What a
+    Returns the samples, and the number of calls without tokens (the deadline struck first). What a
     rollout without any token would have weighed falls to the others.
     """
     samples = []
@@ -89,7 +89,8 @@ def broadcast(
     finished = [(n, each) for n, each in enumerate(group.trajectories) if not each.error]
     for (member, trajectory), advantage in zip(finished, advantages, strict=True):
         calls = trained_calls(trajectory, policy)
-        num_empty += len(trajectory.turns) - len(calls)
+        made = [turn.calls.get(policy) for turn in trajectory.turns]
+        num_empty += sum(call is not None for call in made) - len(calls)
         scale = 1.0 if mode == "released" else 1.0 / (len(finished) * max(len(calls), 1))
         for turn, call in calls:
             num_tokens = len(call.response_ids)

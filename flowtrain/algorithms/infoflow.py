@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.registry import AgentKind
@@ -31,6 +32,9 @@ from flowtrain.types import (
     UserError,
 )
 
+HintGroup = Literal["joint", "split", "split-weighted"]
+"""With whom rollouts that read a hint are compared."""
+
 
 class Infoflow(Algorithm):
     """InfoFlow: Flow-GRPO of a reward with sub-goals, and hints for rollouts that are stuck."""
@@ -39,7 +43,7 @@ class Infoflow(Algorithm):
         return infoflow(
             groups,
             sub_goal_weight=self.config.infoflow.sub_goal_weight,
-            splits_hinted=self.config.infoflow.hint_group == "split",
+            hint_group=self.config.infoflow.hint_group,
             mode=self.config.algorithm.mode,
             num_minibatches=self.config.train.num_minibatches,
             num_groups=self.config.rollout.num_questions,
@@ -72,7 +76,7 @@ class Infoflow(Algorithm):
 def infoflow(
     groups: Sequence[Group],
     sub_goal_weight: float = 0.3,
-    splits_hinted: bool = False,
+    hint_group: HintGroup = "joint",
     mode: Mode = "paper",
     num_minibatches: int = 1,
     num_groups: int | None = None,
@@ -83,20 +87,24 @@ def infoflow(
 
     Args:
         sub_goal_weight: w.
-        splits_hinted: compare hinted rollouts of a question with each other and the others with
-            each other, as two groups.
+        hint_group: "joint" compares all rollouts of a question; "split" compares hinted rollouts
+            with each other and the others with each other, as two groups of full weight;
+            "split-weighted" does so too, but in mode "paper" each half weighs as its share of the
+            rollouts, so that every rollout weighs as in "joint".
         mode, num_minibatches, num_groups, policy, equal_groups: as for `flow_grpo`.
     """
     num_groups = len(groups) if num_groups is None else num_groups
     samples: list[Sample] = []
     num_dropped, num_filtered = 0, Counter[FilterReason]()
     for group in map(partial(_rewarded, weight=sub_goal_weight), groups):
-        for members in _by_hint(group) if splits_hinted else [range(len(group.trajectories))]:
+        for members in _by_hint(group) if hint_group != "joint" else [_all(group)]:
             part = replace(
                 group, trajectories=tuple(group.trajectories[member] for member in members)
             )
             out = flow_grpo([part], mode, num_minibatches, num_groups, policy, equal_groups)
-            samples += [_in_whole_group(sample, members) for sample in out.samples]
+            keeps_sum = hint_group == "split-weighted" and mode == "paper"
+            share = len(part.finished) / max(len(group.finished), 1) if keeps_sum else 1.0
+            samples += [_in_whole_group(sample, members, share) for sample in out.samples]
             num_dropped += out.num_groups_dropped
             num_filtered.update(out.num_filtered)
     return TrainBatch(tuple(samples), num_dropped, num_filtered)
@@ -121,8 +129,18 @@ def _by_hint(group: Group) -> list[list[int]]:
     return [half for half in halves if half]
 
 
-def _in_whole_group(sample: Sample, members: Sequence[int]) -> Sample:
-    """Name a sample of a part of a group by its number in the whole group."""
+def _all(group: Group) -> list[int]:
+    return list(range(len(group.trajectories)))
+
+
+def _in_whole_group(sample: Sample, members: Sequence[int], share: float) -> Sample:
+    """Name a sample of a part of a group by its number in the whole group, and weigh it by the
+    part's share.
+    """
     assert sample.sample_id is not None
     member = members[sample.sample_id.trajectory]
-    return replace(sample, sample_id=sample.sample_id._replace(trajectory=member))
+    return replace(
+        sample,
+        sample_id=sample.sample_id._replace(trajectory=member),
+        loss_weights=tuple(weight * share for weight in sample.loss_weights),
+    )

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from flowtrain.config.agents import (
     NO_ENGINE,
     OWN,
+    OWN_ROLES,
     Agent,
     Chat,
     Judge,
@@ -49,7 +50,7 @@ class Config(Section):
     engines: dict[str, Chat] = Field(default_factory=dict)
     """Named language models for the roles."""
     policies: dict[PolicyName, Policy] = Field(default_factory=dict)
-    """Models of the policies that are not trained here, and how the verifier samples."""
+    """Models of the policies that are not trained here, and how verifier and refiner sample."""
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of tools from other packages, by tool."""
     mcp: dict[str, McpServer] = Field(default_factory=dict)
@@ -81,7 +82,8 @@ class Config(Section):
     @property
     def policy_names(self) -> tuple[PolicyName, ...]:
         """The modules that are policies, the planner first."""
-        return ("planner", "verifier") if self.roles.verifier == OWN else ("planner",)
+        others = [name for name in OWN_ROLES if getattr(self.roles, name) == OWN]
+        return ("planner", *others)
 
     @property
     def samples_here(self) -> bool:
@@ -106,6 +108,7 @@ class Config(Section):
 __all__ = [
     "NO_ENGINE",
     "OWN",
+    "OWN_ROLES",
     "Agent",
     "Algorithm",
     "Appo",

@@ -14,9 +14,12 @@ from pydantic import (
 )
 
 from flowtrain.config.section import Section
+from flowtrain.types import PolicyName
 
 OWN = "own"
 """Value in `[roles]` of a module that is a policy besides the planner."""
+OWN_ROLES: tuple[PolicyName, ...] = ("verifier", "refiner")
+"""Roles that may be so."""
 NO_ENGINE = ("none", "rules", OWN)
 """Values in `[roles]` of modules that ask no chat engine."""
 
@@ -179,6 +182,10 @@ class Chat(Section):
     """further attempts after a refusal, a failure or a timeout, with growing pauses"""
     max_concurrency: PositiveInt = 64
     """requests under way at a time; more wait"""
+    query_prefix: str = ""
+    """embedding models: text before each query (E5: "query: ")"""
+    passage_prefix: str = ""
+    """embedding models: text before each passage (E5: "passage: ")"""
     price_in: float = Field(0.0, ge=0)
     """price of a million prompt tokens, for the cost meter"""
     price_out: float = Field(0.0, ge=0)
@@ -201,16 +208,16 @@ class Roles(Section):
     """model inside the tools that use one: none, policy, or a name in [engines]"""
     refiner: str = "none"
     """model that shortens search results to evidence before the memory gets them: none, rules,
-    policy, or a name in [engines]"""
+    policy, own (a policy besides the planner: train.policy), or a name in [engines]"""
     judge: str = "none"
     """model that judges answers that the rule scorers call wrong: none, or a name in [engines]"""
 
     @model_validator(mode="after")
     def _own_policies(self) -> Roles:
-        if others := [role for role, name in self if role != "verifier" and name == OWN]:
+        if others := [role for role, name in self if role not in OWN_ROLES and name == OWN]:
             raise ValueError(
-                f"roles.{others[0]}={OWN!r}: of the roles only the verifier can be a policy of its "
-                "own"
+                f"roles.{others[0]}={OWN!r}: of the roles only {' and '.join(OWN_ROLES)} can be "
+                "policies of their own"
             )
         return self
 
@@ -220,10 +227,11 @@ class Policy(Section):
     """folder or hub name of the model of a policy that is not trained; the trained one's is
     model.path"""
     temperature: PositiveFloat | None = None
-    """temperature of the verifier, in sampling and in the log-probs of training; unset, and for the
-    planner: rollout.temperature"""
+    """temperature of verifier or refiner, in sampling and in the log-probs of training; unset, and
+    for the planner: rollout.temperature"""
     max_new_tokens: PositiveInt | None = None
-    """tokens per response of the verifier; unset, and for the planner: rollout.max_new_tokens"""
+    """tokens per response of verifier or refiner; unset, and for the planner:
+    rollout.max_new_tokens"""
 
 
 JudgeMode = Literal["rules-first", "judge-first", "judge-only"]

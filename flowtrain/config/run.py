@@ -30,12 +30,21 @@ class Run(Section):
 
 class Eval(Section):
     every: int = Field(10, ge=0)
-    """steps between evaluations on held-out question texts; 0: only at the ends"""
+    """steps between evaluations on held-out question texts and benchmarks; 0: only at the ends"""
     num_tasks: PositiveInt = 200
     """held-out questions per split"""
     at_ends: bool = True
     """evaluate before the first and after the last step; if false and every = 0, a run with
     dataflow.url needs no engine"""
+    benchmarks: tuple[str, ...] = ()
+    """benchmarks that every evaluation asks, too: names whose files are in tasks.benchmarks,
+    NAME=FILE for one elsewhere, NAME=FILE:SCORER for your own (docs/evals.md)"""
+    rows: int = Field(0, ge=0)
+    """first rows of each of eval.benchmarks; 0: as many as AgentFlow runs"""
+    trials: PositiveInt = 1
+    """times that each question of eval.benchmarks is asked"""
+    temperature: float | None = Field(None, ge=0, lt=100)
+    """of the policies for eval.benchmarks; 0: greedy; unset: that of training"""
 
 
 class Checkpoint(Section):

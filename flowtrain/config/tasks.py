@@ -48,7 +48,18 @@ class Tasks(Section):
     """name = "file": several files instead of path, each with its weight; every step draws from all
     of them"""
     preset: Literal[
-        "auto", "own", "search-r1", "deepmath", "agentflow", "gsm8k", "math", "verl", "chat"
+        "auto",
+        "own",
+        "search-r1",
+        "deepmath",
+        "agentflow",
+        "gsm8k",
+        "math",
+        "verl",
+        "chat",
+        "triviaqa",
+        "popqa",
+        "browsecomp-plus",
     ] = "auto"
     """name = "file": layout of the files' rows; auto: recognise each file's"""
     question_key: str = ""

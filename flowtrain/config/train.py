@@ -15,8 +15,8 @@ EXPERTS = ("scripted", "policy")
 
 class Train(Section):
     policy: PolicyName = "planner"
-    """module that is trained; the other policy, if there is one, stays as policies.NAME.path holds
-    it"""
+    """module that is trained; other policies, if there are any, stay as policies.NAME.path holds
+    them"""
     num_steps: int = Field(100, ge=0)
     """steps: one batch of rollouts each; 0: only evaluate"""
     max_idle_steps: int = Field(100, ge=0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flowtrain.config.agents import OWN, Policy
 from flowtrain.config.gateway import Gateway
 from flowtrain.config.reward import Reward
+from flowtrain.config.run import Eval
 from flowtrain.config.train import EXPERTS
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def validate(config: Config) -> None:
     _check_sandbox(config)
     _check_mcp(config)
     _check_task_files(config)
+    _check_benchmarks(config)
     _check_reward(config)
     _check_policies(config)
     _check_roles(config)
@@ -142,6 +144,28 @@ def _check_task_files(config: Config) -> None:
         )
 
 
+def _check_benchmarks(config: Config) -> None:
+    """The names are checked where the files are read."""
+    options = config.eval
+    if not options.benchmarks:
+        default = dict(Eval())
+        for key in ("rows", "trials", "temperature"):
+            if getattr(options, key) != default[key]:
+                raise ValueError(f"eval.{key}={getattr(options, key)} goes with eval.benchmarks")
+        return
+    named = f"eval.benchmarks={list(options.benchmarks)}"
+    if not options.every and not options.at_ends:
+        raise ValueError(f"{named} is never asked with eval.every=0 and eval.at_ends=false")
+    if config.tasks.name == "verifiers":
+        raise ValueError(f"{named} does not go with tasks.name='verifiers', whose environment asks")
+    in_folder = [name for name in options.benchmarks if "=" not in name]
+    if in_folder and not config.tasks.benchmarks:
+        raise ValueError(
+            f"{named} needs tasks.benchmarks, the folder with {in_folder[0]}.json, or "
+            f"'{in_folder[0]}=FILE'"
+        )
+
+
 def _check_reward(config: Config) -> None:
     reward = config.reward
     if reward.low >= reward.high:
@@ -163,8 +187,8 @@ def _check_policies(config: Config) -> None:
     policy = config.train.policy
     if policy not in config.policy_names:
         raise ValueError(
-            f"train.policy={policy!r} needs roles.verifier={OWN!r}, which is "
-            f"{config.roles.verifier!r}"
+            f"train.policy={policy!r} needs roles.{policy}={OWN!r}, which is "
+            f"{getattr(config.roles, policy)!r}"
         )
     for key, value in config.policies.get("planner", Policy()):
         if key != "path" and value is not None:

@@ -161,7 +161,7 @@ class Register:
     """A trainer begins or resumes."""
 
     policy: str
-    """"planner" or "verifier"."""
+    """The policy that it trains: "planner", "verifier" or "refiner"."""
     layout: str
     store: str
     num_groups: int

@@ -1,5 +1,5 @@
-"""Evaluate a planner on public benchmarks:  python -m flowtrain.evals --config C --benchmarks
-gameof24,bamboogle --trials 3
+"""Evaluate planners on public benchmarks:  python -m flowtrain.evals --config C --benchmarks
+gameof24,bamboogle --trials 3 --turns 3,5,7,10
 
 `docs/evals.md` says what the numbers mean.
 """
@@ -15,8 +15,9 @@ from pathlib import Path
 
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, run_command
+from flowtrain.engines.chat_engines import POLICY
 from flowtrain.evals.run import Request, evaluate_benchmarks
-from flowtrain.tasks.benchmarks import BENCHMARKS
+from flowtrain.tasks.benchmarks import BENCHMARKS, parse_benchmarks
 from flowtrain.types import UserError
 from flowtrain.utils.terminal import protect_output
 
@@ -53,7 +54,7 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.evals",
-        description="Ask a planner the questions of public benchmarks.",
+        description="Ask planners the questions of public benchmarks.",
         epilog="Every --section.key of a training run goes too (python -m flowtrain.train --help "
         "all): --model.path runs/x/model, ...",
         allow_abbrev=False,
@@ -64,7 +65,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE.toml",
         help="options; config.toml of an evaluation's folder repeats it",
     )
-    add("--benchmarks", required=True, metavar="A,B", help=f"of {', '.join(BENCHMARKS)}")
+    add(
+        "--benchmarks",
+        required=True,
+        metavar="A,B",
+        help=f"of {', '.join(BENCHMARKS)}; NAME=FILE for a file elsewhere, or one of your own, "
+        "NAME=FILE:SCORER with the rule for rows that name none",
+    )
     add(
         "--trials",
         type=int,
@@ -106,8 +113,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--planner",
         default="policy",
-        metavar="NAME",
-        help="policy, or a name in [engines]: a frozen planner (default: policy)",
+        metavar="A,B",
+        help="policy, or names in [engines]: frozen planners; of several each is asked "
+        "(default: policy)",
+    )
+    add(
+        "--turns",
+        default="",
+        metavar="N,M",
+        help="budgets of turns, each for each planner (AgentFlow's figure 10: 3,5,7,10; default: "
+        "agent.eval_max_turns)",
     )
     add("--beside", type=Path, metavar="DIR", help="another evaluation to show beside this one")
     add(
@@ -120,8 +135,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _request(arguments: argparse.Namespace, config: Config) -> Request:
     """Read the arguments. Raises UserError for what does not make sense."""
+    names = _listed(arguments.benchmarks)
+    if not names:
+        raise UserError(f"--benchmarks names none; there are {', '.join(BENCHMARKS)}")
+    benchmarks = parse_benchmarks(names)
     folder = arguments.data or os.environ.get(FOLDER_ENV) or config.tasks.benchmarks
-    if not folder:
+    if not folder and not all(benchmark.path for benchmark in benchmarks):
         raise UserError(
             "where are the benchmarks? name their folder: --data DIR, or tasks.benchmarks, or "
             f"{FOLDER_ENV} in the environment"
@@ -136,21 +155,27 @@ def _request(arguments: argparse.Namespace, config: Config) -> Request:
     )
     if not 0 <= temperature < 100:
         raise UserError(f"--temperature {temperature} must be a number from 0")
-    names = [name.strip() for name in arguments.benchmarks.split(",") if name.strip()]
-    if not names:
-        raise UserError(f"--benchmarks names none; there are {', '.join(BENCHMARKS)}")
+    turns = _listed(arguments.turns)
+    if not all(word.isdecimal() and int(word) for word in turns):
+        raise UserError(f"--turns {arguments.turns!r} must be numbers from 1, with commas")
     return Request(
-        benchmarks=tuple(dict.fromkeys(names)),
-        data=Path(folder),
+        benchmarks=benchmarks,
+        data=Path(folder or "."),
         rows=rows,
         trials=arguments.trials,
         temperature=temperature,
-        planner=arguments.planner,
+        planners=tuple(_listed(arguments.planner)) or (POLICY,),
+        max_turns=tuple(dict.fromkeys(map(int, turns))) or (config.agent.eval_max_turns,),
         out=arguments.out or Path(config.run.dir) / "evals",
         resume=arguments.resume,
         beside=arguments.beside,
         paper=arguments.paper,
     )
+
+
+def _listed(text: str) -> list[str]:
+    """Split at commas, without what is empty or there already."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 if __name__ == "__main__":

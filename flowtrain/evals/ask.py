@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flowtrain.agents.collect import roll_out, run_to_end
@@ -11,9 +11,13 @@ from flowtrain.engines.chat import metered
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.system import System
 from flowtrain.report import ProgressLine
-from flowtrain.rewards import score_one
-from flowtrain.types import Task
+from flowtrain.rewards import Judge, is_refusal, score_one
+from flowtrain.rewards.scorers import MAX_CHARS
+from flowtrain.rewards.squad import published_metrics
+from flowtrain.run.evaluation import family
+from flowtrain.types import Task, Trajectory
 from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.text import final_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +26,25 @@ class Question:
 
     key: Key
     index: int
-    """Place in the benchmark."""
+    """Place among the questions of all benchmarks."""
     task: Task
 
 
-def questions(benchmarks: dict[str, Sequence[Task]], num_trials: int) -> list[Question]:
-    """List all questions of the first trial, then of the second, so that an interrupted run has
-    whole trials.
+def questions(
+    planner: str,
+    max_turns: Sequence[int],
+    benchmarks: Mapping[str, Sequence[Task]],
+    num_trials: int,
+) -> list[Question]:
+    """List all questions of the first trial, with each budget of turns, then of the second, so
+    that an interrupted run has whole trials.
     """
+    every = [(name, task) for name, tasks in benchmarks.items() for task in tasks]
     return [
-        Question((benchmark, task.id.removeprefix(f"{benchmark}-"), trial), index, task)
+        Question(Key(planner, limit, name, task.id.removeprefix(f"{name}-"), trial), index, task)
         for trial in range(1, num_trials + 1)
-        for benchmark, tasks in benchmarks.items()
-        for index, task in enumerate(tasks)
+        for limit in max_turns
+        for index, (name, task) in enumerate(every)
     ]
 
 
@@ -54,17 +64,20 @@ def ask(
 
     async def rollout(question: Question) -> None:
         async with free:
+            key, task = question.key, question.task
             # From names alone: a rollout is the same whatever else is asked, before or beside it.
+            # All planners and budgets of turns share a question's seed, so that chance tells them
+            # apart less.
+            own_seed = derive_seed(seed, "evals", key.benchmark, key.pid, key.trial)
+            metrics: Mapping[str, float] = {}
             with metered() as usage:
-                trajectory = await roll_out(
-                    system.agents[question.key[0]],
-                    question.task,
-                    derive_seed(seed, "evals", *question.key),
-                )
-                scored = (
-                    trajectory if trajectory.error else await score_one(trajectory, system.judge)
-                )
-        log.append(rollout_record(question.key, question.index, scored, usage, system.decode))
+                agent = system.agents[family(task), key.max_turns]
+                scored = await roll_out(agent, task, own_seed)
+                if not scored.error:
+                    scored = await score_one(scored, system.judge)
+                if not scored.error:
+                    metrics = await _metrics(scored, system.judge)
+        log.append(rollout_record(key, question.index, scored, usage, metrics, system.decode))
         progress.show(len(log.done), _state(log))
 
     async def every_rollout() -> None:
@@ -73,6 +86,22 @@ def ask(
                 running.create_task(rollout(question))
 
     run_to_end(every_rollout())
+
+
+async def _metrics(trajectory: Trajectory, judge: Judge | None) -> dict[str, float]:
+    """Measure a short answer in all ways, whichever the reward is by.
+
+    The judge is asked about every one, right by the rules or not, but about each pair of question
+    and answer once. Without its verdict "judge" is missing.
+    """
+    task, answer = trajectory.task, final_answer(trajectory.answer)
+    metrics = published_metrics(task, answer[-MAX_CHARS:])
+    if not metrics or judge is None:
+        return metrics
+    if is_refusal(answer):
+        return {**metrics, "judge": 0.0}
+    verdict = await judge.judge(task, answer) if len(answer) <= MAX_CHARS else None
+    return metrics if verdict is None else {**metrics, "judge": float(verdict)}
 
 
 def _state(log: RecordLog) -> str:

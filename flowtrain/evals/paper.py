@@ -4,7 +4,7 @@ to set beside one's own.
 
 from __future__ import annotations
 
-from flowtrain.tasks.benchmarks import BENCHMARKS
+from flowtrain.tasks.benchmarks import AGENTFLOW
 
 _PERCENT = {
     "paper: 7B frozen": (58.4, 60.0, 51.3, 19.2, 17.2, 16.7, 47.4, 31.0, 37.0, 76.0),
@@ -12,7 +12,7 @@ _PERCENT = {
 }
 
 PAPER = {
-    label: dict(zip(BENCHMARKS, (value / 100 for value in row), strict=True))
+    label: dict(zip(AGENTFLOW, (value / 100 for value in row), strict=True))
     for label, row in _PERCENT.items()
 }
 """Label -> benchmark -> accuracy: the planner is Qwen2.5-7B-Instruct inside AgentFlow, as it comes

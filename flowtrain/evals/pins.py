@@ -13,6 +13,7 @@ _NOT_DECIDING = (
     "rollout.num_questions",
     "rollout.group_size",
     "agent.max_turns",
+    "agent.eval_max_turns",
     "tasks.num_train",
 )
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowtrain.engines.chat import Usage
 from flowtrain.report import trajectory_record
@@ -15,8 +15,18 @@ from flowtrain.run.rollout_stats import Outcome
 from flowtrain.types import Trajectory
 
 FILE = "trajectories.jsonl"
-Key = tuple[str, str, int]
-"""(benchmark, pid, trial); the pid is the place in the benchmark's file, from 0."""
+
+
+class Key(NamedTuple):
+    """The name of a rollout within an evaluation."""
+
+    planner: str
+    max_turns: int
+    benchmark: str
+    pid: str
+    """Place in the benchmark's file, from 0; for files of the user's own the row's id."""
+    trial: int
+    """From 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +41,19 @@ class Entry:
     seconds: float
     usage: Usage
     """Tokens of frozen models: planner, modules, tools, judge."""
+    metrics: Mapping[str, float]
+    """See `rollout_record`."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Entry:
-        key = record["benchmark"], record["pid"], record["trial"]
         return cls(
-            key,
+            Key(*(record[name] for name in Key._fields)),
             record["error"],
             Outcome.of_record(record),
             record["scored_by"],
             record["seconds"],
             Usage(**record["usage"]),
+            record["metrics"],
         )
 
 
@@ -49,8 +61,9 @@ class RecordLog:
     """trajectories.jsonl of an evaluation: the lines of a training run's log, where a trial (from
     1) stands for a step, and some more keys.
 
-    Example: {"step": 1, "benchmark": "aime24", "pid": "3", "trial": 1, "task_id": ..., "question":
-    ..., "turns": [...], "reward": 1.0}
+    Example: {"step": 1, "planner": "policy", "max_turns": 10, "benchmark": "nq", "pid": "3",
+    "trial": 1, "task_id": ..., "question": ..., "turns": [...], "reward": 1.0, "metrics": {"em":
+    1.0, "f1": 1.0}}
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,15 +96,20 @@ def rollout_record(
     index: int,
     trajectory: Trajectory,
     usage: Usage,
+    metrics: Mapping[str, float],
     decode: Callable[[Sequence[int]], str] | None,
 ) -> dict[str, Any]:
-    """Build the record of a rollout. `index` is the question's position in its benchmark, `usage`
-    what the frozen models took, `decode` turns the planner's prompt ids into text.
+    """Build the record of a rollout.
+
+    Args:
+        index: the question's place among those of all benchmarks.
+        usage: what the frozen models took.
+        metrics: "em", "f1" and "judge" of a short answer, from 0 to 1; {} for other answers.
+        decode: turns the planner's prompt ids into text.
     """
-    benchmark, pid, trial = key
     record = trajectory_record(trajectory, index)
     for turn, written in zip(trajectory.turns, record["turns"], strict=True):
         call = turn.calls["planner"]
         written["prompt_text"] = decode(call.prompt_ids) if decode else call.prompt_text
-    head = {"step": trial, "version": 0, "benchmark": benchmark, "pid": pid, "trial": trial}
-    return {**head, **record, "usage": asdict(usage)}
+    head = {"step": key.trial, "version": 0, **key._asdict()}
+    return {**head, **record, "metrics": dict(metrics), "usage": asdict(usage)}

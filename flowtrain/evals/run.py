@@ -17,34 +17,50 @@ from flowtrain.config.options import to_toml
 from flowtrain.evals.ask import Question, ask, questions
 from flowtrain.evals.paper import PAPER
 from flowtrain.evals.pins import config_pins
-from flowtrain.evals.records import RecordLog
-from flowtrain.evals.summary import as_json, summarise, table
-from flowtrain.evals.system import System, open_system
+from flowtrain.evals.records import Entry, RecordLog
+from flowtrain.evals.summary import Row, as_json, summarise
+from flowtrain.evals.system import System, check_planner, open_system
+from flowtrain.evals.tables import accuracy_by_turns, system_label, tables
+from flowtrain.report.curves import plot_turns
 from flowtrain.report.pins import check_same
 from flowtrain.report.run_dir import is_used
-from flowtrain.tasks.benchmarks import BENCHMARKS, benchmark_file, load_benchmark
-from flowtrain.types import Task, UserError
+from flowtrain.rewards import score
+from flowtrain.run.evaluation import family
+from flowtrain.tasks.benchmarks import AGENTFLOW, BenchmarkFile
+from flowtrain.types import Group, Task, Trajectory, UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """The arguments of the command line beside the config."""
 
-    benchmarks: tuple[str, ...]
+    benchmarks: tuple[BenchmarkFile, ...]
     data: Path
     rows: str
     """First rows of each benchmark; "all", or "" for as many as AgentFlow runs."""
     trials: int
     temperature: float
     """Sampling temperature of the planner; 0 is greedy."""
-    planner: str
-    """"policy", or an engine's name."""
+    planners: tuple[str, ...]
+    """"policy", or names of engines; each is asked with each of `max_turns`."""
+    max_turns: tuple[int, ...]
+    """Budgets of turns."""
     out: Path
     resume: bool
     beside: Path | None
     """Another evaluation to compare with."""
     paper: bool
     """Compare with AgentFlow's paper."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the benchmarks."""
+        return tuple(each.name for each in self.benchmarks)
+
+    @property
+    def rows_of_table(self) -> list[tuple[str, int]]:
+        """The planners with their budgets of turns, in order."""
+        return [(planner, limit) for planner in self.planners for limit in self.max_turns]
 
 
 def evaluate_benchmarks(config: Config, request: Request) -> int:
@@ -54,80 +70,118 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("an evaluation is one process: start it without torchrun")
     tasks, files = _load(request)
-    references = dict(PAPER) if request.paper else {}
-    if request.beside is not None:
-        references = {str(request.beside): _accuracies(request.beside), **references}
+    references = _references(request)
+    for planner in request.planners:  # none is asked before all are known to be there
+        check_planner(config, planner)
     pins = _pins(config, request, files)
+    families = dict.fromkeys(family(task) for each in tasks.values() for task in each)
+    kinds = [(name, limit) for name in families for limit in request.max_turns]
+    every = {
+        planner: questions(planner, request.max_turns, tasks, request.trials)
+        for planner in request.planners
+    }
     with report.RunDir.lock(request.out, "--out"):
-        begun = _begun(config, request, pins)
+        _check_begun(config, request, pins)
         scratch = request.out.with_name(f".{request.out.name}.weights")
-        with open_system(
-            config, request.benchmarks, request.planner, request.temperature, scratch
-        ) as system:
-            if begun is None:
-                _begin(config, request.out, {**pins, **system.pins})
-            else:
-                check_same(request.out, begun, {**pins, **system.pins})
-            if system.tokenizer_json:
-                report.atomic_write_text(request.out / "tokenizer.json", system.tokenizer_json)
-            log = RecordLog(request.out)
-            _ask_what_is_left(config, questions(tasks, request.trials), system, log)
-        _report(request, log, config.agent.tools, references)
+        for planner in request.planners:
+            with open_system(config, kinds, planner, request.temperature, scratch) as system:
+                _begin(config, request.out, pins, planner, system)
+                log = RecordLog(request.out)
+                _ask_what_is_left(config, every, planner, system, log)
+        _report(request, list(log.entries.values()), config.agent.tools, references)
     return 0
 
 
 def _load(request: Request) -> tuple[dict[str, Sequence[Task]], dict[str, Any]]:
     """Load the questions of each benchmark, and what pins them.
 
-    Raises UserError for a benchmark that is unknown or not on disk.
+    Raises UserError for a benchmark that is unknown or not on disk, and one whose rows name a
+    scorer that does not exist.
     """
     tasks: dict[str, Sequence[Task]] = {}
     pins = {}
-    for name in request.benchmarks:
-        every = load_benchmark(name, request.data)
-        named = {"": BENCHMARKS[name].num_rows, "all": None}
+    for benchmark in request.benchmarks:
+        every = benchmark.load(request.data)
+        named = {"": benchmark.num_rows, "all": None}
         num_rows = named[request.rows] if request.rows in named else int(request.rows)
-        tasks[name] = every[:num_rows]
-        digest = hashlib.sha256(benchmark_file(name, request.data).read_bytes()).hexdigest()
-        pins[name] = {"sha256": digest, "rows_in_file": len(every), "rows": len(tasks[name])}
+        found = tasks[benchmark.name] = every[:num_rows]
+        score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in found))])
+        with benchmark.file(request.data).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        pins[benchmark.name] = {"sha256": digest, "rows_in_file": len(every), "rows": len(found)}
+        if benchmark.scorer:
+            pins[benchmark.name]["scorer"] = benchmark.scorer
     return tasks, pins
+
+
+def _references(request: Request) -> dict[str, Mapping[str, float]]:
+    """Collect the accuracies to show beside, by label and benchmark."""
+    references: dict[str, Mapping[str, float]] = {}
+    if request.beside is not None:
+        references |= _accuracies(request.beside)
+    if request.paper and not set(request.names) & set(AGENTFLOW):
+        raise UserError(
+            f"--paper: AgentFlow's paper has none of {', '.join(request.names)}; it has "
+            f"{', '.join(AGENTFLOW)}"
+        )
+    return references | (PAPER if request.paper else {})
 
 
 def _pins(config: Config, request: Request, files: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the pins that are known before anything is loaded."""
     return {
         "seed": config.run.seed,
-        **{key: getattr(request, key) for key in ("trials", "temperature", "planner")},
+        "trials": request.trials,
+        "temperature": request.temperature,
+        "planners": list(request.planners),
+        "max_turns": list(request.max_turns),
         "benchmarks": files,
         "config": config_pins(config),
     }
 
 
 def _ask_what_is_left(
-    config: Config, every: Sequence[Question], system: System, log: RecordLog
+    config: Config,
+    every: Mapping[str, Sequence[Question]],
+    planner: str,
+    system: System,
+    log: RecordLog,
 ) -> None:
-    todo = [question for question in every if question.key not in log.done]
-    progress = report.ProgressLine(len(every), len(every) - len(todo), enabled=True, unit="rollout")
+    todo = [question for question in every[planner] if question.key not in log.done]
+    total = sum(map(len, every.values()))
+    progress = report.ProgressLine(total, len(log.done), enabled=True, unit="rollout")
     try:
         ask(system, todo, log, config.run.seed, config.rollout.max_in_flight, progress)
     finally:
         progress.close()
 
 
-def _begin(config: Config, out: Path, pins: Mapping[str, Any]) -> None:
-    """Make the folder; from its config and the command in its manifest the evaluation can be
-    repeated.
+def _begin(
+    config: Config, out: Path, pins: Mapping[str, Any], planner: str, system: System
+) -> None:
+    """Write down what the system is made of, or check that it is what it was.
+
+    The first system makes the folder; from its config and the command in its manifest the
+    evaluation can be repeated.
     """
-    report.RunDir.create(
-        out,
-        to_toml(config),
-        {**report.manifest(config.run.seed, sys.argv, world_size=1), "evaluation": pins},
-    )
+    path = out / "manifest.json"
+    if not path.exists():
+        manifest = report.manifest(config.run.seed, sys.argv, world_size=1)
+        report.RunDir.create(out, to_toml(config), {**manifest, "evaluation": {**pins}})
+    written = json.loads(path.read_text())
+    systems = written["evaluation"].setdefault("systems", {})
+    if planner in systems:
+        check_same(out, systems[planner], system.pins)
+    else:
+        systems[planner] = {name: dict(values) for name, values in system.pins.items()}
+        report.write_summary(path, written)
+    if system.tokenizer_json:
+        report.atomic_write_text(out / "tokenizer.json", system.tokenizer_json)
 
 
-def _begun(config: Config, request: Request, pins: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Read the pins that the evaluation in the folder began with; None where there is none. Raises
-    UserError when it may not be resumed.
+def _check_begun(config: Config, request: Request, pins: Mapping[str, Any]) -> None:
+    """Raise UserError when the folder holds something else, or an evaluation that may not be gone
+    on with; before a model is loaded in vain.
     """
     path = request.out / "manifest.json"
     if not path.exists():
@@ -135,7 +189,7 @@ def _begun(config: Config, request: Request, pins: Mapping[str, Any]) -> dict[st
             raise UserError(
                 f"--out {request.out} is not empty and holds no evaluation; choose another folder"
             )
-        return None
+        return
     if not request.resume:
         raise UserError(
             f"--out {request.out} holds an evaluation: go on with it by --resume, or choose "
@@ -147,43 +201,54 @@ def _begun(config: Config, request: Request, pins: Mapping[str, Any]) -> dict[st
             f"--out {request.out} is the folder of another run, not of an evaluation; choose "
             "another"
         )
-    check_same(
-        request.out, {key: begun[key] for key in pins}, pins
-    )  # before a model is loaded in vain
-    return begun
+    check_same(request.out, {key: begun[key] for key in pins if key in begun}, pins)
 
 
-def _accuracies(folder: Path) -> dict[str, float]:
-    """Read the accuracies of another evaluation, by benchmark."""
+def _accuracies(folder: Path) -> dict[str, dict[str, float]]:
+    """Read the accuracies of another evaluation by label and benchmark: a label for each of its
+    planners and budgets of turns.
+    """
     path = folder / "summary.json"
     if not path.exists():
         raise UserError(f"--beside {folder}: no evaluation is there")
-    scores = json.loads(path.read_text())["benchmarks"]
-    found = {name: score["accuracy"] for name, score in scores.items()}
-    return {name: accuracy for name, accuracy in found.items() if accuracy is not None}
+    rows = json.loads(path.read_text()).get("rows")
+    if rows is None:
+        raise UserError(f"--beside {folder}: was not written by this version; evaluate again")
+    found = {}
+    for row in rows:
+        label = f" {system_label(row['planner'], row['max_turns'])}" if len(rows) > 1 else ""
+        accuracies = {name: each["accuracy"] for name, each in row["benchmarks"].items()}
+        found[f"{folder}{label}"] = {
+            name: accuracy for name, accuracy in accuracies.items() if accuracy is not None
+        }
+    return found
 
 
 def _report(
     request: Request,
-    log: RecordLog,
+    entries: Sequence[Entry],
     tool_names: Sequence[str],
     references: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Print the table, and write summary.json."""
-    order = request.benchmarks.index
-    scores = sorted(
-        summarise(log.entries.values(), tool_names), key=lambda score: order(score.benchmark)
-    )
-    report.write_summary(request.out / "summary.json", as_json(scores))
-    print(table(scores, references))
-    if failed := sum(score.num_failed for score in scores):
-        errors = next(entry.error for entry in log.entries.values() if entry.error)
+    """Print the tables, and write them, all numbers and, of several budgets, the picture."""
+    rows = summarise(entries, request.rows_of_table, request.names, tool_names)
+    found = tables(rows, references)
+    report.write_summary(request.out / "summary.json", as_json(rows))
+    report.atomic_write_text(request.out / "summary.md", "\n".join(map(report.markdown, found)))
+    print("\n".join(map(report.aligned, found)), end="")
+    files = "trajectories.jsonl, summary.json, summary.md, manifest.json"
+    if len(request.max_turns) > 1:
+        plot_turns(accuracy_by_turns(rows), request.out / "turns.png")
+        files += ", turns.png"
+    _warn_of_failures(rows, entries)
+    print(f"{request.out}/{files}; to look at it: python -m flowtrain.report.viewer {request.out}")
+
+
+def _warn_of_failures(rows: Sequence[Row], entries: Sequence[Entry]) -> None:
+    if failed := sum(score.num_failed for row in rows for score in row.scores):
+        errors = next(entry.error for entry in entries if entry.error)
         print(
             f"{failed} rollouts failed and have no part in the accuracy ({errors}); --resume asks "
             "them again",
             file=sys.stderr,
         )
-    print(
-        f"{request.out}/trajectories.jsonl, summary.json, manifest.json; to look at it: "
-        f"python -m flowtrain.report.viewer {request.out}"
-    )

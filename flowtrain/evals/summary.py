@@ -1,5 +1,5 @@
-"""The numbers of an evaluation, from its records: accuracy with its spread and interval, and what
-the rollouts were like.
+"""The numbers of an evaluation, from its records: accuracy with its spread and interval, other
+metrics of short answers, and what the rollouts were like.
 """
 
 from __future__ import annotations
@@ -7,15 +7,42 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowtrain.evals.records import Entry
-from flowtrain.report import aligned
 from flowtrain.run.rollout_stats import RolloutStats
 
 CONFIDENCE = 0.95
+METRICS = ("em", "f1", "judge")
+"""Metrics of short answers, see `records.rollout_record`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A number of each rollout, averaged."""
+
+    mean: float
+    """Mean over trials of the mean of each."""
+    by_trial: tuple[float, ...]
+    """Mean of each trial."""
+    spread: float | None
+    """Standard deviation of the trials (divided by their number less 1); None for a single one."""
+    num_rollouts: int
+
+    @classmethod
+    def of(cls, values: Iterable[tuple[int, float]]) -> Mean | None:
+        """Average (trial, value) of some rollouts; None without any."""
+        trials: dict[int, list[float]] = defaultdict(list)
+        for trial, value in values:
+            trials[trial].append(value)
+        if not trials:
+            return None
+        by_trial = tuple(statistics.fmean(trials[trial]) for trial in sorted(trials))
+        return cls(
+            statistics.fmean(by_trial), by_trial, _spread(by_trial), sum(map(len, trials.values()))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +61,8 @@ class Score:
     low: float | None
     """Wilson's interval around the accuracy, see `wilson`."""
     high: float | None
+    metrics: dict[str, Mean]
+    """Those of `METRICS` that some rollouts have."""
     num_failed: int
     """Rollouts that a frozen module or an engine could not finish."""
     seconds_mean: float
@@ -50,32 +79,69 @@ class Score:
     stats: RolloutStats
 
 
-def summarise(entries: Iterable[Entry], tool_names: Sequence[str]) -> list[Score]:
-    """Compute one score per benchmark, in the order of the entries."""
-    by_benchmark: dict[str, list[Entry]] = defaultdict(list)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A planner with a budget of turns."""
+
+    planner: str
+    max_turns: int
+    scores: tuple[Score, ...]
+    """One per benchmark."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """The mean of all benchmarks, each counting alike; None unless all are known."""
+        return mean_of_all(score.accuracy for score in self.scores)
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation of the trials' means over all benchmarks; None for one trial."""
+        trials = {len(score.by_trial) for score in self.scores}
+        if len(trials) > 1:
+            return None
+        by_trial = zip(*(score.by_trial for score in self.scores), strict=True)
+        return _spread([statistics.fmean(trial) for trial in by_trial])
+
+
+def summarise(
+    entries: Iterable[Entry],
+    rows: Sequence[tuple[str, int]],
+    benchmarks: Sequence[str],
+    tool_names: Sequence[str],
+) -> list[Row]:
+    """Sum the entries up by planner and budget of turns (`rows`), and by benchmark."""
+    found: dict[tuple[str, int, str], list[Entry]] = defaultdict(list)
     for entry in entries:
-        by_benchmark[entry.key[0]].append(entry)
-    return [_score(benchmark, some, tool_names) for benchmark, some in by_benchmark.items()]
+        found[entry.key.planner, entry.key.max_turns, entry.key.benchmark].append(entry)
+    return [
+        Row(
+            planner,
+            limit,
+            tuple(_score(name, found[planner, limit, name], tool_names) for name in benchmarks),
+        )
+        for planner, limit in rows
+    ]
 
 
 def _score(benchmark: str, entries: Sequence[Entry], tool_names: Sequence[str]) -> Score:
     scored = [entry for entry in entries if not entry.error]
-    rewards: dict[int, list[float]] = defaultdict(list)
-    for entry in scored:
-        rewards[entry.key[2]].append(entry.outcome.reward or 0.0)
-    by_trial = tuple(statistics.fmean(rewards[trial]) for trial in sorted(rewards))
-    num_questions = len({entry.key[1] for entry in scored})
-    accuracy = statistics.fmean(by_trial) if by_trial else None
-    low, high = (None, None) if accuracy is None else wilson(accuracy, num_questions)
+    rewards = Mean.of((entry.key.trial, entry.outcome.reward or 0.0) for entry in scored)
+    metrics = {
+        name: Mean.of((e.key.trial, e.metrics[name]) for e in scored if name in e.metrics)
+        for name in METRICS
+    }
+    num_questions = len({entry.key.pid for entry in scored})
+    low, high = (None, None) if rewards is None else wilson(rewards.mean, num_questions)
     stats = RolloutStats.of_outcomes((entry.outcome for entry in scored), tool_names)
     return Score(
         benchmark,
         num_questions,
-        accuracy,
-        by_trial,
-        statistics.stdev(by_trial) if len(by_trial) > 1 else None,
+        rewards.mean if rewards else None,
+        rewards.by_trial if rewards else (),
+        rewards.spread if rewards else None,
         low,
         high,
+        metrics={name: mean for name, mean in metrics.items() if mean is not None},
         num_failed=len(entries) - len(scored),
         seconds_mean=statistics.fmean(entry.seconds for entry in scored) if scored else 0.0,
         tokens_mean=stats.turns_mean * (stats.prompt_len_mean + stats.response_len_mean),
@@ -110,94 +176,35 @@ def wilson(share: float, num_questions: int, confidence: float = CONFIDENCE) -> 
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def as_json(scores: Sequence[Score]) -> dict[str, Any]:
-    """Build summary.json: scores by benchmark, and their mean, each counting alike."""
-    known = [score.accuracy for score in scores if score.accuracy is not None]
-    return {
-        "accuracy": statistics.fmean(known) if known else None,
-        "benchmarks": {score.benchmark: asdict(score) for score in scores},
-    }
-
-
-def table(scores: Sequence[Score], references: Mapping[str, Mapping[str, float]]) -> str:
-    """Format two tables: accuracies beside those of other systems, by label and benchmark; and the
-    rollouts.
-    """
-    heading = ["accuracy [%]", "questions", "mean", "spread", "95% interval", "failed", *references]
-    first = [heading, *(_accuracy_row(score, references) for score in scores)]
-    if len(scores) > 1:
-        means = [_percent(_mean(score.accuracy for score in scores)), "", "", ""]
-        first.append(
-            [
-                "mean",
-                "",
-                *means,
-                *(
-                    _percent(_mean(named.get(s.benchmark) for s in scores))
-                    for named in references.values()
-                ),
-            ]
-        )
-    tools = list(scores[0].stats.tool_shares)
-    second = [
-        [
-            "a rollout",
-            "turns",
-            "seconds",
-            "tokens",
-            "frozen tokens",
-            "cost",
-            "cut off %",
-            "malformed %",
-            "tool errors %",
-            *(f"{name} %" for name in tools),
-        ]
-    ]
-    second += [_rollout_row(score) for score in scores]
-    return f"{aligned(first)}\n{aligned(second)}"
-
-
-def _accuracy_row(score: Score, references: Mapping[str, Mapping[str, float]]) -> list[str]:
-    interval = f"{_percent(score.low)} to {_percent(score.high)}"
-    numbers = [
-        str(score.num_questions),
-        _percent(score.accuracy),
-        _percent(score.spread),
-        interval,
-        str(score.num_failed),
-    ]
-    return [
-        score.benchmark,
-        *numbers,
-        *(_percent(named.get(score.benchmark)) for named in references.values()),
-    ]
-
-
-def _rollout_row(score: Score) -> list[str]:
-    stats = score.stats
-    cut_off = stats.out_of_turns_share + stats.out_of_time_share
-    shares = [cut_off, stats.malformed_share, stats.tool_error_share, *stats.tool_shares.values()]
-    means = [
-        f"{stats.turns_mean:.2f}",
-        f"{score.seconds_mean:.2f}",
-        f"{score.tokens_mean:.0f}",
-        f"{score.frozen_tokens_mean:.0f}",
-    ]
-    means.append(f"{score.cost / max(stats.num_rollouts, 1):.4f}" if score.cost else "-")
-    return [score.benchmark, *means, *map(_percent, shares)]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean_of_all(values: Iterable[float | None]) -> float | None:
     """Average the values; None unless all are known, for the mean of some benchmarks is not that of
     all.
     """
     known = list(values)
     return (
         statistics.fmean(value for value in known if value is not None)
-        if None not in known
+        if known and None not in known
         else None
     )
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """Build summary.json: for each planner and budget of turns the mean accuracy, each benchmark
+    counting alike, and the scores by benchmark.
+    """
+    return {
+        "rows": [
+            {
+                "planner": row.planner,
+                "max_turns": row.max_turns,
+                "accuracy": row.accuracy,
+                "spread": row.spread,
+                "benchmarks": {score.benchmark: asdict(score) for score in row.scores},
+            }
+            for row in rows
+        ]
+    }
+
+
+def _spread(by_trial: Sequence[float]) -> float | None:
+    return statistics.stdev(by_trial) if len(by_trial) > 1 else None

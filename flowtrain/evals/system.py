@@ -1,4 +1,4 @@
-"""The system under evaluation: an agent per benchmark, and the names of all models in it."""
+"""The system under evaluation: its agents, and the names of all models in it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engine
 from flowtrain.rewards import Judge
 from flowtrain.rewards.judge import judge_prompt
 from flowtrain.run.components import RunComponents, make_judge
+from flowtrain.run.evaluation import with_rules_of
 from flowtrain.run.policy_trainer import publish_start
 from flowtrain.tasks.sets import task_set
 from flowtrain.tools import Tool
@@ -25,13 +26,15 @@ from flowtrain.training.world import World
 from flowtrain.types import Task, UserError
 from flowtrain.weights import WeightStore
 
+Kind = tuple[str, int]
+"""(family of tasks, by which modules choose their rules; budget of turns)."""
+
 
 @dataclass(frozen=True, slots=True)
 class System:
     """A system under evaluation."""
 
-    agents: Mapping[str, Agent]
-    """Agents by benchmark; their rule-based modules differ."""
+    agents: Mapping[Kind, Agent]
     judge: Judge | None
     pins: Mapping[str, Mapping[str, str]]
     """Names of engines with all their settings, the policy's with the hash of its weights; hashes
@@ -44,27 +47,50 @@ class System:
 
 @contextmanager
 def open_system(
-    config: Config, benchmarks: Sequence[str], planner: str, temperature: float, scratch: Path
+    config: Config, kinds: Sequence[Kind], planner: str, temperature: float, scratch: Path
 ) -> Iterator[System]:
     """Start what the config names; `planner` is the policy or an engine's name. Raises UserError
     for what is not there.
 
     The policy's weights go to its engine by way of a store in `scratch`, as in training.
     """
+    check_planner(config, planner)
     with ExitStack() as cleanup:
         world = World.join(config.run.device)
         cleanup.callback(world.leave)
         if planner == POLICY:
             components = RunComponents.prepare(config, world)
             cleanup.callback(components.close)
-            yield _with_policy(components, benchmarks, temperature, scratch, cleanup)
+            yield _with_policy(components, kinds, temperature, scratch, cleanup)
         else:
-            yield _without_policy(config, benchmarks, planner, world, cleanup)
+            yield _without_policy(config, kinds, planner, world, cleanup)
+
+
+def check_planner(config: Config, planner: str) -> None:
+    """Raise UserError unless the config allows that planner."""
+    if planner == POLICY:
+        return
+    if planner not in config.engines:
+        raise UserError(
+            f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds "
+            f"{', '.join(config.engines) or 'nothing'}"
+        )
+    if config.agent.name != "agentflow":
+        raise UserError(
+            f"--planner {planner!r} plans for agent.name='agentflow', which is "
+            f"{config.agent.name!r}"
+        )
+    for role, name in config.roles:
+        if name in (POLICY, OWN):
+            raise UserError(
+                f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give "
+                "that role another engine"
+            )
 
 
 def _with_policy(
     components: RunComponents,
-    benchmarks: Sequence[str],
+    kinds: Sequence[Kind],
     temperature: float,
     scratch: Path,
     cleanup: ExitStack,
@@ -82,12 +108,11 @@ def _with_policy(
         f"{config.model.path}, weights {store.manifest(0).root}, {config.rollout.engine}, "
         f"temperature {temperature:g}"
     )
-    turns = config.agent.eval_max_turns
     agents = {
-        name: replace(components, config=_rules_of(config, name)).make_agent(
-            engines, turns, temperature
+        (name, limit): replace(components, config=with_rules_of(config, name)).make_agent(
+            engines, limit, temperature
         )
-        for name in benchmarks
+        for name, limit in kinds
     }
     for agent in agents.values():
         cleanup.callback(agent.close)
@@ -108,43 +133,20 @@ def _with_policy(
 
 
 def _without_policy(
-    config: Config, benchmarks: Sequence[str], planner: str, world: World, cleanup: ExitStack
+    config: Config, kinds: Sequence[Kind], planner: str, world: World, cleanup: ExitStack
 ) -> System:
     """Build a system around a frozen planner; only the models in `[engines]` are loaded."""
-    if planner not in config.engines:
-        raise UserError(
-            f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds "
-            f"{', '.join(config.engines) or 'nothing'}"
-        )
-    if config.agent.name != "agentflow":
-        raise UserError(
-            f"--planner {planner!r} plans for agent.name='agentflow', which is "
-            f"{config.agent.name!r}"
-        )
-    for role, name in config.roles:
-        if name in (POLICY, OWN):
-            raise UserError(
-                f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give "
-                "that role another engine"
-            )
     chats = make_chat_engines(config, None, world.device, {"planner": planner})
     cleanup.callback(chats.close)
     tools = make_tools(config, task_set(config), chats.roles.get("tools"), chats.roles)
     for tool in tools.values():
         cleanup.callback(tool.close)
     frozen = make_chat_planner(config, chats.roles["planner"], tools)
-    turns = config.agent.eval_max_turns
     agents = {
-        name: make_flow(_rules_of(config, name), frozen, tools, turns, chats.roles)
-        for name in benchmarks
+        (name, limit): make_flow(with_rules_of(config, name), frozen, tools, limit, chats.roles)
+        for name, limit in kinds
     }
     return System(agents, make_judge(config, chats), _pins(_names(chats), tools), None, "")
-
-
-def _rules_of(config: Config, benchmark: str) -> Config:
-    """Return the config with the benchmark's rules for modules that go by rules."""
-    name = "gameof24" if benchmark == "gameof24" else "file"
-    return config.model_copy(update={"tasks": config.tasks.model_copy(update={"name": name})})
 
 
 def _pins(engines: Mapping[str, str], tools: Mapping[str, Tool]) -> dict[str, Mapping[str, str]]:

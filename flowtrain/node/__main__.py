@@ -19,16 +19,17 @@ import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import get_args
 
 from flowtrain.config.options import check_allowed
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
-from flowtrain.types import UserError
+from flowtrain.types import PolicyName, UserError
 from flowtrain.utils.serving import TOKEN_VARIABLE
 from flowtrain.utils.terminal import protect_output
 
 _COMMAND = "python -m flowtrain.node"
-_POLICIES = ("planner", "verifier")
+_POLICIES = get_args(PolicyName)
 OWN_KEYS = (
     "run.device",
     "run.threads",

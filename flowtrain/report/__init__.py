@@ -7,7 +7,7 @@ imported here.
 from flowtrain.report.metrics import MetricsLog, TrajectoryLog, trajectory_record
 from flowtrain.report.progress import Progress, ProgressLine
 from flowtrain.report.run_dir import RunDir, atomic_write_text, manifest
-from flowtrain.report.tables import aligned, comparison_table, write_summary
+from flowtrain.report.tables import aligned, comparison_table, markdown, write_summary
 
 __all__ = [
     "MetricsLog",
@@ -19,6 +19,7 @@ __all__ = [
     "atomic_write_text",
     "comparison_table",
     "manifest",
+    "markdown",
     "trajectory_record",
     "write_summary",
 ]

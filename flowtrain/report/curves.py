@@ -70,6 +70,7 @@ PANELS = (
             "eval_reward_forms": "forms",
         },
     ),
+    Panel("Accuracy on benchmarks", {"eval_accuracy/": ""}, "share"),
     Panel("Parts of the reward", {"reward/": ""}),
     Panel("KL to the reference", {"kl": "KL"}),
     Panel("Token entropy", {"entropy": "nats"}),
@@ -79,7 +80,8 @@ PANELS = (
     ),
     Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|"}),
     Panel("Turns per rollout", {"turns_mean": "turns"}),
-    Panel("Tokens per turn", {"prompt_len_mean": "prompt", "response_len_mean": "response"}),
+    Panel("Tokens per response", {"response_len_mean": "tokens"}),
+    Panel("Tokens per prompt", {"prompt_len_mean": "tokens"}),
     Panel("Tool use", {"tool_share/": ""}, "share", is_stack=True),
     Panel(
         "What goes wrong",
@@ -123,6 +125,19 @@ def plot_comparison(runs: Mapping[str, Path], out: Path) -> Path:
     rewards = {label: _eval_reward(Path(run_dir)) for label, run_dir in runs.items()}
     with panels.style():
         return save_figure(panels.comparison_figure(rewards), Path(out))
+
+
+def plot_turns(
+    points: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]], out: Path
+) -> Path:
+    """Draw accuracy against the budget of turns, a panel per benchmark and a line per planner.
+
+    `points`: (turns, accuracy, spread or 0) by benchmark and planner.
+    """
+    from flowtrain.report import panels
+
+    with panels.style():
+        return save_figure(panels.turns_figure(points), Path(out))
 
 
 def read_series(run_dir: Path) -> dict[str, Series]:

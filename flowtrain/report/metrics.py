@@ -149,14 +149,13 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
 
 
 def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
-    """The planner's call stands among the turn's fields, the verifier's on its own. Of the
+    """The planner's call stands among the turn's fields, those of other policies by name. Of the
     planner's prompt only those ids are written that the turn before has not.
     """
     call = turn.calls["planner"]
     num_shared = (
         0 if before is None else _num_shared(before.calls["planner"].prompt_ids, call.prompt_ids)
     )
-    verifier = turn.calls.get("verifier")
     used = turn.tool_calls
     return {
         "response_text": call.text,
@@ -176,7 +175,7 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
         **_code_seconds(turn.result),
         **({"rescued": list(turn.rescued)} if turn.rescued else {}),
         **({"tool_calls": [_tool_call_record(each) for each in used]} if used else {}),
-        **({} if verifier is None else {"verifier": _call_record(verifier)}),
+        **{name: _call_record(each) for name, each in turn.calls.items() if name != "planner"},
     }
 
 

@@ -66,11 +66,7 @@ def style() -> AbstractContextManager[None]:
 def run_figure(series: Mapping[str, Series], title: str) -> Figure:
     """The panels of one run for which something was logged."""
     shown = [(panel, curves) for panel in PANELS if (curves := panel.curves(series))]
-    num_rows = max(math.ceil(len(shown) / _NUM_COLUMNS), 1)
-    figure = Figure(
-        figsize=(16, 4.5 * num_rows), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    )
-    FigureCanvasAgg(figure)
+    figure, num_rows = _grid(len(shown))
     figure.suptitle(title, fontsize=15, fontweight="bold", x=0.012, ha="left")
     for place, (panel, curves) in enumerate(shown, 1):
         _draw(figure.add_subplot(num_rows, _NUM_COLUMNS, place), panel, curves)
@@ -89,6 +85,35 @@ def comparison_figure(rewards: Mapping[str, Series]) -> Figure:
     _draw(axes, Panel("Held-out reward (sampled)", {}), curves)
     axes.set_ylim(-0.02, 1.02)
     return figure
+
+
+def turns_figure(
+    points: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]],
+) -> Figure:
+    """Accuracy against the budget of turns, with the spread of the trials as bars."""
+    num_columns = max(1, min(len(points), _NUM_COLUMNS))
+    figure, num_rows = _grid(len(points), num_columns)
+    for place, (benchmark, lines) in enumerate(points.items(), 1):
+        axes = figure.add_subplot(num_rows, num_columns, place)
+        axes.set_title(benchmark)
+        axes.set_xlabel("turns at most")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xticks(sorted({turns for line in lines.values() for turns, _, _ in line}))
+        for number, (planner, line) in enumerate(lines.items()):
+            turns, shares, spreads = zip(*sorted(line), strict=True)
+            color = PALETTE[number % len(PALETTE)]
+            axes.errorbar(turns, shares, spreads, label=planner, color=color, marker="o", capsize=4)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.6)
+    return figure
+
+
+def _grid(num_panels: int, num_columns: int = _NUM_COLUMNS) -> tuple[Figure, int]:
+    """A figure with room for the panels, and their rows."""
+    num_rows = max(math.ceil(num_panels / num_columns), 1)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(16 * num_columns / _NUM_COLUMNS, 4.5 * num_rows), layout=layout)
+    FigureCanvasAgg(figure)
+    return figure, num_rows
 
 
 def _draw(axes: Any, panel: Panel, curves: Sequence[Curve]) -> None:

@@ -18,7 +18,7 @@ def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str
     """The planner before and after training, side by side; "-" where one of them was not measured.
 
     Both hold `splits` {split: {"sampled", "greedy"}}, `by_num_turns`, `by_kind`, `tool_shares`
-    (name -> number each) and `turns_mean`, and may hold `eval_reward_error`.
+    (name -> number each) and `turns_mean`, and may hold `eval_reward_error` and `benchmarks`.
     """
     rows = [
         (f"  {name}" if any(cells) else name, *cells)
@@ -63,6 +63,15 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """Rows of equally many cells as a table in Markdown: the first is the heading, the first column
+    flush left, all others flush right. What would break a row or not be seen is escaped.
+    """
+    shown = [[printable(cell, keep="").replace("|", "\\|") for cell in row] for row in table]
+    rule = ["---", *["---:"] * (len(shown[0]) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (shown[0], rule, *shown[1:])) + "\n"
+
+
 def _sections(side: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """The numbers of one side by section and name."""
     return {
@@ -77,6 +86,10 @@ def _sections(side: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         else {},
         "by turns needed (sampled)": side.get("by_num_turns", {}),
         "by kind (sampled)": side.get("by_kind", {}),
+        "benchmarks": {
+            name.removeprefix("eval_"): number
+            for name, number in side.get("benchmarks", {}).items()
+        },
         "tool use": side.get("tool_shares", {}),
         "rollouts": {"turns per rollout": side["turns_mean"]} if "turns_mean" in side else {},
     }

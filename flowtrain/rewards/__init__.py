@@ -138,7 +138,7 @@ def _with_rule_reward(trajectory: Trajectory) -> Trajectory:
         trajectory,
         reward=reward if answer else 0.0,
         scored_by=task.scorer,
-        sub_goals=solved_weight(task, trajectory.turns),
+        sub_goals=solved_weight(task, trajectory.turns, trajectory.output),
     )
 
 
@@ -150,7 +150,7 @@ def _with_reported_reward(trajectory: Trajectory) -> Trajectory:
         reward=math.fsum(trajectory.reported.values()),
         scored_by=REPORTED,
         reward_parts=trajectory.reported,
-        sub_goals=solved_weight(trajectory.task, trajectory.turns),
+        sub_goals=solved_weight(trajectory.task, trajectory.turns, trajectory.output),
     )
 
 

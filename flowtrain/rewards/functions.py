@@ -139,7 +139,8 @@ class RewardFunctions:
         """
         if trajectory.error:
             return trajectory
-        trajectory = replace(trajectory, sub_goals=solved_weight(trajectory.task, trajectory.turns))
+        reached = solved_weight(trajectory.task, trajectory.turns, trajectory.output)
+        trajectory = replace(trajectory, sub_goals=reached)
         try:
             parts, terms = await self._call_all(trajectory)
             total = _sum(terms)

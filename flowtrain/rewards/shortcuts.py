@@ -37,7 +37,7 @@ def shortcut(rollout: Trajectory) -> str:
     if not _is_found([name for name in names if name.strip()], _plain(task.question), turns):
         return "answer_not_found"
     acts = any(turn.action is not None for turn in turns)
-    if acts and sub_goals.sought(task) and not sub_goals.solved(task, turns):
+    if acts and sub_goals.sought(task) and not sub_goals.solved(task, turns, rollout.output):
         return "no_sub_goal"
     return ""
 

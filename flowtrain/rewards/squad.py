@@ -1,12 +1,21 @@
-"""Exact match and token F1 of short answers, as SQuAD measures them (Rajpurkar et al. 2016)."""
+"""Exact match and token F1 of short answers, after SQuAD (Rajpurkar et al. 2016): the rules that
+reward, which correct its mistakes, and the metrics as papers publish them.
+"""
 
 from __future__ import annotations
 
+import re
+import string
 from collections import Counter
 
 from flowtrain.rewards.normal import normalise
 from flowtrain.rewards.short_answer import plain, same, same_but_for_place
 from flowtrain.types import Task
+
+ANSWER_SCORERS = ("exact", "qa", "f1")
+"""Scorers of short answers, which the metrics are for."""
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def exact_match(task: Task, answer: str) -> float:
@@ -31,6 +40,30 @@ def token_f1(task: Task, answer: str) -> float:
     """
     given = normalise(plain(answer))
     return max((_f1(given, normalise(plain(accepted))) for accepted in task.answers), default=0.0)
+
+
+def published_metrics(task: Task, answer: str) -> dict[str, float]:
+    """Compute exact match ("em") and token F1 ("f1") by SQuAD's own normalisation, which drops
+    case, ASCII punctuation and articles: 10.8 is 108, and "Yes, both" is not yes.
+
+    The best over the accepted answers counts. As in HotpotQA's script, F1 is 0 beside a yes or no
+    that differs. An answer of which nothing is left gets 0. Returns {} for tasks whose answers are
+    not short texts.
+    """
+    if task.scorer not in ANSWER_SCORERS:
+        return {}
+    given = _published(answer)
+    if not given:
+        return {"em": 0.0, "f1": 0.0}
+    accepted = [_published(each) for each in task.answers]
+    return {
+        "em": float(given in accepted),
+        "f1": max((_f1(given, each) for each in accepted), default=0.0),
+    }
+
+
+def _published(text: str) -> str:
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def _f1(given: str, accepted: str) -> float:

@@ -359,9 +359,11 @@ def _trained_policy(
 
 def _tokenizer_corpus(config: Config, tasks: TaskSet) -> list[str]:
     """Texts that a new tokenizer learns from: prompts and answers of training tasks."""
-    closing = "Conclusion: STOP\nConclusion: CONTINUE"
-    if config.train.policy == "planner":
-        closing = "Tool Name: Base_Generator"
+    closing = {
+        "planner": "Tool Name: Base_Generator",
+        "verifier": "Conclusion: STOP\nConclusion: CONTINUE",
+        "refiner": "Looked for: \nEvidence: The",
+    }[config.train.policy]
     texts = []
     for task in tasks.train[:5000]:
         actions = "\n".join(f"Sub-Goal: {s.sub_goal}\nTool Name: {s.tool_name}" for s in task.plan)

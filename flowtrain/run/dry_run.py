@@ -25,6 +25,7 @@ from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.engines.vllm_process import check_installed
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
+from flowtrain.run.evaluation import load_benchmarks
 from flowtrain.run.placement import Placement
 from flowtrain.training.model import export, named_weights
 from flowtrain.training.world import World
@@ -57,6 +58,8 @@ def dry_run(config: Config) -> int:
         components = RunComponents.prepare(config, World(0, 1, world.device))
         cleanup.callback(components.close)
         components.show_sources()
+        for name, tasks in load_benchmarks(components.config).items():
+            _say(f"benchmark {name}: {len(tasks)} questions, {tasks[0].question!r} first")
         _say(_prompt_lengths(components))
         _say(components.plan_memory(placement).text())
         rollouts = _roll_out(components, folder, cleanup)

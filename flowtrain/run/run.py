@@ -24,7 +24,7 @@ from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge
 from flowtrain.run.batch_source import BatchSource, connect
 from flowtrain.run.components import RunComponents, lock_run_dir
-from flowtrain.run.evaluation import Evaluation, Evaluator
+from flowtrain.run.evaluation import Evaluator, Measured, load_benchmarks
 from flowtrain.run.learning_signal import LearningSignal
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
@@ -157,8 +157,8 @@ class Run:
             return {}
         return load(self.engines[self.config.train.policy], version, self.placement)
 
-    def evaluate(self, step: int) -> Evaluation | None:
-        """Measure the policy on held-out tasks; None where that is not due."""
+    def evaluate(self, step: int) -> Measured | None:
+        """Measure the policy on held-out tasks and benchmarks; None where that is not due."""
         return self.evaluator.evaluate(step) if self.evaluator.is_due(step) else None
 
     def checkpoint(self, step: int) -> None:
@@ -198,9 +198,8 @@ class Run:
             report.atomic_write_text(path, json.dumps(warm))
             if not self.start_step:
                 seconds = time.monotonic() - started
-                reward = warm["eval_reward"]
-                line = {"step": 0, "version": 0, "eval_reward": reward, "eval_s": seconds}
-                self.logger.write(line)
+                measured = {"eval_reward": warm["eval_reward"], **warm.get("benchmarks", {})}
+                self.logger.write({"step": 0, "version": 0, **measured, "eval_s": seconds})
         return warm
 
 
@@ -233,6 +232,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     components = RunComponents.prepare(config, world)
     cleanup.callback(components.close)
     config = components.config
+    benchmarks = load_benchmarks(config)
     memory_plan = components.plan_memory(placement)
     store = WeightStore(Path(config.run.dir) / "weights")
     # Only the trained policy follows the store, another one is frozen.
@@ -286,7 +286,11 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         cursor=components.tasks.cursor(config.run.seed, state["cursor"]),
         signal=LearningSignal(config, world),
         evaluator=Evaluator(
-            components=components, engines=engines, judge=judge, samplers=placement.samplers
+            components=components,
+            engines=engines,
+            judge=judge,
+            samplers=placement.samplers,
+            benchmarks=benchmarks,
         ),
         logger=logger,
         run_dir=run_dir,

@@ -15,7 +15,8 @@ from flowtrain.config import Config
 from flowtrain.report.curves import plot_curves, read_series, total_seconds
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
-from flowtrain.run.evaluation import Evaluation
+from flowtrain.run.evaluation import Measured
+from flowtrain.run.evidence_stats import evidence_metrics
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.parsing_stats import parsing_metrics
 from flowtrain.run.placement import Placement
@@ -95,7 +96,7 @@ class RunLogger:
         batch: TrainBatch,
         trained: Trained,
         weights: Mapping[str, float | str],
-        evaluation: Evaluation | None,
+        evaluation: Measured | None,
         seconds: Mapping[str, float],
     ) -> None:
         """Write a step down; collective.
@@ -107,10 +108,10 @@ class RunLogger:
             seconds: by stage.
         """
         world = self._placement.world
-        held_out = {}
+        measured = {}
         if evaluation is not None:
-            held_out = {"eval_reward": evaluation.stats.reward_mean}
-            self.log_held_out(step, evaluation.trajectories)
+            measured = evaluation.metrics
+            self.log_held_out(step, evaluation.held_out.trajectories)
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
@@ -123,6 +124,9 @@ class RunLogger:
         verdicts = {}
         if "verifier" in self._config.policy_names:
             verdicts = verdict_metrics(trajectories, self._config, world)
+        evidence = {}
+        if "refiner" in self._config.policy_names:
+            evidence = evidence_metrics(trajectories, world)
         self.write(
             {
                 "step": step,
@@ -132,7 +136,8 @@ class RunLogger:
                 **kept,
                 **rescued,
                 **verdicts,
-                **held_out,
+                **evidence,
+                **measured,
                 **self._counts(batch),
                 **rollouts.metrics,
                 **trained.metrics,

@@ -146,10 +146,32 @@ PRESETS = {
         unpacks=("messages",),
         solution=published.REPLY,
     ),
+    "triviaqa": Layout(
+        "question",
+        (published.ALIASES,),
+        default_scorer="qa",
+        unpack=published.triviaqa,
+        unpacks=("answer",),
+    ),
+    "popqa": Layout(
+        "question",
+        (published.POSSIBLE,),
+        default_scorer="qa",
+        unpack=published.popqa,
+        unpacks=("possible_answers",),
+    ),
+    "browsecomp-plus": Layout(
+        published.QUERY,
+        ("answer",),
+        default_scorer="qa",
+        unpack=published.browsecomp_plus,
+        unpacks=("query", "query_id"),
+    ),
 }
 """search-r1: NQ and HotpotQA as Search-R1 prepares them; deepmath: DeepMath-103K; agentflow: the
 combined_train file; gsm8k and math: as their authors publish them; verl: what its scripts prepare;
-chat: conversations. The first that fits is taken."""
+chat: conversations; triviaqa, popqa and browsecomp-plus: as their authors publish them, the last
+decrypted. The first that fits is taken."""
 
 
 def recognise(rows: Sequence[Row]) -> str:

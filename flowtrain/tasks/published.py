@@ -1,4 +1,4 @@
-"""Columns that published rows hide in others: a final number, a box, a message."""
+"""Columns that published rows hide in others: a final number, a box, a message, aliases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from flowtrain.tasks.rows import Row, without_nulls
+from flowtrain.tasks.rows import Row, parse_json, without_nulls
+from flowtrain.types import UserError
 from flowtrain.utils.text import boxed, final_answer, marked_answer
 
 Unpack = Callable[[Row], Row]
@@ -20,6 +21,9 @@ QUESTION = "last user message"
 REPLY = "last assistant message"
 REPLY_ANSWER = "answer of the last assistant message"
 SYSTEM = "system messages"
+ALIASES = "value and aliases of answer"
+POSSIBLE = "list in possible_answers"
+QUERY = "decrypted query"
 """Names of the columns that are made; without dots, which would look into an object."""
 
 VERL_SCORERS = {
@@ -37,6 +41,7 @@ VERL_SCORERS = {
 """Scorers by `data_source`, for those that verl itself scores by such rules."""
 
 _HASHES = re.compile(r"\n####[ \t]*(\S[^\r\n]*)")
+_ENCRYPTED = re.compile(r"[A-Za-z0-9+/]{40,}={0,2}")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 
 
@@ -82,6 +87,44 @@ def chat(row: Row) -> Row:
     return row | made
 
 
+def triviaqa(row: Row) -> Row:
+    """Collect what TriviaQA accepts: the value, its aliases, and both in lower case."""
+    answer = row.get("answer")
+    if not isinstance(answer, dict):
+        return row
+    found = [answer.get("value"), *_list(answer.get("aliases"))]
+    found += _list(answer.get("normalized_aliases"))
+    texts = [text for text in found if isinstance(text, str) and text.strip()]
+    return {**row, ALIASES: list(dict.fromkeys(texts))} if texts else row
+
+
+def popqa(row: Row) -> Row:
+    """Parse the list of PopQA's answers, which is JSON in a text."""
+    possible = row.get("possible_answers")
+    if isinstance(possible, str):
+        try:
+            possible = parse_json(possible, "possible_answers")
+        except UserError:
+            return row
+    return {**row, POSSIBLE: possible} if isinstance(possible, list) else row
+
+
+def browsecomp_plus(row: Row) -> Row:
+    """Take the question of a row of BrowseComp-Plus as its authors' script decrypts it.
+
+    Raises UserError for a row that is still encrypted.
+    """
+    query = row.get("query")
+    if "query_id" not in row or not isinstance(query, str):
+        return row
+    if _ENCRYPTED.fullmatch(query):
+        raise UserError(
+            f"query {row['query_id']} is encrypted: decrypt the data set by the script of "
+            "https://github.com/texttron/BrowseComp-Plus"
+        )
+    return {**row, QUERY: query}
+
+
 def _answer_of(reply: str) -> str:
     answer = final_answer(reply)
     marked = marked_answer(answer)
@@ -105,6 +148,10 @@ def _messages(value: Any) -> list[tuple[str, str]]:
         (entry.get("role"), entry.get("content")) for entry in entries if isinstance(entry, dict)
     ]
     return [(role, text) for role, text in found if isinstance(role, str) and isinstance(text, str)]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:

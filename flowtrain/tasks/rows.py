@@ -1,8 +1,9 @@
-"""Rows of a file: JSONL (one object per line), JSON (a list of objects), Parquet or Arrow."""
+"""Rows of a file: JSONL (one object per line), JSON (a list of objects), TSV, Parquet or Arrow."""
 
 from __future__ import annotations
 
 import codecs
+import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 Row = dict[str, Any]
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".tsv", ".parquet", ".arrow")
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, str, Row]]:
@@ -30,12 +31,14 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
             rows = _jsonl(path)
         case ".json":
             rows = _json(path)
+        case ".tsv":
+            rows = _tsv(path)
         case ".parquet":
             rows = _parquet(path, columns)
         case ".arrow":
             rows = _arrow(path, columns)
         case _:
-            raise UserError(f"{path}: the file name must end in .jsonl, .json or .parquet")
+            raise UserError(f"{path}: the file name must end in .jsonl, .json, .tsv or .parquet")
     for number, where, entry in rows:
         if not isinstance(entry, dict):
             raise UserError(f"{where}: must be an object, not {type_name(entry)}")
@@ -85,6 +88,21 @@ def _json(path: Path) -> Iterator[tuple[int, str, Any]]:
         raise UserError(f"{path}: must hold a list of objects, not {type_name(entries)}")
     for number, entry in enumerate(entries, start=1):
         yield number, f"{path}, entry {number}", entry
+
+
+def _tsv(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """Read a table whose first line names the columns; all values are texts."""
+    problem = f"{path}: cannot be read as UTF-8 text with tabs"
+    with (
+        user_error(problem, OSError, UnicodeDecodeError, csv.Error),
+        path.open(encoding="utf-8-sig", newline="") as file,
+    ):
+        reader = csv.DictReader(file, delimiter="\t", strict=True)
+        for number, entry in enumerate(reader, start=1):
+            where = f"{path}, line {reader.line_num}"
+            if None in entry or None in entry.values():
+                raise UserError(f"{where}: must have {len(reader.fieldnames or ())} columns")
+            yield number, where, entry
 
 
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, str, Any]]:

@@ -1,9 +1,9 @@
 """The sub-goals that a rollout has reached (InfoFlow, arXiv 2510.26575, section 3).
 
-The matching rule is ours, because the paper gives none. It has two sides: the planner's text of
-some turn has a name of the sub-goal, and a tool's result of an earlier turn had it. The planner's
-text alone would reward dropping names, results alone would reward luck. A sub-goal that the
-question names does not count.
+The matching rule is ours, because the paper gives none. It has two sides: a tool's result has a
+name of the sub-goal, and later the planner's text of some turn, or what the generator wrote, has
+one too. Text alone would reward dropping names, results alone would reward luck. An answer by
+rules is no text: it copies a result. A sub-goal that the question names does not count.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from flowtrain.types import SubGoal, Task, Turn, UserError
 from flowtrain.utils.text import words
 
 
-def solved(task: Task, turns: Sequence[Turn]) -> list[SubGoal]:
-    """Return the sub-goals that the turns have reached, in the task's order."""
+def solved(task: Task, turns: Sequence[Turn], output: str = "") -> list[SubGoal]:
+    """Return the sub-goals that the turns have reached, in the task's order.
+
+    `output`: what the generator wrote after the last turn (`Trajectory.output`), if it did.
+    """
     found = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
@@ -23,13 +26,15 @@ def solved(task: Task, turns: Sequence[Turn]) -> list[SubGoal]:
         reached += [goal for goal in found if found[goal] and _names(goal, written)]
         result = _words(turn.result.output) + _words(turn.retrieved)
         found = {goal: was_found or _names(goal, result) for goal, was_found in found.items()}
+    written = _words(output)
+    reached += [goal for goal in found if found[goal] and _names(goal, written)]
     return [goal for goal in found if goal in reached]
 
 
-def solved_weight(task: Task, turns: Sequence[Turn]) -> float:
+def solved_weight(task: Task, turns: Sequence[Turn], output: str = "") -> float:
     """Return the weight of the reached sub-goals as a share of all; 0 for a task without any."""
     total = sum(goal.weight for goal in sought(task))
-    return sum(goal.weight for goal in solved(task, turns)) / total if total else 0.0
+    return sum(goal.weight for goal in solved(task, turns, output)) / total if total else 0.0
 
 
 def sought(task: Task) -> list[SubGoal]:

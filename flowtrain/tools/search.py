@@ -1,4 +1,6 @@
-"""Search over a fixed list of passages: BM25, in process, no stemmer, no stop words."""
+"""Search over a fixed list of passages: BM25, in process, no stemmer, no stop words; or over the
+passages of `[corpus]`, which are on disk and may be found by embeddings.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from collections.abc import Sequence
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.retrieval.bm25 import Bm25
+from flowtrain.tools.retrieval.corpus import Corpus, open_corpus
+from flowtrain.tools.retrieval.text import check_query, fit
 from flowtrain.types import UserError
 
 
@@ -48,14 +52,43 @@ class Search(Tool):
         return "\n".join(self._passages[index] for index in best)
 
 
-def make(context: ToolContext) -> Search:
+class CorpusSearch(Tool):
+    """Finds passages of `[corpus]`, whole and one per line, each after its title."""
+
+    card = Search.card
+
+    def __init__(self, corpus: Corpus, top_k: int, deadline_s: float, max_chars: int) -> None:
+        """`deadline_s`: seconds for a query; `max_chars`: characters of a result."""
+        self._corpus = corpus
+        self._top_k = top_k
+        self._deadline_s = deadline_s
+        self._max_chars = max_chars
+
+    async def execute(self, query: str) -> str:
+        """Return the best passages, best first; raises ToolError where there is none."""
+        found = await self._corpus.search(check_query(query), self._top_k, self._deadline_s)
+        if not found:
+            raise ToolError(f"no passage matches {query[:80]!r}")
+        titled = [f"{each.title}: {each.text}" if each.title else each.text for each in found]
+        lines = [" ".join(text.split()) for text in titled]
+        return fit(lines, self._max_chars).replace("\n\n", "\n")
+
+
+def make(context: ToolContext) -> Tool:
     """Raises UserError for questions of the user beside passages that cannot answer them."""
     config = context.config
     if config.tasks.name == "file" and not config.tasks.corpus:
+        if config.corpus.path:
+            agent = config.agent
+            corpus = open_corpus(config, "agent.tools")
+            return CorpusSearch(
+                corpus, agent.num_passages, agent.tool_timeout_s, agent.max_result_chars
+            )
         raise UserError(
             f"agent.tools={list(config.agent.tools)} with tasks.name='file': Search would look "
             "through the shipped sentences about countries and elements. Give it passages of yours "
-            "(tasks.corpus), or take Web_Search or Wikipedia_Search instead, which search offline "
-            "with provider = 'corpus'; tasks.corpus='shipped' if these sentences are meant"
+            "(corpus.path, or tasks.corpus), or take Web_Search or Wikipedia_Search instead, which "
+            "search offline with provider = 'corpus'; tasks.corpus='shipped' if these sentences "
+            "are meant"
         )
     return Search(context.passages, context.config.agent.num_passages)

@@ -99,7 +99,8 @@ class WebReader:
                 lambda: _rank(query, _cut_up(text, self.options), num_chunks)
             )
         pieces = (await self.threads.run(lambda: _cut_up(text, self.options)))[:MAX_EMBEDDED]
-        vectors = await self.embedder.embed([query, *pieces], deadline_s)
+        texts = [self.embedder.as_query(query), *map(self.embedder.as_passage, pieces)]
+        vectors = await self.embedder.embed(texts, deadline_s)
         return [pieces[index] for index in rank(vectors[1:], vectors[0], num_chunks)]
 
 

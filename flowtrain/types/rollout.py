@@ -10,7 +10,7 @@ from typing import Literal
 from flowtrain.types.sampling import Call
 from flowtrain.types.task import Task
 
-PolicyName = Literal["planner", "verifier"]
+PolicyName = Literal["planner", "verifier", "refiner"]
 """Modules of the flow that can be trained, each with its own model, trainer and versions."""
 
 MAX_TOOL_CALLS = 64
@@ -69,7 +69,8 @@ class Turn:
     """One pass of planner -> executor -> tool -> verifier, or one response of another agent."""
 
     calls: Mapping[PolicyName, Call]
-    """The planner's call, always; the verifier's where that is a policy."""
+    """The planner's call, always; the verifier's where that is a policy, and the refiner's where it
+    is one and the turn has searched: one call, about all that the turn's command found."""
     action: Action | None
     """None for an answer and, with an error as `result`, for a malformed response."""
     command: str

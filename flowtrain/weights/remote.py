@@ -132,7 +132,7 @@ class HttpStore:
         if path.exists():
             path.replace(part)  # checked again as if it had just come
         for _ in range(2):
-            damage = self._download(url, part, file.num_bytes) or mismatch(part, file)
+            damage = self._download(url, part, file) or mismatch(part, file)
             if not damage:
                 return part.replace(path)
             part.unlink(missing_ok=True)
@@ -177,15 +177,18 @@ class HttpStore:
             raise _Cut(f"the connection was cut after {len(data)} of {announced} bytes")
         return bytes(data)
 
-    def _download(self, url: str, part: Path, num_bytes: int) -> str:
-        """Complete `part` to `num_bytes`; bytes that are there stay. Returns what is wrong with the
-        server's file, empty when nothing is.
+    def _download(self, url: str, part: Path, file: File) -> str:
+        """Complete `part` to the file's size; bytes that are there stay. Returns what is wrong with
+        the server's file, empty when nothing is.
         """
+        # The checksum makes it an address of these very bytes: a version that is rolled back and
+        # published again has others, and a cache between may keep each for ever.
+        address = f"{url}?xxh3={file.xxh3}"
         num_failures = 0
         part.touch()
-        while (num_held := part.stat().st_size) < num_bytes:
+        while (num_held := part.stat().st_size) < file.num_bytes:
             try:
-                if damage := self._append(url, part, num_held, num_bytes=num_bytes):
+                if damage := self._append(address, part, num_held, num_bytes=file.num_bytes):
                     return damage
             except _Cut as cut:
                 if cut.status == 416:

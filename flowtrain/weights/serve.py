@@ -1,6 +1,9 @@
 """Serve a store, read-only, to readers on other machines. Any static file server that knows byte
 ranges would do as well.
 
+A data file that is asked for with its checksum (`?xxh3=...`) never changes at that address, so that
+caches and relays between may keep it; HEAD and manifests are always asked for anew.
+
 Only HEAD and the manifests and safetensors files of published versions are served, and only to
 clients that have the token.
 """
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 _SERVED = re.compile(
     r"/(?:HEAD|v(?P<version>[0-9]{8,18})/(?:manifest\.json|[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors))"
 )
+
+_FOR_EVER = "max-age=31536000, immutable"
 
 
 def serve(
@@ -73,9 +78,10 @@ def _answer(store: WeightStore, request: Request) -> Response:
     if request.method not in ("GET", "HEAD"):
         return PlainTextResponse("the store is read-only\n", 405, {"Allow": "GET, HEAD"})
     path = _find(store, request.scope["path"])
-    if path is None:
+    checksum = request.query_params.get("xxh3", "")
+    if path is None or (checksum and not _has(store, path, checksum)):
         return PlainTextResponse("there is no such file\n", 404)
-    headers = {"Cache-Control": "no-cache"}
+    headers = {"Cache-Control": _FOR_EVER if checksum else "no-cache"}
     if path.suffix == ".safetensors":
         return FileResponse(path, headers=headers, media_type="application/octet-stream")
     media_type = "application/json" if path.suffix else "text/plain"
@@ -92,6 +98,15 @@ def _find(store: WeightStore, path: str) -> Path | None:
     root = Path(os.path.realpath(store.root))
     file = Path(os.path.realpath(store.root / path[1:]))
     return file if file.is_relative_to(root) and file.is_file() else None
+
+
+def _has(store: WeightStore, path: Path, checksum: str) -> bool:
+    """Tell whether the manifest gives the file that checksum."""
+    try:
+        manifest = store.manifest(int(path.parent.name[1:]))
+    except (StoreError, ValueError):
+        return False
+    return any((file.name, file.xxh3) == (path.name, checksum) for file in manifest.files)
 
 
 def _is_published(store: WeightStore, version: int) -> bool:

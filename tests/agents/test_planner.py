@@ -311,9 +311,9 @@ def test_parsing_takes_linear_time(unit: str) -> None:
         filler + "\nSub-Goal: x\nTool Name: Search",
         f'{{"sub_goal": "{filler}',
     ):
-        started = time.perf_counter()
+        started = time.process_time()
         parse(text)
-        assert time.perf_counter() - started < 2
+        assert time.process_time() - started < 5
 
 
 # ---- writing and reading back

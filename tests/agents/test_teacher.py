@@ -19,8 +19,16 @@ from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
+from flowtrain.agents.refiner import Evidence, Finding
 from flowtrain.agents.registry import load_kind
-from flowtrain.agents.teacher import Scribe, TaughtPlanner, TaughtVerifier, is_readable, taught
+from flowtrain.agents.teacher import (
+    Scribe,
+    TaughtPlanner,
+    TaughtRefiner,
+    TaughtVerifier,
+    is_readable,
+    taught,
+)
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.tools.base import Parameter, ToolCard
@@ -198,6 +206,32 @@ def test_a_reply_without_a_verdict_leaves_nothing_to_imitate() -> None:
     found, call = verdict("Who knows?")
     turn = Turn({"planner": call, "verifier": call}, None, "", ToolResult(), found, 0.0)
     assert found is Verdict.CONTINUE and not is_readable(turn, "verifier")
+
+
+# ---- the refiner
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written"),
+    [("full", "Evidence: 1284.\nNext: -"), ("compact", " Evidence: 1284.\nNext: -")],
+)
+def test_evidence_is_written_after_the_students_prompt(prompt: str, written: str) -> None:
+    teacher = Teacher(" Evidence: 1284.\nNext: -<|im_end|> more", "<|im_end|>")
+    agent = student(
+        teacher,
+        styled("qwen2.5"),
+        agent={"tools": ["Search"], "prompt": prompt, "max_result_chars": 10},
+        roles={"refiner": "own"},
+        train={"policy": "refiner"},
+    )
+    refiner = agent.refiner  # type: ignore[attr-defined]
+    assert isinstance(refiner, TaughtRefiner)
+    finding = Finding(TASK.question, Memory(), "area of Chad", "The area of Chad is 1284.")
+    found = asyncio.run(refiner.refine(finding, 1, 5.0))
+    assert teacher.asked == [(finding.prompt(), 1, 5.0)] and found.text == "Evidence: "
+    assert found.call is not None and text_of(found.call) == written
+    assert found.call.prompt_ids == refiner.like.policy.encode(refiner.like.prompt.render(finding))
+    assert asyncio.run(refiner.refine(finding, 1, 5.0)) == Evidence("")
 
 
 # ---- agents of conversations

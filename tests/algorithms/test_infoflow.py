@@ -82,7 +82,7 @@ def test_hinted_rollouts_may_be_compared_among_themselves() -> None:
         rollout(0.7, 0, 2),
     )
     half, std = 0.5 / 0.500001, (2 * 0.3**2 / 3) ** 0.5 + 1e-6
-    out = infoflow([Group(0, trajectories)], splits_hinted=True)
+    out = infoflow([Group(0, trajectories)], hint_group="split")
     assert [s.advantages[0] for s in out.samples] == pytest.approx(
         [-half, half, 0, 0.3 / std, -0.3 / std]
     )
@@ -90,14 +90,46 @@ def test_hinted_rollouts_may_be_compared_among_themselves() -> None:
     assert [s.sample_id for s in out.samples] == [(0, member, 0) for member in (0, 2, 1, 3, 4)]
 
 
+def test_split_halves_may_weigh_what_they_are_of_the_group() -> None:
+    """Of five rollouts two have no hint. Each has one turn of two tokens: all weights are 1/10, and
+    the question's sum is 1, as without a split; in mode "released" a token weighs 1 anyway.
+    """
+    trajectories = (
+        rollout(0, 0),
+        rollout(1, 0, 2),
+        rollout(1, 0),
+        rollout(1, 1, 3),
+        rollout(0.7, 0, 2),
+    )
+    group = Group(0, trajectories)
+    split = infoflow([group], hint_group="split").samples
+    weighted = infoflow([group], hint_group="split-weighted").samples
+    assert [s.loss_weights[0] for s in split] == pytest.approx([1 / 4, 1 / 4, *[1 / 6] * 3])
+    assert [s.loss_weights for s in weighted] == [pytest.approx((0.1, 0.1))] * 5
+    assert [s.advantages for s in weighted] == [s.advantages for s in split]
+    joint = {s.sample_id: s.loss_weights for s in infoflow([group]).samples}
+    assert {s.sample_id: pytest.approx(s.loss_weights) for s in weighted} == joint
+    released = infoflow([group], hint_group="split-weighted", mode="released").samples
+    assert {weight for s in released for weight in s.loss_weights} == {1.0}
+
+
+def test_a_failed_rollout_has_no_share() -> None:
+    """Three of four finished, one of these hinted and so without anybody to compare it to."""
+    failed = replace(rollout(0, 0, 2), reward=None, sub_goals=None, error="generator: down")
+    group = Group(0, (rollout(0, 0), rollout(1, 0), rollout(1, 0, 2), failed))
+    out = infoflow([group], hint_group="split-weighted")
+    assert [s.loss_weights[0] for s in out.samples] == pytest.approx([1 / 6, 1 / 6])
+    assert out.num_groups_dropped == 1
+
+
 def test_a_half_of_one_reward_is_left_out_and_counted() -> None:
     out = infoflow(
         [Group(0, (rollout(0, 0), rollout(1, 0), rollout(1, 0, 2), rollout(1, 0, 2)))],
-        splits_hinted=True,
+        hint_group="split",
     )
     assert (len(out.samples), out.num_groups_dropped) == (2, 1)
     assert (
-        infoflow([Group(0, (rollout(0, 0), rollout(1, 0)))], splits_hinted=True).num_groups_dropped
+        infoflow([Group(0, (rollout(0, 0), rollout(1, 0)))], hint_group="split").num_groups_dropped
         == 0
     ), "an empty half is none"
 

@@ -331,6 +331,21 @@ def test_a_bad_value_is_named_with_its_key(
             ["--tasks.name=file", "--tasks.path=a", '--tasks.mixture={"b" = 1}'],
             ["tasks.path='a'", "tasks.mixture={'b': 1.0}", "one of them"],
         ),
+        (["--eval.benchmarks", '["aime24"]'], ["eval.benchmarks=['aime24']", "tasks.benchmarks"]),
+        (["--eval.rows", "5"], ["eval.rows=5", "eval.benchmarks"]),
+        (["--eval.trials", "2"], ["eval.trials=2", "eval.benchmarks"]),
+        (["--eval.temperature", "0"], ["eval.temperature=0", "eval.benchmarks"]),
+        (
+            ["--eval.benchmarks", '["a=x.json"]', "--eval.every=0", "--eval.at_ends=false"],
+            ["eval.benchmarks=['a=x.json']", "eval.every=0", "eval.at_ends=false"],
+        ),
+        (
+            [
+                *("--eval.benchmarks", '["a=x.json"]', "--tasks.name=verifiers"),
+                *("--tasks.verifiers", '{"id" = "x"}', "--agent.name=gateway"),
+            ],
+            ["eval.benchmarks=['a=x.json']", "tasks.name='verifiers'"],
+        ),
     ],
 )
 def test_options_that_exclude_each_other_are_both_named(words: list[str], parts: list[str]) -> None:
@@ -692,13 +707,17 @@ def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
         ),
         (
             ("--train.policy", "judge"),
-            "train.policy='judge': Input should be 'planner' or 'verifier'",
+            "train.policy='judge': Input should be 'planner', 'verifier' or 'refiner'",
         ),
-        (("--policies.judge.path", "x"), "Input should be 'planner' or 'verifier'"),
+        (
+            ("--train.policy", "refiner", "--roles.refiner", "rules"),
+            "train.policy='refiner' needs roles.refiner='own', which is 'rules'",
+        ),
+        (("--policies.judge.path", "x"), "Input should be 'planner', 'verifier' or 'refiner'"),
         (("--policies.verifier.tmp", "1"), "unknown key policies.verifier.tmp"),
         (
             ("--roles.executor", "own"),
-            "roles.executor='own': of the roles only the verifier can be a policy of its own",
+            "roles.executor='own': of the roles only verifier and refiner can be policies",
         ),
         (
             ("--policies.planner.max_new_tokens", "4"),

@@ -5,6 +5,7 @@ rollout used.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,8 +66,8 @@ def run(
 ) -> RecordLog:
     log = RecordLog(folder)
     tasks = [replace(task, id=task.id.replace("aime24", benchmark)) for task in TASKS]
-    todo = questions({benchmark: tasks}, num_trials)[more.get("first", 0) :]
-    system = System({benchmark: flow}, judge, {}, None, "")  # type: ignore[dict-item]
+    todo = questions("policy", (3,), {benchmark: tasks}, num_trials)[more.get("first", 0) :]
+    system = System({("file", 3): flow}, judge, {}, None, "")  # type: ignore[dict-item]
     ask(system, todo, log, more.get("seed", 0), 2, ProgressLine(len(todo), 0, enabled=False))
     return log
 
@@ -123,9 +124,11 @@ def test_an_engine_that_fails_is_a_failed_rollout_and_a_mistake_ends_all(tmp_pat
 
     log = run(tmp_path, FakeFlow(script))
     assert [
-        (entry.error, entry.outcome.reward) for entry in log.entries.values() if entry.key[1] == "1"
+        (entry.error, entry.outcome.reward)
+        for entry in log.entries.values()
+        if entry.key.pid == "1"
     ] == [("planner: no reply", None)]
-    assert {entry.key[1]: entry.outcome.reward for entry in log.entries.values()} == {
+    assert {entry.key.pid: entry.outcome.reward for entry in log.entries.values()} == {
         "0": 1.0,
         "1": None,
         "2": 1.0,
@@ -157,7 +160,7 @@ def test_the_judge_is_asked_behind_the_rule_and_said_to_have_decided(tmp_path: P
         tmp_path, FakeFlow(lambda task: right(task) if task.id == "aime24-0" else "seven"), judge
     )
     found = {
-        entry.key[1]: (entry.outcome.reward, entry.scored_by) for entry in log.entries.values()
+        entry.key.pid: (entry.outcome.reward, entry.scored_by) for entry in log.entries.values()
     }
     assert (
         found == {"0": (1.0, "math"), "1": (1.0, "judge"), "2": (1.0, "judge")} and chat.asked == 2
@@ -165,6 +168,51 @@ def test_the_judge_is_asked_behind_the_rule_and_said_to_have_decided(tmp_path: P
     (tmp_path / "again").mkdir()
     run(tmp_path / "again", FakeFlow(lambda task: "seven"), judge)
     assert chat.asked == 3, "what it has judged is in its cache"
+
+
+@dataclass
+class YesChat(FakeChat):
+    """A judge that calls all right but `no`, and says nothing to `silent`."""
+
+    no: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        self.asked += 1
+        if any(f'"{answer}"' in prompt for answer in self.silent):
+            return "Hm."
+        return f"Verdict: {not any(json.dumps(answer) in prompt for answer in self.no)}"
+
+
+def test_a_short_answer_is_measured_in_all_ways(tmp_path: Path) -> None:
+    """Each way is asked of each answer, whatever the reward is by."""
+    answers = {"0": "Oslo", "1": "Oslo, Norway", "2": "I don't know", "3": "Rome", "4": "y"}
+    chat = YesChat(no=("Rome",), silent=("y",))
+    judge = Judge(chat, JudgeCache(tmp_path / "cache.sqlite"), JudgeOptions())
+    tasks = [Task(f"nq-{pid}", f"{pid}?", ("Oslo",), "nq", 0, "qa") for pid in answers]
+    log = RecordLog(tmp_path)
+    flow = FakeFlow(lambda task: answers[task.id.removeprefix("nq-")])
+    system = System({("file", 3): flow}, judge, {}, None, "")  # type: ignore[dict-item]
+    todo = questions("policy", (3,), {"nq": tasks}, 1)
+    ask(system, todo, log, 0, 2, ProgressLine(len(todo), 0, enabled=False))
+    assert {entry.key.pid: entry.metrics for entry in log.entries.values()} == {
+        "0": {"em": 1.0, "f1": 1.0, "judge": 1.0},
+        "1": {"em": 0.0, "f1": pytest.approx(2 / 3), "judge": 1.0},
+        "2": {"em": 0.0, "f1": 0.0, "judge": 0.0},
+        "3": {"em": 0.0, "f1": 0.0, "judge": 0.0},
+        "4": {"em": 0.0, "f1": 0.0},
+    }
+    # Once about each but the refusal, and twice more about the one that it does not understand,
+    # for the reward and for the metric.
+    assert chat.asked == 3 + 2 * 2
+    system = System({("file", 3): flow}, None, {}, None, "")  # type: ignore[dict-item]
+    (tmp_path / "alone").mkdir()
+    log = RecordLog(tmp_path / "alone")
+    ask(system, todo, log, 0, 2, ProgressLine(len(todo), 0, enabled=False))
+    assert {tuple(entry.metrics) for entry in log.entries.values()} == {("em", "f1")}
+    (tmp_path / "numbers").mkdir()
+    numbers = run(tmp_path / "numbers", FakeFlow(right), judge).entries.values()
+    assert {tuple(entry.metrics) for entry in numbers} == {()}, "no short answers"
 
 
 # ---- a frozen planner

@@ -4,7 +4,6 @@ frozen planner and generator.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -16,10 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from chat_servers import ChatServer, chat_server
+from chat_servers import ChatServer, Gate, chat_server
 from cli_runs import Server, read, timeless
 from starlette.responses import JSONResponse
 
+from flowtrain.evals.records import read_entries
+from flowtrain.evals.summary import summarise
+from flowtrain.evals.tables import tables
+from flowtrain.report import aligned
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
 from flowtrain.training.world import World
@@ -53,6 +56,12 @@ def data(lookups: list[Task], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def scores(path: Path) -> dict[str, Any]:
+    """The scores of an evaluation of one system, by benchmark."""
+    (row,) = json.loads((path / "summary.json").read_text())["rows"]
+    return dict(row["benchmarks"])
+
+
 class Script:
     """A planner that looks the right thing up, but guesses where the question's number is odd; a
     generator that repeats the result.
@@ -84,22 +93,6 @@ class Script:
 @pytest.fixture
 def script(lookups: list[Task]) -> Script:
     return Script(lookups)
-
-
-class Gate:
-    """Holds every request after the first `open_for`."""
-
-    def __init__(self) -> None:
-        self.open_for: float = float("inf")
-        self.num_held = 0
-        self._count = 0
-
-    async def __call__(self) -> None:
-        self._count += 1
-        if self._count > self.open_for:
-            self.num_held += 1
-            while self._count > self.open_for:
-                await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -217,7 +210,7 @@ def test_an_evaluation_leaves_its_records_and_numbers(
         if number % 3 != 1:
             assert (record["reward"], record["answer"]) == (1.0, task.answers[0])
             assert turn["action"]["tool_name"] == "Search" and task.answers[0] in turn["result"]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["benchmarks"]["bamboogle"]
+    summary = scores(tmp_path / "run")["bamboogle"]
     rewards = {
         t: [r["reward"] for r in records if (r["benchmark"], r["trial"]) == ("bamboogle", t)]
         for t in (1, 2)
@@ -259,16 +252,18 @@ def test_the_config_that_is_left_gives_the_same_records(
     )
     assert one["evaluation"] == two["evaluation"] and one["versions"] == two["versions"]
     pins = one["evaluation"]
+    made = pins["systems"]["gpt"]
     assert (
-        pins["engines"]["gpt"].startswith("scripted at http://127.0.0.1:")
-        and "temperature 0" in pins["engines"]["gpt"]
+        made["engines"]["gpt"].startswith("scripted at http://127.0.0.1:")
+        and "temperature 0" in made["engines"]["gpt"]
     )
-    assert {"analyst", "executor", "verifier", "generator"} <= set(pins["prompts"])
+    assert {"analyst", "executor", "verifier", "generator"} <= set(made["prompts"])
     assert (
         pins["benchmarks"]["hotpotqa"]["rows"] == NUM_ROWS
         and len(pins["benchmarks"]["hotpotqa"]["sha256"]) == 64
     )
-    assert (pins["seed"], pins["trials"], pins["planner"]) == (0, NUM_TRIALS, "gpt")
+    assert (pins["seed"], pins["trials"]) == (0, NUM_TRIALS)
+    assert (pins["planners"], pins["max_turns"]) == (["gpt"], [3])
 
 
 # ---- cut short and gone on with
@@ -318,12 +313,9 @@ def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
 
 
 def server_table(path: Path) -> str:
-    from flowtrain.evals.records import read_entries
-    from flowtrain.evals.summary import summarise, table
-
-    return table(
-        summarise(read_entries(path).values(), ("Search", "Base_Generator")), {}
-    ).partition("a rollout")[0]
+    names = ("bamboogle", "hotpotqa")
+    rows = summarise(read_entries(path).values(), [("gpt", 3)], names, ("Search", "Base_Generator"))
+    return aligned(tables(rows, {})[0]) + "\n"
 
 
 def test_a_finished_evaluation_asks_nothing(
@@ -351,7 +343,7 @@ def test_failed_rollouts_stand_apart_and_are_asked_again(
     assert any(
         "2 rollouts failed" in line and "HTTP 400" in line and "--resume" in line for line in lines
     ), lines
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["benchmarks"]
+    summary = scores(tmp_path / "run")
     assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (
         2,
         NUM_ROWS - 1,
@@ -364,7 +356,7 @@ def test_failed_rollouts_stand_apart_and_are_asked_again(
     script.refused, num_asked = set(), len(endpoint.asked)
     code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run", "--resume")
     assert (code, lines) == (0, []) and len(endpoint.asked) - num_asked == 2 * 2
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["benchmarks"]
+    summary = scores(tmp_path / "run")
     assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (
         0,
         NUM_ROWS,
@@ -387,7 +379,7 @@ def change_question(data: Path) -> None:
         (
             ("--resume", "--agent.eval_max_turns", "9"),
             None,
-            "config.agent.eval_max_turns was 3, is 9",
+            "max_turns was [3], is [9]",
         ),
         (
             ("--resume", "--engines.gpt.temperature", "0.5"),
@@ -446,6 +438,9 @@ def test_another_prompt_is_not_gone_on_with(
             "--planner 'claude' may be 'policy' or a name in [engines], which holds gpt",
         ),
         (("--roles.executor", "policy"), "roles.executor='policy' would need the policy too"),
+        (("--planner", "gpt,claude"), "--planner 'claude' may be 'policy' or a name in [engines]"),
+        (("--turns", "3,0"), "--turns '3,0' must be numbers from 1, with commas"),
+        (("--benchmarks", "mine=/nowhere.jsonl", "--paper"), "there is no such file"),
         (("--rows", "0"), "--rows '0' must be a number from 1, or all"),
         (("--trials", "0"), "--trials 0 must be at least 1"),
         (("--temperature", "-1"), "--temperature -1.0 must be a number from 0"),
@@ -521,7 +516,7 @@ def test_the_policy_plans_and_two_runs_stand_side_by_side(
     )
     assert code == 0, lines
     assert without_clock(tmp_path / "one") == without_clock(tmp_path / "two")
-    assert out.splitlines()[0].endswith(f"failed  {tmp_path / 'one'}")
+    assert out.splitlines()[0].split()[-4:] == ["failed", "EM", "F1", str(tmp_path / "one")]
     records = read(tmp_path / "two" / "trajectories.jsonl")
     assert len(records) == 6 and all(
         record["turns"][0]["prompt_text"].startswith("Question: ") for record in records
@@ -534,7 +529,6 @@ def test_the_policy_plans_and_two_runs_stand_side_by_side(
     assert (tmp_path / "two" / "tokenizer.json").read_text() == (
         tmp_path / "one" / "tokenizer.json"
     ).read_text()
-    engine = json.loads((tmp_path / "two" / "manifest.json").read_text())["evaluation"]["engines"][
-        "policy"
-    ]
+    pins = json.loads((tmp_path / "two" / "manifest.json").read_text())["evaluation"]
+    engine = pins["systems"]["policy"]["engines"]["policy"]
     assert re.fullmatch(r".*/warm/model, weights [0-9a-f]{32}, torch, temperature 0", engine)

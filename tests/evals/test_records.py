@@ -10,7 +10,7 @@ import pytest
 from flowtrain.config.options import parse
 from flowtrain.engines.chat import Usage
 from flowtrain.evals.pins import config_pins
-from flowtrain.evals.records import RecordLog, read_entries, rollout_record
+from flowtrain.evals.records import Key, RecordLog, read_entries, rollout_record
 from flowtrain.report.pins import check_same
 from flowtrain.types import (
     Action,
@@ -36,10 +36,11 @@ def trajectory(answer: str = "2", reward: float | None = 1.0, error: str = "") -
 
 def record(benchmark: str = "aime24", trial: int = 1, **changes: object) -> dict[str, object]:
     return rollout_record(
-        (benchmark, "7", trial),
+        Key("policy", 10, benchmark, "7", trial),
         3,
         trajectory(**changes),
         Usage(70, 5, 0.5),
+        {"em": 1.0},
         lambda ids: "|".join(map(str, ids)),
     )  # type: ignore[arg-type]
 
@@ -67,6 +68,7 @@ def test_a_line_holds_all_there_is_to_know(tmp_path: Path) -> None:
         1.5,
         "",
     )
+    assert (line["planner"], line["max_turns"], line["metrics"]) == ("policy", 10, {"em": 1.0})
     assert line["usage"] == {"prompt_tokens": 70, "reply_tokens": 5, "cost": 0.5}
     (turn,) = line["turns"]
     assert (turn["prompt_text"], turn["response_text"], turn["command"], turn["result"]) == (
@@ -89,9 +91,11 @@ def test_what_is_read_back_is_what_was_appended(tmp_path: Path) -> None:
         log.append(record(trial=trial))
     log.append(record("amc23", reward=0.0))
     assert RecordLog(tmp_path).entries == log.entries == read_entries(tmp_path)
-    assert log.done == {("aime24", "7", 1), ("aime24", "7", 2), ("amc23", "7", 1)}, (
-        "the same pid in two benchmarks"
-    )
+    assert log.done == {
+        Key("policy", 10, "aime24", "7", 1),
+        Key("policy", 10, "aime24", "7", 2),
+        Key("policy", 10, "amc23", "7", 1),
+    }, "the same pid in two benchmarks"
     assert [entry.outcome and entry.outcome.reward for entry in log.entries.values()] == [
         1.0,
         1.0,
@@ -104,10 +108,11 @@ def test_a_failed_rollout_is_not_done_and_the_last_line_counts(tmp_path: Path) -
     log.append(record(reward=None, error="generator: no answer"))
     assert (
         log.done == set()
-        and RecordLog(tmp_path).entries[("aime24", "7", 1)].error == "generator: no answer"
+        and RecordLog(tmp_path).entries[Key("policy", 10, "aime24", "7", 1)].error
+        == "generator: no answer"
     )
     log.append(record())
-    assert RecordLog(tmp_path).done == {("aime24", "7", 1)}
+    assert RecordLog(tmp_path).done == {Key("policy", 10, "aime24", "7", 1)}
 
 
 @pytest.mark.parametrize("num_bytes", [1, 40, -1])
@@ -121,7 +126,9 @@ def test_a_torn_last_line_is_dropped_and_the_next_one_is_whole(
     log.path.write_bytes(whole + log.path.read_bytes()[len(whole) :][:num_bytes])
     again = RecordLog(tmp_path)
     # Without its newline alone the second line is all there.
-    assert again.done == {("aime24", "7", trial) for trial in ((1, 2) if num_bytes == -1 else (1,))}
+    assert again.done == {
+        Key("policy", 10, "aime24", "7", trial) for trial in ((1, 2) if num_bytes == -1 else (1,))
+    }
     again.append(record(trial=3))
     assert RecordLog(tmp_path).done == again.done
     assert [json.loads(line)["trial"] for line in log.path.read_text().splitlines()][-1] == 3
@@ -141,7 +148,7 @@ def test_the_same_config_is_the_same_and_folders_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("agent.eval_max_turns", "7", "agent.eval_max_turns was 3, is 7"),
+        ("agent.prompt", "full", 'agent.prompt was "compact", is "full"'),
         ("model.path", "other", 'model.path was "tiny", is "other"'),
         ("roles.judge", "gpt", 'roles.judge was "none", is "gpt"'),
         ("engines.gpt.model", "x", 'engines.gpt.model was absent, is "x"'),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.evals.paper import BENCHMARKS, PAPER
+from flowtrain.evals.paper import PAPER
 from flowtrain.evals.records import Entry
-from flowtrain.evals.summary import as_json, summarise, table, wilson
+from flowtrain.evals.summary import Row, Score, as_json, summarise, wilson
+from flowtrain.evals.tables import accuracy_by_turns, tables
+from flowtrain.report import aligned
 
 TOOLS = ("Search", "Python_Coder")
 USAGE = {"prompt_tokens": 1000, "reply_tokens": 50, "cost": 0.25}
@@ -23,6 +26,8 @@ def record(
     error: str = "",
     benchmark: str = "aime24",
     seconds: float = 2.0,
+    system: tuple[str, int] = ("policy", 3),
+    metrics: Mapping[str, float] | None = None,
 ) -> Entry:
     """Two turns; as it is read back from a line of the log."""
     action = {"justification": "", "context": "", "sub_goal": "1", "tool_name": "Search"}
@@ -31,6 +36,9 @@ def record(
         {"action": None, "is_error": True, "num_prompt_tokens": 20, "response_ids": [1, 2, 3, 4]},
     ]
     head = {
+        "planner": system[0],
+        "max_turns": system[1],
+        "metrics": metrics or {},
         "benchmark": benchmark,
         "pid": str(pid),
         "trial": trial,
@@ -50,6 +58,20 @@ def record(
     )
 
 
+def one_row(entries: list[Entry], *benchmarks: str) -> Row:
+    (row,) = summarise(entries, [("policy", 3)], benchmarks or ("aime24",), TOOLS)
+    return row
+
+
+def score_of(entries: list[Entry]) -> Score:
+    (score,) = one_row(entries).scores
+    return score
+
+
+def table(row: Row, references: Mapping[str, Mapping[str, float]]) -> str:
+    return aligned(tables([row], references)[0])
+
+
 TWO_TRIALS = [
     record(pid, trial, float(pid < right)) for trial, right in ((1, 1), (2, 2)) for pid in range(4)
 ]
@@ -58,7 +80,7 @@ TWO_TRIALS = [
 
 def test_accuracy_and_spread_by_hand() -> None:
     """0.25 and 0.5: their mean is 0.375, their squared distances from it sum to 2/64, over 1."""
-    (score,) = summarise(TWO_TRIALS, TOOLS)
+    score = score_of(TWO_TRIALS)
     assert (score.num_questions, score.by_trial, score.accuracy) == (4, (0.25, 0.5), 0.375)
     assert score.spread == pytest.approx(math.sqrt(2) / 8)
     assert (score.low, score.high) == wilson(0.375, 4)
@@ -75,7 +97,7 @@ def test_accuracy_and_spread_by_hand() -> None:
 
 
 def test_one_trial_has_no_spread() -> None:
-    (score,) = summarise(TWO_TRIALS[:4], TOOLS)
+    score = score_of(TWO_TRIALS[:4])
     assert score.spread is None and score.by_trial == (0.25,)
 
 
@@ -103,21 +125,23 @@ def test_wilson_holds_the_share_and_stays_within_0_and_1(num: int, share: float)
 
 def test_failed_rollouts_are_counted_apart_and_do_not_lower_the_accuracy() -> None:
     failed = record(0, 1, None, error="generator: no answer", seconds=500.0)
-    (score,) = summarise([failed, record(1, 1, 1.0), record(2, 1, 0.0)], TOOLS)
+    row = one_row([failed, record(1, 1, 1.0), record(2, 1, 0.0)])
+    (score,) = row.scores
     assert (score.accuracy, score.num_questions, score.num_failed, score.seconds_mean) == (
         0.5,
         2,
         1,
         2.0,
     )
-    assert " 1" in table([score], {}).splitlines()[2], "the table says so"
+    assert " 1" in table(row, {}).splitlines()[2], "the table says so"
 
 
 def test_a_benchmark_of_failures_has_no_accuracy() -> None:
-    (score,) = summarise([record(0, 1, None, error="x")], TOOLS)
+    row = one_row([record(0, 1, None, error="x")])
+    (score,) = row.scores
     assert (score.accuracy, score.low, score.num_failed) == (None, None, 1)
-    assert "-" in table([score], {}).splitlines()[2]
-    assert as_json([score])["accuracy"] is None
+    assert "-" in table(row, {}).splitlines()[2]
+    assert as_json([row])["rows"][0]["accuracy"] is None
 
 
 def test_benchmarks_with_the_same_pids_do_not_mix() -> None:
@@ -126,21 +150,104 @@ def test_benchmarks_with_the_same_pids_do_not_mix() -> None:
         record(0, 1, 0.0, benchmark="amc23"),
         record(1, 1, 0.0, benchmark="amc23"),
     ]
-    scores = summarise(records, TOOLS)
-    assert [(score.benchmark, score.num_questions, score.accuracy) for score in scores] == [
+    row = one_row(records, "aime24", "amc23")
+    assert [(score.benchmark, score.num_questions, score.accuracy) for score in row.scores] == [
         ("aime24", 1, 1.0),
         ("amc23", 2, 0.0),
     ]
-    assert as_json(scores)["accuracy"] == 0.5, "each benchmark counts alike"
+    assert as_json([row])["rows"][0]["accuracy"] == 0.5, "each benchmark counts alike"
 
 
 def test_the_paper_s_numbers_stand_beside_ours() -> None:
-    scores = summarise([record(0, 1, 1.0), record(0, 1, 0.0, benchmark="amc23")], TOOLS)
-    lines = table(scores, PAPER | {"other run": {"aime24": 0.123}}).splitlines()
+    entries = [record(0, 1, 1.0), record(0, 1, 0.0, benchmark="amc23")]
+    lines = table(
+        one_row(entries, "aime24", "amc23"), PAPER | {"other run": {"aime24": 0.123}}
+    ).splitlines()
     assert "paper: 7B Flow-GRPO" in lines[0]
     assert lines[2].split()[-3:] == ["16.7", "40.0", "12.3"]
     assert lines[3].split()[-3:] == ["47.4", "61.5", "-"]
     assert lines[4].split() == ["mean", "50.0", "32.0", "50.8", "-"], (
         "the mean of some benchmarks is not that of all"
     )
-    assert len(BENCHMARKS) == 10 and PAPER["paper: 7B frozen"]["medqa"] == 0.76
+    assert len(PAPER["paper: 7B frozen"]) == 10 and PAPER["paper: 7B frozen"]["medqa"] == 0.76
+
+
+# ---- several systems, and several metrics
+
+
+def sweep() -> list[Row]:
+    """Two trials of two benchmarks with one question each: with 3 turns 1, 0 and 0, 0 are right,
+    with 10 turns 1, 1 and 1, 0.
+    """
+    rights = {3: ((1.0, 0.0), (0.0, 0.0)), 10: ((1.0, 1.0), (1.0, 0.0))}
+    entries = [
+        record(0, trial, right, benchmark=name, system=("gpt", limit), metrics=metrics)
+        for limit, by_benchmark in rights.items()
+        for name, by_trial in zip(("nq", "aime24"), by_benchmark, strict=True)
+        for trial, right in enumerate(by_trial, 1)
+        for metrics in ([{"em": right, "f1": 0.5 + right / 2}] if name == "nq" else [{}])
+    ]
+    return summarise(entries, [("gpt", 3), ("gpt", 10)], ("nq", "aime24"), TOOLS)
+
+
+def test_the_average_s_spread_is_that_of_the_trials_averages() -> None:
+    """With 10 turns the trials' averages are 1 and 1/2: 0.75, and sqrt(2)/4 = 0.354 apart."""
+    rows = sweep()
+    assert [row.accuracy for row in rows] == [0.25, 0.75]
+    assert [row.spread for row in rows] == pytest.approx([math.sqrt(2) / 4] * 2)
+    json_rows = as_json(rows)["rows"]
+    assert [(row["planner"], row["max_turns"], row["accuracy"]) for row in json_rows] == [
+        ("gpt", 3, 0.25),
+        ("gpt", 10, 0.75),
+    ]
+    assert json_rows[0]["benchmarks"]["nq"]["metrics"]["f1"] == {
+        "mean": 0.75,
+        "by_trial": (1.0, 0.5),
+        "spread": pytest.approx(math.sqrt(2) / 4),
+        "num_rollouts": 2,
+    }
+
+
+def test_the_tables_of_a_sweep() -> None:
+    accuracy, em, f1, turns = tables(sweep(), {"paper": {"nq": 0.5}})
+    assert accuracy == [
+        ["accuracy [%]", "nq", "aime24", "average"],
+        ["gpt, 3 turns", "50.0 ± 70.7", "0.0 ± 0.0", "25.0 ± 35.4"],
+        ["gpt, 10 turns", "100.0 ± 0.0", "50.0 ± 70.7", "75.0 ± 35.4"],
+        ["paper", "50.0", "-", "-"],
+    ]
+    assert em == [["EM [%]", "nq"], *([line[0], line[1]] for line in accuracy[1:3])]
+    assert f1[2] == ["gpt, 10 turns", "100.0 ± 0.0"]
+    assert turns[1] == ["gpt, 3 turns", "2.00", "2.00"]
+    failed = [record(0, 1, None, "x", system=("gpt", limit)) for limit in (3, 10)]
+    rows = summarise(failed, [("gpt", 3), ("gpt", 10)], ("aime24",), TOOLS)
+    assert tables(rows, {})[-1] == [
+        ["failed rollouts", "aime24"],
+        ["gpt, 3 turns", "1"],
+        ["gpt, 10 turns", "1"],
+    ]
+
+
+def test_accuracy_by_turns_for_the_picture() -> None:
+    assert accuracy_by_turns(sweep()) == {
+        "nq": {"gpt": [(3, 0.5, pytest.approx(0.7071, abs=1e-4)), (10, 1.0, 0.0)]},
+        "aime24": {"gpt": [(3, 0.0, 0.0), (10, 0.5, pytest.approx(0.7071, abs=1e-4))]},
+        "average": {
+            "gpt": [
+                (3, 0.25, pytest.approx(0.3536, abs=1e-4)),
+                (10, 0.75, pytest.approx(0.3536, abs=1e-4)),
+            ]
+        },
+    }
+
+
+def test_metrics_of_one_system_stand_beside_the_accuracy() -> None:
+    judged = [
+        record(0, 1, 1.0, benchmark="nq", metrics={"em": 0.0, "f1": 0.5, "judge": 1.0}),
+        record(1, 1, 1.0, benchmark="nq", metrics={"em": 1.0, "f1": 1.0}),
+    ]
+    lines = table(one_row([*judged, record(0, 1, 1.0)], "nq", "aime24"), {}).splitlines()
+    assert lines[0].split()[-3:] == ["EM", "F1", "judge"]
+    assert lines[2].split()[-3:] == ["50.0", "75.0", "100.0"]
+    assert lines[3].split()[-3:] == ["-", "-", "-"]
+    assert lines[4].split() == ["mean", "100.0", "50.0", "75.0", "100.0"]

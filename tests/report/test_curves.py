@@ -13,7 +13,7 @@ import pytest
 from matplotlib import image, pyplot
 
 from flowtrain.report import curves, panels
-from flowtrain.report.curves import main, plot_comparison, plot_curves, read_series
+from flowtrain.report.curves import main, plot_comparison, plot_curves, plot_turns, read_series
 from flowtrain.types import UserError
 
 
@@ -96,6 +96,46 @@ def test_each_line_shows_its_metric(tmp_path: Path) -> None:
     assert lines["held-out"] == ([0, 5], [0.3, 0.35])
     assert lines["training"] == series["reward_mean"]
     assert reward.get_xlabel() == "training step"
+
+
+def test_benchmarks_and_lengths_have_panels_of_their_own() -> None:
+    series = {
+        "eval_accuracy/aime24": ([0, 10], [0.1, 0.3]),
+        "eval_accuracy/nq": ([0, 10], [0.4, 0.5]),
+        "eval_turns/nq": ([0, 10], [2.0, 3.0]),
+        "response_len_mean": ([1, 2], [50.0, 40.0]),
+        "prompt_len_mean": ([1, 2], [900.0, 950.0]),
+        "tool_error_share": ([1, 2], [0.5, 0.25]),
+    }
+    figure = panels.run_figure(series, "run")
+    shown = {
+        axes.get_title(): {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+        for axes in figure.axes
+    }
+    assert shown == {
+        "Accuracy on benchmarks": {"aime24": [0.1, 0.3], "nq": [0.4, 0.5]},
+        "Tokens per response": {"tokens": [50.0, 40.0]},
+        "Tokens per prompt": {"tokens": [900.0, 950.0]},
+        "What goes wrong": {"tool errors": [0.5, 0.25]},
+    }
+    (accuracy, _) = figure.axes[0].get_lines()
+    assert accuracy.get_marker() == "o", "few points are marked"
+
+
+def test_accuracy_against_turns_has_a_panel_per_benchmark_and_a_line_per_planner(
+    tmp_path: Path,
+) -> None:
+    points = {
+        "nq": {"policy": [(10, 0.5, 0.1), (3, 0.25, 0.0)], "gpt": [(3, 0.1, 0.0), (10, 0.2, 0.0)]},
+        "average": {"policy": [(3, 0.3, 0.0)]},
+    }
+    first, second = panels.turns_figure(points).axes
+    assert (first.get_title(), second.get_title()) == ("nq", "average")
+    lines = {each.get_label(): each.lines[0].get_xydata().tolist() for each in first.containers}
+    assert lines == {"policy": [[3, 0.25], [10, 0.5]], "gpt": [[3, 0.1], [10, 0.2]]}
+    bars = first.containers[0].lines[2][0].get_segments()
+    assert [bar[:, 1].tolist() for bar in bars] == [[0.25, 0.25], [0.4, 0.6]]
+    assert plot_turns(points, tmp_path / "turns.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_many_steps_get_a_moving_average(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import comparison_table, write_summary
+from flowtrain.report import comparison_table, markdown, write_summary
 from flowtrain.types import UserError
 
 WARM: dict[str, Any] = {
@@ -89,3 +89,17 @@ def test_summary_on_a_full_disk_keeps_the_old_one(
         write_summary(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_in_markdown() -> None:
+    assert markdown([["a", "b"], ["x|y", "1\n2"]]) == (
+        "| a | b |\n| --- | ---: |\n| x\\|y | 1\\x0a2 |\n"
+    )
+
+
+def test_benchmarks_are_compared_where_they_were_asked() -> None:
+    before = {**WARM, "benchmarks": {"eval_accuracy/aime24": 0.1}}
+    after = {**TRAINED, "benchmarks": {"eval_accuracy/aime24": 0.3}}
+    lines = [line.split() for line in comparison_table(before, after).splitlines()]
+    assert ["accuracy/aime24", "0.100", "0.300", "+0.200"] in lines
+    assert "benchmarks" not in comparison_table(WARM, TRAINED)

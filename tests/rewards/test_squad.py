@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.rewards.normal import normalise
-from flowtrain.rewards.squad import exact_match, token_f1
+from flowtrain.rewards.squad import exact_match, published_metrics, token_f1
 from flowtrain.types import Task
 
 
@@ -135,3 +135,42 @@ def test_normal_is_normal(text: str) -> None:
         or any(c in text.casefold() for c in "\u00df\u0130\ufb01")
         or not text.isascii()
     )
+
+
+# ---- the metrics as papers publish them
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "em", "f1"),
+    [
+        ("The Beatles!", ("beatles",), 1.0, 1.0),
+        ("Oslo, Norway", ("Oslo",), 0.0, 2 * (1 / 2) * 1 / (1 / 2 + 1)),
+        # 3 of 4 given tokens and 3 of 3 accepted ones.
+        ("on 14 December 1972", ("the 14 December 1972 UTC", "14 December 1972"), 0.0, 6 / 7),
+        ("Ann Lee", ("Ann", "ann  lee.", "Lee"), 1.0, 1.0),
+        ("10.8", ("108",), 1.0, 1.0),
+        ("5 January 1964", ("1964-01-05",), 0.0, 0.0),
+        ("Yes, both were.", ("yes",), 0.0, 0.0),
+        ("no", ("no",), 1.0, 1.0),
+        ("a b a", ("a a b",), 1.0, 1.0),
+        ("x x y", ("x y y",), 0.0, 2 / 3),
+        ("The", ("An", "the"), 0.0, 0.0),
+        ("", ("x",), 0.0, 0.0),
+    ],
+)
+def test_em_and_f1_as_squad_s_script_counts(
+    answer: str, accepted: tuple[str, ...], em: float, f1: float
+) -> None:
+    found = published_metrics(Task("t", "q", accepted, scorer="qa"), answer)
+    assert found == {"em": em, "f1": pytest.approx(f1)}
+
+
+def test_only_short_answers_have_them() -> None:
+    assert published_metrics(Task("t", "q", ("2",), scorer="math"), "2") == {}
+    assert published_metrics(Task("t", "q", ("B",), scorer="choice"), "B") == {}
+
+
+@given(st.text(max_size=30), st.lists(st.text(max_size=30), min_size=1, max_size=3))
+def test_f1_is_between_em_and_1(answer: str, accepted: list[str]) -> None:
+    found = published_metrics(Task("t", "q", tuple(accepted), scorer="qa"), answer)
+    assert 0 <= found["em"] <= found["f1"] <= 1

@@ -40,6 +40,10 @@ CHANGED = {
         *("train.num_minibatches", "train.minibatch_size", "train.beta2"),
         *("rollout.top_p", "rollout.frequency_penalty", "train.rescore"),
     },
+    "agentflow-torl": {
+        *("agent.name", "agent.instructions", "agent.memory_tokens", "agent.max_result_chars"),
+        *("roles.analyst", "roles.executor", "roles.verifier", "roles.generator"),
+    },
     "agentflow-sft": {
         *("engines.teacher", "rft.expert", "rft.num_rollouts", "rft.num_epochs", "rft.num_steps"),
         *("rft.lr", "rft.batch_size", "rft.warmup_steps", "rft.max_tokens"),
@@ -128,6 +132,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for n, row in enumerate(rows)
     ]
     write(tmp_path / "data/combined_train.parquet", mixed)
+    aime = tmp_path / "data/test/aime24/data/data.json"
+    aime.parent.mkdir(parents=True)
+    aime.write_text(json.dumps([{"pid": 0, "query": "How many?", "answer": "204"}]))
     return tmp_path
 
 
@@ -148,12 +155,14 @@ def test_it_runs_dry(
     with chat_server(scripted) as server:
         endpoints = [f"--engines.{each}.base_url={server.base_url}" for each in ("frozen", "judge")]
         argv = ["--config", str(CONFIGS / f"{name}.toml"), *HERE, "--model.path", str(model)]
+        argv += ["--tasks.benchmarks", "data/test", "--eval.benchmarks", '["aime24"]']
         code = run_command("flowtrain.train", train, [*argv, *endpoints])
     said = capsys.readouterr()
     assert code == 0, said.err
     text = said.out
     for tool in config_of(name).agent.tools:
         assert tool in text, "the prompts that are shown have its card"
+    assert "benchmark aime24: 1 questions, 'How many?' first" in text
     assert text.count("==== rollout ") == 2 and "prompts are too long" not in text
     assert "failed: " not in text and text.count("answer: nothing known") == 2
     assert text.count("reward: 1.0 (scored by judge)") == 2
@@ -196,6 +205,23 @@ def test_the_baseline_collects_traces_of_its_teacher_and_imitates_them(
     asked = Counter(body["model"] for body in server.asked)
     assert asked["gpt-4o"] == 6 and set(asked) == {"gpt-4o", "Qwen/Qwen2.5-7B-Instruct"}
     assert {body["temperature"] for body in server.asked} == {0.0, 0.7}
+
+
+def test_a_policy_without_modules_runs_dry(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its prompts have the cards of all tools, and nobody but the judge is asked."""
+    with chat_server(scripted) as server:
+        endpoints = [f"--engines.{each}.base_url={server.base_url}" for each in ("frozen", "judge")]
+        config = str(CONFIGS / "agentflow-torl.toml")
+        argv = ["--config", config, *HERE, "--model.path", str(model), *endpoints]
+        code = run_command("flowtrain.train", train, argv)
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert all(tool in said.out for tool in config_of("agentflow-torl").agent.tools)
+    assert "between <answer> and </answer>" in said.out
+    assert said.out.count("==== rollout ") == 2 and "failed: " not in said.out
+    assert {body["model"] for body in server.asked} == {"gpt-4o"}
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -5,7 +5,8 @@ tools and scripted planners.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.config import Config
-from flowtrain.run.evaluation import Evaluation, evaluate
+from flowtrain.run.evaluation import Evaluation, Evaluator, evaluate, load_benchmarks
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
@@ -324,3 +325,87 @@ def test_evaluation_repeats(config: Config, tasks: TaskSet, tools: dict[str, Too
         run(config, expert(tasks, 0.5), tools, tasks.held_out["texts"]) for _ in range(2)
     )
     assert first.stats == second.stats and 0 < first.stats.reward_mean < 1
+
+
+# ---- benchmarks
+
+
+@dataclass
+class FakeAgent:
+    """Answers "Oslo, Norway", but fails questions about mountains."""
+
+    seeds: list[int]
+
+    async def run(self, task: Task, seed: int, *_: object) -> Trajectory:
+        self.seeds.append(seed)
+        error = "generator: no reply" if "mountain" in task.question else ""
+        return Trajectory(task, (), "Oslo, Norway", 0.1, seed, error=error)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class FakeComponents:
+    """Remembers what agents were made for."""
+
+    config: Config
+    world: World = WORLD
+    made: list[tuple[str, int, float | None]] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+
+    def make_agent(self, engines: object, max_turns: int, temperature: float | None) -> FakeAgent:
+        self.made.append((self.config.tasks.name, max_turns, temperature))
+        return FakeAgent(self.seeds)
+
+
+def asked(folder: Path, **options: object) -> tuple[FakeComponents, dict[str, float]]:
+    (folder / "mine.jsonl").write_text(
+        '{"question": "Which city?", "answer": "Oslo"}\n'
+        '{"question": "Where?", "answer": ["Bergen", "Oslo Norway"]}\n'
+        '{"question": "Which mountain?", "answer": "Galdh"}\n'
+        '{"question": "And which?", "answer": "Oslo"}\n'
+    )
+    (folder / "gameof24.json").write_text('[{"query": "24?", "question": [1, 2, 3, 4]}]')
+    named = [f"mine={folder / 'mine.jsonl'}:qa", "gameof24"]
+    config = Config.model_validate(
+        {
+            "agent": {"eval_max_turns": 7},
+            "tasks": {"benchmarks": str(folder)},
+            "eval": {"benchmarks": named, **options},
+        }
+    )
+    components = FakeComponents(config)
+    evaluator = Evaluator(
+        components=components,  # type: ignore[arg-type]
+        engines={},
+        judge=None,
+        samplers=WORLD,
+        benchmarks=load_benchmarks(config),
+    )
+    return components, evaluator.ask_benchmarks(10)
+
+
+def test_benchmarks_are_asked_as_the_options_say(tmp_path: Path) -> None:
+    components, metrics = asked(tmp_path, rows=3, trials=2, temperature=0.25)
+    assert components.made == [("file", 7, 0.25), ("gameof24", 7, 0.25)]
+    assert len(set(components.seeds)) == len(components.seeds) == (3 + 1) * 2
+    # Right is the second of two that did not fail: F1 of the first is that of one token in two.
+    assert metrics == {
+        "eval_accuracy/mine": 0.5,
+        "eval_em/mine": 0.5,
+        "eval_f1/mine": pytest.approx((2 / 3 + 1) / 2),
+        "eval_turns/mine": 0.0,
+        "eval_failed/mine": 2.0,
+        "eval_accuracy/gameof24": 0.0,
+        "eval_turns/gameof24": 0.0,
+    }
+
+
+def test_benchmarks_are_asked_once_and_with_the_policy_s_temperature_by_default(
+    tmp_path: Path,
+) -> None:
+    components, metrics = asked(tmp_path)
+    assert components.made == [("file", 7, None), ("gameof24", 7, None)]
+    assert len(components.seeds) == 4 + 1 and metrics["eval_accuracy/mine"] == pytest.approx(1 / 3)
+    assert asked(tmp_path)[0].seeds == components.seeds, "the same at the same step"

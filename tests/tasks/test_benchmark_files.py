@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
+import re
 import string
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
 
 from flowtrain.rewards import SCORERS, score
-from flowtrain.tasks.benchmarks import BENCHMARKS, available, load_benchmark
+from flowtrain.tasks.benchmarks import (
+    AGENTFLOW,
+    BENCHMARKS,
+    BenchmarkFile,
+    available,
+    load_benchmark,
+    parse_benchmarks,
+)
 from flowtrain.tasks.overlap import benchmark_tasks, overlaps
 from flowtrain.types import Group, Task, Trajectory, UserError
 
@@ -174,7 +187,12 @@ def test_every_benchmark_has_a_rule() -> None:
         "gameof24",
         "gpqa",
         "medqa",
+        "nq",
+        "triviaqa",
+        "popqa",
+        "browsecomp-plus",
     ]
+    assert list(BENCHMARKS)[:10] == list(AGENTFLOW)
     assert {benchmark.scorer for benchmark in BENCHMARKS.values()} <= set(SCORERS)
 
 
@@ -213,3 +231,195 @@ def test_what_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "gaia.json").write_text("[]")
     with pytest.raises(UserError, match=r"gaia\.json: holds no tasks"):
         load_benchmark("gaia", tmp_path)
+
+
+# ---- rows as their authors publish them
+
+NQ_ROW = {
+    "question": "when was the last time anyone was on the moon",
+    "answer": ["14 December 1972 UTC", "December 1972"],
+}
+TRIVIA_ROW = {
+    "question": "Which American-born Sinclair won the Nobel Prize for Literature in 1930?",
+    "question_id": "tc_1",
+    "question_source": "http://www.triviacountry.com/",
+    "entity_pages": {"doc_source": [], "filename": [], "title": [], "wiki_context": []},
+    "search_results": {"description": [], "filename": [], "rank": [], "title": [], "url": []},
+    "answer": {
+        "aliases": ["(Harry) Sinclair Lewis", "Sinclair Lewis"],
+        "matched_wiki_entity_name": "",
+        "normalized_aliases": ["sinclair lewis", "harry sinclair lewis"],
+        "normalized_matched_wiki_entity_name": "",
+        "normalized_value": "sinclair lewis",
+        "type": "WikipediaEntity",
+        "value": "Sinclair Lewis",
+    },
+}
+POPQA_ROW = {
+    "id": "4222362",
+    "subj": "George Rankin",
+    "prop": "occupation",
+    "obj": "politician",
+    "subj_id": "1850297",
+    "prop_id": "22",
+    "obj_id": "2834605",
+    "s_aliases": '["George James Rankin"]',
+    "o_aliases": '["political leader","political figure"]',
+    "s_uri": "http://www.wikidata.org/entity/Q5543720",
+    "o_uri": "http://www.wikidata.org/entity/Q82955",
+    "s_wiki_title": "George Rankin",
+    "o_wiki_title": "Politician",
+    "s_pop": "142",
+    "o_pop": "25692",
+    "question": "What is George Rankin's occupation?",
+    "possible_answers": '["politician", "political leader", "political figure", "pol\\u00edtico"]',
+}
+BROWSECOMP_ROW = {
+    "query_id": "769",
+    "query": "Which author wrote about a city, and two other things?",
+    "answer": "Ann Lee",
+    "gold_docs": [{"docid": "6", "text": "...", "url": "https://example.org"}],
+    "evidence_docs": [{"docid": "6", "text": "...", "url": "https://example.org"}],
+    "negative_docs": [{"docid": "7", "text": "...", "url": "https://example.org"}],
+}
+FLASHRAG_ROW = {"id": "test_0", "question": "who?", "golden_answers": ["Ann Lee", "A. Lee"]}
+ACCEPTED = {
+    "nq": (NQ_ROW, ("14 December 1972 UTC", "December 1972")),
+    "triviaqa": (
+        TRIVIA_ROW,
+        ("Sinclair Lewis", "(Harry) Sinclair Lewis", "sinclair lewis", "harry sinclair lewis"),
+    ),
+    "popqa": (POPQA_ROW, ("politician", "political leader", "political figure", "pol\u00edtico")),
+    "browsecomp-plus": (BROWSECOMP_ROW, ("Ann Lee",)),
+}
+
+
+def write(path: Path, row: dict[str, Any]) -> Path:
+    """One row, in the format that the suffix says."""
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist([row]), path)
+    elif path.suffix == ".tsv":
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, row, delimiter="\t", lineterminator="\n")
+            table.writeheader()
+            table.writerow(row)
+    else:
+        path.write_text(json.dumps([row] if path.suffix == ".json" else row))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("popqa", ".tsv"),
+        *((name, suffix) for name in ACCEPTED for suffix in (".jsonl", ".json", ".parquet")),
+    ],
+)
+def test_rows_as_published(tmp_path: Path, name: str, suffix: str) -> None:
+    row, accepted = ACCEPTED[name]
+    write(tmp_path / f"{name}{suffix}", row)
+    (task,) = load_benchmark(name, tmp_path)
+    question = row.get("question") or row["query"]
+    assert task == Task(f"{name}-0", str(question), accepted, name, 0, "qa")
+    assert rewards([task] * 2, [accepted[-1], "nobody"]) == [1.0, 0.0]
+    assert available(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", ["nq", "triviaqa", "popqa"])
+def test_flashrag_s_files_of_the_same_sets(tmp_path: Path, name: str) -> None:
+    write(tmp_path / f"{name}.jsonl", FLASHRAG_ROW)
+    (task,) = load_benchmark(name, tmp_path)
+    assert (task.question, task.answers) == ("who?", ("Ann Lee", "A. Lee"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("nq", {"answer": []}, "`$.answer`"),
+        ("nq", {"answer": {"a": 1}}, "got `object` - at `$.answer`"),
+        ("triviaqa", {"answer": "Sinclair Lewis"}, "missing required field `answer`"),
+        ("triviaqa", {"answer": {"aliases": [" "], "value": None}}, "missing required field"),
+        ("popqa", {"possible_answers": "politician"}, "missing required field `answer`"),
+        ("popqa", {"possible_answers": '{"a": 1}'}, "missing required field `answer`"),
+        ("popqa", {"possible_answers": "[" * 10_000}, "missing required field `answer`"),
+        ("popqa", {"possible_answers": '["\\ud800"]'}, "missing required field `answer`"),
+        ("popqa", {"possible_answers": "[{}]"}, "got `object` - at `$.answer[0]`"),
+        ("browsecomp-plus", {"query": "QUJD" * 20 + "QQ=="}, "query 769 is encrypted: decrypt"),
+        ("browsecomp-plus", {"query": 3}, "missing required field `question`"),
+    ],
+)
+def test_what_is_not_as_published_is_refused(
+    tmp_path: Path, name: str, change: dict[str, Any], said: str
+) -> None:
+    write(tmp_path / f"{name}.jsonl", {**ACCEPTED[name][0], **change})
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_benchmark(name, tmp_path)
+
+
+@given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5))
+def test_popqa_s_list_is_read_as_it_was_written(answers: list[str]) -> None:
+    layout = BENCHMARKS["popqa"].layout
+    row = layout.unpack({"question": "q", "possible_answers": json.dumps(answers)})
+    assert row[layout.answers[0]] == answers
+    assert layout.unpack({"question": "q", "possible_answers": answers}) == {
+        **row,
+        "possible_answers": answers,
+    }
+
+
+def test_two_files_of_a_benchmark_are_refused(tmp_path: Path) -> None:
+    for suffix in (".json", ".jsonl"):
+        write(tmp_path / f"nq{suffix}", NQ_ROW)
+    with pytest.raises(UserError, match=r"'nq' has several files: .*nq\.json, .*nq\.jsonl"):
+        load_benchmark("nq", tmp_path)
+    with pytest.raises(UserError, match=r"copy test\.tsv of .*PopQA to .*popqa\.tsv"):
+        load_benchmark("popqa", tmp_path)
+
+
+# ---- files of one's own
+
+
+def test_a_file_of_one_s_own_keeps_its_ids_and_scorers(tmp_path: Path) -> None:
+    rows = [
+        {"id": "x", "question": "1 + 1?", "answer": 2, "scorer": "math", "kind": "sum"},
+        {"question": "Who?", "answer": ["Ann Lee"]},
+    ]
+    path = tmp_path / "set.json"
+    path.write_text(json.dumps(rows))
+    first, second = load_benchmark(f"mine={path}:qa", "")
+    assert (first.id, first.scorer, first.kind) == ("mine-x", "math", "sum")
+    assert (second.id, second.scorer, second.kind) == ("mine-set-2", "qa", "mine")
+    assert load_benchmark(f"mine={path}", "")[1].scorer == "exact"
+    trivia = write(tmp_path / "trivia.jsonl", TRIVIA_ROW)
+    (task,) = load_benchmark(f"other={trivia}", "")
+    assert (task.scorer, task.answers[0]) == ("qa", "Sinclair Lewis"), "its layout is recognised"
+    moved = write(tmp_path / "dev.jsonl", NQ_ROW)
+    (task,) = load_benchmark(f"nq={moved}", "")
+    assert (task.id, task.scorer) == ("nq-0", "qa")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mine=", "must be a name, NAME=FILE or NAME=FILE:SCORER"),
+        ("=x.json", "must be a name, NAME=FILE or NAME=FILE:SCORER"),
+        ("a b=x.json", "must be a name, NAME=FILE or NAME=FILE:SCORER"),
+        ("../a=x.json", "must be a name, NAME=FILE or NAME=FILE:SCORER"),
+        ("nq=x.json:math", "nq is scored by 'qa'"),
+        ("mine=nowhere.json", "there is no such file"),
+        ("mine=nowhere.json:maths", "after a ':' there may be a scorer, of exact, qa, f1, math"),
+        ("mmlu", "a file of your own is named by NAME=FILE"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_read_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_benchmark(text, "")
+
+
+def test_a_name_stands_for_one_file() -> None:
+    assert parse_benchmarks(["nq", "a=x.json:qa", "nq"]) == (
+        BenchmarkFile("nq"),
+        BenchmarkFile("a", "x.json", "qa"),
+    )
+    with pytest.raises(UserError, match="'a' is named twice"):
+        parse_benchmarks(["a=x.json", "a=y.json"])

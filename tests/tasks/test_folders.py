@@ -109,7 +109,7 @@ def test_what_is_no_one_data_set_is_refused(tmp_path: Path) -> None:
     for name in ("train.jsonl", "train.parquet"):
         write(tmp_path / "twice" / name, rows("a"))
     for name, message in (
-        ("none", "the folder holds no .jsonl, .json, .parquet, .arrow file"),
+        ("none", "the folder holds no .jsonl, .json, .tsv, .parquet, .arrow file"),
         ("configs", "split 'train' lies in several folders, main, socratic; name one of them"),
         ("twice", "split 'train' has files of several formats, .jsonl, .parquet"),
     ):

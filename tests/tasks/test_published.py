@@ -223,7 +223,8 @@ def test_the_file_is_described_in_a_line(tmp_path: Path) -> None:
 
 def test_the_layout_is_told_by_the_rows() -> None:
     assert set(PRESETS) == {
-        *("own", "search-r1", "deepmath", "agentflow", "gsm8k", "math", "verl", "chat")
+        *("own", "search-r1", "deepmath", "agentflow", "gsm8k", "math", "verl", "chat"),
+        *("triviaqa", "popqa", "browsecomp-plus"),
     }
     assert recognise([]) == "own"
     assert recognise([{"question": "q", "answer": "see #### 3"}]) == "own", "not on its own line"

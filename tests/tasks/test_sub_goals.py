@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flowtrain.rewards import score
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import DEEP_KINDS, facts_tasks
 from flowtrain.tasks.files import load_tasks
@@ -17,9 +18,11 @@ from flowtrain.types import (
     Action,
     Call,
     FinishReason,
+    Group,
     SubGoal,
     Task,
     ToolResult,
+    Trajectory,
     Turn,
     UserError,
     Verdict,
@@ -72,6 +75,37 @@ def test_what_was_found_and_then_used_is_reached() -> None:
 )
 def test_dropping_a_name_or_meeting_it_is_not_enough(turns: tuple[Turn, ...]) -> None:
     assert CHAD not in solved(TASK, turns)
+
+
+@pytest.mark.parametrize(
+    ("turns", "output", "reached"),
+    [
+        ((FIND,), "The capital N'Djamena is Chad's. <answer>1</answer>", [CHAD]),
+        ((FIND, USE), "Chad has 1284 units. <answer>1.284</answer>", [CHAD, AREA]),
+        ((FIND, USE), "<answer>1.284</answer>", [CHAD]),
+        ((FIND,), "", []),
+        ((), "Chad has an area of 1284.", []),
+        ((turn("area of Chad", "no passage"),), "It is Chad's area, 1284.", []),
+        ((turn("x", "", error="The country is Chad."),), "It is Chad.", []),
+        ((FIND, USE), "Chadian. 12840.", [CHAD]),
+    ],
+)
+def test_the_generator_may_name_what_was_found_also_in_the_last_turn(
+    turns: tuple[Turn, ...], output: str, reached: list[SubGoal]
+) -> None:
+    assert solved(TASK, turns, output) == reached
+    assert solved_weight(TASK, turns, output) == sum(goal.weight for goal in reached)
+
+
+def test_rewards_read_what_a_generator_wrote_and_no_answer_by_rules() -> None:
+    """A rule's answer copies the last result, so that meeting a name would be enough."""
+
+    def share(**generated: str) -> float | None:
+        rollout = Trajectory(TASK, (FIND, USE), "1284", 0.0, 0, **generated)
+        (group,) = score([Group(0, (rollout,))])
+        return group.trajectories[0].sub_goals
+
+    assert (share(), share(output="It has 1284. <answer>1284</answer>")) == (0.75, 1.0)
 
 
 def test_any_name_will_do_on_either_side() -> None:

@@ -139,8 +139,12 @@ def test_malformed_lines_are_refused(tmp_path: Path, line: str, message: str) ->
             '[{"question": "q", "answer": "x"}, 3]',
             "entry 2: must be an object, not a number",
         ),
-        ("set.csv", "question,answer", "the file name must end in .jsonl, .json or .parquet"),
-        ("set", "", "the file name must end in .jsonl, .json or .parquet"),
+        ("set.tsv", "question\tanswer\n", "holds no tasks"),
+        ("set.tsv", "question\tanswer\nq\n", "line 2: must have 2 columns"),
+        ("set.tsv", "question\tanswer\nq\ta\tb\n", "line 2: must have 2 columns"),
+        ("set.tsv", 'question\tanswer\n"q\ta\n', "cannot be read as UTF-8 text with tabs"),
+        ("set.csv", "question,answer", "must end in .jsonl, .json, .tsv or .parquet"),
+        ("set", "", "the file name must end in .jsonl, .json, .tsv or .parquet"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -124,6 +124,33 @@ def test_web_search_lists_the_pages_of_the_corpus(corpus: Callable[..., str]) ->
     assert text.count("wiki.example/Mali") == 1, "a page is listed once"
 
 
+def test_search_reads_whole_passages_for_questions_from_a_file(
+    corpus: Callable[..., str],
+) -> None:
+    """As many as agent.num_passages, those of one page too, a line each, with their titles."""
+
+    def search(top_k: int) -> Tool:
+        settings = Config.model_validate(
+            {
+                "agent": {"tools": ["Search"], "num_passages": top_k, "max_result_chars": 80},
+                "tasks": {"name": "file", "path": "questions.jsonl"},
+                "corpus": {"path": corpus()},
+            }
+        )
+        return make_tools(settings)["Search"]
+
+    assert ask(search(1), query="capital of Mali") == "Mali: The capital of Mali is Bamako."
+    lines = ask(search(5), query="Mali country").splitlines()
+    assert lines == [
+        "Mali: Mali is a country in West Africa.",
+        "Mali: The capital of Mali is Bamako.",
+    ]
+    assert ask(search(5), query="chairs table") == "Room 7 holds 12 chairs and a table."
+    assert len(ask(search(5), query="capital of Niger Mali")) <= 80
+    assert ask(search(5), query="zebra") == "Error: no passage matches 'zebra'"
+    assert search(1).card.finds_passages
+
+
 def test_wikipedia_search_shows_pages_and_titles(corpus: Callable[..., str]) -> None:
     rows = [
         *ROWS,
@@ -389,6 +416,22 @@ def test_an_embedding_engine_finds_and_ranks(corpus: Callable[..., str]) -> None
     matrix = np.load(Path(f"{path}.index") / "vectors.npy")
     assert matrix.shape == (156, 256) and matrix.dtype == np.float32
     assert np.allclose(np.linalg.norm(matrix, axis=1), 1.0, atol=1e-6)
+
+
+def test_queries_and_passages_get_the_prefixes_of_their_model(corpus: Callable[..., str]) -> None:
+    """Another prefix of passages is another index."""
+    path, queries = corpus(), {"query_prefix": "query: "}
+    with serving(embeddings()) as server:
+        for prefixes in (queries, queries | {"passage_prefix": "passage: "}, queries):
+            options = dense(server.url)
+            options["engines"]["vectors"] |= prefixes
+            ask(made(path, **options)["Web_Search"], query="capital of Mali")
+            gc.collect()
+        asked = [json.loads(request.body)["input"] for request in server.seen]
+    passages = [text for batch in asked[::2] for text in batch]
+    starts = [text.startswith("passage: ") for text in passages]
+    assert starts == [False] * len(ROWS) + [True] * len(ROWS) + [False] * len(ROWS)
+    assert asked[1::2] == [["query: capital of Mali"]] * 3
 
 
 @pytest.mark.parametrize(

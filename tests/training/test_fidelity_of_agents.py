@@ -33,7 +33,16 @@ from flowtrain.tools.search import Search
 from flowtrain.training import model as models
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack_rows
-from flowtrain.types import Completion, FinishReason, Group, Sampling, Task, VersionSpan
+from flowtrain.types import (
+    Completion,
+    FinishReason,
+    Group,
+    PolicyName,
+    Sample,
+    Sampling,
+    Task,
+    VersionSpan,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_agent.py"
 PROGRAM = EXAMPLE.parent / "gateway" / "plain.py"
@@ -52,6 +61,16 @@ AGENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "own": ({"name": f"{EXAMPLE}:MyAgent"}, ["It is 1284.", "1284"]),
     "gateway": ({"name": "gateway"}, [CALL, f"{CALL}\n{CALL}", "<tool name=", "1284"]),
+}
+FLOW_REPLIES: dict[PolicyName, list[str]] = {
+    "planner": [
+        " area of Mali\nTool Name: None",
+        "Sub-Goal: area of Chad\nTool Name: None",
+        f"Justification: x\nContext: y\nSub-Goal:{SEARCHES}",
+        SEARCHES,
+    ],
+    "verifier": [" CONTINUE", "Conclusion: CONTINUE", " what?"],
+    "refiner": [" The area of Chad is 1284.", "Evidence: nothing", " "],
 }
 
 
@@ -108,24 +127,36 @@ def digest(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> bytes:
 
 
 def roll_out(
-    path: str, options: Mapping[str, Any], replies: Sequence[str]
+    path: str, options: Mapping[str, Any], replies: Sequence[str], trained: PolicyName | None = None
 ) -> tuple[list[Group], ScoringEngine]:
-    """Roll the tasks out; the rewards of a group differ."""
+    """Roll the tasks out; the rewards of a group differ. With `trained` all policies of a flow are
+    there, and the engine of that one is returned.
+    """
     sections: dict[str, Any] = {"agent": options, "rollout": {"max_new_tokens": 160}}
+    if trained is not None:
+        sections["roles"] = {"verifier": "own", "refiner": "own"}
     if options["name"] == "gateway":
         sections["gateway"] = {"function": f"{PROGRAM}:solve"}
     config = Config.model_validate(sections)
     tokenizer = models.load_tokenizer(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
-    engine = ScoringEngine(model, tokenizer, replies)
-    policy = make_policy(config, "planner", engine, tokenizer)  # type: ignore[arg-type]
+    engines = {
+        name: ScoringEngine(
+            model, tokenizer, FLOW_REPLIES[name] if trained is not None else replies
+        )
+        for name in config.policy_names
+    }
+    policies = {
+        name: make_policy(config, name, engine, tokenizer)  # type: ignore[arg-type]
+        for name, engine in engines.items()
+    }
     tools = {"Search": Search(["The area of Chad is 1284.", "The area of Mali is 55."])}
-    context = AgentContext(config, {"planner": policy}, tools, {}, config.agent.max_turns)
+    context = AgentContext(config, policies, tools, {}, config.agent.max_turns)
     agent = load_kind(config).make(context)
     groups = collect(agent, TASKS, group_size=4, seed=3)
     agent.close()
     assert not [t.error for group in groups for t in group.trajectories if t.error]
-    return [rewarded(group) for group in groups], engine
+    return [rewarded(group) for group in groups], engines[trained or "planner"]
 
 
 def rewarded(group: Group) -> Group:
@@ -139,7 +170,31 @@ def test_what_was_sampled_is_what_is_trained(
 ) -> None:
     """The same ids by hash of each call; the trainer's log-probs; the gradient of one by one."""
     groups, engine = roll_out(tiny_path, *AGENTS[name])
-    samples = flow_grpo(groups).samples
+    check_training(flow_grpo(groups).samples, engine, tiny_path, make_trainer)
+
+
+@pytest.mark.parametrize("name", ["planner", "verifier", "refiner"])
+def test_each_policy_of_a_flow_is_trained_on_its_own_calls(
+    name: PolicyName, tiny_path: str, make_trainer: Callable[..., Trainer]
+) -> None:
+    """With an engine per policy, so that no call of another's is among them. Some turns search."""
+    options = {"name": "agentflow", "tools": ["Search"], "num_passages": 2}
+    groups, engine = roll_out(tiny_path, options, FLOW_REPLIES["planner"], trained=name)
+    samples = flow_grpo(groups, policy=name).samples
+    turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
+    searched = [turn for turn in turns if turn.result.error is None]
+    assert 0 < len(searched) < len(turns)
+    assert len(samples) == len(searched if name == "refiner" else turns)
+    check_training(samples, engine, tiny_path, make_trainer)
+
+
+def check_training(
+    samples: Sequence[Sample],
+    engine: ScoringEngine,
+    tiny_path: str,
+    make_trainer: Callable[..., Trainer],
+) -> None:
+    """The same ids by hash of each call; the trainer's log-probs; the gradient of one by one."""
     assert Counter(digest(s.prompt_ids, s.response_ids) for s in samples) == engine.log
     plain = Plain(tiny_path, LossSpec(), 1.0)
     for sample in samples:

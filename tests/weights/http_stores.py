@@ -73,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Misbehaving
 
     def do_GET(self) -> None:
-        name = self.path.rpartition("/")[2]
+        name = self.path.partition("?")[0].rpartition("/")[2]
         self.server.seen.append(
             (name, self.headers.get("Range"), self.headers.get("Authorization"))
         )
@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         (answers.pop(0) if answers else honest)(self)
 
     def data(self) -> bytes | None:
-        path = self.server.root / self.path[1:]
+        path = self.server.root / self.path.partition("?")[0][1:]
         return path.read_bytes() if path.is_file() else None
 
     def start(self) -> int:

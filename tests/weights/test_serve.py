@@ -95,6 +95,20 @@ def test_the_files_of_published_versions(connection: HTTPConnection, store: Weig
         assert (status, nothing, head["content-length"]) == (200, b"", str(len(body)))
 
 
+def test_a_file_asked_for_by_its_checksum_never_changes(
+    connection: HTTPConnection, store: WeightStore
+) -> None:
+    """So that what lies between may keep it; another file in its place is not there."""
+    (file,) = store.manifest(0).snapshot_files
+    assert SNAPSHOT.endswith(file.name)
+    status, body, headers = ask(connection, f"{SNAPSHOT}?xxh3={file.xxh3}")
+    assert (status, len(body)) == (200, file.num_bytes)
+    assert headers["cache-control"] == "max-age=31536000, immutable"
+    for wrong in (f"{SNAPSHOT}?xxh3={'0' * 16}", f"/HEAD?xxh3={file.xxh3}"):
+        assert ask(connection, wrong)[0] == 404
+    assert ask(connection, f"{SNAPSHOT}?other=1")[2]["cache-control"] == "no-cache"
+
+
 @pytest.mark.parametrize(
     ("asked", "cut"),
     [

@@ -13,6 +13,8 @@ from flowtrain.report.viewer.log import Place, is_right
 
 LONGEST_TEXT = 20_000
 """Characters of a result or an answer; more are cut and counted."""
+_UNSHOWN = ("prompt_ids", "verifier", "refiner")
+"""Fields of a turn that the page has no room for."""
 _CUT_OFF = ("length", "deadline")
 
 
@@ -75,7 +77,7 @@ def _turn_records(turns: list[dict[str, Any]], tokenizer: Tokenizer | None) -> l
 
 
 def _turn_record(turn: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    shown = {key: value for key, value in turn.items() if key not in ("prompt_ids", "verifier")}
+    shown = {key: value for key, value in turn.items() if key not in _UNSHOWN}
     if used := turn.get("tool_calls"):
         shown["tool_calls"] = [_cut(each) for each in used]
     return _cut(shown) | {

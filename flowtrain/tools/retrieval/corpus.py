@@ -48,7 +48,7 @@ class Corpus:
         """
         if self._embedder is None:
             return await self._in_thread(lambda: self._take(self._bm25.rank(query, k)))
-        vectors_1D = await self._embedder.embed([query], deadline_s)
+        vectors_1D = await self._embedder.embed([self._embedder.as_query(query)], deadline_s)
         return await self._in_thread(lambda: self._take(rank(self._vectors, vectors_1D[0], k)))
 
     def pages(self, page_of: Callable[[Passage], str], num_pages: int) -> Source:

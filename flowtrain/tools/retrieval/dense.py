@@ -51,9 +51,23 @@ class Embedder:
         )
         self.name = f"{options.model} at {options.base_url}"
         self._model = options.model
+        self._query_prefix, self._passage_prefix = options.query_prefix, options.passage_prefix
         self._url = options.base_url.rstrip("/") + "/embeddings"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._api = Api(options.max_concurrency)
+
+    @property
+    def stamp(self) -> str:
+        """What the vectors of an index depend on."""
+        return f"{self.name}, {self._passage_prefix!r}" if self._passage_prefix else self.name
+
+    def as_query(self, text: str) -> str:
+        """Return a query as the model wants it."""
+        return self._query_prefix + text
+
+    def as_passage(self, text: str) -> str:
+        """Return a passage as the model wants it."""
+        return self._passage_prefix + text
 
     async def embed(self, texts: Sequence[str], deadline_s: float) -> np.ndarray:
         """Return [len(texts), D] float32; raises ToolError when they do not come in time."""
@@ -104,7 +118,7 @@ async def _write_vectors(
     done = 0
     with bar(total=num_texts, desc="embeddings", unit="text") as shown:
         while batch := list(itertools.islice(texts, 8 * BATCH)):
-            vectors = await embedder.embed(batch, _BUILD_S)
+            vectors = await embedder.embed(list(map(embedder.as_passage, batch)), _BUILD_S)
             if matrix is None:
                 matrix = np.lib.format.open_memmap(
                     path, "w+", np.float32, (num_texts, vectors.shape[1])

@@ -71,7 +71,7 @@ def _stamp(corpus: Corpus, embedder: Embedder | None) -> Stamp:
         "num_bytes": file.st_size,
         "mtime_ns": file.st_mtime_ns,
         **corpus.model_dump(include={"text_key", "title_key", "url_key"}),
-        "embedder": embedder.name if embedder else "",
+        "embedder": embedder.stamp if embedder else "",
     }
 
 

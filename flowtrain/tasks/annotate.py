@@ -1,0 +1,273 @@
+"""Give questions sub-goals:  python -m flowtrain.tasks.annotate --config C --engine NAME
+--in rows.jsonl --out annotated.jsonl
+
+InfoFlow (arXiv 2510.26575) rewards what a rollout finds out on the way, and had a model name these
+findings offline, with weights. Rows that hold them already need no engine (`research_trees`).
+`docs/reproduce-infoflow.md` shows the command in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowtrain.config import Config
+from flowtrain.config.command import INTERRUPTED, run_command
+from flowtrain.engines.chat import ChatEngine
+from flowtrain.engines.chat_engines import start_engine
+from flowtrain.engines.endpoint import Endpoint
+from flowtrain.engines.protocol import EngineError
+from flowtrain.engines.token_chat import TokenChat
+from flowtrain.tasks import sub_goals
+from flowtrain.tasks.annotated import AnnotatedFile
+from flowtrain.tasks.files import load_source
+from flowtrain.tasks.research_trees import as_sub_goals, findings
+from flowtrain.tasks.sub_goal_prompt import ask_again, prompt_for, read_reply
+from flowtrain.types import SubGoal, Task, UserError
+from flowtrain.utils.commands import number
+from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.terminal import bar, protect_output
+from flowtrain.utils.text import printable
+
+_COMMAND = "python -m flowtrain.tasks.annotate"
+_NUM_SHOWN = 5
+"""Failed rows that are printed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0; 1 when rows failed; 2 for a user's mistake; 130
+    when interrupted.
+    """
+    protect_output()
+    options, rest = _parser().parse_known_args(arguments)
+
+    def body(config: Config) -> int:
+        # SIGTERM as Ctrl-C: what was answered is written down already.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            return annotate(
+                config, options.engine, options.rows, options.out, num_attempts=options.attempts
+            )
+        except KeyboardInterrupt:
+            print("\nstopped; the same command goes on", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    words = [*(["--config", options.config] if options.config else []), *rest]
+    return run_command("flowtrain.tasks.annotate", body, words)
+
+
+def annotate(config: Config, engine: str, rows: str, out: Path, num_attempts: int = 3) -> int:
+    """Write the tasks of `rows` with sub-goals to `out`, and return the command's exit code.
+
+    Rows that `out` has are not asked again. Rows that fail are listed beside it with their reasons
+    and asked again the next time. Raises UserError for rows, files and engines that cannot be used.
+    """
+    written = AnnotatedFile(out)
+    tasks = _tasks(config, rows)
+    todo = written.left(tasks)
+    needs = [task for task in todo if not task.sub_goals and findings(task) is None]
+    if needs and not engine:
+        raise UserError(
+            f"{rows}: task {needs[0].id!r} has no steps of its own that are read, so a model must "
+            "name its sub-goals: --engine NAME"
+        )
+    chat = start_engine(config, engine, "--engine") if needs else None
+    try:
+        work = _Annotation(config, chat, written, num_attempts)
+        with bar(
+            total=len(tasks),
+            initial=len(tasks) - len(todo),
+            unit="row",
+            disable=not sys.stderr.isatty(),
+        ) as progress:
+            width = config.engines[engine].max_concurrency if needs else 1
+            work.run(todo, width, lambda text: _show(progress, text))
+    finally:
+        if chat is not None:
+            chat.close()
+    written.finish([task.id for task in tasks], work.failed)
+    _report(work, written, out, engine)
+    return 1 if work.failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_COMMAND,
+        description="Give questions sub-goals with weights, for algorithm.name = 'infoflow'.",
+        epilog="Options of a run go too: --tasks.preset, --tasks.scorer, --tasks.question_key, ... "
+        "say how the rows are read, [engines.NAME] how the model is asked.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE.toml", help="options of a run, [engines] among them")
+    text = "a name in [engines]; not needed where all rows hold their steps"
+    add("--engine", default="", metavar="NAME", help=text)
+    text = "questions with answers, and passages if any: a file, a folder, or a data set of the Hub"
+    add("--in", dest="rows", required=True, metavar="PATH", help=text)
+    text = "rows with sub_goals, for tasks.path; one that is there is gone on with"
+    add("--out", type=_jsonl, required=True, metavar="FILE.jsonl", help=text)
+    text = "replies per row: one that cannot be used is asked again with the reason (default: 3)"
+    add("--attempts", type=number(1, 100), default=3, metavar="N", help=text)
+    return parser
+
+
+def _jsonl(text: str) -> Path:
+    if not text.endswith(".jsonl"):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in .jsonl")
+    return Path(text)
+
+
+def _tasks(config: Config, rows: str) -> list[Task]:
+    tasks = config.tasks
+    source = load_source(
+        rows,
+        tasks.preset,
+        split=tasks.split,
+        question_key=tasks.question_key,
+        answer_key=tasks.answer_key,
+        scorer=tasks.scorer,
+        keeps_columns=True,
+    )
+    return list(source.tasks)
+
+
+@dataclass
+class _Annotation:
+    """Rows under way, and what became of them."""
+
+    config: Config
+    chat: ChatEngine | None
+    out: AnnotatedFile
+    num_attempts: int
+    failed: dict[str, str] = field(default_factory=dict)
+    """Reasons by the ids of rows."""
+    num_asked: int = 0
+    """Rows that the engine has answered."""
+
+    def run(self, tasks: Sequence[Task], width: int, show: Callable[[str], None]) -> None:
+        """Annotate `width` rows at a time; an interrupt leaves in the file what is done."""
+        left = iter(tasks)
+
+        async def worker(left: Iterator[Task]) -> None:
+            for task in left:
+                await self._row(task)
+                show(_cost_of(self.chat))
+
+        async def workers() -> None:
+            async with asyncio.TaskGroup() as running:
+                for _ in range(min(width, len(tasks))):
+                    running.create_task(worker(left))
+
+        try:
+            asyncio.run(workers())
+        except* UserError as mistakes:
+            raise _first(mistakes) from None
+
+    async def _row(self, task: Task) -> None:
+        try:
+            goals = await self._sub_goals(task)
+        except (_NoSubGoals, EngineError) as error:
+            self.failed[task.id] = str(error)
+        else:
+            self.out.append(_row_of(task, goals))
+
+    async def _sub_goals(self, task: Task) -> tuple[SubGoal, ...]:
+        if not task.answers:
+            raise _NoSubGoals("the row has no answer")
+        goals = task.sub_goals
+        if not goals and (found := findings(task)) is not None:
+            goals = as_sub_goals(task, found)
+        elif not goals:
+            return await self._asked(task)
+        try:
+            sub_goals.check(_with(task, goals))
+        except UserError as error:
+            raise _NoSubGoals(str(error)) from error
+        return goals
+
+    async def _asked(self, task: Task) -> tuple[SubGoal, ...]:
+        """Ask until a reply can be used. Raises EngineError, and `_NoSubGoals`."""
+        assert self.chat is not None, "checked before the start"
+        prompt = first = prompt_for(task)
+        problem = ""
+        for attempt in range(self.num_attempts):
+            reply = await self.chat.ask(
+                prompt,
+                seed=derive_seed(self.config.run.seed, "annotate", task.id, attempt),
+                deadline_s=self.config.agent.module_timeout_s,
+            )
+            try:
+                goals = read_reply(task, reply)
+            except UserError as error:
+                problem = str(error)
+                prompt = ask_again(first, reply, problem)
+            else:
+                self.num_asked += 1
+                return goals
+        raise _NoSubGoals(f"{problem} ({self.num_attempts} replies)")
+
+
+class _NoSubGoals(Exception):
+    """A row that gets no sub-goals, and why."""
+
+
+def _first(failures: BaseExceptionGroup[Any]) -> BaseException:
+    """Return the first failure inside nested groups."""
+    inner = failures.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
+def _with(task: Task, goals: tuple[SubGoal, ...]) -> Task:
+    return Task(task.id, task.question, task.answers, sub_goals=goals)
+
+
+def _row_of(task: Task, goals: Sequence[SubGoal]) -> dict[str, Any]:
+    """Return a row of our own layout."""
+    row: dict[str, Any] = {"id": task.id, "question": task.question, "answer": list(task.answers)}
+    others = {"kind": task.kind, "num_turns": task.num_turns, "choices": list(task.choices)}
+    row |= {name: value for name, value in others.items() if value}
+    return row | {"scorer": task.scorer, "sub_goals": [asdict(goal) for goal in goals]}
+
+
+# ---- what people see
+
+
+def _show(progress: Any, text: str) -> None:
+    progress.set_postfix_str(printable(text, keep=""), refresh=False)
+    progress.update(1)
+
+
+def _cost_of(chat: ChatEngine | None) -> str:
+    if not isinstance(chat, Endpoint | TokenChat):
+        return ""
+    meter = chat.meter.metrics()
+    return (
+        f"{meter['requests']:.0f} requests, {meter['prompt_tokens']:,.0f} + "
+        f"{meter['reply_tokens']:,.0f} tokens, cost {meter['cost']:.4g}"
+    )
+
+
+def _report(work: _Annotation, written: AnnotatedFile, out: Path, engine: str) -> None:
+    num, num_empty = len(written), written.num_without
+    print(
+        f"{out}: {num:,} rows, {num - num_empty:,} with sub-goals, {num_empty:,} that need none "
+        f"on the way; {len(work.failed):,} failed"
+    )
+    if cost := _cost_of(work.chat):
+        print(f"{engine}: {work.num_asked:,} rows answered, {cost}")
+    for task_id, reason in list(work.failed.items())[:_NUM_SHOWN]:
+        print(f"failed: {task_id}: {reason}", file=sys.stderr)
+    if work.failed:
+        print(f"all failed rows: {written.failures}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

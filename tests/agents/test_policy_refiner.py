@@ -1,0 +1,264 @@
+"""The refiner as a policy: what it reads, what of its reply the memory keeps, its failures, its
+script, and its one call per turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from char_tokenizer import CharTokenizer
+
+from flowtrain.agents.build import make_flow, make_policy, make_refiner
+from flowtrain.agents.executor import LLMExecutor, RuleExecutor
+from flowtrain.agents.expert import ScriptedRefiner
+from flowtrain.agents.flow import Flow, FlowLimits
+from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.planner import Plan
+from flowtrain.agents.policy import ResponsePrefix
+from flowtrain.agents.refiner import Evidence, Finding, LLMRefiner, PolicyRefiner, Refiner
+from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.algorithms.flow_grpo import flow_grpo
+from flowtrain.config import Config
+from flowtrain.engines.protocol import EngineError
+from flowtrain.tools import ToolCard
+from flowtrain.types import (
+    Action,
+    Call,
+    Completion,
+    FilterReason,
+    FinishReason,
+    Group,
+    Sampling,
+    Task,
+    Trajectory,
+    UserError,
+    VersionSpan,
+)
+
+OWN = Config.model_validate(
+    {"roles": {"refiner": "own"}, "policies": {"refiner": {"max_new_tokens": 40}}}
+)
+KNOWN = Memory((MemoryEntry("Search", "area of Chad", "c", "The area of Chad is 1284."),))
+PASSAGES = "The area of Mali is 1240.\nThe capital of Mali is Bamako."
+FINDING = Finding("How large are both?", KNOWN, "area of Mali", PASSAGES)
+TASK = Task("t", "How large are both?", ("x",))
+
+
+@dataclass
+class Engine:
+    """Says one line with the weights of version 7, or fails, and notes what it was asked."""
+
+    line: str = " It is 1240. "
+    max_tokens: int = 1000
+    reason: FinishReason = FinishReason.STOP
+    fails: bool = False
+    version: int = 7
+    asked: list[tuple[str, Sampling]] = field(default_factory=list)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self.asked.append(("".join(map(chr, prompt_ids)), sampling))
+        if self.fails:
+            raise EngineError("it is gone")
+        ids = tuple(map(ord, self.line))
+        spans = (VersionSpan(0, len(ids), 7),) if ids else ()
+        return Completion(ids, (-0.5,) * len(ids), spans, self.reason)
+
+
+def refiner(
+    engine: Engine, tokenizer: CharTokenizer | None = None, **agent: object
+) -> PolicyRefiner:
+    config = Config.model_validate(OWN.model_dump() | {"agent": {"tools": ["Search"], **agent}})
+    policy = make_policy(config, "refiner", engine, tokenizer or CharTokenizer())  # type: ignore[arg-type]
+    return make_refiner(config, policy)
+
+
+def refine(engine: Engine, **agent: object) -> Evidence:
+    return asyncio.run(refiner(engine, **agent).refine(FINDING, seed=3, deadline_s=5.0))
+
+
+def test_it_reads_the_question_the_steps_and_the_passages() -> None:
+    engine = Engine()
+    found = refine(engine)
+    (prompt, sampling), ids = engine.asked[0], tuple(map(ord, engine.line))
+    assert prompt == (
+        "Question: How large are both?\n1. Search | area of Chad | The area of Chad is 1284.\n"
+        f"Looked for: area of Mali\n{PASSAGES}\nEvidence:"
+    )
+    assert (sampling.max_new_tokens, sampling.seed, sampling.deadline_s) == (40, 3, 5.0)
+    assert found == Evidence(
+        "It is 1240.",
+        Call(
+            tuple(map(ord, prompt)),
+            ids,
+            (-0.5,) * len(ids),
+            (VersionSpan(0, len(ids), 7),),
+            FinishReason.STOP,
+            engine.line,
+        ),
+    )
+
+
+def test_the_memory_keeps_so_many_characters_and_training_all_tokens() -> None:
+    found = refine(Engine(), max_result_chars=5)
+    assert found.text == "It is" and found.call is not None and len(found.call.response_ids) == 13
+
+
+def test_passages_that_do_not_fit_stay_as_they_are() -> None:
+    num_tokens = len(refiner(Engine()).prompt.render(FINDING)) + 40
+    assert refine(Engine(max_tokens=num_tokens)).call is not None
+    assert refine(Engine(max_tokens=num_tokens - 1)) == Evidence("")
+
+
+def test_the_full_prompt_goes_through_the_chat_template() -> None:
+    engine, plain = Engine(max_tokens=9000), CharTokenizer()
+    asyncio.run(refiner(engine, prompt="full").refine(FINDING, 3, 5.0))
+    assert engine.asked[0][0] == FINDING.prompt()
+    plain.chat_template = None
+    with pytest.raises(UserError, match=r"policies\.refiner\.path='' has no chat template"):
+        refiner(engine, plain, prompt="full")
+
+
+def test_the_script_copies_the_passage_that_fits_or_any() -> None:
+    lines = PASSAGES.split("\n")
+
+    def said(error: float, seed: int) -> Evidence:
+        script = ScriptedRefiner(refiner(Engine()), error, end_id=0)
+        return asyncio.run(script.refine(FINDING, seed, 5.0))
+
+    right = said(0.0, 1)
+    assert right.text == lines[0] and right.call is not None
+    assert right.call.response_ids == (*map(ord, f" {lines[0]}"), 0)
+    assert set(right.call.logprobs) == {0.0}
+    assert {said(1.0, seed).text for seed in range(20)} == set(lines)
+
+
+# ---- in the flow
+
+
+class Planner:
+    """Searches, then uses another tool."""
+
+    async def plan(
+        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+    ) -> Plan:
+        call = Call((1,), (2,), (-1.0,), (), FinishReason.STOP)
+        return Plan(call, Action("", "", "area of Mali", ("Archive", "Clock")[turn]))
+
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
+        raise AssertionError
+
+    def measure(self, memory: Memory) -> int:
+        return 0
+
+
+@dataclass
+class Tool:
+    card: ToolCard
+
+    async def execute(self, query: str) -> str:
+        return f"{query}: {PASSAGES}"
+
+    def close(self) -> None: ...
+
+
+class SeveralQueries:
+    """The reply of an executor's model: one command with a list of queries."""
+
+    name = "several"
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        return 'tool.execute(query=["area of Mali", "area of Niger"])'
+
+
+def flow(refine: Refiner, executor: RuleExecutor | None = None) -> Flow:
+    tools = archive_and_clock()
+    return Flow(
+        Planner(),
+        executor or RuleExecutor(tools, 5.0, 1000),
+        RuleVerifier(lambda question, memory: False),
+        RuleGenerator(last_result),
+        FlowLimits(2, 60.0),
+        refiner=refine,
+        passage_tools=frozenset({"Archive"}),
+    )
+
+
+def archive_and_clock() -> dict[str, Tool]:
+    return {
+        name: Tool(ToolCard(name, "", finds_passages=name == "Archive"))
+        for name in ("Archive", "Clock")
+    }
+
+
+def run(flow: Flow) -> Trajectory:
+    return asyncio.run(flow.run(TASK, 0))
+
+
+def test_a_search_has_its_call_and_other_turns_have_none() -> None:
+    search, other = run(flow(refiner(Engine()))).turns
+    assert (search.result.output, search.retrieved) == ("It is 1240.", f"area of Mali: {PASSAGES}")
+    assert set(search.calls) == {"planner", "refiner"} and set(other.calls) == {"planner"}
+    assert other.retrieved == "" and other.result.output.startswith("area of Mali: ")
+
+
+def test_a_command_with_several_queries_is_refined_at_once() -> None:
+    engine = Engine()
+    executor = LLMExecutor(
+        archive_and_clock(), 5.0, 1000, engine=SeveralQueries(), ask_timeout_s=5.0
+    )
+    search = run(flow(refiner(engine), executor)).turns[0]
+    assert len(engine.asked) == 1
+    assert all(
+        f"{query}: The area" in search.retrieved for query in ("area of Mali", "area of Niger")
+    )
+    assert engine.asked[0][0].count("The capital of Mali is Bamako.") == 2
+
+
+def test_an_empty_reply_leaves_the_passages_and_is_trained_all_the_same() -> None:
+    search = run(flow(refiner(Engine("  ")))).turns[0]
+    assert search.result.output.endswith(PASSAGES) and search.retrieved == ""
+    assert search.calls["refiner"].response_ids == (32, 32)
+
+
+def test_an_engine_that_is_gone_ends_the_rollouts_and_a_frozen_one_leaves_the_passages() -> None:
+    """As the planner's engine does, and as a frozen refiner always did."""
+    with pytest.raises(EngineError):
+        run(flow(refiner(Engine(fails=True))))
+
+    class Gone:
+        name = "gone"
+
+        async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+            raise EngineError("no reply")
+
+    trajectory = run(flow(LLMRefiner(Gone(), 100)))
+    assert not trajectory.error and trajectory.turns[0].result.output.endswith(PASSAGES)
+
+
+def test_its_calls_are_the_samples_and_turns_without_a_search_are_not_missed() -> None:
+    """Both rollouts searched once in two turns; a call that the deadline left empty is counted."""
+    first, second = (run(flow(refiner(Engine(line)))) for line in (" right", " wrong"))
+    cut = run(flow(refiner(Engine("", reason=FinishReason.DEADLINE))))
+    scored = [
+        Trajectory(TASK, each.turns, "", 0.0, 0, reward=reward)
+        for each, reward in ((first, 1.0), (second, 0.0), (cut, 0.0))
+    ]
+    batch = flow_grpo([Group(0, tuple(scored))], policy="refiner")
+    assert ["".join(map(chr, sample.response_ids)) for sample in batch.samples] == [
+        " right",
+        " wrong",
+    ]
+    assert [sample.sample_id for sample in batch.samples] == [(0, 0, 0), (0, 1, 0)]
+    assert batch.samples[0].advantages[0] > 0 > batch.samples[1].advantages[0]
+    assert batch.num_filtered == {FilterReason.EMPTY: 1}
+
+
+def test_a_refiner_of_its_own_is_made_before_the_flow() -> None:
+    with pytest.raises(AssertionError, match="made before the flow"):
+        make_flow(OWN, Planner(), {}, 2)
+    made = make_flow(OWN, Planner(), archive_and_clock(), 2, refine=refiner(Engine()))
+    assert isinstance(made.refiner, PolicyRefiner) and made.passage_tools == {"Archive"}

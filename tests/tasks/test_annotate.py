@@ -1,0 +1,284 @@
+"""Sub-goals written by a scripted engine: rows of HotpotQA through the command, bad replies, a
+command that was stopped, and rows that need no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_servers import ChatServer, chat_server
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_benchmark_files import FOLDER, needs_files
+
+from flowtrain.tasks.annotate import main
+from flowtrain.tasks.files import load_tasks
+from flowtrain.tasks.sub_goal_prompt import MAX_REPLY_CHARS, read_reply
+from flowtrain.tasks.sub_goals import check
+from flowtrain.types import SubGoal, Task, UserError
+
+ROW = {
+    "_id": "5a8b57f25542995d1e6f1371",
+    "question": "Where was the author of Utopia born?",
+    "answer": "Moss",
+    "supporting_facts": [["Utopia (book)", 0], ["Ann Lee", 0]],
+    "context": [
+        ["Tax law", ["Nothing of interest."]],
+        ["Utopia (book)", ["Utopia was written by Ann Lee."]],
+        ["Ann Lee", ["Ann Lee was born in Moss."]],
+    ],
+}
+GOAL = {"names": ["Ann Lee"], "importance": 2, "query": "author of Utopia"}
+ASKED = Task("t", ROW["question"], ("Moss",), columns=json.dumps({"context": ROW["context"]}))  # type: ignore[arg-type]
+
+
+def said(*goals: dict[str, Any]) -> str:
+    return json.dumps({"sub_goals": list(goals)})
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def engine(
+    script: Callable[[str], str], num_together: int = 0
+) -> Iterator[tuple[ChatServer, list[str]]]:
+    """An endpoint, and the options that name it; the first requests wait for three together."""
+    three = asyncio.Barrier(3)
+
+    async def wait() -> None:
+        if len(server.asked) <= num_together:
+            await three.wait()
+
+    with chat_server(lambda body: script(body["messages"][0]["content"]), wait) as server:
+        settings = {"model": "m", "base_url": server.base_url, "api_key_env": ""}
+        settings |= {"max_retries": "0", "max_concurrency": "3", "timeout_s": "20"}
+        settings |= {"price_in": "1", "price_out": "2"}
+        words = [f"--engines.expert.{key}={value}" for key, value in settings.items()]
+        yield server, ["--engine", "expert", *words]
+
+
+def test_rows_get_sub_goals_and_what_is_written_is_not_asked_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = [{**ROW, "question": f"Where was the author of Utopia {n} born?"} for n in range(20)]
+    rows, out = write(tmp_path / "hotpot.jsonl", ROW, *others), tmp_path / "annotated.jsonl"
+    text = f"Here it is:\n```json\n{said(GOAL)}\n```"
+    with engine(lambda _: text, num_together=21) as (server, options):
+        argv = ["--in", str(rows), "--out", str(out), "--tasks.scorer", "qa", *options]
+        assert main(argv) == 0
+        assert len(server.asked) == 21 and server.most == 3
+        prompt = next(each for each in server.prompts if "of Utopia born" in each)
+        assert prompt.index("Utopia was written by Ann Lee.") < prompt.index("Nothing of interest.")
+        shown = capsys.readouterr().out
+        assert "21 rows, 21 with sub-goals, 0 that need none on the way; 0 failed" in shown
+        words = sum(len(each.split()) for each in server.prompts)
+        replied = 21 * len(text.split())
+        cost = f"{(words + 2 * replied) / 1e6:.4g}"
+        assert f"expert: 21 rows answered, 21 requests, {words:,} + {replied:,} tokens" in shown
+        assert shown.strip().endswith(f"cost {cost}")
+        lines = out.read_bytes().splitlines(keepends=True)
+        out.write_bytes(b"".join(lines[:5]) + lines[5][:20])  # killed in the middle of a row
+        assert main(argv) == 0
+        assert len(server.asked) == 21 + 16 and out.read_bytes() == b"".join(lines)
+        assert main(argv) == 0 and len(server.asked) == 37
+    tasks = load_tasks(out)
+    assert [task.question for task in tasks] == [row["question"] for row in (ROW, *others)]
+    assert tasks[0].sub_goals == (SubGoal(("Ann Lee",), 1.0, "author of Utopia"),)
+    assert {(task.scorer, task.answers) for task in tasks} == {("qa", ("Moss",))}
+    for task in tasks:
+        check(task)
+
+
+@needs_files
+def test_agentflows_file_of_hotpotqa_is_annotated(tmp_path: Path) -> None:
+    """Its rows have questions and answers alone; the expert finds steps in half of them."""
+    rows, out = FOLDER / "hotpotqa.json", tmp_path / "annotated.jsonl"
+
+    def expert(prompt: str) -> str:
+        number = len(re.findall(r"[aeiou]", prompt.split("Question: ")[1].split("\n")[0]))
+        goal = {"names": [f"bridge {number}"], "importance": 1, "query": "who links the two"}
+        return said(goal) if number % 2 else said()
+
+    with engine(expert) as (server, options):
+        argv = ["--in", str(rows), "--out", str(out), "--tasks.scorer", "qa", *options]
+        assert main(argv) == 0
+        assert len(server.asked) == 100
+    tasks = load_tasks(out)
+    assert len(tasks) == 100 and not any("final answer enclosed" in task.question for task in tasks)
+    assert 20 < sum(bool(task.sub_goals) for task in tasks) < 80
+
+
+def test_a_bad_reply_is_asked_again_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replies = ["I would rather not.", said({**GOAL, "query": "Ann Lee's books"}), said(GOAL)]
+    rows, out = write(tmp_path / "rows.jsonl", ROW), tmp_path / "out.jsonl"
+    with engine(lambda _: replies[len(server.asked) - 1]) as (server, options):
+        argv = ["--in", str(rows), "--out", str(out), *options]
+        assert main([*argv, "--attempts", "2"]) == 1
+        assert "Your last reply was:\nI would rather not." in server.prompts[1]
+        assert "failed: rows-1: the query" in capsys.readouterr().err and not out.exists()
+        (failed,) = read(tmp_path / "out.failed.jsonl")
+        assert failed["id"] == "rows-1" and failed["reason"].endswith("away (2 replies)")
+        assert main(argv) == 0
+    assert len(read(out)) == 1 and not (tmp_path / "out.failed.jsonl").exists()
+
+
+def test_a_stopped_command_keeps_its_rows_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = [{**ROW, "question": f"Where was the author of Utopia {n} born?"} for n in range(12)]
+    rows, out = write(tmp_path / "rows.jsonl", *many), tmp_path / "out.jsonl"
+    stops = [8]
+
+    def script(_: str) -> str:
+        if len(server.asked) in stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return said(GOAL)
+
+    with engine(script) as (server, options):
+        argv = ["--in", str(rows), "--out", str(out), *options]
+        assert main(argv) == 130 and "the same command goes on" in capsys.readouterr().err
+        num_done, num_asked = len(read(out)), len(server.asked)
+        assert 5 <= num_done <= 8
+        stops.clear()
+        assert main(argv) == 0 and len(server.asked) == num_asked + 12 - num_done
+    assert [task.question for task in load_tasks(out)] == [row["question"] for row in many]
+
+
+def test_an_engine_that_fails_fails_its_row_alone(tmp_path: Path) -> None:
+    from starlette.responses import Response
+
+    rows = write(tmp_path / "rows.jsonl", {**ROW, "question": "Where is the bad one?"}, ROW)
+    out = tmp_path / "out.jsonl"
+
+    def script(prompt: str) -> Any:
+        return Response("overloaded", 503) if "bad one" in prompt else said(GOAL)
+
+    with engine(script) as (_, options):
+        assert main(["--in", str(rows), "--out", str(out), *options]) == 1
+    assert [row["id"] for row in read(out)] == ["rows-2"]
+    assert "HTTP 503" in read(tmp_path / "out.failed.jsonl")[0]["reason"]
+
+
+def test_rows_with_steps_or_sub_goals_of_their_own_need_no_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [
+        {"question": "author of Utopia", "answer": "Ann Lee"},
+        {"question": "#1 >> place of birth", "answer": "Moss"},
+    ]
+    own = {"names": ["Ann Lee"], "weight": 1.0, "query": "author of Utopia"}
+    plain = {key: ROW[key] for key in ("question", "answer")}
+    rows = write(
+        tmp_path / "rows.jsonl",
+        {"question_decomposition": steps, **plain},
+        {"sub_goals": [own], **plain},
+        {"root": {"entity": "Moss", "children": [{"entity": "Ann Lee"}]}, **plain},
+    )
+    out = tmp_path / "out.jsonl"
+    assert main(["--in", str(rows), "--out", str(out)]) == 0
+    assert "3 rows, 3 with sub-goals" in capsys.readouterr().out
+    goals = [task.sub_goals for task in load_tasks(out)]
+    assert goals[:2] == [(SubGoal(("Ann Lee",), 1.0, "author of Utopia"),)] * 2
+    assert goals[2] == (SubGoal(("Ann Lee",), 1.0),)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "task 'rows-1' has no steps of its own that are read"),
+        (["--engine", "gpt"], "--engine 'gpt' must be a name in [engines], which holds nothing"),
+    ],
+)
+def test_a_missing_engine_is_named_before_anything_is_written(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", ROW)
+    assert main(["--in", str(rows), "--out", str(tmp_path / "out.jsonl"), *argv]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"id": "rows-1", "question": "another", "sub_goals": []}, "is of another question"),
+        ({"id": "x", "question": "another", "sub_goals": []}, "is of another question"),
+        ({"step": 1}, "was not written by this command"),
+    ],
+)
+def test_a_file_of_something_else_is_left_alone(
+    line: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = {"entity": "Moss", "children": [{"entity": "Ann Lee"}]}
+    rows = write(tmp_path / "rows.jsonl", {"root": root, **ROW})
+    out = write(tmp_path / "out.jsonl", line)
+    before = out.read_bytes()
+    assert main(["--in", str(rows), "--out", str(out)]) == 2
+    assert message in capsys.readouterr().err and out.read_bytes() == before
+
+
+# ---- replies
+
+
+def test_importance_becomes_weights_that_sum_to_one() -> None:
+    second = {"names": ["1901", "the year 1901"], "importance": 1, "query": "birth of Ann Lee"}
+    goals = read_reply(Task("t", "q", ("Moss",)), said({**GOAL, "importance": 3}, second))
+    assert [goal.weight for goal in goals] == [0.75, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ("", "not the JSON object"),
+        ("[]", "not the JSON object"),
+        ("{" * 5000 + "}" * 5000, "not the JSON object"),
+        ('{"sub_goals": ' + "[" * 9000 + "}", "not the JSON object"),
+        ('{"sub_goals": [{"names": ["\\ud800"], "importance": 1}]}', "not the JSON object"),
+        (said({"names": ["Ann Lee"], "importance": 0}), "importance"),
+        (said({"names": ["Ann Lee"], "importance": 1e300}), "importance"),
+        ('{"sub_goals": [{"names": ["Ann Lee"], "importance": NaN}]}', "not the JSON object"),
+        (said({"names": [], "importance": 1}), "names"),
+        (said({"names": ["?"], "importance": 1}), "names"),
+        (said({"names": ["x" * 300], "importance": 1}), "names"),
+        (said(*[GOAL] * 17), "sub_goals"),
+        (said(GOAL, GOAL), "twice"),
+        (said({"names": ["moss"], "importance": 1}), "the answer itself"),
+        (said({**GOAL, "query": "who is Ann Lee"}), "gives 'Ann Lee' or the answer away"),
+        (said({**GOAL, "query": "author born in Moss"}), "gives 'Ann Lee' or the answer away"),
+        (said({"names": ["Utopia"], "importance": 1}), "the question itself names 'Utopia'"),
+        (said({"names": ["Bo Dahl"], "importance": 1}), "the passages do not name 'Bo Dahl'"),
+        ("x" * MAX_REPLY_CHARS + said(GOAL), "more than 20000"),
+    ],
+)
+def test_what_cannot_be_used_is_explained(reply: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_reply(ASKED, reply)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.text(max_size=60) | st.text('{}[]":,sub_goalnmeipre123 ', max_size=80))
+def test_any_reply_is_read_or_refused(reply: str) -> None:
+    for text in (reply, f"{reply}{said(GOAL)}", f"{said(GOAL)}{reply}"):
+        try:
+            goals = read_reply(ASKED, text)
+        except UserError:
+            continue
+        assert goals == () or goals[0].names[0].startswith("Ann Lee")

@@ -1,0 +1,131 @@
+"""Benchmarks that a run asks while it trains: their metrics, and that nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Server, check_same_run, read, rows
+
+pytest_plugins = ("cli_runs",)
+
+
+@pytest.fixture(scope="module")
+def asked(place: Path, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Options of a run that asks two benchmarks every third step."""
+    tasks = read(place / "tasks.jsonl")[:5]
+    (place / "mine.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    puzzles = [{"query": "24 from 1, 2, 3, 4", "question": [1, 2, 3, 4]}]
+    (place / "gameof24.json").write_text(json.dumps(puzzles))
+    named = f'["mine={place / "mine.jsonl"}:qa", "gameof24"]'
+    return (
+        *words,
+        *("--eval.every", "3", "--eval.benchmarks", named, "--tasks.benchmarks", str(place)),
+        *("--eval.trials", "2", "--eval.rows", "4"),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(
+    place: Path, server: Server, asked: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    path = tmp_path_factory.mktemp("benchmarks") / "run"
+    code, lines, _ = server.run("train", *asked, "--run.dir", path, before=NO_PICTURE)
+    assert (code, lines) == (0, [])
+    return path
+
+
+def of_benchmarks(record: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in record.items() if key.startswith("eval_") and "/" in key}
+
+
+def test_every_evaluation_asks_them(run: Path) -> None:
+    found = {record["step"]: of_benchmarks(record) for record in read(run / "metrics.jsonl")}
+    assert [step for step, metrics in found.items() if metrics] == [0, 3, 6]
+    for metrics in filter(None, found.values()):
+        assert set(metrics) == {
+            *(f"eval_{name}/mine" for name in ("accuracy", "em", "f1", "turns")),
+            *(f"eval_{name}/gameof24" for name in ("accuracy", "turns")),
+        }
+        # Four questions, twice each.
+        assert metrics["eval_accuracy/mine"] * 8 == pytest.approx(
+            round(metrics["eval_accuracy/mine"] * 8)
+        )
+        assert metrics["eval_em/mine"] == metrics["eval_accuracy/mine"] <= metrics["eval_f1/mine"]
+    assert any(metrics.get("eval_accuracy/mine", 0) > 0 for metrics in found.values()), (
+        "this run shows something"
+    )
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["warm"]["benchmarks"] == found[0]
+    assert set(summary["trained"]["benchmarks"]) == set(found[0])
+
+
+def test_training_is_the_same_with_them_and_without(
+    run: Path, server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    code, _, _ = server.run(
+        "train", *words, "--eval.every", "3", "--run.dir", plain, before=NO_PICTURE
+    )
+    assert code == 0
+    ours, theirs = rows(run, "metrics.jsonl"), rows(plain, "metrics.jsonl")
+    left = [
+        {key: value for key, value in record.items() if key not in of_benchmarks(record)}
+        for record in ours
+    ]
+    assert left == theirs
+    for name in ("trajectories.jsonl", "held_out.jsonl"):
+        assert rows(run, name) == rows(plain, name)
+
+
+def test_a_run_that_was_killed_goes_on_with_them(
+    run: Path, server: Server, asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    again = tmp_path / "run"
+    before = NO_PICTURE + KILL.format(
+        module="flowtrain.run.run_logger", path="RunLogger.log", number=5, after=True
+    )
+    code, _, _ = server.run("train", *asked, "--run.dir", again, before=before)
+    assert code == -signal.SIGKILL
+    server.resume(again, *asked)
+    check_same_run(again, run)
+
+
+def test_greedy_asks_nothing_by_chance(
+    run: Path, server: Server, asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Two trials at temperature 0 are the same: every number of rights is even."""
+    shutil.copytree(run, tmp_path / "run")
+    more = ("--train.num_steps", str(NUM_STEPS + 3), "--eval.temperature", "0")
+    server.resume(tmp_path / "run", *asked, *more)
+    last = read(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == NUM_STEPS + 3 and last["eval_accuracy/mine"] * 4 in range(5)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--eval.benchmarks", '["aime24"]'), "benchmark 'aime24': there is neither"),
+        (("--eval.benchmarks", '["aime"]'), "benchmark 'aime' is unknown; known: bamboogle"),
+        (
+            ("--eval.benchmarks", '["mine={}/tasks.jsonl:choice"]'),
+            "choice",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_found_out_before_the_run(
+    server: Server,
+    place: Path,
+    asked: tuple[str, ...],
+    tmp_path: Path,
+    more: tuple[str, ...],
+    said: str,
+) -> None:
+    more = tuple(word.replace("{}", str(place)) for word in more)
+    code, lines, _ = server.run("train", *asked, *more, "--run.dir", tmp_path / "run")
+    assert code == 2 and len(lines) == 1 and said in lines[0], lines
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
