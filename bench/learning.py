@@ -8,6 +8,9 @@ the same number of sampled response tokens, the most that every run has reached:
 over seeds. "gain" is how much the mean is above that of the first arm, seed by seed; "to level" are
 the tokens, in thousands, until the reward is at --level for the first time, of the runs that get
 there ("reached").
+
+--study omega trains nothing: it draws SYNTHETIC long rollouts and asks by gamma how much is left of
+the second factor of APPO's branching score, which is clipped.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
+from flowkernels import branch_points, branching_score
 from tqdm import tqdm
 
 from bench.measure import print_table, write_json
@@ -54,9 +59,11 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "flow_grpo": ["--train.num_steps", "60"],
         "appo": [*APPO, "--appo.rule", "score"],
         "appo, no future": [*APPO, "--appo.rule", "score", "--appo.future_coef", "0"],
+        "appo, single group": [*APPO, "--appo.advantage_groups", "single"],
         "entropy": [*APPO, "--appo.rule", "entropy"],
         "arpo": [*APPO, "--appo.rule", "arpo"],
     },
+    "gamma": {f"gamma {g}": [*APPO, "--appo.gamma", g] for g in ("1", "0.99", "0.9", "0")},
     "infoflow": {
         "flow_grpo": [*DEEP, "--train.num_steps", "200"],
         "infoflow, no hints": [
@@ -101,6 +108,11 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9
 """Student's t, two-sided, by number of seeds."""
 
 
+GAMMAS = (0.0, 0.9, 2 ** (-1 / 64), 0.99, 0.999, 1.0)
+DRIFTS = (1e-5, 1e-4, 1e-3, 1e-2)
+"""KL per token, in nats, of the policy to the one that Omega divides by."""
+NUM_POINTS = 8
+
 Curve = tuple[list[float], list[float]]
 """Tokens sampled so far, and held-out reward, at every evaluation."""
 
@@ -110,10 +122,11 @@ def main() -> None:
     parser.add_argument(
         "--warm",
         nargs="+",
-        required=True,
         help="model folders of flowtrain.rft; seed i starts from number i mod their number",
     )
-    parser.add_argument("--study", choices=list(STUDIES), default="appo", help="default: appo")
+    parser.add_argument(
+        "--study", choices=[*STUDIES, "omega"], default="appo", help="default: appo"
+    )
     parser.add_argument("--arms", nargs="+", help="default: all of the study")
     parser.add_argument(
         "--seeds", type=int, default=5, choices=list(T_95), metavar="N", help="2 to 10 (default: 5)"
@@ -128,6 +141,14 @@ def main() -> None:
     parser.add_argument("--plot", metavar="PNG", help="draw the curves into this file")
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     args = parser.parse_args()
+    if args.study == "omega":
+        rows = [omega_row(drift, gamma) for drift in DRIFTS for gamma in GAMMAS]
+        print_table(rows)
+        if args.json:
+            write_json(args.json, rows)
+        return
+    if not args.warm:
+        parser.error(f"--warm is needed for the study {args.study!r}")
     study = STUDIES[args.study]
     if unknown := set(args.arms or study) - set(study):
         parser.error(
@@ -245,6 +266,38 @@ def tokens_to(level: float, run: Curve) -> float | None:
     if not index:
         return None if index is None else tokens[0]
     return float(np.interp(level, rewards[index - 1 : index + 1], tokens[index - 1 : index + 1]))
+
+
+def omega_row(
+    drift: float, gamma: float, num_rollouts: int = 32, num_tokens: int = 4096
+) -> dict[str, float]:
+    """Where Omega lies in rollouts of a policy that has moved by `drift` nats per token, and which
+    share of the branch points is that of entropy alone.
+
+    Entropies are log-normal, so that few tokens have most of it. A token's log-ratio is normal with
+    a variance in proportion to its entropy, and a mean of half the variance: then the other
+    policy's probabilities sum to 1, and the mean over tokens is `drift`.
+    """
+    rng = torch.Generator().manual_seed(0)
+    shape = (num_rollouts, num_tokens)
+    entropy = (1.5 * torch.randn(shape, generator=rng) - 2).exp()
+    variance = 2 * drift * entropy / entropy.mean()
+    log_ratio_T = (variance / 2 + variance.sqrt() * torch.randn(shape, generator=rng)).flatten()
+    entropy_T, zeros_T = entropy.flatten(), torch.zeros(num_rollouts * num_tokens)
+    bounds = torch.arange(num_rollouts + 1) * num_tokens
+    scores = branching_score(log_ratio_T, zeros_T, entropy_T, bounds, gamma=gamma)
+    alone = branching_score(zeros_T, zeros_T, entropy_T, bounds)
+    ours, theirs = (branch_points(s, bounds, num_points=NUM_POINTS) for s in (scores, alone))
+    same = (ours[:, :, None] == theirs[:, None, :]).any(-1)
+    low, high = (scores.omega_T <= 0.8).float().mean(), (scores.omega_T >= 1.2).float().mean()
+    return {
+        "KL per token": drift,
+        "gamma": gamma,
+        "at 0.8": float(low),
+        "at 1.2": float(high),
+        "between": float(1 - low - high),
+        "places of entropy": float(same.float().mean()),
+    }
 
 
 def half_width(values: Sequence[float]) -> float:

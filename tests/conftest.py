@@ -58,6 +58,7 @@ SLOW = (
     "node/test_node_process.py",
     "rewards/test_gym_rewards.py",
     "run/test_agentflow_configs.py",
+    "run/test_appo_config.py",
     "run/test_dry_run.py",
     "run/test_infoflow_configs.py",
     "tasks/test_gym_tasks.py",

@@ -107,7 +107,7 @@ def test_two_ranks_branch_and_train_like_one(
     server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The same roots, branches and rewards, and the same training but for the rounding of sums; the
-    reference's log-probs travel along.
+    reference's log-probs travel along, and A_fut sees the turns of a rollout wherever they are.
     """
     appo = (
         *words,
@@ -117,6 +117,7 @@ def test_two_ranks_branch_and_train_like_one(
         "3",
         "--appo.spacing",
         "2",
+        *("--appo.future_scope", "rollout", "--appo.dual_clipped", "drop"),
         "--train.num_steps",
         "3",
     )

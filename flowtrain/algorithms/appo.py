@@ -10,6 +10,7 @@ part of the loss (`flowkernels.future_aware`), because it depends on the current
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -30,10 +31,11 @@ from flowtrain.types import (
 )
 
 if TYPE_CHECKING:
-    from flowkernels import LossSpec, TokenLossFn
+    from flowkernels import FutureRatio, LossSpec, TokenLossFn
     from transformers import PreTrainedTokenizerFast
 
     from flowtrain.agents.registry import AgentKind
+    from flowtrain.training.minibatch_factor import MinibatchFactor
     from flowtrain.training.trainer import Trainer
 
 
@@ -96,17 +98,53 @@ class Appo(Algorithm):
             num_groups=self.config.rollout.num_questions,
             trains_branches=self.config.appo.rule == "arpo",
             keeps_equals=self.config.algorithm.equal_groups == "keep",
+            is_one_group=self.config.appo.advantage_groups == "single",
         )
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
-        """Multiply the advantages by the future-aware factor (eqs. 7 and 8)."""
-        from flowkernels import FutureRatio, future_aware
+        """Multiply the advantages by the future-aware factor (eqs. 7 and 8), where a row of turns
+        is enough to know it.
+        """
+        from flowkernels import future_aware
+
+        if not self._is_future_aware or self._needs_minibatch:
+            return spec
+        return future_aware(spec, self._future_ratio())
+
+    def minibatch_factor(self) -> MinibatchFactor | None:
+        """Take the future-aware factor over whole rollouts, and sequences that the dual clip bounds
+        out of the mean, where either is asked for.
+        """
+        from flowkernels import future_factor
+
+        from flowtrain.training.minibatch_factor import MinibatchFactor
+
+        if not self._is_future_aware or not self._needs_minibatch:
+            return None
+        a, dual_clip = self.config.appo, self.config.algorithm.dual_clip
+
+        factor = functools.partial(
+            future_factor,
+            future=self._future_ratio(),
+            dual_clip=dual_clip,
+            leaves_mean=a.dual_clipped == "drop",
+        )
+        return MinibatchFactor(factor, joins_turns=a.future_scope == "rollout")
+
+    @property
+    def _is_future_aware(self) -> bool:
+        return self.config.appo.rule != "arpo" and self.config.appo.future_coef != 0
+
+    @property
+    def _needs_minibatch(self) -> bool:
+        a = self.config.appo
+        return a.future_scope == "rollout" or a.dual_clipped == "drop"
+
+    def _future_ratio(self) -> FutureRatio:
+        from flowkernels import FutureRatio
 
         a = self.config.appo
-        if a.rule == "arpo" or a.future_coef == 0:
-            return spec
-        ratio = FutureRatio(a.future_coef, a.future_half_life, a.future_low, a.future_high)
-        return future_aware(spec, ratio)
+        return FutureRatio(a.future_coef, a.future_half_life, a.future_low, a.future_high)
 
     def clips(self, chosen: Options) -> dict[str, float]:
         higher = {} if chosen.m2po is not None else {"clip_high": 0.28}
@@ -143,6 +181,12 @@ class Appo(Algorithm):
             raise UserError(
                 f"appo.future_low={appo.future_low} must be at most "
                 f"appo.future_high={appo.future_high}"
+            )
+        if appo.future_scope == "rollout" and config.train.minibatch_size:
+            raise UserError(
+                f"train.minibatch_size={config.train.minibatch_size} deals the turns of a rollout "
+                "out to several updates, over which appo.future_scope='rollout' cannot look; set "
+                "train.num_minibatches, which deals out questions"
             )
         if config.algorithm.loss == "gspo" and appo.future_coef:
             raise UserError(
@@ -186,6 +230,7 @@ def appo(
     num_groups: int | None = None,
     trains_branches: bool = False,
     keeps_equals: bool = False,
+    is_one_group: bool = False,
 ) -> TrainBatch:
     """Compute per-token advantages of the roots of scored groups; every token weighs 1, so that
     the objective is the mean over tokens.
@@ -198,6 +243,8 @@ def appo(
             like roots.
         keeps_equals: train groups in which neither roots nor branches differ in reward, too. They
             carry no signal, and by default they are left out.
+        is_one_group: normalise the rewards of roots and branches together (the paper's ablation
+            "single group", as far as it is described); all else stays.
 
     Turns without tokens are counted.
     """
@@ -206,7 +253,7 @@ def appo(
     num_dropped = num_empty = 0
     for group in groups:
         minibatch = group.index * num_minibatches // num_groups
-        credited = _everyone(group) if trains_branches else _roots(group)
+        credited = _everyone(group) if trains_branches else _roots(group, is_one_group)
         found = [sample for member in credited for sample in _samples(group, *member, minibatch)]
         has_signal = any(any(sample.advantages) for sample in found)
         is_trained = has_signal or (keeps_equals and bool(found))
@@ -233,17 +280,20 @@ def _everyone(group: Group) -> list[tuple[int, float, _Branches]]:
     return [(member, a, ()) for member, a in zip(members, advantages, strict=True)]
 
 
-def _roots(group: Group) -> list[tuple[int, float, _Branches]]:
+def _roots(group: Group, is_one_group: bool) -> list[tuple[int, float, _Branches]]:
     """(trajectory, advantage, its branches) of the roots."""
     finished = [(n, t) for n, t in enumerate(group.trajectories) if not t.error]
-    roots = [(n, t) for n, t in finished if t.branch is None]
+    roots = [(n, reward_of(t)) for n, t in finished if t.branch is None]
     branches = [(t.branch, reward_of(t)) for _, t in finished if t.branch is not None]
+    of_roots, of_branches = [r for _, r in roots], [r for _, r in branches]
+    if is_one_group:
+        advantages = normalise(of_roots + of_branches)
+    else:
+        advantages = normalise(of_roots) + normalise(of_branches)
     left: dict[int, list[tuple[int, int, float]]] = {n: [] for n, _ in roots}
-    advantages = normalise([reward for _, reward in branches])
-    for (point, _), advantage in zip(branches, advantages, strict=True):
+    for (point, _), advantage in zip(branches, advantages[len(roots) :], strict=True):
         left[point.parent].append((point.turn, point.token, advantage))
-    advantages = normalise([reward_of(t) for _, t in roots])
-    return [(n, a, tuple(left[n])) for (n, _), a in zip(roots, advantages, strict=True)]
+    return [(n, a, tuple(left[n])) for (n, _), a in zip(roots, advantages, strict=False)]
 
 
 def _samples(

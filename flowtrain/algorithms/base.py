@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from flowtrain.agents.registry import AgentKind
     from flowtrain.tasks.sets import TaskSet
     from flowtrain.tools import Tool
+    from flowtrain.training.minibatch_factor import MinibatchFactor
     from flowtrain.training.token_scores import Scored
     from flowtrain.training.trainer import Trainer
 
@@ -138,6 +139,12 @@ class Algorithm(ABC):
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
         """Return the loss of a mini-batch, whose clips M2PO may have changed in `spec`."""
         return spec
+
+    def minibatch_factor(self) -> MinibatchFactor | None:
+        """Return what advantages are multiplied by where it takes a look at a whole mini-batch,
+        which costs a forward pass; None: nothing does.
+        """
+        return None
 
     def clips(self, chosen: Options) -> dict[str, float]:
         """Return the defaults of `clip_low`, `clip_high` and `dual_clip`, where there is one."""

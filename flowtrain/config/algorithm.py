@@ -66,6 +66,9 @@ class Appo(Section):
     keep_token: bool = False
     """a branch keeps the token it was chosen for and goes on after it (the released code), instead
     of sampling that one anew"""
+    advantage_groups: Literal["dual", "single"] = "dual"
+    """dual: the rewards of roots and those of branches are normalised apart; single: together, the
+    paper's ablation. The rule arpo always has one group"""
     omega: Literal["reference", "behavior"] = "reference"
     """denominator of the future ratio: the policy that training started from, or the sampler's
     log-probs (for stale rollouts)"""
@@ -82,6 +85,14 @@ class Appo(Section):
     """least A_fut"""
     future_high: float = Field(1.2, ge=0)
     """greatest A_fut"""
+    future_scope: Literal["turn", "rollout"] = "turn"
+    """tokens that A_fut looks ahead to, and among which more than one that the dual clip bounds
+    take a sequence out of the policy term. turn: those of the response; rollout: those of all later
+    turns too, without prompts and tool results in between (the released code's rollouts are one
+    response); one more forward pass"""
+    dual_clipped: Literal["count", "drop"] = "count"
+    """tokens of sequences that the dual clip takes out of the policy term. count: its mean is still
+    over them; drop: over the others alone (the released code); one more forward pass"""
 
 
 class Infoflow(Section):

@@ -17,6 +17,7 @@ from flowtrain.run.components import RunComponents
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.lr_schedule import learning_rate
+from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.model import ShardSpec, named_weights
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -48,6 +49,7 @@ class PolicyTrainer:
             optim=optim_spec(components),
             needs_reference=algorithm.needs_reference,
             token_loss=algorithm.token_loss,
+            factor=algorithm.minibatch_factor(),
         )
         return cls(components, ranks, store, trainer, make_publisher(components, store, ranks))
 
@@ -134,6 +136,7 @@ def make_trainer(
     optim: OptimSpec,
     needs_reference: bool = False,
     token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
+    factor: MinibatchFactor | None = None,
 ) -> Trainer:
     """Shard the model over the ranks that train; a frozen copy becomes the reference policy."""
     config = components.config
@@ -161,6 +164,7 @@ def make_trainer(
         temperature=temperature,
         reference=reference,
         token_loss=token_loss,
+        factor=factor,
     )
 
 

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lm_head import forward, fused_head, run_head
+from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.model import is_sharded_by_layer
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.token_scores import TokenScores
@@ -84,6 +85,7 @@ class Trainer:
         temperature: float = 1.0,
         reference: PreTrainedModel | None = None,
         token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
+        factor: MinibatchFactor | None = None,
     ) -> None:
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
         self.model = model.train()
@@ -104,6 +106,8 @@ class Trainer:
         self._reduces_every_row = is_sharded_by_layer(model)
         self._token_loss_of = token_loss
         self._token_loss = token_loss(loss)
+        self._factor = factor
+        self._scores_minibatch = optim.m2po is not None or factor is not None
 
     @property
     def device(self) -> torch.device:
@@ -138,10 +142,13 @@ class Trainer:
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
             token_loss = None
+            found = self.score(self.model, rows) if self._scores_minibatch else []
             if self._optim.m2po is not None:
-                trusted = self._within_region(rows, self._optim.m2po)
+                trusted = self._within_region(rows, found, self._optim.m2po)
                 step_metrics.ratio_bounds.append(1 + trusted.clip_high)
                 token_loss = self._token_loss_of(trusted)
+            if self._factor is not None:
+                rows = self._factor.scale(rows, found, self._world)
             loss = self.forward_backward(
                 rows,
                 normaliser,
@@ -234,11 +241,12 @@ class Trainer:
         scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
         return scores[: len(rows)]
 
-    def _within_region(self, rows: Sequence[PackedRow], threshold: float) -> LossSpec:
+    def _within_region(
+        self, rows: Sequence[PackedRow], scores: Sequence[LogProbs], threshold: float
+    ) -> LossSpec:
         """The loss with M2PO's clip, which depends on all tokens of the mini-batch under the
-        current weights; collective.
+        current weights, which the `scores` are of; collective.
         """
-        scores = self.score(self.model, rows)
         found = [
             divergent_log_ratios(s.logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
             for s, r in zip(scores, rows, strict=True)
@@ -252,9 +260,7 @@ class Trainer:
         """FLOPs of the forward and backward pass and of the scores that the loss asks for, without
         what is recomputed to spare memory.
         """
-        num_passes = (
-            3 + self._optim.rescore + self._scores_reference + (self._optim.m2po is not None)
-        )
+        num_passes = 3 + self._optim.rescore + self._scores_reference + self._scores_minibatch
         return num_passes * sum(self._cost.flops(row) for rows in minibatches for row in rows)
 
     def _prepare(self, rows: Sequence[PackedRow]) -> list[PackedRow]:

@@ -16,7 +16,7 @@ from flowkernels.branching import (
     branching_score,
     discounted_reverse_scan,
 )
-from flowkernels.future_ratio import FutureRatio, future_aware
+from flowkernels.future_ratio import FutureRatio, future_aware, future_factor
 from flowkernels.linear_logprobs import linear_logprobs
 from flowkernels.linear_policy_loss import linear_policy_loss
 from flowkernels.logprobs import LogProbs, logprobs
@@ -58,6 +58,7 @@ __all__ = [
     "discounted_reverse_scan",
     "divergent_log_ratios",
     "future_aware",
+    "future_factor",
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",

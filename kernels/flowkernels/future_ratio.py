@@ -66,38 +66,73 @@ class FutureRatio:
 
 
 def future_ratio(
-    tokens: Tokens,
+    log_ratio_T: Tensor,
     advantage_T: Tensor,
+    weight_T: Tensor,
+    cu_seqlens_S1: Tensor,
     future: FutureRatio,
     dual_clip: float | None,
     impl: str = "auto",
 ) -> Tensor:
     """A_fut, fp32 [T], before the 1 + coef; anything where a token has no weight."""
-    assert tokens.old_logprob_T is not None and tokens.cu_seqlens_S1 is not None
-    log_ratio_T = tokens.logprob_T - tokens.old_logprob_T
-    joins_T = (tokens.weight_T != 0) & (log_ratio_T <= math.log(dual_clip or math.inf))
+    joins_T = (weight_T != 0) & (log_ratio_T <= math.log(dual_clip or math.inf))
     sum_T = discounted_reverse_scan(
-        log_ratio_T.float(), tokens.cu_seqlens_S1, gamma=future.gamma, mask_T=joins_T, impl=impl
+        log_ratio_T.float(), cu_seqlens_S1, gamma=future.gamma, mask_T=joins_T, impl=impl
     )
     future_T = sum_T.clamp(-20.0, 20.0).exp().clamp(future.low, future.high)
     is_risky_T = (advantage_T < 0) & (log_ratio_T > math.log(_RISKY_RATIO))
     return torch.where(is_risky_T, future_T.clamp(_RISKY_LOW, 1.0), future_T)
 
 
+def future_factor(
+    log_ratio_T: Tensor,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    cu_seqlens_S1: Tensor,
+    *,
+    future: FutureRatio,
+    dual_clip: float | None,
+    leaves_mean: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """What the advantages are multiplied by, fp32 [T]: 1 + coef A_fut, and 0 in sequences that take
+    no part in the policy term; anything where a token has no weight. No gradient.
+
+    Args:
+        log_ratio_T: [T] fp32, logp - old.
+        advantage_T: [T] fp32, of which the sign counts.
+        weight_T: [T] fp32.
+        cu_seqlens_S1: [S + 1] int32 or int64, the sequences: turns, or whole rollouts.
+        dual_clip: c of the loss; None: it has none, and all sequences take part.
+        leaves_mean: sequences that take no part leave the mean of the policy term too, as in APPO's
+            released code. The tokens are all those of the mean then: the others' factors grow by
+            the sum of all weights over the sum of theirs. The KL term keeps its mean.
+    """
+    part_T = _takes_part(log_ratio_T, advantage_T, weight_T, cu_seqlens_S1, future, dual_clip)
+    ratio_T = future_ratio(
+        log_ratio_T, advantage_T, weight_T, cu_seqlens_S1, future, dual_clip, impl
+    )
+    factor_T = (1 + future.coef * ratio_T) * part_T
+    if not leaves_mean:
+        return factor_T
+    kept = (weight_T * part_T).sum()
+    return factor_T * torch.where(kept > 0, weight_T.sum() / kept, 0.0)
+
+
 def _takes_part(
-    tokens: Tokens, advantage_T: Tensor, future: FutureRatio, dual_clip: float | None
+    log_ratio_T: Tensor,
+    advantage_T: Tensor,
+    weight_T: Tensor,
+    cu_seqlens_S1: Tensor,
+    future: FutureRatio,
+    dual_clip: float | None,
 ) -> Tensor:
     """1 for tokens of sequences that stay in the policy term, else 0."""
     if future.max_dual_clipped is None or dual_clip is None:
         return torch.ones_like(advantage_T)
-    assert tokens.old_logprob_T is not None and tokens.cu_seqlens_S1 is not None
-    is_bounded_T = (
-        (tokens.weight_T != 0)
-        & (advantage_T < 0)
-        & (tokens.logprob_T - tokens.old_logprob_T > math.log(dual_clip))
-    )
-    sequence_T = sequence_ids(tokens.cu_seqlens_S1, len(advantage_T))
-    count_S = advantage_T.new_zeros(len(tokens.cu_seqlens_S1) - 1).index_add_(
+    is_bounded_T = (weight_T != 0) & (advantage_T < 0) & (log_ratio_T > math.log(dual_clip))
+    sequence_T = sequence_ids(cu_seqlens_S1, len(advantage_T))
+    count_S = advantage_T.new_zeros(len(cu_seqlens_S1) - 1).index_add_(
         0, sequence_T, is_bounded_T.to(advantage_T.dtype)
     )
     return (count_S <= future.max_dual_clipped).to(advantage_T.dtype)[sequence_T]
@@ -108,7 +143,8 @@ def future_aware(spec: LossSpec, future: FutureRatio, impl: str = "auto") -> Tok
 
     They need `old_logprob_T` and `cu_seqlens_S1` (the responses) then. TIS acts on the advantage as
     in `policy_loss`; MIS is a matter of the weights, which the caller takes from
-    `correct_for_sampler` beforehand.
+    `correct_for_sampler` beforehand. Where sequences are not together in one call, or tokens are to
+    leave the mean, `future_factor` gives what to multiply advantages by.
 
     Raises:
         ValueError: the policy of `spec` has no ratio of a token ("nll", "gspo"), or a tensor is
@@ -124,13 +160,15 @@ def future_aware(spec: LossSpec, future: FutureRatio, impl: str = "auto") -> Tok
         if tokens.old_logprob_T is None or tokens.cu_seqlens_S1 is None:
             raise ValueError("future-aware advantages need old_logprob_T and cu_seqlens_S1")
         base_T = tokens.corrected(spec).advantage_T
-        factor_T = 1 + future.coef * future_ratio(tokens, base_T, future, spec.dual_clip, impl)
-        return token_loss(
-            spec,
-            replace(
-                tokens,
-                advantage_T=base_T * factor_T * _takes_part(tokens, base_T, future, spec.dual_clip),
-            ),
+        factor_T = future_factor(
+            tokens.logprob_T - tokens.old_logprob_T,
+            base_T,
+            tokens.weight_T,
+            tokens.cu_seqlens_S1,
+            future=future,
+            dual_clip=spec.dual_clip,
+            impl=impl,
         )
+        return token_loss(spec, replace(tokens, advantage_T=base_T * factor_T))
 
     return loss

@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowtrain.algorithms import load_algorithm
 from flowtrain.algorithms.appo import appo
+from flowtrain.config.options import parse
 from flowtrain.types import (
     BranchPoint,
     Call,
@@ -45,6 +48,12 @@ def advantages(*trajectories: Trajectory) -> list[list[float]]:
     return [list(sample.advantages) for sample in appo([Group(0, trajectories)]).samples]
 
 
+def single(*trajectories: Trajectory) -> list[list[float]]:
+    """The advantages with one group."""
+    batch = appo([Group(0, trajectories)], is_one_group=True)
+    return [list(sample.advantages) for sample in batch.samples]
+
+
 def approx(value: Any) -> Any:
     return pytest.approx(value, rel=1e-12, abs=1e-12)
 
@@ -75,6 +84,38 @@ def test_a_branch_credits_every_turn_before_it() -> None:
         approx([A, A]),
     )
     assert other == approx([-A]), "a branch at the first token shares none"
+
+
+def test_one_group_by_hand() -> None:
+    """Roots 4, 0, 2 and a branch 2: mean 2, std sqrt(2), and the branch has 0 like the last root.
+    Roots 1, 1 and branches 0, 2 of root 0 at tokens 1 and 3: roots 0, branches -C and +C with std
+    sqrt(1/2). Branches alone would have std 1.
+    """
+    lopsided = rollout(4, 3), rollout(0, 1), rollout(2, 9, branch=(0, 0, 1)), rollout(2, 9)
+    half = 2 / (2**0.5 + 1e-6)
+    assert single(*lopsided) == [approx([half] * 3), approx([-half]), approx([0.0] * 9)]
+    roots = rollout(1, 4), rollout(1, 2)
+    branches = rollout(0, 9, branch=(0, 0, 1)), rollout(2, 9, branch=(0, 0, 3))
+    c = 1 / (0.5**0.5 + 1e-6)
+    assert single(*roots, *branches) == [approx([0, c, c, 0]), approx([0, 0])]
+    alone = 1 / (1 + 1e-6)
+    assert advantages(*roots, *branches) == [approx([0, alone, alone, 0]), approx([0, 0])]
+
+
+def test_one_group_compares_roots_with_branches() -> None:
+    """Roots 1, 1 and branches 0, 0: apart nobody differs, and nothing is trained; together std
+    1/2: roots +A, branches -A, which cancel on the token that root 0 shares with its branch.
+    """
+    flat = (
+        rollout(1, 2),
+        rollout(1, 2),
+        rollout(0, 9, branch=(0, 0, 1)),
+        rollout(0, 9, branch=(1, 0, 0)),
+    )
+    assert advantages(*flat) == []
+    assert single(*flat) == [approx([0, A]), approx([A, A])]
+    failed = replace(rollout(0, 5, branch=(1, 0, 1)), reward=None, error="timeout")
+    assert single(*flat, failed) == single(*flat), "failed rollouts are no part of it"
 
 
 @pytest.mark.parametrize(("token", "shared"), [(0, 0), (2, 2), (3, 3)])
@@ -144,6 +185,50 @@ def test_arpo_trains_branches_in_one_group() -> None:
         approx([-A] * 3),
         approx([A]),
     ]
+
+
+LOG_RATIOS = torch.tensor([0.3, 0.4, -0.1, 0.3, 1.5, 1.5])
+BOUNDS = torch.tensor([0, 3, 4, 6])
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("--appo.future_scope", "rollout"), [2.2, 2.2, 2.0, 2.2, 0.0, 0.0]),
+        (("--appo.dual_clipped", "drop"), [3.3, 3.3, 3.0, 3.3, 0.0, 0.0]),
+        (
+            ("--appo.dual_clipped", "drop", "--appo.future_coef", "2", "--appo.future_high", "1.1"),
+            [4.8, 4.8, 4.5, 4.8, 0.0, 0.0],
+        ),
+    ],
+)
+def test_what_looks_at_the_mini_batch_has_the_options_of_the_run(
+    words: tuple[str, ...], wanted: list[float]
+) -> None:
+    """A_fut of the first two tokens and the fourth is above 1.2, of the third exp(-.1), so 1; two
+    tokens of the last sequence, of four in six that stay, are dual-clipped.
+    """
+    config = parse(["--algorithm.name", "appo", *words])
+    assert config is not None
+    algorithm = load_algorithm(config)
+    factor = algorithm.minibatch_factor()
+    assert factor is not None and factor.joins_turns == ("rollout" in words)
+    advantage_T = torch.tensor([1.0, 1, 1, 1, -1, -1])
+    assert factor.of(LOG_RATIOS, advantage_T, torch.ones(6), BOUNDS).tolist() == approx6(wanted)
+    spec = algorithm.loss_spec()
+    assert algorithm.token_loss(spec) == spec, "the factor is applied once"
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--appo.future_scope", "rollout", "--appo.future_coef", "0")]
+)
+def test_by_default_and_without_a_future_no_pass_is_added(words: tuple[str, ...]) -> None:
+    config = parse(["--algorithm.name", "appo", *words])
+    assert config is not None and load_algorithm(config).minibatch_factor() is None
+
+
+def approx6(value: list[float]) -> Any:
+    return pytest.approx(value, rel=1e-6)
 
 
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])

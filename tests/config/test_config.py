@@ -650,6 +650,10 @@ def test_appo_has_its_clips() -> None:
         ),
         (("--appo.future_low", "2"), "appo.future_low=2.0 must be at most appo.future_high=1.2"),
         (("--algorithm.loss", "gspo"), "appo.future_coef must be 0"),
+        (
+            ("--appo.future_scope", "rollout", "--train.minibatch_size", "64"),
+            "train.minibatch_size=64 deals the turns of a rollout out to several updates",
+        ),
     ],
 )
 def test_appo_refuses_budgets_that_do_not_fit(words: tuple[str, ...], message: str) -> None:

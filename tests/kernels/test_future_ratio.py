@@ -127,10 +127,7 @@ def test_future_ratio_ignores_earlier_tokens() -> None:
     future = FutureRatio(half_life=1.0, low=0.0, high=9.0)
 
     def first_ratios(weight: Tensor, bounds: Tensor) -> list[float]:
-        inputs = TokenInputs(
-            advantage_T=ones, weight_T=weight, old_logprob_T=old, cu_seqlens_S1=bounds
-        )
-        return future_ratio(inputs.scored(logprob, ones, ones), ones, future, None).tolist()
+        return future_ratio(logprob - old, ones, weight, bounds, future, None).tolist()
 
     got = first_ratios(ones, bounds)
     d = [0.8, -0.3, 0.05]

@@ -59,7 +59,11 @@ def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
     """
 
     def make(
-        loss: LossSpec | None = None, temperature: float = 1.0, reference: Any = None, **optim: Any
+        loss: LossSpec | None = None,
+        temperature: float = 1.0,
+        reference: Any = None,
+        factor: Any = None,
+        **optim: Any,
     ) -> Trainer:
         model = models.load_model(tiny_path, torch.float64)
         lm_head.equip(model)
@@ -70,6 +74,7 @@ def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
             OptimSpec(**{"lr": 1e-2, **optim}),
             temperature=temperature,
             reference=reference,
+            factor=factor,
         )
 
     return make

@@ -4,6 +4,7 @@ file is the training; the tests compare what it wrote.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from flowkernels import LossSpec
+from flowkernels import FutureRatio, LossSpec, future_factor
 from ranks import fork, launch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,6 +24,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.cost import ForwardCost
+from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -42,7 +44,17 @@ CASES = {
     "by_layer_recompute": (LossSpec(), {}),
     "by_layer_kept_offloaded": (LossSpec(), {"grad_clip": 0.5}),
     "by_layer_m2po": (LossSpec(clip_low=0.95, clip_high=20.0), {"m2po": 0.2}),
+    "by_layer_future": (LossSpec(clip_high=0.28, dual_clip=3.0), {}),
 }
+FACTORS = {
+    "by_layer_future": MinibatchFactor(
+        functools.partial(
+            future_factor, future=FutureRatio(low=0.5, high=2.0), dual_clip=3.0, leaves_mean=True
+        ),
+        joins_turns=True,
+    )
+}
+"""The samples of a group are turns of one rollout, whose rows are balanced over the ranks."""
 HOW = {
     "by_layer_recompute": {"recompute": True},
     "by_layer_kept_offloaded": {"reshard": False, "offload": True},
@@ -101,6 +113,7 @@ def make_trainer(
     loss: LossSpec,
     options: dict[str, Any],
     dtype: torch.dtype = torch.float32,
+    factor: MinibatchFactor | None = None,
     **how: bool,
 ) -> Trainer:
     reference = None
@@ -120,6 +133,7 @@ def make_trainer(
         OptimSpec(lr=1e-2, **options),
         temperature=0.9,
         reference=reference,
+        factor=factor,
     )
     for group in trainer.optimizer.param_groups:
         group["eps"] = (
@@ -187,7 +201,8 @@ def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
     stats: list[dict[str, float]] = []
     passes, scores = [0] * len(GROUPS), []
     if ranks.trainers.is_member:
-        trainer = make_trainer(path, ranks.trainers, loss, options, **HOW.get(name, {}))
+        how = HOW.get(name, {})
+        trainer = make_trainer(path, ranks.trainers, loss, options, factor=FACTORS.get(name), **how)
         trainer.model.register_forward_hook(
             lambda *_: passes.__setitem__(len(stats), passes[len(stats)] + 1)
         )
