@@ -319,7 +319,7 @@ def test_a_window_begins_once_new_nodes_have_made_something() -> None:
         assert processes.num == 2, "one of them has made nothing yet"
     before["nodes"]["b"]["num_groups"] = 1
     for steps in (4, 5):
-        controller.look({**status(steps, (steps, 90 * steps), {}), "nodes": before["nodes"]})
+        controller.look(status(steps, (steps, 90 * steps), dict.fromkeys("ab", (steps, 0.0))))
         assert processes.num == 2, "the step under way then began before"
     controller.look(status(6, (35, 480), dict.fromkeys("ab", (30.0, 0.0))))
     assert processes.num == 4, "half of the time since then a trainer waited"
