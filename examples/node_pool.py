@@ -7,15 +7,18 @@ The pool starts and ends processes of the command after --, where {slot} is the 
 here, from 0. It looks at the service every 30 s, and ends its nodes when training is done, and on
 SIGTERM or Ctrl-C. FLOWTRAIN_TOKEN is the token of the service.
 
-How many nodes are enough follows from a window between two looks. With G nodes that were busy a
-share u of it, and trainers that waited a share w,
+How many nodes are enough follows from a window between two looks, which begins once every node has
+made a group or had to wait, and trainers have ended a step since: rollouts take minutes, a node
+that has just begun makes nothing, and a trainer tells at the end of a step how long it waited.
+With G nodes that were busy a share u of it, and trainers that waited a share w,
 
     demand = G u / (1 - w)      nodes, if none of them were ever idle and no trainer waited
 
 because a trainer that did not wait would consume 1 / (1 - w) times as much. The pool grows to the
 demand when w is above a band, shrinks to the demand and a tenth when w is below it, and stays as it
 is within the band. It does not oscillate: after growing w is about 0 and u about 1, so that a tenth
-above the demand is above G; after shrinking u is at most 1 / 1.1, and no trainer waits.
+above the demand is above G; after shrinking u is at most 1 / 1.1, and no trainer waits. A node is
+busy while any of its slots is, so that a pool which begins too large stays larger than it need be.
 
 (AstraFlow's rule shrinks by consumed / produced groups. Groups that a filter drops would look like
 surplus to it, and where leases are refused because buffers are full, both rates are the same
@@ -56,6 +59,8 @@ _SOON_S = 20.0
 _MAX_EARLY = 3
 _NUM_SETTLING = 3
 """Looks that new nodes have to join; after them the pool goes by those that have."""
+_NUM_WARMING = 20
+"""Looks that they have to make a group each."""
 _SLOT = "{slot}"
 
 
@@ -116,6 +121,22 @@ def window_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Windo
 
 def nodes_at_work(status: Mapping[str, Any]) -> dict[str, Any]:
     return {name: node for name, node in status["nodes"].items() if node["seen_s_ago"] < _SILENT_S}
+
+
+def _is_warm(node: Mapping[str, Any]) -> bool:
+    """Whether it has made a group, or has found nothing to do."""
+    return bool(node["num_groups"] or node["waited_s"])
+
+
+def _has_stepped(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether each trainer at work has ended a step in between: it tells then how long it waited,
+    for that step too, before the nodes were warm.
+    """
+    return all(
+        _gain(before["policies"].get(name, {}), policy, "busy_s") > 0
+        for name, policy in after["policies"].items()
+        if policy["state"] == "live"
+    )
 
 
 def _gain(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> float:
@@ -203,6 +224,8 @@ class Controller:
         self._smallest = smallest
         self._largest = largest
         self._before: Mapping[str, Any] | None = None
+        self._warm: Mapping[str, Any] | None = None
+        """The first look at nodes that are all warm."""
         self._num_looks = 0
 
     def look(self, status: Mapping[str, Any]) -> bool:
@@ -212,13 +235,18 @@ class Controller:
             return False
         self._processes.reap()
         num_own = len(self._processes)
-        num_all = len(nodes_at_work(status))
+        nodes = nodes_at_work(status)
+        num_all = len(nodes)
         if num_own < self._smallest:
             self._resize(self._smallest)
         elif self._before is None:
             self._num_looks += 1
-            if num_all >= num_own or self._num_looks > _NUM_SETTLING:
-                self._before = status
+            have_joined = num_all >= num_own or self._num_looks > _NUM_SETTLING
+            are_warm = all(map(_is_warm, nodes.values())) or self._num_looks > _NUM_WARMING
+            if have_joined and are_warm:
+                self._warm = self._warm or status
+                if _has_stepped(self._warm, status):
+                    self._before = status
         elif (window := window_between(self._before, status)).num_trained:
             self._before = status
             num_others = max(0, num_all - num_own)
@@ -237,7 +265,7 @@ class Controller:
     def _resize(self, num: int) -> None:
         """Resize, and begin a new window once all nodes are at work."""
         self._processes.resize(num)
-        self._before = None
+        self._before = self._warm = None
         self._num_looks = 0
 
 

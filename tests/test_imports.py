@@ -236,7 +236,7 @@ ORDER = (
     ("rewards", "algorithms", "report"),
     ("dataflow",),
     ("run",),
-    ("node", "evals"),
+    ("node", "evals", "launch"),
     ("train", "rft"),
 )
 """The rooms of the house: each imports itself and rooms above it, never its neighbours or below."""

@@ -232,7 +232,7 @@ def _merged(values: _Values, overrides: Mapping[str, str]) -> Config:
     try:
         return Config.model_validate(values.tables)
     except ValidationError as error:
-        raise UserError(_explain(error, origins)) from None
+        raise UserError(explain(error, origins)) from None
 
 
 def _path(key: str, origin: str = "") -> tuple[str, ...]:
@@ -271,7 +271,8 @@ def _value(key: str, text: str) -> Any:
     return text if option and option.kind == "STR" and not isinstance(value, str) else value
 
 
-def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+def explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+    """Say in one line which key has which value, and why it cannot be. `origins`: files of keys."""
     first = error.errors(include_url=False)[0]
     parts = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")

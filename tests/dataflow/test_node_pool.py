@@ -18,7 +18,14 @@ from typing import Any
 import fake_groups
 import pytest
 
-from examples.node_pool import Controller, Processes, Window, main, target_size, window_between
+from examples.node_pool import (
+    Controller,
+    Processes,
+    Window,
+    main,
+    target_size,
+    window_between,
+)
 from flowtrain.dataflow.service import Service
 from flowtrain.types import UserError
 from flowtrain.utils import serving
@@ -72,7 +79,12 @@ def status(
         "waited_s": trainer[1],
     }
     told = {
-        name: {"seen_s_ago": 1.0, "busy_s": busy, "waited_s": waited}
+        name: {
+            "seen_s_ago": 1.0,
+            "busy_s": busy,
+            "waited_s": waited,
+            "num_groups": 1 + int(busy),
+        }
         for name, (busy, waited) in nodes.items()
     }
     return {"policies": {"planner": planner, **more.pop("policies", {})}, "nodes": told, **more}
@@ -86,7 +98,7 @@ def test_a_window_is_what_came_between_two_reports() -> None:
     after["policies"]["verifier"] = {**verifier, "step": 2, "busy_s": 20.0, "waited_s": 15.0}
     after["policies"]["late"] = verifier
     after["nodes"]["gone"]["seen_s_ago"] = 1000.0
-    assert window_between(before, after) == Window(3, 30.0 + 7.0, 3.0, 0.5, 2 * 4 + 2)
+    assert window_between(before, after) == Window(3, 37.0, 3.0, 0.5, 2 * 4 + 2)
     after["policies"]["verifier"]["state"] = "silent"
     assert window_between(before, after) == Window(3, 37.0, 3.0, 0.25, 8), (
         "a trainer that is away waits for nothing"
@@ -275,18 +287,20 @@ def test_the_controller_waits_for_new_nodes_and_for_something_to_go_by() -> None
     assert look(0, (0, 0), {}) == 2
     assert look(0, (0, 0), {}) == 2, "they have not joined yet"
     two = {"a": (0.0, 0.0), "b": (0.0, 0.0)}
-    assert look(0, (0, 0), two) == 2, "from here on it counts"
+    assert look(0, (0, 0), two) == 2, "a step has to end first"
+    assert look(1, (1, 90), two) == 2, "from here on it counts"
     busy = {"a": (30.0, 0.0), "b": (30.0, 0.0)}
-    assert look(0, (0, 0), busy) == 2, "no step yet"
-    assert look(1, (30, 30), {"a": (60.0, 0.0), "b": (60.0, 0.0)}) == 4, (
+    assert look(1, (1, 90), busy) == 2, "no step yet"
+    assert look(2, (31, 120), {"a": (60.0, 0.0), "b": (60.0, 0.0)}) == 4, (
         "half of the time since then a trainer waited"
     )
     four = dict.fromkeys("abcd", (60.0, 0.0))
-    assert look(2, (31, 60), {"a": (70.0, 0.0), "b": (70.0, 0.0)}) == 4, (
+    assert look(3, (32, 150), {"a": (70.0, 0.0), "b": (70.0, 0.0)}) == 4, (
         "two of them are still starting"
     )
-    assert look(3, (32, 90), four) == 4
-    assert look(4, (92, 91), dict.fromkeys("abcd", (75.0, 45.0))) == 2, (
+    assert look(4, (33, 180), four) == 4
+    assert look(5, (34, 210), four) == 4
+    assert look(6, (94, 211), dict.fromkeys("abcd", (75.0, 45.0))) == 2, (
         "they wait most of their time"
     )
     assert not controller.look(
@@ -294,19 +308,39 @@ def test_the_controller_waits_for_new_nodes_and_for_something_to_go_by() -> None
     )
 
 
+def test_a_window_begins_once_new_nodes_have_made_something() -> None:
+    processes = Sizes()
+    controller = Controller(processes, 2, 8)  # type: ignore[arg-type]
+    before = status(0, (0, 0), dict.fromkeys("ab", (0.0, 0.0)))
+    assert controller.look(before) and processes.num == 2
+    before["nodes"]["b"]["num_groups"] = 0
+    for steps in range(1, 4):
+        controller.look({**status(steps, (steps, 90 * steps), {}), "nodes": before["nodes"]})
+        assert processes.num == 2, "one of them has made nothing yet"
+    before["nodes"]["b"]["num_groups"] = 1
+    for steps in (4, 5):
+        controller.look(status(steps, (steps, 90 * steps), dict.fromkeys("ab", (steps, 0.0))))
+        assert processes.num == 2, "the step under way then began before"
+    controller.look(status(6, (35, 480), dict.fromkeys("ab", (30.0, 0.0))))
+    assert processes.num == 4, "half of the time since then a trainer waited"
+
+
 def test_nodes_elsewhere_count_and_are_left_alone() -> None:
     processes = Sizes()
     controller = Controller(processes, 1, 3)  # type: ignore[arg-type]
-    far = {f"far{i}": (0.0, 0.0) for i in range(4)}
-    for _ in range(2):
-        controller.look(status(0, (0, 0), {**far, "own": (0.0, 0.0)}))
-    controller.look(status(1, (60, 20), dict.fromkeys([*far, "own"], (60.0, 0.0))))
-    assert processes.num == 3, "7 of 5 / 0.75 are wanted, 4 are there"
-    controller.look(status(1, (60, 20), dict.fromkeys([*far, "own", "own2", "own3"], (60.0, 0.0))))
-    controller.look(
-        status(2, (120, 20), dict.fromkeys([*far, "own", "own2", "own3"], (60.0, 60.0)))
-    )
-    assert processes.num == 1, "at least that; the others are not ours"
+    far = [f"far{i}" for i in range(4)]
+
+    def look(step: int, trainer: tuple[float, float], own: list[str], *node: float) -> int:
+        controller.look(status(step, trainer, dict.fromkeys([*far, *own], (node[0], node[1]))))
+        return processes.num
+
+    for step in range(3):
+        look(step, (step, 0), ["own"], 0.0, 0.0)
+    assert look(3, (62, 20), ["own"], 60.0, 0.0) == 3, "7 of 5 / 0.75 are wanted, 4 are there"
+    own = ["own", "own2", "own3"]
+    for step in (4, 5):
+        look(step, (59 + step, 20), own, 60.0, 0.0)
+    assert look(6, (124, 20), own, 60.0, 60.0) == 1, "at least that; the others are not ours"
 
 
 @pytest.fixture
