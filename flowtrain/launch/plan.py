@@ -74,7 +74,7 @@ class Host(Section):
 
     @property
     def reached_at(self) -> str:
-        """The address for the other hosts."""
+        """Return the address for the other hosts."""
         return self.address or ("127.0.0.1" if self.is_local else self.ssh.rpartition("@")[2])
 
 

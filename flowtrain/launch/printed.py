@@ -25,7 +25,7 @@ _LINES = re.compile(r"[!-~]([ -~]*\n)+[ -~]*[!-~]\n")
 
 
 def shell(plan: Plan) -> str:
-    """A bash script that runs the processes of the host that it is given."""
+    """Write a bash script that runs the processes of the host that it is given."""
     roles = Commands(plan).roles()
     cases: list[str] = []
     for name in dict.fromkeys(role.host for role in roles):
@@ -95,7 +95,7 @@ def _starts(plan: Plan, roles: list[Role], before: str = "start") -> Iterator[st
 
 
 def slurm(plan: Plan) -> str:
-    """A script for sbatch: each host of the plan is a machine of the job."""
+    """Write a script for sbatch: each host of the plan is a machine of the job."""
     names = list(dict.fromkeys(host for _, host in plan.places()))
     variables = {name: f"at_{number}" for number, name in enumerate(names)}
     marks = {name: f"ADDRESS-OF-{name}." for name in names}

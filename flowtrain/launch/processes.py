@@ -30,14 +30,14 @@ _print_lock = threading.Lock()
 
 
 def over(host: Host, script: str) -> list[str]:
-    """The command that runs a shell script on a host."""
+    """Return the command that runs a shell script on a host."""
     if host.is_local:
         return ["sh", "-c", script]
     return [*_SSH, "--", host.ssh, f"exec sh -c {shlex.quote(script)}"]
 
 
 def secret_lines(secrets: Mapping[str, str]) -> str:
-    """The values of variables of this process, a line each; `secrets`: their names by the names
+    """Return values of variables of this process, a line each; `secrets`: their names by the names
     that they get. Raises UserError for one that is missing.
     """
     lines = []
@@ -77,12 +77,12 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """Its exit code once it has ended."""
+        """Return its exit code once it has ended."""
         return self._process.poll()
 
     @property
     def serves(self) -> bool:
-        """Whether it has said where it listens."""
+        """Tell whether it has said where it listens."""
         return self._serves.is_set()
 
     def send(self, signal: str) -> None:

@@ -24,7 +24,7 @@ class Kind(StrEnum):
 
     @property
     def is_server(self) -> bool:
-        """Whether it says where it listens, and others need that."""
+        """Tell whether it says where it listens, and others need that."""
         return self in (Kind.SERVICE, Kind.WEIGHTS)
 
 
@@ -62,7 +62,7 @@ class Commands:
         self._listen = listen
 
     def roles(self) -> list[Role]:
-        """All processes, in the order in which they start."""
+        """Return all processes, in the order in which they start."""
         plan = self._plan
         return [
             self._service(plan.service),
@@ -138,29 +138,29 @@ class Commands:
 
 
 def secrets_of(plan: Plan, host: str) -> dict[str, str]:
-    """The variables that processes of a host get in secret, with the launcher's names of them."""
+    """Return the variables that processes of a host get in secret, with the launcher's names."""
     return {TOKEN_VARIABLE: plan.token_env, **{name: name for name in plan.hosts[host].secrets}}
 
 
 def command(host: Host, role: Role) -> str:
-    """The command of a role for a shell that has its secrets."""
+    """Return the command of a role for a shell that has its secrets."""
     return shlex.join((host.python, *role.words))
 
 
 def exports(host: Host, role: Role) -> list[str]:
-    """A shell command for each variable of a role."""
+    """Return a shell command for each variable of a role."""
     env = {**_UNBUFFERED, **host.env, **role.env}
     return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
 
 
 def plain_script(host: Host, role: Role) -> str:
-    """A shell script that becomes the process; the secrets are in its environment."""
+    """Return a shell script that becomes the process; the secrets are in its environment."""
     lines = [f"cd {shlex.quote(host.folder)}", *exports(host, role), f"exec {command(host, role)}"]
     return " && ".join(lines)
 
 
 def controlled_script(host: Host, role: Role, secrets: Sequence[str]) -> str:
-    """A shell script that runs the process and is controlled by its standard input.
+    """Return a shell script that runs the process and is controlled by its standard input.
 
     It reads a line for each of `secrets`, then names of signals for the process: KILL goes to its
     whole group, others to itself. When the input ends, because the connection or the launcher is

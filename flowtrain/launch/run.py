@@ -60,7 +60,7 @@ class Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends in order what still runs, the servers last."""
+        """End in order what still runs, the servers last."""
         for kind in (Kind.NODE, Kind.TRAINER, Kind.WEIGHTS, Kind.SERVICE):
             self._end(self._running[kind])
         for number, handler in self._before.items():
