@@ -247,8 +247,8 @@ class _FrequencyPenalties:
     def __init__(self, requests: Sequence[_Request], like_BV: Tensor) -> None:
         penalties = [request.sampling.frequency_penalty for request in requests]
         self._is_used = any(penalties)
-        self._penalty_B1 = like_BV.new_tensor(penalties)[:, None]
-        self._lost_BV = torch.zeros_like(like_BV) if self._is_used else like_BV
+        self._penalty_B = like_BV.new_tensor(penalties)
+        self._lost_BV = like_BV.new_zeros(like_BV.shape if self._is_used else 0)
 
     def subtract(self, logits_RV: Tensor, rows: list[int]) -> Tensor:
         """Return the logits of some rows of the batch with the penalties taken off."""
@@ -258,7 +258,7 @@ class _FrequencyPenalties:
         """Note the tokens that these rows have sampled."""
         if self._is_used:
             row_R = torch.tensor(rows, device=ids_R.device)
-            self._lost_BV[row_R, ids_R] += self._penalty_B1[row_R, 0]
+            self._lost_BV[row_R, ids_R] += self._penalty_B[row_R]
 
 
 def _logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
