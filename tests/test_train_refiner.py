@@ -102,7 +102,11 @@ def test_one_policy_is_trained_and_the_other_stays(run: Path, models: dict[str, 
 def test_the_training_of_a_refiner_is_resumed_exactly(
     place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]
 ) -> None:
-    argv = (*options("refiner", models, words), "--checkpoint.every", "1", "--train.num_steps")
+    """Two engines sample at once here, so that the load of the machine decides who shares a batch;
+    alone in its batch a response has no roundings of others.
+    """
+    alone = ("--rollout.max_batch_size", "1", "--checkpoint.every", "1", "--train.num_steps")
+    argv = (*options("refiner", models, words), *alone)
     for name, num_steps in (("whole_refiner", "6"), ("halves_refiner", "3")):
         code, lines, _ = server.run(
             "train", *argv, num_steps, "--run.dir", place / name, before=NO_PICTURE

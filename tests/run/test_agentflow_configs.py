@@ -241,7 +241,7 @@ def test_none_is_forgotten() -> None:
 
 
 def test_they_train_what_the_paper_trains() -> None:
-    for name in CHANGED:
+    for name in CHANGED.keys() - {"agentflow-torl"}:  # it has no modules
         config = config_of(name)
         rollout, roles = config.rollout, config.roles
         assert (rollout.num_questions, rollout.group_size, rollout.max_new_tokens) == (32, 8, 2048)
