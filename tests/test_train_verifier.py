@@ -127,7 +127,9 @@ def test_what_is_left_is_the_trained_policys_model(run: Path, models: dict[str, 
 def test_a_run_with_two_policies_is_resumed_exactly(
     place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]
 ) -> None:
-    argv = (*options("verifier", models, words), "--checkpoint.every", "1", "--train.num_steps")
+    # Two engines sample at once: with shared batches roundings would depend on the machine's load.
+    alone = ("--rollout.max_batch_size", "1", "--checkpoint.every", "1", "--train.num_steps")
+    argv = (*options("verifier", models, words), *alone)
     code, lines, _ = server.run(
         "train", *argv, "6", "--run.dir", place / "whole", before=NO_PICTURE
     )
