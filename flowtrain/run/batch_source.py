@@ -260,7 +260,7 @@ def _at_work(status: Mapping[str, Any], lease_s: float) -> str:
     seen = [node["seen_s_ago"] for node in status["nodes"].values()]
     num_silent = sum(seen_s_ago >= lease_s for seen_s_ago in seen)
     silent = f", {num_silent} silent for {lease_s:g} s or more" if num_silent else ""
-    return f"{status['work_items']['leased']} under way; {len(seen)} nodes have joined{silent}"
+    return f"{status['work_items']['leased']} under way; nodes joined: {len(seen)}{silent}"
 
 
 def _unpack(assigned: AssignedGroup, position: int) -> Group:

@@ -229,7 +229,7 @@ def test_waiting_ends_with_what_is_missing(place: Place) -> None:
     place.fill(3)
     with pytest.raises(
         UserError,
-        match=r"step 1 lacks 1 of 4 groups; 0 under way; 1 nodes have joined; "
+        match=r"step 1 lacks 1 of 4 groups; 0 under way; nodes joined: 1; "
         r"dataflow.wait_s=0.6 s are over",
     ):
         batch_source.next_batch(1)
@@ -249,7 +249,7 @@ def test_who_watches_learns_what_is_missing(place: Place, monkeypatch: pytest.Mo
     thread.join()
     # Later notes may see the groups under way.
     first = next(note for note in place.notes if "lacks" in note)
-    assert first.startswith("step 1 lacks 4 of 4 groups; 0 under way; 0 nodes have joined (")
+    assert first.startswith("step 1 lacks 4 of 4 groups; 0 under way; nodes joined: 0 (")
 
 
 def test_a_run_that_is_asked_to_end_waits_no_longer(place: Place) -> None:
