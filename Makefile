@@ -22,7 +22,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup quickstart controls demo-elastic smollm2 check test test-vllm attack lint typecheck bench
+.PHONY: setup quickstart controls demo-elastic smollm2 check test test-optional test-vllm attack lint typecheck bench
 
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
@@ -70,9 +70,17 @@ test: setup
 attack: setup
 	ATTACK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m attack --timeout 0 -v tests/attacks
 
-# In processes of their own: the second runs vLLM in it, which does not bear all that other tests import.
+# Tests of packages that others import, and that print, wherever they are: here they are in a folder of their own.
+$(VENV)/optional/.done: $(VENV)/.done
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/optional 'torchao>=0.18' 'bitsandbytes>=0.48'
+	touch $@
+
+test-optional: $(VENV)/optional/.done
+	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py tests/training/test_lora.py
+
+# In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm
-	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py
+	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py
 	$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py
 
 lint: setup

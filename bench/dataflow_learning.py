@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,11 @@ def _beside(folder: Path) -> Path:
 def sampled_per_trained(folder: Path) -> float:
     """Tokens of all groups that came in, as a multiple of those that were trained."""
     path = _beside(folder) / "status.json"
-    if not path.exists():
-        return 1.0
-    groups = json.loads(path.read_text())["policies"]["planner"]["groups"]
+    return of_trained(json.loads(path.read_text()), "planner") if path.exists() else 1.0
+
+
+def of_trained(status: Mapping[str, Any], policy: str) -> float:
+    """Tokens of a policy in all groups that came in, as a multiple of those that it trained."""
+    groups = status["policies"][policy]["groups"]
     tokens = {state: each["num"] * each["tokens_mean"] for state, each in groups.items()}
     return float(sum(tokens.values()) / tokens["assigned"])

@@ -67,7 +67,7 @@ def rows(num_groups: int, num_alone: int, postgres: str) -> list[dict[str, Any]]
     with tempfile.TemporaryDirectory() as folder:
         found += _rows("SQLite", str(Path(folder) / "ledger.db"), num_groups, num_alone)
     if postgres:
-        with _database(postgres) as url:
+        with database_of(postgres) as url:
             found += _rows("PostgreSQL", url, num_groups, num_alone)
     return found
 
@@ -232,7 +232,7 @@ def service(database: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def _database(server: str) -> Iterator[str]:
+def database_of(server: str) -> Iterator[str]:
     """A new database of the server, which is dropped afterwards."""
     import psycopg
 

@@ -19,7 +19,7 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from flowtrain.agents.planner import Plan, PolicyPlanner
 from flowtrain.agents.policy import Policy, ResponsePrefix
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.agents.verifier import RuleVerifier, Verification
-from flowtrain.tools import ToolCard
+from flowtrain.tools import Tool, ToolCard
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox
@@ -154,10 +154,15 @@ class SimulatedExecutor:
     runner: RuleExecutor
 
     async def execute(
-        self, question: str, action: Action, seed: int, deadline_s: float
+        self,
+        question: str,
+        action: Action,
+        seed: int,
+        deadline_s: float,
+        own_tools: Mapping[str, Tool] | None = None,
     ) -> Executed:
         await asyncio.sleep(self.latencies.chat_s(action.sub_goal, "command"))
-        return await self.runner.execute(question, action, seed, deadline_s)
+        return await self.runner.execute(question, action, seed, deadline_s, own_tools)
 
 
 def simulated_flow(scale: float) -> Flow:

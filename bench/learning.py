@@ -7,7 +7,8 @@ the same number of sampled response tokens, the most that every run has reached:
 ("final"), and on average on the way there ("mean"), each as mean and 95 % interval (Student's t)
 over seeds. "gain" is how much the mean is above that of the first arm, seed by seed; "to level" are
 the tokens, in thousands, until the reward is at --level for the first time, of the runs that get
-there ("reached").
+there ("reached"). --pass-at-k asks the trained policies too: pass@1, 4 and 8 of 8 answers to each
+of 40 held-out questions, from where each run ended.
 
 --study omega trains nothing: it draws SYNTHETIC long rollouts and asks by gamma how much is left of
 the second factor of APPO's branching score, which is clipped.
@@ -17,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
@@ -28,90 +27,21 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import torch
-from flowkernels import branch_points, branching_score
 from tqdm import tqdm
 
+from bench import omega, pass_at_k
 from bench.measure import print_table, write_json
+from bench.studies import STUDIES
+from flowtrain.config.command import run_command
+from flowtrain.train import train
 
-APPO = [
-    "--algorithm.name",
-    "appo",
-    "--appo.num_roots",
-    "4",
-    "--appo.spacing",
-    "4",
-    "--train.num_steps",
-    "75",
-]
-DEEP = [
-    "--tasks.kinds",
-    '["sum4", "sum5"]',
-    "--tasks.num_train",
-    "8000",
-    "--agent.max_turns",
-    "6",
-    "--agent.eval_max_turns",
-    "6",
-]
-STUDIES: dict[str, dict[str, list[str]]] = {
-    "appo": {
-        "flow_grpo": ["--train.num_steps", "60"],
-        "appo": [*APPO, "--appo.rule", "score"],
-        "appo, no future": [*APPO, "--appo.rule", "score", "--appo.future_coef", "0"],
-        "appo, single group": [*APPO, "--appo.advantage_groups", "single"],
-        "entropy": [*APPO, "--appo.rule", "entropy"],
-        "arpo": [*APPO, "--appo.rule", "arpo"],
-    },
-    "gamma": {f"gamma {g}": [*APPO, "--appo.gamma", g] for g in ("1", "0.99", "0.9", "0")},
-    "infoflow": {
-        "flow_grpo": [*DEEP, "--train.num_steps", "200"],
-        "infoflow, no hints": [
-            *DEEP,
-            "--train.num_steps",
-            "80",
-            "--algorithm.name",
-            "infoflow",
-            "--infoflow.hint_rate",
-            "0",
-        ],
-        "infoflow": [
-            *DEEP,
-            "--train.num_steps",
-            "80",
-            "--algorithm.name",
-            "infoflow",
-            "--infoflow.hint_turn",
-            "1",
-        ],
-    },
-}
-"""Options of each arm beside the quickstart's: APPO and its rivals on the quickstart's questions,
-InfoFlow on questions of 4 and 5 turns.
-
-Steps differ because the tokens of a step do.
-"""
+CONFIG = ("--config", "configs/quickstart.toml")
 SHORT = [
-    *(
-        "--run.threads",
-        "1",
-        "--eval.every",
-        "10",
-        "--eval.num_tasks",
-        "100",
-        "--checkpoint.every",
-        "0",
-    ),
-    *("--log.tensorboard", "false"),
+    *("--run.threads", "1", "--eval.every", "10", "--eval.num_tasks", "100"),
+    *("--checkpoint.every", "0", "--log.tensorboard", "false"),
 ]
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t, two-sided, by number of seeds."""
-
-
-GAMMAS = (0.0, 0.9, 2 ** (-1 / 64), 0.99, 0.999, 1.0)
-DRIFTS = (1e-5, 1e-4, 1e-3, 1e-2)
-"""KL per token, in nats, of the policy to the one that Omega divides by."""
-NUM_POINTS = 8
 
 Curve = tuple[list[float], list[float]]
 """Tokens sampled so far, and held-out reward, at every evaluation."""
@@ -138,11 +68,12 @@ def main() -> None:
         default=Path("runs/learning"),
         help="folder of the runs (default: runs/learning)",
     )
+    parser.add_argument("--pass-at-k", action="store_true", help="ask the trained policies too")
     parser.add_argument("--plot", metavar="PNG", help="draw the curves into this file")
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     args = parser.parse_args()
     if args.study == "omega":
-        rows = [omega_row(drift, gamma) for drift in DRIFTS for gamma in GAMMAS]
+        rows = omega.rows()
         print_table(rows)
         if args.json:
             write_json(args.json, rows)
@@ -157,13 +88,20 @@ def main() -> None:
         )
     arms = {arm: study[arm] for arm in args.arms or study}
     curves: dict[str, list[Curve]] = {arm: [] for arm in arms}
+    passes: dict[str, list[dict[int, float]]] = {arm: [] for arm in arms}
     for seed, arm in tqdm([(seed, arm) for seed in range(args.seeds) for arm in arms], desc="runs"):
         folder = args.dir / args.study / arm.replace(", ", "-").replace(" ", "_") / str(seed)
         curves[arm].append(curve(run(folder, arms[arm], seed, args.warm[seed % len(args.warm)])))
+        if args.pass_at_k:
+            right = pass_at_k.of_run(folder, [*CONFIG, *SHORT, *arms[arm]], seed)
+            passes[arm].append(pass_at_k.mean_passes(right))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     first = next(iter(curves.values()))
     grid = coarsest([run for runs in curves.values() for run in runs], budget)
-    rows = [row(arm, runs, first, grid, args.level) for arm, runs in curves.items()]
+    rows = [
+        row(arm, runs, first, grid, args.level) | pass_columns(passes[arm])
+        for arm, runs in curves.items()
+    ]
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
@@ -172,42 +110,25 @@ def main() -> None:
 
 
 def run(folder: Path, options: Sequence[str], seed: int, model: str) -> Path:
-    """Train one, unless it is there; one thread, because runs are compared by tokens and not by
-    time.
+    """Train one, unless it is there; in this process, whose imports take longer than a few steps.
+
+    One thread, because runs are compared by tokens and not by time.
     """
     if not (folder / "summary.json").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "flowtrain.train",
-            "--config",
-            "configs/quickstart.toml",
-            *SHORT,
-            *options,
-        ]
-        place = [
-            "--run.dir",
-            str(folder),
-            "--run.seed",
-            str(seed),
-            "--model.path",
-            model,
-            "--run.resume",
-            "auto",
-        ]
-        log = subprocess.run(
-            [*command, *place],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        if log.returncode:
-            raise SystemExit(f"{folder}: {log.stderr[-2000:]}")
+        place = ["--run.dir", str(folder), "--run.seed", str(seed), "--model.path", model]
+        words = [*CONFIG, *SHORT, *options, *place, "--run.resume", "auto"]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        output = folder.with_name(f"{folder.name}.log")
+        with output.open("w") as log, redirect_stdout(log), redirect_stderr(log):
+            code = run_command("flowtrain.train", train, words)
+        if code:
+            raise SystemExit(f"{folder}: {output.read_text()[-2000:]}")
     return folder
 
 
 def curve(folder: Path) -> Curve:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines.sort(key=lambda line: int(line["step"]))  # nodes answer late
     tokens = accumulate(line.get("num_sampled_tokens", 0) for line in lines)
     points = [
         (float(total), line["eval_reward"])
@@ -250,13 +171,23 @@ def row(
     }
 
 
+def pass_columns(passes: Sequence[Mapping[int, float]]) -> dict[str, float]:
+    """Mean over runs, with its interval, of pass@k by k; nothing without runs."""
+    columns: dict[str, float] = {}
+    for k in passes[0] if passes else ():
+        values = [each[k] for each in passes]
+        columns |= {f"pass@{k}": fmean(values), f"pass@{k} +-": half_width(values)}
+    return columns
+
+
 def reward_at(tokens: float, run: Curve) -> float:
     return float(np.interp(tokens, *run))
 
 
 def mean_reward(grid: Sequence[float], run: Curve) -> float:
     """Area under the curve, by its width."""
-    return float(np.trapezoid(np.interp(grid, *run), grid) / grid[-1])
+    area: Any = np.trapezoid(np.interp(grid, *run), grid)  # numpy's releases differ in its type
+    return float(area) / (grid[-1] - grid[0])
 
 
 def tokens_to(level: float, run: Curve) -> float | None:
@@ -268,50 +199,21 @@ def tokens_to(level: float, run: Curve) -> float | None:
     return float(np.interp(level, rewards[index - 1 : index + 1], tokens[index - 1 : index + 1]))
 
 
-def omega_row(
-    drift: float, gamma: float, num_rollouts: int = 32, num_tokens: int = 4096
-) -> dict[str, float]:
-    """Where Omega lies in rollouts of a policy that has moved by `drift` nats per token, and which
-    share of the branch points is that of entropy alone.
-
-    Entropies are log-normal, so that few tokens have most of it. A token's log-ratio is normal with
-    a variance in proportion to its entropy, and a mean of half the variance: then the other
-    policy's probabilities sum to 1, and the mean over tokens is `drift`.
-    """
-    rng = torch.Generator().manual_seed(0)
-    shape = (num_rollouts, num_tokens)
-    entropy = (1.5 * torch.randn(shape, generator=rng) - 2).exp()
-    variance = 2 * drift * entropy / entropy.mean()
-    log_ratio_T = (variance / 2 + variance.sqrt() * torch.randn(shape, generator=rng)).flatten()
-    entropy_T, zeros_T = entropy.flatten(), torch.zeros(num_rollouts * num_tokens)
-    bounds = torch.arange(num_rollouts + 1) * num_tokens
-    scores = branching_score(log_ratio_T, zeros_T, entropy_T, bounds, gamma=gamma)
-    alone = branching_score(zeros_T, zeros_T, entropy_T, bounds)
-    ours, theirs = (branch_points(s, bounds, num_points=NUM_POINTS) for s in (scores, alone))
-    same = (ours[:, :, None] == theirs[:, None, :]).any(-1)
-    low, high = (scores.omega_T <= 0.8).float().mean(), (scores.omega_T >= 1.2).float().mean()
-    return {
-        "KL per token": drift,
-        "gamma": gamma,
-        "at 0.8": float(low),
-        "at 1.2": float(high),
-        "between": float(1 - low - high),
-        "places of entropy": float(same.float().mean()),
-    }
-
-
 def half_width(values: Sequence[float]) -> float:
     """Half-width of the 95 % interval of the mean."""
     return T_95[len(values)] * stdev(values) / len(values) ** 0.5
 
 
 def plot(curves: dict[str, list[Curve]], budget: float, path: str) -> None:
-    """Mean over seeds with its interval, against sampled tokens."""
+    """Mean over seeds with its interval, against sampled tokens, from the first at
+    which every run has been evaluated.
+    """
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    grid = np.linspace(0, budget, 101)
+    begin = max(tokens[0] for runs in curves.values() for tokens, _ in runs)
+    grid = np.linspace(begin, budget, 101)
     for arm, runs in curves.items():
         rewards = np.stack([np.interp(grid, tokens, reward) for tokens, reward in runs])
         width = np.array([half_width(column.tolist()) for column in rewards.T])
@@ -326,7 +228,7 @@ def plot(curves: dict[str, list[Curve]], budget: float, path: str) -> None:
         )
     axes.set(xlabel="sampled tokens, thousands", ylabel="held-out reward")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 

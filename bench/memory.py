@@ -1,5 +1,5 @@
 """Peak memory of a training step, predicted and measured:  python -m bench.memory [--json F]
-[--model FOLDER]
+[--model FOLDER | --options]
 
 Each case in a process of its own: what `plan_memory` says of a model and a token budget, and how
 the process grows from before the model is built to the peak of its second step on full rows (on a
@@ -15,11 +15,12 @@ logits. On a CPU, SmolLM2-135M takes 4 minutes of one core and 5 GB.
 from __future__ import annotations
 
 import argparse
+import copy
 import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from bench import model_folder
 from bench.measure import extra_bytes, print_table, write_json
-from flowtrain.config import Config
+from flowtrain.config import Config, Lora
 from flowtrain.report import ProgressLine
 from flowtrain.run.memory_plan import head, plan_memory
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak
+from flowtrain.training.lora import add_adapter
 from flowtrain.training.model import ShardSpec, load_model, shard
+from flowtrain.training.optimizers import KINDS
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
@@ -54,6 +57,14 @@ class Case:
     token_budget: int
     recompute: bool = False
     linear_loss: bool = True
+    optimizer: str = "adamw"
+    dtype: str = ""
+    """Of the passes; "": fp32 on a CPU, bf16 on a GPU."""
+    offload: str = "none"
+    reference: str = ""
+    """Where a reference policy's weights are: "device", "cpu"; "": there is none."""
+    lora_rank: int = 0
+    """Of the adapter that is trained; 0: all weights are."""
 
     def make(self) -> PreTrainedModel:
         config = Qwen3Config(
@@ -84,6 +95,31 @@ GPU_CASES = (
 )
 
 
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"optimizer": "adamw_8bit"},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "reference": "device"},
+    {"dtype": "bfloat16", "optimizer": "adamw_bf16_sr"},
+    {"dtype": "bfloat16", "optimizer": "adamw_8bit_bf16_sr"},
+    {"lora_rank": 16},
+    {"dtype": "bfloat16", "lora_rank": 16, "reference": "device"},
+)
+_OFFLOADED: tuple[dict[str, Any], ...] = (
+    {"dtype": "bfloat16", "reference": "cpu"},
+    {"dtype": "bfloat16", "offload": "optimizer"},
+    {"dtype": "bfloat16", "offload": "all"},
+)
+"""On a CPU these take what the others take: it is the same memory."""
+
+
+def option_cases(on_gpu: bool) -> tuple[Case, ...]:
+    """Each way to spare memory on one model."""
+    ways = _OPTIONS + _OFFLOADED if on_gpu else _OPTIONS
+    shape = (24, 896, 14, 151936, 4096) if on_gpu else (2, 512, 8, 16000, 128)
+    return tuple(Case(*shape, **options) for options in ways)
+
+
 @dataclass(frozen=True, slots=True)
 class FolderCase:
     """The model of a folder, and the rows it is trained on."""
@@ -92,6 +128,11 @@ class FolderCase:
     token_budget: int
     linear_loss: bool = True
     recompute: bool = False
+    optimizer: str = "adamw"
+    dtype: str = ""
+    offload: str = "none"
+    reference: str = ""
+    lora_rank: int = 0
 
     def make(self) -> PreTrainedModel:
         return load_model(self.model, torch.float32, key="--model")
@@ -117,9 +158,14 @@ def main() -> None:
     parser.add_argument(
         "--targets", default="512,2048", help="of --model's head alone (default: %(default)s)"
     )
+    parser.add_argument(
+        "--options", action="store_true", help="the ways to spare memory, on one model"
+    )
     args = parser.parse_args()
     cases: Sequence[Case | FolderCase] = GPU_CASES if torch.cuda.is_available() else CPU_CASES
     heads: list[HeadCase] = []
+    if args.options:
+        cases = option_cases(torch.cuda.is_available())
     if args.model:
         cases = [FolderCase(args.model, args.token_budget, linear) for linear in (True, False)]
         targets = [int(x) for x in args.targets.split(",")]
@@ -152,7 +198,8 @@ def measure(case: Case | FolderCase) -> dict[str, Any]:
     """The plan, and the process's peak beside it. There is none without the linear loss."""
     torch.set_num_threads(1)
     world = World.join("auto")
-    _train(FIRST, world)
+    first = replace(FIRST, optimizer=case.optimizer, dtype=case.dtype, lora_rank=case.lora_rank)
+    _train(first, world)
     peak = MemoryPeak(world.device)
     parts = _train(case, world)
     predicted, measured = sum(parts.values()), peak.num_bytes()
@@ -175,25 +222,49 @@ def _train(case: Case | FolderCase, world: World) -> dict[str, int]:
         if world.device.type == "cuda"
         else 0
     )
-    dtype = torch.bfloat16 if gpu_bytes else torch.float32
-    options = {
-        "model": {"dtype": str(dtype).removeprefix("torch.")},
-        "train": {"token_budget": case.token_budget, "recompute": case.recompute},
+    name = case.dtype or ("bfloat16" if gpu_bytes else "float32")
+    train = {
+        "token_budget": case.token_budget,
+        "recompute": case.recompute,
+        "optimizer": case.optimizer,
+        "offload": case.offload,
+        "offload_reference": case.reference == "cpu",
+    }
+    synced = {"sync": "adapter"} if case.lora_rank else {}
+    lora: dict[str, Any] = {"rank": case.lora_rank, **synced}
+    options: dict[str, Any] = {
+        "model": {"dtype": name, "path": "any"},
+        "train": train,
         "algorithm": {"kl_coef": 0.0},
+        "lora": lora,
     }
     model = case.make()
+    if case.lora_rank:
+        add_adapter(model.to(getattr(torch, name)), Lora.model_validate(lora), "any")
     plan = plan_memory(
         Config.model_validate(options),
         model,
         [],
         num_ranks=1,
-        has_reference=False,
+        has_reference=bool(case.reference),
         gpu_bytes=gpu_bytes,
     )
-    sharded = shard(model, world, ShardSpec(dtype, case.recompute))
+    dtype = getattr(torch, name)
+    weights = KINDS[case.optimizer].weight_dtype
+    spec = ShardSpec(dtype, case.recompute, offload=case.offload == "all", weight_dtype=weights)
+    reference = None
+    if case.reference and not case.lora_rank:
+        frozen = copy.deepcopy(model).requires_grad_(False).eval()
+        of_reference = replace(spec, weight_dtype=dtype, offload=case.reference == "cpu")
+        reference = shard(frozen, world, of_reference)
+    sharded = shard(model, world, spec)
+    if case.reference and case.lora_rank:
+        reference = sharded
     if not case.linear_loss:
         sharded.get_output_embeddings().__class__ = nn.Linear  # as a head that cannot be fused has
-    trainer = Trainer(sharded, world, LossSpec(), OptimSpec(lr=1e-4))
+    optim = OptimSpec(lr=1e-4, kind=case.optimizer, offload=case.offload == "optimizer")
+    loss = LossSpec(kl_coef=0.1 if case.reference else 0.0)
+    trainer = Trainer(sharded, world, loss, optim, reference=reference)
     rows = pack_rows(
         [_sample(model.config.vocab_size, case.token_budget // 2, seed) for seed in range(4)],
         case.token_budget,

@@ -18,7 +18,7 @@ because a trainer that did not wait would consume 1 / (1 - w) times as much. The
 demand when w is above a band, shrinks to the demand and a tenth when w is below it, and stays as it
 is within the band. It does not oscillate: after growing w is about 0 and u about 1, so that a tenth
 above the demand is above G; after shrinking u is at most 1 / 1.1, and no trainer waits. A node is
-busy while any of its slots is, so that a pool which begins too large stays larger than it need be.
+busy while any of its slots is, so that a pool which begins far too large may need a few looks.
 
 (AstraFlow's rule shrinks by consumed / produced groups. Groups that a filter drops would look like
 surplus to it, and where leases are refused because buffers are full, both rates are the same

@@ -78,7 +78,8 @@ def chat_server(script: Script, wait: Callable[[], Any] | None = None) -> Iterat
             state.now -= 1
         return JSONResponse(reply(said, body)) if isinstance(said, str) else said
 
-    app = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
+    paths = ("/v1/chat/completions", "/v1/completions")
+    app = Starlette(routes=[Route(path, complete, methods=["POST"]) for path in paths])
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

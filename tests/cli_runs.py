@@ -95,7 +95,7 @@ import atexit, gc, json, os, resource, runpy, sys, threading, traceback
 import flowtrain.run.run, flowtrain.agents.expert, flowtrain.report.panels
 import flowtrain.run.memory_plan
 
-flowtrain.run.memory_plan.activations = lambda *_: (0, 0)
+flowtrain.run.memory_plan.activations = lambda *_, **__: (0, 0)
 
 def serve():
     for line in sys.stdin:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bench import learning as bench
+from bench import omega
+from bench.studies import STUDIES
+from flowtrain.algorithms import load_algorithm
+from flowtrain.config.options import parse
 
 SLOW = ([0.0, 1000.0, 2000.0, 3000.0], [0.0, 0.2, 0.6, 1.0])
 FAST = ([0.0, 2000.0], [0.0, 1.0])
@@ -53,14 +57,29 @@ def test_a_run_with_more_evaluations_gains_nothing_by_them() -> None:
 
 
 def test_equal_policies_leave_the_places_to_entropy() -> None:
-    row = bench.omega_row(0.0, 1.0, num_rollouts=2, num_tokens=300)
+    row = omega.omega_row(0.0, 1.0, num_rollouts=2, num_tokens=300)
     assert (row["between"], row["places of entropy"]) == (1.0, 1.0)
 
 
 def test_the_longer_the_sum_the_more_of_it_is_clipped() -> None:
-    rows = [bench.omega_row(0.002, g, num_rollouts=4, num_tokens=1000) for g in (0, 0.9, 0.99, 1)]
+    rows = [omega.omega_row(0.002, g, num_rollouts=4, num_tokens=1000) for g in (0, 0.9, 0.99, 1)]
     between = [row["between"] for row in rows]
     assert between == sorted(between, reverse=True) and between[0] > 0.9 and between[-1] < 0.2
     for row in rows:
         assert row["at 0.8"] + row["at 1.2"] + row["between"] == pytest.approx(1)
     assert rows[-1]["at 1.2"] > 3 * rows[-1]["at 0.8"], "what was sampled has become likelier"
+
+
+def test_curves_that_begin_after_tokens_are_averaged_over_their_own_width() -> None:
+    """Runs that are not evaluated before the first step."""
+    late = ([1000.0, 2000.0], [0.5, 0.5])
+    assert bench.mean_reward([1000.0, 2000.0], late) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_options_of_every_arm_are_some(study: str) -> None:
+    for arm, options in STUDIES[study].items():
+        config = parse([*bench.CONFIG, *bench.SHORT, *options, "--model.path", "warm"])
+        assert config is not None, arm
+        load_algorithm(config)
+    assert len({tuple(options) for options in STUDIES[study].values()}) == len(STUDIES[study])

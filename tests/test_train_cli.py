@@ -134,6 +134,7 @@ def test_the_memory_plan_is_left_beside_what_was_measured(full: Path) -> None:
         "gathered",
         "activations",
         "head",
+        "merged",
         "published",
         "engine",
     }

@@ -5,7 +5,6 @@ that a script has pushed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -157,6 +156,16 @@ class Dataflow:
                 )
             )
 
+    def answer(self) -> int:
+        """Answer the questions of evaluations that are asked; returns how many were until now."""
+        asked = {"planner": NUM_STEPS}
+        for lease in self.ledger.lease(LeaseRequest("script", "one", 99, asked)).leases:
+            if lease.evaluation is not None:
+                group = scripted(lease, verifies=False)
+                one = Group(lease.index, group.trajectories[:1])
+                self.ledger.push(Push("script", lease.work_item, lease.attempt, pack_group(one)))
+        return self.ledger.audit().counts.get("questions.committed", 0)
+
     @contextlib.contextmanager
     def served(self, port: int = 0) -> Iterator[str]:
         """The URL."""
@@ -293,26 +302,31 @@ def test_a_run_trains_what_nodes_have_made(whole: tuple[Path, list[tuple[int, in
     )
 
 
-def test_an_engine_is_there_for_evaluations_and_loads_what_is_evaluated(
+def test_evaluations_outlive_a_trainer_that_is_killed(
     copied: Dataflow, start: Start, tmp_path: Path
 ) -> None:
+    """Killed after step 3 with that of step 2 under way; it goes on with two ranks, which share the
+    questions, and waits for the last one at the end.
+    """
+    run, often, num = tmp_path / "run", ("--eval.every", "2"), 8
     with copied.served() as url:
-        named = ("--eval.benchmarks", f'["mine={tmp_path / "mine.jsonl"}:qa"]')
-        (tmp_path / "mine.jsonl").write_text('{"question": "Who?", "answer": "Ann Lee"}')
-        often = ("--eval.every", "4", "--eval.at_ends", "true")
-        ended(start(url, tmp_path / "run", *often, *named))
-    sampled = read(tmp_path / "run" / "held_out.jsonl")
-    versions = {
-        (record["step"], span[2])
-        for record in sampled
-        for turn in record["turns"]
-        for span in turn["spans"]
-    }
-    assert versions == {(0, 0), (4, 4)}
-    records = {record["step"]: record for record in read(tmp_path / "run" / "metrics.jsonl")}
-    for key in ("eval_reward", "eval_accuracy/mine"):
-        assert [step for step, record in records.items() if key in record] == [0, 4]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["trained"]["turns_mean"] > 0
+        killed = start(url, run, *often, before=AFTER_STEP_3)
+        assert [process.wait() for process in killed] == [-signal.SIGKILL]
+        assert not any("eval_reward" in record for record in read(run / "metrics.jsonl"))
+        processes = start(url, run, *often, size=2)
+        processes[0].wait_for(lambda: copied.answer() == NUM_STEPS // 2 * num)
+        ended(processes)
+        assert copied.ledger.audit().problems == ()
+        assert copied.ledger.audit().counts["questions.committed"] == NUM_STEPS // 2 * num
+    records = read(run / "metrics.jsonl")
+    found = [record for record in records if "eval_reward" in record]
+    assert [record["step"] for record in found] == [2, 4, 6]
+    assert all(record["eval_reward"] == 1 for record in found)
+    assert [record["step"] for record in records if record not in found] == [1, 2, 3, 4, 5, 6]
+    rollouts = [each for path in run.glob("held_out*.jsonl") for each in read(path)]
+    assert sorted((each["step"], each["group_index"]) for each in rollouts) == [
+        (step, index) for step in (2, 4, 6) for index in range(num)
+    ]
 
 
 def test_two_ranks_train_what_one_trains(

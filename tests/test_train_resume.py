@@ -19,7 +19,7 @@ pytest_plugins = ("cli_runs",)
     [
         pytest.param(
             "flowtrain.run.evaluation",
-            "evaluate",
+            "roll_out",
             1,
             False,
             id="while the warm planner is evaluated",

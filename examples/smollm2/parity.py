@@ -22,7 +22,7 @@ from flowtrain.engines.protocol import Engine
 from flowtrain.training import attention, lm_head
 from flowtrain.training.model import load_model, load_tokenizer
 from flowtrain.training.trainer import score_row
-from flowtrain.training.tree import pack_rows, packing_order
+from flowtrain.training.tree import in_order, pack_rows
 from flowtrain.types import Completion, Sample, Sampling, UserError
 
 PROMPTS = {
@@ -210,11 +210,7 @@ def tree_logprobs(
         for ids, each in zip(prompts, sampled, strict=True)
     ]
     rows = pack_rows(samples, token_budget=4096)
-    flat = torch.cat([score_row(model, row, 1.0).logprob_T for row in rows])
-    order = packing_order(samples)
-    parts = flat.split([len(samples[index].response_ids) for index in order])
-    by_index = dict(zip(order, parts, strict=True))
-    return [by_index[index] for index in range(len(samples))]
+    return in_order(samples, [score_row(model, row, 1.0).logprob_T for row in rows])
 
 
 def _vllm_distance(folder: Path, dtype: str, prompts: Sequence[tuple[int, ...]]) -> Distance:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.hints import Hints
@@ -16,6 +16,9 @@ from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tools import Tool
 from flowtrain.types import BranchPoint, PolicyName, Task, Trajectory
+
+if TYPE_CHECKING:
+    from flowtrain.agents.tool_states import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +66,5 @@ class AgentContext:
     """Frozen models, by the role that `[roles]` gives them."""
     max_turns: int
     """Turns of a rollout: those of training or of evaluation."""
+    snapshots: Snapshots | None = None
+    """Where rollouts keep the states of their tools, for branches; None: there are no branches."""

@@ -38,9 +38,17 @@ class Executor(Protocol):
     """Runs an action."""
 
     async def execute(
-        self, question: str, action: Action, seed: int, deadline_s: float
+        self,
+        question: str,
+        action: Action,
+        seed: int,
+        deadline_s: float,
+        own_tools: Mapping[str, Tool] | None = None,
     ) -> Executed:
-        """Run within `deadline_s` seconds; `seed` is this turn's."""
+        """Run within `deadline_s` seconds; `seed` is this turn's.
+
+        `own_tools` are the rollout's own, which take the place of those that all share.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +62,22 @@ class RuleExecutor:
     """Characters of a result that are kept, and of a reply that holds no command."""
 
     async def execute(
-        self, question: str, action: Action, seed: int, deadline_s: float
+        self,
+        question: str,
+        action: Action,
+        seed: int,
+        deadline_s: float,
+        own_tools: Mapping[str, Tool] | None = None,
     ) -> Executed:
-        tool = self.tools.get(action.tool_name)
+        tool = self._tool(action, own_tools)
         if tool is None:
             return _not_found(action)
         arguments = arguments_of(tool.card, action.sub_goal)
         return Executed(write_command(arguments), await self._run(tool, arguments, deadline_s))
+
+    def _tool(self, action: Action, own_tools: Mapping[str, Tool] | None) -> Tool | None:
+        name = action.tool_name
+        return (own_tools or {}).get(name) or self.tools.get(name)
 
     async def _run(self, tool: Tool, arguments: Mapping[str, object], left_s: float) -> ToolResult:
         """Run a command in the time that the rollout has left."""
@@ -113,9 +130,14 @@ class LLMExecutor(RuleExecutor):
     is_lenient: bool = True
 
     async def execute(
-        self, question: str, action: Action, seed: int, deadline_s: float
+        self,
+        question: str,
+        action: Action,
+        seed: int,
+        deadline_s: float,
+        own_tools: Mapping[str, Tool] | None = None,
     ) -> Executed:
-        tool = self.tools.get(action.tool_name)
+        tool = self._tool(action, own_tools)
         if tool is None:
             return _not_found(action)
         deadline = Deadline(deadline_s)

@@ -14,7 +14,7 @@ Verifier and refiner can be policies of their own and be trained too.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -29,8 +29,16 @@ from flowtrain.agents.memory import Memory, MemoryEntry, bounded
 from flowtrain.agents.planner import Plan, Planner
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
 from flowtrain.agents.refiner import Finding, Refiner
+from flowtrain.agents.tool_states import (
+    NO_STATES,
+    RolloutTools,
+    Snapshots,
+    StateNotKept,
+    rollout_tools,
+)
 from flowtrain.agents.verifier import Verifier
 from flowtrain.engines.protocol import EngineError
+from flowtrain.tools import Tool
 from flowtrain.types import (
     Action,
     Call,
@@ -89,6 +97,7 @@ class _Rollout:
     prefix: ResponsePrefix | None = None
     """The beginning of a branch's first turn."""
     hint_turn: int | None = None
+    own: RolloutTools = NO_STATES
 
     def module_seed(self, role: str) -> int:
         """The seed of a module in the present turn."""
@@ -109,6 +118,10 @@ class Flow:
     refiner: Refiner | None = None
     passage_tools: frozenset[str] = frozenset()
     """Tools whose results the refiner reads before the memory gets them."""
+    stateful_tools: Mapping[str, Tool] = field(default_factory=dict)
+    """Tools of which each rollout has a session."""
+    snapshots: Snapshots | None = None
+    """Where rollouts keep the states of those, for branches."""
 
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
@@ -129,7 +142,9 @@ class Flow:
             rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
         truncated, answer, error = "", Answer(""), ""
         try:
-            truncated = await self._turns(rollout, cutoff or Cutoff())
+            async with rollout_tools(self.stateful_tools, self.snapshots, seed, start) as own:
+                rollout.own = own
+                truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
                 answer = await self.generator.answer(
                     task.question,
@@ -139,6 +154,8 @@ class Flow:
                 )
         except _RoleFailed as failed:
             error = str(failed)
+        except StateNotKept as missing:
+            error = f"tool state: {missing}"
         return Trajectory(
             task=task,
             turns=tuple(rollout.turns),
@@ -205,6 +222,7 @@ class Flow:
                 plan.action,
                 seed=rollout.module_seed("executor"),
                 deadline_s=rollout.deadline.left_s(),
+                own_tools=rollout.own.tools,
             )
         refined = await self._refined(rollout, plan.action, executed.result)
         result = refined.result
@@ -243,6 +261,7 @@ class Flow:
         rollout.memory = memory
         rollout.shown = shown
         rollout.turns.append(turn)
+        await rollout.own.end_turn(len(rollout.turns) - 1)
         return verified.verdict
 
     async def _plan(self, rollout: _Rollout) -> Plan:

@@ -20,6 +20,7 @@ from flowtrain.agents.base import AgentContext, BranchStart
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
+from flowtrain.agents.tool_states import NO_STATES, RolloutTools, StateNotKept, rollout_tools
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, run_tool
 from flowtrain.types import (
@@ -84,6 +85,7 @@ class Session:
         self._turns: list[Turn] = []
         self._places: dict[int, int] = {}
         self._reported: dict[str, float] = {}
+        self._states = NO_STATES
 
     @property
     def policy(self) -> Policy:
@@ -116,6 +118,8 @@ class Session:
         that its caller cancels, or that fails, is no turn.
         """
         number = self.next_call()
+        if number:
+            await self._states.end_turn(number - 1)
         if self._start is not None and number < self._start.point.turn:
             return self._record(_again(self._start.parent.turns[number], prompt_ids))
         prefix = None
@@ -184,9 +188,8 @@ class Session:
         """
         if self._is_again(call):
             results = _results_again(self._turn(call), wanted)
-            again = await self._run_tools(wanted) if self.repeats_tools else results
-            if [each.text for each in again] != [each.text for each in results]:
-                raise ValueError("it cannot branch: a tool gave another result than to its parent")
+            if self.repeats_tools:
+                await self._repeat(wanted, results)
             return results
         if len(wanted) > MAX_TOOL_CALLS:
             raise ValueError(f"a turn holds at most {MAX_TOOL_CALLS} calls of tools")
@@ -237,6 +240,20 @@ class Session:
     ) -> list[ToolResult]:
         return await asyncio.gather(*(self._run_tool(name, given) for name, given, _ in wanted))
 
+    async def _repeat(
+        self, wanted: Sequence[tuple[str, Mapping[str, object], str]], results: list[ToolResult]
+    ) -> None:
+        """Call tools as the parent did, but those that have been restored to their state."""
+        mine = [n for n, (name, _, _) in enumerate(wanted) if name not in self._states.names]
+        again = await self._run_tools([wanted[n] for n in mine])
+        if [each.text for each in again] != [results[n].text for n in mine]:
+            raise ValueError("it cannot branch: a tool gave another result than to its parent")
+
+    def with_states(self, states: RolloutTools) -> Session:
+        """Use the tools of this rollout alone."""
+        self.tools, self._states = states.tools, states
+        return self
+
     async def _run_tool(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
         tool = self.tools.get(name)
         if tool is None:
@@ -270,14 +287,19 @@ class SessionAgent(ABC):
         session = Session(task, seed, self.context, start=start)
         answer, truncated, error = "", "", ""
         try:
-            async with (cutoff or Cutoff())():
-                answer = await self._answer_in_time(session)
+            async with (
+                rollout_tools(session.tools, self.context.snapshots, seed, start) as states,
+                (cutoff or Cutoff())(),
+            ):
+                answer = await self._answer_in_time(session.with_states(states))
         except RolloutEnded as ended:
             answer, truncated = session.answer_so_far, ended.reason
         except TurnsEnded:
             answer, truncated = session.answer_so_far, "straggler"
         except UserError:
             raise
+        except StateNotKept as missing:
+            error = f"tool state: {missing}"
         # A program is foreign code, whose crash costs one rollout: it is counted, not trained.
         except Exception as failed:  # noqa: BLE001
             if session.engine_error is not None:

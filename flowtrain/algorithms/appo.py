@@ -16,10 +16,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from flowtrain.algorithms.advantages import make_sample, normalise, reward_of, trained_calls
-from flowtrain.algorithms.base import Algorithm, Branches
+from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler
 from flowtrain.config import Algorithm as Options
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import Tool
+from flowtrain.tools.base import rewinds
 from flowtrain.types import (
     BranchPoint,
     FilterReason,
@@ -82,14 +83,14 @@ class Appo(Algorithm):
         assert trainer is not None, "ranks that branch train"
         return branch(self, step, groups, trainer, tokenizer)
 
-    def node_points(
-        self, roots: Group, tokenizer: PreTrainedTokenizerFast, vocab_size: int, seed: int
-    ) -> list[BranchPoint]:
-        from flowtrain.algorithms.branching import sampler_points
+    @property
+    def needs_node_reference(self) -> bool:
+        return self.branches_against_reference
 
-        options, size = self.config.appo, self.config.rollout.group_size
-        num_branches = size - options.num_roots
-        return sampler_points(roots, options, num_branches, tokenizer, vocab_size, seed)
+    async def node_points(self, roots: Group, seed: int, sampler: NodeSampler) -> list[BranchPoint]:
+        from flowtrain.algorithms.node_branching import node_points
+
+        return await node_points(self.config, roots, seed, sampler)
 
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
         return appo(
@@ -194,16 +195,31 @@ class Appo(Algorithm):
             )
 
     def check_nodes(self) -> None:
-        rule, engine = self.config.appo.rule, self.config.rollout.engine
-        if rule == "score":
+        """A node divides its sampler's log-probs by another policy's, or the reverse: both must be
+        of the same distribution.
+        """
+        config, rollout = self.config, self.config.rollout
+        if config.appo.rule != "score":
+            return
+        for key, neutral in (("top_k", 0), ("top_p", 1.0)):
+            if (value := getattr(rollout, key)) != neutral:
+                raise UserError(
+                    f"rollout.{key}={value} changes what the sampler's log-probs are of, so nodes "
+                    f"cannot compare them with appo.rule='score'; set {neutral}, or another rule"
+                )
+        scorer = config.appo.scorer
+        if scorer and (scorer not in config.engines or config.engines[scorer].kind != "openai"):
+            endpoints = [name for name, chat in config.engines.items() if chat.kind == "openai"]
             raise UserError(
-                f"appo.rule={rule!r} branches where the trainer's scores say, which a node has "
-                "not; with a dataflow use 'entropy' or 'arpo', by the sampler's entropies"
+                f"appo.scorer={scorer!r} must be an endpoint of [engines] (it has {endpoints}), or "
+                "empty: then a node scores by a copy of model.path"
             )
-        if engine != "torch":
+        is_vllm = rollout.engine == "vllm"
+        asks_vllm = scorer if config.appo.omega == "reference" else is_vllm
+        if asks_vllm and rollout.temperature != 1.0:
             raise UserError(
-                f"rollout.engine={engine!r} tells no entropies, by which nodes branch with "
-                "algorithm.name='appo'; use 'torch'"
+                f"rollout.temperature={rollout.temperature} must be 1 where vLLM tells the "
+                f"log-probs of appo.omega={config.appo.omega!r}, which it does at 1 alone"
             )
 
     def check_agent(self, kind: AgentKind) -> None:
@@ -216,11 +232,11 @@ class Appo(Algorithm):
             )
 
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
-        stateful = [name for name, tool in tools.items() if tool.card.is_stateful]
-        if stateful:
+        if stuck := [name for name, tool in tools.items() if not rewinds(tool)]:
             raise UserError(
-                f"algorithm.name='appo' rewinds rollouts; {stateful[0]!r} of agent.tools has a "
-                "state and cannot be rewound"
+                f"algorithm.name='appo' rewinds rollouts; {stuck[0]!r} of agent.tools has a state "
+                "and cannot be rewound: it would need open_session, with sessions that have "
+                "snapshot, and restore (docs/tools.md)"
             )
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from flowtrain.agents.hints import Hints
     from flowtrain.agents.registry import AgentKind
+    from flowtrain.engines.protocol import Engine, Scorer
     from flowtrain.tasks.sets import TaskSet
     from flowtrain.tools import Tool
     from flowtrain.training.minibatch_factor import MinibatchFactor
@@ -38,6 +39,18 @@ class Branches(NamedTuple):
     """Points of each group, at most as many as it lacks rollouts."""
     logprobs: Mapping[SampleId, Scored]
     """Log-probs that the search has computed, of turns that will be trained."""
+
+
+class NodeSampler(NamedTuple):
+    """What a rollout node has to choose branch points with, beside the rollouts themselves."""
+
+    tokenizer: PreTrainedTokenizerFast
+    vocab_size: int
+    """Ids that the model knows."""
+    engine: Engine
+    """The policy's, with the newest weights of the node."""
+    reference: Scorer | None
+    """The policy that training started from, where `Algorithm.needs_node_reference`."""
 
 
 class Algorithm(ABC):
@@ -110,12 +123,13 @@ class Algorithm(ABC):
         """
         return Branches([[] for _ in groups], {})
 
-    def node_points(
-        self, roots: Group, tokenizer: PreTrainedTokenizerFast, vocab_size: int, seed: int
-    ) -> list[BranchPoint]:
-        """Choose where rollouts of a work item branch on a rollout node, which knows of its tokens
-        what the sampler said; by default nowhere.
-        """
+    @property
+    def needs_node_reference(self) -> bool:
+        """Tell whether rollout nodes score by the policy that training started from."""
+        return False
+
+    async def node_points(self, roots: Group, seed: int, sampler: NodeSampler) -> list[BranchPoint]:
+        """Choose where rollouts of a work item branch on a rollout node; by default nowhere."""
         return []
 
     def loss_spec(self) -> LossSpec:

@@ -4,7 +4,7 @@
 One scoring pass over the roots gives exact entropies and log-probs of every generated token;
 `flowkernels.branching_score` turns them into scores. A rollout is one sequence here: its turns one
 after the other, without prompts and tool results. ARPO's rule (arXiv 2507.19849), the rise of
-entropy after a tool result, is there to compare with.
+entropy after a tool result, is there to compare with, and so are places drawn at random.
 
 Suffixes: T generated tokens of all roots, S roots.
 """
@@ -28,9 +28,9 @@ from flowtrain.algorithms.base import Branches
 from flowtrain.config import Appo as Options
 from flowtrain.training.token_scores import Scored
 from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import pack_rows, packing_order
+from flowtrain.training.tree import in_order, pack_rows
 from flowtrain.types import BranchPoint, Call, Group, Sample, SampleId
-from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.seeds import derive_seed, derive_uniform
 
 if TYPE_CHECKING:
     from flowtrain.algorithms.appo import Appo
@@ -81,42 +81,29 @@ def branch(
         seed=derive_seed(config.run.seed, "branch", step),
         is_blank_V=blank_tokens(tokenizer, trainer.model.config.vocab_size),
     )
+    points = [stamped(each, "trainer", step - 1) for each in points]
     has_old, has_ref = algorithm.has_old_logprobs, algorithm.has_ref_logprobs
     return Branches(points, known_logprobs(samples, scores, has_old=has_old, has_ref=has_ref))
 
 
-def sampler_points(
-    roots: Group,
-    options: Options,
-    num_branches: int,
-    tokenizer: PreTrainedTokenizerFast,
-    vocab_size: int,
-    seed: int,
-) -> list[BranchPoint]:
-    """Choose where to branch from the roots of one group by what their sampler recorded, for rules
-    that need no other policy.
-
-    Args:
-        vocab_size: ids that the model knows.
-        seed: of ARPO's draws.
+def without_rounding(logprob_T: Tensor, baseline_T: Tensor) -> Tensor:
+    """Return the log-probs with those that are equal but for rounding made equal, because the score
+    would make much of it.
     """
-    samples, entropies = root_samples([roots])
-    device = torch.device("cpu")
-    logprob_T = _fp32([x for sample in samples for x in sample.logprobs], device)
-    assert len(entropies) == len(logprob_T), "the engine records entropies"
-    scores = ResponseScores(logprob_T, _fp32(entropies, device), logprob_T)
-    blank_V = blank_tokens(tokenizer, vocab_size)
-    (points,) = find_points(
-        [roots], scores, options, num_branches=num_branches, seed=seed, is_blank_V=blank_V
-    )
-    return points
+    is_equal_T = (logprob_T - baseline_T).abs() < _ROUNDING
+    return torch.where(is_equal_T, baseline_T, logprob_T)
+
+
+def stamped(points: Sequence[BranchPoint], scorer: str, version: int) -> list[BranchPoint]:
+    """Return the points with what scored them, `BranchPoint.scorer` and `version`."""
+    return [replace(point, scorer=scorer, version=version) for point in points]
 
 
 def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
     """Return every turn with tokens as a sample to score, and the sampler's entropies of its
     tokens.
     """
-    _, calls = _root_calls(groups)
+    _, calls = root_calls(groups)
     samples = []
     for _, sample_id, call in calls:
         zeros = (0.0,) * len(call.response_ids)
@@ -138,18 +125,16 @@ def score_samples(
     the pass of the policy.
     """
     device = trainer.device
-    sampler_T = _fp32([x for sample in samples for x in sample.logprobs], device)
+    sampler_T = fp32([x for sample in samples for x in sample.logprobs], device)
     baseline_T = sampler_T
     if against_reference:
-        assert trainer.reference is not None, "there is no reference policy"
-        baseline_T, _ = _score_in_order(trainer, trainer.reference, samples, token_budget)
+        with trainer.reference() as reference:
+            baseline_T, _ = _score_in_order(trainer, reference, samples, token_budget)
     if entropies is None:
         scored = _score_in_order(trainer, trainer.model, samples, token_budget)
         return ResponseScores(*scored, baseline_T)
-    # Equal policies must come out equal, or the score would make much of rounding.
-    is_equal_T = (sampler_T - baseline_T).abs() < _ROUNDING
-    logprob_T = torch.where(is_equal_T, baseline_T, sampler_T)
-    return ResponseScores(logprob_T, _fp32(entropies, device), baseline_T)
+    logprob_T = without_rounding(sampler_T, baseline_T)
+    return ResponseScores(logprob_T, fp32(entropies, device), baseline_T)
 
 
 def _score_in_order(
@@ -157,18 +142,14 @@ def _score_in_order(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all response tokens; packing changes the order of the samples."""
     scores = trainer.score(model, pack_rows(samples, token_budget))
-    order = packing_order(samples)
-    num_tokens = [len(samples[index].response_ids) for index in order]
 
-    def in_order(parts: list[Tensor]) -> Tensor:
-        packed_T = torch.cat([_fp32([], trainer.device), *parts])
-        by_index = dict(zip(order, packed_T.split(num_tokens), strict=True))
-        return torch.cat([packed_T[:0], *(by_index[index] for index in range(len(samples)))])
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat([fp32([], trainer.device), *in_order(samples, parts)])
 
-    return in_order([s.logprob_T for s in scores]), in_order([s.entropy_T for s in scores])
+    return joined([s.logprob_T for s in scores]), joined([s.entropy_T for s in scores])
 
 
-def _fp32(values: Sequence[float], device: torch.device) -> Tensor:
+def fp32(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
@@ -217,11 +198,11 @@ def find_points(
         scores: of the tokens of `root_samples(groups)`.
         is_blank_V: [V] bool, token ids that are no decision (white space, punctuation).
     """
-    roots, calls = _root_calls(groups)
+    roots, calls = root_calls(groups)
     positions = _TokenPositions.of(calls, len(roots), scores.logprob_T.device)
     if options.rule == "arpo":
-        found = _after_tools(positions, scores.entropy_T, random.Random(seed))
-        by_group = [[p for p in found if roots[p[1]][0] == g] for g in range(len(groups))]
+        starts = _after_tools(positions, scores.entropy_T, random.Random(seed))
+        by_group = [[p for p in starts if roots[p[1]][0] == g] for g in range(len(groups))]
         chosen = [sorted(each, reverse=True)[:num_branches] for each in by_group]
     else:
         ids = [token for *_, call in calls for token in call.response_ids]
@@ -229,7 +210,11 @@ def find_points(
         if options.keep_token:  # nothing could follow the last token of a turn
             allowed_T[torch.tensor(positions.turn_bounds[1:]) - 1] = False
         allowed_T = allowed_T.to(positions.device)
-        strict, loose = _best(positions, scores, options, num_branches, allowed_T)
+        if options.rule == "random":
+            found = _at_random(calls, seed, positions.device)
+        else:
+            found = _by_score(positions, scores, options)
+        strict, loose = _best(positions, found, options.spacing, num_branches, allowed_T)
         chosen = []
         for g in range(len(groups)):
             mine = [s for s, root in enumerate(roots) if root[0] == g]
@@ -243,7 +228,7 @@ def find_points(
     ]
 
 
-def _root_calls(
+def root_calls(
     groups: Sequence[Group],
 ) -> tuple[list[tuple[int, int]], list[tuple[int, SampleId, Call]]]:
     """(group, trajectory) of each root, and (root, id, call) of each of their turns with tokens."""
@@ -323,15 +308,11 @@ class _TokenPositions:
         return self.cu_seqlens_S1.device
 
 
-def _best(
-    positions: _TokenPositions,
-    scores: ResponseScores,
-    options: Options,
-    num_points: int,
-    allowed_T: Tensor,
-) -> tuple[list[list[Candidate]], list[list[Candidate]]]:
-    """Return the best candidates of every root, and the best of all its allowed tokens."""
-    found = branching_score(
+def _by_score(
+    positions: _TokenPositions, scores: ResponseScores, options: Options
+) -> BranchingScore:
+    """APPO's score of every token, or its first factor."""
+    return branching_score(
         scores.logprob_T,
         scores.logprob_T if options.rule == "entropy" else scores.baseline_logprob_T,
         scores.entropy_T,
@@ -339,9 +320,32 @@ def _best(
         gamma=options.gamma,
         clip=options.clip,
     )
+
+
+def _at_random(
+    calls: Sequence[tuple[int, SampleId, Call]], seed: int, device: torch.device
+) -> BranchingScore:
+    """Uniform draws in place of scores: every token is as likely as any other, and a candidate."""
+    draws = [
+        derive_uniform(seed, *sample_id, token)
+        for _, sample_id, call in calls
+        for token in range(len(call.response_ids))
+    ]
+    score_T = fp32(draws, device)
+    return BranchingScore(score_T, torch.ones_like(score_T), torch.ones_like(score_T) > 0)
+
+
+def _best(
+    positions: _TokenPositions,
+    found: BranchingScore,
+    spacing: int,
+    num_points: int,
+    allowed_T: Tensor,
+) -> tuple[list[list[Candidate]], list[list[Candidate]]]:
+    """Return the best candidates of every root, and the best of all its allowed tokens."""
     everything = replace(found, is_candidate_T=torch.ones_like(found.is_candidate_T))
-    strict = _listed(positions, found, options.spacing, num_points, allowed_T)
-    return strict, _listed(positions, everything, options.spacing, num_points, allowed_T)
+    strict = _listed(positions, found, spacing, num_points, allowed_T)
+    return strict, _listed(positions, everything, spacing, num_points, allowed_T)
 
 
 def _listed(

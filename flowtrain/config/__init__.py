@@ -25,6 +25,7 @@ from flowtrain.config.agents import (
 from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
 from flowtrain.config.dataflow import Dataflow
 from flowtrain.config.gateway import Gateway
+from flowtrain.config.lora import Lora
 from flowtrain.config.model import Model, Tiny
 from flowtrain.config.reward import Reward
 from flowtrain.config.rollout import Rollout, Vllm
@@ -67,6 +68,7 @@ class Config(Section):
     appo: Appo = Appo()
     infoflow: Infoflow = Infoflow()
     train: Train = Train()
+    lora: Lora = Lora()
     dataflow: Dataflow = Dataflow()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
@@ -87,8 +89,8 @@ class Config(Section):
 
     @property
     def samples_here(self) -> bool:
-        """A run needs engines: for rollouts, or to evaluate what nodes roll out."""
-        return not self.dataflow.url or self.eval.at_ends or self.eval.every > 0
+        """A run needs engines; with dataflow.url nodes have them."""
+        return not self.dataflow.url
 
     def sampling_of(self, policy: PolicyName) -> tuple[int, float]:
         """A policy's tokens per response and its temperature."""
@@ -123,6 +125,7 @@ __all__ = [
     "Infoflow",
     "Judge",
     "Log",
+    "Lora",
     "McpServer",
     "Model",
     "Policy",

@@ -80,6 +80,16 @@ class Agent(Section):
     does not (AgentFlow: 10 of wall time)"""
     code_memory_mb: int = Field(512, ge=64)
     """MiB of address space that the code may use"""
+    python_session: bool = False
+    """keep the variables of Python_Coder from turn to turn of a rollout (docs/tools.md); needs
+    sandbox = "seccomp" and no model inside the tool"""
+    max_snapshots: PositiveInt = 1024
+    """states of tools that are kept at a time for rollouts to branch from, per process; branches
+    from a place whose state was not kept fail, and are counted"""
+    snapshot_memory_mb: PositiveInt = 4096
+    """MiB that those states may take"""
+    snapshot_lifetime_s: PositiveFloat = 3600.0
+    """seconds after which a state is dropped, if its group is still not done"""
     max_result_chars: PositiveInt = 400
     """characters of a tool result that memory, or the conversation, keeps"""
     memory_tokens: int = Field(0, ge=0)

@@ -56,9 +56,9 @@ class Appo(Section):
     num_roots: PositiveInt = 4
     """N: rollouts of a question that begin with it; branches of these fill up the M =
     rollout.group_size"""
-    rule: Literal["score", "entropy", "arpo"] = "score"
+    rule: Literal["score", "entropy", "arpo", "random"] = "score"
     """where to branch: score: entropy x decayed future ratio; entropy: its first factor; arpo:
-    after tools that raised the entropy"""
+    after tools that raised the entropy; random: anywhere, a control"""
     spread: Literal["root", "question"] = "root"
     """root: as many branches from every root; question: the best places of all roots"""
     spacing: int = Field(16, ge=0)
@@ -72,6 +72,9 @@ class Appo(Section):
     omega: Literal["reference", "behavior"] = "reference"
     """denominator of the future ratio: the policy that training started from, or the sampler's
     log-probs (for stale rollouts)"""
+    scorer: str = ""
+    """name in [engines] of the endpoint at which rollout nodes ask for the reference policy's
+    log-probs (vLLM's server with the model of model.path); empty: each node has a copy of it"""
     gamma: float = Field(1.0, ge=0, le=1)
     """decay per token of the future ratio in the branching score"""
     clip: float = Field(0.2, gt=0, lt=1)
@@ -93,6 +96,11 @@ class Appo(Section):
     dual_clipped: Literal["count", "drop"] = "count"
     """tokens of sequences that the dual clip takes out of the policy term. count: its mean is still
     over them; drop: over the others alone (the released code); one more forward pass"""
+
+    @property
+    def node_scorer(self) -> str:
+        """Return what `BranchPoint.scorer` is on a rollout node."""
+        return self.omega if self.rule == "score" else "sampler"
 
 
 class Infoflow(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -15,10 +15,18 @@ class Dataflow(Section):
     store: str = ""
     """folder or URL at which nodes find the weights that this run trains; empty: run.dir/weights,
     if all nodes can read it"""
+    payloads: str = ""
+    """folder or bucket (s3://bucket/prefix, gs://, az://) for the groups themselves, of which the
+    database then keeps keys and digests; the service and the trainers must reach it, empty: groups
+    are in the database"""
+    uploads: Literal["service", "nodes"] = "service"
+    """who puts groups into dataflow.payloads: the service, or the nodes, which then need rights of
+    their own there; a node that fails to pushes through the service"""
     max_staleness: int = Field(4, ge=0)
     """versions by which a trained token may be older than the weights that a step trains"""
     max_waiting: int = Field(0, ge=0)
-    """groups that may wait or be under way; 0: as many as can be trained within max_staleness"""
+    """groups that may wait or be under way; 0: as many as can be trained within max_staleness, of
+    which none begins while a whole batch waits"""
     lease_s: PositiveFloat = 60.0
     """seconds without a sign of life from a node after which its task goes to another; a node says
     when an overloaded machine should have more"""

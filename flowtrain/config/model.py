@@ -15,7 +15,7 @@ class Model(Section):
     built as [tiny] says"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """type of the forward and backward pass and of the engine's weights; master weights are float32
-    """
+    unless train.optimizer has bf16 in its name"""
 
 
 class Tiny(Section):

@@ -50,6 +50,9 @@ class Rollout(Section):
 
 
 class Vllm(Section):
+    tensor_parallel_size: PositiveInt = 1
+    """cut the model for so many GPUs: that of the rank or node and those after it, or so many
+    processes on a CPU"""
     gpu_memory_utilization: float = Field(0.4, gt=0, le=1)
     """share of a GPU's memory for vLLM's weights and KV cache; the rank that trains beside it needs
     the rest"""

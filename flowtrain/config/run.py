@@ -34,8 +34,8 @@ class Eval(Section):
     num_tasks: PositiveInt = 200
     """held-out questions per split"""
     at_ends: bool = True
-    """evaluate before the first and after the last step; if false and every = 0, a run with
-    dataflow.url needs no engine"""
+    """evaluate before the first and after the last step; with dataflow.url nodes answer, and the
+    run waits for them at both ends and nowhere else"""
     benchmarks: tuple[str, ...] = ()
     """benchmarks that every evaluation asks, too: names whose files are in tasks.benchmarks,
     NAME=FILE for one elsewhere, NAME=FILE:SCORER for your own (docs/evals.md)"""
@@ -60,6 +60,9 @@ class Weights(Section):
     level: Literal[1, 2] = 1
     """2 makes deltas about a quarter smaller and several times slower to code (CPU only): for links
     between sites"""
+    baseline: Literal["device", "cpu"] = "device"
+    """where the publisher keeps the weights that it published last: beside the trained weights, or
+    in the memory of the CPU, to which a publish then copies all weights in model.dtype"""
     verify_every: int = Field(10, ge=0)
     """loads between two comparisons of all of an engine's weights with the digests of their
     version; 0: compare only weights that change"""

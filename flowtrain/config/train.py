@@ -58,9 +58,17 @@ class Train(Section):
     reshard: bool = True
     """layers of models of over 50 M parameters gather their weights again for the backward pass;
     false: they keep them gathered"""
-    offload: bool = False
-    """keep master weights, gradients, AdamW's moments and the reference in the memory of the CPU,
-    and step there"""
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_bf16_sr", "adamw_8bit_bf16_sr"] = "adamw"
+    """adamw: fp32 weights and moments; 8bit: moments of 8 bits; bf16_sr: weights, gradients and
+    moments in bf16, with weights rounded stochastically, for model.dtype = "bfloat16"; the last
+    three need torchao (docs/memory.md)"""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """what is kept in the memory of the CPU: optimizer: the moments, which come to the GPU one
+    parameter at a time; all: master weights, gradients, moments and the reference, and AdamW steps
+    there"""
+    offload_reference: bool = False
+    """keep the reference policy's weights in the memory of the CPU, from where each scoring pass
+    fetches them layer by layer"""
     peak_tflops: float = Field(0.0, ge=0)
     """dense TFLOP/s of a rank's device in model.dtype, for MFU; 0: known for common GPUs in
     bfloat16, else no MFU"""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flowtrain.config.agents import OWN, Policy
 from flowtrain.config.gateway import Gateway
+from flowtrain.config.lora import Lora
 from flowtrain.config.reward import Reward
 from flowtrain.config.run import Eval
 from flowtrain.config.train import EXPERTS
@@ -28,8 +29,10 @@ def validate(config: Config) -> None:
     _check_policies(config)
     _check_roles(config)
     _check_engine_ranks(config)
+    _check_parallel(config)
     _check_gateway(config)
     _check_rft(config)
+    _check_lora(config)
 
 
 def _check_sizes(config: Config) -> None:
@@ -43,6 +46,11 @@ def _check_sizes(config: Config) -> None:
         raise ValueError(
             f"train.num_minibatches={train.num_minibatches} and train.minibatch_size="
             f"{train.minibatch_size}: one of them must be above 0, and the other 0"
+        )
+    if "bf16" in train.optimizer and config.model.dtype != "bfloat16":
+        raise ValueError(
+            f"train.optimizer={train.optimizer!r} needs model.dtype = 'bfloat16': its weights have "
+            "no more digits"
         )
     if config.train.num_minibatches > config.rollout.num_questions:
         raise ValueError(
@@ -221,6 +229,16 @@ def _check_engine_ranks(config: Config) -> None:
         )
 
 
+def _check_parallel(config: Config) -> None:
+    size = config.vllm.tensor_parallel_size
+    uses_vllm = any(chat.kind == "vllm" for chat in config.engines.values())
+    if size > 1 and config.rollout.engine != "vllm" and not uses_vllm:
+        raise ValueError(
+            f"vllm.tensor_parallel_size={size} needs rollout.engine='vllm': the engine "
+            f"{config.rollout.engine!r} runs on one device"
+        )
+
+
 def _check_gateway(config: Config) -> None:
     if config.agent.name == "gateway":
         return
@@ -253,4 +271,31 @@ def _check_rft(config: Config) -> None:
         raise ValueError(
             f"rft.collect_only=true goes with rft.expert = a name in [engines], not "
             f"{rft.expert!r}, whose demonstrations are not written down"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    lora = config.lora
+    if not lora.rank:
+        default = dict(Lora())
+        for key, value in lora:
+            if value != default[key]:
+                raise ValueError(f"lora.{key}={value!r} needs lora.rank above 0")
+        return
+    if config.model.path == "tiny":
+        raise ValueError(
+            f"lora.rank={lora.rank} needs a model that was trained before: model.path='tiny' "
+            "has random weights"
+        )
+    if lora.quantize == "none":
+        return
+    if lora.sync != "adapter":
+        raise ValueError(
+            f"lora.quantize={lora.quantize!r} needs lora.sync = 'adapter': weights of 4 bits "
+            "cannot hold the sum with an adapter"
+        )
+    if config.rollout.engine == "vllm" and not config.train.rescore:
+        raise ValueError(
+            f"lora.quantize={lora.quantize!r} with rollout.engine='vllm' needs train.rescore = "
+            "true: vLLM samples with the weights before they were quantised"
         )

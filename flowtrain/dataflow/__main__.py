@@ -62,6 +62,8 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             cleanup.enter_context(Lock(lock, options.database, cure))
         ledger = open_ledger(_config(rest), options.database)
         run = ledger.run
+        if ledger.collector is not None:
+            cleanup.enter_context(ledger.collector.running())
         serving.serve(
             f"run {run}",
             lambda token: Service(ledger, run, token, token_file),
@@ -108,7 +110,7 @@ def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import audit_database
 
     _nothing_else(rest)
-    audit = audit_database(options.database)
+    audit = audit_database(options.database, options.payloads)
     if options.json:
         print(json.dumps({"problems": audit.problems, "counts": audit.counts}, indent=1))
     else:
@@ -136,6 +138,15 @@ def _replay(options: argparse.Namespace, rest: Sequence[str]) -> int:
         or "every decision comes out as it was"
     )
     return 1 if found.differences else 0
+
+
+def _gc(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    from flowtrain.dataflow.ledger import collect_database
+
+    _nothing_else(rest)
+    orphans, deleted = collect_database(options.database, options.payloads, options.older_than)
+    print(f"{orphans:,} orphans found, {deleted:,} objects deleted")
+    return 0
 
 
 def _config(args: Sequence[str]) -> Config:
@@ -193,6 +204,17 @@ def _parser() -> argparse.ArgumentParser:
     audit = commands.add("audit", _audit, summary, example=database)
     _add_database(audit, "it may be in use")
     audit.add_argument("--json", action="store_true", help="print a record for programs")
+    text = "dataflow.payloads of the run: read every group there too, and compare its digest"
+    audit.add_argument("--payloads", default="", metavar="URL", help=text)
+
+    summary = "delete groups in dataflow.payloads that nobody needs; a service does so by itself"
+    example = f"{database} --payloads s3://bucket/groups"
+    collect = commands.add("gc", _gc, summary, example=example)
+    _add_database(collect, "it may be in use")
+    text = "dataflow.payloads of the run"
+    collect.add_argument("--payloads", required=True, metavar="URL", help=text)
+    text = "seconds after which an object without a group is an orphan (default: a day)"
+    collect.add_argument("--older-than", type=_seconds, default=86400.0, metavar="S", help=text)
 
     summary = "make every decision of the rules again, and show the first that differs"
     again = commands.add("replay", _replay, summary, example=run_options)

@@ -24,6 +24,9 @@ from flowtrain.dataflow.contract import (
     Batch,
     BatchRequest,
     Done,
+    Evaluate,
+    EvaluationRequest,
+    EvaluationState,
     Join,
     Joined,
     LeaseRequest,
@@ -141,6 +144,12 @@ class Client:
 
     def progress(self, request: Progress) -> Done:
         return self._ask("progress", request)
+
+    def evaluate(self, request: Evaluate) -> Done:
+        return self._ask("evaluate", request)
+
+    def evaluation(self, request: EvaluationRequest) -> EvaluationState:
+        return self._ask("evaluation", request)
 
     def status(self) -> dict[str, Any]:
         return self._ask("status")

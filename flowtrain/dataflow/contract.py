@@ -3,7 +3,8 @@
 A node joins, leases work items (one task each, from which it makes a group of G rollouts), renews
 its leases while it works and pushes each finished group. A trainer registers the policy that it
 trains, asks for the batch of a step, and reports the weight version it has published and the step
-of its checkpoint. `Ledger` answers from a database, `Client` by asking a service.
+of its checkpoint. It also asks for evaluations: each of their questions is a work item, too, which
+nodes lease before any other. `Ledger` answers from a database, `Client` by asking a service.
 
 Times are durations in seconds on the ledger's clock, so the clocks of nodes may differ. Weight
 version v is the policy after v steps: step s trains version s - 1 into version s. Every request may
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 from flowtrain.types import Task
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of these messages and of the records in a payload; requests of another version are
 refused."""
 
@@ -91,15 +92,33 @@ class LeaseRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalSettings:
+    """How an evaluation asks its questions."""
+
+    max_turns: int
+    temperature: float | None = None
+    """Of all policies; None: each has its own."""
+    trials: int = 1
+    """Rollouts of each question."""
+    rules: str = ""
+    """The value of `tasks.name` whose rules the questions of a benchmark follow; empty: questions
+    of the run, with its rules and its reward functions."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     work_item: int
+    """Below 0 for a question of an evaluation."""
     attempt: int
     """Number of this lease of the work item, from 1."""
     task: Task
     seed: int
-    """Seed of the work item's rollouts; the same for every attempt."""
+    """Seed of the work item's rollouts, or of all of the evaluation; the same for every attempt."""
     index: int
-    """Position of the task in the order of tasks."""
+    """Position of the task in the order of tasks, or in its evaluation."""
+    evaluation: EvalSettings | None = None
+    """The task is a question of an evaluation: the group has `trials` rollouts, made and scored
+    this way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +129,7 @@ class Leases:
     """When to ask again if there are fewer leases than wanted."""
     reason: str = ""
     """Why there are fewer: "full" (enough rollouts wait or are under way), "no trainer", "done",
+    "evaluating" (training is done, and all that is left of its evaluations is under way),
     "filtered" (the prompt filter admitted none of many tasks)."""
 
 
@@ -129,12 +149,25 @@ class Renewed:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPayload:
+    """A payload in the object store of the run (`dataflow.payloads`)."""
+
+    key: str
+    """`<run>/<work item>-<attempt>-<32 random hexadecimal digits>`."""
+    num_bytes: int
+    sha256: str
+    """Of the payload, as hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
     node: str
     work_item: int
     attempt: int
     payload: bytes
-    """The group, packed by `codec.pack_group`; its trajectories are scored."""
+    """The group, packed by `codec.pack_group`; its trajectories are scored. Empty with `stored`."""
+    stored: StoredPayload | None = None
+    """Where the node has put the payload; the service fetches it from there and checks it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +218,8 @@ class Registered:
     run: str
     step: int
     """Newest step whose batch exists; the batches after the checkpoint will come again."""
+    payloads: str = ""
+    """Folder or URL of the payloads that batches only name, as the service sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +244,8 @@ class AssignedGroup:
     payload: bytes
     is_replay: bool
     """The group was trained before."""
+    stored: StoredPayload | None = None
+    """Where the trainer finds the payload, which is empty then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +275,55 @@ class Progress:
     """Seconds since the last report in which it waited for a batch."""
     is_done: bool = False
     """It will not ask for another batch."""
+    evaluated: int = -1
+    """Its log has the results of all evaluations up to this step, and its checkpoint is not older
+    than that: they are no longer needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """A trainer asks for an evaluation. Asked again, even with other questions, it is the first."""
+
+    policy: str
+    step: int
+    """No question is leased to a node whose weights of the policy are older than this version."""
+    name: str
+    """What is asked; together with policy and step it names the evaluation."""
+    settings: EvalSettings
+    seed: int
+    """Rollout `number` of the question at `index` has the seed (seed, index, task id, number)."""
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRequest:
+    policy: str
+    step: int
+    name: str
+    rank: int = 0
+    """The answer holds the results whose index modulo `num_ranks` is `rank`."""
+    num_ranks: int = 1
+    first: int = 0
+    """Lowest index in the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    index: int
+    """Position of the question in its evaluation."""
+    payload: bytes
+    """The group, packed by `codec.pack_group`; empty where no node could make it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationState:
+    num_questions: int
+    """0: nobody has asked for this evaluation."""
+    num_left: int = 0
+    """Questions that wait or are under way."""
+    results: tuple[EvalResult, ...] = ()
+    """In the order of the questions, once none is left; at most 64, the others begin behind the
+    last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +349,10 @@ class Dataflow(Protocol):
     def batch(self, request: BatchRequest) -> Batch: ...
 
     def progress(self, request: Progress) -> Done: ...
+
+    def evaluate(self, request: Evaluate) -> Done: ...
+
+    def evaluation(self, request: EvaluationRequest) -> EvaluationState: ...
 
     def status(self) -> dict[str, Any]:
         """Return a report for people and programs, as JSON types."""

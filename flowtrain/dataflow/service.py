@@ -1,8 +1,8 @@
 """The ledger behind HTTP; see wire.py.
 
 All state is in the database: any number of these processes may serve one run, and when one is
-killed, no answer that it gave is lost. (FastAPI would speak JSON, and need nine functions instead
-of one.)
+killed, no answer that it gave is lost. (FastAPI would speak JSON, and need a function for each
+request instead of one.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flowtrain.dataflow.codec import pack, unpack
@@ -47,8 +47,26 @@ _log = logging.getLogger(__name__)
 
 _NUM_THREADS = 8
 _MAX_AT_WORK = 64
-"""Requests read or answered at a time; those that wait for a batch to fill do not count."""
+"""Requests of a kind read or answered at a time, without those that wait for a batch to fill."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+
+@dataclass(slots=True)
+class _Desk:
+    """Threads that answer, and the number of requests read or answered."""
+
+    threads: ThreadPoolExecutor
+    num_at_work: int = 0
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[None]:
+        if self.num_at_work >= _MAX_AT_WORK:
+            raise Rejected(503, "too many requests at a time", {"Retry-After": "1"})
+        self.num_at_work += 1
+        try:
+            yield
+        finally:
+            self.num_at_work -= 1
 
 
 class Service:
@@ -68,8 +86,9 @@ class Service:
         """
         serving.require("starlette.requests", "starlette.responses")
         self._ledger, self._run, self._access = ledger, run, Access(token, tokens)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "ledger")
-        self._num_at_work = 0
+        # Pushes may wait for an object store; renewals do not wait for pushes.
+        self._pushes = _Desk(ThreadPoolExecutor(_NUM_THREADS, "pushes"))
+        self._others = _Desk(ThreadPoolExecutor(_NUM_THREADS, "ledger"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.requests import Request
@@ -98,14 +117,15 @@ class Service:
         """
         caller = self._caller(request)
         name = self._method(request, caller)
+        desk = self._pushes if name == "push" else self._others
         loop = asyncio.get_running_loop()
-        with self._slot():
+        with desk.slot():
             body = await serving.read_body(request, METHODS[name].max_bytes)
         began = loop.time()
         while True:
-            with self._slot():
+            with desk.slot():
                 answer, wait_s = await loop.run_in_executor(
-                    self._threads, self._work, caller, name, body
+                    desk.threads, self._work, caller, name, body
                 )
             waited_s = loop.time() - began
             is_over = not waited_s < wait_s or request.scope["is_ending"]()  # wait_s may be nan
@@ -145,16 +165,6 @@ class Service:
         if request.headers.get(RUN_HEADER, self._run) != self._run:
             raise Rejected(409, "this service has another run now; join it again")
         return name
-
-    @contextlib.contextmanager
-    def _slot(self) -> Iterator[None]:
-        if self._num_at_work >= _MAX_AT_WORK:
-            raise Rejected(503, "too many requests at a time", {"Retry-After": "1"})
-        self._num_at_work += 1
-        try:
-            yield
-        finally:
-            self._num_at_work -= 1
 
     def _work(self, caller: Caller, name: str, body: bytes) -> tuple[bytes, float]:
         """The answer, and for how many seconds a better one may be waited for."""

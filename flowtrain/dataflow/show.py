@@ -24,6 +24,8 @@ def status_text(status: Mapping[str, Any]) -> str:
     if lost := status["lost_leases"]:
         reasons = ", ".join(f"{num:,} {why}" for why, num in lost.items())
         head.append(printable(f"leases that ended without a group: {reasons}", keep=""))
+    if under_way := status["evaluations"]:
+        head.append(printable(f"evaluations: {'; '.join(map(_evaluation, under_way))}", keep=""))
     parts = [
         "\n".join(head) + "\n",
         _policies(status["policies"]),
@@ -31,6 +33,14 @@ def status_text(status: Mapping[str, Any]) -> str:
         _nodes(status["nodes"]),
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _evaluation(found: Mapping[str, Any]) -> str:
+    failed = f", {found['num_failed']} failed" if found["num_failed"] else ""
+    return (
+        f"{found['policy']} step {found['step']}, {found['name']}: {found['num_done']} of "
+        f"{found['num_questions']}{failed}, {found['num_leased']} under way"
+    )
 
 
 def _policies(policies: Mapping[str, Any]) -> str:

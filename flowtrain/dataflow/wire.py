@@ -1,7 +1,7 @@
 """The HTTP interface on which service and client agree.
 
-POST /v4/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization:
-Bearer <token>`; 4 is `contract.PROTOCOL`. Status 200 comes with the answer, any other one with a
+POST /v5/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization:
+Bearer <token>`; 5 is `contract.PROTOCOL`. Status 200 comes with the answer, any other one with a
 `Problem`: after 4xx it does not help to ask again, after 408, 425, 429 and 5xx it may.
 """
 
@@ -27,7 +27,9 @@ PASSING = (408, 425, 429)
 """Statuses besides 5xx after which a repeated request may succeed."""
 _ASKERS = {"node": Role.NODE, "policy": Role.TRAINER}
 """Which field of a request names who asks, and the role of whoever has a name there."""
-_MAX_BYTES, _MAX_PUSH_BYTES = 1 << 20, 64 << 20
+_MAX_BYTES, MAX_PUSH_BYTES = 1 << 20, 64 << 20
+"""Largest bodies: of any request, and of a push, which is also the largest payload, or of questions
+to evaluate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def _methods() -> Mapping[str, Method]:
         if not name.startswith("_"):
             kinds = typing.get_type_hints(function)
             request = kinds.get("request")
-            max_bytes = _MAX_PUSH_BYTES if name == "push" else _MAX_BYTES
+            max_bytes = MAX_PUSH_BYTES if name in ("push", "evaluate") else _MAX_BYTES
             role, named_by = _asker(request)
             found[name] = Method(request, kinds["return"], max_bytes, role, named_by)
     return MappingProxyType(found)

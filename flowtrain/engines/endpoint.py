@@ -16,6 +16,9 @@ import math
 import os
 import random
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -28,6 +31,7 @@ from flowtrain.utils.answers import ACCEPT_ENCODING, BadBody, no_cookies, read_b
 from flowtrain.utils.text import encodable
 from flowtrain.utils.threads import Ended, LoopThread
 
+T = TypeVar("T")
 _MAX_BYTES = 8 * 2**20
 """Longest reply, after decompression."""
 _FIRST_PAUSE_S = 0.5
@@ -51,6 +55,13 @@ class _AttemptFailed(Exception):
         """Shortest pause before the next attempt, as the endpoint asks."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Request(Generic[T]):
+    url: str
+    body: dict[str, object]
+    parse: Callable[[bytes], tuple[T, int, int]]
+
+
 class Endpoint:
     """See `ChatEngine`. Its connections belong to the event loop of another thread, because every
     `collect` makes a new loop.
@@ -62,7 +73,7 @@ class Endpoint:
         """
         self._label = label
         self._options = options
-        self._url = f"{options.base_url.rstrip('/')}/chat/completions"
+        self._url = options.base_url.rstrip("/")
         self.name = (
             f"{options.model} at {options.base_url}, temperature {options.temperature:g}, "
             f"max_tokens {options.max_tokens}"
@@ -84,11 +95,25 @@ class Endpoint:
         """Raises EngineError, and UserError when the endpoint has refused the key, the model or the
         address ever since the start.
         """
+        return await self.post("chat/completions", self._body(prompt, seed), _parse, deadline_s)
+
+    async def post(
+        self,
+        path: str,
+        body: dict[str, object],
+        parse: Callable[[bytes], tuple[T, int, int]],
+        deadline_s: float,
+    ) -> T:
+        """Ask for anything below the endpoint's address; raises as `ask` does.
+
+        `parse` returns what a reply holds and its numbers of prompt and reply tokens, or raises
+        EngineError.
+        """
         self.meter.requests += 1
         deadline = time.monotonic() + deadline_s
-        body = self._body(prompt, seed)
+        request = _Request(f"{self._url}/{path}", body, parse)
         try:
-            return await self._thread.call(self._reply(body, deadline), deadline + _GRACE_S)
+            return await self._thread.call(self._reply(request, deadline), deadline + _GRACE_S)
         except (TimeoutError, Ended, EngineError) as error:
             self.meter.failures += 1
             problem = str(error) if isinstance(error, EngineError) else "it did not answer in time"
@@ -109,7 +134,7 @@ class Endpoint:
             "max_completion_tokens" if is_openai else "max_tokens": options.max_tokens,
         }
 
-    async def _reply(self, body: dict[str, object], deadline: float) -> str:
+    async def _reply(self, request: _Request[T], deadline: float) -> T:
         """Attempt until one succeeds, one fails for good, or the time is up."""
         problem = "other requests took all the time"
         try:
@@ -117,7 +142,7 @@ class Endpoint:
                 for attempt in itertools.count():
                     try:
                         async with self._free:
-                            return await self._attempt(body)
+                            return await self._attempt(request)
                     except _AttemptFailed as failed:
                         problem = str(failed)
                         pause_s = max(failed.pause_s, _pause(attempt))
@@ -133,12 +158,12 @@ class Endpoint:
             raise EngineError(f"no reply by the deadline: {problem}") from None
         raise AssertionError("the attempts end by themselves")
 
-    async def _attempt(self, body: dict[str, object]) -> str:
+    async def _attempt(self, request: _Request[T]) -> T:
         timeout_s = self._options.timeout_s
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client.stream("POST", self._url, json=body) as response,
+                self._client.stream("POST", request.url, json=request.body) as response,
             ):
                 content = await read_body(
                     response.aiter_raw(), response.headers.get("content-encoding", ""), _MAX_BYTES
@@ -155,15 +180,15 @@ class Endpoint:
             raise _AttemptFailed(problem, _retry_after(response.headers.get("retry-after", "")))
         if status in _REFUSED and not self._has_answered:
             raise UserError(
-                f"engines.{self._label}: {self._url} answers HTTP {status} to model "
-                f"{body['model']!r}: {shown(content)}"
+                f"engines.{self._label}: {request.url} answers HTTP {status} to model "
+                f"{self._options.model!r}: {shown(content)}"
             )
         if status != 200:
             raise EngineError(problem)
-        text, prompt_tokens, reply_tokens = _parse(content)
+        found, prompt_tokens, reply_tokens = request.parse(content)
         self._has_answered = True
         self.meter.count(prompt_tokens, reply_tokens)
-        return text
+        return found
 
 
 def _headers(label: str, options: Chat) -> dict[str, str]:
@@ -188,21 +213,31 @@ def _headers(label: str, options: Chat) -> dict[str, str]:
 
 def _parse(content: bytes) -> tuple[str, int, int]:
     """Return the reply and the number of tokens of prompt and reply (0 if unknown)."""
-    try:
-        reply = json.loads(content)
-    except (ValueError, RecursionError):
-        raise EngineError(f"a reply that is no JSON: {shown(content)}") from None
+    reply = parse_json(content)
     match reply:
         case {"choices": [{"message": {"content": str(text)}}, *_]}:
             # JSON can spell half a surrogate pair, which no tokenizer takes.
             text = encodable(text)
         case _:
             raise EngineError(f"a reply without choices[0].message.content: {shown(content)}")
+    return text, *usage(reply)
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse a reply's body. Raises EngineError."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise EngineError(f"a reply that is no JSON: {shown(content)}") from None
+
+
+def usage(reply: Any) -> tuple[int, int]:
+    """Return the number of tokens of prompt and reply, 0 where the reply does not say."""
     match reply:
         case {"usage": {"prompt_tokens": int(asked), "completion_tokens": int(replied)}}:
             if all(0 <= num_tokens <= _MOST_TOKENS for num_tokens in (asked, replied)):
-                return text, asked, replied
-    return text, 0, 0
+                return asked, replied
+    return 0, 0
 
 
 def _pause(attempt: int) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
@@ -15,16 +15,25 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from flowtrain.config import Chat, Config, Vllm
+from flowtrain.config import Chat, Config, Lora, Vllm
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.engines.vllm_engine import VllmEngine
+from flowtrain.engines.vllm_engine import AdapterEngine, VllmEngine
 from flowtrain.engines.vllm_process import VllmModel, cpu_environment, gpu_environment
 from flowtrain.training import model as models
-from flowtrain.types import UserError
-from flowtrain.utils.errors import user_error
+from flowtrain.training.lora import (
+    adapter_weights,
+    add_adapter,
+    fingerprint,
+    is_adapter,
+    quantization,
+)
+from flowtrain.training.model_check import load_config
+from flowtrain.types import PolicyName, UserError
 from flowtrain.weights import Source, WeightStore
+from flowtrain.weights.adapters import AdapterSpec
+from flowtrain.weights.tensor_shards import spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +64,10 @@ class ModelSpec:
         """
         if not path:
             raise UserError(f"{key} must be the folder or hub name of a model")
+        shape = load_config(path, key, trained=not any_attention)
         tokenizer = models.load_tokenizer(path, key)
-        problem = f"{key}={path!r} is no causal language model that transformers can load"
-        with user_error(problem, OSError, ValueError):
-            shape = AutoConfig.from_pretrained(path)
         if not hasattr(shape, "max_position_embeddings"):
             raise UserError(f"{key}={path!r} does not say how many positions the model has")
-        if not any_attention:
-            models.check_model(shape, path, key)
         try:
             generation = GenerationConfig.from_pretrained(path)
         except OSError:  # a model need not have one
@@ -76,9 +81,22 @@ class ModelSpec:
     def num_parameters(self) -> int:
         return int(self.without_weights().num_parameters())
 
-    def layout(self, dtype: torch.dtype) -> str:
-        """Return the `layout_digest` of the model."""
-        return models.layout_digest(self.without_weights(), self.tokenizer, dtype)
+    def layout(self, dtype: torch.dtype, lora: Lora) -> str:
+        """Return the `layout_digest` of the model, as a trainer with these options has it."""
+        model = self.without_weights()
+        base = ""
+        if lora.sync == "adapter":
+            add_adapter(model, lora, self.path)
+            base = fingerprint(self.path)
+        return models.layout_digest(model, self.tokenizer, dtype, base)
+
+    def adapters(self, lora: Lora, dtype: torch.dtype) -> AdapterSpec:
+        """Return the spec of the model's adapters, as a trainer with these options has them."""
+        model = self.without_weights()
+        add_adapter(model, lora, self.path)
+        tensors = adapter_weights(model).items()
+        layout = {name: spec_of(name, tensor, dtype) for name, tensor in tensors}
+        return AdapterSpec(lora.rank, lora.alpha, layout)
 
     def without_weights(self) -> PreTrainedModel:
         """Build the model on the meta device."""
@@ -103,18 +121,29 @@ def make_engine(
         store: gives the weights by version; None: they are those at the model's path for good.
         chat: options of a frozen chat model, which choose its engine and how many replies it
             samples at a time; None: the model is a policy.
-        records_entropies: completions hold the sampler's entropies (torch engine with a store).
+        records_entropies: completions hold the sampler's entropies (a model with a store).
     """
     kind = config.rollout.engine if chat is None else chat.kind
+    has_adapter = store is not None and config.lora.sync == "adapter"
+    if kind == "vllm" and has_adapter:
+        stores = {model.key: store}
+        (engine,) = make_adapter_engines(
+            config, model, device, stores, records_entropies=records_entropies
+        ).values()
+        return engine
     if kind == "vllm":
         options = config.vllm
         if chat is not None:
             options = options.model_copy(update={"max_num_seqs": chat.max_concurrency})
         vllm_model = _vllm_model(config, options, model, device, store)
+        vllm_model = replace(vllm_model, records_entropies=store is not None and records_entropies)
         return VllmEngine(vllm_model, model.tokenizer, options)
     dtype = getattr(torch, config.model.dtype)
-    if store is None:
-        network = models.load_model(model.path, dtype, "sdpa", model.key)
+    if store is None or has_adapter:
+        quantised = quantization(config.lora, dtype) if has_adapter else {}
+        network = models.load_model(model.path, dtype, "sdpa", model.key, **quantised)
+        if has_adapter:
+            add_adapter(network, config.lora, model.path, dtype)
     else:
         # from_config writes the attention that it was asked for into the config it was given
         network = AutoModelForCausalLM.from_config(
@@ -131,6 +160,41 @@ def make_engine(
     )
 
 
+def shared_policies(config: Config, policies: Mapping[PolicyName, ModelSpec]) -> list[PolicyName]:
+    """Return the policies that one vLLM serves: adapters of the model at model.path, and frozen
+    policies that are this model.
+    """
+    if config.rollout.engine != "vllm" or config.lora.sync != "adapter":
+        return []
+    return [name for name, policy in policies.items() if policy.path == config.model.path]
+
+
+def make_adapter_engines(
+    config: Config,
+    model: ModelSpec,
+    device: torch.device,
+    stores: Mapping[str, Source | None],
+    *,
+    records_entropies: bool = False,
+) -> dict[str, Engine]:
+    """Start one vLLM for policies that are adapters ([lora]) of one model, and return the engine of
+    each.
+
+    Args:
+        model: vLLM loads its weights from its path, once.
+        stores: versions of each policy's adapter; None: the policy is the model without one.
+        records_entropies: completions hold the sampler's entropies.
+    """
+    dtype = getattr(torch, config.model.dtype)
+    shared = replace(
+        _vllm_model(config, config.vllm, model, device, None),
+        adapters=model.adapters(config.lora, dtype),
+        adapter_stores={policy: _location(store) for policy, store in stores.items()},
+        records_entropies=records_entropies,
+    )
+    return {**AdapterEngine.start(shared, model.tokenizer, config.vllm)}
+
+
 def _vllm_model(
     config: Config, options: Vllm, model: ModelSpec, device: torch.device, store: Source | None
 ) -> VllmModel:
@@ -143,12 +207,13 @@ def _vllm_model(
     is_cpu = device.type == "cpu"
     if is_cpu and options.sleep:
         raise UserError("vllm.sleep=true needs a GPU: on a CPU vLLM cannot give its memory back")
+    _check_parallel(options.tensor_parallel_size, model, device)
     if is_cpu:
         environment = cpu_environment(torch.get_num_threads())
     else:
-        environment = gpu_environment(device.index or 0)
+        environment = gpu_environment(device.index or 0, options.tensor_parallel_size)
     return VllmModel(
-        source=model.path if store is None else copy.deepcopy(model.shape),
+        source=_weights_of(model, config) if store is None else copy.deepcopy(model.shape),
         dtype=config.model.dtype,
         max_tokens=options.max_model_len or positions,
         stop_ids=stop_ids(model.generation, model.tokenizer),
@@ -157,6 +222,30 @@ def _vllm_model(
         is_cpu=is_cpu,
         environment=environment,
     )
+
+
+def _weights_of(model: ModelSpec, config: Config) -> str | PreTrainedModel:
+    """Return the path of the model's weights, or a saved adapter merged into its model."""
+    if not is_adapter(model.path):
+        return model.path
+    return models.load_model(model.path, getattr(torch, config.model.dtype), "sdpa", model.key)
+
+
+def _check_parallel(size: int, model: ModelSpec, device: torch.device) -> None:
+    """Raise UserError where the model or the GPUs cannot be divided among `size` workers."""
+    for key in ("num_attention_heads", "intermediate_size"):
+        number = getattr(model.shape, key, 0)
+        if number % size:
+            raise UserError(
+                f"vllm.tensor_parallel_size={size} must divide {key} of "
+                f"{model.key}={model.path!r}, which is {number}"
+            )
+    first = device.index or 0
+    if device.type == "cuda" and first + size > torch.cuda.device_count():
+        raise UserError(
+            f"vllm.tensor_parallel_size={size} takes GPUs {first} to {first + size - 1}, and there "
+            f"are {torch.cuda.device_count()}"
+        )
 
 
 def _location(store: Source | None) -> str:

@@ -6,14 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.types import Completion, Sampling
+from flowtrain.types import Completion, Sample, Sampling
 
 
 class EngineError(RuntimeError):
     """An engine failed for good."""
 
 
-class Engine(Protocol):
+class Scorer(Protocol):
+    """Tells log-probs of tokens that are there already."""
+
+    async def score(
+        self, samples: Sequence[Sample], temperature: float
+    ) -> tuple[int, list[tuple[float, ...]]]:
+        """Score the responses of samples, all by the same weights.
+
+        Returns the weights' version, and a log-prob per response token of each sample, in order.
+        """
+
+
+class Engine(Scorer, Protocol):
     """Tokens in, tokens out, at a known weight version."""
 
     @property
@@ -49,6 +61,11 @@ class NoEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         raise AssertionError("a rank that only trains gets no task")
+
+    async def score(
+        self, samples: Sequence[Sample], temperature: float
+    ) -> tuple[int, list[tuple[float, ...]]]:
+        raise AssertionError("a rank that only trains scores by its trainer")
 
     def load(self, version: int) -> None:
         self.version = version

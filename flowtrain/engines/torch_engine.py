@@ -24,8 +24,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.engines.requests import check_request, completion, hits_stop_string, stop_ids
 from flowtrain.engines.shared_cache import NAME, SharedCache
-from flowtrain.types import Completion, FinishReason, Sampling
+from flowtrain.training import attention
+from flowtrain.training.lora import adapter_weights
+from flowtrain.training.trainer import score_row
+from flowtrain.training.tree import in_order, pack_rows
+from flowtrain.types import Completion, FinishReason, Sample, Sampling
 from flowtrain.weights import Loaded, Source, WeightReader
+
+_SCORED_TOKENS = 4096
+"""Tokens of a scoring pass; a longer sample has one of its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,9 +82,8 @@ class TorchEngine:
         self._stop_ids = stop_ids(model.generation_config, tokenizer)
         self._reader = None
         if store is not None:
-            self._reader = WeightReader(
-                store, dict(model.named_parameters()), torch.get_num_threads(), verify_every
-            )
+            weights = adapter_weights(model) or dict(model.named_parameters())
+            self._reader = WeightReader(store, weights, torch.get_num_threads(), verify_every)
         self._loaded: Loaded | None = None
         self._version = version
         self._max_batch_size = max_batch_size
@@ -137,6 +143,26 @@ class TorchEngine:
             return await request.answer
         finally:
             timer.cancel()
+
+    async def score(
+        self, samples: Sequence[Sample], temperature: float
+    ) -> tuple[int, list[tuple[float, ...]]]:
+        """See `Scorer`; runs between two batches."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._score, samples, temperature)
+
+    @torch.inference_mode()
+    def _score(
+        self, samples: Sequence[Sample], temperature: float
+    ) -> tuple[int, list[tuple[float, ...]]]:
+        device = self._model.device
+        self._model.set_attn_implementation(attention.NAME)
+        try:
+            rows = [row.to(device) for row in pack_rows(samples, _SCORED_TOKENS)]
+            parts = [score_row(self._model, row, temperature).logprob_T for row in rows]
+        finally:
+            self._model.set_attn_implementation(NAME)
+        return self._version, [tuple(x.tolist()) for x in in_order(samples, parts)]
 
     def _expire(self, request: _Request) -> None:
         """Answer a request whose time ran out before its batch came; a request that is being

@@ -14,18 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
-
-from transformers import PretrainedConfig
 
 from flowtrain.config import Vllm
 from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.requests import Decodes, check_request, completion
 from flowtrain.engines.vllm_process import VllmModel, check_installed
 from flowtrain.engines.vllm_runner import AsyncLLMRunner, EngineDied
-from flowtrain.types import Completion, FinishReason, Sampling
+from flowtrain.types import Completion, FinishReason, Sample, Sampling
 from flowtrain.utils.threads import Ended, within
 
 T = TypeVar("T")
@@ -76,7 +74,10 @@ class Supervisor:
 
 
 class VllmEngine:
-    """See `Engine`. Weights change in place while requests are under way."""
+    """See `Engine`. Weights change in place while requests are under way.
+
+    Where the model has adapters, each `policy` has one; `AdapterEngine` is the engine of one.
+    """
 
     def __init__(self, model: VllmModel, tokenizer: Decodes, options: Vllm) -> None:
         """Starts vLLM and waits for it. Raises UserError when it is missing, too old, or cannot run
@@ -87,27 +88,32 @@ class VllmEngine:
         self._tokenizer = tokenizer
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="flowtrain-vllm-")
-        if isinstance(model.source, PretrainedConfig):
+        if not isinstance(model.source, str):
             model.source.save_pretrained(self._folder.name)
             self._model = replace(model, source=self._folder.name)
-        self._version: int | None = None
+        self._versions: dict[str, int] = {}
+        """By policy; one that has loaded nothing is left out."""
         self.num_requeued = 0
         """Requests that were sent once more because vLLM died or hung."""
-        self._load_metrics: dict[str, float] = {}
+        self._load_metrics: dict[str, dict[str, float]] = {}
+        """By policy."""
         self.supervisor = Supervisor(self._start)
         self.supervisor.runner.result()
 
     @property
     def version(self) -> int:
-        return self._version or 0
+        return self.version_of("")
+
+    def version_of(self, policy: str) -> int:
+        return self._versions.get(policy, 0)
 
     @property
     def max_tokens(self) -> int:
         return self._model.max_tokens
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, policy: str = "") -> dict[str, float]:
         return {
-            **self._load_metrics,
+            **self._load_metrics.get(policy, {}),
             "engine_restarts": self.supervisor.num_restarts,
             "engine_requeued": self.num_requeued,
         }
@@ -116,14 +122,14 @@ class VllmEngine:
         self.supervisor.close()
         self._folder.cleanup()
 
-    def load(self, version: int) -> None:
+    def load(self, version: int, policy: str = "") -> None:
         """Raises StoreError when the store does not lead to the version: the engine then goes on
         with the version that it had.
         """
-        self._load_metrics = self._twice(
-            lambda runner: runner.load(version), f"it loaded version {version}"
+        self._load_metrics[policy] = self._twice(
+            lambda runner: runner.load(version, policy), f"it loaded version {version}"
         )
-        self._version = version
+        self._versions[policy] = version
 
     def sleep(self) -> None:
         """Move vLLM's weights to the host and drop its cache until `load`, if vllm.sleep is set."""
@@ -142,7 +148,9 @@ class VllmEngine:
                 self.supervisor.replace(runner, str(died))
         raise EngineError(f"vLLM died twice while {doing}") from error
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, policy: str = ""
+    ) -> Completion:
         """Raises UserError for a request that `check_request` refuses, EngineError when vLLM died
         over it twice.
         """
@@ -153,13 +161,34 @@ class VllmEngine:
             self.num_requeued += error is not None
             try:
                 runner = await within(self.supervisor.runner, deadline)
-                return await runner.generate(prompt_ids, sampling, deadline)
+                return await runner.generate(prompt_ids, sampling, deadline, policy)
             except TimeoutError:
-                return completion((), (), labels=[(self.version, 0)], reason=FinishReason.DEADLINE)
+                labels = [(self.version_of(policy), 0)]
+                return completion((), (), labels=labels, reason=FinishReason.DEADLINE)
             except (EngineDied, Ended) as died:
                 error = died
                 self.supervisor.replace(runner, str(died))
         raise EngineError(f"vLLM died twice over a prompt of {len(prompt_ids)} tokens") from error
+
+    async def score(
+        self, samples: Sequence[Sample], temperature: float, policy: str = ""
+    ) -> tuple[int, list[tuple[float, ...]]]:
+        """See `Scorer`; at temperature 1. Raises EngineError when vLLM died over it twice."""
+        assert temperature == 1.0, "vLLM tells log-probs of prompts at temperature 1"
+        error: Exception | None = None
+        for _ in range(2):
+            deadline = time.monotonic() + self._options.load_timeout_s
+            try:
+                runner = await within(self.supervisor.runner, deadline)
+                return await runner.score(samples, deadline, policy)
+            except TimeoutError:
+                raise EngineError(
+                    f"vLLM did not score within vllm.load_timeout_s={self._options.load_timeout_s}"
+                ) from None
+            except (EngineDied, Ended) as died:
+                error = died
+                self.supervisor.replace(runner, str(died))
+        raise EngineError(f"vLLM died twice over scoring {len(samples)} responses") from error
 
     def _start(self) -> AsyncLLMRunner:
         errors = Path(self._folder.name) / "errors.log"
@@ -167,7 +196,59 @@ class VllmEngine:
         with ExitStack() as on_failure:
             on_failure.callback(runner.kill)
             runner.start()
-            if self._version is not None:
-                runner.load(self._version)
+            for policy, version in self._versions.items():
+                runner.load(version, policy)
             on_failure.pop_all()
         return runner
+
+
+@dataclass(slots=True)
+class AdapterEngine:
+    """One policy of a `VllmEngine` whose policies are adapters of one model; see `Engine`.
+
+    A load of one policy pauses the requests of all, and only its own change.
+    """
+
+    shared: VllmEngine
+    policy: str
+    open_policies: set[str]
+    """Policies of the shared engine that are not closed, which the last one to close ends."""
+
+    @classmethod
+    def start(cls, model: VllmModel, tokenizer: Decodes, options: Vllm) -> dict[str, AdapterEngine]:
+        """Start one vLLM for all policies of the model; raises as `VllmEngine` does."""
+        shared, policies = VllmEngine(model, tokenizer, options), set(model.adapter_stores)
+        return {policy: cls(shared, policy, policies) for policy in model.adapter_stores}
+
+    @property
+    def version(self) -> int:
+        return self.shared.version_of(self.policy)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.shared.max_tokens
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        return await self.shared.generate(prompt_ids, sampling, self.policy)
+
+    async def score(
+        self, samples: Sequence[Sample], temperature: float
+    ) -> tuple[int, list[tuple[float, ...]]]:
+        return await self.shared.score(samples, temperature, self.policy)
+
+    def load(self, version: int) -> None:
+        self.shared.load(version, self.policy)
+
+    def sleep(self) -> None:
+        """All policies sleep until the next load of one of them."""
+        self.shared.sleep()
+
+    def metrics(self) -> dict[str, float]:
+        return self.shared.metrics(self.policy)
+
+    def close(self) -> None:
+        """End vLLM with the last of its policies."""
+        if self.policy in self.open_policies:
+            self.open_policies.remove(self.policy)
+            if not self.open_policies:
+                self.shared.close()

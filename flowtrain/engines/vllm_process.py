@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import re
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from flowtrain.config import Vllm
-from flowtrain.types import UserError
+from flowtrain.types import Sampling, UserError
+from flowtrain.weights.adapters import AdapterSpec
 
 ERROR_FILE = "FLOWTRAIN_VLLM_ERRORS"
 """Environment variable that names the file where vLLM's processes write their errors."""
@@ -38,6 +40,8 @@ _DEFAULTS = {
 }
 """Set unless the caller has set them. A forked process would inherit locks of the trainer's threads
 that nobody frees, hence "spawn"."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of vLLM's LoRA slots; smaller adapters are padded with zeros."""
 _lock = threading.Lock()
 
 
@@ -45,8 +49,9 @@ _lock = threading.Lock()
 class VllmModel:
     """The model that vLLM runs, and where it runs."""
 
-    source: str | PretrainedConfig
-    """Folder or hub name of a model; or only its shape, if the weights come from `store`."""
+    source: str | PretrainedConfig | PreTrainedModel
+    """Folder or hub name of a model, or the model; or only its shape, if the weights come from
+    `store`."""
     dtype: str
     """"float32" or "bfloat16"."""
     max_tokens: int
@@ -58,6 +63,13 @@ class VllmModel:
     """
     verify_every: int = 0
     """See `WeightReader`."""
+    adapters: AdapterSpec | None = None
+    """What the policies of `adapter_stores` have over the weights of `source`; None: this is the
+    model of one policy alone."""
+    adapter_stores: Mapping[str, str] = field(default_factory=dict)
+    """Folder or URL of the store of each policy's adapter; empty: `source` without an adapter."""
+    records_entropies: bool = False
+    """Completions hold the sampler's entropies."""
     is_cpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of vLLM's processes, from `cpu_environment` or `gpu_environment`."""
@@ -118,7 +130,9 @@ def without_main() -> Iterator[None]:
 
 
 def cpu_environment(num_threads: int) -> dict[str, str]:
-    """Sample in one process, on the threads of the rank but one, which feeds it."""
+    """Sample in one process, or one for each part of the model, on the threads of the rank but one,
+    which feeds it.
+    """
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -126,10 +140,13 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
     }
 
 
-def gpu_environment(index: int) -> dict[str, str]:
-    """Show vLLM only the device that this rank computes on."""
+def gpu_environment(index: int, number: int = 1) -> dict[str, str]:
+    """Show vLLM only the device that this rank computes on and, for a `number` above 1, those after
+    it.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+    devices = visible.split(",")[index:] if visible else map(str, itertools.count(index))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(itertools.islice(devices, number))}
 
 
 def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
@@ -153,6 +170,9 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         device["enable_sleep_mode"] = True
     if model.store:
         device |= {"load_format": "dummy", "weight_transfer_config": {"backend": "sparse_delta"}}
+    if model.adapters is not None:
+        number = len([location for location in model.adapter_stores.values() if location])
+        device |= _slots(model.adapters, max(1, number) + model.is_cpu)
     return {
         "model": model.source,
         "dtype": model.dtype,
@@ -164,10 +184,49 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,  # as many as a request asks for
         "enable_prefix_caching": True,
-        "distributed_executor_backend": "uni",
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "distributed_executor_backend": "uni"
+        if options.tensor_parallel_size == 1
+        else "flowtrain.engines.vllm_executor.Executor",
         "worker_extension_cls": "flowtrain.engines.vllm_worker.Worker",
         "disable_log_stats": True,
         **device,
+    }
+
+
+def _slots(adapters: AdapterSpec, number: int) -> dict[str, Any]:
+    """Return the arguments for LoRA slots. On a CPU vLLM computes a request without an adapter with
+    the last slot, so `number` has one there that stays empty (zeros).
+    """
+    rank = next((rank for rank in _RANKS if rank >= adapters.rank), None)
+    if rank is None:
+        raise UserError(
+            f"lora.rank={adapters.rank} is above {_RANKS[-1]}, the most that vLLM takes"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": number,
+        "max_lora_rank": rank,
+        "lora_target_modules": adapters.targets,
+    }
+
+
+def sampling_args(sampling: Sampling, stop_ids: frozenset[int], num_vocab: int) -> dict[str, Any]:
+    """Return the arguments that vLLM samples a request with."""
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "frequency_penalty": sampling.frequency_penalty,
+        "seed": sampling.seed,
+        # Those of the sampled token alone, or of all tokens that could be sampled: more than top_k,
+        # because vLLM keeps tokens that tie with the last.
+        "logprobs": min(2 * sampling.top_k + 8, num_vocab) if sampling.is_truncated else 0,
+        "flat_logprobs": True,
+        "ignore_eos": True,  # our stop ids count, not those of the model's folder
+        "stop_token_ids": [] if sampling.ignore_end else sorted(stop_ids),
+        "detokenize": False,
     }
 
 
@@ -203,7 +262,11 @@ def explain(error: Exception, error_file: Path) -> Exception:
     if error_file.exists():  # what a process wrote says more than that it ended
         lines = [line.strip() for line in error_file.read_text().splitlines()]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-        own = [line for line in errors if "Engine core init" not in line]
+        own = [
+            line
+            for line in errors
+            if "Engine core init" not in line and "WorkerProc init" not in line
+        ]
         reason = own[-1] if own else reason
     reason = " ".join(reason.split())
     for pattern, cure in _CURES.items():

@@ -5,17 +5,21 @@ a new loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import gc
-import inspect
 import itertools
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowtrain.config import Vllm
 from flowtrain.engines.requests import Decodes, completion, kept_sets, stop_place
+from flowtrain.engines.sampler_entropies import decode
 from flowtrain.engines.vllm_process import (
     ERROR_FILE,
     VllmModel,
@@ -24,10 +28,11 @@ from flowtrain.engines.vllm_process import (
     engine_args,
     environment,
     explain,
+    sampling_args,
     without_main,
 )
-from flowtrain.types import Completion, FinishReason, Sampling, UserError
-from flowtrain.utils.errors import user_error
+from flowtrain.engines.vllm_updates import AdapterUpdates, SparseUpdates, Updates
+from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError
 from flowtrain.utils.threads import LoopThread
 from flowtrain.weights.manifest import StoreError
 
@@ -44,9 +49,29 @@ class EngineDied(Exception):
     """A running vLLM has ended, and its requests are lost."""
 
 
+@dataclass(slots=True)
+class _Weights:
+    """What one policy samples with."""
+
+    updates: Updates | None = None
+    """None: the weights of the model's folder, for good."""
+    label: int | None = None
+    """The version; None before the first load."""
+    salt: str = "0"
+    """Tells the prefixes in vLLM's cache that these weights computed from others."""
+    adapter: Any = None
+    """vLLM's request for the policy's LoRA slot; None: the model without an adapter."""
+    labels: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """(version, first token) of each span, by the name of a request under way."""
+    bare: set[str] = field(default_factory=set)
+    """Names of those that began before the first adapter, and go on without one."""
+
+
 class AsyncLLMRunner:
     """One running vLLM, which may die; another runner then takes its place. Public methods are for
     any thread, coroutines that begin with an underscore run on the runner's own loop.
+
+    A policy is named by its adapter; "" is the policy of an engine without adapters.
     """
 
     def __init__(self, model: VllmModel, options: Vllm, tokenizer: Decodes, errors: Path) -> None:
@@ -60,15 +85,11 @@ class AsyncLLMRunner:
         self._processes: set[Any] = set()
         self._thread = LoopThread("vllm-engine")
         self._names = itertools.count()
-        self._salt = "0"
-        self._is_connected = False
-        self._is_loading = False
+        self._weights: dict[str, _Weights] = {}
+        """By policy."""
+        self._loading = asyncio.Lock()
         self._is_asleep = False
-        self._labels: dict[str, list[tuple[int, int]]] = {}
-        """(version, first token) of each span, by the name of a request under way."""
         self._aborts: set[asyncio.Task[None]] = set()
-        self._label: int | None = None
-        """The version that is sampled."""
 
     def start(self) -> None:
         """Start vLLM and wait for it. Raises UserError, or RuntimeError with vLLM's own reason."""
@@ -98,9 +119,9 @@ class AsyncLLMRunner:
         self._thread.close(self._shut_down, _CLOSE_S)
         self.kill()
 
-    def load(self, version: int) -> dict[str, float]:
+    def load(self, version: int, policy: str = "") -> dict[str, float]:
         """Load a version of the weights and return the metrics of the update; wakes vLLM up."""
-        return self._run(self._load(version), f"version {version} was not loaded")
+        return self._run(self._load(version, policy), f"version {version} was not loaded")
 
     def sleep(self) -> None:
         """Give weights and cache up until the next `load`; no request may be under way."""
@@ -123,7 +144,7 @@ class AsyncLLMRunner:
             raise EngineDied(f"{failure}: {reason}") from error
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, deadline: float
+        self, prompt_ids: Sequence[int], sampling: Sampling, deadline: float, policy: str = ""
     ) -> Completion:
         """Sample one completion, for a caller on any loop.
 
@@ -134,18 +155,28 @@ class AsyncLLMRunner:
         if time.monotonic() >= deadline:
             raise TimeoutError
         return await self._thread.call(
-            self._sample(prompt_ids, sampling, deadline), deadline + _ABORT_S
+            self._sample(prompt_ids, sampling, deadline, policy), deadline + _ABORT_S
         )
+
+    async def score(
+        self, samples: Sequence[Sample], deadline: float, policy: str = ""
+    ) -> tuple[int, list[tuple[float, ...]]]:
+        """Score responses at temperature 1, for a caller on any loop; raises as `generate` does."""
+        return await self._thread.call(self._score(samples, policy), deadline)
 
     async def _start(self) -> None:
         variables = {ERROR_FILE: str(self._errors), **self._model.environment}
         with environment(variables), without_main():
             self._llm = _make_llm(self._model, self._options)
+        self._weights = _policies(self._llm, self._model)
+        if self._model.records_entropies:
+            await self._llm.collective_rpc("record_entropies")
         # Otherwise every full collection from now on would walk all that vLLM has imported, which
         # takes a third of a second.
         gc.freeze()
         # One token shows whether this model runs at all, before anything depends on it.
-        await self._sample([0], Sampling(1), time.monotonic() + self._options.start_timeout_s)
+        until = time.monotonic() + self._options.start_timeout_s
+        await self._sample([0], Sampling(1), until, next(iter(self._weights)))
         self._watcher = asyncio.create_task(self._watch())
 
     async def _shut_down(self) -> None:
@@ -159,13 +190,13 @@ class AsyncLLMRunner:
         patience = self._options.hang_timeout_s
         while True:
             await asyncio.sleep(patience / 4)
-            if self._is_loading:  # has a deadline of its own
+            if self._loading.locked():  # has a deadline of its own
                 continue
             try:
                 async with asyncio.timeout(patience):
                     await self._llm.is_paused()
             except TimeoutError:
-                if not self._is_loading:
+                if not self._loading.locked():
                     problem = "vLLM has not answered for vllm.hang_timeout_s=%s and is killed"
                     _log.error(problem, patience)
                     self.kill()
@@ -174,124 +205,114 @@ class AsyncLLMRunner:
                 _log.error("vLLM does not answer any more: %s", error)
                 return
 
-    async def _load(self, version: int) -> dict[str, float]:
+    async def _load(self, version: int, policy: str) -> dict[str, float]:
         """Fetch while vLLM samples; then requests wait, keep their tokens, and go on with the new
         weights.
 
         vLLM drops their KV cache and computes it again, so that the new weights alone sample every
-        later token.
+        later token. That of other policies' requests is computed again as it was.
         """
-        llm = self._llm
-        self._is_loading = True
-        try:
+        llm, weights = self._llm, self._weights[policy]
+        updates = weights.updates
+        assert updates is not None, "a frozen policy has no versions"
+        async with self._loading:
             if self._is_asleep:  # an update would write to memory that is not there
                 await llm.wake_up()
                 self._is_asleep = False
-            await self._connect()
-            await llm.start_weight_update(
-                **_accepted(llm.start_weight_update, is_checkpoint_format=False)
-            )
-            await self._update(version, stage=True)
-            while not all(await llm.collective_rpc("staged_weights")):
-                await asyncio.sleep(0.01)
+            stays = f"vLLM stays at version {weights.label}"
+            try:
+                await updates.stage(version)
+            except StoreError as error:
+                raise StoreError(f"{stays}: {error}") from error
             started = time.monotonic()
             await llm.pause_generation(mode="keep", clear_cache=True)
             try:
-                await self._update(version)
+                await updates.apply(version)
             except Exception as error:
-                held = [report["version"] for report in await llm.collective_rpc("held_weights")]
-                if self._label is not None and held != [self._label] * len(held):
+                held = await updates.held()
+                if weights.label is not None and held != [weights.label] * len(held):
                     raise
                 await llm.resume_generation()
-                raise StoreError(f"vLLM stays at version {self._label}: {error}") from error
-            await llm.finish_weight_update(
-                **_accepted(llm.finish_weight_update, weight_version=str(version))
-            )
-            self._salt = f"{version}.{time.monotonic_ns()}"
-            self._label = version
-            await self._begin_spans(version)
+                raise StoreError(f"{stays}: {error}") from error
+            await updates.finish(version)
+            weights.salt = f"{policy}.{version}.{time.monotonic_ns()}"
+            weights.label = version
+            if weights.adapter is not updates.adapter:
+                weights.bare |= weights.labels.keys()
+            weights.adapter = updates.adapter
+            await self._begin_spans(weights, version)
             await llm.resume_generation()
             pause_s = time.monotonic() - started
-            report, *_ = await llm.collective_rpc("held_weights")
-            metrics = {key: value for key, value in report.items() if key.startswith("weights_")}
-            return {**metrics, "weights_pause_s": pause_s}
-        finally:
-            self._is_loading = False
+            return {**await updates.metrics(), "weights_pause_s": pause_s}
 
     async def _sleep(self) -> None:
         if not self._is_asleep:  # where nodes sample, many steps pass between two loads
             await self._llm.sleep(level=1)
         self._is_asleep = True
 
-    async def _connect(self) -> None:
-        """Tell vLLM where the store is, once there is a version in it."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        info = {"location": self._model.store, "verify_every": self._model.verify_every}
-        if not self._is_connected:
-            request = WeightTransferInitRequest(init_info=info)
-            with user_error("vLLM cannot take its weights from the store", Exception):
-                await self._llm.init_weight_transfer_engine(request)
-            self._is_connected = True
-
-    async def _update(self, version: int, stage: bool = False) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        info = {"version": version, "stage": stage}
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-
     def _abort(self, llm: Any, name: str) -> None:
         """End a request with the tokens that it has. Repeats itself, because vLLM ignores the abort
         of a request that it is still taking in.
         """
-        if name in self._labels:
+        if any(name in weights.labels for weights in self._weights.values()):
             loop = asyncio.get_running_loop()
             task = loop.create_task(llm.abort(name))
             self._aborts.add(task)  # the loop itself keeps no reference
             task.add_done_callback(self._aborts.discard)
             loop.call_later(0.05, self._abort, llm, name)
 
-    async def _begin_spans(self, version: int) -> None:
-        """Note how many tokens each request has at the update; a request that vLLM is still taking
-        in has none.
+    async def _begin_spans(self, weights: _Weights, version: int) -> None:
+        """Note how many tokens each request of the policy has at the update; a request that vLLM is
+        still taking in has none.
         """
         states = self._llm.output_processor.request_states
         before: dict[str, int] = {}
         while True:
-            counts = {
-                state.external_req_id: state.detokenizer.num_output_tokens()
-                for state in states.values()
-            }
-            now = {name: counts.get(name, 0) for name in self._labels}
+            counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states.values()}
+            now = {name: counts.get(name, 0) for name in weights.labels.keys() - weights.bare}
             if now == before:
                 break
             before = now  # vLLM may still be handing out what it sampled before the pause
             await asyncio.sleep(0.001)
         for name, count in before.items():
-            self._labels[name].append((version, count))
+            weights.labels[name].append((version, count))
 
     async def _sample(
-        self, prompt_ids: Sequence[int], sampling: Sampling, deadline: float
+        self, prompt_ids: Sequence[int], sampling: Sampling, deadline: float, policy: str
     ) -> Completion:
-        from vllm import TokensPrompt
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
 
-        llm = self._llm
+        llm, weights = self._llm, self._weights[policy]
         name = str(next(self._names))
-        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=self._salt)
-        params = _params(sampling, self._model.stop_ids, llm.model_config.get_vocab_size())
-        self._labels[name] = [(self._label or 0, 0)]
+        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=weights.salt)
+        params = SamplingParams(
+            **sampling_args(sampling, self._model.stop_ids, llm.model_config.get_vocab_size()),
+            # A message per token costs vLLM a seventh of its speed.
+            output_kind=RequestOutputKind.DELTA
+            if sampling.stop_strings
+            else RequestOutputKind.FINAL_ONLY,
+        )
+        weights.labels[name] = [(weights.label or 0, 0)]
         loop = asyncio.get_running_loop()
         timer = loop.call_later(deadline - time.monotonic(), self._abort, llm, name)
         ids: list[int] = []
         logprobs: list[float] = []
         kept: list[list[int]] | None = [] if sampling.is_truncated else None
+        entropies: list[float] = []
         stopped_at = 0
-        try:
-            async for output in llm.generate(prompt, params, name):
+        with ExitStack() as cleanup:
+            cleanup.callback(weights.labels.pop, name)
+            cleanup.callback(weights.bare.discard, name)
+            cleanup.callback(timer.cancel)
+            cleanup.enter_context(_unless_dead(llm))
+            async for output in llm.generate(prompt, params, name, lora_request=weights.adapter):
                 (part,) = output.outputs
                 ids += part.token_ids
                 if flat := part.logprobs:
                     logprobs += [flat.logprobs[start] for start in flat.start_indices]
+                    if self._model.records_entropies:
+                        entropies += [decode(flat.ranks[start]) for start in flat.start_indices]
                     if kept is not None:
                         kept += kept_sets(flat)
                 if sampling.stop_strings and not stopped_at:
@@ -303,17 +324,53 @@ class AsyncLLMRunner:
             return completion(
                 ids[:end],
                 logprobs[:end],
-                labels=self._labels[name],
+                labels=weights.labels[name],
                 reason=FinishReason.STOP if stopped_at else _REASONS[part.finish_reason],
                 kept=None if kept is None else kept[:end],
+                entropies=entropies[:end],
             )
-        except Exception as error:
-            if llm.errored:
-                raise EngineDied("its process has ended") from error
-            raise
-        finally:
-            timer.cancel()
-            del self._labels[name]
+        raise AssertionError("the block returns or raises")
+
+    async def _score(
+        self, samples: Sequence[Sample], policy: str
+    ) -> tuple[int, list[tuple[float, ...]]]:
+        """Score until no update of the weights came in between."""
+        weights = self._weights[policy]
+        while True:
+            version = weights.label
+            ask = functools.partial(self._prompt_logprobs, weights)
+            found = await asyncio.gather(*map(ask, samples))
+            if version == weights.label and not self._loading.locked():
+                return version or 0, found
+
+    async def _prompt_logprobs(self, weights: _Weights, sample: Sample) -> tuple[float, ...]:
+        """Log-probs of a response, which vLLM reads as the end of a prompt and then samples once
+        more: the last of all positions has no room for that, its token keeps the sampler's.
+        """
+        from vllm import SamplingParams, TokensPrompt
+
+        ids = [*sample.prompt_ids, *sample.response_ids][: self._model.max_tokens - 1]
+        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=weights.salt)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True)
+        with _unless_dead(llm := self._llm):
+            stream = llm.generate(
+                prompt, params, str(next(self._names)), lora_request=weights.adapter
+            )
+            outputs = [out async for out in stream]
+        (flat,) = filter(None, (out.prompt_logprobs for out in outputs))
+        found = [flat.logprobs[i] for i in flat.start_indices[len(sample.prompt_ids) :]]
+        return (*found, *sample.logprobs[len(found) :])
+
+
+@contextlib.contextmanager
+def _unless_dead(llm: Any) -> Iterator[None]:
+    """Let errors of requests to a vLLM that has ended be EngineDied."""
+    try:
+        yield
+    except Exception as error:
+        if llm.errored:
+            raise EngineDied("its process has ended") from error
+        raise
 
 
 _REASONS = {
@@ -331,32 +388,12 @@ def _make_llm(model: VllmModel, options: Vllm) -> Any:
     return AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**engine_args(model, options)))
 
 
-def _params(sampling: Sampling, stop_ids: frozenset[int], num_vocab: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
-        # Those of the sampled token alone, or of all tokens that could be sampled: more than top_k,
-        # because vLLM keeps tokens that tie with the last.
-        logprobs=min(2 * sampling.top_k + 8, num_vocab) if sampling.is_truncated else 0,
-        flat_logprobs=True,
-        ignore_eos=True,  # our stop ids count, not those of the model's folder
-        stop_token_ids=[] if sampling.ignore_end else sorted(stop_ids),
-        detokenize=False,
-        # A message per token costs vLLM a seventh of its speed.
-        output_kind=RequestOutputKind.DELTA
-        if sampling.stop_strings
-        else RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _accepted(function: Any, **options: Any) -> dict[str, Any]:
-    """Select the options that this version of vLLM knows."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in known}
+def _policies(llm: Any, model: VllmModel) -> dict[str, _Weights]:
+    if model.adapters is None:
+        sparse = SparseUpdates(llm, model.store, model.verify_every) if model.store else None
+        return {"": _Weights(sparse)}
+    policies = {}
+    for number, (name, location) in enumerate(model.adapter_stores.items(), 1):
+        updates = AdapterUpdates(llm, number, name, location, model.adapters, model.verify_every)
+        policies[name] = _Weights(updates if location else None)
+    return policies

@@ -12,17 +12,28 @@ import logging
 import os
 import signal
 import sys
+from typing import Any
 
+from flowtrain.engines.sampler_entropies import record
 from flowtrain.engines.vllm_process import ERROR_FILE
 from flowtrain.weights import vllm_plugin
+from flowtrain.weights.vllm_adapters import WorkerAdapters
 
 _PR_SET_PDEATHSIG = 1
 
-Worker = vllm_plugin.WeightReports
-"""Methods that vLLM's worker gets, called through `collective_rpc`."""
+
+class Worker(vllm_plugin.WeightReports, WorkerAdapters):
+    """Methods that vLLM's worker gets, called through `collective_rpc`."""
+
+    model_runner: Any
+
+    def record_entropies(self) -> None:
+        """Let the sampler tell the entropy of every token that it draws."""
+        record(self.model_runner.sampler)
 
 
-def _set_up(error_file: str) -> None:
+def set_up(error_file: str) -> None:
+    """Make this process one of the trainer's: see above."""
     if sys.platform == "linux":
         # However the trainer ends, its engines end with it and free their memory.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -33,4 +44,4 @@ def _set_up(error_file: str) -> None:
 
 
 if ERROR_FILE in os.environ:
-    _set_up(os.environ[ERROR_FILE])
+    set_up(os.environ[ERROR_FILE])

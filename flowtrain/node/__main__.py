@@ -44,6 +44,8 @@ OWN_KEYS = (
     "vllm.*",
     "weights.verify_every",
     "dataflow.wait_s",
+    "dataflow.payloads",
+    "dataflow.uploads",
     "engines.*.base_url",
     "engines.*.api_key_env",
     "engines.*.model",
@@ -76,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flowtrain.node.main import run
 
         token = os.environ.get(TOKEN_VARIABLE, "")
-        stores = dict(map(_store, options.store))
+        stores: dict[str, str] = {}
+        for policy, location in map(_store, options.store):
+            stores[policy] = ",".join(filter(None, (stores.get(policy), location)))
         with logging_redirect_tqdm():
             run(options.dataflow, options.name, stores, options.num_groups, args=args, token=token)
     except (UserError, Refused, Unavailable, EngineError) as error:
@@ -117,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="folder or URL of a weight store, of the planner or of the policy before a '='; "
+        "several URLs, with commas or by repeating it: the nearest one that answers; "
         "default: the store that the trainer names",
     )
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())[:80]

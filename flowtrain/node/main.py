@@ -67,13 +67,15 @@ def _serve(
     """Serve until the node is stopped. Raises PoliciesChanged, alone or in a group."""
     locations = _wait_for_trainers(client, config, stores, name)
     with make_sampler(config, locations, token) as sampler:
-        member = Membership.join(client, name, sampler.layouts)
+        payloads = config.dataflow.payloads if config.dataflow.uploads == "nodes" else ""
+        member = Membership.join(client, name, sampler.layouts, payloads)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.joined.policies)
         node = Node(
             member,
             sampler.rollout,
+            sampler.answer,
             syncer,
             max_in_flight=config.rollout.max_in_flight,
             max_staleness=config.dataflow.max_staleness,

@@ -5,6 +5,7 @@ its renewals from a thread of their own, so that a busy event loop loses no leas
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 import time
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from flowtrain.dataflow.contract import (
@@ -26,7 +28,11 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
     Renewed,
+    Unavailable,
 )
+from flowtrain.dataflow.payloads import PayloadStore
+
+_log = logging.getLogger(__name__)
 
 _Q = TypeVar("_Q")
 _A = TypeVar("_A")
@@ -44,19 +50,27 @@ def key_of(lease: Lease) -> LeaseKey:
 class Membership:
     """The dataflow as one node sees it. Coroutines raise Refused and Unavailable."""
 
-    def __init__(self, dataflow: Dataflow, request: Join, joined: Joined) -> None:
+    def __init__(
+        self, dataflow: Dataflow, request: Join, joined: Joined, payloads: str = ""
+    ) -> None:
+        """`payloads`: the object store into which this node puts payloads; empty: the service does
+        what has to be done.
+        """
         self.joined = joined
         self._dataflow = dataflow
         self._request = request
+        self._payloads = PayloadStore(payloads, joined.run) if payloads else None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "dataflow")
         self._sent: list[float] = []
         """When the requests without an answer were sent."""
 
     @classmethod
-    def join(cls, dataflow: Dataflow, name: str, layouts: Mapping[str, str]) -> Membership:
+    def join(
+        cls, dataflow: Dataflow, name: str, layouts: Mapping[str, str], payloads: str = ""
+    ) -> Membership:
         """Join as a new process: the dataflow keeps the layouts that a process announced first."""
         request = Join(name, uuid.uuid4().hex, layouts)
-        return cls(dataflow, request, dataflow.join(request))
+        return cls(dataflow, request, dataflow.join(request), payloads)
 
     @property
     def silent_s(self) -> float:
@@ -119,8 +133,16 @@ class Membership:
             self._sent.remove(sent)
 
     async def push(self, lease: Lease, payload: bytes) -> Pushed:
-        request = Push(self._request.node, *key_of(lease), payload)
-        return await self._ask(self._dataflow.push, request)
+        return await self._ask(self._push, Push(self._request.node, *key_of(lease), payload))
+
+    def _push(self, request: Push) -> Pushed:
+        if self._payloads is not None:
+            try:
+                stored = self._payloads.put(request.work_item, request.attempt, request.payload)
+                request = replace(request, payload=b"", stored=stored)
+            except Unavailable as error:
+                _log.warning("%s; the group goes through the service", error)
+        return self._dataflow.push(request)
 
     async def release(
         self, leases: Iterable[LeaseKey], reason: str, is_failure: bool = False

@@ -6,7 +6,8 @@ and pushes the groups.
                  +-- lost: abandoned
 
 The node keeps finished groups while the dataflow does not answer. A work item counts as under way
-until it is pushed, so a node that cannot push its groups soon leases no more.
+until it is pushed, so a node that cannot push its groups soon leases no more. A question of an
+evaluation is a work item, too: another agent makes its rollouts, by the evaluation's settings.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.base import BranchStart
 from flowtrain.agents.collect import missing
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import Lease, Leases, NotAllowed, Pushed, Refused
+from flowtrain.dataflow.contract import EvalSettings, Lease, Leases, NotAllowed, Pushed, Refused
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.membership import LeaseKey, Membership, key_of
 from flowtrain.node.progress import BusyClock, NodeProgress
@@ -53,14 +55,22 @@ class Rollout(Protocol):
     ) -> Trajectory: ...
 
 
+class Answer(Protocol):
+    """Makes one rollout for an evaluation: a scored trajectory, or one that failed."""
+
+    async def __call__(self, task: Task, seed: int, settings: EvalSettings) -> Trajectory: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Branching:
     """How some rollouts of a work item leave others of it (`Algorithm.node_points`)."""
 
     num_roots: int
     """Rollouts that begin with the task."""
-    points: Callable[[Group, int], list[BranchPoint]]
-    """(the roots, the work item's seed) -> where the others leave them; called on a thread."""
+    points: Callable[[Group, int], Awaitable[list[BranchPoint]]]
+    """(the roots, the work item's seed) -> where the others leave them."""
+    states: Callable[[list[int]], AbstractContextManager[None]]
+    """(the roots' seeds) -> a block, at whose end the states of their tools are freed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +83,11 @@ class _WorkItem:
     task: asyncio.Task[None] | None = None
     payload: bytes = b""
     """The packed group, once it is made."""
+    size: int = 0
+    """Rollouts of its group."""
+
+    def __post_init__(self) -> None:
+        self.size = self.num_left
 
 
 class Node:
@@ -82,6 +97,7 @@ class Node:
         self,
         member: Membership,
         rollout: Rollout,
+        answer: Answer,
         syncer: WeightSyncer,
         *,
         max_in_flight: int,
@@ -91,6 +107,7 @@ class Node:
     ) -> None:
         """
         Args:
+            rollout: makes rollouts to train, `answer` those of evaluations.
             max_in_flight: rollouts under way at a time.
             max_staleness: versions that the weights may be behind the trainer's.
             num_groups: groups to push until the node ends; 0: no end.
@@ -98,6 +115,7 @@ class Node:
         """
         self._member = member
         self._rollout = rollout
+        self._answer = answer
         self._syncer = syncer
         self._max_in_flight = max_in_flight
         self._max_staleness = max_staleness
@@ -161,7 +179,7 @@ class Node:
                 answer = await asyncio.shield(self._pending_leases)
                 self._pending_leases = None
                 for lease in answer.leases:
-                    item = _WorkItem(lease, self._member.joined.group_size)
+                    item = _WorkItem(lease, self._size_of(lease))
                     self._items[key_of(lease)] = item
                     item.task = rollouts.create_task(self._make(item))
                 self._syncer.on_policy_state(answer.policies)
@@ -172,6 +190,11 @@ class Node:
                 self.waiting = answer.reason
                 pause_s = max(answer.retry_after_s, _SHORTEST_WAIT_S)
                 await asyncio.sleep(min(pause_s, _LONGEST_WAIT_S))
+
+    def _size_of(self, lease: Lease) -> int:
+        if lease.evaluation is None:
+            return self._member.joined.group_size
+        return lease.evaluation.trials
 
     @property
     def _num_rollouts(self) -> int:
@@ -186,10 +209,11 @@ class Node:
         free = most
         if self._num_rollouts:
             free = (self._max_in_flight - self._num_rollouts) // size
-        num_held = len(self._items)
-        wanted = min(free, min(2 * most, _MAX_LEASES) - num_held)
+        num_held = -(-sum(item.size for item in self._items.values()) // size)
+        wanted = min(free, 2 * most - num_held, _MAX_LEASES - len(self._items))
         if self._num_groups:
-            wanted = min(wanted, self._num_groups - self._num_pushed - num_held)
+            num_groups = sum(item.lease.evaluation is None for item in self._items.values())
+            wanted = min(wanted, self._num_groups - self._num_pushed - num_groups)
         return wanted
 
     async def _wait_for_room(self) -> None:
@@ -221,25 +245,33 @@ class Node:
             self._has_room.set()
 
     async def _group(self, item: _WorkItem) -> Group:
-        lease, size, branching = item.lease, self._member.joined.group_size, self._branching
-        if branching is None:
+        lease, size, branching = item.lease, item.size, self._branching
+        if branching is None or lease.evaluation is not None:
             return Group(lease.index, await self._roll_out(item, ((n, None) for n in range(size))))
         numbers = range(branching.num_roots)
-        roots = Group(lease.index, await self._roll_out(item, ((n, None) for n in numbers)))
-        points = await asyncio.to_thread(branching.points, roots, lease.seed)
-        rest = [(each.number, each.start) for each in missing(roots, points, size)]
-        return Group(lease.index, roots.trajectories + await self._roll_out(item, rest))
+        with branching.states([derive_seed(lease.seed, number) for number in numbers]):
+            roots = Group(lease.index, await self._roll_out(item, ((n, None) for n in numbers)))
+            points = await branching.points(roots, lease.seed)
+            rest = [(each.number, each.start) for each in missing(roots, points, size)]
+            return Group(lease.index, roots.trajectories + await self._roll_out(item, rest))
 
     async def _roll_out(
         self, item: _WorkItem, starts: Iterable[tuple[int, BranchStart | None]]
     ) -> tuple[Trajectory, ...]:
         """Make rollouts of a work item, each by its number in the group and where it branches."""
 
-        async def one(number: int, start: BranchStart | None) -> Trajectory:
+        lease, settings = item.lease, item.lease.evaluation
+
+        async def make(number: int, start: BranchStart | None) -> Trajectory:
+            if settings is not None:  # as `collect` does
+                seed = derive_seed(lease.seed, lease.index, lease.task.id, number)
+                return await self._answer(lease.task, seed, settings)
             branch = () if start is None else (start,)
-            seed = derive_seed(item.lease.seed, number)
+            return await self._rollout(lease.task, derive_seed(lease.seed, number), *branch)
+
+        async def one(number: int, start: BranchStart | None) -> Trajectory:
             async with self._slots:
-                trajectory = await self._rollout(item.lease.task, seed, *branch)
+                trajectory = await make(number, start)
             item.num_left -= 1
             self._has_room.set()
             return trajectory
@@ -263,9 +295,10 @@ class Node:
             else:
                 self._forget(item)
                 self._num_failures = 0
-                self._num_pushed += 1
-                self._progress.pushed()
-            if self._num_pushed == self._num_groups:
+                if item.lease.evaluation is None:
+                    self._num_pushed += 1
+                    self._progress.pushed()
+            if self._num_pushed == self._num_groups > 0:
                 self.stop()
 
     async def _give_up(self, item: _WorkItem, reason: str) -> None:
@@ -319,7 +352,10 @@ class Node:
         except TimeoutError:
             _log.error("%d work items could not be handed over: no answer", len(self._items))
             return
-        self._num_pushed += sum(isinstance(answer, Pushed) for answer in answers)
+        self._num_pushed += sum(
+            isinstance(answer, Pushed) and item.lease.evaluation is None
+            for item, answer in zip(made, answers[1:], strict=True)
+        )
         for error in (answer for answer in answers if isinstance(answer, Exception)):
             if isinstance(error, NotAllowed):
                 continue  # the error that ends the node says so

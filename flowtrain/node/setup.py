@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from asyncio import Lock, to_thread
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,18 @@ from pathlib import Path
 import torch
 
 from flowtrain.agents.base import Agent, BranchStart
+from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms import load_algorithm
+from flowtrain.algorithms.base import NodeSampler
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import PolicyState
-from flowtrain.engines.protocol import Engine
-from flowtrain.node.node import Branching, Rollout
-from flowtrain.rewards import score_one
+from flowtrain.dataflow.contract import EvalSettings, PolicyState
+from flowtrain.engines.endpoint import Endpoint
+from flowtrain.engines.endpoint_scorer import EndpointScorer
+from flowtrain.engines.factory import make_engine
+from flowtrain.engines.protocol import Engine, Scorer
+from flowtrain.node.node import Answer, Branching, Rollout
+from flowtrain.rewards import Judge, score_one
+from flowtrain.run import evaluation
 from flowtrain.run.components import RunComponents
 from flowtrain.training.world import World
 from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
@@ -29,6 +36,7 @@ class Sampler:
     """The parts of a node that make rollouts."""
 
     rollout: Rollout
+    answer: Answer
     engines: Mapping[str, Engine]
     stores: Mapping[str, Source]
     """Weight stores of the policies that are trained."""
@@ -74,23 +82,27 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
         components = RunComponents.for_node(config, world)
         cleanup.callback(components.close)
         layouts: dict[str, str] = {
-            name: policy.layout(getattr(torch, config.model.dtype))
+            name: policy.layout(getattr(torch, config.model.dtype), config.lora)
             for name, policy in components.policies.items()
         }
-        branching = _make_branching(components)
-        engines = components.make_policy_engines(stores, branches=branching is not None)
+        snapshots = components.make_snapshots()
+        engines = components.make_policy_engines(stores, branches=snapshots is not None)
         for engine in engines.values():
             cleanup.callback(engine.close)
-        agent = components.make_agent(engines, components.config.agent.max_turns)
+        branching = _make_branching(components, engines["planner"], snapshots, cleanup)
+        max_turns = components.config.agent.max_turns
+        agent = components.make_agent(engines, max_turns, snapshots=snapshots)
         cleanup.callback(agent.close)
-        rollout = _make_rollout(components, agent, engines)
-        yield Sampler(rollout, engines, stores, layouts, branching)
+        judge = components.make_judge()
+        rollout = _make_rollout(components, agent, engines, judge)
+        answer = _make_answer(components, engines, judge, cleanup)
+        yield Sampler(rollout, answer, engines, stores, layouts, branching)
 
 
 def _make_rollout(
-    components: RunComponents, agent: Agent, engines: Mapping[str, Engine]
+    components: RunComponents, agent: Agent, engines: Mapping[str, Engine], judge: Judge | None
 ) -> Rollout:
-    judge, functions = components.make_judge(), components.reward_functions
+    functions = components.reward_functions
     policy = components.config.train.policy
 
     async def rollout(task: Task, seed: int, start: BranchStart | None = None) -> Trajectory:
@@ -101,13 +113,50 @@ def _make_rollout(
     return rollout
 
 
-def _make_branching(components: RunComponents) -> Branching | None:
+def _make_answer(
+    components: RunComponents,
+    engines: Mapping[str, Engine],
+    judge: Judge | None,
+    cleanup: ExitStack,
+) -> Answer:
+    """An agent is made for the first question that has its settings, and closed by `cleanup`."""
+    agents: dict[EvalSettings, Agent] = {}
+    making = Lock()
+
+    async def answer(task: Task, seed: int, settings: EvalSettings) -> Trajectory:
+        async with making:
+            if settings not in agents:
+                made = await to_thread(evaluation.make_agent, components, engines, settings)
+                cleanup.callback(made.close)
+                agents[settings] = made
+        trajectory = await agents[settings].run(task, seed)
+        return await score_one(trajectory, judge, evaluation.functions_of(components, settings))
+
+    return answer
+
+
+def _make_branching(
+    components: RunComponents, engine: Engine, snapshots: Snapshots | None, cleanup: ExitStack
+) -> Branching | None:
+    """Build what chooses branch points; None where every rollout begins with its task."""
     algorithm, config = components.algorithm, components.config
-    if algorithm.num_roots == config.rollout.group_size:
+    if snapshots is None:
         return None
-    tokenizer, vocab_size = components.tokenizer, components.model.config.vocab_size
+    reference: Scorer | None = None
+    if algorithm.needs_node_reference and (name := config.appo.scorer):
+        options = config.engines[name]
+        endpoint = Endpoint(name, options)
+        cleanup.callback(endpoint.close)
+        timeout_s = config.rollout.request_timeout_s
+        reference = EndpointScorer(endpoint, options.model, timeout_s)
+    elif algorithm.needs_node_reference:
+        copy = make_engine(config, components.policies["planner"], components.world.device)
+        cleanup.callback(copy.close)
+        reference = copy
+    vocab_size = components.model.config.vocab_size
+    sampler = NodeSampler(components.tokenizer, vocab_size, engine, reference)
 
-    def points(roots: Group, seed: int) -> list[BranchPoint]:
-        return algorithm.node_points(roots, tokenizer, vocab_size, seed)
+    def points(roots: Group, seed: int) -> Awaitable[list[BranchPoint]]:
+        return algorithm.node_points(roots, seed, sampler)
 
-    return Branching(algorithm.num_roots, points)
+    return Branching(algorithm.num_roots, points, snapshots.held)

@@ -86,7 +86,9 @@ def cut_lines(path: Path, last_step: int) -> None:
     """Cut the file after the last line of step `last_step`, and drop what a power cut has torn.
 
     Lines are written in the order of their steps, so this is one truncate: all or nothing, and it
-    needs no free space. Raises UserError for a torn line before a line that stays.
+    needs no free space. A line for an earlier step that stands behind a later step's goes with
+    that: whoever wrote it then writes it again. Raises UserError for a torn line before a line that
+    stays.
     """
     if not path.exists():
         return

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flowtrain.report.jsonl import append_lines, cut_lines, json_value
+from flowtrain.report.jsonl import append_lines, cut_lines, json_value, read_lines
 from flowtrain.report.run_dir import atomic_write_text
 from flowtrain.types import Call, Group, ToolCall, ToolResult, Trajectory, Turn, UserError
 from flowtrain.utils.files import writing
@@ -37,11 +37,12 @@ class MetricsLog:
         self._board_path = Path(run_dir) / "tensorboard"
         self._wandb = _start_wandb(Path(run_dir), wandb_project, config) if wandb_project else None
         cut_lines(self.path, resume_step)
+        self._newest = resume_step
         self._board = self._open_board(resume_step) if tensorboard else None
 
     def log(self, metrics: Mapping[str, float | int]) -> None:
         """Append one line, keys in the given order; "step" must be among them. A non-finite number
-        is written as null.
+        is written as null. What is known late may come for an earlier step.
         """
         assert "step" in metrics, f"metrics without a step: {sorted(metrics)}"
         record = {**json_value(metrics), "step": int(metrics["step"])}
@@ -57,7 +58,16 @@ class MetricsLog:
                     self._board.add_scalar(key, value, record["step"])
                 self._board.flush()
         if self._wandb is not None:
-            self._wandb.log(numbers, step=record["step"])
+            # It drops what comes for a step before the last one.
+            is_late, self._newest = record["step"] < self._newest, max(record["step"], self._newest)
+            late = {"eval_step": record["step"]} if is_late else {}
+            self._wandb.log({**numbers, **late}, step=self._newest)
+
+    def last_step(self, key: str) -> int:
+        """Return the last step whose metrics have the key; -1: there is none."""
+        if not self.path.exists():
+            return -1
+        return max((each["step"] for each in read_lines(self.path) if key in each), default=-1)
 
     def close(self) -> None:
         """Ends the TensorBoard file and the wandb run; a second call does nothing."""

@@ -88,9 +88,13 @@ class Progress:
         self._latest: dict[str, float] = {}
         self.note, self.close = self._line.note, self._line.close
 
+    def remember(self, metrics: Mapping[str, float | int]) -> None:
+        """Takes the metrics of an earlier step in, for the next line."""
+        self._latest.update({key: value for key, value in metrics.items() if _is_number(value)})
+
     def update(self, metrics: Mapping[str, float | int]) -> None:
         """Shows the state after step `metrics["step"]`."""
-        self._latest.update({key: value for key, value in metrics.items() if _is_number(value)})
+        self.remember(metrics)
         if _is_number(metrics.get("reward_mean")):
             self._rewards.append(float(metrics["reward_mean"]))
         self._line.show(int(metrics["step"]), self._summary())

@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,12 +22,14 @@ from flowtrain.dataflow.contract import (
     AssignedGroup,
     Batch,
     BatchRequest,
+    Dataflow,
     Progress,
     Refused,
     Register,
     Registered,
     Unavailable,
 )
+from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.run.records import Rollouts
 from flowtrain.training.world import World
@@ -70,9 +72,15 @@ class BatchSource:
             config.rollout.num_questions,
         )
         self._run = ""
+        self._payloads: PayloadStore | None = None
         self._seen, self._heard, self._has_ended = "", time.monotonic(), Event()
         self._thread = ThreadPoolExecutor(1, "batch_source")
         self._heartbeat = Heartbeat(dataflow, config.dataflow.trainer_timeout_s / 4)
+
+    @property
+    def dataflow(self) -> Dataflow:
+        """The service, as this rank asks it."""
+        return self._dataflow
 
     @property
     def run(self) -> str:
@@ -101,6 +109,8 @@ class BatchSource:
         if registered is None:
             raise KeyboardInterrupt
         self._run = registered.run
+        if url := self._options.payloads or registered.payloads:
+            self._payloads = PayloadStore(url, registered.run, _ASK_S)
         if self._world.is_main:
             self._heartbeat.start(Progress(self._policy, policy.step, policy.step))
 
@@ -124,14 +134,15 @@ class BatchSource:
         ]
         return Rollouts(groups, {}, self._metrics(step, batch, groups, waited_s))
 
-    def report_progress(self, version: int, checkpoint: int, is_done: bool = False) -> None:
+    def report_progress(
+        self, version: int, checkpoint: int, is_done: bool = False, evaluated: int = -1
+    ) -> None:
         """Report that nodes can pull `version`, and that a run that breaks off resumes from
-        `checkpoint`; returns at once.
+        `checkpoint`, with a log of all evaluations up to step `evaluated`; returns at once.
         """
         if self._world.is_main:
-            self._heartbeat.report_progress(
-                Progress(self._policy, version, checkpoint, is_done=is_done)
-            )
+            told = Progress(self._policy, version, checkpoint, is_done=is_done, evaluated=evaluated)
+            self._heartbeat.report_progress(told)
 
     def close(self) -> None:
         """A second call does nothing."""
@@ -159,7 +170,7 @@ class BatchSource:
             request = replace(request, wait_s=_ASK_S)
             if self._has_ended.wait(_PAUSE_S):
                 raise Unavailable("nobody waits for this batch any longer")
-        return batch
+        return batch if self._payloads is None else self._payloads.filled(batch)
 
     def _missing(self) -> str:
         silent_s = time.monotonic() - self._heard
@@ -170,17 +181,34 @@ class BatchSource:
         )
 
     def _answer(self, ask: Callable[[], T], why: Callable[[], str]) -> T | None:
-        """Return the answer of `ask` on this rank once all ranks have one; None when a rank is
-        asked to end first. Collective.
+        return self.settle(self._thread.submit(ask), why)
+
+    def settle(
+        self,
+        answer: Future[T],
+        why: Callable[[], str],
+        moved: Callable[[], float] | None = None,
+    ) -> T | None:
+        """Return the answer on this rank once all ranks have one; None when a rank is asked to end
+        first. Collective.
+
+        Args:
+            why: says what is missing.
+            moved: when something was heard of what is waited for, by time.monotonic; None: since
+                the beginning nothing.
+
+        Raises:
+            UserError: the dataflow refuses, or nothing moved for dataflow.wait_s.
         """
-        started, next_note_s, answer = time.monotonic(), _FIRST_NOTE_S, self._thread.submit(ask)
+        started, next_note_s = time.monotonic(), _FIRST_NOTE_S
         while True:
             wait([answer], _TICK_S)
             is_done, waited_s = answer.done(), time.monotonic() - started
             error = answer.exception() if is_done else None
             if error is not None and not isinstance(error, Refused | Unavailable):
                 raise error
-            flags = [not is_done, error is not None, self._interrupt.requested, waited_s]
+            stuck_s = waited_s if moved is None else min(waited_s, time.monotonic() - moved())
+            flags = [not is_done, error is not None, self._interrupt.requested, stuck_s]
             is_waiting, has_failed, is_asked, longest_s = self._world.max(flags)
             if has_failed:
                 problem = next(

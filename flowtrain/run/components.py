@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,31 @@ from flowtrain import report
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.build import make_agentflow, make_policy
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.agents.registry import AgentKind, load_kind
+from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.engines.chat_engines import TEACHER, ChatEngines, make_chat_engines
-from flowtrain.engines.factory import ModelSpec, make_engine
+from flowtrain.engines.factory import (
+    ModelSpec,
+    make_adapter_engines,
+    make_engine,
+    shared_policies,
+)
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, score
 from flowtrain.rewards.references import check_source
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
+from flowtrain.run.trained_policy import load_trained_policy
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
-from flowtrain.training import model as models
 from flowtrain.training.devices import keep_freed_memory
 from flowtrain.training.world import World
 from flowtrain.types import Group, PolicyName, Trajectory, UserError
-from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import Source
 from flowtrain.weights.ranks import together
 
@@ -57,7 +61,8 @@ class RunComponents:
     tasks: TaskSet
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
-    """The policy that is trained: fp32 master weights on the CPU, not sharded yet."""
+    """The policy that is trained, on the CPU and not sharded yet: fp32 master weights or, with
+    [lora], frozen ones in model.dtype and an adapter in fp32."""
     policies: Mapping[PolicyName, ModelSpec]
     """All policies of the flow."""
     chats: ChatEngines
@@ -92,7 +97,7 @@ class RunComponents:
         functions = RewardFunctions.load(config.reward)
         tasks = task_set(config, fictional)
         _check_tasks(tasks, functions, has_judge=config.roles.judge != "none")
-        tokenizer, model = _trained_policy(config, tasks, with_weights)
+        tokenizer, model = load_trained_policy(config, tasks, with_weights)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
@@ -119,7 +124,7 @@ class RunComponents:
         functions = RewardFunctions.load(config.reward)
         policies = {name: ModelSpec.load(*config.path_of(name)) for name in config.policy_names}
         trained = policies[config.train.policy]
-        model = trained.without_weights()
+        model = trained.without_weights()  # and without an adapter, which engines have
         tasks = without_tasks(config)
         return cls._around(algorithm, world, tasks, trained.tokenizer, model, policies, functions)
 
@@ -179,7 +184,9 @@ class RunComponents:
             gpu_bytes = torch.cuda.get_device_properties(device).total_memory
         sampled = []
         if config.samples_here:
-            sampled = [policy.num_parameters() for policy in self.policies.values()]
+            shared = shared_policies(self.config, self.policies)[1:]  # the first has the weights
+            alone = [policy for name, policy in self.policies.items() if name not in shared]
+            sampled = [policy.num_parameters() for policy in alone]
         plan = plan_memory(
             config,
             self.model,
@@ -223,15 +230,27 @@ class RunComponents:
         are chosen by what the engines say of their tokens.
         """
         engines = self.make_no_engines()
+        asked = list(self.policies if names is None else names)
+        shared = [name for name in shared_policies(self.config, self.policies) if name in asked]
+        records_entropies = branches or self.algorithm.records_entropies
         with ExitStack() as cleanup:  # closes what has started when another cannot
-            for name in self.policies if names is None else names:
-                engines[name] = make_engine(
+            if shared:
+                engines |= make_adapter_engines(
                     self.config,
-                    self.policies[name],
-                    device=self.world.device,
-                    store=stores.get(name),
-                    records_entropies=branches or self.algorithm.records_entropies,
+                    self.policies[shared[0]],
+                    self.world.device,
+                    {name: stores.get(name) for name in shared},
+                    records_entropies=records_entropies,
                 )
+            for name in asked:
+                if name not in shared:
+                    engines[name] = make_engine(
+                        self.config,
+                        self.policies[name],
+                        device=self.world.device,
+                        store=stores.get(name),
+                        records_entropies=records_entropies,
+                    )
                 cleanup.callback(engines[name].close)
             cleanup.pop_all()
         self.chats.bind(engines["planner"])
@@ -241,16 +260,27 @@ class RunComponents:
         """Stand-ins for the policy engines where none is asked."""
         return {name: NoEngine(policy.max_positions) for name, policy in self.policies.items()}
 
+    def make_snapshots(self) -> Snapshots | None:
+        """Make room for the states of tools; None where no rollout branches."""
+        is_full = self.algorithm.num_roots == self.config.rollout.group_size
+        return None if is_full else Snapshots.of(self.config.agent)
+
     def make_agent(
-        self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
+        self,
+        engines: Mapping[str, Engine],
+        max_turns: int,
+        temperature: float | None = None,
+        snapshots: Snapshots | None = None,
     ) -> Agent:
         """Build the agent that `agent.name` asks for; close it when done.
 
         Args:
             engines: those of `make_policy_engines`.
             temperature: of all policies; None: each has its own.
+            snapshots: where rollouts keep the states of their tools, for branches.
         """
-        return self.agent_kind.make(self._agent_context(engines, max_turns, temperature))
+        context = self._agent_context(engines, max_turns, temperature)
+        return self.agent_kind.make(replace(context, snapshots=snapshots))
 
     def make_flow(
         self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
@@ -328,60 +358,3 @@ def _check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: b
     # A judge accepts what rules do not, and functions need no answers.
     for source in () if has_judge or functions is not None else tasks.sources:
         check_source(source)
-
-
-def _trained_policy(
-    config: Config, tasks: TaskSet, with_weights: bool
-) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
-    """Load the tokenizer and the model that `[model]` names, or make new ones."""
-    path = config.model.path
-    if path != "tiny" and not with_weights:
-        spec = ModelSpec.load("model.path", path)
-        return spec.tokenizer, spec.without_weights()
-    if path != "tiny":
-        return models.load_tokenizer(path), models.load_model(path, torch.float32)
-    tiny = config.tiny
-    talks = config.agent.name not in ("agentflow", "single")
-    corpus = _chat_corpus(tasks) if talks else _tokenizer_corpus(config, tasks)
-    tokenizer = models.new_tokenizer(corpus, tiny.vocab_size)
-    if talks:
-        tokenizer.chat_template = CHAT_TEMPLATE
-    torch.manual_seed(derive_seed(config.run.seed, "new model"))
-    model = models.new_model(
-        tokenizer,
-        hidden_size=tiny.hidden_size,
-        num_layers=tiny.num_layers,
-        num_heads=tiny.num_heads,
-        max_positions=tiny.max_positions,
-    )
-    return tokenizer, model
-
-
-def _tokenizer_corpus(config: Config, tasks: TaskSet) -> list[str]:
-    """Texts that a new tokenizer learns from: prompts and answers of training tasks."""
-    closing = {
-        "planner": "Tool Name: Base_Generator",
-        "verifier": "Conclusion: STOP\nConclusion: CONTINUE",
-        "refiner": "Looked for: \nEvidence: The",
-    }[config.train.policy]
-    texts = []
-    for task in tasks.train[:5000]:
-        actions = "\n".join(f"Sub-Goal: {s.sub_goal}\nTool Name: {s.tool_name}" for s in task.plan)
-        results = "\n".join(
-            f"1. {s.tool_name} | {s.sub_goal} | The {s.sub_goal} is" for s in task.plan
-        )
-        texts.append(f"Question: {task.question}\n{results}\n{actions}\n{closing}")
-    return texts
-
-
-def _chat_corpus(tasks: TaskSet) -> list[str]:
-    """Texts that the tokenizer of an agent with a chat template learns from."""
-    texts = []
-    for task in tasks.train[:5000]:
-        lines = ["Tools: Search Python_Coder Base_Generator", f"user:{task.question}"]
-        for step in task.plan:
-            lines.append(f'assistant:<tool name="{step.tool_name}">')
-            lines.append(f'">{{"query": "{step.sub_goal}"}}</tool>')
-            lines.append(f"tool:The {step.sub_goal} is")
-        texts.append("\n".join(lines))
-    return texts

@@ -7,12 +7,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
 from flowtrain.config import Config
+from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge, RewardFunctions, score
 from flowtrain.rewards.scorers import MAX_CHARS
@@ -32,6 +33,17 @@ _MOST_OUT_OF_TIME = 0.1
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Questions that an evaluation asks in one way."""
+
+    name: str
+    """Unique among those after a step; that of a benchmark is the benchmark's."""
+    tasks: Sequence[Task]
+    seed: int
+    settings: EvalSettings
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """Results over all ranks; `trajectories` are this rank's."""
 
@@ -41,6 +53,22 @@ class Evaluation:
     by_kind: dict[str, float]
     trajectories: tuple[Trajectory, ...]
 
+    @classmethod
+    def of(
+        cls,
+        tasks: Sequence[Task],
+        trajectories: tuple[Trajectory, ...],
+        tool_names: Sequence[str],
+        world: World,
+    ) -> Evaluation:
+        """Compute the results from this rank's scored rollouts of all `tasks`; collective."""
+        return cls(
+            RolloutStats.of(trajectories, tool_names, world),
+            _mean_by(lambda task: str(task.num_turns), tasks, trajectories, world),
+            _mean_by(lambda task: task.kind, tasks, trajectories, world),
+            trajectories,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -49,12 +77,19 @@ class Measured:
     held_out: Evaluation
     """Of the main split."""
     benchmarks: Mapping[str, float]
-    """Metrics of `Evaluator.ask_benchmarks`."""
+    """Metrics of `Evaluator.benchmark_metrics`."""
+    versions: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of `version_metrics`, where nodes sampled."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """Return what the log of a step gets."""
-        return {"eval_reward": self.held_out.stats.reward_mean, **self.benchmarks}
+        reward = self.held_out.stats.reward_mean
+        return {"eval_reward": reward, **self.benchmarks, **self.versions}
+
+
+Found = Mapping[str, tuple[Trajectory, ...]]
+"""This rank's scored rollouts of each part, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,39 +109,66 @@ class Evaluator:
         every = self.components.config.eval.every
         return every > 0 and step % every == 0
 
-    def evaluate(self, step: int) -> Measured:
-        """Roll out the main split and the benchmarks; at a given step always with the same random
-        numbers.
+    def parts(self, step: int) -> list[Part]:
+        """Return what is asked after `step`: the main split and the benchmarks; at a given step
+        always with the same random numbers.
         """
-        return Measured(self._roll_out(MAIN_SPLIT, step), self.ask_benchmarks(step))
+        return [self._split(MAIN_SPLIT, step), *self.benchmark_parts(step)]
 
-    def ask_benchmarks(self, step: int) -> dict[str, float]:
-        """Ask each benchmark `eval.trials` times.
-
-        Returns metrics by name, "eval_accuracy/aime24": the mean reward, EM and F1 of short answers
-        (`published_metrics`), turns of a rollout, and failed rollouts, where there are some.
-        """
-        metrics: dict[str, float] = {}
-        for name, tasks in self.benchmarks.items():
-            found = self._ask(name, tasks, step)
-            short = _mean_metrics(found.trajectories, self.components.world)
-            named = {"accuracy": found.stats.reward_mean, **short, "turns": found.stats.turns_mean}
-            if found.stats.failed_rollouts:
-                named["failed"] = float(found.stats.failed_rollouts)
-            metrics |= {f"eval_{key}/{name}": value for key, value in named.items()}
-        return metrics
-
-    def compare(self) -> tuple[dict[str, Any], tuple[Trajectory, ...]]:
-        """Roll out every split, sampled and greedy.
-
-        Returns the comparison for summary.json, with the benchmarks' metrics where there are some,
-        and the sampled rollouts of the main split.
+    def parts_of_ends(self) -> list[Part]:
+        """Return what is asked before and after training: every split, sampled and greedy, and the
+        benchmarks.
         """
         splits = self.components.tasks.held_out
-        sampled = {split: self._roll_out(split, -1) for split in splits}
-        greedy = {split: self._roll_out(split, -1, temperature=0.0) for split in splits}
+        return [
+            *(self._split(split, -1) for split in splits),
+            *(self._split(split, -1, temperature=0.0) for split in splits),
+            *self.benchmark_parts(-1),
+        ]
+
+    def evaluate(self, step: int) -> Measured:
+        """Roll out what is asked after `step` with the engines of this run, and measure it."""
+        return self.measured(step, self.roll_out(self.parts(step)))
+
+    def roll_out(self, parts: Sequence[Part]) -> Found:
+        """Roll out the questions with the engines of this run."""
+        return {part.name: self._roll_out(part) for part in parts}
+
+    def measured(
+        self, step: int, found: Found, versions: Mapping[str, float] | None = None
+    ) -> Measured:
+        """Compute what rollouts of `parts(step)` show; `versions` as in `Measured`."""
+        held_out = self._held_out(self._split(MAIN_SPLIT, step), found)
+        benchmarks = self.benchmark_metrics(self.benchmark_parts(step), found)
+        return Measured(held_out, benchmarks, versions or {})
+
+    def benchmark_metrics(self, parts: Sequence[Part], found: Found) -> dict[str, float]:
+        """Compute metrics by name, "eval_accuracy/aime24": the mean reward, EM and F1 of short
+        answers (`published_metrics`), turns of a rollout, and failed rollouts, where there are
+        some.
+        """
+        metrics: dict[str, float] = {}
+        for part in parts:
+            result = self._result(part, found)
+            short = _mean_metrics(result.trajectories, self.components.world)
+            stats = result.stats
+            named = {"accuracy": stats.reward_mean, **short, "turns": stats.turns_mean}
+            if stats.failed_rollouts:
+                named["failed"] = float(stats.failed_rollouts)
+            metrics |= {f"eval_{key}/{part.name}": value for key, value in named.items()}
+        return metrics
+
+    def compared(self, found: Found) -> dict[str, Any]:
+        """Compute the comparison for summary.json from rollouts of `parts_of_ends`, with the
+        benchmarks' metrics where there are some.
+        """
+        splits = self.components.tasks.held_out
+        sampled, greedy = (
+            {split: self._held_out(self._split(split, -1, t), found) for split in splits}
+            for t in (None, 0.0)
+        )
         main = sampled[MAIN_SPLIT]
-        found = {
+        summary = {
             "eval_reward": main.stats.reward_mean,
             "eval_reward_error": main.stats.reward_error,
             "eval_reward_greedy": greedy[MAIN_SPLIT].stats.reward_mean,
@@ -124,55 +186,87 @@ class Evaluator:
             },
         }
         if self.benchmarks:
-            found["benchmarks"] = self.ask_benchmarks(-1)
-        return found, main.trajectories
+            summary["benchmarks"] = self.benchmark_metrics(self.benchmark_parts(-1), found)
+        return summary
 
-    def _ask(self, name: str, tasks: Sequence[Task], step: int) -> Evaluation:
-        """Ask the questions of a benchmark, which are scored by its own rule and the judge."""
+    def _split(self, split: str, step: int, temperature: float | None = None) -> Part:
+        config, tasks = self.components.config, self.components.tasks.held_out[split]
+        name = held_out_name(split, temperature)
+        settings = EvalSettings(config.agent.eval_max_turns, temperature)
+        return Part(name, tasks, derive_seed(config.run.seed, "eval", step), settings)
+
+    def benchmark_parts(self, step: int) -> list[Part]:
+        """Return what of an evaluation after `step` asks benchmarks: each question `eval.trials`
+        times, scored by its own rule and the judge.
+        """
         config = self.components.config
-        components = replace(self.components, config=with_rules_of(config, family(tasks[0])))
-        temperature = config.eval.temperature
-        agent = components.make_agent(self.engines, config.agent.eval_max_turns, temperature)
-        with closing(agent):
-            return evaluate(
-                agent,
+        return [
+            Part(
+                name,
                 tasks,
                 derive_seed(config.run.seed, "eval", name, step),
-                tool_names=config.agent.tools,
-                world=self.components.world,
-                max_in_flight=config.rollout.max_in_flight,
+                EvalSettings(
+                    config.agent.eval_max_turns,
+                    config.eval.temperature,
+                    config.eval.trials,
+                    family(tasks[0]),
+                ),
+            )
+            for name, tasks in self.benchmarks.items()
+        ]
+
+    def _roll_out(self, part: Part) -> tuple[Trajectory, ...]:
+        with closing(make_agent(self.components, self.engines, part.settings)) as agent:
+            return roll_out(
+                agent,
+                part.tasks,
+                part.seed,
+                self.samplers,
+                self.components.config.rollout.max_in_flight,
                 judge=self.judge,
-                samplers=self.samplers,
-                trials=config.eval.trials,
+                functions=functions_of(self.components, part.settings),
+                trials=part.settings.trials,
             )
 
-    def _roll_out(self, split: str, step: int, temperature: float | None = None) -> Evaluation:
-        config = self.components.config
-        agent = self.components.make_agent(self.engines, config.agent.eval_max_turns, temperature)
-        with closing(agent):
-            found = evaluate(
-                agent,
-                self.components.tasks.held_out[split],
-                derive_seed(config.run.seed, "eval", step),
-                tool_names=config.agent.tools,
-                world=self.components.world,
-                max_in_flight=config.rollout.max_in_flight,
-                judge=self.judge,
-                functions=self.components.reward_functions,
-                samplers=self.samplers,
-            )
-        share = found.stats.out_of_time_share
+    def _result(self, part: Part, found: Found) -> Evaluation:
+        tool_names, world = self.components.config.agent.tools, self.components.world
+        return Evaluation.of(part.tasks, found[part.name], tool_names, world)
+
+    def _held_out(self, part: Part, found: Found) -> Evaluation:
+        """Compute the result of a split, and warn where many rollouts ran out of time."""
+        result, config = self._result(part, found), self.components.config
+        share = result.stats.out_of_time_share
         if share > _MOST_OUT_OF_TIME and self.components.world.is_main:
             _log.warning(
-                "held-out %s: %.0f%% of the rollouts ran out of time, or of the model's positions, "
+                "%s: %.0f%% of the rollouts ran out of time, or of the model's positions, "
                 "which lowers the reward: see rollout.request_timeout_s=%g, in which a response "
                 "also waits its turn, and rollout.max_in_flight=%d",
-                split,
+                part.name,
                 100 * share,
                 config.rollout.request_timeout_s,
                 config.rollout.max_in_flight,
             )
-        return found
+        return result
+
+
+def held_out_name(split: str, temperature: float | None = None) -> str:
+    """Return the name of the part that asks a split, at each policy's temperature or greedily."""
+    return f"held-out {split}" if temperature is None else f"held-out {split}, greedy"
+
+
+def make_agent(
+    components: RunComponents, engines: Mapping[str, Engine], settings: EvalSettings
+) -> Agent:
+    """Build the agent of an evaluation; close it when done."""
+    if settings.rules:
+        config = with_rules_of(components.config, settings.rules)
+        components = replace(components, config=config)
+    return components.make_agent(engines, settings.max_turns, settings.temperature)
+
+
+def functions_of(components: RunComponents, settings: EvalSettings) -> RewardFunctions | None:
+    """Return the reward functions of an evaluation; benchmarks have rules instead."""
+    return None if settings.rules else components.reward_functions
 
 
 def family(task: Task) -> str:
@@ -207,32 +301,35 @@ def evaluate(
     tool_names: Sequence[str],
     world: World,
     max_in_flight: int,
+) -> Evaluation:
+    """Roll out each task once, on all ranks; collective."""
+    trajectories = roll_out(agent, tasks, seed, world, max_in_flight)
+    return Evaluation.of(tasks, trajectories, tool_names, world)
+
+
+def roll_out(
+    agent: Agent,
+    tasks: Sequence[Task],
+    seed: int,
+    samplers: World,
+    max_in_flight: int,
+    *,
     judge: Judge | None = None,
     functions: RewardFunctions | None = None,
-    samplers: World | None = None,
     trials: int = 1,
-) -> Evaluation:
-    """Roll out each task `trials` times on the `samplers` (None: all ranks); collective over
-    `world`.
-    """
-    ranks = samplers or world
+) -> tuple[Trajectory, ...]:
+    """Roll out each task of this rank `trials` times and score the rollouts."""
     groups = collect(
         agent,
         tasks,
         group_size=trials,
         seed=seed,
         max_in_flight=max_in_flight,
-        rank=ranks.rank,
-        num_ranks=ranks.size,
+        rank=samplers.rank,
+        num_ranks=samplers.size,
     )
     scored = score(groups, judge, functions)
-    trajectories = tuple(trajectory for group in scored for trajectory in group.trajectories)
-    return Evaluation(
-        RolloutStats.of(trajectories, tool_names, world),
-        _mean_by(lambda task: str(task.num_turns), tasks, trajectories, world),
-        _mean_by(lambda task: task.kind, tasks, trajectories, world),
-        trajectories,
-    )
+    return tuple(trajectory for group in scored for trajectory in group.trajectories)
 
 
 def _mean_metrics(trajectories: Sequence[Trajectory], world: World) -> dict[str, float]:

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from flowtrain.config import Config
+from flowtrain.config import Config, Lora, Train
 from flowtrain.training import attention
+from flowtrain.training.lora import add_adapter, frozen_bytes
 from flowtrain.training.model import is_sharded_by_layer, recompute_layers
+from flowtrain.training.optimizers import KINDS
 from flowtrain.types import UserError
 
 _CPU_CHUNK = 2**25
@@ -95,23 +97,42 @@ def plan_memory(
     train = config.train
     on_gpu = gpu_bytes > 0
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    num_parameters, size = model.num_parameters(), dtype.itemsize
-    is_away = train.offload and on_gpu
-    is_sharded = num_ranks > 1 or dtype != torch.float32 or train.offload
-    own = 0 if is_away else 4 * num_parameters // num_ranks
+    size = dtype.itemsize
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_frozen = model.num_parameters() - num_trained
+    lora = config.lora if config.lora.rank else None
+    kind = KINDS[train.optimizer]
+    is_away = train.offload == "all" and on_gpu
+    is_sharded = num_ranks > 1 or dtype != torch.float32 or train.offload == "all"
+    is_sharded = is_sharded and config.lora.quantize == "none"
+    share = 0 if is_away else num_trained // num_ranks
+    own = kind.weight_dtype.itemsize * share
+    frozen = 0 if is_away else frozen_bytes(model) // num_ranks
+    moments = round(kind.moment_bytes * share)
+    if train.offload == "optimizer" and on_gpu:  # one parameter at a time
+        largest = max(p.numel() for p in model.parameters() if p.requires_grad)
+        moments = round(kind.moment_bytes * largest / num_ranks)
+    has_reference = has_reference and lora is None and not (train.offload_reference and on_gpu)
+    is_merged = lora is not None and lora.sync == "merged"
+    words = 0 if is_away else size * (num_frozen if is_merged else num_trained) // num_ranks
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
-    at_head, in_layers = activations(model.config, dtype, train.token_budget, train.recompute)
+    at_head, in_layers = activations(
+        model.config, dtype, train.token_budget, train.recompute, lora=lora
+    )
     head_weights, head_transient = head(model, size, train.token_budget, on_gpu)
+    head_bytes = head_weights + max(0, head_transient - max(0, in_layers - at_head))
     parts = {
-        "weights": own,
+        "weights": frozen + own,
         "gradients": own,
-        "moments": 2 * own,
-        "reference": own if has_reference else 0,
+        "moments": moments,
+        "reference": size * share if has_reference else 0,
         "gathered": _gathered(model, size, train.reshard) if is_sharded else 0,
         "activations": max(at_head, in_layers),
-        "head": head_weights + max(0, head_transient - max(0, in_layers - at_head)),
-        "published": 0 if is_away else size * num_parameters // num_ranks,
+        "head": head_bytes,
+        # What is merged to be published is there when the activations are not.
+        "merged": max(0, words * is_merged - max(at_head, in_layers) - head_bytes),
+        "published": 0 if config.weights.baseline == "cpu" and on_gpu else words,
         "engine": 0 if has_vllm else sum(engines),
     }
     vllm = (
@@ -125,7 +146,7 @@ def plan_memory(
 def _vllm_bytes(config: Config, weights: int, gpu_bytes: int) -> int:
     options = config.vllm
     return round(
-        weights + options.kv_cache_gb * 2**30
+        weights / options.tensor_parallel_size + options.kv_cache_gb * 2**30
         if options.kv_cache_gb
         else options.gpu_memory_utilization * gpu_bytes
     )
@@ -133,7 +154,13 @@ def _vllm_bytes(config: Config, weights: int, gpu_bytes: int) -> int:
 
 def _cures(config: Config, has_vllm: bool) -> list[str]:
     cures = ["start more ranks"] + ["algorithm.kl_coef = 0"] * (config.algorithm.kl_coef > 0)
-    cures += ["train.offload = true"] * (not config.train.offload)
+    train = config.train
+    cures += ["train.optimizer = 'adamw_8bit'"] * (train.optimizer == "adamw")
+    cures += [f"train.offload = '{way}'" for way in ("optimizer", "all") if _frees(train, way)]
+    cures += ["train.offload_reference = true"] * (
+        config.algorithm.kl_coef > 0 and not train.offload_reference and train.offload != "all"
+    )
+    cures += ["weights.baseline = 'cpu'"] * (config.weights.baseline == "device")
     if has_vllm:
         options = config.vllm
         key = "kv_cache_gb" if options.kv_cache_gb else "gpu_memory_utilization"
@@ -143,6 +170,10 @@ def _cures(config: Config, has_vllm: bool) -> list[str]:
     return cures
 
 
+def _frees(train: Train, way: str) -> bool:
+    return train.offload not in (way, "all")
+
+
 def _listed(parts: Mapping[str, int]) -> str:
     return ", ".join(
         f"{name} {num_bytes / 1e9:.3g}" for name, num_bytes in parts.items() if num_bytes
@@ -150,13 +181,19 @@ def _listed(parts: Mapping[str, int]) -> str:
 
 
 def activations(
-    config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, recompute: bool
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    num_tokens: int,
+    recompute: bool,
+    *,
+    lora: Lora | None = None,
 ) -> tuple[int, int]:
     """Count what all layers hold when the head is reached, and their peak (early in the backward
-    pass).
+    pass). `lora`: of the adapter, if one is all that is trained.
     """
     two, three = (
-        _simulate(config, dtype, num_tokens, recompute, num_layers) for num_layers in (2, 3)
+        _simulate(config, dtype, num_tokens, recompute, num_layers=number, lora=lora)
+        for number in (2, 3)
     )
     at_head, peak = (
         b + (config.num_hidden_layers - 3) * (b - a) for a, b in zip(two, three, strict=True)
@@ -167,10 +204,11 @@ def activations(
 def head(model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool) -> tuple[int, int]:
     """Predict what the linear loss takes on a row of `num_tokens`, whose dtype has `size` bytes.
 
-    Returns the head's gradient in fp32, held until it is added up; and a chunk of logits with the
-    targets' hidden states, there and back.
+    Returns the head's gradient in fp32, if it is trained, held until it is added up; and a chunk of
+    logits with the targets' hidden states, there and back.
     """
     config = model.config
+    is_trained = any(p.requires_grad for p in model.get_output_embeddings().parameters())
     num_targets = round(_TARGET_SHARE * num_tokens)
     row = config.vocab_size * size
     chunk = (
@@ -179,7 +217,7 @@ def head(model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool) -> tu
         else min(_CPU_CHUNK, num_targets * row)
     )
     return (
-        4 * config.vocab_size * config.hidden_size,
+        4 * config.vocab_size * config.hidden_size * is_trained,
         chunk + 2 * num_targets * config.hidden_size * size,
     )
 
@@ -195,7 +233,13 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
 
 
 def _simulate(
-    config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, recompute: bool, num_layers: int
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    num_tokens: int,
+    recompute: bool,
+    *,
+    num_layers: int,
+    lora: Lora | None,
 ) -> tuple[int, int]:
     config = copy.deepcopy(config)
     config.num_hidden_layers = num_layers
@@ -205,6 +249,11 @@ def _simulate(
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention.NAME
         ).train()
+    if lora is not None:
+        add_adapter(model, lora, "")
+        model.to(dtype)  # as FSDP gathers an adapter
+        # MemTracker bears no frozen weights. They keep the same inputs for the adapter's sake.
+        model.requires_grad_(True)
     if recompute:
         recompute_layers(model)
     for parameter in model.parameters():
@@ -243,7 +292,7 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Not laid out as the query is: what comes out of attention is copied once more.
-        out = query.new_empty(query.shape)
+        out = query.new_empty((*query.shape[:3], value.shape[3]))
         ctx.save_for_backward(
             query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32)
         )

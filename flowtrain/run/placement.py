@@ -22,8 +22,8 @@ class Placement:
 
     @classmethod
     def of(cls, config: Config, world: World) -> Placement:
-        """Raises UserError when no rank is left to train, or the questions of a step do not divide
-        among those that sample; collective.
+        """Raises UserError when no rank is left to train, the questions of a step do not divide
+        among those that sample, or the GPUs of their engines overlap; collective.
         """
         num_engines, num_questions = config.rollout.num_engine_ranks, config.rollout.num_questions
         if num_engines >= world.size:
@@ -38,6 +38,12 @@ class Placement:
                 else f"the {world.size} ranks that torchrun started"
             )
             raise UserError(f"rollout.num_questions={num_questions} must be a multiple of {number}")
+        size = config.vllm.tensor_parallel_size
+        if size > 1 and (num_engines or world.size) > 1 and world.device.type == "cuda":
+            raise UserError(
+                f"vllm.tensor_parallel_size={size} takes the GPUs after a rank's own, so only the "
+                "last rank may sample: set rollout.num_engine_ranks = 1"
+            )
         if not num_engines:
             return cls(world, world, world)
         ranks = range(world.size)

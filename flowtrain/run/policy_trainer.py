@@ -16,13 +16,16 @@ from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
+from flowtrain.training.lora import has_adapter
 from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.minibatch_factor import MinibatchFactor
-from flowtrain.training.model import ShardSpec, named_weights
+from flowtrain.training.model import ShardSpec, published_weights
+from flowtrain.training.optimizers import KINDS
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
+from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.files import writing_tensors
 from flowtrain.weights.ranks import together
@@ -62,6 +65,9 @@ class PolicyTrainer:
         """
         t = self.components.config.train
         self.trainer.set_lr(learning_rate(t.lr, step, t.num_steps, t.warmup_steps, t.lr_schedule))
+        if self.components.config.lora.dropout:  # a resumed run drops what it would have dropped
+            seed = self.components.config.run.seed
+            torch.manual_seed(derive_seed(seed, "dropout", step, self.ranks.rank))
         stats = self.trainer.step(minibatches, step, scores)
         if self.components.config.vllm.sleep:
             torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps for itself
@@ -70,7 +76,7 @@ class PolicyTrainer:
     def publish(self, version: int) -> dict[str, float | str]:
         """Publish the policy's weights and return the publish metrics."""
         with writing_tensors(self.store.root):
-            published = self.publisher.publish(named_weights(self.components.model), version)
+            published = self.publisher.publish(self._weights(), version)
             num_kept = num_versions_kept(self.components.config)
             together(
                 self.ranks,
@@ -82,10 +88,13 @@ class PolicyTrainer:
     def republish(self, version: int) -> dict[str, float | str]:
         """Bring the store to `version`, where the run starts or resumes; later versions go."""
         self._roll_back(version)
-        if self.publisher.resume(named_weights(self.components.model), version):
+        if self.publisher.resume(self._weights(), version):
             return {}
         self._roll_back(version - 1)
         return self.publish(version)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return published_weights(self.components.model, self.components.config.lora.sync)
 
     def _roll_back(self, version: int) -> None:
         with writing_tensors(self.store.root):
@@ -138,23 +147,34 @@ def make_trainer(
     token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
     factor: MinibatchFactor | None = None,
 ) -> Trainer:
-    """Shard the model over the ranks that train; a frozen copy becomes the reference policy."""
+    """Shard the model over the ranks that train.
+
+    The reference policy is a frozen copy, or the model itself with its adapter off.
+    """
     config = components.config
     train = config.train
     dtype = getattr(torch, config.model.dtype)
+    optim = replace(optim, kind=train.optimizer, offload=train.offload == "optimizer")
     spec = ShardSpec(
         dtype,
         recompute=train.recompute,
         compile=train.compile,
         reshard=train.reshard,
-        offload=train.offload,
+        offload=train.offload == "all",
         attention=train.attention,
+        weight_dtype=KINDS[optim.kind].weight_dtype,
     )
     reference = None
-    if needs_reference:
+    if needs_reference and not has_adapter(components.model):
         frozen = copy.deepcopy(components.model).requires_grad_(False).eval()
-        reference = models.shard(frozen, ranks, replace(spec, recompute=False))
+        # In the dtype of its passes, which read nothing more exact of it.
+        of_reference = replace(spec, recompute=False, weight_dtype=dtype)
+        if train.offload_reference:
+            of_reference = replace(of_reference, offload=True)
+        reference = models.shard(frozen, ranks, of_reference)
     model = models.shard(components.model, ranks, spec)
+    if needs_reference and reference is None:
+        reference = model
     _, temperature = config.sampling_of(train.policy)
     return Trainer(
         model,
@@ -173,7 +193,8 @@ def make_publisher(components: RunComponents, store: WeightStore, ranks: World) 
     config = components.config
     dtype = getattr(torch, config.model.dtype)
     num_threads = torch.get_num_threads()
-    options = PublishOptions(dtype, config.weights.level, num_threads=num_threads)
+    weights = config.weights
+    options = PublishOptions(dtype, weights.level, num_threads, weights.baseline == "cpu")
     return Publisher(store, options, ranks)
 
 
@@ -181,7 +202,7 @@ def publish_start(components: RunComponents, store: WeightStore) -> None:
     """Publish the policy as it was loaded, as version 0; collective over all ranks."""
     with writing_tensors(store.root):
         publisher = make_publisher(components, store, components.world)
-        publisher.publish(named_weights(components.model), 0)
+        publisher.publish(published_weights(components.model, components.config.lora.sync), 0)
         publisher.close()
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from flowtrain import report
 from flowtrain.agents.base import Agent
+from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -24,28 +25,29 @@ from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge
 from flowtrain.run.batch_source import BatchSource, connect
 from flowtrain.run.components import RunComponents, lock_run_dir
-from flowtrain.run.evaluation import Evaluator, Measured, load_benchmarks
+from flowtrain.run.evaluation import Evaluator, Found, Measured, held_out_name, load_benchmarks
 from flowtrain.run.learning_signal import LearningSignal
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
+from flowtrain.run.pool_evaluations import PoolEvaluations
 from flowtrain.run.profiler import profiled
 from flowtrain.run.records import Trained
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
+from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.minibatches import split_by_size
-from flowtrain.training.model import layout_digest
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
-from flowtrain.types import Group, TrainBatch, UserError
+from flowtrain.types import Group, TrainBatch, Trajectory, UserError
 from flowtrain.utils.files import writing
 from flowtrain.weights import WeightStore
 from flowtrain.weights.ranks import together
@@ -63,6 +65,8 @@ class Run:
     engines: dict[str, Engine]
     """Engines by policy; the trained policy's engine follows the published versions."""
     agent: Agent
+    snapshots: Snapshots | None
+    """Where rollouts keep the states of their tools; None where none branches."""
     judge: Judge | None
     policy_trainer: PolicyTrainer | None
     """None on a rank that only samples."""
@@ -71,6 +75,8 @@ class Run:
     cursor: TaskCursor | MixedCursor
     signal: LearningSignal
     evaluator: Evaluator
+    pool: PoolEvaluations | None
+    """What nodes are asked with `dataflow.url`; None where this run asks by itself."""
     logger: RunLogger
     run_dir: report.RunDir
     memory_plan: MemoryPlan
@@ -111,6 +117,10 @@ class Run:
         """Return the agent of a training step, with its hints. Not collective."""
         return self.agent.with_hints(self.algorithm.hints(step))
 
+    def held_states(self) -> AbstractContextManager[None]:
+        """Keep the states of tools for a block in which rollouts branch, and free them then."""
+        return nullcontext() if self.snapshots is None else self.snapshots.held()
+
     def measure(self, groups: Sequence[Group]) -> RolloutStats:
         """Compute the statistics of a step's rollouts."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -143,23 +153,32 @@ class Run:
         """
         metrics = {} if self.policy_trainer is None else self.policy_trainer.publish(version)
         self.placement.wait()
-        if self.batch_source is not None:
-            self.batch_source.report_progress(version, saved_step)
+        if self.batch_source is not None and self.pool is not None:
+            self.batch_source.report_progress(version, saved_step, evaluated=self.pool.saved)
         return metrics
 
     def load(self, version: int) -> dict[str, float]:
-        """Have the engine sample with `version` from now on, and return its metrics.
-
-        Where nodes sample, the engine is needed for evaluations only.
-        """
-        is_last = version == self.config.train.num_steps
-        if self.batch_source is not None and not (self.evaluator.is_due(version) or is_last):
+        """Have the engine, if there is one, sample with `version` from now on; its metrics."""
+        if self.batch_source is not None:
             return {}
         return load(self.engines[self.config.train.policy], version, self.placement)
 
     def evaluate(self, step: int) -> Measured | None:
-        """Measure the policy on held-out tasks and benchmarks; None where that is not due."""
-        return self.evaluator.evaluate(step) if self.evaluator.is_due(step) else None
+        """Measure the policy on held-out tasks and benchmarks; None where that is not due.
+
+        Also None where nodes are asked, without waiting: what is complete by now is logged.
+        """
+        if self.pool is None:
+            return self.evaluator.evaluate(step) if self.evaluator.is_due(step) else None
+        if self.evaluator.is_due(step):
+            self.pool.ask(step, self.evaluator.parts(step))
+        self._log_evaluations(self.pool.complete())
+        return None
+
+    def _log_evaluations(self, complete: Iterable[tuple[int, Found]]) -> None:
+        for step, found in complete:
+            versions = self.pool.version_metrics(step, found) if self.pool else {}
+            self.logger.log_evaluation(step, self.evaluator.measured(step, found, versions))
 
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint of `step`."""
@@ -168,6 +187,8 @@ class Run:
             state["dataflow"] = self.batch_source.run
         if self.policy_trainer is not None:
             self.policy_trainer.save(self.run_dir.checkpoints, step, state)
+        if self.pool is not None:
+            self.pool.on_checkpoint(self.logger.evaluated)
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Tell whether `checkpoint.every` asks for one after `step`; the last has its own."""
@@ -178,9 +199,13 @@ class Run:
         """Save, evaluate the trained policy as the warm one was, and write the report."""
         last_step = self.config.train.num_steps
         self.checkpoint(last_step)
-        if self.batch_source is not None:
+        if self.batch_source is not None and self.pool is not None:
+            if self.config.eval.at_ends:
+                self.pool.ask_at_end(last_step, self.evaluator.parts_of_ends())
+            self.pool.wait_until_asked()  # or nodes would hear that there is nothing left to do
             self.batch_source.report_progress(last_step, last_step, is_done=True)
-        trained, _ = self.evaluator.compare() if self.config.eval.at_ends else ({}, ())
+            self._log_evaluations(self.pool.wait())
+        trained, _ = self._compare(last_step) if self.config.eval.at_ends else ({}, ())
         self.logger.report(self.memory_plan, warm, trained, self.signal.summary())
 
     def evaluate_warm(self) -> dict[str, Any]:
@@ -191,7 +216,7 @@ class Run:
         if self.start_step and path.exists():
             return dict(json.loads(path.read_text()))
         started = time.monotonic()
-        warm, trajectories = self.evaluator.compare()
+        warm, trajectories = self._compare(self.start_step)
         if not self.start_step:
             self.logger.log_held_out(0, trajectories)
         if self.placement.world.is_main:
@@ -199,8 +224,24 @@ class Run:
             if not self.start_step:
                 seconds = time.monotonic() - started
                 measured = {"eval_reward": warm["eval_reward"], **warm.get("benchmarks", {})}
+                measured |= warm.get("versions", {})
                 self.logger.write({"step": 0, "version": 0, **measured, "eval_s": seconds})
         return warm
+
+    def _compare(self, step: int) -> tuple[dict[str, Any], tuple[Trajectory, ...]]:
+        """Measure the policy at an end, after `step`; where nodes are asked, wait for them.
+
+        Returns the comparison for summary.json and the sampled rollouts of the main split.
+        """
+        parts = self.evaluator.parts_of_ends()
+        if self.pool is None:
+            found, versions = self.evaluator.roll_out(parts), {}
+        else:
+            self.pool.ask_at_end(step, parts)
+            found = self.pool.wait_for_end(step)
+            versions = self.pool.version_metrics(step, found)
+        compared = self.evaluator.compared(found) | ({"versions": versions} if versions else {})
+        return compared, found[held_out_name(MAIN_SPLIT)]
 
 
 def load(engine: Engine, version: int, placement: Placement) -> dict[str, float]:
@@ -244,7 +285,8 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     for engine in engines.values():
         cleanup.callback(engine.close)
     judge = components.make_judge()
-    agent = components.make_agent(engines, config.agent.max_turns)
+    snapshots = components.make_snapshots()
+    agent = components.make_agent(engines, config.agent.max_turns, snapshots=snapshots)
     cleanup.callback(agent.close)
     run_dir = components.open_run_dir({"memory_plan": memory_plan.parts})
     if world.is_main:  # turns the ids in the logs into words
@@ -268,10 +310,20 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         components, placement, run_dir, judge=judge, memory=memory, start_step=state["step"]
     )
     cleanup.callback(logger.close)
-    batch_source = None
+    evaluator = Evaluator(
+        components=components,
+        engines=engines,
+        judge=judge,
+        samplers=placement.samplers,
+        benchmarks=benchmarks,
+    )
+    batch_source = pool = None
     if config.dataflow.url:
         batch_source = _open_batch_source(components, interrupt, logger, state)
         cleanup.callback(batch_source.close)
+        pool = PoolEvaluations(batch_source, config, world, logger.progress.note)
+        cleanup.callback(pool.close)
+        pool.resume(evaluator, logger.evaluated, state["step"])
     return Run(
         config=config,
         components=components,
@@ -280,18 +332,14 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         interrupt=interrupt,
         engines=engines,
         agent=agent,
+        snapshots=snapshots,
         judge=judge,
         policy_trainer=policy_trainer,
         batch_source=batch_source,
         cursor=components.tasks.cursor(config.run.seed, state["cursor"]),
         signal=LearningSignal(config, world),
-        evaluator=Evaluator(
-            components=components,
-            engines=engines,
-            judge=judge,
-            samplers=placement.samplers,
-            benchmarks=benchmarks,
-        ),
+        evaluator=evaluator,
+        pool=pool,
         logger=logger,
         run_dir=run_dir,
         memory_plan=memory_plan,
@@ -338,7 +386,7 @@ def _open_batch_source(
         shape = components.model.config
         policy = Register(
             policy=config.train.policy,
-            layout=layout_digest(components.model, components.tokenizer, dtype),
+            layout=components.policies[config.train.policy].layout(dtype, config.lora),
             store=config.dataflow.store or str((Path(config.run.dir) / "weights").resolve()),
             num_groups=config.rollout.num_questions,
             max_staleness=config.dataflow.max_staleness,

@@ -66,10 +66,6 @@ class RunLogger:
     def _open(self, start_step: int, cleanup: ExitStack) -> None:
         config, path, samplers = self._config, self._run_dir.path, self._placement.samplers
         last_step = start_step or -1  # from the start also means: without the line of step 0
-        self._trajectories, self._held_out = (
-            report.TrajectoryLog(path, samplers.rank, last_step, name, samplers.size)
-            for name in ("trajectories", "held_out")
-        )
         is_main = self._placement.world.is_main
         self.progress = report.Progress(config.train.num_steps, start_step, is_main)
         cleanup.callback(self.progress.close)
@@ -83,6 +79,13 @@ class RunLogger:
                 config=config.model_dump(),
             )
             cleanup.callback(self._metrics.close)
+        own = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
+        self.evaluated = int(self._placement.world.max([own])[0])
+        """Newest step whose evaluation is in the log; those of earlier steps are, too."""
+        self._trajectories, self._held_out = (
+            report.TrajectoryLog(path, samplers.rank, step, name, samplers.size)
+            for name, step in (("trajectories", last_step), ("held_out", self.evaluated))
+        )
 
     def close(self) -> None:
         self._cleanup.close()
@@ -112,6 +115,7 @@ class RunLogger:
         if evaluation is not None:
             measured = evaluation.metrics
             self.log_held_out(step, evaluation.held_out.trajectories)
+            self.evaluated = step
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
@@ -147,6 +151,17 @@ class RunLogger:
                 **seconds,
             }
         )
+
+    def log_evaluation(self, step: int, found: Measured) -> None:
+        """Write down what nodes have answered about the weights after `step`, when later steps may
+        be in the log already.
+        """
+        self.log_held_out(step, found.held_out.trajectories)
+        metrics = {"step": step, "version": step, **found.metrics}
+        if self._metrics is not None:
+            self._metrics.log(metrics)
+        self.evaluated = step
+        self.progress.remember(metrics)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write a line of metrics, and show it."""

@@ -15,30 +15,36 @@ from flowtrain.types import Trajectory, Turn, Verdict
 def verdict_metrics(
     trajectories: Iterable[Trajectory], config: Config, world: World
 ) -> dict[str, float]:
-    """Compute shares of the verdicts of all ranks; collective. Tasks from files and from
-    reasoning-gym have no rule to agree with.
+    """Compute shares of the verdicts of all ranks, and their tokens; collective. Tasks from files
+    and from reasoning-gym have no rule to agree with.
     """
-    counts = dict.fromkeys(("verdicts", "malformed", "stop", "agreement"), 0.0)
+    counts = dict.fromkeys(("verdicts", "malformed", "stop", "agreement", "tokens"), 0.0)
     rule = None if config.tasks.name in ("file", "reasoning-gym") else rule_verifier(config)
     for trajectory in trajectories:
-        for turn, memory in _judged(trajectory):
+        first = 0 if trajectory.branch is None else trajectory.branch.turn
+        for index, turn, memory in _judged(trajectory):
             counts["verdicts"] += 1
             counts["malformed"] += read_verdict(turn.verdict_text) is None
             counts["stop"] += turn.verdict is Verdict.STOP
             counts["agreement"] += rule is not None and turn.verdict is rule.verdict(
                 trajectory.task.question, memory
             )
-    total, malformed, stop, agreement = world.sum(list(counts.values()))
+            if index >= first:  # else a branch took it over
+                counts["tokens"] += len(turn.calls["verifier"].response_ids)
+    total, malformed, stop, agreement, tokens = world.sum(list(counts.values()))
     shares = {"malformed": malformed, "stop": stop} | (
         {} if rule is None else {"agreement": agreement}
     )
-    return {f"verifier/{name}_share": number / max(total, 1) for name, number in shares.items()}
+    found = {f"verifier/{name}_share": number / max(total, 1) for name, number in shares.items()}
+    return found | {"verifier/num_sampled_tokens": tokens}
 
 
-def _judged(trajectory: Trajectory) -> Iterator[tuple[Turn, Memory]]:
-    """Yield each turn that a verifier policy decided on, with the memory that it read."""
+def _judged(trajectory: Trajectory) -> Iterator[tuple[int, Turn, Memory]]:
+    """Yield each turn that a verifier policy decided on, with its index and the memory that the
+    policy read.
+    """
     memory = Memory()
-    for turn in trajectory.turns:
+    for index, turn in enumerate(trajectory.turns):
         memory = memory.add(MemoryEntry.of(turn.action, turn.command, turn.result))
         if "verifier" in turn.calls:
-            yield turn, memory
+            yield index, turn, memory

@@ -3,8 +3,28 @@
 A tool of another package imports the names below (docs/tools.md).
 """
 
-from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError, run_tool
+from flowtrain.tools.base import (
+    Parameter,
+    Snapshot,
+    StatefulTool,
+    Tool,
+    ToolCard,
+    ToolError,
+    ToolSession,
+    run_tool,
+)
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.tools.registry import ToolContext
 
-__all__ = ["BlockingPool", "Parameter", "Tool", "ToolCard", "ToolContext", "ToolError", "run_tool"]
+__all__ = [
+    "BlockingPool",
+    "Parameter",
+    "Snapshot",
+    "StatefulTool",
+    "Tool",
+    "ToolCard",
+    "ToolContext",
+    "ToolError",
+    "ToolSession",
+    "run_tool",
+]

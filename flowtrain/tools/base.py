@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from flowtrain.tools.json_schema import problem
 from flowtrain.types import ToolResult
@@ -59,8 +59,8 @@ class ToolCard:
     aliases: tuple[str, ...] = ()
     """Other names that planners call it by, AgentFlow's for example."""
     is_stateful: bool = False
-    """A call may change the results of later calls: such a tool cannot be rewound, so rollouts that
-    use it cannot branch."""
+    """A call may change the results of later calls: rollouts that use such a tool can branch only
+    where it can be rewound (`StatefulTool`)."""
     keeps_time: bool = False
     """It ends each call in bounded time by limits of its own, which do not depend on what else the
     machine does as wall time does; `agent.tool_timeout_s` leaves it alone."""
@@ -121,6 +121,57 @@ class Tool(Protocol):
     def close(self) -> None:
         """Release the tool's resources, if it has any; may be called twice."""
         return
+
+
+class Snapshot(Protocol):
+    """A state of a session, kept for others to go on from."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that is held for it, at most."""
+        ...
+
+    def close(self) -> None:
+        """Free it; may be called twice."""
+
+
+class ToolSession(Protocol):
+    """The state of a tool in one rollout, which calls it one at a time."""
+
+    @property
+    def execute(self) -> Callable[..., Coroutine[Any, Any, str | ToolResult]]:
+        """As `Tool.execute`."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Keep the state as it is now; later calls leave the snapshot alone."""
+        ...
+
+    def close(self) -> None:
+        """End the session, also in the middle of a call; may be called twice."""
+
+
+@runtime_checkable
+class StatefulTool(Tool, Protocol):
+    """A tool with a session per rollout, whose state can be kept and gone on from.
+
+    `execute` of the tool itself is for callers without a rollout: it starts from nothing each time.
+    """
+
+    def open_session(self) -> ToolSession:
+        """Begin a session; one that is never called should cost next to nothing."""
+        ...
+
+    async def restore(self, snapshot: Any) -> ToolSession:
+        """Begin a session in exactly the state of a snapshot, any number of times, without touching
+        the session that it was taken of or any other.
+        """
+        ...
+
+
+def rewinds(tool: Tool) -> bool:
+    """Return whether the tool can be rewound to an earlier turn."""
+    return not tool.card.is_stateful or isinstance(tool, StatefulTool)
 
 
 async def run_tool(

@@ -10,9 +10,10 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError
 from flowtrain.tools.base_generator import ask_model
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.sandbox import make_sandbox
+from flowtrain.tools.sandbox import make_sandbox, make_session_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
-from flowtrain.types import ToolResult
+from flowtrain.tools.sandbox.sessions import CodeSession, CodeSnapshot, SessionSandbox
+from flowtrain.types import ToolResult, UserError
 
 FENCE = re.compile(
     r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE
@@ -60,6 +61,64 @@ class PythonCoder:
 
 
 @dataclass(frozen=True, slots=True)
+class PythonSession:
+    """The variables of one rollout."""
+
+    session: CodeSession
+
+    async def execute(self, query: str) -> ToolResult:
+        """As `PythonCoder.execute`; code that only sets variables need not print."""
+        code = strip_fence(query)
+        if not code.strip():
+            raise ToolError("no code given")
+        ran = await self.session.run(code)
+        output = ran.output.rstrip() or "the code ran and printed nothing"
+        if ran.error is not None:
+            output = ""
+        return ToolResult(output, ran.error, wall_s=ran.wall_s, cpu_s=ran.cpu_s)
+
+    async def snapshot(self) -> CodeSnapshot:
+        return self.session.snapshot()
+
+    def close(self) -> None:
+        self.session.close()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCoder:
+    """Runs the query as Python in the session of its rollout, whose variables last."""
+
+    sandbox: SessionSandbox
+
+    card = ToolCard(
+        "Python_Coder",
+        "Runs Python code or evaluates an expression; prints the result. Variables, functions and "
+        "imports of earlier calls are still there.",
+        is_stateful=True,
+        keeps_time=True,
+        aliases=("Python_Code_Generator_Tool",),
+    )
+
+    async def execute(self, query: str) -> ToolResult:
+        """Run the code in a session of its own."""
+        session = self.open_session()
+        try:
+            return await session.execute(query)
+        finally:
+            session.close()
+
+    def open_session(self) -> PythonSession:
+        return PythonSession(self.sandbox.open())
+
+    async def restore(self, snapshot: CodeSnapshot) -> PythonSession:
+        return PythonSession(snapshot.restore())
+
+    def close(self) -> None:
+        """End all sessions."""
+        self.sandbox.close()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCoder:
     """Lets a model write the program that the query describes, and runs it."""
 
@@ -101,6 +160,13 @@ class ModelCoder:
 
 def make(context: ToolContext) -> Tool:
     agent = context.config.agent
+    if agent.python_session:
+        if context.chat is not None:
+            raise UserError(
+                "agent.python_session=true runs code that the policy writes itself; leave "
+                "roles.tools and agent.tool_engines of Python_Coder unset"
+            )
+        return SessionCoder(make_session_sandbox(agent))
     coder = PythonCoder(make_sandbox(agent))
     if context.chat is None:
         return coder

@@ -44,6 +44,9 @@ _SHORT = 16
 """Queries up to this number count as alike: a block of its own would cost more than their padding.
 """
 
+_LEFT_OUT = ("sliding_window", "softcap", "s_aux", "position_bias", "alibi")
+"""What transformers hands to attention in some models, and trees do not compute."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -184,13 +187,24 @@ def forest_attention(
     value_1HND: Tensor,
     attention_mask: Tensor | None,
     *,
-    forest: TreeAttention,
+    forest: TreeAttention | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that Hugging Face calls in every layer; returns [1, N, H, D]."""
-    assert attention_mask is None, "packed rows carry their structure in `forest`"
+    """The attention function that Hugging Face calls in every layer; returns [1, N, H, D].
+
+    Raises UserError when the model asks for what trees leave out, or keeps the row's structure.
+    """
+    asked = [name for name in _LEFT_OUT if others.get(name) is not None]
+    if attention_mask is not None:
+        asked.append("attention_mask")
+    if not (getattr(module, "is_causal", True) and others.get("is_causal", True)):
+        asked.append("is_causal=False")
+    if asked:
+        raise UserError(f"its attention wants {', '.join(asked)}")
+    if forest is None:
+        raise UserError("it does not hand the structure of a row on to its attention")
     return forest.attend(query_1HND, key_1HND, value_1HND, scaling=scaling, dropout=dropout), None
 
 

@@ -2,8 +2,10 @@
 loop beside the model.
 
     checkpoints/step_00000050/
-        config.json, tokenizer.json, model.safetensors   a Hugging Face model
-        optimizer.safetensors     "<parameter>/exp_avg" and so on, whole tensors
+        config.json, tokenizer.json, model.safetensors   a Hugging Face model; of one with LoRA
+            adapter_config.json, adapter_model.safetensors   the adapter alone, as peft saves it
+        optimizer.safetensors     "<parameter>/exp_avg" and so on, whole tensors; of an 8-bit
+                                  optimizer each rank's codes and scales (`optimizers.py`)
         state.json                step, version, cursor, dataflow; checksums of the others
 
 The folder is written under another name and renamed, so one that exists was whole; the checksums
@@ -19,19 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain import _delta
+from flowtrain.training import lora
 from flowtrain.training import model as models
+from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.utils.files import make_folder, put_folder, remove, share, sync_tree
@@ -48,14 +45,17 @@ def save(
     step: int,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    optimizer: torch.optim.Optimizer,
+    optimizer: ShardOptimizer,
     state: dict[str, int | str],
     world: World,
     keep: int,
 ) -> None:
     """Write the checkpoint of `step` and delete all but the newest `keep`; collective."""
-    weights = models.full_weights(model)
-    moments = _moments(model, optimizer)
+    has_adapter = lora.has_adapter(model)
+    weights = (
+        models.whole(lora.adapter_weights(model)) if has_adapter else models.full_weights(model)
+    )
+    moments = optimizer.moments()
 
     def write() -> None:
         target = place(root, step)
@@ -63,7 +63,11 @@ def save(
         remove(scratch)
         make_folder(root)
         try:
-            models.export(model, tokenizer, weights, scratch)
+            if has_adapter:
+                models.export_shape(model, tokenizer, scratch)
+                lora.save_adapter(model, weights, scratch)
+            else:
+                models.export(model, tokenizer, weights, scratch)
             save_file(moments, scratch / "optimizer.safetensors")
             _seal(scratch, {"step": step, **state})
         except BaseException:
@@ -173,9 +177,19 @@ def _checksum_of(state: dict[str, Any]) -> str:
     return f"{_delta.xxh3(np.frombuffer(json.dumps(state).encode(), np.uint8)):016x}"
 
 
-def restore(path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+def restore(path: Path, model: PreTrainedModel, optimizer: ShardOptimizer) -> None:
     """Load model and optimizer from a checkpoint, for any number of ranks; collective."""
+    if lora.has_adapter(model) != lora.is_adapter(path):
+        held = "an adapter" if lora.is_adapter(path) else "a whole model"
+        raise UserError(f"{path} holds {held}: lora.rank is not what it was trained with")
+    weights = lora.read_adapter(path, model) if lora.has_adapter(model) else _read(path, model)
+    optimizer.load_moments(load_file(path / "optimizer.safetensors"))
     options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, weights, options=options)
+
+
+def _read(path: Path, model: PreTrainedModel) -> dict[str, Any]:
+    """Read the weights of a checkpoint. Raises UserError for those of another model."""
     weights: dict[str, Any] = dict(load_file(path / "model.safetensors"))
     for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
         if source in weights:
@@ -187,38 +201,4 @@ def restore(path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer
     if own != saved:
         differing = sorted(name for name in own | saved if own.get(name) != saved.get(name))
         raise UserError(f"{path} holds another model: {differing[:3]} differ")
-    set_model_state_dict(model, weights, options=options)
-    moments = load_file(path / "optimizer.safetensors")
-    if moments:
-        state = _unflatten(moments, get_optimizer_state_dict(model, optimizer, options=options))
-        set_optimizer_state_dict(model, optimizer, state, options=options)
-
-
-def _moments(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Nothing before the first step: asking torch for them would count as one."""
-    if not optimizer.state:
-        return {}
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return _flatten(get_optimizer_state_dict(model, optimizer, options=options))
-
-
-def _flatten(state: dict[str, Any]) -> dict[str, Tensor]:
-    """{"state": {parameter: {name: tensor}}} -> {"parameter/name": tensor}; empty on ranks other
-    than 0, as torch gathers to that one.
-
-    The hyper-parameters are left out: they come from the config.
-    """
-    entries = state.get("state", {}).items()
-    return {
-        f"{parameter}/{name}": tensor.contiguous()
-        for parameter, entry in entries
-        for name, tensor in entry.items()
-    }
-
-
-def _unflatten(moments: dict[str, Tensor], like: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in moments.items():
-        parameter, name = key.rsplit("/", 1)
-        state.setdefault(parameter, {})[name] = tensor
-    return {"state": state, "param_groups": like["param_groups"]}
+    return weights

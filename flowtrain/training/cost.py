@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from flowtrain.training.tree import PackedRow
@@ -11,8 +13,8 @@ from flowtrain.training.tree import PackedRow
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """FLOPs of a forward pass through dense layers; a backward pass takes twice as many. Norms,
-    rotations and softmax are left out.
+    """FLOPs of a forward pass through dense layers; norms, rotations and softmax are left out. A
+    backward pass takes as many again for its inputs, and as many for each weight that is trained.
     """
 
     per_token: float
@@ -22,6 +24,10 @@ class ForwardCost:
     """
     per_target: float
     """Two per entry of the head."""
+    per_frozen_token: float = 0.0
+    """The part of `per_token` of weights that are not trained."""
+    per_frozen_target: float = 0.0
+    """`per_target` where the head is not trained."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ForwardCost:
@@ -29,10 +35,17 @@ class ForwardCost:
         head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
+        layers = list(model.get_decoder().layers.parameters())
+        per_target = 2.0 * config.vocab_size * config.hidden_size
+        has_frozen_head = not any(
+            p.requires_grad for p in model.get_output_embeddings().parameters()
+        )
         return cls(
-            per_token=2.0 * sum(p.numel() for p in model.get_decoder().layers.parameters()),
+            per_token=2.0 * sum(map(_num_weights, layers)),
             per_pair=4.0 * config.num_hidden_layers * config.num_attention_heads * head_dim,
-            per_target=2.0 * config.vocab_size * config.hidden_size,
+            per_target=per_target,
+            per_frozen_token=2.0 * sum(_num_weights(p) for p in layers if not p.requires_grad),
+            per_frozen_target=per_target * has_frozen_head,
         )
 
     def flops(self, row: PackedRow) -> float:
@@ -43,3 +56,13 @@ class ForwardCost:
             + self.per_pair * num_pairs
             + self.per_target * len(row.target_ids_T)
         )
+
+    def training_flops(self, row: PackedRow) -> float:
+        """Forward and backward pass, without what is recomputed to spare memory."""
+        frozen = self.per_frozen_token * len(row.input_ids_N)
+        return 3 * self.flops(row) - frozen - self.per_frozen_target * len(row.target_ids_T)
+
+
+def _num_weights(parameter: Tensor) -> int:
+    """Count weights, of which a byte of a quantised layer holds two."""
+    return parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)

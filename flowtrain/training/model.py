@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -17,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -27,7 +28,8 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from flowtrain.training import attention, lm_head
+from flowtrain.training import attention, lm_head, lora
+from flowtrain.training.model_check import load_config
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.weights.tensor_shards import layout_hash, spec_of
@@ -61,31 +63,34 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFas
 
 
 def load_model(
-    path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path"
+    path: str,
+    dtype: torch.dtype,
+    attn: str = attention.NAME,
+    key: str = "model.path",
+    **quantization: Any,
 ) -> PreTrainedModel:
-    """A causal language model on the CPU. `attn` is the attention of packed rows for training,
-    "sdpa" for sampling.
+    """A causal language model on the CPU, with a saved adapter merged into it. `attn` is the
+    attention of packed rows for training, "sdpa" for sampling; `quantization` are arguments of
+    `lora.quantization`. What cannot be trained is refused before weights are read.
     """
+    if lora.is_adapter(path):
+        if quantization:
+            raise UserError(f"{key}={path!r} holds an adapter: lora.quantize needs a whole model")
+        base = load_model(lora.base_of(path), torch.float32, attn, key)
+        return lora.merge_saved(base, path).to(dtype)
+    config = load_config(path, key)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attn, **quantization
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"{key}={path!r} is no causal language model that transformers can load: "
             f"{_first_line(error)}"
         ) from error
-    check_model(model.config, path, key)
-    return model
-
-
-def check_model(config: AutoConfig, path: str, key: str = "model.path") -> None:
-    """Refuse what the attention of packed rows would silently compute wrongly."""
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise UserError(
-            f"{key}={path!r} has layers other than full attention ({set(config.layer_types)}); "
-            "they are not supported"
-        )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UserError(f"{key}={path!r} caps its attention logits; that is not supported")
+    model.config.__dict__.pop("quantization_config", None)  # copies of the config are of any model
+    # On a CPU, what of bitsandbytes has run in eval mode has no gradients any more.
+    return model.train() if quantization else model
 
 
 def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -150,7 +155,7 @@ class ShardSpec:
     """How the ranks hold a model and compute with it."""
 
     dtype: torch.dtype
-    """The dtype of the forward and backward pass; master weights are fp32."""
+    """The dtype of the forward and backward pass."""
     recompute: bool = False
     """Keep the inputs of layers alone for the backward pass."""
     compile: bool = False
@@ -162,10 +167,23 @@ class ShardSpec:
     """Weights, gradients and moments are in the memory of the CPU."""
     attention: str = "auto"
     """One of `attention.NAMES`."""
+    weight_dtype: torch.dtype = torch.float32
+    """The dtype of master weights, and of their gradients once they are reduced."""
 
 
 def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedModel:
-    """FSDP2: fp32 master weights sharded over the ranks. One rank in fp32 stays as it is."""
+    """FSDP2: master weights sharded over the ranks. One rank in fp32, or with frozen layers of 4
+    bits, stays as it is.
+    """
+    if lora.is_quantised(model) and (world.size > 1 or spec.offload):
+        raise UserError(
+            f"lora.quantize='nf4' trains on one rank without train.offload, not on {world.size}: "
+            "FSDP cannot shard weights of 4 bits"
+        )
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # those of 4 bits are not
+            dtype = spec.weight_dtype if parameter.requires_grad else spec.dtype
+            parameter.data = parameter.data.to(dtype)
     lm_head.equip(model)
     model.set_attn_implementation(attention.name_of(spec.attention, world.device))
     if spec.recompute:
@@ -174,7 +192,7 @@ def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedMo
         compile_layers(model)
     if not spec.offload:
         model.to(world.device)
-        if world.size == 1 and spec.dtype == torch.float32:
+        if lora.is_quantised(model) or (world.size == 1 and spec.dtype == torch.float32):
             return model
     options: dict[str, Any] = {
         "mesh": world.mesh,
@@ -210,16 +228,37 @@ def is_sharded_by_layer(model: PreTrainedModel) -> bool:
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole weights on the CPU of rank 0, a tied tensor once; empty elsewhere. Collective:
-    every rank must call it.
+    """The whole weights on the CPU of rank 0, a tied tensor once, with the adapter added if there
+    is one; empty elsewhere. Collective: every rank must call it.
     """
+    if lora.has_adapter(model):
+        return whole(named_weights(model))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return _untied(model, get_model_state_dict(model, options=options))
 
 
+def whole(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gather tensors, sharded or not, on the CPU of rank 0; empty elsewhere. Collective."""
+    gathered = {}
+    for name, weight in weights.items():
+        tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            gathered[name] = tensor.detach().cpu()
+    return gathered
+
+
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by name where they are: shards (DTensors) under FSDP2; a tied tensor once."""
+    """The weights by name where they are, with the adapter added if there is one: shards (DTensors)
+    under FSDP2; a tied tensor once. Collective for a model with an adapter.
+    """
+    if lora.has_adapter(model):
+        return _untied(model, lora.merged_weights(model))
     return _untied(model, model.state_dict())
+
+
+def published_weights(model: nn.Module, sync: str) -> dict[str, Tensor]:
+    """What a version holds, as `lora.sync` says; as collective as `named_weights`."""
+    return lora.adapter_weights(model) if sync == "adapter" else named_weights(model)
 
 
 def _untied(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -231,14 +270,21 @@ def _untied(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def layout_digest(model: nn.Module, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> str:
+def layout_digest(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype, base: str = ""
+) -> str:
     """Equal for policies whose weights and tokens are interchangeable: names, shapes and `dtype` of
-    the weights as they are published, and the text of every token. 32 hex digits, the same on every
-    rank.
+    the weights, and the text of every token. 32 hex digits, the same on every rank.
+
+    `base`: the `lora.fingerprint` of a model whose adapters alone are exchanged.
     """
-    weights = {name: spec_of(name, tensor, dtype) for name, tensor in named_weights(model).items()}
+    tensors = _untied(model, lora.frozen_weights(model))
+    if base:
+        tensors |= lora.adapter_weights(model)
+    weights = {name: spec_of(name, tensor, dtype) for name, tensor in tensors.items()}
     tokens = [tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items())]
-    return hashlib.sha256(f"{layout_hash(weights)} {json.dumps(tokens)}".encode()).hexdigest()[:32]
+    text = f"{layout_hash(weights)} {json.dumps(tokens)} {base}".rstrip()
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def tied_names(model: nn.Module) -> set[str]:
@@ -253,14 +299,19 @@ def export(
     path: Path,
 ) -> None:
     """Write a folder that `from_pretrained` loads."""
-    path.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    export_shape(model, tokenizer, path)
     save_file(
         {name: tensor.contiguous() for name, tensor in weights.items()},
         path / "model.safetensors",
         metadata={"format": "pt"},
     )
+
+
+def export_shape(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """Write config and tokenizer into a folder."""
+    path.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def _first_line(error: Exception) -> str:

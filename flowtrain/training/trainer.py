@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -35,8 +36,10 @@ from transformers import PreTrainedModel
 
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lm_head import forward, fused_head, run_head
+from flowtrain.training.lora import adapter_off, dropout_off
 from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.model import is_sharded_by_layer
+from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.tree import PackedRow, empty_row
@@ -55,6 +58,10 @@ class OptimSpec:
     """AdamW and how often it steps."""
 
     lr: float
+    kind: str = "adamw"
+    """One of `optimizers.KINDS`."""
+    offload: bool = False
+    """Moments wait in the memory of the CPU."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     grad_clip: float = 1.0
@@ -71,7 +78,7 @@ class OptimSpec:
 
 
 class Trainer:
-    """Owns the policy's master weights and optimizer; holds the frozen reference policy when the
+    """Owns the policy's master weights and optimizer; lends the frozen reference policy when the
     loss has a KL term.
     """
 
@@ -87,18 +94,24 @@ class Trainer:
         token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
         factor: MinibatchFactor | None = None,
     ) -> None:
+        """
+        Args:
+            reference: a frozen copy; the `model` itself: it is the reference with its adapter off.
+        """
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
         self.model = model.train()
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+        self.optimizer = ShardOptimizer(
+            model,
+            world,
+            kind=optim.kind,
             lr=optim.lr,
             betas=optim.betas,
             weight_decay=optim.weight_decay,
-            fused=True,
+            offload=optim.offload,
         )
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
-        self.reference = reference
+        self._reference = reference
         self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
         self._num_skipped = 0
         self._cost = ForwardCost.of(model)
@@ -113,9 +126,16 @@ class Trainer:
     def device(self) -> torch.device:
         return self._world.device
 
+    @contextmanager
+    def reference(self) -> Iterator[PreTrainedModel]:
+        """Lend the reference policy for a block, in which the policy itself is not used."""
+        assert self._reference is not None, "there is no reference policy"
+        is_model = self._reference is self.model
+        with adapter_off(self.model) if is_model else nullcontext():
+            yield self._reference
+
     def set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.set_lr(lr)
 
     def step(
         self,
@@ -158,7 +178,7 @@ class Trainer:
                 token_loss=token_loss,
             )
             step_metrics.close_step(self.optim_step(loss, number))
-        return step_metrics.reduce(self._world, self.optimizer.param_groups[0]["lr"])
+        return step_metrics.reduce(self._world, float(self.optimizer.param_groups[0]["lr"]))
 
     def forward_backward(
         self,
@@ -222,8 +242,8 @@ class Trainer:
                 f"last with a gradient norm of {norm} and "
                 f"a loss of {loss}; weights are as before them. See how grad_norm, ratio_max and "
                 "logprob_mismatch grew in metrics.jsonl; "
-                f"a learning rate below {self.optimizer.param_groups[0]['lr']:g} may help, or "
-                "model.dtype = 'float32'"
+                f"a learning rate below {float(self.optimizer.param_groups[0]['lr']):g} may help, "
+                "or model.dtype = 'float32'"
             )
         if self._world.is_main:
             _log.warning(
@@ -238,7 +258,8 @@ class Trainer:
         """Score every row's targets under `model`; collective, ranks may differ in rows."""
         num_rows = int(self._world.max([len(rows)])[0])
         padded = [*rows, *[empty_row()] * (num_rows - len(rows))]
-        scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
+        with dropout_off(model):
+            scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
         return scores[: len(rows)]
 
     def _within_region(
@@ -260,8 +281,12 @@ class Trainer:
         """FLOPs of the forward and backward pass and of the scores that the loss asks for, without
         what is recomputed to spare memory.
         """
-        num_passes = 3 + self._optim.rescore + self._scores_reference + self._scores_minibatch
-        return num_passes * sum(self._cost.flops(row) for rows in minibatches for row in rows)
+        num_scores = self._optim.rescore + self._scores_reference + self._scores_minibatch
+        return sum(
+            num_scores * self._cost.flops(row) + self._cost.training_flops(row)
+            for rows in minibatches
+            for row in rows
+        )
 
     def _prepare(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
         """The rows on the device, with the log-probs of other policies that the loss asks for."""
@@ -272,10 +297,11 @@ class Trainer:
                 for row, old in zip(rows, self.score(self.model, rows), strict=True)
             ]
         if self._scores_reference:
-            assert self.reference is not None
+            with self.reference() as reference:
+                scores = self.score(reference, rows)
             rows = [
                 replace(row, ref_logprob_T=ref.logprob_T)
-                for row, ref in zip(rows, self.score(self.reference, rows), strict=True)
+                for row, ref in zip(rows, scores, strict=True)
             ]
         return [replace(row, loss_weight_T=self._kept_weights(row)) for row in rows]
 

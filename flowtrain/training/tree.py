@@ -122,7 +122,7 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
     rows: list[list[Sample]] = []
     num_tokens = 0
     previous: tuple[int, ...] = ()
-    for index in packing_order(samples):
+    for index in _packing_order(samples):
         sample = samples[index]
         inputs = _inputs(sample)
         num_new = len(inputs) - (_num_shared(previous, inputs) if share else 0)
@@ -134,9 +134,21 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
     return [pack_row(members, share) for members in rows]
 
 
-def packing_order(samples: Sequence[Sample]) -> list[int]:
+def _packing_order(samples: Sequence[Sample]) -> list[int]:
     """The samples in the order of their targets over all rows of `pack_rows`."""
     return sorted(range(len(samples)), key=lambda index: _inputs(samples[index]))
+
+
+def in_order(samples: Sequence[Sample], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Cut values of the targets of all rows of `pack_rows`, [T] each, into one tensor per sample,
+    in the order of the samples.
+    """
+    order = _packing_order(samples)
+    if not order:
+        return []
+    lengths = [len(samples[index].response_ids) for index in order]
+    by_index = dict(zip(order, torch.cat(list(parts)).split(lengths), strict=True))
+    return [by_index[index] for index in range(len(samples))]
 
 
 def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:

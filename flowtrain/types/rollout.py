@@ -101,6 +101,13 @@ class BranchPoint:
     """First token of that turn's response that was sampled again."""
     score: float
     """The score that the place was chosen by."""
+    scorer: str = ""
+    """What the score was made of: "trainer", its pass over the roots; on rollout nodes "sampler",
+    what it recorded, alone; "behavior" or "reference", that beside a pass of the newest weights or
+    of the reference policy."""
+    version: int = 0
+    """Weight version of the policy that was scored: that of the pass, or the newest that sampled
+    the roots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +149,8 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Planner tokens that were sampled for this rollout, without those of its parent."""
         first, skipped = (0, 0) if self.branch is None else (self.branch.turn, self.branch.token)
-        return sum(len(turn.calls["planner"].response_ids) for turn in self.turns[first:]) - skipped
+        turns = self.turns[first:]  # none, where a branch has failed before it began
+        return max(0, sum(len(turn.calls["planner"].response_ids) for turn in turns) - skipped)
 
 
 @dataclass(frozen=True, slots=True)

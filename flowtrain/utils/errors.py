@@ -26,3 +26,8 @@ def user_error(
     except kinds as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise raises(f"{problem}: {reason}") from error
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an error for one who will not see its class."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

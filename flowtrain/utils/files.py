@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from flowtrain.types import UserError
 
@@ -71,11 +72,23 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     new, never a part. The new one is on the disk when this returns. `mode`: who may read and write
     it, less what the process never allows.
     """
+    with _replacing(path, mode) as file:
+        file.write(data)
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copy a file to `path`, as `replace_file` writes it."""
+    with source.open("rb") as data, _replacing(path, 0o666) as file:
+        shutil.copyfileobj(data, file, 1 << 20)
+
+
+@contextmanager
+def _replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         temporary.touch(mode, exist_ok=False)
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -31,7 +31,7 @@ _ACCEPTS = 16
 """Connections accepted at a time: two thousand at once would keep all others waiting."""
 PER_ADDRESS = 256
 """Connections that one address may have at a time."""
-SLOWEST = 64 << 10
+SLOWEST = 16 << 10
 """Bytes per second; what comes or is read slower counts as cut, so that no peer can hold another
 for ever."""
 BODY_S = 20.0

@@ -88,6 +88,11 @@ def _checksum(path: Path) -> str:
     return f"{_delta.xxh3(np.asarray(data)):016x}"
 
 
+def checksum_of(data: bytes) -> str:
+    """Take the checksum of bytes."""
+    return f"{_delta.xxh3(np.frombuffer(data, np.uint8)):016x}"
+
+
 def mismatch(path: Path, expected: File) -> str:
     """Describe how a file differs from its record; empty when it does not."""
     size = path.stat().st_size

@@ -36,6 +36,14 @@ class StoreError(UserError):
     """The store, or a request to it, is not in order; the text says what to do."""
 
 
+class NotThere(StoreError):
+    """The server has no such file."""
+
+
+class Silent(StoreError):
+    """The server does not answer, or never to the end."""
+
+
 @dataclass(frozen=True, slots=True)
 class File:
     """A file of a version."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.utils.lock import Lock
-from flowtrain.weights.baseline import Baseline, make_baseline
+from flowtrain.weights.baseline import Baseline, HostBaseline, make_baseline
 from flowtrain.weights.deltas import Blob
 from flowtrain.weights.files import write_delta, write_snapshot
 from flowtrain.weights.manifest import File, Manifest, total_bytes
@@ -47,6 +47,9 @@ class PublishOptions:
     """2 makes deltas about a quarter smaller and several times slower to encode: for links between
     sites."""
     num_threads: int = 1
+    on_host: bool = False
+    """Keep the published words in host memory, wherever the weights are: a publish then copies all
+    of them to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,8 @@ class Publisher:
     def _draft_first(self, layout: Layout, shards: list[TensorShard]) -> _Draft:
         """Draft a version without deltas."""
         options = self.options
-        baselines = {s.name: make_baseline(s, options.level, options.num_threads) for s in shards}
+        make = HostBaseline if options.on_host else make_baseline
+        baselines = {s.name: make(s, options.level, options.num_threads) for s in shards}
         return _Draft(
             baselines=baselines,
             digests={name: baseline.digest for name, baseline in baselines.items()},

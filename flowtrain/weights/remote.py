@@ -7,45 +7,44 @@ engines need no HTTP library.
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 import shutil
 import time
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from email.message import Message
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from socket import socket
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import (
-    AbstractHTTPHandler,
-    HTTPHandler,
-    HTTPRedirectHandler,
-    HTTPSHandler,
-    Request,
-    build_opener,
-)
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from flowtrain.utils.objects import SCHEMES, open_objects
 from flowtrain.utils.serving import SLOWEST, check_token, check_url
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
-from flowtrain.weights.files import mismatch
-from flowtrain.weights.manifest import File, Manifest, StoreError
+from flowtrain.weights.bucket import BucketStore
+from flowtrain.weights.files import checksum_of, mismatch
+from flowtrain.weights.listing import MAX_BYTES, Head, Listing
+from flowtrain.weights.manifest import File, Manifest, NotThere, Silent, StoreError
+from flowtrain.weights.nearest import NearestStore
+from flowtrain.weights.pieces import SMALLEST, in_pieces
 from flowtrain.weights.store import Source, WeightStore
+from flowtrain.weights.timed_http import Response, TimedHttp, TimedHttps
 
 _log = logging.getLogger(__name__)
 
-_MAX_HEAD = 64
 _MAX_MANIFEST = 64 << 20
 _CHUNK = 1 << 20
+_ALONE_S, _PATIENT_S = 4.0, 10.0
+"""Seconds in which a connection gathers speed, at 300 ms too; then more help it with a file, if
+what is missing would take it so long."""
 _BIG = 64 << 20
 """Bytes from which on a download shows a progress bar."""
 _LONGEST_PAUSE_S = 10.0
 _IS_STORE = "is this the address of a weight store?"
 
 
-class NotThere(StoreError):
-    """The server has no such file."""
+_NO_CACHE = {"Cache-Control": "no-cache"}
 
 
 class _Cut(Exception):
@@ -56,8 +55,18 @@ class _Cut(Exception):
         self.status = status
 
 
+class _Slow(Exception):
+    """One connection takes long for what several would bring sooner."""
+
+
 def open_source(location: str | Path, cache: Path, token: str = "") -> Source:
-    """Open the store at a path or URL; `cache` is a folder for downloads, of this reader alone."""
+    """Open the store at a path or URL, also of a bucket, or at the nearest of several http URLs
+    with commas between; `cache` is a folder for downloads, of this reader alone.
+    """
+    if str(location).partition("://")[0] in SCHEMES:
+        return BucketStore(open_objects(str(location)), cache)
+    if len(urls := [url.strip() for url in str(location).split(",")]) > 1 and "://" in urls[0]:
+        return NearestStore([HttpStore(url, cache, token, 10.0, retries=1) for url in urls])
     if "://" in str(location):
         return HttpStore(str(location), cache, token)
     return WeightStore(Path(location))
@@ -93,36 +102,70 @@ class HttpStore:
         self._timeout_s = timeout_s
         self._retries = retries
         self._backoff_s = backoff_s
-        self._opener = build_opener(_NoRedirects, _Http, _Https)
-        self._newest = -1
+        self._opener = build_opener(_NoRedirects, TimedHttp, TimedHttps)
+        self._listing: Listing | None = None
 
     def __str__(self) -> str:
         return self.url
 
     def head(self) -> int | None:
-        url = f"{self.url}/HEAD"
+        head = self.ask()
+        return None if head is None else head.listing.head
+
+    def ask(self) -> Head | None:
+        """Ask for HEAD; None in an empty store."""
+        url = f"{self.url}/HEAD?manifests"
+        asked_at = time.time()
         try:
-            text = self._text(url, _MAX_HEAD).strip()
+            data, headers = self._get(url, MAX_BYTES, _NO_CACHE)
         except NotThere:
+            self._listing = None
             return None
-        if not text.isdecimal():
-            raise StoreError(f"{url} holds {text[:40]!r}, not a version; {_IS_STORE}")
-        self._newest = max(self._newest, int(text))
-        return int(text)
+        self._listing = Listing.from_text(data.decode(errors="replace"), url)
+        return Head.received(self._listing, headers, asked_at)
 
     def manifest(self, version: int) -> Manifest:
-        if version > self._newest and ((head := self.head()) is None or version > head):
+        listing = self._listing
+        if (listing is None or version > listing.head) and (
+            (head := self.head()) is None or version > head
+        ):
             raise NotThere(
                 f"version {version} is not at {self.url}; the newest there is "
                 f"{'none' if head is None else head}"
             )
+        checksum = self._checksum(version)
+        try:
+            return self.read_manifest(version, checksum)
+        except StoreError:
+            if not checksum or self.head() is None or self._checksum(version) == checksum:
+                raise
+        return self.read_manifest(version, self._checksum(version))  # it was published again
+
+    def _checksum(self, version: int) -> str:
+        return "" if self._listing is None else self._listing.manifests.get(version, "")
+
+    def read_manifest(self, version: int, checksum: str) -> Manifest:
+        """Read the manifest of a checksum, or, where that is empty, the present one."""
         url = f"{self.url}/{_folder(version)}/manifest.json"
-        manifest = Manifest.from_json(self._text(url, _MAX_MANIFEST), url)
+        data = self.manifest_bytes(version, checksum)
+        manifest = Manifest.from_json(data.decode(errors="replace"), url)
         if manifest.version != version:
             raise StoreError(
                 f"{url} describes version {manifest.version}; the server's folders are mixed up"
             )
         return manifest
+
+    def manifest_bytes(self, version: int, checksum: str) -> bytes:
+        """Download a manifest: the one of a checksum, or, where that is empty, the present one."""
+        url = f"{self.url}/{_folder(version)}/manifest.json"
+        if not checksum:
+            return self._get(url, _MAX_MANIFEST, _NO_CACHE)[0]
+        for headers in ({}, _NO_CACHE):
+            data, _ = self._get(f"{url}?xxh3={checksum}", _MAX_MANIFEST, headers)
+            if checksum_of(data) == checksum:
+                return data
+            _log.warning("%s came damaged: it does not have the checksum of HEAD", url)
+        raise StoreError(f"{url} came damaged twice: it does not have the checksum of HEAD")
 
     def fetch(self, version: int, file: File) -> Path:
         path = self._cache / _folder(version) / file.name
@@ -143,15 +186,17 @@ class HttpStore:
         )
 
     def loaded(self, version: int) -> None:
+        self._listing = None  # by the next load, versions may have been rolled back
         for folder in self._cache.glob("v[0-9]*"):
             if folder.name[1:].isdecimal() and int(folder.name[1:]) <= version:
                 shutil.rmtree(folder)
 
-    def _text(self, url: str, limit: int) -> str:
+    def _get(self, url: str, limit: int, headers: dict[str, str]) -> tuple[bytes, Message]:
+        """Return a whole answer of at most `limit` bytes, and its headers."""
         num_failures = 0
         while True:
             try:
-                return self._read_all(url, limit).decode(errors="replace")
+                return self._read_all(url, limit, headers)
             except _Cut as cut:
                 num_failures += 1
                 self._pause(url, cut, num_failures)
@@ -159,14 +204,14 @@ class HttpStore:
     def _pause(self, url: str, cut: _Cut, num_failures: int) -> None:
         """Pause before the next try. Raises StoreError when there is none."""
         if num_failures > self._retries:
-            raise StoreError(
+            raise Silent(
                 f"{url}: {cut}, {num_failures} times; check the address and that the server runs"
             ) from cut
         time.sleep(min(self._backoff_s * 2 ** (num_failures - 1), _LONGEST_PAUSE_S))
 
-    def _read_all(self, url: str, limit: int) -> bytes:
+    def _read_all(self, url: str, limit: int, headers: dict[str, str]) -> tuple[bytes, Message]:
         data = bytearray()
-        with self._open(url, {"Cache-Control": "no-cache"}) as response:
+        with self._open(url, headers) as response:
             response.end_after(self._limit_s(limit))
             announced = response.length
             while chunk := _read(response, min(limit + 1 - len(data), _CHUNK)):
@@ -175,7 +220,7 @@ class HttpStore:
                     raise StoreError(f"{url} is longer than {limit} bytes; {_IS_STORE}")
         if announced is not None and len(data) < announced:
             raise _Cut(f"the connection was cut after {len(data)} of {announced} bytes")
-        return bytes(data)
+        return bytes(data), response.headers
 
     def _download(self, url: str, part: Path, file: File) -> str:
         """Complete `part` to the file's size; bytes that are there stay. Returns what is wrong with
@@ -184,12 +229,16 @@ class HttpStore:
         # The checksum makes it an address of these very bytes: a version that is rolled back and
         # published again has others, and a cache between may keep each for ever.
         address = f"{url}?xxh3={file.xxh3}"
-        num_failures = 0
+        num_failures, may_split = 0, True
         part.touch()
         while (num_held := part.stat().st_size) < file.num_bytes:
             try:
-                if damage := self._append(address, part, num_held, num_bytes=file.num_bytes):
+                if damage := self._append(address, part, num_held, may_split, file.num_bytes):
                     return damage
+            except _Slow:
+                # A server that has no ranges after all is not asked for them again.
+                may_split = False
+                self._append_pieces(address, part, file.num_bytes)
             except _Cut as cut:
                 if cut.status == 416:
                     part.write_bytes(b"")
@@ -198,10 +247,12 @@ class HttpStore:
                 self._pause(url, cut, num_failures)
         return ""
 
-    def _append(self, url: str, part: Path, num_held: int, num_bytes: int) -> str:
+    def _append(self, url: str, part: Path, num_held: int, may_split: bool, num_bytes: int) -> str:
         """Request the missing bytes once; a server without ranges sends the whole file, which is
         taken from the start. Returns what is wrong with the server's file, empty when nothing is.
+        Raises _Slow, if it may, where that takes long and the server has ranges.
         """
+        began = time.monotonic()
         with self._open(url, {"Range": f"bytes={num_held}-"} if num_held else {}) as response:
             is_range = response.status == 206
             at = num_held if is_range else 0
@@ -210,20 +261,56 @@ class HttpStore:
                 raise _Cut("the server sent another range than it was asked for", 416)
             if response.length is not None and at + response.length != num_bytes:
                 return f"the server has {at + response.length} bytes, the manifest says {num_bytes}"
+            has_ranges = may_split and response.headers.get("Accept-Ranges") == "bytes"
             response.end_after(self._limit_s(num_bytes - at))
             with part.open("ab" if at else "wb") as out, _bar(part.stem, at, num_bytes) as shown:
                 while at < num_bytes and (chunk := _read(response, min(num_bytes - at, _CHUNK))):
                     out.write(chunk)
                     shown.update(len(chunk))
                     at += len(chunk)
+                    if has_ranges and _is_slow(at - num_held, num_bytes - at, began):
+                        raise _Slow
             if at < num_bytes:
                 raise _Cut(f"the connection was cut after {at} of {num_bytes} bytes")
             has_more = _read(response, 1)
         return f"the server has more bytes than the {num_bytes} of the manifest" if has_more else ""
 
-    def _open(self, url: str, headers: dict[str, str]) -> _Response:
+    def _append_pieces(self, url: str, part: Path, num_bytes: int) -> None:
+        """Request the missing bytes over several connections, as far as the server lets them."""
+        at = part.stat().st_size
+        pieces = in_pieces(
+            lambda start, end: self._piece(url, start, end, num_bytes), at, num_bytes
+        )
+        with part.open("ab") as out, _bar(part.stem, at, num_bytes) as shown:
+            for piece in pieces:
+                out.write(piece)
+                shown.update(len(piece))
+
+    def _piece(self, url: str, start: int, end: int, num_bytes: int) -> bytes:
+        """Return some bytes of a file of `num_bytes`; fewer where the server sends no ranges."""
+        data = bytearray()
+        num_failures = 0
+        while (at := start + len(data)) < end:
+            try:
+                with self._open(url, {"Range": f"bytes={at}-{end - 1}"}) as response:
+                    if response.status != 206:
+                        return bytes(data)
+                    if not _is_range(response.headers.get("Content-Range", ""), at, num_bytes):
+                        raise _Cut("the server sent another range than it was asked for", 416)
+                    response.end_after(self._limit_s(end - at))
+                    while at < end and (chunk := _read(response, end - at)):
+                        data += chunk
+                        at += len(chunk)
+                if at < end:
+                    raise _Cut(f"the connection was cut after {at} of {num_bytes} bytes")
+            except _Cut as cut:
+                num_failures += 1
+                self._pause(url, cut, num_failures)
+        return bytes(data)
+
+    def _open(self, url: str, headers: dict[str, str]) -> Response:
         try:
-            response: _Response = self._opener.open(
+            response: Response = self._opener.open(
                 Request(url, headers=self._headers | headers), timeout=self._timeout_s
             )
         except HTTPError as error:
@@ -242,59 +329,6 @@ class HttpStore:
 
     def _limit_s(self, num_bytes: int) -> float:
         return self._timeout_s + num_bytes / SLOWEST
-
-
-class _Timed(io.RawIOBase):
-    """Reads a socket until a deadline, however little comes at a time."""
-
-    def __init__(self, source: io.RawIOBase, limit_s: float) -> None:
-        self._source = source
-        self.deadline = time.monotonic() + limit_s
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        if time.monotonic() > self.deadline:
-            raise TimeoutError(f"the answer came slower than {SLOWEST >> 10} KiB per second")
-        return self._source.readinto(buffer)
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()
-
-
-class _Response(HTTPResponse):
-    """Bounds the time of the whole answer: the timeout of a socket bounds only a single read, and
-    headers, sizes of chunks and trailers may come byte by byte, or without end.
-    """
-
-    def __init__(self, sock: socket, *args: Any, **options: Any) -> None:
-        super().__init__(sock, *args, **options)
-        self._timed = _Timed(self.fp.detach(), sock.gettimeout() or 0.0)
-        self.fp = io.BufferedReader(self._timed)
-
-    def end_after(self, limit_s: float) -> None:
-        """Set the time for the body; until then the headers have the timeout of the socket."""
-        self._timed.deadline = time.monotonic() + limit_s
-
-
-class _TimedHandler(AbstractHTTPHandler):
-    def do_open(self, http_class: Any, req: Request, **options: Any) -> Any:
-        def connect(host: str, **given: Any) -> HTTPConnection:
-            connection: HTTPConnection = http_class(host, **given)
-            connection.response_class = _Response
-            return connection
-
-        return super().do_open(connect, req, **options)
-
-
-class _Http(_TimedHandler, HTTPHandler):
-    """See `_Response`."""
-
-
-class _Https(_TimedHandler, HTTPSHandler):
-    """See `_Response`."""
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -336,6 +370,12 @@ def _is_range(text: str, start: int, num_bytes: int) -> bool:
     """Tell whether a Content-Range begins at `start` and ends within the file."""
     found = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)", text.strip())
     return found is not None and int(found[1]) == start and int(found[2]) < num_bytes
+
+
+def _is_slow(num_got: int, num_missing: int, began: float) -> bool:
+    seconds = time.monotonic() - began
+    is_worth_it = num_missing > 2 * SMALLEST and seconds > _ALONE_S
+    return is_worth_it and num_missing * seconds > _PATIENT_S * num_got
 
 
 def _folder(version: int) -> str:

@@ -1,8 +1,9 @@
 """Serve a store, read-only, to readers on other machines. Any static file server that knows byte
 ranges would do as well.
 
-A data file that is asked for with its checksum (`?xxh3=...`) never changes at that address, so that
-caches and relays between may keep it; HEAD and manifests are always asked for anew.
+A file that is asked for with its checksum (`?xxh3=...`) never changes at that address, so that
+caches and relays between may keep it. `HEAD?manifests` has the checksums of manifests (listing.py),
+and those have the ones of data files: HEAD alone is asked for anew.
 
 Only HEAD and the manifests and safetensors files of published versions are served, and only to
 clients that have the token.
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowtrain.utils import serving
 from flowtrain.utils.tokens import Access, TokenFile
+from flowtrain.weights.files import checksum_of
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.store import WeightStore
 
@@ -25,11 +28,12 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-_SERVED = re.compile(
-    r"/(?:HEAD|v(?P<version>[0-9]{8,18})/(?:manifest\.json|[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors))"
+SERVED = re.compile(
+    r"/(?:HEAD|v(?P<version>[0-9]{8,18})/"
+    r"(?P<name>manifest\.json|[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors))"
 )
 
-_FOR_EVER = "max-age=31536000, immutable"
+FOR_EVER = "max-age=31536000, immutable"
 
 
 def serve(
@@ -52,21 +56,39 @@ def make_app(store: WeightStore, token: str, tokens: TokenFile | None = None) ->
     """Build the ASGI application, for the owners of `token` and of `tokens`. It matches paths
     against one pattern, because a router also redirects.
     """
-    access = Access(token, tokens)
-    serving.require("starlette.concurrency", "starlette.requests")
+    serving.require("starlette.concurrency")
     from starlette.concurrency import run_in_threadpool
+
+    async def answer(request: Request) -> ASGIApp:
+        return await run_in_threadpool(_answer, store, request)
+
+    return guarded(answer, token, tokens)
+
+
+def guarded(
+    answer: Callable[[Request], Awaitable[ASGIApp]], token: str, tokens: TokenFile | None
+) -> ASGIApp:
+    """Build an application that answers the owners of `token` and of `tokens`, and those only who
+    read.
+    """
+    access = Access(token, tokens)
+    serving.require("starlette.requests")
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "the server is run without lifespan and websockets"
         request = Request(scope)
-        if access.caller(request.headers.get("authorization", "")) is not None:
-            scope["admit"]()
-            response = await run_in_threadpool(_answer, store, request)
-        else:
+        if access.caller(request.headers.get("authorization", "")) is None:
             headers = {"WWW-Authenticate": "Bearer"}
-            response = PlainTextResponse("the token is missing or wrong\n", 401, headers)
+            response: ASGIApp = PlainTextResponse("the token is missing or wrong\n", 401, headers)
+        else:
+            scope["admit"]()
+            if request.method in ("GET", "HEAD"):
+                response = await answer(request)
+            else:
+                headers = {"Allow": "GET, HEAD"}
+                response = PlainTextResponse("the store is read-only\n", 405, headers)
         await response(scope, receive, send)
 
     return app
@@ -75,22 +97,34 @@ def make_app(store: WeightStore, token: str, tokens: TokenFile | None = None) ->
 def _answer(store: WeightStore, request: Request) -> Response:
     from starlette.responses import FileResponse, PlainTextResponse, Response
 
-    if request.method not in ("GET", "HEAD"):
-        return PlainTextResponse("the store is read-only\n", 405, {"Allow": "GET, HEAD"})
     path = _find(store, request.scope["path"])
     checksum = request.query_params.get("xxh3", "")
     if path is None or (checksum and not _has(store, path, checksum)):
         return PlainTextResponse("there is no such file\n", 404)
-    headers = {"Cache-Control": _FOR_EVER if checksum else "no-cache"}
+    headers = {"Cache-Control": FOR_EVER if checksum else "no-cache"}
     if path.suffix == ".safetensors":
         return FileResponse(path, headers=headers, media_type="application/octet-stream")
     media_type = "application/json" if path.suffix else "text/plain"
-    return Response(path.read_bytes(), headers=headers, media_type=media_type)
+    data = path.read_bytes()
+    if not path.suffix and "manifests" in request.query_params:
+        data = _listing(store) or data
+    if path.suffix and checksum and checksum_of(data) != checksum:
+        return PlainTextResponse("there is no such file\n", 404)
+    return Response(data, headers=headers, media_type=media_type)
+
+
+def _listing(store: WeightStore) -> bytes:
+    """Return HEAD with the checksums of manifests; empty when it is damaged, which it shows."""
+    try:
+        listing = store.listing()
+    except StoreError:
+        return b""
+    return b"" if listing is None else listing.to_text().encode()
 
 
 def _find(store: WeightStore, path: str) -> Path | None:
     """Return the file for the path of a URL; None when there is none or it must not be seen."""
-    match = _SERVED.fullmatch(path)
+    match = SERVED.fullmatch(path)
     if match is None:
         return None
     if match["version"] is not None and not _is_published(store, int(match["version"])):
@@ -101,7 +135,9 @@ def _find(store: WeightStore, path: str) -> Path | None:
 
 
 def _has(store: WeightStore, path: Path, checksum: str) -> bool:
-    """Tell whether the manifest gives the file that checksum."""
+    """Tell whether the manifest gives the file that checksum; its own is checked when read."""
+    if path.name == "manifest.json":
+        return True
     try:
         manifest = store.manifest(int(path.parent.name[1:]))
     except (StoreError, ValueError):

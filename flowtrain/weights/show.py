@@ -9,8 +9,7 @@ from typing import Any
 from flowtrain import _delta
 from flowtrain.utils.errors import user_error
 from flowtrain.weights.files import open_delta
-from flowtrain.weights.manifest import Manifest, StoreError, total_bytes
-from flowtrain.weights.remote import NotThere
+from flowtrain.weights.manifest import Manifest, NotThere, StoreError, total_bytes
 from flowtrain.weights.store import Source, WeightStore
 from flowtrain.weights.tensor_shards import digest_hex
 

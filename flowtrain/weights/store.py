@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 from flowtrain.utils.files import make_folder, put_folder, remove, replace_file, sync
 from flowtrain.utils.lock import Lock
-from flowtrain.weights.files import check
+from flowtrain.weights.files import check, checksum_of
+from flowtrain.weights.listing import MOST, Listing
 from flowtrain.weights.manifest import File, Manifest, StoreError
 
 _VERSION = re.compile("[0-9]{1,18}")
@@ -67,6 +69,19 @@ class WeightStore:
         names = [path.name[1:] for path in self.root.glob("v[0-9]*")]
         versions = [int(name) for name in names if _VERSION.fullmatch(name)]
         return sorted(version for version in versions if head is not None and version <= head)
+
+    def listing(self) -> Listing | None:
+        """Return HEAD with the checksums of the newest manifests; None in an empty store."""
+        head = self.head()
+        if head is None:
+            return None
+        checksums = {}
+        for version in self.versions()[-MOST:]:
+            path = self.folder(version) / "manifest.json"
+            with suppress(FileNotFoundError):  # rolled back, or collected, just now
+                stat = path.stat()
+                checksums[version] = _checksum_at(path, stat.st_ino, stat.st_mtime_ns)
+        return Listing(head, checksums)
 
     def manifest(self, version: int) -> Manifest:
         path = self.folder(version) / "manifest.json"
@@ -173,3 +188,9 @@ class WeightStore:
 
     def _set_head(self, version: int) -> None:
         replace_file(self.root / "HEAD", f"{version}\n".encode())
+
+
+@lru_cache(4 * MOST)
+def _checksum_at(path: Path, _inode: int, _mtime_ns: int) -> str:
+    """Take the checksum of a file that is as it was when it was last asked for."""
+    return checksum_of(path.read_bytes())

@@ -28,6 +28,7 @@ new prompts do not reuse them.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,6 +46,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from flowtrain.types import UserError
+from flowtrain.utils.errors import text_of
+from flowtrain.utils.serving import TOKEN_VARIABLE
 from flowtrain.weights.ranks import Alone, Ranks, together
 from flowtrain.weights.reader import Loaded, WeightReader
 from flowtrain.weights.remote import open_source
@@ -107,7 +110,7 @@ class InitInfo(WeightTransferInitInfo):
     verify_every: int = 0
     """Updates between two comparisons of all words with the digests of the version; 0: never."""
     token: str = field(default="", repr=False)
-    """Token of a URL that needs one."""
+    """Token of a URL that needs one; empty: that of the environment."""
 
 
 @dataclass
@@ -157,7 +160,8 @@ class SparseDeltaEngine(WeightTransferEngine):
                 f"location={init_info.location!r} must be the folder or the URL of a weight store"
             )
         cache = TemporaryDirectory(prefix="flowtrain-weights-")
-        source = open_source(init_info.location, Path(cache.name), init_info.token)
+        token = init_info.token or os.environ.get(TOKEN_VARIABLE, "")
+        source = open_source(init_info.location, Path(cache.name), token)
         refuse_unsupported(self.model, self.vllm_config)
         tp, pp = get_tp_group(), get_pp_group()
         size = tp.world_size * pp.world_size
@@ -240,6 +244,19 @@ class WeightReports:
     """
 
     weight_transfer_engine: Any
+    update_weights: Any
+
+    def try_update(self, update_info: dict[str, Any]) -> str:
+        """Update as `update_weights` does, and return what went wrong instead of raising it.
+
+        When one of several workers raises, vLLM leaves the answers of those after it unread, and
+        takes them for the answers to its next call.
+        """
+        try:
+            self.update_weights(update_info)
+        except Exception as error:  # noqa: BLE001  # raised where all answers are there
+            return text_of(error)
+        return ""
 
     def held_weights(self) -> dict[str, Any]:
         """Report the version of the weights, None when unknown, and what the last update did."""

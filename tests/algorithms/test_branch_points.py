@@ -245,7 +245,41 @@ def test_the_reference_is_the_other_denominator(
     )
 
 
-@pytest.mark.parametrize("kind", ["score", "entropy", "arpo"])
+RANDOM = Appo(rule="random", spacing=3)
+
+
+def test_random_places_are_any_and_depend_on_the_seed_alone() -> None:
+    """Whatever the entropies say; blanks and neighbours are no places here either."""
+    groups = [Group(0, (rollout(turn(range(1, 9)), turn([9, 10])), rollout(turn(range(11, 21)))))]
+    blank = NOT_BLANK.clone()
+    blank[[1, 2]] = True
+
+    def found(seed: int, entropy: float) -> list[tuple[int, int, int]]:
+        told = scores([entropy, *[0.0] * 19])
+        (each,) = find_points(groups, told, RANDOM, num_branches=4, seed=seed, is_blank_V=blank)
+        return [(p.parent, p.turn, p.token) for p in each]
+
+    draws = [found(seed, 0.0) for seed in range(200)]
+    assert [found(seed, 9.0) for seed in range(200)] == draws
+    places = {place for draw in draws for place in draw}
+    assert places == {(0, 0, token) for token in range(2, 8)} | {(0, 1, 0), (0, 1, 1)} | {
+        (1, 0, token) for token in range(10)
+    }
+    for draw in draws:
+        assert [parent for parent, *_ in draw].count(0) == 2, "as many from every root"
+        for root in (0, 1):
+            at = [token + 8 * turn for parent, turn, token in draw if parent == root]
+            assert abs(at[0] - at[1]) >= 3
+
+
+def test_random_places_of_a_group_do_not_depend_on_its_neighbours() -> None:
+    groups = [Group(index, (rollout(turn(range(1, 13))),)) for index in range(3)]
+    together = points(groups, scores([0.0] * 36), RANDOM, 2)
+    assert together == [points([group], scores([0.0] * 12), RANDOM, 2)[0] for group in groups]
+    assert len({tuple(each) for each in together}) > 1
+
+
+@pytest.mark.parametrize("kind", ["score", "entropy", "arpo", "random"])
 def test_every_rule_runs_on_real_scores(
     make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]], kind: str
 ) -> None:

@@ -18,6 +18,7 @@ from flowtrain.report import RunDir
 from flowtrain.report.jsonl import append_lines, cut_lines
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
+from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.world import World
 from flowtrain.utils.files import writing
 from flowtrain.weights import Publisher, WeightStore
@@ -38,12 +39,13 @@ def weights(version: int) -> dict[str, Tensor]:
     return {"a": words[:2000].view(torch.bfloat16).view(50, 40), "b": words[2000:].view(torch.half)}
 
 
-def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerFast, torch.optim.Optimizer]:
+def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerFast, ShardOptimizer]:
     """A model of a few kilobytes, and an optimizer that has taken a step."""
     torch.manual_seed(0)
     tokenizer = models.new_tokenizer(["a b"], vocab_size=260)
     model = models.new_model(tokenizer, 8, 1, 1, max_positions=8)
-    optimizer = torch.optim.AdamW(model.parameters())
+    world = World(0, 1, torch.device("cpu"))
+    optimizer = ShardOptimizer(model, world, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

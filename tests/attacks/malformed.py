@@ -9,14 +9,14 @@ from random import Random
 from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.contract import Join, LeaseRequest, Progress, Release, Renewal
 
-READ_ONLY = (b"/v4/status", b"/HEAD")
+READ_ONLY = (b"/v5/status", b"/HEAD")
 """What requests with a valid token ask for; their others have a body that no method takes."""
 _VALID = {
-    b"/v4/join": pack(Join("intruder", "life")),
-    b"/v4/lease": pack(LeaseRequest("intruder", "life", 1)),
-    b"/v4/renew": pack(Renewal("intruder", "life", ((1, 1),))),
-    b"/v4/release": pack(Release("intruder", ((1, 1),))),
-    b"/v4/progress": pack(Progress("planner", 9, 9)),
+    b"/v5/join": pack(Join("intruder", "life")),
+    b"/v5/lease": pack(LeaseRequest("intruder", "life", 1)),
+    b"/v5/renew": pack(Renewal("intruder", "life", ((1, 1),))),
+    b"/v5/release": pack(Release("intruder", ((1, 1),))),
+    b"/v5/progress": pack(Progress("planner", 9, 9)),
 }
 _METHODS = (
     b"GET",
@@ -30,13 +30,13 @@ _METHODS = (
     b"X" * 20000,
 )
 _PATHS = (
-    *(b"", b"*", b"/", b"//", b"/v4/../v4/status", b"http://evil/v4/join", b"/%00", b"/\x00"),
+    *(b"", b"*", b"/", b"//", b"/v5/../v5/status", b"http://evil/v5/join", b"/%00", b"/\x00"),
     *(
-        b"/v4/join?x",
+        b"/v5/join?x",
         b"/v00000000/%2e%2e/HEAD",
         b"/\xff",
         b"/a b",
-        b"/v4/join",
+        b"/v5/join",
         b"/" + b"x" * 20000,
     ),
 )

@@ -40,7 +40,7 @@ from flowtrain.weights.remote import HttpStore
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-the-tests"
 KINDS = ("half a head", "head by bytes", "half a body", "body by bytes", "never reads")
-_HEAD = b"POST /v4/join HTTP/1.1\r\nHost: h\r\n"
+_HEAD = b"POST /v5/join HTTP/1.1\r\nHost: h\r\n"
 _LENGTH = b"Content-Length: 1000\r\n\r\n"
 
 

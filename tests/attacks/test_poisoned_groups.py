@@ -110,6 +110,8 @@ HOLES: dict[str, Callable[[Group], Group]] = {
     "a branch that shares no prompt": lambda g: _with_branch(g, 0, prompt_ids=(9, 9)),
     "a branch that shares no tokens": lambda g: _with_branch(g, 2, response_ids=(0, 9, 2, 3)),
     "a branch beyond the end": lambda g: _with_branch(g, 5),
+    "a branch by weights that are not there": lambda g: _with_version(g, 10**6),
+    "a branch by weights before its tokens": lambda g: _with_version(g, -1),
     "tool calls without end": lambda g: _with_turn(g, tool_calls=(ToolCall("f", "{}"),) * 65),
     "a tool's time that is no number": lambda g: _with_turn(
         g, tool_calls=(ToolCall("f", "{}", ToolResult(seconds=math.nan)),)
@@ -142,6 +144,14 @@ def _with_branch(whole: Group, token: int, **changes: Any) -> Group:
     turn = replace(root.turns[0], calls={"planner": call})
     leaf = replace(others[0], turns=(turn,), branch=_branch(whole, 0, token))
     return replace(whole, trajectories=(root, leaf, *others[1:]))
+
+
+def _with_version(whole: Group, version: int) -> Group:
+    """Make the second rollout a branch that it can be, but for what chose its place."""
+    branched = _with_branch(whole, 0)
+    root, leaf, *others = branched.trajectories
+    leaf = replace(leaf, branch=replace(_branch(whole, 0), version=version))
+    return replace(branched, trajectories=(root, leaf, *others))
 
 
 def _with_verifier(whole: Group) -> Group:

@@ -272,6 +272,10 @@ def test_a_bad_value_is_named_with_its_key(
             ["--vllm.sleep", "true", "--rollout.num_engine_ranks", "2"],
             ["vllm.sleep=true", "rollout.num_engine_ranks=2"],
         ),
+        (
+            ["--vllm.tensor_parallel_size", "2"],
+            ["vllm.tensor_parallel_size=2 needs rollout.engine='vllm'", "'torch'"],
+        ),
         (["--agent.memory_fields", '["time"]'], ["agent.memory_fields=['time']", "agent.prompt"]),
         (["--rollout.frequency_penalty=1.2"], ["rollout.frequency_penalty=1.2", "train.rescore"]),
         (
@@ -762,8 +766,8 @@ NODES = ("--dataflow.url", "http://flow:8400")
         ),
         (("--algorithm.m2po", "0"), "algorithm.m2po=0: Input should be greater than 0"),
         (
-            (*NODES, "--algorithm.name", "appo"),
-            "appo.rule='score' branches where the trainer's scores say",
+            (*NODES, "--algorithm.name", "appo", "--appo.scorer", "x"),
+            "appo.scorer='x' must be an endpoint of [engines] (it has []), or empty",
         ),
         (
             (*NODES, "--rollout.num_engine_ranks", "1"),

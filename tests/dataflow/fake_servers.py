@@ -19,6 +19,11 @@ from flowtrain.dataflow.contract import (
     Batch,
     BatchRequest,
     Done,
+    EvalResult,
+    EvalSettings,
+    Evaluate,
+    EvaluationRequest,
+    EvaluationState,
     Join,
     Joined,
     LeaseRequest,
@@ -34,6 +39,7 @@ from flowtrain.dataflow.contract import (
     Renewed,
 )
 from flowtrain.dataflow.wire import Problem
+from flowtrain.types import Task
 
 REQUESTS: dict[str, Any] = {
     "join": Join("n1", "a", {"planner": "L"}),
@@ -44,6 +50,8 @@ REQUESTS: dict[str, Any] = {
     "register": Register("planner", "L", "store", 4, 2, 512, 256, 7),
     "batch": BatchRequest("planner", 8),
     "progress": Progress("planner", 8, 7, 1.0, 2.0, True),
+    "evaluate": Evaluate("planner", 8, "texts", EvalSettings(3, 0.5), 1, (Task("t", "q", ("a",)),)),
+    "evaluation": EvaluationRequest("planner", 8, "texts", 1, 2),
     "status": None,
 }
 ANSWERS: dict[str, Any] = {
@@ -55,6 +63,8 @@ ANSWERS: dict[str, Any] = {
     "register": Registered("run-1", 8),
     "batch": Batch((AssignedGroup(0, 5, b"\x80\x00", True),), 0, {"staleness_mean": 0.5}),
     "progress": Done(),
+    "evaluate": Done(),
+    "evaluation": EvaluationState(2, 0, (EvalResult(1, b"\x80\x00"),)),
     "status": {"work_items": {"leased": 1}},
 }
 

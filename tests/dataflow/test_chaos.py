@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -81,12 +82,15 @@ class FaultyCalls:
     ) -> None:
         self._make, self._ledgers, self._random = make_ledger, ledgers, rng
         self._late: list[Callable[[], Any]] = []
+        self._until = time.monotonic() + 50.0  # no thread goes on behind the tests after this one
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._ask, name)
 
     def _ask(self, name: str, request: Any) -> Any:
         while True:
+            if time.monotonic() > self._until:
+                raise TimeoutError(f"{name} is asked in vain: {self._ledgers[0].status()}")
             answer = [
                 self._once(name, request) for _ in range(self._random.choice([0, 1, 1, 1, 1, 2]))
             ]

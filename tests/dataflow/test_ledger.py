@@ -376,11 +376,14 @@ def test_the_bound_of_staleness_is_strict(flow: Ledger) -> None:
     """Step 3 trains version 2; with max_staleness 1 it takes tokens of versions 1 and 2, and none
     of version 0.
     """
-    for each in lease(flow, 8):
+    first = lease(flow, 8)
+    for each in first[:4]:
         push(flow, each)
     assert batch(flow, 1) == [1, 2, 3, 4]
     trained(flow, 1)
     old = lease(flow, 4)
+    for each in first[4:]:
+        push(flow, each)
     assert batch(flow, 2) == [5, 6, 7, 8]
     trained(flow, 2)
     for number, each in enumerate(old):
@@ -403,11 +406,14 @@ def test_the_bound_of_staleness_is_strict(flow: Ledger) -> None:
 
 
 def test_the_oldest_token_of_a_group_decides(flow: Ledger) -> None:
-    for each in lease(flow, 8):
-        push(flow, each)
+    first = lease(flow, 8)
+    for early in first[:4]:
+        push(flow, early)
     batch(flow, 1)
     trained(flow, 1)
     (each,) = lease(flow)
+    for early in first[4:]:
+        push(flow, early)
     batch(flow, 2)
     trained(flow, 2)
     whole = group(each.task, version=2)
@@ -426,20 +432,39 @@ def test_leases_stop_where_what_they_bring_could_not_be_trained_in_time(flow: Le
     answer = flow.lease(LeaseRequest("n1", "a", 20))
     assert (len(answer.leases), answer.reason) == (8, "full")
     assert answer.retry_after_s > 0
-    for each in answer.leases:
+    *early, last = answer.leases
+    for each in early:
         push(flow, each)
     assert lease(flow, 1, "n2") == []
     batch(flow, 1)
     assert lease(flow, 1) == [], (
-        "4 wait for step 2; a fifth could be trained by step 3, if version 1 or newer had sampled "
-        "it"
+        "4 wait or are under way for step 2; a fifth could be trained by step 3, if version 1 or "
+        "newer had sampled it"
     )
     trained(flow, 1)
     assert lease(flow, 5, versions={"planner": 0}) == [], "a node that has not pulled it yet"
     assert len(lease(flow, 5, versions={"planner": 1})) == 4
+    push(flow, last)
     batch(flow, 2)
     trained(flow, 2)
     assert len(lease(flow, 9)) == 4
+
+
+@pytest.mark.parametrize(("max_waiting", "num"), [(0, 0), (8, 4)])
+def test_none_begins_while_a_whole_batch_waits(database: str, max_waiting: int, num: int) -> None:
+    """Unless the run says how many may wait."""
+    flow = ledger(database, Clock(), max_waiting=max_waiting)
+    joined(flow)
+    flow.register(planner())
+    *early, fourth = lease(flow, 4)
+    for each in early:
+        push(flow, each)
+    assert len(lease(flow, 1)) == 1, "three wait"
+    push(flow, fourth)
+    answer = flow.lease(LeaseRequest("n1", "a", 20))
+    assert (len(answer.leases), answer.reason) == (num - (num > 0), "full")
+    batch(flow, 1)
+    assert lease(flow, 1), "none waits any more"
 
 
 def test_max_waiting_bounds_what_waits_and_is_under_way(database: str) -> None:
@@ -776,7 +801,7 @@ def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> 
         made.append(Recorder())
         return Rules(made[-1], AllGroups(), EarliestDeadline())
 
-    flow = ledger(database, Clock(), make_rules)
+    flow = ledger(database, Clock(), make_rules, max_waiting=8)
     joined(flow)
     flow.register(planner())
     for step in (1, 2):
@@ -818,7 +843,7 @@ def test_a_failed_transaction_resets_the_prompt_filter(
         made.append(Recorder())
         return Rules(made[-1], AllGroups(), EarliestDeadline())
 
-    flow = ledger(tmp_path / "l.db", Clock(), make_rules)
+    flow = ledger(tmp_path / "l.db", Clock(), make_rules, max_waiting=8)
     joined(flow)
     flow.register(planner())
     for each in lease(flow, 4):

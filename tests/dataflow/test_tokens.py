@@ -23,6 +23,9 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import pack, pack_group, unpack
 from flowtrain.dataflow.contract import (
     BatchRequest,
+    EvalSettings,
+    Evaluate,
+    EvaluationRequest,
     Join,
     LeaseRequest,
     NotAllowed,
@@ -47,11 +50,13 @@ REQUESTS: dict[str, Any] = {
     "register": fake_groups.planner(),
     "batch": BatchRequest("planner", 1),
     "progress": Progress("planner", 0, 0),
+    "evaluate": Evaluate("planner", 0, "texts", EvalSettings(3), 1, (fake_groups.TASKS[0],)),
+    "evaluation": EvaluationRequest("planner", 0, "texts"),
     "status": None,
 }
 """By method, a request of the node n1, or of the planner's trainer."""
 NODE = ("join", "lease", "renew", "push", "release", "status")
-TRAINER = ("register", "batch", "progress", "status")
+TRAINER = ("register", "batch", "progress", "evaluate", "evaluation", "status")
 ALLOWED = {
     "shared": tuple(REQUESTS),
     "n1": NODE,
@@ -92,7 +97,7 @@ def ask(url: str, token: str, method: str, request: Any) -> tuple[int, str]:
     """The status, and what is wrong."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
     body = b"" if request is None else pack(request)
-    connection.request("POST", f"/v4/{method}", body, {"Authorization": f"Bearer {token}"})
+    connection.request("POST", f"/v5/{method}", body, {"Authorization": f"Bearer {token}"})
     response = connection.getresponse()
     content = response.read()
     connection.close()
@@ -172,7 +177,7 @@ def test_a_malformed_request_is_no_way_around(path: Path, ledger: Any) -> None:
         twice = b"\x83\xa4node\xa2n2\xa4node\xa2n1\xa4life\xa1b"  # the field comes twice
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
         headers = {"Authorization": f"Bearer {token}"}
-        connection.request("POST", "/v4/join", twice, headers)
+        connection.request("POST", "/v5/join", twice, headers)
         assert connection.getresponse().status in (400, 403)
         connection.close()
 

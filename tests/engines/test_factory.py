@@ -14,15 +14,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flowtrain.config import Chat, Config, Vllm
+from flowtrain.config import Chat, Config, Lora, Vllm
 from flowtrain.engines import factory
 from flowtrain.engines.factory import ModelSpec, make_engine
-from flowtrain.engines.vllm_process import VllmModel
+from flowtrain.engines.protocol import NoEngine
+from flowtrain.engines.vllm_process import VllmModel, engine_args, gpu_environment
 from flowtrain.run.components import RunComponents
+from flowtrain.training import model as models
+from flowtrain.training.lora import adapter_weights, add_adapter, save_adapter
 from flowtrain.training.model import named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Sampling, UserError
 from flowtrain.weights import HttpStore, Publisher, WeightStore
+from flowtrain.weights.tensor_shards import TensorSpec
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(6, temperature=0.0, ignore_end=True)
@@ -113,10 +117,8 @@ def test_each_policy_has_its_own_temperature(components: RunComponents) -> None:
 def test_vllm_gets_the_location_of_the_store(
     tiny_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models: list[Any] = []
-    monkeypatch.setattr(
-        factory, "VllmEngine", lambda model, tokenizer, options: models.append(model)
-    )
+    made: list[Any] = []
+    monkeypatch.setattr(factory, "VllmEngine", lambda model, *rest: made.append(model))
     policy = ModelSpec.load("model.path", tiny_path)
     config = Config.model_validate({"rollout": {"engine": "vllm"}})
     for store in (
@@ -125,15 +127,100 @@ def test_vllm_gets_the_location_of_the_store(
         HttpStore("http://127.0.0.1:9/w", tmp_path / "cache"),
     ):
         make_engine(config, policy, CPU, store)
-    assert [model.store for model in models] == [
+    assert [model.store for model in made] == [
         "",
         str(tmp_path / "store"),
         "http://127.0.0.1:9/w",
     ]
-    assert models[0].source == tiny_path and models[1].source.architectures == ["Qwen3ForCausalLM"]
-    assert {model.max_tokens for model in models} == {64} and models[0].stop_ids == models[
+    assert made[0].source == tiny_path and made[1].source.architectures == ["Qwen3ForCausalLM"]
+    assert {model.max_tokens for model in made} == {64} and made[0].stop_ids == made[
         1
     ].stop_ids != frozenset()
+
+
+def test_policies_of_one_model_share_a_vllm(
+    components: RunComponents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With versions of adapters alone; a policy of another model has a vLLM of its own."""
+    shared: list[VllmModel] = []
+    alone: list[Any] = []
+
+    def start(model: VllmModel, *_: Any) -> dict[str, Any]:
+        shared.append(model)
+        return {name: NoEngine(64) for name in model.adapter_stores}
+
+    def make(model: VllmModel, *_: Any) -> NoEngine:
+        alone.append(model)
+        return NoEngine(64)
+
+    monkeypatch.setattr(factory.AdapterEngine, "start", start)
+    monkeypatch.setattr(factory, "VllmEngine", make)
+    values = components.config.model_dump()
+    values["rollout"]["engine"] = "vllm"
+    stores = {"planner": WeightStore(tmp_path / "store")}
+    for lora in ({}, {"rank": 4}, {"rank": 4, "alpha": 8, "sync": "adapter"}):
+        config = Config.model_validate({**values, "lora": lora})
+        dataclasses.replace(components, config=config).make_policy_engines(stores)
+    (model,) = shared
+    assert len(alone) == 4 and not any(each.adapters for each in alone)
+    assert model.adapter_stores == {"planner": str(tmp_path / "store"), "verifier": ""}
+    assert model.source == components.config.model.path and not model.store
+    assert model.adapters is not None and (model.adapters.rank, model.adapters.alpha) == (4, 8)
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"
+    width = components.policies["planner"].shape.intermediate_size
+    assert model.adapters.layout[name] == TensorSpec("float32", (4, width))
+    args = engine_args(model, Vllm())
+    assert (args["max_loras"], args["max_lora_rank"]) == (2, 8), "one more slot, which stays empty"
+    assert set(args["lora_target_modules"]) >= {"q_proj", "down_proj"}
+    other = dict(components.policies)
+    other["verifier"] = dataclasses.replace(other["verifier"], path="elsewhere")
+    dataclasses.replace(components, config=config, policies=other).make_policy_engines(stores)
+    assert list(shared[1].adapter_stores) == ["planner"] and alone[-1].source == "elsewhere"
+
+
+def test_vllm_gets_a_saved_adapter_as_a_whole_model(
+    tiny_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[VllmModel] = []
+    monkeypatch.setattr(factory, "VllmEngine", lambda model, *rest: made.append(model))
+    network = models.load_model(tiny_path, torch.float32)
+    add_adapter(network, Lora(rank=2), tiny_path)
+    weights = {name: torch.ones_like(tensor) for name, tensor in adapter_weights(network).items()}
+    models.export_shape(network, models.load_tokenizer(tiny_path), tmp_path / "saved")
+    save_adapter(network, weights, tmp_path / "saved")
+    config = Config.model_validate({"rollout": {"engine": "vllm"}})
+    make_engine(config, ModelSpec.load("model.path", str(tmp_path / "saved")), CPU)
+    name = "model.layers.0.mlp.up_proj.weight"
+    merged = made[0].source.get_parameter(name)  # type: ignore[union-attr]
+    bare = models.load_model(tiny_path, torch.float32).get_parameter(name)
+    assert torch.allclose(merged - bare, torch.full_like(bare, 32.0), atol=1e-4), "32 / 2 * 2"
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "message"),
+    [
+        (3, "cpu", "must divide num_attention_heads of model.path='.*', which is "),
+        (2, "cuda:1", "takes GPUs 1 to 2, and there are 2"),
+    ],
+)
+def test_what_cannot_be_cut_for_several_devices_is_refused(
+    tiny_path: str, monkeypatch: pytest.MonkeyPatch, size: int, device: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(factory, "VllmEngine", lambda *rest: None)
+    options = {"rollout": {"engine": "vllm"}, "vllm": {"tensor_parallel_size": size}}
+    config, policy = Config.model_validate(options), ModelSpec.load("model.path", tiny_path)
+    policy.shape.intermediate_size = 96
+    with pytest.raises(UserError, match=rf"vllm\.tensor_parallel_size={size} {message}"):
+        make_engine(config, policy, torch.device(device))
+
+
+def test_vllm_sees_its_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_environment(1) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert gpu_environment(1, 2) == {"CUDA_VISIBLE_DEVICES": "1,2"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert gpu_environment(1, 2) == {"CUDA_VISIBLE_DEVICES": "5,7"}
 
 
 @pytest.mark.parametrize("chat", [None, Chat(kind="vllm")], ids=["policy", "chat model"])
@@ -180,5 +267,5 @@ def test_a_policys_size_is_known_without_its_weights(tiny_path: str) -> None:
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="k must be the folder or hub name"):
         ModelSpec.load("k", "")
-    with pytest.raises(UserError, match=r"k='.*' holds no tokenizer"):
+    with pytest.raises(UserError, match=r"k='.*' is no causal language model"):
         ModelSpec.load("k", str(tmp_path))

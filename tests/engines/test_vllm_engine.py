@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from engines_under_way import under_way
 from flowkernels import LossSpec
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -471,7 +472,7 @@ class TestVllm:
                 )
                 for i in range(4)
             ]
-            await asyncio.sleep(0.15)
+            await under_way(at_0.engine, number=4)
             await asyncio.to_thread(at_0.engine.load, 1)
             return await asyncio.gather(*requests)
 
@@ -495,7 +496,7 @@ class TestVllm:
         salts = []
         for version in (1, 2, 1):
             at_0.engine.load(version)
-            salts.append(at_0.engine.supervisor.runner.result()._salt)
+            salts.append(at_0.engine.supervisor.runner.result()._weights[""].salt)
         assert len(set(salts)) == 3
 
     def test_a_missing_version_leaves_the_old_one(self, at_0: Setup) -> None:

@@ -17,10 +17,11 @@ import torch
 from flowtrain.config import Vllm
 from flowtrain.engines import vllm_engine, vllm_runner
 from flowtrain.engines.protocol import EngineError
-from flowtrain.engines.vllm_engine import VllmEngine
+from flowtrain.engines.vllm_engine import AdapterEngine, VllmEngine
 from flowtrain.engines.vllm_process import VllmModel
 from flowtrain.types import Completion, FinishReason, Sampling, UserError
 from flowtrain.weights import StoreError
+from flowtrain.weights.adapters import AdapterSpec
 
 OPTIONS = Vllm(start_timeout_s=5, load_timeout_s=0.5, hang_timeout_s=0.2)
 
@@ -36,6 +37,9 @@ class FakeLLM:
         self.errors: dict[str, Exception] = {}
         """By method: what it raises."""
         self.called: list[str] = []
+        self.staged: dict[int, int] = {}
+        self.adapters: dict[int, int] = {}
+        """Version by LoRA id."""
         self.aborted: set[str] = set()
         self.go_on = asyncio.Event()
         self.go_on.set()
@@ -46,12 +50,15 @@ class FakeLLM:
         """Stand in for the process of vLLM."""
         self.errored = True
 
-    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: Any, name: str, lora_request: Any
+    ) -> AsyncIterator[Any]:
         while not self.go_on.is_set() and name not in self.aborted and not self.errored:
             await asyncio.sleep(0.005)
         if self.errored:
             raise RuntimeError("EngineDeadError")
-        ids = [] if name in self.aborted else [self.version] * params.max_tokens
+        version = self.adapters[lora_request.number] if lora_request else self.version
+        ids = [] if name in self.aborted else [version] * params.max_tokens
         logprobs = SimpleNamespace(logprobs=[-1.0] * len(ids), start_indices=range(len(ids)))
         reason = "abort" if name in self.aborted else "length"
         part = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
@@ -65,15 +72,30 @@ class FakeLLM:
             await asyncio.sleep(0.01)
         return False
 
-    async def update_weights(self, request: Any) -> None:
-        self.called.append("update_weights")
-        if not request.update_info["stage"]:
-            if "update_weights" in self.errors:
-                raise self.errors["update_weights"]
-            self.version = request.update_info["version"]
-
-    async def collective_rpc(self, name: str) -> list[Any]:
+    async def collective_rpc(self, name: str, kwargs: Any = None) -> list[Any]:
+        self.called.append(name)
+        if name == "try_update":
+            info = kwargs["update_info"]
+            if name in self.errors and not info["stage"]:
+                return [str(self.errors[name])]
+            self.version = self.version if info["stage"] else info["version"]
+            return [""]
+        if kwargs is not None:
+            return [self.adapter_call(name, **kwargs)]
         return [True] if name == "staged_weights" else [{"version": self.version, "weights_x": 1.0}]
+
+    def adapter_call(self, name: str, number: int, **arguments: Any) -> Any:
+        """Stand in for `WorkerAdapters`."""
+        if name in self.errors:
+            if name == "staged_adapter":
+                return str(self.errors[name])
+            raise self.errors[name]
+        if name == "stage_adapter":
+            self.staged[number] = arguments["version"]
+        if name == "activate_adapter":
+            self.adapters[number] = self.staged[number]
+            return {"weights_y": 1.0}
+        return self.adapters.get(number) if name == "held_adapter" else ""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         async def call(*args: Any, **options: Any) -> None:
@@ -105,9 +127,9 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
         monkeypatch.setitem(sys.modules, name, module)
 
     fake("vllm", TokensPrompt=record, SamplingParams=record)
+    fake("vllm.lora.request", LoRARequest=lambda _, number, lora_path: record(number=number))
     fake("vllm.sampling_params", RequestOutputKind=SimpleNamespace(DELTA=0, FINAL_ONLY=1))
-    requests = ("WeightTransferInitRequest", "WeightTransferUpdateRequest")
-    fake("vllm.distributed.weight_transfer.base", **dict.fromkeys(requests, record))
+    fake("vllm.distributed.weight_transfer.base", WeightTransferInitRequest=record)
     monkeypatch.setattr(vllm_engine, "check_installed", lambda: None)
     monkeypatch.setattr(vllm_runner, "_make_llm", make)
     monkeypatch.setattr(vllm_runner, "children", lambda: set(started))
@@ -150,7 +172,7 @@ def test_it_samples_with_the_version_that_it_loaded(
     assert llms[0].called[:3] == [
         "init_weight_transfer_engine",
         "start_weight_update",
-        "update_weights",
+        "try_update",
     ]
 
 
@@ -185,7 +207,9 @@ def test_a_vllm_that_hangs_is_killed_and_replaced(engine: VllmEngine, llms: list
 def test_a_request_that_kills_vllm_twice_is_an_error(
     engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fatal(self: FakeLLM, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+    async def fatal(
+        self: FakeLLM, prompt: Any, params: Any, name: str, lora_request: Any
+    ) -> AsyncIterator[Any]:
         if prompt.prompt_token_ids == [5, 6]:
             self.kill()
             raise RuntimeError("EngineDeadError")
@@ -203,23 +227,114 @@ def test_a_load_that_fails_before_a_weight_changed_leaves_the_old_version(
     engine: VllmEngine, llms: list[FakeLLM]
 ) -> None:
     engine.load(2)
-    llms[0].errors["update_weights"] = RuntimeError("version 3 is not in the store")
+    llms[0].errors["try_update"] = RuntimeError("version 3 is not in the store")
     with pytest.raises(StoreError, match="vLLM stays at version 2: version 3 is not"):
         engine.load(3)
     assert engine.version == 2 and sample(engine).ids == (2, 2, 2) and len(llms) == 1
 
 
-@pytest.mark.parametrize("problem", ["error", "timeout"])
+@pytest.mark.parametrize("problem", ["error", "timeout", "lost"])
 def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
     engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
-    if problem == "error":
+    engine.load(2)
+    if problem == "lost":  # the weights are neither those of before nor the new ones
+        llms[0].errors["try_update"] = RuntimeError("a full load broke off")
+        llms[0].version = None  # type: ignore[assignment]
+    elif problem == "error":
         llms[0].errors["start_weight_update"] = RuntimeError("collective failed")
     else:
         monkeypatch.setattr(llms[0], "pause_generation", lambda **_: asyncio.sleep(30))
     engine.load(3)
     assert engine.metrics()["engine_restarts"] == 1 and sample(engine).ids == (3, 3, 3)
     assert len(llms) == 2 and llms[0].errored
+
+
+# ---- several policies, adapters of one model
+
+
+@pytest.fixture
+def adapters(llms: list[FakeLLM]) -> Iterator[dict[str, AdapterEngine]]:
+    model = VllmModel(
+        "folder",
+        "float32",
+        max_tokens=64,
+        stop_ids=frozenset({1}),
+        adapters=AdapterSpec(4, 8.0, {}),
+        adapter_stores={"planner": "store", "verifier": "other", "refiner": ""},
+    )
+    engines = AdapterEngine.start(model, tokenizer=None, options=OPTIONS)  # type: ignore[arg-type]
+    yield engines
+    for engine in engines.values():
+        engine.close()
+
+
+def ids_of(engines: dict[str, AdapterEngine]) -> dict[str, tuple[tuple[int, ...], int]]:
+    """The first token of each policy, and the version that it is stamped with."""
+    found = {}
+    for name, engine in engines.items():
+        done = asyncio.run(engine.generate((5, 6), Sampling(1)))
+        found[name] = done.ids[0], done.spans[0].version
+    return found
+
+
+def test_each_policy_has_its_own_adapter_and_versions(
+    adapters: dict[str, AdapterEngine], llms: list[FakeLLM]
+) -> None:
+    assert set(ids_of(adapters).values()) == {(0, 0)}, "the model alone, before the first load"
+    adapters["planner"].load(4)
+    adapters["verifier"].load(7)
+    assert ids_of(adapters) == {"planner": (4, 4), "verifier": (7, 7), "refiner": (0, 0)}
+    assert [engine.version for engine in adapters.values()] == [4, 7, 0]
+    assert "weights_y" in adapters["planner"].metrics()
+    assert "weights_y" not in adapters["refiner"].metrics()
+    llms[0].kill()
+    assert ids_of(adapters) == {"planner": (4, 4), "verifier": (7, 7), "refiner": (0, 0)}
+    assert len(llms) == 2 and adapters["refiner"].metrics()["engine_restarts"] == 1
+
+
+def test_a_request_that_began_before_the_first_adapter_is_not_stamped_with_it(
+    adapters: dict[str, AdapterEngine], llms: list[FakeLLM]
+) -> None:
+    llms[0].go_on.clear()
+
+    async def scenario() -> Completion:
+        request = asyncio.create_task(adapters["planner"].generate((5,), Sampling(3)))
+        await asyncio.sleep(0.05)
+        for version in (2, 3):
+            await asyncio.to_thread(adapters["planner"].load, version)
+        llms[0].go_on.set()
+        return await request
+
+    done = asyncio.run(scenario())
+    assert done.ids == (0, 0, 0) and [span.version for span in done.spans] == [0]
+
+
+def test_an_adapter_that_cannot_be_staged_leaves_the_version_before(
+    adapters: dict[str, AdapterEngine], llms: list[FakeLLM]
+) -> None:
+    """And generation was never paused; one that fails later is repeated on the next vLLM."""
+    adapters["planner"].load(2)
+    llms[0].called.clear()
+    llms[0].errors["staged_adapter"] = RuntimeError("it is damaged")
+    with pytest.raises(StoreError, match="vLLM stays at version 2: it is damaged"):
+        adapters["planner"].load(3)
+    assert adapters["planner"].version == 2 and "pause_generation" not in llms[0].called
+    del llms[0].errors["staged_adapter"]
+    llms[0].errors["activate_adapter"] = RuntimeError("no memory")
+    llms[0].adapters[1] = None  # type: ignore[assignment]
+    adapters["planner"].load(3)
+    assert len(llms) == 2 and ids_of(adapters)["planner"] == (3, 3)
+
+
+def test_vllm_ends_with_the_last_of_its_policies(
+    adapters: dict[str, AdapterEngine], llms: list[FakeLLM]
+) -> None:
+    for name in ("planner", "planner", "refiner"):
+        adapters[name].close()
+    assert not llms[0].is_shut_down
+    adapters["verifier"].close()
+    assert llms[0].is_shut_down
 
 
 def test_a_deadline_is_kept(engine: VllmEngine, llms: list[FakeLLM]) -> None:

@@ -15,7 +15,7 @@ tasks = {num_train = 40}
 agent = {max_turns = 2, tools = ["Search", "Base_Generator"]}
 rollout = {num_questions = 2, group_size = 2, max_new_tokens = 8}
 train = {num_steps = 2}
-eval = {num_tasks = 8, every = 0, at_ends = false}
+eval = {num_tasks = 2}
 log = {tensorboard = false}
 dataflow = {wait_s = 60.0}
 """

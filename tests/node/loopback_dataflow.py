@@ -17,13 +17,15 @@ import uvicorn
 from torch import Tensor
 
 from flowtrain.agents.prompts import CHAT_TEMPLATE
-from flowtrain.config import Config
+from flowtrain.config import Config, Lora
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import BatchRequest, Progress, Register
 from flowtrain.dataflow.ledger import Ledger, open_ledger
 from flowtrain.dataflow.service import Service
+from flowtrain.engines.factory import ModelSpec
 from flowtrain.training import model as models
+from flowtrain.training.lora import add_adapter
 from flowtrain.types import Group
 from flowtrain.utils import serving
 from flowtrain.utils.tokens import TokenFile
@@ -66,13 +68,23 @@ def make_config(model: str, **sections: dict[str, Any]) -> Config:
 class Trainer:
     """Publishes changed weights and reports them; trains nothing."""
 
-    def __init__(self, ledger: Ledger, folder: str, root: Path, policy: str = "planner") -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        folder: str,
+        root: Path,
+        policy: str = "planner",
+        lora: Lora | None = None,
+    ) -> None:
+        """`lora`: versions hold an adapter of the model in the folder."""
         self.store, self.policy, self._ledger = WeightStore(root), policy, ledger
-        self._model = models.load_model(folder, torch.float32)
-        tokenizer = models.load_tokenizer(folder)
+        self.model = models.load_model(folder, torch.float32)
+        if lora is not None:
+            add_adapter(self.model, lora, folder)
+        self._sync = "merged" if lora is None else "adapter"
         self._publisher = Publisher(self.store)
-        self.layout = models.layout_digest(self._model, tokenizer, torch.float32)
-        self._rng = torch.Generator().manual_seed(0)
+        self.layout = ModelSpec.load("model.path", folder).layout(torch.float32, lora or Lora())
+        self._rng = torch.Generator().manual_seed(len(policy))
 
     def register(self, num_groups: int = 2, max_staleness: int = 8) -> Register:
         self.publish(0)
@@ -82,8 +94,8 @@ class Trainer:
             str(self.store.root),
             num_groups,
             max_staleness,
-            vocab_size=self._model.config.vocab_size,
-            max_positions=self._model.config.max_position_embeddings,
+            vocab_size=self.model.config.vocab_size,
+            max_positions=self.model.config.max_position_embeddings,
         )
         self._ledger.register(request)
         return request
@@ -92,7 +104,7 @@ class Trainer:
         """Publish weights of which some have changed."""
         weights = {
             name: self._moved(weight) if version else weight
-            for name, weight in models.full_weights(self._model).items()
+            for name, weight in models.published_weights(self.model, self._sync).items()
         }
         self._publisher.publish(weights, version)
 

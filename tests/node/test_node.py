@@ -8,6 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from flowtrain.agents.collect import user_errors
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
     Dataflow,
+    EvalSettings,
+    Evaluate,
+    EvaluationRequest,
     Join,
     Lease,
     LeaseRequest,
@@ -124,7 +128,8 @@ def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
     config = make_config(
         "tiny",
         rollout={"group_size": G, "num_questions": 4},
-        dataflow={"lease_s": 0.3, "max_attempts": 3},
+        # No trainer takes what these nodes make.
+        dataflow={"lease_s": 0.3, "max_attempts": 3, "max_waiting": 36},
     )
     ledger = Ledger(tmp_path / "ledger.sqlite", config, TaskCursor(TASKS, 0), clock=clock)
     ledger.register(Register("planner", "layout", "store", 4, 8, 1 << 16, 1 << 16))
@@ -155,6 +160,7 @@ class Nodes:
         max_in_flight: int = 2 * G,
         num_groups: int = 0,
         engine: Engine | None = None,
+        answer: Any = None,
     ) -> Node:
         syncer = WeightSyncer(
             {"planner": engine or Engine()}, {"planner": Store()}, {"planner": "layout"}
@@ -164,6 +170,7 @@ class Nodes:
         return Node(
             member,
             rollout,
+            answer or rollout,
             syncer,
             max_in_flight=max_in_flight,
             max_staleness=8,
@@ -392,12 +399,20 @@ def test_branches_leave_the_roots_where_the_rule_says(ledger: Ledger, nodes: Nod
             return own
         return replace(start.parent, seed=seed, branch=start.point)
 
-    def points(roots: Group, seed: int) -> list[BranchPoint]:
+    async def points(roots: Group, seed: int) -> list[BranchPoint]:
         assert len(roots.trajectories) == 2 and seed == 7
         return [BranchPoint(1, 0, 1, 0.5)]
 
+    @contextmanager
+    def states(seeds: list[int]) -> Iterator[None]:
+        """Note that the roots' states are held until the last rollout is done."""
+        assert seeds == [derive_seed(7, 0), derive_seed(7, 1)] and not asked
+        yield
+        held.append(len(asked))
+
+    held: list[int] = []
     node = nodes.make(rollout, max_in_flight=4, num_groups=1)
-    node._branching = Branching(2, points)
+    node._branching = Branching(2, points, states)
     node._member.joined = replace(node._member.joined, group_size=4)
     item = _WorkItem(Lease(1, 1, TASKS[0], seed=7, index=3), 4)
     made = asyncio.run(node._group(item))
@@ -406,7 +421,7 @@ def test_branches_leave_the_roots_where_the_rule_says(ledger: Ledger, nodes: Nod
     assert branch.branch == BranchPoint(1, 0, 1, 0.5) and branch.turns == roots[1].turns
     assert [t.seed for t in made.trajectories] == [derive_seed(7, n) for n in range(4)]
     assert [start.parent for _, start in asked if start] == [roots[1]] and item.num_left == 0
-    assert made.index == 3
+    assert made.index == 3 and held == [4]
 
 
 def test_a_node_that_is_too_busy_keeps_its_leases(ledger: Ledger, nodes: Nodes) -> None:
@@ -680,3 +695,25 @@ def test_a_node_reports_its_busy_and_idle_time(ledger: Ledger, nodes: Nodes) -> 
     assert asked[1].waited_s < 0.15
     assert asked[1].versions == {"planner": 0}
     assert isinstance(lease(LeaseRequest("a", "life-of-a", 1)).leases[0], Lease)
+
+
+def test_questions_are_answered_with_the_seeds_and_settings_of_their_evaluation(
+    ledger: Ledger, nodes: Nodes
+) -> None:
+    """They end no node that has groups to push, and are no groups."""
+    settings = EvalSettings(max_turns=3, temperature=0.0, trials=2)
+    ledger.evaluate(Evaluate("planner", 0, "texts", settings, 77, tuple(TASKS[:5])))
+    asked: list[tuple[str, int, EvalSettings]] = []
+
+    async def answer(task: Task, seed: int, settings: EvalSettings) -> Trajectory:
+        asked.append((task.id, seed, settings))
+        return trajectory(task, seed)
+
+    assert run(nodes.make(soon, num_groups=4, answer=answer)) == [4]
+    assert sorted(asked) == sorted(
+        (task.id, derive_seed(77, index, task.id, number), settings)
+        for index, task in enumerate(TASKS[:5])
+        for number in range(2)
+    )
+    assert ledger.evaluation(EvaluationRequest("planner", 0, "texts")).num_left == 0
+    assert work_items(ledger)["committed"] == 4

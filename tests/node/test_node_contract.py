@@ -79,7 +79,7 @@ def clock() -> list[float]:
 
 @pytest.fixture
 def dataflow(model: str, clock: list[float], tmp_path: Path) -> Iterator[DataflowServer]:
-    config = make_config(model)
+    config = make_config(model, dataflow={"max_waiting": 36})  # no trainer takes what they make
     ledger = Ledger(
         tmp_path / "ledger.sqlite", config, task_set(config).cursor(0, 0), clock=lambda: clock[0]
     )

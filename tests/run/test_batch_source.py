@@ -105,6 +105,22 @@ def test_the_groups_of_a_batch_are_numbered_by_their_places(place: Place) -> Non
     assert metrics["dataflow/num_buffered"] == 1 and metrics["dataflow/waited_s"] >= 0
 
 
+def test_groups_in_an_object_store_are_fetched(place: Place) -> None:
+    folder = place.folder / "payloads"
+    place.ledger = ledger(place.folder / "stored.sqlite", payloads=str(folder))
+    place.url = place.serve(place.ledger)
+    batch_source = place.batch_source()
+    batch_source.register(planner(), "")
+    place.fill(4)
+    rollouts = batch_source.next_batch(1)
+    assert rollouts is not None and [each.index for each in rollouts.groups] == [0, 1, 2, 3]
+    for path in (folder / place.ledger.run).iterdir():
+        path.write_bytes(b"others")
+    with pytest.raises(UserError, match="holds other bytes than those that were pushed"):
+        batch_source.next_batch(1)
+    place.ledger.close()
+
+
 def test_a_rank_gets_its_share(place: Place) -> None:
     feeds = [place.batch_source() for _ in range(2)]
     for rank, batch_source in enumerate(feeds):

@@ -383,7 +383,8 @@ def asked(folder: Path, **options: object) -> tuple[FakeComponents, dict[str, fl
         samplers=WORLD,
         benchmarks=load_benchmarks(config),
     )
-    return components, evaluator.ask_benchmarks(10)
+    parts = evaluator.benchmark_parts(10)
+    return components, evaluator.benchmark_metrics(parts, evaluator.roll_out(parts))
 
 
 def test_benchmarks_are_asked_as_the_options_say(tmp_path: Path) -> None:

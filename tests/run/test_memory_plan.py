@@ -159,7 +159,7 @@ def test_shares_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (whole["weights"], whole["moments"], whole["reference"], whole["gathered"]) == (
         2 * num,
         4 * num,
-        2 * num,
+        num,
         2 * num,
     )
     assert (whole["published"], whole["engine"]) == (num, 2 * num)
@@ -169,11 +169,56 @@ def test_shares_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers["gathered"] == 2 * (num - 3 * num_layer)
     kept = plan(changed(two, train={"token_budget": 96, "reshard": False}), model, 2).parts
     assert kept["gathered"] == 2 * num
-    away = plan(changed(two, train={"token_budget": 96, "offload": True}), model, 2, GB_80).parts
+    away = plan(changed(two, train={"token_budget": 96, "offload": "all"}), model, 2, GB_80).parts
     assert not any(
         away[name] for name in ("weights", "gradients", "moments", "reference", "published")
     )
     assert away["gathered"] == layers["gathered"] and away["activations"] == layers["activations"]
+
+
+BYTES = {
+    "adamw": (4, 8),
+    "adamw_8bit": (4, 2.03125),
+    "adamw_bf16_sr": (2, 4),
+    "adamw_8bit_bf16_sr": (2, 2.03125),
+}
+
+
+@pytest.mark.parametrize("optimizer", BYTES)
+def test_bytes_of_each_optimizer(optimizer: str) -> None:
+    model = build(CONFIGS["Llama"])
+    num = model.num_parameters()
+    for_each, of_moments = BYTES[optimizer]
+    half = settings(model={"dtype": "bfloat16"}, train={"optimizer": optimizer})
+    parts = plan(half, model, 2, GB_80).parts
+    assert parts["weights"] == parts["gradients"] == for_each * num // 2
+    assert parts["moments"] == round(of_moments * (num // 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "gone"),
+    [
+        ({"train": {"token_budget": NUM_TOKENS, "offload_reference": True}}, "reference"),
+        ({"weights": {"baseline": "cpu"}}, "published"),
+    ],
+)
+def test_what_stays_on_the_cpu_takes_nothing_of_the_gpu(options: dict[str, Any], gone: str) -> None:
+    model = build(CONFIGS["Llama"])
+    config = settings(model={"dtype": "bfloat16"}, algorithm={"kl_coef": 0.001})
+    before = plan(config, model, 1, GB_80).parts
+    after = plan(changed(config, **options), model, 1, GB_80).parts
+    assert before[gone] == 2 * model.num_parameters() and after[gone] == 0
+    assert {**before, gone: 0} == after
+    on_a_cpu = plan(changed(config, **options), model, 1).parts
+    assert on_a_cpu[gone] == before[gone], "the memory of the CPU is the device's own there"
+
+
+def test_moments_on_the_cpu_come_one_parameter_at_a_time() -> None:
+    model = build(CONFIGS["Llama"])
+    away = settings(train={"offload": "optimizer"})
+    largest = max(parameter.numel() for parameter in model.parameters())
+    assert plan(away, model, 1, GB_80).parts["moments"] == 8 * largest
+    assert plan(away, model, 1).parts["moments"] == 8 * model.num_parameters()
 
 
 def test_ranks_that_only_train_have_no_engine() -> None:
@@ -217,10 +262,12 @@ def test_the_plan_is_told_in_a_line() -> None:
     [
         ({"gpu_memory_utilization": 0.25}, 20 * BILLION),
         ({"kv_cache_gb": 10.0}, 2 * 1000 + 10 * 2**30),
+        ({"kv_cache_gb": 10.0, "tensor_parallel_size": 2}, 1000 + 10 * 2**30),
     ],
 )
 def test_what_vllm_takes_of_the_gpu(vllm: dict[str, Any], expected: int) -> None:
-    assert _vllm_bytes(settings(vllm=vllm), 2000, GB_80) == expected
+    options = settings(rollout={"engine": "vllm"}, vllm=vllm)
+    assert _vllm_bytes(options, 2000, GB_80) == expected
 
 
 @pytest.mark.parametrize(
@@ -229,7 +276,7 @@ def test_what_vllm_takes_of_the_gpu(vllm: dict[str, Any], expected: int) -> None
         (8, GB_80, {"vllm": {"gpu_memory_utilization": 0.4}}, True),
         (4, GB_80, {"rollout": {"engine": "vllm", "num_engine_ranks": 4}}, True),
         (1, GB_80, {"vllm": {"gpu_memory_utilization": 0.4}}, False),
-        (1, GB_80, {"vllm": {"gpu_memory_utilization": 0.4}, "train": {"offload": True}}, True),
+        (1, GB_80, {"vllm": {"gpu_memory_utilization": 0.4}, "train": {"offload": "all"}}, True),
     ],
 )
 def test_the_shipped_configs_fit_where_their_comments_say(
@@ -304,14 +351,17 @@ def test_a_refusal_names_the_numbers_the_keys_and_the_cures() -> None:
     assert str(refusal.value) == (
         "the GPU of a rank has 24 GB and training needs 50 GB before any activation (weights 8, "
         "gradients 8, moments 16, reference 4, "
-        "published 2, vLLM 12): start more ranks, or algorithm.kl_coef = 0, or train.offload = "
-        "true, or vllm.gpu_memory_utilization < 0.5, "
-        "or vllm.sleep = true"
+        "published 2, vLLM 12): start more ranks, or algorithm.kl_coef = 0, or train.optimizer = "
+        "'adamw_8bit', or train.offload = 'optimizer', or train.offload = 'all', "
+        "or train.offload_reference = true, or weights.baseline = 'cpu', "
+        "or vllm.gpu_memory_utilization < 0.5, or vllm.sleep = true"
     )
     with pytest.raises(UserError, match=r"or vllm.kv_cache_gb < 9.0, or vllm.sleep = true$"):
         MemoryPlan(parts, 12 * BILLION, GB_24).check(changed(config, vllm={"kv_cache_gb": 9.0}))
-    with pytest.raises(UserError, match=r": start more ranks, or train.offload = true$"):
-        MemoryPlan(parts, 0, GB_24).check(settings())
+    small = {"optimizer": "adamw_8bit", "offload": "optimizer"}
+    done = settings(train=small, weights={"baseline": "cpu"})
+    with pytest.raises(UserError, match=r": start more ranks, or train.offload = 'all'$"):
+        MemoryPlan(parts, 0, GB_24).check(done)
 
 
 # ---- beside what was measured

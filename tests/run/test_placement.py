@@ -51,3 +51,14 @@ def test_what_cannot_be_placed_names_its_keys(
 ) -> None:
     with pytest.raises(UserError, match=message):
         Placement.of(config(num_engines, num_questions), world(size))
+
+
+def test_engines_of_several_gpus_do_not_overlap() -> None:
+    options = {"rollout": {"engine": "vllm"}, "vllm": {"tensor_parallel_size": 2}}
+    pair = config(0).model_copy(update=dict(Config.model_validate(options)))
+    on_gpu = World(0, 4, torch.device("cuda", 0))
+    message = r"vllm\.tensor_parallel_size=2 takes the GPUs after a rank's own"
+    with pytest.raises(UserError, match=message):
+        Placement.of(pair, on_gpu)
+    assert Placement.of(pair, world(4)).world.size == 4, "a CPU has no devices to share"
+    assert Placement.of(pair, World(0, 1, torch.device("cuda", 0))).world.size == 1

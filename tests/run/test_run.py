@@ -42,7 +42,11 @@ def a_run(config: Config, engine: Engine, trainer: Trainer | None) -> Run:
     shape = SimpleNamespace(
         head_dim=1, num_attention_heads=1, num_hidden_layers=1, vocab_size=1, hidden_size=1
     )
-    model = SimpleNamespace(config=shape, get_decoder=lambda: SimpleNamespace(layers=layers))
+    model = SimpleNamespace(
+        config=shape,
+        get_decoder=lambda: SimpleNamespace(layers=layers),
+        get_output_embeddings=lambda: torch.nn.Linear(1, 1),
+    )
     components: Any = SimpleNamespace(config=config, model=model)
     world = World(0, 1, torch.device("cpu"))
     fields: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)

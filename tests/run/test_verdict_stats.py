@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flowtrain.config import Config
 from flowtrain.run.verdict_stats import verdict_metrics
 from flowtrain.training.world import World
-from flowtrain.types import Action, Call, FinishReason, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import (
+    Action,
+    BranchPoint,
+    Call,
+    FinishReason,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
 
 WORLD = World(0, 1, torch.device("cpu"))
 CALL = Call((1,), (2,), (-1.0,), (), FinishReason.STOP)
@@ -50,8 +62,15 @@ def test_shares_by_hand() -> None:
             "verifier/malformed_share": 1 / 4,
             "verifier/stop_share": 2 / 4,
             "verifier/agreement_share": 2 / 4,
+            "verifier/num_sampled_tokens": 4,
         }
     )
+
+
+def test_a_branch_sampled_no_verdict_before_it_left() -> None:
+    branch = replace(ROLLOUTS[0], branch=BranchPoint(parent=0, turn=1, token=0, score=0.0))
+    found = verdict_metrics([ROLLOUTS[0], branch], Config(), WORLD)
+    assert found["verifier/num_sampled_tokens"] == 3 + 2
 
 
 def test_tasks_without_a_rule_have_nothing_to_agree_with() -> None:
@@ -59,5 +78,6 @@ def test_tasks_without_a_rule_have_nothing_to_agree_with() -> None:
     assert set(verdict_metrics(ROLLOUTS, config, WORLD)) == {
         "verifier/malformed_share",
         "verifier/stop_share",
+        "verifier/num_sampled_tokens",
     }
     assert set(verdict_metrics([], config, WORLD).values()) == {0.0}

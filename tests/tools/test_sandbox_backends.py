@@ -304,7 +304,7 @@ def test_bubblewrap_still_has_no_network(unfiltered: Callable[..., ProcessSandbo
 def test_bubblewrap_ends_what_a_run_has_left_behind(
     unfiltered: Callable[..., ProcessSandbox], tmp_path: Path
 ) -> None:
-    box = unfiltered("bubblewrap", (', "NPROC": 0', ""))
+    box = unfiltered("bubblewrap", ("NPROC=0, ", ""))
     daemon = """
 import os, time
 if not os.fork():

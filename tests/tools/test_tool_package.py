@@ -96,3 +96,43 @@ def test_the_docs_show_the_example_as_it_is() -> None:
     without_docstrings = re.sub(r'^( *)"""[^"]*"""\n\n', "", source, flags=re.MULTILINE)
     assert shown == without_docstrings
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
+
+
+REGISTERS = """
+import asyncio, json
+from flowtrain.agents.base import BranchStart
+from flowtrain.agents.tool_states import Snapshots, rollout_tools
+from flowtrain.config.options import parse
+from flowtrain.tasks.sets import TaskSet
+from flowtrain.tools.registry import make_tools
+from flowtrain.types import BranchPoint, Task, Trajectory
+
+tools = make_tools(parse(["--agent.tools", '["Registers"]']), TaskSet((), {}, ()))
+kept, told = Snapshots(9, 1, 60.0), []
+
+async def rollout(start, adds):
+    async with rollout_tools(tools, kept, 1, start) as own:
+        for turn, add in enumerate(adds):
+            told.append(await own.tools["Registers"].execute(name="r", add=add))
+            await own.end_turn(turn)
+
+root = Trajectory(Task("t", "", ()), (), "", 0.0, 1)
+asyncio.run(rollout(None, (1, 10)))
+for turn in (1, 1, 2):
+    asyncio.run(rollout(BranchStart(root, BranchPoint(0, turn, 0, 0.0)), (100,)))
+print(json.dumps(told))
+"""
+
+
+def test_the_installed_tool_with_a_state_is_rewound(site: Path) -> None:
+    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTERS],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [f"r is {n}" for n in (1, 11, 101, 101, 111)]

@@ -83,13 +83,8 @@ def setup(tiny_path: str, tmp_path: Path, alone: World, random_samples: MakeSamp
 def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Weights and moments by name."""
     tensors = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    for name, parameter in trainer.model.named_parameters():
-        tensors.update(
-            {
-                f"{name}/{key}": value.clone()
-                for key, value in trainer.optimizer.state[parameter].items()
-            }
-        )
+    for name, state in trainer.optimizer.state.items():
+        tensors.update({f"{name}/{key}": value.clone() for key, value in state.items()})
     return tensors
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain.config import Lora
 from flowtrain.engines.factory import ModelSpec
 from flowtrain.training import model as models
 from flowtrain.training.model import layout_digest
@@ -46,6 +47,29 @@ def test_it_survives_a_folder(tiny_path: str, tmp_path: Path) -> None:
     again = models.load_model(str(tmp_path), torch.float32), models.load_tokenizer(str(tmp_path))
     digest = layout_digest(model, tokenizer, torch.float32)
     assert layout_digest(*again, torch.float32) == digest
-    assert ModelSpec.load("model.path", str(tmp_path)).layout(torch.float32) == digest, (
+    assert ModelSpec.load("model.path", str(tmp_path)).layout(torch.float32, Lora()) == digest, (
         "which loads no weights"
     )
+
+
+def test_policies_that_exchange_adapters_need_the_same_base(tmp_path: Path) -> None:
+    model, tokenizer = policy()
+    export(model, tokenizer, tmp_path / "a")
+    export(model, tokenizer, tmp_path / "same")
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[0] += 1.0
+    export(model, tokenizer, tmp_path / "other")
+
+    def digest(folder: str, **options: object) -> str:
+        lora = Lora.model_validate({"rank": 2, "sync": "adapter", **options})
+        spec = ModelSpec.load("model.path", str(tmp_path / folder))
+        return spec.layout(torch.float32, lora)
+
+    assert digest("a") == digest("same")
+    digests = [digest("a"), digest("other"), digest("a", rank=4), digest("a", sync="merged")]
+    assert len(set(digests)) == 4
+    assert digests[-1] == digest("other", sync="merged"), "merged weights are whole"
+
+
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    models.export(model, tokenizer, models.full_weights(model), path)

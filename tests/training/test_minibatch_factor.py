@@ -72,7 +72,8 @@ def truth(
     for _, each in groupby(in_order, key=lambda s: (s.sample_id or SampleId(0, 0, 0))[:width]):
         turns = list(each)
         logp = torch.cat([logprobs_of(trainer, turn) for turn in turns])
-        ref = torch.cat([logprobs_of(trainer, turn, trainer.reference) for turn in turns])
+        with trainer.reference() as reference:
+            ref = torch.cat([logprobs_of(trainer, turn, reference) for turn in turns])
         old, a, w = (
             torch.tensor([x for turn in turns for x in getattr(turn, name)]).double()
             for name in ("logprobs", "advantages", "loss_weights")

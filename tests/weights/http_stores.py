@@ -81,6 +81,9 @@ class Handler(BaseHTTPRequestHandler):
         (answers.pop(0) if answers else honest)(self)
 
     def data(self) -> bytes | None:
+        if self.server.lists and self.path == "/HEAD?manifests":
+            listing = WeightStore(self.server.root).listing()
+            return None if listing is None else listing.to_text().encode()
         path = self.server.root / self.path.partition("?")[0][1:]
         return path.read_bytes() if path.is_file() else None
 
@@ -104,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Misbehaving(ThreadingHTTPServer):
     """`answers`: by file name, what to do with the next requests for it; after them the server is
-    honest. `seen`: every request.
+    honest. `seen`: every request. `lists`: HEAD has the checksums of manifests.
     """
 
     daemon_threads = True
@@ -112,6 +115,7 @@ class Misbehaving(ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
+        self.lists = False
         self.answers: dict[str, list[Answer]] = {}
         self.seen: list[tuple[str, str | None, str | None]] = []
 

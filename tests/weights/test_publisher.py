@@ -382,3 +382,14 @@ def test_level_2_is_refused_on_a_device(
     publisher.publish(chain(1), 1)
     with pytest.raises(ValueError, match="level=2 needs the weights on the CPU"):
         publisher.publish(chain(2), 2)
+
+
+def test_words_kept_on_the_host_are_encoded_there_wherever_the_weights_are(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level 2 shows it: weights on a device refuse that."""
+    monkeypatch.setattr(module, "make_baseline", DeviceBaseline)
+    publisher = Publisher(store, PublishOptions(level=2, on_host=True))
+    for version in (1, 2):
+        publisher.publish(chain(version), version)
+    assert same_bits(pull(store, 2), chain(2))

@@ -14,6 +14,8 @@ import http_stores as hs
 import pytest
 import torch
 from http_stores import LAST, TOKEN, Answer, Misbehaving, same, weights_at
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowtrain.types import UserError
 from flowtrain.weights import (
@@ -25,6 +27,7 @@ from flowtrain.weights import (
     pull,
     remote,
 )
+from flowtrain.weights.listing import MAX_BYTES, MOST, Listing
 from flowtrain.weights.manifest import File
 
 pytest_plugins = ("http_stores",)
@@ -255,7 +258,8 @@ def test_a_full_disk_is_not_retried(
 def test_a_token_is_asked_for(filled: WeightStore, tmp_path: Path) -> None:
     with hs.serving(filled) as url:
         with pytest.raises(
-            StoreError, match=rf"{url}/HEAD: the server wants a token \(401\); set FLOWTRAIN_TOKEN"
+            StoreError,
+            match=rf"{url}/HEAD\?manifests: the server wants a token \(401\); set FLOWTRAIN_TOKEN",
         ):
             store_at(url, tmp_path).head()
         with pytest.raises(StoreError, match=r"the server refuses the token \(401\)") as caught:
@@ -293,7 +297,7 @@ def test_server_errors_are_retried(
     server.answers["HEAD"] = trouble * 2
     with pytest.raises(
         StoreError,
-        match=rf"{server.url}/HEAD: the server answered {status} .*, 4 times; check the address",
+        match=rf"{server.url}/HEAD\?manifests: the server answered {status} .*, 4 times; check",
     ):
         source.head()
     assert server.answers["HEAD"] == []
@@ -332,7 +336,8 @@ def test_endless_texts_are_cut_off(
         source.manifest(3)
     server.answers = {"HEAD": [hs.endless]}
     with pytest.raises(
-        StoreError, match=r"/HEAD is longer than 64 bytes; is this the address of a weight store\?"
+        StoreError,
+        match=r"/HEAD\?manifests is longer than 65536 bytes; is this the address of a weight st",
     ):
         source.head()
 
@@ -340,7 +345,7 @@ def test_endless_texts_are_cut_off(
 @pytest.mark.parametrize("text", [b"<html>hello</html>", b"-3\n", b"", b"\xff\xfe", b"3 4\n"])
 def test_an_invalid_head_is_refused(server: Misbehaving, tmp_path: Path, text: bytes) -> None:
     server.answers["HEAD"] = [lambda handler: handler.reply(200, text)]
-    with pytest.raises(StoreError, match=r"/HEAD holds .*, not a version"):
+    with pytest.raises(StoreError, match=r"/HEAD\?manifests holds .*, not a version"):
         store_at(server.url, tmp_path).head()
 
 
@@ -355,6 +360,39 @@ def test_a_manifest_of_another_version_or_of_nothing(
         server.answers["manifest.json"] = [lambda handler, text=text: handler.reply(200, text)]
         with pytest.raises(StoreError, match=f"{server.url}/v00000003/manifest.json .*{message}"):
             store_at(server.url, tmp_path).manifest(3)
+
+
+def test_a_manifest_is_that_of_the_checksum_in_head(
+    copied: WeightStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cache between may have another one of that version, or a damaged one."""
+    with hs.misbehaving(copied.root) as server:
+        server.lists = True
+        source = store_at(server.url, tmp_path)
+        server.answers["manifest.json"] = [hs.flipped]
+        assert source.manifest(3) == copied.manifest(3) and "came damaged" in caplog.text
+        server.answers["manifest.json"] = [hs.flipped] * 2
+        with pytest.raises(StoreError, match=r"manifest.json came damaged twice"):
+            source.manifest(3)
+        hs.rewrite(copied, 3, reason="published again")
+        assert source.manifest(3) == copied.manifest(3), "HEAD was asked again"
+
+
+@given(
+    manifests=st.dictionaries(
+        st.integers(0, 10**18 - 1), st.from_regex("[0-9a-f]{16}", fullmatch=True), max_size=300
+    ),
+    head=st.integers(0, 10**18 - 1),
+    cut=st.integers(0, 200),
+)
+def test_listings_are_read_back(manifests: dict[int, str], head: int, cut: int) -> None:
+    text = Listing(head, manifests).to_text()
+    assert len(text) <= MAX_BYTES
+    read = Listing.from_text(text, "HEAD")
+    newest = sorted(manifests, reverse=True)[:MOST]
+    assert (read.head, read.manifests) == (head, {v: manifests[v] for v in newest})
+    with contextlib.suppress(StoreError):
+        assert Listing.from_text(text[:cut], "HEAD").manifests.items() <= manifests.items()
 
 
 def test_a_reader_falls_back_to_the_full_snapshot(
@@ -377,13 +415,15 @@ def test_a_reader_falls_back_to_the_full_snapshot(
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
     with (
         hs.silent() as url,
-        pytest.raises(StoreError, match=rf"{url}/HEAD: no answer \(timed out\), 2 times"),
+        pytest.raises(
+            StoreError, match=rf"{url}/HEAD\?manifests: no answer \(timed out\), 2 times"
+        ),
     ):
         store_at(url, tmp_path, retries=1, timeout_s=0.05).head()
     with pytest.raises(
         StoreError,
-        match=rf"{url}/HEAD: no answer \(.*refused.*\), 2 times; check the address and that the "
-        rf"server runs",
+        match=rf"{url}/HEAD\?manifests: no answer \(.*refused.*\), 2 times; check the address and "
+        rf"that the server runs",
     ):
         store_at(url, tmp_path, retries=1).head()
 
@@ -402,7 +442,7 @@ def drip(handler: hs.Handler) -> None:
 def test_a_slow_answer_is_cut(server: Misbehaving, filled: WeightStore, tmp_path: Path) -> None:
     file = snapshot_of(filled)
     server.answers[file.name] = [drip, drip]
-    with pytest.raises(StoreError, match=r"slower than 64 KiB per second.*, 2 times"):
+    with pytest.raises(StoreError, match=r"slower than 16 KiB per second.*, 2 times"):
         store_at(server.url, tmp_path, retries=1, timeout_s=0.1).fetch(0, file)
 
 

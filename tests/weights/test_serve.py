@@ -19,6 +19,8 @@ from flowtrain.types import UserError
 from flowtrain.utils.serving import address, make_server
 from flowtrain.utils.tokens import Role, TokenFile, issue, revoke
 from flowtrain.weights import WeightStore
+from flowtrain.weights.files import checksum_of
+from flowtrain.weights.listing import Listing
 from flowtrain.weights.serve import make_app
 
 pytest_plugins = ("http_stores",)
@@ -107,6 +109,23 @@ def test_a_file_asked_for_by_its_checksum_never_changes(
     for wrong in (f"{SNAPSHOT}?xxh3={'0' * 16}", f"/HEAD?xxh3={file.xxh3}"):
         assert ask(connection, wrong)[0] == 404
     assert ask(connection, f"{SNAPSHOT}?other=1")[2]["cache-control"] == "no-cache"
+
+
+def test_head_lists_the_addresses_at_which_manifests_never_change(
+    connection: HTTPConnection, store: WeightStore
+) -> None:
+    status, body, headers = ask(connection, "/HEAD?manifests")
+    listing = Listing.from_text(body.decode(), "HEAD")
+    assert (status, headers["cache-control"], listing.head) == (200, "no-cache", LAST)
+    assert list(listing.manifests) == list(range(LAST, -1, -1)) and listing == store.listing()
+    for version, checksum in listing.manifests.items():
+        path = f"/v{version:08d}/manifest.json"
+        status, body, headers = ask(connection, f"{path}?xxh3={checksum}")
+        assert (status, body) == (200, (store.root / path[1:]).read_bytes())
+        assert headers["cache-control"] == "max-age=31536000, immutable"
+        assert checksum_of(body) == checksum
+        assert ask(connection, f"{path}?xxh3={'0' * 16}")[0] == 404
+        assert ask(connection, path)[2]["cache-control"] == "no-cache"
 
 
 @pytest.mark.parametrize(

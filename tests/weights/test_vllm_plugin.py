@@ -37,7 +37,7 @@ from transformers import (
 
 from flowtrain import _delta
 from flowtrain.engines.requests import kept_sets
-from flowtrain.engines.vllm_runner import _params
+from flowtrain.engines.vllm_process import sampling_args
 from flowtrain.training import attention
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -191,11 +191,15 @@ class Engine:
 
     def sample(self, sampling: Sampling, number: int, version: int) -> list[Sample]:
         """Responses as the trainer takes them."""
+        from vllm import SamplingParams
+
         prompts = [
             {"prompt_token_ids": PROMPTS[i % 3], "cache_salt": str(version)} for i in range(number)
         ]
         params = [
-            _params(replace(sampling, seed=i), frozenset(), SMALL["vocab_size"])
+            SamplingParams(
+                **sampling_args(replace(sampling, seed=i), frozenset(), SMALL["vocab_size"])
+            )
             for i in range(number)
         ]
         outputs = [out.outputs[0] for out in self.llm.generate(prompts, params, use_tqdm=False)]
@@ -511,11 +515,26 @@ def test_strided_views_do_what_the_reader_does_in_place(at_work: Any) -> None:
     assert engine.rpc("held_weights")["mode"] == "snapshot" and engine.holds(store, version)
 
 
-def test_a_store_behind_a_url_is_fetched_from_while_the_engine_serves(at_work: Any) -> None:
+class OfOwners(SimpleHTTPRequestHandler):
+    """Serves files to those who have the token."""
+
+    def do_GET(self) -> None:
+        if self.headers.get("Authorization") == "Bearer the-token-of-the-server":
+            super().do_GET()
+        else:
+            self.send_error(401)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def test_a_store_behind_a_url_is_fetched_from_while_the_engine_serves(
+    at_work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOWTRAIN_TOKEN", "the-token-of-the-server")
     engine, store, _, _ = at_work
     connected = engine.transfer.__dict__.copy()
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(store.root))
-    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
+    handler = functools.partial(OfOwners, directory=str(store.root))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         engine.rpc(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from flowtrain.dataflow.contract import Refused, StoredPayload
 from flowtrain.dataflow.ledger.schema import meta_row
-from flowtrain.dataflow.ledger.sql import Transaction, connect
+from flowtrain.dataflow.ledger.sql import Database, Transaction, connect
+from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.types import UserError
 
 
@@ -18,14 +21,14 @@ class Audit:
     nothing is lost, nothing counted twice."""
     counts: dict[str, int]
     """Work items by state, shares by policy and state ("planner.assigned"), leases that ended
-    without a group by reason."""
+    without a group by reason, questions of evaluations by state ("questions.committed")."""
 
 
 _QUERIES = {
     "work items are not numbered without gaps": """
         SELECT num_work_items AS at FROM meta
-        WHERE num_work_items <> (SELECT count(*) FROM work_items)
-        OR num_work_items <> (SELECT coalesce(max(id), 0) FROM work_items)""",
+        WHERE num_work_items <> (SELECT count(*) FROM work_items WHERE evaluation = 0)
+        OR num_work_items <> (SELECT coalesce(max(id), 0) FROM work_items WHERE evaluation = 0)""",
     "a work item has no known state": """
         SELECT id AS at FROM work_items
         WHERE state NOT IN ('leased', 'waiting', 'committed', 'failed')""",
@@ -34,11 +37,12 @@ _QUERIES = {
         WHERE num_positions <> (SELECT count(*) FROM decisions)
         OR num_positions <> (SELECT coalesce(max(position), -1) + 1 FROM decisions)""",
     "an admitted task has no work item": """
-        SELECT d.position AS at FROM decisions d LEFT JOIN work_items w ON w.position = d.position
+        SELECT d.position AS at FROM decisions d LEFT JOIN work_items w
+        ON w.position = d.position AND w.evaluation = 0
         WHERE d.admitted = 1 AND (w.id IS NULL OR w.task_id <> d.task_id)""",
     "a work item's task was not admitted": """
         SELECT w.id AS at FROM work_items w LEFT JOIN decisions d ON d.position = w.position
-        WHERE coalesce(d.admitted, 0) = 0""",
+        WHERE w.evaluation = 0 AND coalesce(d.admitted, 0) = 0""",
     "a work item does not have as many leases as attempts": """
         SELECT w.id AS at FROM work_items w
         WHERE w.attempt <> (SELECT count(*) FROM leases l WHERE l.work_item = w.id)""",
@@ -49,10 +53,10 @@ _QUERIES = {
         OR (w.state IN ('waiting', 'failed') AND l.ending = '')""",
     "a committed work item has no group": """
         SELECT w.id AS at FROM work_items w LEFT JOIN groups g ON g.work_item = w.id
-        WHERE w.state = 'committed' AND g.work_item IS NULL""",
+        WHERE w.state = 'committed' AND w.evaluation = 0 AND g.work_item IS NULL""",
     "a group's work item is not committed": """
         SELECT g.work_item AS at FROM groups g LEFT JOIN work_items w ON w.id = g.work_item
-        WHERE coalesce(w.state, '') <> 'committed'""",
+        WHERE coalesce(w.state, '') <> 'committed' OR w.evaluation > 0""",
     "a group was not leased to the node that pushed it": """
         SELECT g.work_item AS at FROM groups g
         LEFT JOIN leases l ON l.work_item = g.work_item AND l.attempt = g.attempt
@@ -60,6 +64,7 @@ _QUERIES = {
     "events are not numbered without gaps": """
         SELECT num_events AS at FROM meta
         WHERE num_events <> (SELECT count(event) FROM groups) + (SELECT count(*) FROM bumps)
+        OR num_groups <> (SELECT count(event) FROM groups)
         OR num_events < (SELECT coalesce(max(event), 0) FROM groups)
         OR num_events < (SELECT coalesce(max(event), 0) FROM bumps)""",
     "two events have one number": """
@@ -108,30 +113,85 @@ _QUERIES = {
     "a trainer is ahead of its batches": """
         SELECT newest AS at FROM policies
         WHERE NOT (checkpoint <= version AND version <= newest)""",
+    "an object that is to be deleted is still needed": """
+        SELECT d.work_item AS at FROM payloads d JOIN garbage g ON g.key = d.key""",
     "a group that is still needed is gone": """
         SELECT s.work_item AS at FROM shares s JOIN policies p ON p.name = s.policy
         LEFT JOIN payloads d ON d.work_item = s.work_item
         WHERE d.work_item IS NULL
         AND (s.state = 'fresh' OR (s.state = 'assigned' AND s.step > p.checkpoint))""",
+    "an evaluation does not have its questions": """
+        SELECT e.id AS at FROM evaluations e WHERE e.num_questions <>
+        (SELECT count(*) FROM work_items w WHERE w.evaluation = e.id AND w.id < 0
+        AND w.position >= 0 AND w.position < e.num_questions)""",
+    "a question has no evaluation": """
+        SELECT w.id AS at FROM work_items w LEFT JOIN evaluations e ON e.id = w.evaluation
+        WHERE (w.id < 0 OR w.evaluation > 0) AND e.id IS NULL""",
+    "an evaluation is over and a question is left": """
+        SELECT w.id AS at FROM work_items w JOIN evaluations e ON e.id = w.evaluation
+        WHERE e.state <> 'open' AND w.state NOT IN ('committed', 'failed')""",
+    "a question is not answered once, with its result": """
+        SELECT w.id AS at FROM work_items w LEFT JOIN results r ON r.work_item = w.id
+        WHERE w.evaluation > 0 AND (w.state = 'committed') <> (r.work_item IS NOT NULL)""",
+    "a result has no question": """
+        SELECT r.work_item AS at FROM results r LEFT JOIN work_items w ON w.id = r.work_item
+        WHERE coalesce(w.evaluation, 0) = 0""",
+    "a result was not leased to the node that pushed it": """
+        SELECT r.work_item AS at FROM results r
+        LEFT JOIN leases l ON l.work_item = r.work_item AND l.attempt = r.attempt
+        WHERE coalesce(l.node, '') <> r.node""",
+    "a result that is still needed is gone": """
+        SELECT r.work_item AS at FROM results r JOIN work_items w ON w.id = r.work_item
+        JOIN evaluations e ON e.id = w.evaluation
+        WHERE (e.state = 'collected') <> (r.payload IS NULL)""",
 }
 
 
-def audit_database(database: str | Path) -> Audit:
-    """Audit a ledger that may be in use. UserError if there is none."""
+def audit_database(database: str | Path, payloads: str = "") -> Audit:
+    """Audit a ledger that may be in use, with `payloads` also the objects there. UserError if there
+    is none.
+    """
     if "://" not in str(database) and not Path(database).is_file():
         raise UserError(f"there is no database {database}")
     with closing(connect(database)) as found, found.read() as transaction:
-        meta_row(transaction, found.name)
-        return audit(transaction)
+        run = meta_row(transaction, found.name).run
+        problems = audit_payloads(found, PayloadStore(payloads, run)) if payloads else ()
+        tables = audit(transaction)
+    return replace(tables, problems=(*tables.problems, *problems))
+
+
+def audit_payloads(database: Database, payloads: PayloadStore) -> tuple[str, ...]:
+    """Read every object that a group still has, and compare its size and digest."""
+    with database.read() as transaction:
+        rows = transaction.all("SELECT work_item, key, num_bytes, sha256 FROM payloads")
+    problems = []
+    for row in rows:
+        if row.key and (problem := _payload_problem(payloads, row)):
+            with database.read() as transaction:
+                still = "SELECT key FROM payloads WHERE work_item = ?"
+                if transaction.one(still, row.work_item):  # it may be forgotten meanwhile
+                    problems.append(f"{problem} ({row.work_item})")
+    return tuple(problems)
+
+
+def _payload_problem(payloads: PayloadStore, row: Any) -> str:
+    try:
+        payloads.get(StoredPayload(row.key, row.num_bytes, row.sha256))
+    except Refused as error:
+        return str(error)
+    return ""
 
 
 def audit(transaction: Transaction) -> Audit:
     found = [(problem, transaction.one(query)) for problem, query in _QUERIES.items()]
     problems = tuple(f"{problem} ({row.at})" for problem, row in found if row)
     counts = transaction.all(
-        "SELECT 1 AS part, state AS name, count(*) AS num FROM work_items GROUP BY state UNION ALL"
+        "SELECT 1 AS part, state AS name, count(*) AS num FROM work_items"
+        " WHERE evaluation = 0 GROUP BY state UNION ALL"
         " SELECT 2, policy || '.' || state, count(*) FROM shares GROUP BY policy, state UNION ALL"
-        " SELECT 3, ending, count(*) FROM leases WHERE ending <> '' GROUP BY ending"
+        " SELECT 3, ending, count(*) FROM leases WHERE ending <> '' GROUP BY ending UNION ALL"
+        " SELECT 4, 'questions.' || state, count(*) FROM work_items WHERE evaluation > 0"
+        " GROUP BY state"
         " ORDER BY part, name"
     )
     return Audit(problems, {row.name: row.num for row in counts})

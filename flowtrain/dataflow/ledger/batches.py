@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import AssignedGroup, Batch, BatchRequest, Refused
-from flowtrain.dataflow.ledger.prompts import candidate, number_groups
+from flowtrain.dataflow.contract import (
+    AssignedGroup,
+    Batch,
+    BatchRequest,
+    Refused,
+    StoredPayload,
+)
+from flowtrain.dataflow.ledger.prompts import candidate, num_leased, number_groups
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.trainers import heard_policy
+from flowtrain.dataflow.ledger.trainers import MAX_RANKS, heard_policy
 from flowtrain.dataflow.rules import Candidate, Selector, replays
 from flowtrain.dataflow.wire import MAX_WAIT_S
 from flowtrain.utils.seeds import derive_seed
 
-_MAX_RANKS = 1 << 16
 _POLL_S = 0.1
 """Seconds between two looks for groups that were pushed meanwhile."""
 
@@ -29,10 +34,10 @@ class Batches:
     selector: Selector
 
     def batch(self, request: BatchRequest) -> Batch:
-        if not 0 <= request.rank < request.num_ranks <= _MAX_RANKS:
+        if not 0 <= request.rank < request.num_ranks <= MAX_RANKS:
             raise Refused(
                 f"rank={request.rank} must be at least 0 and below num_ranks={request.num_ranks}, "
-                f"which is at most {_MAX_RANKS}"
+                f"which is at most {MAX_RANKS}"
             )
         end = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         while True:
@@ -160,12 +165,11 @@ def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]
     )
     ages = [step - 1 - row.min_version for row in assigned]
     fresh = "SELECT count(*) AS num FROM shares WHERE policy = ? AND state = 'fresh'"
-    leased = "SELECT count(*) AS num FROM work_items WHERE state = 'leased'"
     return {
         "staleness_mean": sum(ages) / len(ages),
         "staleness_max": max(ages),
         "num_buffered": transaction.one(fresh, policy).num,
-        "num_leased": transaction.one(leased).num,
+        "num_leased": num_leased(transaction),
         "num_replayed": sum(row.is_replay for row in assigned),
         **{
             f"num_{state}": left_out[state].num if state in left_out else 0
@@ -186,7 +190,8 @@ def _read(transaction: Transaction, request: BatchRequest) -> Batch:
         "SELECT stats FROM batches WHERE policy = ? AND step = ?", request.policy, request.step
     )
     rows = transaction.all(
-        "SELECT a.position, a.work_item, a.is_replay, d.payload FROM assignments a"
+        "SELECT a.position, a.work_item, a.is_replay, d.payload, d.key, d.num_bytes, d.sha256"
+        " FROM assignments a"
         " LEFT JOIN payloads d ON d.work_item = a.work_item"
         " WHERE a.policy = ? AND a.step = ? AND a.position % ? = ? ORDER BY a.position",
         request.policy,
@@ -199,8 +204,11 @@ def _read(transaction: Transaction, request: BatchRequest) -> Batch:
             f"step {request.step} of {request.policy}: its groups are gone, because a checkpoint "
             "of that step or a later one has been reported"
         )
-    groups = tuple(
-        AssignedGroup(row.position, row.work_item, bytes(row.payload), bool(row.is_replay))
-        for row in rows
+    return Batch(tuple(map(_assigned, rows)), 0, json.loads(batch.stats))
+
+
+def _assigned(row: Any) -> AssignedGroup:
+    stored = StoredPayload(row.key, row.num_bytes, row.sha256) if row.key else None
+    return AssignedGroup(
+        row.position, row.work_item, bytes(row.payload), bool(row.is_replay), stored
     )
-    return Batch(groups, 0, json.loads(batch.stats))

@@ -7,14 +7,23 @@ The ledger computes versions, rewards and lengths itself and trusts no node.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from flowtrain.algorithms.sample_filter import length_problem, logprob_problem, token_problem
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import Refused
+from flowtrain.dataflow.contract import EvalSettings, Refused
 from flowtrain.rewards.functions import part_problem
-from flowtrain.types import MAX_TOOL_CALLS, Call, Group, PolicyName, Task, Trajectory, Turn
+from flowtrain.types import (
+    MAX_TOOL_CALLS,
+    BranchPoint,
+    Call,
+    Group,
+    PolicyName,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +68,32 @@ class GroupLimits:
     config: Config
     models: Mapping[str, tuple[int, int]]
     """By registered policy, the size of its vocabulary and its number of positions."""
+    settings: EvalSettings | None = None
+    """Those of the evaluation that the group belongs to; None: it is to be trained."""
+
+    @property
+    def _group_size(self) -> int:
+        return self.config.rollout.group_size if self.settings is None else self.settings.trials
+
+    @property
+    def _max_turns(self) -> int:
+        return self.config.agent.max_turns if self.settings is None else self.settings.max_turns
+
+    @property
+    def _reward_bounds(self) -> tuple[float, float]:
+        """Benchmarks have rules, not functions, whose rewards are from 0 to 1."""
+        if self.settings is not None and self.settings.rules:
+            return 0.0, 1.0
+        return self.config.reward.low, self.config.reward.high
 
     def check(self, group: Group) -> Summary:
         """Raises Refused unless this is a group of one task, its rollouts scored or failed, that
         can be trained.
         """
-        group_size = self.config.rollout.group_size
-        if len(group.trajectories) != group_size:
+        if len(group.trajectories) != self._group_size:
             raise Refused(
-                f"the group has {len(group.trajectories)} rollouts, this run's have {group_size}"
+                f"the group has {len(group.trajectories)} rollouts, this run's have "
+                f"{self._group_size}"
             )
         task = group.trajectories[0].task
         for number, trajectory in enumerate(group.trajectories):
@@ -75,13 +101,17 @@ class GroupLimits:
                 raise Refused(
                     f"rollouts of one group are of {task.id!r} and of {trajectory.task.id!r}"
                 )
-            if problem := self._problem(number, trajectory) or _branch_problem(group, number):
+            if problem := self._problem(number, trajectory) or self._branch_problem(group, number):
                 raise Refused(f"rollout {number}: {problem}")
         trained: dict[PolicyName, TrainedTokens] = {}
         for trajectory in group.trajectories:
             for policy, found in self._sampled(trajectory):
                 if not trajectory.error:
                     trained[policy] = trained[policy] + found if policy in trained else found
+        scored = max((t.branch.version for t in group.trajectories if t.branch), default=0)
+        if found_planner := trained.get("planner"):
+            newest = max(found_planner.max_version, scored)  # a version that chose branch points
+            trained["planner"] = replace(found_planner, max_version=newest)
         return Summary(
             task=task,
             rewards=tuple(
@@ -95,12 +125,13 @@ class GroupLimits:
     def _problem(self, number: int, trajectory: Trajectory) -> str:
         """Say what is wrong with the rollout `number` of its group, tokens apart; "" if nothing."""
         turns = trajectory.turns
-        if len(turns) > self.config.agent.max_turns:
-            return f"{len(turns)} turns, agent.max_turns={self.config.agent.max_turns}"
+        if len(turns) > self._max_turns:
+            name = "agent.max_turns" if self.settings is None else "max_turns"
+            return f"{len(turns)} turns, {name}={self._max_turns}"
         if any("planner" not in turn.calls for turn in turns):
             return "a turn has no call of the planner"
         if not trajectory.error:  # a failed rollout has no reward
-            low, high = self.config.reward.low, self.config.reward.high
+            low, high = self._reward_bounds
             if trajectory.reward is None or not low <= trajectory.reward <= high:
                 return f"the reward is {trajectory.reward}, it must be from {low:g} to {high:g}"
             for parts in (trajectory.reward_parts, trajectory.reported):
@@ -115,6 +146,21 @@ class GroupLimits:
         durations = [trajectory.seconds, *(s for turn in turns for s in _seconds(turn))]
         if not all(isfinite(s) and s >= 0 for s in durations):
             return "a duration is negative or not finite"
+        return ""
+
+    def _branch_problem(self, group: Group, number: int) -> str:
+        """Say why a rollout cannot have left another one where it says; "" when it can."""
+        own = group.trajectories[number]
+        if (branch := own.branch) is None:
+            return ""
+        if not (0 <= branch.parent < number and _shares_tokens(own, group, branch)):
+            return f"it cannot have left another at {branch}"
+        newest = _newest_version(group.trajectories[branch.parent])
+        scorer = self.config.appo.node_scorer
+        if self.config.algorithm.name == "appo" and branch.scorer != scorer:
+            return f"it left another where {branch.scorer!r} says, in this run {scorer!r} does"
+        if branch.version < newest:
+            return f"it left tokens of version {newest} where version {branch.version} says"
         return ""
 
     def _sampled(self, trajectory: Trajectory) -> Iterator[tuple[PolicyName, TrainedTokens]]:
@@ -158,29 +204,29 @@ class GroupLimits:
         )
 
 
-def _branch_problem(group: Group, number: int) -> str:
-    """Say why a rollout cannot have left another one where it says; "" when it can: the tokens up
-    to there are its parent's, which they give credit to.
-    """
-    own = group.trajectories[number]
-    if (branch := own.branch) is None:
-        return ""
-    problem = f"it cannot have left another at {branch}"
-    if not (0 <= branch.parent < number and 0 <= branch.turn < len(own.turns)):
-        return problem
+def _shares_tokens(own: Trajectory, group: Group, branch: BranchPoint) -> bool:
+    """Tell whether the tokens up to the branch are the parent's, which they give credit to."""
     turns = group.trajectories[branch.parent].turns
-    if not (branch.turn < len(turns) and branch.token >= 0 and isfinite(branch.score)):
-        return problem
+    if not (0 <= branch.turn < min(len(own.turns), len(turns))):
+        return False
+    if not (branch.token >= 0 and isfinite(branch.score)):
+        return False
     calls = [[turn.calls["planner"] for turn in t[: branch.turn + 1]] for t in (own.turns, turns)]
     pairs = list(zip(*calls, strict=True))
     if any(mine.prompt_ids != theirs.prompt_ids for mine, theirs in pairs):
-        return problem
+        return False
     *before, (mine, theirs) = pairs
     if branch.token > min(len(mine.response_ids), len(theirs.response_ids)):
-        return problem
+        return False
     shared = [(a.response_ids, b.response_ids) for a, b in before]
     shared.append((mine.response_ids[: branch.token], theirs.response_ids[: branch.token]))
-    return "" if all(a == b for a, b in shared) else problem
+    return all(a == b for a, b in shared)
+
+
+def _newest_version(trajectory: Trajectory) -> int:
+    """Return the newest version that sampled a token of the planner; 0 without any."""
+    calls = [turn.calls["planner"] for turn in trajectory.turns]
+    return max((span.version for call in calls for span in call.spans), default=0)
 
 
 def _is_share(value: float) -> bool:

@@ -2,7 +2,7 @@
 
 A lease that ran out or was released goes to another node as the next attempt, before new work items
 do. Backpressure bounds how many groups wait or are under way, so that sampled groups can still be
-trained in time.
+trained in time. Questions of evaluations come before all that, and backpressure does not know them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Renewed,
 )
-from flowtrain.dataflow.ledger.prompts import Prompts
+from flowtrain.dataflow.ledger.evaluations import (
+    evaluation_of,
+    is_any_left,
+    question,
+    take_questions,
+)
+from flowtrain.dataflow.ledger.prompts import Prompts, num_leased
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import check_seconds, is_live, policy_rows, policy_states
@@ -37,7 +43,14 @@ MAX_WORK_ITEMS = 1024
 """Work items in a request."""
 LEASES_PER_ATTEMPT = 10
 """A work item fails without a failure, too, after so many leases times `max_attempts`."""
-_RETRY_S = {"": 0.0, "full": 0.5, "filtered": 0.5, "no trainer": 1.0, "done": 5.0}
+_RETRY_S = {
+    "": 0.0,
+    "full": 0.5,
+    "filtered": 0.5,
+    "no trainer": 1.0,
+    "evaluating": 1.0,
+    "done": 5.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +74,23 @@ class LeaseBook:
             node = self._heard_node(transaction, request, now)
             policies = policy_rows(transaction)
             check_layouts(request.node, json.loads(node.layouts), policies)
-            if request.key and (granted := self._granted(transaction, request)):
-                return Leases(tuple(granted), policy_states(policies))
+            if request.key and (again := self._granted(transaction, request)):
+                return Leases(tuple(again), policy_states(policies))
             self._end_overdue(transaction, now)
             _drop_surplus(transaction, policies, self.config.dataflow)
-            num, reason = self._allowed(transaction, request, policies, now)
+            questions = take_questions(transaction, request.versions, request.num)
+            wanted = request.num - len(questions)
+            num, reason = self._allowed(transaction, request, wanted, policies, now)
             leases = self._take_waiting(transaction, num)
             drawn = self.prompts.draw(transaction, meta, num - len(leases))
             leases += [
                 self._make_lease(number, 1, position, task) for number, position, task in drawn
             ]
-            self._grant(transaction, request, leases, now)
+            self._grant(transaction, request, [*questions, *leases], now)
         if len(leases) < num:
             reason = "filtered"
-        return Leases(tuple(leases), policy_states(policies), _RETRY_S[reason], reason)
+        granted = (*questions, *leases)
+        return Leases(granted, policy_states(policies), _RETRY_S[reason], reason)
 
     def _heard_node(self, transaction: Transaction, request: LeaseRequest, now: float) -> Any:
         """The node's row; notes what the node reports about itself."""
@@ -110,6 +126,8 @@ class LeaseBook:
         )
         return [
             self._make_lease(row.id, row.attempt, row.position, unpack(bytes(row.task), Task))
+            if row.id > 0
+            else question(row, row.attempt, evaluation_of(transaction, row.id))
             for row in rows
         ]
 
@@ -124,29 +142,36 @@ class LeaseBook:
         end_leases(transaction, overdue, "ran out", self.config.dataflow)
 
     def _allowed(
-        self, transaction: Transaction, request: LeaseRequest, policies: Sequence[Any], now: float
+        self,
+        transaction: Transaction,
+        request: LeaseRequest,
+        wanted: int,
+        policies: Sequence[Any],
+        now: float,
     ) -> tuple[int, str]:
-        """How many leases the node may have, and why they are fewer than it wants."""
+        """How many leases of work to train the node may have, and why they are fewer than it
+        wants.
+        """
         options = self.config.dataflow
+        if not wanted:
+            return 0, ""
         if policies and all(policy.is_done for policy in policies):
-            return 0, "done"
+            return 0, "evaluating" if is_any_left(transaction) else "done"
         live = [policy for policy in policies if is_live(policy, now, options)]
         if not live:
             return 0, "no trainer"
-        num_leased = transaction.one(
-            "SELECT count(*) AS num FROM work_items WHERE state = 'leased'"
-        ).num
+        under_way = num_leased(transaction)
         room = max(
-            _max_groups(policy, options, request.versions) - policy.num_fresh - num_leased
+            _max_groups(policy, options, request.versions) - policy.num_fresh - under_way
             for policy in live
         )
-        return max(0, min(request.num, room)), "full" if room < request.num else ""
+        return max(0, min(wanted, room)), "full" if room < wanted else ""
 
     def _take_waiting(self, transaction: Transaction, num: int) -> list[Lease]:
         """Lease work items whose last lease has ended, except those just being pushed late."""
         rows = transaction.all(
             "SELECT id, attempt, position, task FROM work_items WHERE state = 'waiting'"
-            f" ORDER BY id LIMIT ? {transaction.lock('work_items', skip=True)}",
+            f" AND evaluation = 0 ORDER BY id LIMIT ? {transaction.lock('work_items', skip=True)}",
             num,
         )
         return [
@@ -179,9 +204,10 @@ class LeaseBook:
         with self.database.write() as transaction:
             now = transaction.now()
             rows = transaction.all(
-                "SELECT w.id, w.attempt FROM work_items w"
-                " JOIN leases l ON l.work_item = w.id AND l.attempt = w.attempt"
-                " WHERE l.node = ? AND l.life = ? AND (w.state = 'leased'"
+                # A cross join, or SQLite would read all leases that the node ever had.
+                "SELECT w.id, w.attempt FROM work_items w CROSS JOIN leases l"
+                " WHERE l.work_item = w.id AND l.attempt = w.attempt"
+                " AND l.node = ? AND l.life = ? AND (w.state = 'leased'"
                 " OR (w.state = 'waiting' AND l.ending = 'ran out'))"
                 f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
                 request.node,
@@ -269,10 +295,13 @@ def _max_groups(policy: Any, options: Dataflow, versions: Mapping[str, int]) -> 
     """How many groups of a policy may wait or be under way for a node that samples with `versions`.
 
     A group of weights v can be trained by steps up to v + 1 + max_staleness. Each step from the
-    next one (`newest` + 1) to that one takes num_groups of them, less its replays.
+    next one (`newest` + 1) to that one takes num_groups of them, less its replays. While a whole
+    batch waits none begins: the trainer lacks nothing, and what is sampled later is less stale.
     """
     if options.max_waiting:
         return options.max_waiting
+    if policy.num_fresh >= policy.num_groups:
+        return 0
     version = min(policy.version, versions.get(policy.name, policy.version))
     num_steps = version + 1 + policy.max_staleness - policy.newest
     num_fresh = policy.num_groups - floor(policy.num_groups * options.replay_share)

@@ -10,6 +10,8 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.dataflow.ledger.audit import Audit, audit
 from flowtrain.dataflow.ledger.batches import Batches
+from flowtrain.dataflow.ledger.evaluations import Evaluations
+from flowtrain.dataflow.ledger.garbage import Collector
 from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.nodes import Nodes
 from flowtrain.dataflow.ledger.prompts import Cursor, Prompts, TaskOrder
@@ -19,8 +21,10 @@ from flowtrain.dataflow.ledger.report import report
 from flowtrain.dataflow.ledger.schema import prepare
 from flowtrain.dataflow.ledger.sql import connect
 from flowtrain.dataflow.ledger.trainers import Trainers
+from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import Rules, load
 from flowtrain.tasks.sets import task_set
+from flowtrain.types import UserError
 
 
 class Ledger:
@@ -48,12 +52,24 @@ class Ledger:
         order = TaskOrder(tasks, config.rollout.num_questions)
         self._prompts = Prompts(order, lambda: self._make_rules().prompt_filter, config.run.seed)
         self.database = connect(database, clock)
+        self.run: str = prepare(self.database, _fixed(config))
+        """Identity of the run."""
+        payloads = None
+        if url := config.dataflow.payloads:
+            payloads = PayloadStore(url, self.run)
+            # Nodes, which get these options, and trainers have other working folders.
+            dataflow = config.dataflow.model_copy(update={"payloads": str(payloads)})
+            config = config.model_copy(update={"dataflow": dataflow})
+        self._check_payloads(payloads)
+        self.collector = Collector(self.database, payloads) if payloads else None
+        """Deletes payloads in the object store; None where they are in the database."""
         common = (self.database, config)
         nodes = Nodes(*common)
         leases = LeaseBook(*common, prompts=self._prompts)
-        pushes = Pushes(*common, group_filter=rules.group_filter)
-        trainers = Trainers(*common)
+        pushes = Pushes(*common, group_filter=rules.group_filter, payloads=payloads)
+        trainers = Trainers(*common, payloads=config.dataflow.payloads)
         batches = Batches(*common, selector=rules.selector)
+        evaluations = Evaluations(*common)
         # The requests of `Dataflow`, each answered by its part.
         self.join = nodes.join
         self.lease = leases.lease
@@ -63,8 +79,18 @@ class Ledger:
         self.register = trainers.register
         self.batch = batches.batch
         self.progress = trainers.progress
-        self.run: str = prepare(self.database, _fixed(config))
-        """Identity of the run."""
+        self.evaluate = evaluations.evaluate
+        self.evaluation = evaluations.evaluation
+
+    def _check_payloads(self, payloads: PayloadStore | None) -> None:
+        """Raises UserError when groups wait in a store that is not named."""
+        with self.database.read() as transaction:
+            row = transaction.one("SELECT key FROM payloads WHERE key <> '' LIMIT 1")
+        if row is not None and payloads is None:
+            raise UserError(
+                f"dataflow.payloads='': groups of {self.database.name} are in an object store, "
+                f"such as {row.key}; give its folder or URL"
+            )
 
     def status(self) -> dict[str, Any]:
         with self.database.read() as transaction:

@@ -45,8 +45,27 @@ def number_groups(transaction: Transaction, num_events: int) -> int:
         num_events,
     )
     if num_new:
-        transaction.run("UPDATE meta SET num_events = ?", num_events + num_new)
+        transaction.run(
+            "UPDATE meta SET num_events = ?, num_groups = num_groups + ?",
+            *(num_events + num_new, num_new),
+        )
     return num_events + num_new
+
+
+def num_leased(transaction: Transaction) -> int:
+    """Count the work items to train that are leased: those that are nothing else, so that the
+    count takes no longer the more there are.
+    """
+    # Without the plus SQLite would read all work items that there ever were, by another index.
+    others = " - ".join(
+        f"(SELECT count(*) FROM work_items WHERE state = '{state}' AND +evaluation = 0)"
+        for state in ("waiting", "failed")
+    )
+    row = transaction.one(
+        f"SELECT num_work_items - num_groups - {others}"
+        " - (SELECT count(*) FROM groups WHERE event IS NULL) AS num FROM meta"
+    )
+    return int(row.num)
 
 
 def read_events(transaction: Transaction, after: int) -> list[Event]:
@@ -167,7 +186,7 @@ class Prompts:
                 drawn.append((meta.num_work_items + len(drawn) + 1, position, task))
         transaction.many(f"INSERT INTO decisions VALUES {marks(range(6))}", decisions)
         transaction.many(
-            "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'waiting', 0, 0, '', 0)",
+            "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'waiting', 0, 0, '', 0, 0)",
             [
                 (number, position, task.id, task.kind, pack(task))
                 for number, position, task in drawn

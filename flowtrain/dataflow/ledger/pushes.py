@@ -1,4 +1,9 @@
-"""Pushes: the first group that comes for a work item is committed, once."""
+"""Pushes: the first group that comes for a work item is committed, once; that of a question is a
+result of its evaluation.
+
+A payload is in the object store before its row is committed, and nothing there is waited for inside
+a transaction. Results are in the database: they stay for a few steps.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,17 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.dataflow.codec import unpack, unpack_group
-from flowtrain.dataflow.contract import Push, Pushed, Refused, Unavailable
-from flowtrain.dataflow.ledger.group_checks import NO_TOKENS, GroupLimits, Summary
+from flowtrain.dataflow.contract import Push, Pushed, Refused, StoredPayload, Unavailable
+from flowtrain.dataflow.ledger.evaluations import evaluation_of, settings_of
+from flowtrain.dataflow.ledger.garbage import check_kept, discard
+from flowtrain.dataflow.ledger.group_checks import (
+    NO_TOKENS,
+    GroupLimits,
+    Summary,
+    TrainedTokens,
+)
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
+from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import GroupFilter, Outcome
 from flowtrain.types import Task
 
@@ -20,40 +33,108 @@ class Pushes:
     database: Database
     config: Config
     group_filter: GroupFilter
+    payloads: PayloadStore | None
+    """Where payloads go instead of the database."""
 
     def push(self, request: Push) -> Pushed:
         """Commit a group. A lease that has run out still counts if no other node was faster."""
         with self.database.read() as transaction:
             policies = transaction.all("SELECT name, vocab_size, max_positions FROM policies")
+            lease = transaction.one(
+                "SELECT node FROM leases WHERE work_item = ? AND attempt = ?",
+                *(request.work_item, request.attempt),
+            )
+            evaluation = evaluation_of(transaction, request.work_item)
+        if lease is None or lease.node != request.node:
+            raise Refused(
+                f"work item {request.work_item} was not leased to {request.node!r} in attempt "
+                f"{request.attempt}"
+            )
         limits = GroupLimits(
-            self.config, {row.name: (row.vocab_size, row.max_positions) for row in policies}
+            self.config,
+            {row.name: (row.vocab_size, row.max_positions) for row in policies},
+            None if evaluation is None else settings_of(evaluation),
         )
-        summary = limits.check(unpack_group(request.payload))
+        if request.stored is not None:
+            try:
+                payload = self._fetched(request, request.stored)
+            except Refused:
+                if self._has_committed(request):  # and deleted the object since
+                    return Pushed("duplicate")
+                raise
+        else:
+            payload = request.payload
+        summary = limits.check(unpack_group(payload))
+        stored = request.stored
+        if stored is None and self.payloads is not None and evaluation is None:
+            stored = self.payloads.put(request.work_item, request.attempt, payload)
         with self.database.write() as transaction:
             work_item = transaction.one(
-                "SELECT w.*, l.node AS leased_to FROM work_items w"
-                " LEFT JOIN leases l ON l.work_item = w.id AND l.attempt = ?"
-                f" WHERE w.id = ? {transaction.lock('w')}",
-                request.attempt,
+                f"SELECT * FROM work_items WHERE id = ? {transaction.lock('work_items')}",
                 request.work_item,
             )
-            if work_item is None or work_item.leased_to != request.node:
-                raise Refused(
-                    f"work item {request.work_item} was not leased to {request.node!r} in attempt "
-                    f"{request.attempt}"
-                )
             if summary.task != unpack(bytes(work_item.task), Task):
                 raise Refused(
                     f"work item {work_item.id} is of task {work_item.task_id!r}, the group of "
                     f"another: {summary.task.id[:100]!r}"
                 )
-            if work_item.state == "committed":
+            is_over = evaluation is not None and evaluation.state != "open"
+            if work_item.state == "committed" or is_over:
+                if stored is not None and not _is_kept(transaction, stored, work_item.id):
+                    discard(transaction, [stored.key])
                 return Pushed("duplicate")
-            self._commit(transaction, request, work_item, summary)
+            if evaluation is not None:
+                self._keep(transaction, request, summary, payload)
+                if stored is not None:
+                    discard(transaction, [stored.key])
+            else:
+                if stored is not None:
+                    check_kept(transaction, stored)
+                self._commit(transaction, request, work_item, summary, stored)
+            transaction.run(
+                "UPDATE work_items SET state = 'committed' WHERE id = ?", request.work_item
+            )
         return Pushed("committed")
 
+    def _keep(
+        self, transaction: Transaction, request: Push, summary: Summary, payload: bytes
+    ) -> None:
+        """Keep the result of a question, with the (oldest, newest) version of each policy."""
+        for policy in transaction.all("SELECT name, newest FROM policies"):
+            _check_version(policy, summary.trained.get(policy.name, NO_TOKENS))
+        versions = {
+            name: (found.min_version, found.max_version) for name, found in summary.trained.items()
+        }
+        row = (
+            *(request.work_item, request.node, request.attempt),
+            *(transaction.now(), json.dumps(versions), payload),
+        )
+        transaction.run(f"INSERT INTO results VALUES {marks(row)}", *row)
+
+    def _fetched(self, request: Push, stored: StoredPayload) -> bytes:
+        if self.payloads is None:
+            raise Refused("this service has no object store: push the payload itself")
+        if self.payloads.owner(stored.key) != (request.work_item, request.attempt):
+            raise Refused(f"{stored.key[:200]!r} is no key of this run, work item and attempt")
+        return self.payloads.get(stored)
+
+    def _has_committed(self, request: Push) -> bool:
+        """Tell whether this attempt's group has been committed."""
+        table = "groups" if request.work_item > 0 else "results"
+        with self.database.read() as transaction:
+            group = transaction.one(
+                f"SELECT node, attempt FROM {table} WHERE work_item = ?", request.work_item
+            )
+        own = (request.node, request.attempt)
+        return group is not None and (group.node, group.attempt) == own
+
     def _commit(
-        self, transaction: Transaction, request: Push, work_item: Any, summary: Summary
+        self,
+        transaction: Transaction,
+        request: Push,
+        work_item: Any,
+        summary: Summary,
+        stored: StoredPayload | None,
     ) -> None:
         rewards = json.dumps(summary.rewards)
         committed = (transaction.now(), rewards, summary.num_tokens, None)
@@ -62,8 +143,12 @@ class Pushes:
         shares = self._shares(transaction, work_item, summary)
         transaction.many(f"INSERT INTO shares VALUES {marks(range(6))}", shares)
         if any(state == "fresh" for _, _, state, *_ in shares):
-            transaction.run("INSERT INTO payloads VALUES (?, ?)", work_item.id, request.payload)
-        transaction.run("UPDATE work_items SET state = 'committed' WHERE id = ?", work_item.id)
+            where = (stored.key, stored.num_bytes, stored.sha256) if stored else ("", 0, "")
+            payload = b"" if stored else request.payload
+            values = (work_item.id, payload, *where)
+            transaction.run(f"INSERT INTO payloads VALUES {marks(values)}", *values)
+        elif stored is not None:
+            discard(transaction, [stored.key])
 
     def _shares(
         self, transaction: Transaction, work_item: Any, summary: Summary
@@ -77,11 +162,7 @@ class Pushes:
             if policy.name not in summary.checked:
                 raise Unavailable(f"the trainer of {policy.name} has just begun; push again")
             trained = summary.trained.get(policy.name, NO_TOKENS)
-            if trained.max_version > policy.newest:
-                raise Refused(
-                    f"version {trained.max_version} of {policy.name} has not been made, only "
-                    f"{policy.newest} batches have"
-                )
+            _check_version(policy, trained)
             if policy.is_done:
                 state = "surplus"
             elif not trained.num_tokens:
@@ -92,3 +173,17 @@ class Pushes:
             counts = (trained.min_version, trained.num_tokens, step)
             shares.append((work_item.id, policy.name, state, *counts))
         return shares
+
+
+def _check_version(policy: Any, trained: TrainedTokens) -> None:
+    if trained.max_version > policy.newest:
+        raise Refused(
+            f"version {trained.max_version} of {policy.name} has not been made, only "
+            f"{policy.newest} batches have"
+        )
+
+
+def _is_kept(transaction: Transaction, stored: StoredPayload, work_item: int) -> bool:
+    """Tell whether the committed group of a work item is this very object."""
+    row = transaction.one("SELECT key FROM payloads WHERE work_item = ?", work_item)
+    return row is not None and row.key == stored.key

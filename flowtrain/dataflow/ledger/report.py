@@ -17,7 +17,9 @@ def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, A
     now = transaction.now()
     work_items = {
         row.state: row.num
-        for row in transaction.all("SELECT state, count(*) AS num FROM work_items GROUP BY state")
+        for row in transaction.all(
+            "SELECT state, count(*) AS num FROM work_items WHERE evaluation = 0 GROUP BY state"
+        )
     }
     endings = transaction.all(
         "SELECT ending, count(*) AS num FROM leases WHERE ending <> ''"
@@ -45,7 +47,21 @@ def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, A
         "nodes": {
             row.name: _node(row, pushed.get(row.name), now) for row in _node_rows(transaction)
         },
+        "evaluations": _evaluations(transaction),
     }
+
+
+def _evaluations(transaction: Transaction) -> list[dict[str, Any]]:
+    """Those that are open, in the order in which they were asked for."""
+    rows = transaction.all(
+        "SELECT e.policy, e.step, e.name, e.num_questions,"
+        " sum(CASE WHEN w.state = 'committed' THEN 1 ELSE 0 END) AS num_done,"
+        " sum(CASE WHEN w.state = 'leased' THEN 1 ELSE 0 END) AS num_leased,"
+        " sum(CASE WHEN w.state = 'failed' THEN 1 ELSE 0 END) AS num_failed"
+        " FROM evaluations e JOIN work_items w ON w.evaluation = e.id WHERE e.state = 'open'"
+        " GROUP BY e.id, e.policy, e.step, e.name, e.num_questions ORDER BY e.id"
+    )
+    return [{key: getattr(row, key) for key in row._fields} for row in rows]
 
 
 def _policy(transaction: Transaction, policy: Any, now: float, options: Dataflow) -> dict[str, Any]:
@@ -110,11 +126,12 @@ def _pushed(transaction: Transaction, since: float) -> dict[str, Any]:
 def _node_rows(transaction: Transaction) -> list[Any]:
     """The current process of each node, with the seconds of all its processes."""
     return transaction.all(
-        "SELECT n.name, n.seen_s, n.joined_s, n.versions,"
-        " (SELECT sum(o.busy_s) FROM nodes o WHERE o.name = n.name) AS busy_s,"
-        " (SELECT sum(o.waited_s) FROM nodes o WHERE o.name = n.name) AS waited_s,"
-        " (SELECT count(*) FROM work_items w WHERE w.state = 'leased' AND w.node = n.name)"
-        " AS num_leased FROM nodes n WHERE n.is_current = 1 ORDER BY n.name"
+        "SELECT n.name, n.seen_s, n.joined_s, n.versions, o.busy_s, o.waited_s,"
+        " coalesce(l.num, 0) AS num_leased FROM nodes n"
+        " JOIN (SELECT name, sum(busy_s) AS busy_s, sum(waited_s) AS waited_s FROM nodes"
+        " GROUP BY name) o ON o.name = n.name"
+        " LEFT JOIN (SELECT node, count(*) AS num FROM work_items WHERE state = 'leased'"
+        " GROUP BY node) l ON l.node = n.name WHERE n.is_current = 1 ORDER BY n.name"
     )
 
 

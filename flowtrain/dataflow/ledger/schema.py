@@ -4,7 +4,14 @@ and the checks that make a database a ledger.
 A work item (a task to roll out) is leased, waiting, committed or failed. Its group, once committed,
 has a row with what rules look at, a payload, and a share per policy. A share is fresh, assigned to
 a batch, or left out for a reason that stays on record. Keys and unique indices alone keep what
-matters most: one group per work item, and at most one batch of each policy that has it fresh.
+matters most: one group per work item, and at most one batch of each policy that has it fresh. A
+payload is in the row, or in an object store under the row's key; keys in `garbage` are of objects
+to delete.
+
+A work item with a number below 0 is a question of an evaluation, and its position one in that
+(`evaluation` is 0 for all others). Its group is a result, and nothing else that trains knows of it.
+An evaluation is open while some of its questions may be left, then complete, and collected once its
+trainer no longer needs the groups.
 """
 
 from __future__ import annotations
@@ -17,12 +24,13 @@ from typing import Any
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
-VERSION = 4
+VERSION = 5
 
 TABLES = """
 CREATE TABLE meta (
     version BIGINT NOT NULL, run TEXT NOT NULL, fixed TEXT NOT NULL,
-    num_positions BIGINT NOT NULL, num_work_items BIGINT NOT NULL, num_events BIGINT NOT NULL);
+    num_positions BIGINT NOT NULL, num_work_items BIGINT NOT NULL, num_events BIGINT NOT NULL,
+    num_groups BIGINT NOT NULL);
 
 CREATE TABLE nodes (
     name TEXT NOT NULL, life TEXT NOT NULL, is_current BIGINT NOT NULL,
@@ -36,11 +44,14 @@ CREATE TABLE decisions (
     admitted BIGINT NOT NULL, draw DOUBLE PRECISION NOT NULL, num_events BIGINT NOT NULL);
 
 CREATE TABLE work_items (
-    id BIGINT PRIMARY KEY, position BIGINT NOT NULL UNIQUE, task_id TEXT NOT NULL,
+    id BIGINT PRIMARY KEY, position BIGINT NOT NULL, task_id TEXT NOT NULL,
     kind TEXT NOT NULL, task BYTEA NOT NULL, state TEXT NOT NULL, attempt BIGINT NOT NULL,
-    failures BIGINT NOT NULL, node TEXT NOT NULL, until_s DOUBLE PRECISION NOT NULL);
-CREATE INDEX work_items_waiting ON work_items (id) WHERE state = 'waiting';
+    failures BIGINT NOT NULL, node TEXT NOT NULL, until_s DOUBLE PRECISION NOT NULL,
+    evaluation BIGINT NOT NULL);
+CREATE UNIQUE INDEX work_items_position ON work_items (evaluation, position);
+CREATE INDEX work_items_waiting ON work_items (evaluation, id) WHERE state = 'waiting';
 CREATE INDEX work_items_leased ON work_items (until_s, id, attempt) WHERE state = 'leased';
+CREATE INDEX work_items_failed ON work_items (evaluation, id) WHERE state = 'failed';
 CREATE INDEX work_items_of_node ON work_items (node) WHERE state = 'leased';
 
 CREATE TABLE leases (
@@ -54,7 +65,11 @@ CREATE TABLE groups (
     pushed_s DOUBLE PRECISION NOT NULL, rewards TEXT NOT NULL, num_tokens BIGINT NOT NULL,
     event BIGINT UNIQUE);
 CREATE INDEX groups_without_event ON groups (work_item) WHERE event IS NULL;
-CREATE TABLE payloads (work_item BIGINT PRIMARY KEY, payload BYTEA NOT NULL);
+CREATE TABLE payloads (
+    work_item BIGINT PRIMARY KEY, payload BYTEA NOT NULL, key TEXT NOT NULL,
+    num_bytes BIGINT NOT NULL, sha256 TEXT NOT NULL);
+CREATE TABLE garbage (
+    key TEXT PRIMARY KEY, since_s DOUBLE PRECISION NOT NULL, is_deleted BIGINT NOT NULL);
 CREATE TABLE bumps (event BIGINT PRIMARY KEY, policy TEXT NOT NULL, version BIGINT NOT NULL);
 
 CREATE TABLE shares (
@@ -62,7 +77,16 @@ CREATE TABLE shares (
     min_version BIGINT NOT NULL, num_tokens BIGINT NOT NULL, step BIGINT,
     PRIMARY KEY (work_item, policy));
 CREATE INDEX shares_fresh ON shares (policy, min_version) WHERE state = 'fresh';
-CREATE INDEX shares_of_step ON shares (policy, step);
+CREATE INDEX shares_of_step ON shares (policy, step) WHERE step IS NOT NULL;
+
+CREATE TABLE evaluations (
+    id BIGINT PRIMARY KEY, policy TEXT NOT NULL, step BIGINT NOT NULL, name TEXT NOT NULL,
+    settings BYTEA NOT NULL, seed BIGINT NOT NULL, num_questions BIGINT NOT NULL,
+    state TEXT NOT NULL, UNIQUE (policy, step, name));
+CREATE INDEX evaluations_open ON evaluations (id) WHERE state = 'open';
+CREATE TABLE results (
+    work_item BIGINT PRIMARY KEY, node TEXT NOT NULL, attempt BIGINT NOT NULL,
+    pushed_s DOUBLE PRECISION NOT NULL, versions TEXT NOT NULL, payload BYTEA);
 
 CREATE TABLE policies (
     name TEXT PRIMARY KEY, number BIGINT NOT NULL, layout TEXT NOT NULL, store TEXT NOT NULL,
@@ -101,7 +125,7 @@ def prepare(database: Database, fixed: str) -> str:
             for statement in TABLES.split(";"):
                 transaction.run(statement)
             run = uuid.uuid4().hex
-            transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0)", VERSION, run, fixed)
+            transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0, 0)", VERSION, run, fixed)
         meta = meta_row(transaction, database.name)
     if meta.fixed != fixed:
         pairs = zip(meta.fixed.splitlines(), fixed.splitlines(), strict=False)

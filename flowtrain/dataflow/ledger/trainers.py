@@ -12,6 +12,7 @@ from flowtrain.dataflow.ledger.prompts import number_groups
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 
+MAX_RANKS = 1 << 16
 _BOUNDS = (
     ("num_groups", 1, 1 << 20),
     ("max_staleness", 0, 1 << 30),
@@ -28,6 +29,8 @@ MAX_TEXT = 4096
 class Trainers:
     database: Database
     config: Config
+    payloads: str
+    """`Registered.payloads`."""
 
     def register(self, request: Register) -> Registered:
         self._check(request)
@@ -35,7 +38,7 @@ class Trainers:
             if not self._is_known(transaction, request):
                 self._begin(transaction, request)
             policy = transaction.one("SELECT newest FROM policies WHERE name = ?", request.policy)
-        return Registered(meta.run, policy.newest)
+        return Registered(meta.run, policy.newest, self.payloads)
 
     def _check(self, request: Register) -> None:
         if request.policy not in self.config.policy_names:
@@ -126,6 +129,8 @@ class Trainers:
                 row = (event, policy.name, request.version)
                 transaction.run(f"INSERT INTO bumps VALUES {marks(row)}", *row)
                 transaction.run("UPDATE meta SET num_events = ?", event)
+            if request.evaluated >= 0:
+                _forget_results(transaction, policy.name, request.evaluated)
             if request.checkpoint > policy.checkpoint:
                 _forget_payloads(transaction, has_replays=self.config.dataflow.replay_share > 0)
         return Done()
@@ -169,12 +174,32 @@ def _forget_payloads(transaction: Transaction, *, has_replays: bool) -> None:
         if has_replays
         else ""
     )
-    transaction.run(
-        "DELETE FROM payloads WHERE NOT EXISTS"
-        " (SELECT 1 FROM shares s JOIN policies p ON p.name = s.policy"
+    forgotten = (
+        "NOT EXISTS (SELECT 1 FROM shares s JOIN policies p ON p.name = s.policy"
         f" WHERE s.work_item = payloads.work_item AND (s.state = 'fresh'{replays}))"
         " AND NOT EXISTS (SELECT 1 FROM assignments a JOIN policies p ON p.name = a.policy"
         " WHERE a.work_item = payloads.work_item AND a.step > p.checkpoint)"
+    )
+    transaction.run(
+        "INSERT INTO garbage SELECT key, ?, 0 FROM payloads"
+        f" WHERE key <> '' AND {forgotten} ON CONFLICT DO NOTHING",
+        transaction.now(),
+    )
+    transaction.run(f"DELETE FROM payloads WHERE {forgotten}")
+
+
+def _forget_results(transaction: Transaction, policy: str, evaluated: int) -> None:
+    """Delete the groups of complete evaluations up to a step."""
+    own = ("complete", policy, evaluated)
+    transaction.run(
+        "UPDATE results SET payload = NULL WHERE work_item IN"
+        " (SELECT w.id FROM work_items w JOIN evaluations e ON e.id = w.evaluation"
+        " WHERE e.state = ? AND e.policy = ? AND e.step <= ?)",
+        *own,
+    )
+    transaction.run(
+        "UPDATE evaluations SET state = 'collected' WHERE state = ? AND policy = ? AND step <= ?",
+        *own,
     )
 
 

@@ -8,6 +8,7 @@ from flowtrain.config import Agent
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.tools.sandbox.server import Backend
+from flowtrain.tools.sandbox.sessions import SessionSandbox
 from flowtrain.types import UserError
 
 
@@ -19,6 +20,18 @@ def make_sandbox(agent: Agent) -> ProcessSandbox:
         timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
         memory_mb=agent.code_memory_mb,
     )
+
+
+def make_session_sandbox(agent: Agent) -> SessionSandbox:
+    """Make the sandbox of `agent.python_session`. Raises UserError where it does not work."""
+    sandbox = SessionSandbox(
+        _backend(agent),
+        num_workers=min(32, os.cpu_count() or 1),
+        timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
+        memory_mb=agent.code_memory_mb,
+    )
+    sandbox.check()
+    return sandbox
 
 
 def make_checker_sandbox(package: str, time_limit_s: float, memory_mb: int) -> ProcessSandbox:

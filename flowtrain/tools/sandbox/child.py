@@ -14,17 +14,16 @@ The kernel confines the code, not Python: before its first line runs, the proces
 but an empty stdin and one pipe, cannot gain privileges, has caps on memory, time and files, and a
 seccomp filter refuses every system call that is not listed below. So Python's own tricks to reach
 hidden objects reach nothing. Without a scratch folder the list has the calls to compute, to
-allocate and to write to that pipe; with one, those for files too. It never has other processes,
-threads, sockets, signals or executing a file. The host decides which files there are.
+allocate and to write to that pipe; with one, those for files too. It has no other processes,
+threads, sockets, signals and executes no file. The host decides which files there are.
 
 The server alone decides the status of a run; the code can only choose its output, its exit status
-and the wording of its own exception. The host watches the clocks, because in here nothing says
-whether a process sleeps or waits for a core.
+and the wording of its own exception. The host watches the clocks: nothing in here tells sleep from
+a wait for a core.
 """
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import functools
 import gc
@@ -84,16 +83,12 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 LOAD, JUMP_EQ, JUMP_SET, RETURN = 0x20, 0x15, 0x45, 0x06
-# REFUSE lets the call fail with EPERM.
-KILL_PROCESS, REFUSE, ALLOW = 0x80000000, 0x00050000 | 1, 0x7FFF0000
-# Offsets in struct seccomp_data; of the argument the low half.
-NR_OFFSET, ARCH_OFFSET, THIRD_ARGUMENT_OFFSET = 0, 4, 32
+KILL_PROCESS, REFUSE, ALLOW = 0x80000000, 0x00050000 | 1, 0x7FFF0000  # REFUSE: with EPERM
+NR_OFFSET, ARCH_OFFSET, THIRD_ARGUMENT_OFFSET = 0, 4, 32  # in seccomp_data; its low half
 PROT_EXEC = 4
 
 EXIT_RAISED, EXIT_MEMORY, EXIT_UNLOCKED = 101, 102, 103
-MAX_ERROR_CHARS = 1000
-MAX_FILE_BYTES = 64 << 20
-SOURCE = "<code>"
+MAX_ERROR_CHARS, MAX_FILE_BYTES, SOURCE = 1000, 64 << 20, "<code>"
 CPU_ERROR = "CPU time limit of {:g} s exceeded"
 
 
@@ -123,6 +118,10 @@ class Limits:
     """Address space in MiB, the interpreter's own 30 or so included."""
     max_chars: int
     """Characters of output."""
+
+    @property
+    def max_bytes(self) -> int:
+        return 4 * (self.max_chars + MAX_ERROR_CHARS)
 
 
 def filter_program(machine: str, has_files: bool = False) -> bytes:
@@ -170,19 +169,14 @@ def prctl(option: int, argument: int = 0, address: int = 0) -> bool:
 
 def lock_down(setup: Setup, limits: Limits, server_pid: int) -> bool:
     """Give up, for good, all that the setup does not grant; False when that is impossible here."""
-    caps = {"CPU": math.ceil(limits.timeout_s) + 1, "AS": limits.memory_mb << 20}
-    caps |= {"CORE": 0, "NPROC": 0}
-    caps |= {"FSIZE": MAX_FILE_BYTES, "NOFILE": 64} if setup.scratch else {"FSIZE": 0, "NOFILE": 3}
-    for name, cap in caps.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(kind)[1]
-        # A stricter limit of the host stays: only root could raise it.
-        if hard == resource.RLIM_INFINITY or cap < hard:
-            resource.setrlimit(kind, (cap, cap))
+    files = {"FSIZE": MAX_FILE_BYTES, "NOFILE": 64} if setup.scratch else {"FSIZE": 0, "NOFILE": 3}
+    set_caps(limits, NPROC=0, **files)
     if setup.scratch:
         os.chdir(setup.scratch)
-    if setup.uid:
-        become(setup.uid)
+    if setup.uid:  # root may read and write too much
+        os.setgroups([])
+        os.setgid(setup.uid)
+        os.setuid(setup.uid)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
     if os.getppid() != server_pid:  # the server died before the line above took effect
         return False
@@ -192,25 +186,26 @@ def lock_down(setup: Setup, limits: Limits, server_pid: int) -> bool:
     return is_locked or not setup.must_filter
 
 
-def become(uid: int) -> None:
-    """Change user and group: root may read and write too much."""
-    os.setgroups([])
-    os.setgid(uid)
-    os.setuid(uid)
+def set_caps(limits: Limits, **caps: int) -> None:
+    """Cap CPU time, memory, core files, and what `caps` names."""
+    fixed = {"CPU": math.ceil(limits.timeout_s) + 1, "AS": limits.memory_mb << 20, "CORE": 0}
+    for name, cap in (fixed | caps).items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        # A stricter limit of the host stays: only root could raise it.
+        if hard == resource.RLIM_INFINITY or cap < hard:
+            resource.setrlimit(kind, (cap, cap))
 
 
 def run_as_main(code: str) -> None:
     """Print the value of an expression, or run a program as the module `__main__`."""
-    module = types.ModuleType("__main__")
-    module.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = module
+    variables = sys.modules["__main__"].__dict__
     try:
         expression = compile(code.strip(), SOURCE, "eval")
     except SyntaxError:
-        exec(compile(code, SOURCE, "exec"), module.__dict__)
+        exec(compile(code, SOURCE, "exec"), variables)
         return
-    value = eval(expression, module.__dict__)
-    if value is not None:
+    if (value := eval(expression, variables)) is not None:
         print(value)
 
 
@@ -321,21 +316,25 @@ def answer(code: str, setup: Setup, limits: Limits) -> dict[str, object]:
         finally:
             os._exit(EXIT_RAISED)
     os.close(writer)
-    max_bytes = 4 * (limits.max_chars + MAX_ERROR_CHARS)
-    raw, reason = watch(pid, reader, max_bytes)
+    raw, reason = watch(pid, reader, limits.max_bytes)
     _, status, usage = os.wait4(pid, 0)
     wall_s, cpu_s = time.monotonic() - started, usage.ru_utime + usage.ru_stime
     os.close(reader)
+    is_clean = change_time(setup.scratch) == changed
+    times = {"is_clean": is_clean, "wall_s": wall_s, "cpu_s": cpu_s}
+    return judge(raw, reason, status, cpu_s, limits) | times
+
+
+def judge(raw: bytes, reason: str, status: int, cpu_s: float, limits: Limits) -> dict[str, object]:
+    """Return the output of a run, or its error."""
     output = raw.decode("utf-8", "replace")
-    if len(raw) > max_bytes or (status == 0 and len(output) > limits.max_chars):
+    if len(raw) > limits.max_bytes or (status == 0 and len(output) > limits.max_chars):
         error: str | None = f"output limit of {limits.max_chars} characters exceeded"
     elif reason or cpu_s >= limits.timeout_s:
         error = reason or CPU_ERROR.format(limits.timeout_s)
     else:
         error = explain(status, output.rpartition("\n")[2], limits)
-    is_clean = change_time(setup.scratch) == changed
-    answered = {"output": output if error is None else "", "error": error, "is_clean": is_clean}
-    return answered | {"wall_s": wall_s, "cpu_s": cpu_s}
+    return {"output": output if error is None else "", "error": error}
 
 
 def change_time(scratch: str) -> int:
@@ -374,6 +373,7 @@ def prepare(setup: Setup) -> None:
     # Or else code that runs as the same user could open this process's memory as a file.
     prctl(PR_SET_DUMPABLE, 0)
     filter_argument(bool(setup.scratch))
+    sys.modules["__main__"] = types.ModuleType("__main__")
     sys.path += setup.path
     for name in setup.preload:
         importlib.import_module(name)

@@ -103,7 +103,8 @@ def test_calls_of_tools_come_out_as_they_went_in_unless_too_long(run: Path, runs
 def test_a_branch_tells_where_it_left_which_rollout(run: Path, runs: Any) -> None:
     TrajectoryLog(run, 0, 4).log(5, 4, [runs.branched("What is the capital of Chad?")])
     rollouts = {rollout["id"]: rollout for rollout in data(run)["rollouts"]}
-    assert rollouts["train.5.0.2"]["branch"] == {"parent": 0, "turn": 1, "token": 2, "score": 2.5}
+    place = {"parent": 0, "turn": 1, "token": 2, "score": 2.5, "scorer": "", "version": 0}
+    assert rollouts["train.5.0.2"]["branch"] == place
     assert "branch" not in rollouts["train.5.0.0"] and "branch" not in rollouts["train.1.0.0"]
 
 

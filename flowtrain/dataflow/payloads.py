@@ -1,0 +1,106 @@
+"""Payloads of groups in an object store (`dataflow.payloads`): whoever makes one puts it there, the
+ledger keeps its key, size and SHA-256, and the trainer fetches it by these.
+
+A key is used once, so that uploads which are repeated, or of rival attempts, replace nothing. The
+digest is cryptographic: other bytes than those that the ledger has checked are not trained, whoever
+may write to the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+from flowtrain.dataflow.contract import Batch, Refused, StoredPayload, Unavailable
+from flowtrain.dataflow.wire import MAX_PUSH_BYTES
+from flowtrain.types import UserError
+from flowtrain.utils.objects import MissingObject, StoreSilent, open_objects, read_object
+
+_NAME = re.compile(r"(-?[0-9]{1,18})-([0-9]{1,18})-[0-9a-f]{32}")
+_BROKEN = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{8}}")
+"""Name of the beginning of an object, where a process was killed that wrote it to a folder."""
+_NUM_FETCHING = 8
+
+
+class PayloadStore:
+    """The payloads of one run. Threads may share it. Methods raise Unavailable when the store does
+    not answer, or refuses.
+    """
+
+    def __init__(self, url: str, run: str, patience_s: float = 20.0) -> None:
+        """`url`: see `open_objects`. UserError when it is none."""
+        self._objects = open_objects(url, patience_s)
+        self._run = run
+
+    def __str__(self) -> str:
+        return self._objects.url
+
+    def put(self, work_item: int, attempt: int, payload: bytes) -> StoredPayload:
+        key = f"{self._run}/{work_item}-{attempt}-{uuid.uuid4().hex}"
+        with _available():
+            self._objects.put(key, payload)
+        return StoredPayload(key, len(payload), hashlib.sha256(payload).hexdigest())
+
+    def get(self, stored: StoredPayload) -> bytes:
+        """Fetch a payload. Raises Refused when it is missing, or other bytes than these."""
+        where = f"{self}/{stored.key}"
+        try:
+            with _available():
+                data = read_object(self._objects, stored.key, MAX_PUSH_BYTES)
+        except MissingObject as error:
+            raise Refused(str(error)) from error
+        if len(data) != stored.num_bytes or hashlib.sha256(data).hexdigest() != stored.sha256:
+            raise Refused(f"{where} holds other bytes than those that were pushed")
+        return data
+
+    def filled(self, batch: Batch) -> Batch:
+        """Fetch the payloads that a batch only names."""
+        with ThreadPoolExecutor(_NUM_FETCHING, "payloads") as threads:
+            payloads = threads.map(
+                lambda each: each.payload if each.stored is None else self.get(each.stored),
+                batch.groups,
+            )
+            groups = [
+                replace(each, payload=payload, stored=None)
+                for each, payload in zip(batch.groups, payloads, strict=True)
+            ]
+        return replace(batch, groups=tuple(groups))
+
+    def owner(self, key: str) -> tuple[int, int] | None:
+        """(work item, attempt) for which a key was made; None for any other object."""
+        run, _, name = key.partition("/")
+        match = _NAME.fullmatch(name)
+        return None if run != self._run or match is None else (int(match[1]), int(match[2]))
+
+    def older(self, than_s: float) -> list[str]:
+        """List the objects of this run that were written at least so many seconds ago, also those
+        that have only begun.
+        """
+        with _available():
+            records = list(self._objects.list(self._run))
+        limit_s = time.time() - than_s
+        return [
+            each.key
+            for each in records
+            if each.modified_s <= limit_s
+            and (self.owner(each.key) or _BROKEN.fullmatch(each.key.partition("/")[2]))
+        ]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with _available():
+            self._objects.delete(keys)
+
+
+@contextmanager
+def _available() -> Iterator[None]:
+    """What a person can mend, missing rights, may be mended while others wait."""
+    try:
+        yield
+    except (StoreSilent, UserError) as error:
+        raise Unavailable(str(error)) from error

@@ -1,0 +1,254 @@
+"""Evaluations that rollout nodes answer: asked for through the dataflow, while this run goes on.
+
+Asking and fetching are the work of threads. Ranks agree about what is complete before they take it,
+and each takes its share of the questions, as in an evaluation with engines of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from threading import Event
+from typing import TypeVar
+
+from flowtrain.config import Config
+from flowtrain.dataflow.codec import unpack_group
+from flowtrain.dataflow.contract import (
+    EvalResult,
+    Evaluate,
+    EvaluationRequest,
+    EvaluationState,
+    Unavailable,
+)
+from flowtrain.run.batch_source import BatchSource, versions
+from flowtrain.run.evaluation import Evaluator, Found, Part
+from flowtrain.training.world import World
+from flowtrain.types import Group, Trajectory
+from flowtrain.utils.seeds import derive_seed
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_MAX_FETCHED = 8
+"""Evaluations that are looked at; further ones are asked for, and looked at when one is done."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """An evaluation that was asked for."""
+
+    step: int
+    parts: Sequence[Part]
+    at_end: bool
+    is_known: bool
+    """Whoever ran before this process has asked for it, or it is left out."""
+    asking: Future[bool] = field(default_factory=Future)
+    answers: Future[Found] = field(default_factory=Future)
+    """Empty where it was left out."""
+    left: dict[str, int] = field(default_factory=dict)
+    """Questions without an answer, by part."""
+    moved: float = field(default_factory=time.monotonic)
+    """When `left` changed last."""
+
+    def name(self, part: Part) -> str:
+        """Return the name that the ledger knows a part by."""
+        return f"at the ends, {part.name}" if self.at_end else part.name
+
+    def text(self) -> str:
+        num = sum(len(part.tasks) for part in self.parts)
+        left = sum(self.left.get(part.name, len(part.tasks)) for part in self.parts)
+        return f"evaluation after step {self.step}: {num - left} of {num} questions are answered"
+
+
+class PoolEvaluations:
+    """What this run asks nodes. All methods but `close` are collective."""
+
+    def __init__(
+        self, source: BatchSource, config: Config, world: World, note: Callable[[str], None]
+    ) -> None:
+        """`note` shows a line to the person who watches."""
+        self._source, self._world, self._note = source, world, note
+        self._policy, self._policies = config.train.policy, config.policy_names
+        self._pending: deque[_Asked] = deque()
+        self._end: _Asked | None = None
+        self._has_ended = Event()
+        self._asking = ThreadPoolExecutor(1, "ask_evaluation")
+        self._fetching = ThreadPoolExecutor(_MAX_FETCHED, "fetch_evaluation")
+        self.saved = -1
+        """Newest step whose evaluation is in the log of the checkpoint."""
+
+    def resume(self, evaluator: Evaluator, evaluated: int, start_step: int) -> None:
+        """Ask for the evaluations after `evaluated` that the log lacks, though their steps are
+        done. Only that of the weights at hand may be a new one: others would not be asked theirs.
+        """
+        for step in range(max(evaluated, 0) + 1, start_step + 1):
+            if evaluator.is_due(step):
+                self.ask(step, evaluator.parts(step), is_known=step < start_step)
+
+    def ask(self, step: int, parts: Sequence[Part], *, is_known: bool = False) -> None:
+        """Ask for the evaluation of the weights after `step`; returns at once.
+
+        `is_known`: only if an earlier process of this run has asked.
+        """
+        self._pending.append(self._begin(_Asked(step, parts, at_end=False, is_known=is_known)))
+
+    def ask_at_end(self, step: int, parts: Sequence[Part]) -> None:
+        """Ask for the evaluation before or after training, once; returns at once."""
+        if self._end is None or self._end.step != step:
+            self._end = self._begin(_Asked(step, parts, at_end=True, is_known=False))
+
+    def wait_until_asked(self) -> None:
+        """Wait until the service knows what was asked. KeyboardInterrupt when the run is asked to
+        end.
+        """
+        for asked in (*self._pending, *([self._end] if self._end else [])):
+            self._settle(asked.asking, asked)
+
+    def complete(self) -> Iterator[tuple[int, Found]]:
+        """Take the evaluations that are complete, with their steps, in the order in which they were
+        asked for.
+        """
+        while self._pending:
+            (is_waiting,) = self._world.max([not self._pending[0].answers.done()])
+            if is_waiting:
+                return
+            yield from self._take()
+
+    def wait(self) -> Iterator[tuple[int, Found]]:
+        """Wait for all that `ask` has asked for, and take it. KeyboardInterrupt when the run is
+        asked to end.
+        """
+        while self._pending:
+            yield from self._take()
+
+    def wait_for_end(self, step: int) -> Found:
+        """Wait for what `ask_at_end` has asked for. KeyboardInterrupt when the run is asked to
+        end.
+        """
+        assert self._end is not None and self._end.step == step, "it was asked for"
+        return self._settle(self._end.answers, self._end)
+
+    def on_checkpoint(self, evaluated: int) -> None:
+        """Note that the log of the newest checkpoint has the evaluations up to a step."""
+        self.saved = evaluated
+
+    def version_metrics(self, step: int, found: Found) -> dict[str, float]:
+        """Compute the oldest and the newest version of each policy that sampled, and the share of
+        the trained policy's tokens that is newer than `step`.
+        """
+        metrics: dict[str, float] = {}
+        group = Group(0, tuple(each for answers in found.values() for each in answers))
+        for policy in self._policies:
+            spans = list(versions(group, policy))
+            oldest = min((version for version, _ in spans), default=1 << 40)
+            newest = max((version for version, _ in spans), default=-1)
+            newer = sum(num for version, num in spans if version > step)
+            (total, num_newer), (minus_oldest, last) = self._world.reduce(
+                [sum(num for _, num in spans), newer], [-oldest, newest]
+            )
+            if total:
+                metrics[f"eval_version_min/{policy}"] = abs(minus_oldest)
+                metrics[f"eval_version_max/{policy}"] = last
+                if policy == self._policy:
+                    metrics["eval_newer_share"] = num_newer / total
+        return metrics
+
+    def close(self) -> None:
+        """Look at nothing any more; questions that are asked stay so. A second call does nothing.
+
+        Requests under way end with the source's client.
+        """
+        self._has_ended.set()
+        self._asking.shutdown(wait=False, cancel_futures=True)
+        self._fetching.shutdown(wait=False, cancel_futures=True)
+
+    def _take(self) -> Iterator[tuple[int, Found]]:
+        asked = self._pending[0]
+        found = self._settle(asked.answers, asked)
+        self._pending.popleft()
+        if found:
+            yield asked.step, found
+
+    def _settle(self, answer: Future[T], asked: _Asked) -> T:
+        if self._world.max([not answer.done()])[0]:
+            self._note(f"waiting: {asked.text()}")
+        found = self._source.settle(answer, asked.text, lambda: asked.moved)
+        if found is None:
+            raise KeyboardInterrupt
+        return found
+
+    # ---- on threads
+
+    def _begin(self, asked: _Asked) -> _Asked:
+        asked.asking = self._asking.submit(self._ask, asked)
+        asked.answers = self._fetching.submit(self._fetch, asked)
+        return asked
+
+    def _ask(self, asked: _Asked) -> bool:
+        """Ask for the parts that nobody has asked for; False where the evaluation is left out."""
+        for part in asked.parts:
+            if self._state(self._request(asked, part)).num_questions:
+                continue
+            if asked.is_known:
+                return False
+            if self._world.is_main:
+                self._source.dataflow.evaluate(
+                    Evaluate(
+                        self._policy,
+                        asked.step,
+                        asked.name(part),
+                        part.settings,
+                        part.seed,
+                        tuple(part.tasks),
+                    )
+                )
+        return True
+
+    def _fetch(self, asked: _Asked) -> Found:
+        if not asked.asking.result():
+            return {}
+        return {part.name: tuple(self._answers(asked, part)) for part in asked.parts}
+
+    def _answers(self, asked: _Asked, part: Part) -> Iterator[Trajectory]:
+        """Yield this rank's rollouts of a part, once it is complete."""
+        request, pause_s = self._request(asked, part), _FIRST_PAUSE_S
+        while True:
+            state = self._state(request)
+            if not state.num_questions or state.num_left:
+                left = state.num_left or len(part.tasks)
+                if asked.left.get(part.name) != left:
+                    asked.left[part.name], asked.moved = left, time.monotonic()
+                if self._has_ended.wait(pause_s):
+                    raise Unavailable("nobody waits for this evaluation any longer")
+                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            asked.left[part.name] = 0
+            if not state.results:
+                return
+            for result in state.results:
+                yield from _rollouts(part, result)
+            request = replace(request, first=state.results[-1].index + 1)
+
+    def _request(self, asked: _Asked, part: Part) -> EvaluationRequest:
+        name, ranks = asked.name(part), self._world
+        return EvaluationRequest(self._policy, asked.step, name, ranks.rank, ranks.size)
+
+    def _state(self, request: EvaluationRequest) -> EvaluationState:
+        return self._source.dataflow.evaluation(request)
+
+
+def _rollouts(part: Part, result: EvalResult) -> tuple[Trajectory, ...]:
+    """Return the rollouts of a question; they have failed where no node could make them."""
+    if result.payload:
+        return unpack_group(result.payload).trajectories
+    task = part.tasks[result.index]
+    return tuple(
+        Trajectory(
+            *(task, (), "", 0.0, derive_seed(part.seed, result.index, task.id, number)),
+            error="nodes: none of them could do it",
+        )
+        for number in range(part.settings.trials)
+    )

@@ -1,0 +1,262 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) over a frozen model, by the package `peft`.
+
+A linear layer W [out, in] becomes W + alpha / rank * B A with A [rank, in] and B [out, rank]; B is
+0 at first. The frozen weights are in the dtype of the forward pass, A and B in fp32. Layers are
+replaced in place: the model keeps its class, its forward pass and the order of its parameters.
+peft is imported where an adapter is made or read, because that takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from flowtrain.config import Lora
+from flowtrain.types import UserError
+from flowtrain.weights.adapters import PREFIX
+
+_NAME = "default"  # peft leaves this one out of the names of saved tensors
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def add_adapter(
+    model: PreTrainedModel, lora: Lora, base: str, dtype: torch.dtype = torch.float32
+) -> None:
+    """Freeze the model and give its layers an adapter, in place; seed torch before the call.
+
+    Args:
+        base: folder or hub name of the model, which a saved adapter names.
+        dtype: of A and B.
+
+    Raises UserError for `lora.targets` that are no linear layers of the model.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.get_decoder().named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    if unknown := [target for target in lora.targets if target not in linear]:
+        raise UserError(
+            f"lora.targets={list(lora.targets)}: {unknown[0]!r} is no linear layer of {base!r}, "
+            f"which has {', '.join(sorted(linear))}"
+        )
+    spec = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number
+        target_modules=sorted(lora.targets or linear),
+        lora_dropout=lora.dropout,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
+    )
+    inject_adapter_in_model(spec, model, adapter_name=_NAME)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Tell whether `add_adapter` was called on the model."""
+    return bool(_layers(model))
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def quantization(lora: Lora, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that quantise frozen layers as `lora.quantize` asks.
+
+    NF4 (QLoRA, arXiv:2305.14314) holds 4 bits per weight and fp32 for each 64 of them; products
+    are in `dtype`. Raises UserError where bitsandbytes is missing.
+    """
+    if lora.quantize == "none":
+        return {}
+    if find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"lora.quantize={lora.quantize!r} needs bitsandbytes: pip install 'flowtrain[qlora]'"
+        )
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=lora.quantize, bnb_4bit_compute_dtype=dtype
+        )
+    }
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Tell whether the model's frozen layers have 4 bits."""
+    return bool(getattr(model, "is_loaded_in_4bit", False))
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    """Count the bytes of what is not trained, with the scales of quantised layers."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    states = [p.quant_state for p in frozen if hasattr(p, "quant_state")]
+    return sum(p.nbytes for p in frozen) + sum(state.absmax.nbytes for state in states)
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the frozen weights alone for a block: the policy that training started from."""
+    layers = _layers(model).values()
+    assert layers, "the model has no adapter"
+    # Not by enable_adapters(): that makes A and B frozen meanwhile, and FSDP looks at this when it
+    # gathers them for the first time.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextmanager
+def dropout_off(model: nn.Module) -> Iterator[None]:
+    """Drop no inputs of an adapter for a block."""
+    layers = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training]
+    for layer in layers:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.train()
+
+
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights without the adapter, by the names that they had before it; tied ones too."""
+    return {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in model.state_dict().items()
+        if not _is_adapter(name)
+    }
+
+
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A and B of every layer as they are held, by the names under which peft saves them."""
+    return {
+        PREFIX + name.replace(f".{_NAME}.", "."): weight
+        for name, weight in model.state_dict().items()
+        if _is_adapter(name)
+    }
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"))
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights with the adapter added, in the dtype of the frozen ones: shards (DTensors) under
+    FSDP2; collective. A layer's sum is taken in fp32 and rounded once.
+    """
+    merged = {f"{name}.weight": _merged(layer) for name, layer in _layers(model).items()}
+    return frozen_weights(model) | merged
+
+
+def _merged(layer: Any) -> Tensor:
+    a, b, frozen = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight, layer.base_layer.weight
+    scaling = layer.scaling[_NAME]
+    if not isinstance(frozen, DTensor):
+        return _sum(frozen, b, a, scaling)
+    # B has as many rows as W, so that a rank has the same ones of both.
+    rows = _sum(frozen.to_local(), b.to_local(), a.full_tensor(), scaling)
+    return DTensor.from_local(
+        rows,
+        frozen.device_mesh,
+        frozen.placements,
+        run_check=False,
+        shape=frozen.shape,
+        stride=frozen.stride(),
+    )
+
+
+def _sum(frozen: Tensor, b: Tensor, a: Tensor, scaling: float) -> Tensor:
+    return torch.addmm(frozen.float(), b.float(), a.float(), alpha=scaling).to(frozen.dtype)
+
+
+def save_adapter(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write the files of an adapter that `PeftModel.from_pretrained` reads into a folder.
+
+    `weights`: the whole ones, by the names of `adapter_weights`.
+    """
+    model.peft_config[_NAME].save_pretrained(str(path))  # type: ignore[union-attr, index]
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        path / _WEIGHTS,
+        metadata={"format": "pt"},
+    )
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Tell whether a folder holds an adapter instead of a model."""
+    return (Path(path) / _CONFIG).exists()
+
+
+def base_of(path: str) -> str:
+    """Return folder or hub name of the model that a saved adapter is for."""
+    from peft import LoraConfig
+
+    return str(LoraConfig.from_pretrained(path).base_model_name_or_path)
+
+
+def fingerprint(path: str) -> str:
+    """Hash the first row of every tensor in the files of a model, and of the one below an adapter:
+    engines that add an adapter to a model must have the very one that it was trained over.
+
+    Downloads a model that is only on the hub.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    found = hashlib.sha256(fingerprint(base_of(path)).encode() if is_adapter(path) else b"")
+    for file in sorted(folder.glob("*model*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in sorted(tensors.keys()):
+                row = tensors.get_slice(name)[:1] if tensors.get_slice(name).get_shape() else None
+                found.update(name.encode())
+                found.update(b"" if row is None else row.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+def merge_saved(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """Add a saved adapter to the weights of its model, which should be in fp32; all are trained."""
+    from peft import PeftModel
+
+    merged: PreTrainedModel = PeftModel.from_pretrained(model, path).merge_and_unload()
+    return merged.requires_grad_(True)
+
+
+def read_adapter(path: Path, model: PreTrainedModel) -> dict[str, Any]:
+    """Read a saved adapter, by the names that the model's own tensors have.
+
+    Raises UserError for an adapter of other layers or another rank.
+    """
+    saved, own = load_file(path / _WEIGHTS), adapter_weights(model)
+    differing = sorted(
+        name
+        for name in own | saved
+        if getattr(own.get(name), "shape", None) != getattr(saved.get(name), "shape", None)
+    )
+    if differing:
+        raise UserError(
+            f"{path} holds another adapter: {differing[:3]} differ; are lora.rank and lora.targets "
+            "as they were?"
+        )
+    names = {name.removeprefix(PREFIX).removesuffix("weight"): name for name in saved}
+    return {f"{name}{_NAME}.weight": saved[full] for name, full in names.items()}

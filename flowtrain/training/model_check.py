@@ -1,0 +1,206 @@
+"""Which models can be trained: what token trees or the weight sync would get wrong is refused by
+its config, before any weight is read.
+
+Properties that are known by name come first, because they make the better message. Then the model
+is built without memory (torch's meta device) and runs once: the attention of every layer must come
+to ours, with nothing in hand that ours leaves out. docs/models.md lists the families that were
+tried, and what is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
+
+from flowtrain.training import attention
+from flowtrain.types import UserError
+
+_NUM_TOKENS = 4
+_OTHER_PARTS = ("vision_config", "audio_config", "text_config")
+_ROW_LENGTH_ROPES = ("dynamic", "longrope")
+
+
+def load_config(path: str, key: str = "model.path", trained: bool = True) -> PreTrainedConfig:
+    """Load the config of a model folder or hub name, and check it.
+
+    Args:
+        path: folder or hub name.
+        key: the option that names the path.
+        trained: token trees or our engine run the model; else vLLM alone does, which knows more.
+
+    Raises UserError, one line, when there is none or the model cannot be trained.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"{key}={path!r} is no causal language model that transformers can load: {reason}"
+        ) from error
+    return check_config(config, path, key) if trained else config
+
+
+def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -> PreTrainedConfig:
+    """Return the config of a model that can be trained; a sliding window that holds as many tokens
+    as the model has positions is taken out, because it hides nothing.
+
+    Raises UserError that names the key, the path and what was found.
+    """
+    for find in _PROBLEMS:
+        if problem := find(config):
+            raise UserError(f"{key}={path!r} {problem}; such models cannot be trained yet")
+    if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
+        config = copy.deepcopy(config)
+        config.sliding_window = None
+    try:
+        _run_without_memory(config)
+    except (UserError, RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{key}={path!r} (model_type={config.model_type!r}) cannot be trained on token trees: "
+            f"{reason}"
+        ) from error
+    return config
+
+
+# ---- properties known by name
+
+
+def _not_text_alone(config: PreTrainedConfig) -> str:
+    parts = [name for name in _OTHER_PARTS if name in config.sub_configs]
+    return f"is no plain text decoder ({parts[0]} in its config)" if parts else ""
+
+
+def _no_decoder(config: PreTrainedConfig) -> str:
+    if config.is_encoder_decoder:
+        return f"is an encoder with a decoder (model_type={config.model_type!r})"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"is no causal language model (model_type={config.model_type!r})"
+    return ""
+
+
+def _experts(config: PreTrainedConfig) -> str:
+    for name, value in _numbers(config.to_dict()):
+        if name.endswith("experts") and value > 1:
+            return f"is a mixture of experts ({name}={value})"
+    return ""
+
+
+def _numbers(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Every whole number of a config by its name, those of its parts too."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield name, value
+
+
+def _recurrent(config: PreTrainedConfig) -> str:
+    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful:
+        return f"has layers with a recurrent state (model_type={config.model_type!r})"
+    return ""
+
+
+def _other_layers(config: PreTrainedConfig) -> str:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    return f"has layers other than full attention ({', '.join(others)})" if others else ""
+
+
+def _window(config: PreTrainedConfig) -> str:
+    window = getattr(config, "sliding_window", None)
+    is_used = getattr(config, "use_sliding_window", True)
+    if not window or not is_used or getattr(config, "layer_types", None):
+        return ""
+    positions = getattr(config, "max_position_embeddings", 0)
+    if window >= positions > 0:
+        return ""
+    return f"has sliding windows (sliding_window={window} of {positions} positions)"
+
+
+def _capped(config: PreTrainedConfig) -> str:
+    cap = getattr(config, "attn_logit_softcapping", None)
+    return f"caps its attention logits (attn_logit_softcapping={cap})" if cap else ""
+
+
+def _positions(config: PreTrainedConfig) -> str:
+    if getattr(config, "alibi", False):
+        return "has ALiBi in the place of position ids (alibi=True)"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {
+        each.get("rope_type") for each in rope.values() if isinstance(each, Mapping)
+    }
+    found = [kind for kind in _ROW_LENGTH_ROPES if kind in kinds]
+    if found:
+        return f"rotates positions by the length of a sequence (rope_type={found[0]!r})"
+    return ""
+
+
+def _own_attention(config: PreTrainedConfig) -> str:
+    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+        return ""
+    return f"has an attention of its own in transformers (model_type={config.model_type!r})"
+
+
+def _quantised(config: PreTrainedConfig) -> str:
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return ""
+    method = found.get("quant_method") if isinstance(found, Mapping) else found.quant_method
+    return f"holds quantised weights (quant_method={str(method)!r})"
+
+
+_PROBLEMS: tuple[Callable[[PreTrainedConfig], str], ...] = (
+    _not_text_alone,
+    _no_decoder,
+    _experts,
+    _recurrent,
+    _other_layers,
+    _window,
+    _capped,
+    _positions,
+    _own_attention,
+    _quantised,
+)
+
+
+# ---- what a family does that nobody has listed
+
+
+class _Layers:
+    """In the place of a row's structure: counts the layers that ask for attention."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        self.num_calls += 1
+        shape = (*query.shape[:3], value.shape[3])
+        return query.new_empty(shape).transpose(1, 2).contiguous()
+
+
+def _run_without_memory(config: PreTrainedConfig) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=attention.NAME
+        )
+    decoder = model.get_decoder()
+    if not hasattr(decoder, "layers"):
+        raise UserError("its decoder has no list called `layers`")
+    counted = _Layers()
+    ids = torch.empty(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
+    with torch.no_grad():
+        decoder(input_ids=ids, position_ids=ids, use_cache=False, forest=counted)
+    if not counted.num_calls or counted.num_calls % len(decoder.layers):
+        raise UserError(
+            f"its {len(decoder.layers)} layers ask for attention {counted.num_calls} times"
+        )

@@ -1,0 +1,127 @@
+"""What a request costs does not grow with the leases, nor with the groups that were trained."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_groups as fake
+import pytest
+
+from bench.dataflow_growth import NUM_GROUPS, PER_LEASE, Size, grown
+from bench.dataflow_service import group
+from flowtrain.dataflow.codec import pack_group
+from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Push, Release, Renewal
+from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.ledger.prompts import num_leased
+from flowtrain.dataflow.ledger.sql import SqliteDatabase
+
+_STEPS = 10
+"""Instructions of SQLite's machine between two calls of a progress handler."""
+_SMALL = Size(10, 100)
+
+
+class Counter:
+    """Counts what SQLite executes on the connections of a ledger."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._num = 0
+        connect: Callable[[Any], sqlite3.Connection] = SqliteDatabase._connect
+
+        def watched(database: SqliteDatabase) -> sqlite3.Connection:
+            connection = connect(database)
+            connection.set_progress_handler(self._tick, _STEPS)
+            return connection
+
+        patch.setattr(SqliteDatabase, "_connect", watched)
+
+    def _tick(self) -> int:
+        self._num += 1
+        return 0
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[int, Any]:
+        before = self._num
+        answer = run()
+        return self._num - before, answer
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    return Counter(monkeypatch)
+
+
+def _costs(ledger: Ledger, count: Counter, size: Size) -> dict[str, int]:
+    """What each request takes, the second one where the first reads what it then remembers."""
+    costs, held = {}, []
+    for number in range(NUM_GROUPS // PER_LEASE + 1):
+        request = LeaseRequest("node-1", "a", PER_LEASE, key=f"{number}")
+        costs["lease"], answer = count(lambda request=request: ledger.lease(request))
+        held += answer.leases
+    renewal = Renewal("node-1", "a", tuple((lease.work_item, 1) for lease in held))
+    costs["renew"], _ = count(lambda: ledger.renew(renewal))
+    for lease in held[:NUM_GROUPS]:
+        request = Push("node-1", lease.work_item, 1, pack_group(group(lease)))
+        costs["push"], _ = count(lambda request=request: ledger.push(request))
+    step = size.num_committed // NUM_GROUPS + 1
+    costs["batch"], batch = count(lambda: ledger.batch(BatchRequest("planner", step)))
+    assert len(batch.groups) == NUM_GROUPS
+    ledger.close()
+    return costs
+
+
+@pytest.mark.parametrize(
+    "size", [Size(10, 1000), Size(10, 100, 1600)], ids=["leases", "trained groups"]
+)
+def test_requests_take_as_many_steps_in_a_large_ledger(
+    tmp_path: Path, count: Counter, size: Size
+) -> None:
+    small = _costs(grown(str(tmp_path / "small.db"), _SMALL), count, _SMALL)
+    large = _costs(grown(str(tmp_path / "large.db"), size), count, size)
+    assert set(small) == {"lease", "renew", "push", "batch"} and all(small.values())
+    for name, steps in large.items():
+        assert steps <= 1.2 * small[name] + 10, (name, small, large)
+
+
+def test_a_report_asks_for_the_leases_of_all_nodes_at_once(tmp_path: Path, count: Counter) -> None:
+    few = grown(str(tmp_path / "few.db"), Size(10, 300))
+    many = grown(str(tmp_path / "many.db"), Size(60, 300))
+    (small, _), (large, found) = count(few.status), count(many.status)
+    assert [node["num_leased"] for node in found["nodes"].values()] == [5] * 60
+    assert large < 3 * small
+
+
+def test_leases_are_what_is_nothing_else(database: str) -> None:
+    ledger = fake.ledger(database, max_waiting=100, max_attempts=1)
+    ledger.register(fake.planner())
+    fake.joined(ledger)
+
+    def check(num: int) -> None:
+        with ledger.database.read() as transaction:
+            assert num_leased(transaction) == num
+        assert ledger.status()["work_items"]["leased"] == num
+        assert not ledger.audit().problems
+
+    check(0)
+    leases = fake.lease(ledger, 12)
+    check(12)
+    for lease in leases[:5]:
+        fake.push(ledger, lease)
+    check(7)
+    given_back = tuple((lease.work_item, lease.attempt) for lease in leases[5:8])
+    ledger.release(Release("n1", given_back[:1], "ends"))
+    ledger.release(Release("n1", given_back[1:], "cannot", is_failure=True))
+    check(4)
+    assert ledger.status()["work_items"] == {
+        "leased": 4,
+        "waiting": 1,
+        "committed": 5,
+        "failed": 2,
+    }
+    assert len(ledger.batch(BatchRequest("planner", 1)).groups) == 4
+    assert len(fake.lease(ledger, 2)) == 2
+    check(6)
+    fake.push(ledger, leases[6])  # it had failed
+    check(6)
+    ledger.close()

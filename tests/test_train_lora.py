@@ -1,0 +1,76 @@
+"""Runs that train an adapter, with versions of merged weights and of the adapter alone."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Server, read, rows
+from safetensors import safe_open
+
+pytest_plugins = ("cli_runs",)
+
+LORA = (
+    *("--lora.rank", "4", "--train.lr", "1e-2", "--algorithm.kl_coef", "0.1"),
+    *("--rollout.group_size", "4", "--rollout.max_in_flight", "1", "--eval.num_tasks", "4"),
+)
+AFTER_STEP_3 = KILL.format(
+    module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
+)
+LAST = f"checkpoints/step_{NUM_STEPS:08d}"
+
+
+def train(server: Server, words: tuple[str, ...], path: Path, *argv: str, before: str = "") -> int:
+    options = (*words, *LORA, *argv, "--run.dir", path, "--resume", "auto")
+    process = server.start("train", *options, before=NO_PICTURE + before)
+    code = process.wait()
+    assert code in (0, -signal.SIGKILL), process.err.read_text()[-2000:]
+    return code
+
+
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_a_killed_run_goes_on_to_the_same_bits(
+    server: Server, words: tuple[str, ...], tmp_path: Path, sync: str
+) -> None:
+    """With inputs dropped; and what the sampler said is what the trainer says, but for those."""
+    argv = ("--lora.sync", sync, "--lora.dropout", "0.1" if sync == "adapter" else "0")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(server, words, whole, *argv) == 0
+    assert train(server, words, killed, *argv, before=AFTER_STEP_3) == -signal.SIGKILL
+    assert train(server, words, killed, *argv) == 0
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert (whole / LAST / name).read_bytes() == (killed / LAST / name).read_bytes()
+    assert rows(killed, "metrics.jsonl") == rows(whole, "metrics.jsonl")
+    trained = [row for row in read(whole / "metrics.jsonl")[1:] if row["num_tokens"]]
+    assert len(trained) >= NUM_STEPS - 1
+    if sync == "merged":
+        assert max(row["logprob_mismatch"] for row in trained) < 1e-4
+    assert trained[-1]["kl"] > 0, "the reference is the frozen model"
+
+
+def test_versions_of_an_adapter_are_small_and_its_checkpoint_is_a_model(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    assert train(server, words, path, "--lora.sync", "adapter") == 0
+    (snapshot,) = (path / f"weights/v{NUM_STEPS:08d}").glob("*.safetensors")
+    with safe_open(snapshot, "pt") as tensors:
+        assert all(".lora_" in name for name in tensors.keys())  # noqa: SIM118
+    trained = read(path / "metrics.jsonl")
+    assert max(row.get("logprob_mismatch", 0.0) for row in trained) < 1e-4
+    again = tmp_path / "again"
+    argv = ("--model.path", path / LAST, "--train.num_steps", "0", "--run.dir", again)
+    code, lines, _ = server.run("train", *words, *LORA[-2:], *argv, before=NO_PICTURE)
+    assert code == 0, lines
+    assert (again / "weights/v00000000").exists()
+    ends = [json.loads((each / "summary.json").read_text()) for each in (path, again)]
+    assert ends[0]["trained"] == ends[1]["warm"], "the merged model answers as the adapted one did"
+
+
+def test_an_adapter_over_random_weights_is_refused(server: Server, tmp_path: Path) -> None:
+    code, lines, _ = server.run("train", "--lora.rank", "4", "--run.dir", tmp_path / "run")
+    assert code == 2 and "lora.rank=4 needs a model" in lines[-1]
+    code, lines, _ = server.run("train", "--lora.alpha", "4", "--run.dir", tmp_path / "run")
+    assert code == 2 and "lora.alpha=4.0 needs lora.rank above 0" in lines[-1]

@@ -1,0 +1,408 @@
+"""An adapter is trained as peft trains it; it is merged, saved and restored exactly, on any ranks.
+Run as a script, this file is the training on two ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flowkernels import LossSpec
+from peft import PeftModel
+from ranks import fork, launch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from flowtrain.config import Config, Lora
+from flowtrain.engines.factory import ModelSpec, make_engine
+from flowtrain.training import checkpoint, lora
+from flowtrain.training import model as models
+from flowtrain.training.cost import ForwardCost
+from flowtrain.training.step_metrics import StepMetrics
+from flowtrain.training.trainer import OptimSpec, Trainer
+from flowtrain.training.tree import PackedRow, pack_rows
+from flowtrain.training.world import World, end_process
+from flowtrain.types import Sample, Sampling, UserError
+from flowtrain.weights import Publisher, WeightStore
+
+MakeSamples = Callable[..., list[Sample]]
+LORA = Lora(rank=4, alpha=8.0)
+
+
+def adapted(path: str, options: Lora = LORA, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of a folder with an adapter whose B is not 0, so that it matters."""
+    model = models.load_model(path, dtype)
+    torch.manual_seed(3)
+    lora.add_adapter(model, options, path)
+    with torch.no_grad():
+        for name, weight in lora.adapter_weights(model).items():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    return model
+
+
+def trainer_of(model: PreTrainedModel, world: World, **loss: Any) -> Trainer:
+    reference = model if loss else None
+    optim = OptimSpec(lr=1e-2, weight_decay=0.0)
+    return Trainer(model, world, LossSpec(**loss), optim, reference=reference)
+
+
+def cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def rows(random_samples: MakeSamples) -> list[list[PackedRow]]:
+    return [pack_rows(random_samples(6), 30)]
+
+
+def test_at_first_the_model_is_what_it_was(
+    tiny_path: str, alone: World, rows: list[list[PackedRow]]
+) -> None:
+    plain = models.load_model(tiny_path, torch.float32)
+    model = models.load_model(tiny_path, torch.float32)
+    lora.add_adapter(model, LORA, tiny_path)
+    ours, theirs = (Trainer(m, alone, LossSpec(), OptimSpec(lr=1e-2)) for m in (model, plain))
+    for found, expected in zip(
+        ours.score(model, rows[0]), theirs.score(plain, rows[0]), strict=True
+    ):
+        assert torch.equal(found.logprob_T, expected.logprob_T)
+    weights = models.named_weights(model)
+    expected_weights = models.named_weights(plain)
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+
+
+def test_a_step_moves_the_adapter_alone_along_the_gradient_of_the_merged_weights(
+    tiny_path: str, alone: World, rows: list[list[PackedRow]]
+) -> None:
+    """dB = s dW A^T and dA = s B^T dW, with dW of the model with merged weights."""
+    model = adapted(tiny_path)
+    trainer = trainer_of(model, alone)
+    plain = models.load_model(tiny_path, torch.float32)
+    plain.load_state_dict(models.named_weights(model), strict=False)
+    whole = Trainer(plain, alone, LossSpec(), OptimSpec(lr=1e-2))
+    frozen = cloned(lora.frozen_weights(model))
+    for each in (trainer, whole):
+        each.forward_backward(rows[0], 1.0, StepMetrics())
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        dw = gradients[f"{name}.weight"]
+        torch.testing.assert_close(b.grad, 2.0 * dw @ a.T, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a.grad, 2.0 * b.T @ dw, rtol=1e-4, atol=1e-5)
+    before = cloned(lora.adapter_weights(model))
+    trainer.optim_step(torch.tensor(0.0))
+    after = lora.adapter_weights(model)
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(w, frozen[n]) for n, w in lora.frozen_weights(model).items())
+
+
+def test_the_reference_is_the_model_without_its_adapter(
+    tiny_path: str, alone: World, rows: list[list[PackedRow]]
+) -> None:
+    """And the next pass has the adapter again."""
+    model, plain = adapted(tiny_path), models.load_model(tiny_path, torch.float32)
+    trainer = trainer_of(model, alone, kl_coef=0.1)
+    with_adapter = trainer.score(model, rows[0])
+    with trainer.reference() as reference:
+        found = trainer.score(reference, rows[0])
+    for ours, theirs in zip(found, trainer.score(plain, rows[0]), strict=True):
+        assert torch.equal(ours.logprob_T, theirs.logprob_T)
+    again = trainer.score(model, rows[0])
+    assert all(
+        torch.equal(x.logprob_T, y.logprob_T) for x, y in zip(with_adapter, again, strict=True)
+    )
+    assert not torch.equal(found[0].logprob_T, again[0].logprob_T)
+    assert trainer.step(rows)["kl"] > 1e-3, "the KL term is to the frozen weights"
+
+
+def test_dropout_is_for_training_passes_alone(
+    tiny_path: str, alone: World, rows: list[list[PackedRow]]
+) -> None:
+    """And the same seed drops the same inputs."""
+    model = adapted(tiny_path, Lora(rank=4, dropout=0.5))
+    trainer = trainer_of(model, alone)
+    scores = [trainer.score(model, rows[0])[0].logprob_T for _ in range(2)]
+    assert torch.equal(*scores) and model.training
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        found = Trainer(model, alone, LossSpec(), OptimSpec(lr=0.0)).step(rows)["loss"]
+        return float(found)
+
+    assert loss(0) == loss(0) != loss(1)
+
+
+def test_peft_reads_a_checkpoint_and_merges_it_as_we_do(
+    tiny_path: str, alone: World, rows: list[list[PackedRow]], tmp_path: Path
+) -> None:
+    model = adapted(tiny_path)
+    trainer = trainer_of(model, alone)
+    trainer.step(rows)
+    path = saved(trainer, tiny_path, tmp_path, alone)
+    base = AutoModelForCausalLM.from_pretrained(tiny_path)
+    theirs = PeftModel.from_pretrained(base, str(path)).merge_and_unload().state_dict()
+    ours = models.named_weights(models.load_model(str(path), torch.float32))
+    for name, weight in models.named_weights(model).items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-7)
+        torch.testing.assert_close(weight, ours[name], rtol=0, atol=1e-7)
+    second = adapted(str(path))
+    assert lora.base_of(str(path)) == tiny_path
+    assert torch.equal(
+        lora.frozen_weights(second)["model.layers.0.mlp.up_proj.weight"],
+        ours["model.layers.0.mlp.up_proj.weight"],
+    ), "an adapter over a merged one"
+
+
+def saved(trainer: Trainer, model_path: str, root: Path, world: World) -> Path:
+    tokenizer = models.load_tokenizer(model_path)
+    checkpoint.save(root, 1, trainer.model, tokenizer, trainer.optimizer, {}, world=world, keep=1)
+    return root / "step_00000001"
+
+
+def test_restore_is_exact_and_so_are_the_steps_after_it(
+    tiny_path: str, alone: World, rows: list[list[PackedRow]], tmp_path: Path
+) -> None:
+    trainer = trainer_of(adapted(tiny_path), alone, kl_coef=0.1)
+    trainer.step(rows)
+    path = saved(trainer, tiny_path, tmp_path, alone)
+    files = {file.name for file in path.iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    model = models.load_model(tiny_path, torch.float32)
+    torch.manual_seed(9)
+    lora.add_adapter(model, LORA, tiny_path)
+    restored = trainer_of(model, alone, kl_coef=0.1)
+    checkpoint.restore(path, model, restored.optimizer)
+    for _ in range(2):
+        assert restored.step(rows) == trainer.step(rows)
+    ours, theirs = lora.adapter_weights(model), lora.adapter_weights(trainer.model)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_of_another_kind_is_refused(
+    tiny_path: str, alone: World, tmp_path: Path
+) -> None:
+    trainer = trainer_of(adapted(tiny_path), alone)
+    path = saved(trainer, tiny_path, tmp_path, alone)
+    other = trainer_of(adapted(tiny_path, Lora(rank=2)), alone)
+    with pytest.raises(UserError, match=r"another adapter.*lora\.rank"):
+        checkpoint.restore(path, other.model, other.optimizer)
+    plain = models.load_model(tiny_path, torch.float32)
+    whole = Trainer(plain, alone, LossSpec(), OptimSpec(lr=1e-2))
+    with pytest.raises(UserError, match=r"holds an adapter: lora\.rank"):
+        checkpoint.restore(path, plain, whole.optimizer)
+
+
+def test_targets(tiny_path: str) -> None:
+    model = adapted(tiny_path, Lora(rank=2, targets=("q_proj", "down_proj")))
+    assert {name.split(".")[-3] for name in lora.adapter_weights(model)} == {"q_proj", "down_proj"}
+    with pytest.raises(UserError, match=r"'lm_head' is no linear layer.*down_proj, gate_proj"):
+        adapted(tiny_path, Lora(rank=2, targets=("q_proj", "lm_head")))
+
+
+def test_a_sum_of_bf16_weights_is_rounded_once(tiny_path: str) -> None:
+    """What is merged is the nearest bf16 to the sum in fp64, or its neighbour at a tie."""
+    model = adapted(tiny_path, dtype=torch.bfloat16)
+    frozen, adapter = lora.frozen_weights(model), lora.adapter_weights(model)
+    name = "model.layers.1.mlp.up_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"].double() for x in "AB")
+    exact = frozen[f"{name}.weight"].double() + 2.0 * b @ a
+    merged = models.named_weights(model)[f"{name}.weight"]
+    assert merged.dtype == torch.bfloat16
+    rounded = exact.to(torch.bfloat16)
+    assert (merged != rounded).float().mean() < 0.01
+    # A sum of two roundings, as of bf16 tensors, would differ far more often.
+    twice = frozen[f"{name}.weight"] + (2.0 * b @ a).to(torch.bfloat16)
+    assert (twice != rounded).float().mean() > 0.02
+
+
+def test_a_backward_pass_spares_the_products_of_frozen_weights(
+    tiny_path: str, rows: list[list[PackedRow]]
+) -> None:
+    (row, *_) = rows[0]
+    plain, model = models.load_model(tiny_path, torch.float32), adapted(tiny_path)
+    whole, ours = ForwardCost.of(plain), ForwardCost.of(model)
+    assert whole.training_flops(row) == 3 * whole.flops(row)
+    spared = 3 * ours.flops(row) - ours.training_flops(row)
+    frozen = sum(p.numel() for p in plain.get_decoder().layers.parameters())
+    head = plain.config.vocab_size * plain.config.hidden_size
+    expected = 2 * frozen * len(row.input_ids_N) + 2 * head * len(row.target_ids_T)
+    assert spared == pytest.approx(expected)
+
+
+# ---- four bits
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> str:
+    """A model whose layers are wide enough for bitsandbytes on a CPU: multiples of 64."""
+    pytest.importorskip("bitsandbytes")
+    texts = ["What is the capital of Chad?", "Sub-Goal: capital of Chad"]
+    tokenizer = models.new_tokenizer(texts, vocab_size=280)
+    torch.manual_seed(0)
+    model = models.new_model(
+        tokenizer, hidden_size=192, num_layers=2, num_heads=4, max_positions=64
+    )
+    models.export(model, tokenizer, models.full_weights(model), tmp_path / "wide")
+    return str(tmp_path / "wide")
+
+
+QLORA = Lora(rank=4, alpha=8.0, sync="adapter", quantize="nf4")
+
+
+def four_bits(path: str) -> PreTrainedModel:
+    return models.load_model(path, torch.float32, **lora.quantization(QLORA, torch.float32))
+
+
+def test_an_adapter_over_four_bits_trains_what_it_trains_over_their_values(
+    wide: str, alone: World, rows: list[list[PackedRow]]
+) -> None:
+    """And the frozen layers take an eighth of the bytes, with a scale in fp32 for 64 weights."""
+    import bitsandbytes
+
+    quantised, plain = four_bits(wide), models.load_model(wide, torch.float32)
+    before = dict(plain.named_parameters())
+    change = 0.0
+    with torch.no_grad():
+        for name, weight in quantised.named_parameters():
+            if weight.dtype == torch.uint8:
+                values = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+                change = max(change, float((values - before[name]).abs().max()))
+                before[name].copy_(values)
+    assert change > 1e-3 and lora.is_quantised(quantised)
+    whole = ForwardCost.of(plain)
+    trainers = []
+    for model in (quantised, plain):
+        torch.manual_seed(3)
+        lora.add_adapter(model, QLORA, wide)
+        model = models.shard(model, alone, models.ShardSpec(torch.float32))
+        trainers.append(trainer_of(model, alone))
+    num_layer = sum(p.numel() for p in before.values() if p.dim() == 2) - 280 * 192
+    saved = lora.frozen_bytes(plain) - lora.frozen_bytes(quantised)
+    assert saved == pytest.approx(num_layer * (4 - 0.5 - 4 / 64), rel=0.02)
+    assert ForwardCost.of(quantised).per_frozen_token == whole.per_token
+    for _ in range(3):
+        one, two = (trainer.step(rows) for trainer in trainers)
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-4)
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3)
+
+
+def test_the_torch_engine_samples_over_the_same_four_bits(
+    wide: str, alone: World, tmp_path: Path
+) -> None:
+    sections = {"model": {"path": wide}, "lora": QLORA.model_dump()}
+    config = Config.model_validate(sections)
+    trained, plain = four_bits(wide), models.load_model(wide, torch.float32)
+    lora.add_adapter(trained, QLORA, wide)
+    with torch.no_grad():
+        for weight in lora.adapter_weights(trained).values():
+            weight.normal_(std=0.1)
+    store = WeightStore(tmp_path / "store")
+    Publisher(store).publish(lora.adapter_weights(trained), 0)
+    engine = make_engine(config, ModelSpec.load("model.path", wide), alone.device, store)
+    engine.load(0)
+    prompt = tuple(range(5, 15))
+    sampling = Sampling(6, temperature=1.0, seed=0, ignore_end=True)
+    done = asyncio.run(engine.generate(prompt, sampling))
+    engine.close()
+    zeros = (0.0,) * len(done.ids)
+    row = pack_rows([Sample(prompt, done.ids, done.logprobs, zeros, zeros)], 30)
+    (found,) = trainer_of(trained, alone).score(trained, row)
+    # On some CPUs bitsandbytes samples in bf16.
+    torch.testing.assert_close(found.logprob_T, torch.tensor(done.logprobs), rtol=0, atol=1e-2)
+    (other,) = trainer_of(plain, alone).score(plain, row)
+    assert (other.logprob_T - found.logprob_T).abs().max() > 0.1, "the adapter matters"
+
+
+def test_four_bits_are_for_one_rank(wide: str) -> None:
+    with pytest.raises(UserError, match=r"lora\.quantize='nf4' trains on one rank.*not on 2"):
+        models.shard(
+            four_bits(wide), World(0, 2, torch.device("cpu")), models.ShardSpec(torch.float32)
+        )
+
+
+# ---- two ranks
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_train_save_and_merge_what_one_does(
+    tiny_path: str, tmp_path: Path, dtype: str
+) -> None:
+    """Weights of size 1 after three steps of learning rate 0.01."""
+    launch(__file__, [(size, [tiny_path, str(tmp_path / str(size)), dtype]) for size in (1, 2)])
+    one, two = (load_file(tmp_path / str(size) / "result.safetensors") for size in (1, 2))
+    assert one.keys() == two.keys() and any("lora_B" in name for name in one)
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def train(path: str, folder: str, dtype: str) -> None:
+    """Train, save, restore into a fresh model, train on; write what came out."""
+    world = World.join("cpu")
+    root = Path(folder)
+    spec = models.ShardSpec(getattr(torch, dtype))
+    options = OptimSpec(lr=1e-2, weight_decay=0.0)
+
+    def fresh() -> Trainer:
+        # Layers are sharded one by one, as those of large models are.
+        model = models.shard(adapted(path, dtype=spec.dtype), world, spec)
+        trainer = Trainer(model, world, LossSpec(kl_coef=0.1), options, reference=model)
+        for group in trainer.optimizer.param_groups:
+            group["eps"] = 1e-3
+        return trainer
+
+    models._SMALL = 0
+    samples = [s for s in every_sample() if (s.minibatch, s.minibatch) == (0, 0)]
+    mine = [pack_rows(samples[world.rank :: world.size], 30)]
+    first = fresh()
+    first.step(mine)
+    path_1 = saved(first, path, root, world)
+    second = fresh()
+    checkpoint.restore(path_1, second.model, second.optimizer)
+    for _ in range(2):
+        assert second.step(mine) == first.step(mine), "a restored trainer goes on exactly"
+    assert world.size == 1 or isinstance(
+        lora.merged_weights(second.model)["model.layers.0.mlp.up_proj.weight"], DTensor
+    )
+    merged = models.full_weights(second.model)
+    adapter = models.whole(lora.adapter_weights(second.model))
+    if world.is_main:
+        result = {n: t.float() for n, t in (merged | adapter).items()}
+        save_file(result, root / "result.safetensors")
+    end_process(0)
+
+
+def every_sample() -> list[Sample]:
+    rng = torch.Generator().manual_seed(0)
+
+    def ids() -> tuple[int, ...]:
+        return tuple(torch.randint(280, (6,), generator=rng).tolist())
+
+    made = Sample((), (), (), (), ())
+    return [
+        replace(
+            made,
+            prompt_ids=ids(),
+            response_ids=ids(),
+            logprobs=(-5.6,) * 6,
+            advantages=(float(index % 2) - 0.5,) * 6,
+            loss_weights=(1.0,) * 6,
+        )
+        for index in range(6)
+    ]
+
+
+if __name__ == "__main__":
+    fork(train)

@@ -1,0 +1,154 @@
+"""Families of models: those on the list have transformers' log-probs on a packed tree, others are
+refused by their config, in one line, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
+
+from bench.families import REFUSED, SHAPE, TRAINED, config_of, parity, refusal
+from flowtrain.config import Config
+from flowtrain.engines.factory import ModelSpec
+from flowtrain.run.components import RunComponents
+from flowtrain.run.memory_plan import activations
+from flowtrain.training import model as models
+from flowtrain.training.attention import Forest, forest_attention
+from flowtrain.training.model_check import check_config, load_config
+from flowtrain.training.world import World
+from flowtrain.types import UserError
+
+KNOWN = [name for name in TRAINED if name in CONFIG_MAPPING]
+FOUND = {
+    "bert": "no list called `layers`",
+    "bloom": "attention of its own",
+    "cohere2": "sliding_attention",
+    "deepseek_v3": "n_routed_experts=256",
+    "falcon": "attention of its own",
+    "gemma2": "sliding_attention",
+    "gemma3": "vision_config",
+    "gemma3_text": "sliding_attention",
+    "gpt2": "no list called `layers`",
+    "gpt_oss": "num_local_experts=128",
+    "jamba": "num_experts=16",
+    "mamba2": "recurrent state",
+    "mistral": "sliding_window=16 of 64 positions",
+    "mixtral": "num_local_experts=8",
+    "nemotron": "does not hand the structure of a row on",
+    "olmo3": "sliding_attention",
+    "phi3": "rope_type='longrope'",
+    "qwen2_5_vl": "vision_config",
+    "qwen3_moe": "experts=4",
+    "qwen3_next": "num_experts=512",
+    "stablelm": "attention of its own",
+    "t5": "an encoder with a decoder",
+}
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_a_tree_has_the_log_probs_of_transformers(family: str) -> None:
+    found = parity(config_of(family, TRAINED[family]))
+    assert found["largest_difference"] < 3e-6 * max(1.0, 2 * found["std_of_logprobs"])
+    assert found["std_of_logprobs"] > 0.05, "the weights are large enough to tell"
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_families_on_the_list_pass_and_their_memory_is_planned(family: str) -> None:
+    config = config_of(family, TRAINED[family])
+    assert check_config(config, "PATH") is not None
+    at_head, peak = activations(config, torch.float32, 32, recompute=False)
+    assert 0 < at_head < peak
+
+
+@pytest.mark.parametrize("family", [name for name in REFUSED if name in CONFIG_MAPPING])
+def test_what_cannot_be_trained_is_refused(family: str) -> None:
+    told = refusal(config_of(family, REFUSED[family]))
+    assert FOUND[family] in told and "\n" not in told
+
+
+OTHER = {
+    "capped attention": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    "ALiBi": ({"alibi": True}, "ALiBi"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'"),
+    "dynamic positions": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_type='dynamic'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_properties_are_refused_whatever_the_family(name: str) -> None:
+    options, found = OTHER[name]
+    assert found in refusal(LlamaConfig(**SHAPE, **options))
+
+
+def test_a_window_that_hides_nothing_is_taken_out() -> None:
+    config = check_config(MistralConfig(**SHAPE, sliding_window=64), "PATH")
+    assert config.sliding_window is None
+    with pytest.raises(UserError, match="sliding_window=63 of 64"):
+        check_config(MistralConfig(**SHAPE, sliding_window=63), "PATH")
+
+
+def test_qwen2_names_a_window_that_it_does_not_use() -> None:
+    used = {"sliding_window": 16, "max_window_layers": 1}
+    check_config(Qwen2Config(**SHAPE, **used, use_sliding_window=False), "PATH")
+    with pytest.raises(UserError, match="sliding_attention"):
+        check_config(Qwen2Config(**SHAPE, **used, use_sliding_window=True), "PATH")
+
+
+@pytest.mark.parametrize(
+    "asked", [{"sliding_window": 4}, {"softcap": 50.0}, {"s_aux": torch.zeros(2)}]
+)
+def test_the_attention_of_trees_swallows_nothing_that_it_does_not_compute(asked: dict) -> None:
+    query = torch.zeros(1, 2, 3, 4)
+    forest = Forest.of(torch.tensor([3, 3, 3]))
+    forest_attention(nn.Module(), *[query] * 3, None, forest=forest, **dict.fromkeys(asked))
+    with pytest.raises(UserError, match=next(iter(asked))):
+        forest_attention(nn.Module(), *[query] * 3, None, forest=forest, **asked)
+
+
+# ---- every place that loads a model
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> str:
+    """A folder with nothing in it but the config of a mixture of experts."""
+    folder = tmp_path / "moe"
+    Qwen3MoeConfig(**SHAPE, num_experts=4).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("key", ["model.path", "policies.verifier.path"])
+def test_a_refusal_names_the_key_and_the_path_before_anything_else_is_read(
+    experts: str, key: str
+) -> None:
+    """The folder has neither weights nor a tokenizer, whose lack would be another message."""
+    expected = f"^{key}='{experts}' is a mixture of experts .*experts=4.; such models cannot"
+    for load in (
+        lambda: models.load_model(experts, torch.float32, key=key),
+        lambda: ModelSpec.load(key, experts),
+        lambda: load_config(experts, key),
+    ):
+        with pytest.raises(UserError, match=expected):
+            load()
+
+
+def test_vllm_alone_may_sample_from_any_model(experts: str) -> None:
+    assert load_config(experts, trained=False).model_type == "qwen3_moe"
+
+
+def test_a_run_is_refused(experts: str) -> None:
+    questions = Path(experts).parent / "questions.jsonl"
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config.model_validate(
+        {"model": {"path": experts}, "tasks": {"name": "file", "path": str(questions)}}
+    )
+    with pytest.raises(UserError, match="is a mixture of experts"):
+        RunComponents.prepare(config, World(0, 1, torch.device("cpu")))

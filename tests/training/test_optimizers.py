@@ -1,0 +1,344 @@
+"""The optimizers: what they compute, what a checkpoint brings back on one rank and on two, and
+moments that wait on the CPU. Run as a script, this file is the ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from flowkernels import LossSpec
+from ranks import fork, launch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flowtrain.config import Config
+from flowtrain.training import checkpoint
+from flowtrain.training import model as models
+from flowtrain.training.optimizers import KINDS, ShardOptimizer, _dequantised, _pieces_of
+from flowtrain.training.trainer import OptimSpec, Trainer
+from flowtrain.training.tree import pack_rows
+from flowtrain.training.world import World, end_process
+from flowtrain.types import Sample, UserError
+
+SMALL = [kind for kind in KINDS if kind != "adamw"]
+NUM_STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _torchao() -> None:
+    pytest.importorskip("torchao")
+
+
+# ---- one rank
+
+
+class Weights(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = nn.Parameter(torch.randn(64, 128).to(dtype))
+        self.small = nn.Parameter(torch.randn(10).to(dtype))
+
+
+def optimizer_of(kind: str, model: nn.Module, offload: bool = False) -> ShardOptimizer:
+    world = World(0, 1, torch.device("cpu"))
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "offload": offload}
+    return ShardOptimizer(model, world, kind=kind, **options)
+
+
+def step(optimizer: ShardOptimizer, model: nn.Module, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=rng).to(parameter.dtype)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def trained(kind: str, num_steps: int = 5, offload: bool = False) -> Weights:
+    model = Weights(KINDS[kind].weight_dtype)
+    optimizer = optimizer_of(kind, model, offload)
+    for seed in range(num_steps):
+        step(optimizer, model, seed)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("adamw", 0), ("adamw_8bit", 0.01)])
+def test_steps_are_those_of_torchs_adamw(kind: str, tolerance: float) -> None:
+    ours, theirs = trained(kind), Weights(torch.float32)
+    optimizer = torch.optim.AdamW(
+        theirs.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    for seed in range(5):
+        rng = torch.Generator().manual_seed(seed)
+        for parameter in theirs.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=rng)
+        optimizer.step()
+    moved = (theirs.large - Weights(torch.float32).large).abs().mean()
+    assert (ours.large - theirs.large).abs().mean() <= tolerance * moved
+    torch.testing.assert_close(ours.small, theirs.small, rtol=1e-6, atol=1e-7)
+    assert kind == "adamw" or not torch.equal(ours.large, theirs.large), "8 bits round"
+
+
+def test_stochastic_rounding_keeps_on_average_what_nearest_rounding_loses() -> None:
+    """100 steps of 2^-12 from 1, where the next number of bf16 is 2^-7 above."""
+    model = nn.Linear(4096, 1, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = ShardOptimizer(
+        model,
+        World(0, 1, torch.device("cpu")),
+        kind="adamw_bf16_sr",
+        lr=2**-12,
+        betas=(0.0, 0.0),
+        weight_decay=0.0,
+    )
+    for _ in range(100):
+        model.weight.grad = -torch.ones_like(model.weight)
+        optimizer.step()
+    expected = 100 * 2**-12
+    assert float(model.weight.detach().float().mean()) - 1 == pytest.approx(expected, rel=0.1)
+    assert len(model.weight.unique()) > 3, "each weight has random bits of its own"
+    nearest = torch.ones(1).bfloat16()
+    for _ in range(100):
+        nearest += 2**-12
+    assert float(nearest) == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_that_wait_on_the_cpu_change_nothing(kind: str) -> None:
+    apart, together = trained(kind, offload=True), trained(kind)
+    for ours, theirs in zip(apart.parameters(), together.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_does_not_touch_the_random_state_of_the_process(kind: str) -> None:
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    model = Weights(KINDS[kind].weight_dtype)
+    torch.random.set_rng_state(before)
+    step(optimizer_of(kind, model), model, 0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_takes_the_bytes_that_the_plan_counts(kind: str) -> None:
+    model = nn.Linear(256, 256, bias=False).to(KINDS[kind].weight_dtype)
+    optimizer = optimizer_of(kind, model)
+    step(optimizer, model, 0)
+    sizes = [x.numel() * x.element_size() for x in optimizer.moments().values() if x.dim()]
+    assert sum(sizes) == KINDS[kind].moment_bytes * 256 * 256
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learning_rate_that_falls_is_followed(kind: str) -> None:
+    model = Weights(KINDS[kind].weight_dtype)
+    optimizer = optimizer_of(kind, model)
+    step(optimizer, model, 0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.set_lr(0.0)
+    step(optimizer, model, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer.set_lr(1e-2)
+    step(optimizer, model, 2)
+    assert not torch.equal(before[0], model.large)
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("loaded", ["adamw", "adamw_8bit"])
+def test_another_optimizer_goes_on_from_the_same_moments(saved: str, loaded: str) -> None:
+    model = Weights(KINDS[saved].weight_dtype)
+    optimizer = optimizer_of(saved, model)
+    for seed in range(3):
+        step(optimizer, model, seed)
+    other = Weights(torch.float32)
+    resumed = optimizer_of(loaded, other)
+    resumed.load_moments(optimizer.moments())
+    truth = optimizer.state["large"]["exp_avg"]
+    found = resumed.state["large"]["exp_avg"]
+    ours, theirs = (x.dequantize() if hasattr(x, "codes") else x.float() for x in (found, truth))
+    assert (ours - theirs).abs().mean() < 0.02 * theirs.abs().mean()
+    assert int(resumed.state["small"]["step"]) == 3
+
+
+def test_a_bf16_optimizer_needs_bf16_passes() -> None:
+    with pytest.raises(ValueError, match=r"train.optimizer='adamw_bf16_sr' needs model.dtype"):
+        Config.model_validate({"train": {"optimizer": "adamw_bf16_sr"}})
+
+
+def test_a_machine_without_torchao_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UserError, match=r"adamw_8bit' needs torchao: pip install 'flowtrain\["):
+        optimizer_of("adamw_8bit", Weights(torch.float32))
+
+
+# ---- checkpoints of one rank and of two
+
+
+def rows_of(seed: int) -> list:
+    rng = torch.Generator().manual_seed(seed)
+    samples = []
+    for _ in range(4):
+        prompt, response = (
+            tuple(torch.randint(280, (6,), generator=rng).tolist()) for _ in range(2)
+        )
+        samples.append(Sample(prompt, response, (-5.6,) * 6, (1.0 - seed % 2,) * 6, (1.0,) * 6))
+    return [pack_rows(samples, 1000)]
+
+
+def new_trainer(path: str, world: World, kind: str) -> Trainer:
+    spec = models.ShardSpec(torch.bfloat16, weight_dtype=KINDS[kind].weight_dtype)
+    model = models.shard(models.load_model(path, torch.float32), world, spec)
+    return Trainer(model, world, LossSpec(), OptimSpec(lr=1e-2, kind=kind))
+
+
+REFERENCES = {
+    "fp32": {},
+    "bf16": {"weight_dtype": torch.bfloat16},
+    "on the cpu": {"weight_dtype": torch.bfloat16, "offload": True},
+}
+"""Ways to hold a reference whose passes are in bf16."""
+
+
+def with_reference(path: str, world: World, how: dict) -> Trainer:
+    spec = models.ShardSpec(torch.bfloat16)
+    frozen = models.load_model(path, torch.float32).requires_grad_(False).eval()
+    with torch.no_grad():
+        for parameter in frozen.parameters():
+            parameter.mul_(1.05)
+    reference = models.shard(frozen, world, replace(spec, **how))
+    model = models.shard(models.load_model(path, torch.float32), world, spec)
+    optim = OptimSpec(lr=1e-2)
+    return Trainer(model, world, LossSpec(kl_coef=0.5), optim, reference=reference)
+
+
+def save(trainer: Trainer, path: str, folder: Path, world: World) -> None:
+    tokenizer = models.load_tokenizer(path)
+    checkpoint.save(folder, 2, trainer.model, tokenizer, trainer.optimizer, {}, world=world, keep=1)
+
+
+def run(path: str, out: str) -> None:
+    """Train with each optimizer; once more from the checkpoint in the middle; and from that of one
+    rank.
+    """
+    torch.set_num_threads(1)
+    world = World.join("cpu", timeout_s=60)
+    models._SMALL = 0
+    for kind in KINDS:
+        folder = Path(out) / kind
+        trainer = new_trainer(path, world, kind)
+        for number in range(NUM_STEPS):
+            if number == 2:
+                save(trainer, path, folder, world)
+            trainer.step(rows_of(number))
+        write(folder / "whole.safetensors", trainer, world)
+        resumed = new_trainer(path, world, kind)
+        resume(resumed, folder)
+        write(folder / "resumed.safetensors", resumed, world)
+    for name, how in REFERENCES.items():
+        trainer = with_reference(path, world, how)
+        for number in range(NUM_STEPS):
+            trainer.step(rows_of(number))
+        write(Path(out) / f"reference {name}.safetensors", trainer, world)
+    end_process(0)
+
+
+def resume(trainer: Trainer, folder: Path) -> None:
+    checkpoint.restore(checkpoint.place(folder, 2), trainer.model, trainer.optimizer)
+    for number in range(2, NUM_STEPS):
+        trainer.step(rows_of(number))
+
+
+def write(path: Path, trainer: Trainer, world: World) -> None:
+    tensors: dict[str, Tensor] = models.full_weights(trainer.model)
+    tensors |= trainer.optimizer.moments()
+    if world.is_main:
+        save_file(tensors, path)
+
+
+@pytest.fixture(scope="module")
+def wide_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose layers are quantised on two ranks too, but not its embedding, half of which is
+    no multiple of 256.
+    """
+    tokenizer = models.load_tokenizer(tiny_path)
+    torch.manual_seed(0)
+    model = models.new_model(tokenizer, hidden_size=96, num_layers=2, num_heads=4, max_positions=64)
+    path = tmp_path_factory.mktemp("wide")
+    models.export(model, tokenizer, models.full_weights(model), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def places(wide_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    pytest.importorskip("torchao")
+    places = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in (1, 2)}
+    launch(__file__, [(size, (wide_path, str(place))) for size, place in places.items()])
+    return places
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(
+    places: dict[int, Path], size: int, kind: str
+) -> None:
+    whole, resumed = (
+        load_file(places[size] / kind / f"{name}.safetensors") for name in ("whole", "resumed")
+    )
+    assert set(whole) == set(resumed)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    has_codes = any(name.endswith(".codes") for name in whole)
+    assert has_codes == KINDS[kind].is_8bit, "the model has tensors that are quantised"
+    assert whole["model.embed_tokens.weight"].dtype == KINDS[kind].weight_dtype
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["bf16", "on the cpu"])
+def test_a_reference_in_fewer_bytes_or_elsewhere_changes_nothing(
+    places: dict[int, Path], size: int, name: str
+) -> None:
+    ours, theirs = (
+        load_file(places[size] / f"reference {each}.safetensors") for each in (name, "fp32")
+    )
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    without = load_file(places[size] / "adamw" / "whole.safetensors")
+    assert any(not torch.equal(without[key], theirs[key]) for key in theirs), "the KL term counts"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_goes_on_from_a_checkpoint_of_two(
+    places: dict[int, Path], wide_path: str, alone: World, kind: str
+) -> None:
+    """Codes of two shards are dequantised, and quantised once more."""
+    path = checkpoint.place(places[2] / kind, 2)
+    spec = models.ShardSpec(torch.float32, weight_dtype=KINDS[kind].weight_dtype)
+    model = models.shard(models.load_model(wide_path, torch.float32), alone, spec)
+    trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2, kind=kind))
+    checkpoint.restore(path, trainer.model, trainer.optimizer)
+    saved = load_file(path / "optimizer.safetensors")
+    for name, state in trainer.optimizer.state.items():
+        for key, value in state.items():
+            whole = saved.get(f"{name}/{key}")
+            if whole is None:
+                pieces = _pieces_of(saved, name, key)
+                assert len(pieces) == 2
+                parts = [_dequantised(piece, key == "exp_avg") for piece in pieces]
+                whole = torch.cat(parts).view(value.shape)
+            ours = value.dequantize() if hasattr(value, "codes") else value
+            assert (ours - whole).abs().mean() <= 0.02 * whole.abs().mean(), (name, key)
+            assert hasattr(value, "codes") or torch.equal(ours, whole)
+    trainer.step(rows_of(2))
+
+
+if __name__ == "__main__":
+    fork(run)
