@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.sqlite import use_write_ahead_log
 from flowtrain.utils.text import encodable
 
 _SCHEMA = (
@@ -26,7 +27,7 @@ class JudgeCache:
         """Open or make the file; raises UserError."""
         self._path = path
         with self._writing() as connection:
-            connection.execute("PRAGMA journal_mode=WAL")
+            use_write_ahead_log(connection, _WAIT_S)
             connection.execute(_SCHEMA)
 
     def get(self, engine: str, prompt: str) -> bool | None:

@@ -146,7 +146,7 @@ def test_a_lost_server_fails_its_run_and_is_replaced(killer: signal.Signals) -> 
 
     assert asyncio.run(main()) == "42\n"
     box.close()
-    assert servers() == others
+    asyncio.run(until(lambda: servers() <= others))  # one that was being started goes too
 
 
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGSTOP])
@@ -248,7 +248,7 @@ def test_a_forgotten_sandbox_leaves_no_process() -> None:
     asyncio.run(until(lambda: len(servers() - others) == 2))
     del box
     gc.collect()
-    assert servers() == others
+    asyncio.run(until(lambda: servers() <= others))  # one that was being started goes too
 
 
 @pytest.mark.parametrize(

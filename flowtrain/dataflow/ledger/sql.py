@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.types import UserError
+from flowtrain.utils.sqlite import use_write_ahead_log
 
 WAIT_S = 30.0
 """Longest wait for a lock or a connection; then Unavailable."""
@@ -204,7 +205,7 @@ class SqliteDatabase(Database):
             self._path, timeout=WAIT_S, isolation_level=None, check_same_thread=False
         )
         connection.row_factory = _named
-        _use_log(connection)
+        use_write_ahead_log(connection, WAIT_S)
         connection.execute("PRAGMA synchronous = FULL")
         return connection
 
@@ -229,21 +230,6 @@ class SqliteDatabase(Database):
             return Unavailable(f"{self.name} was not free in {WAIT_S:.0f} s")
         cure = next((cure for start, cure in cures.items() if code.startswith(start)), None)
         return UserError(f"cannot use the database {self.name}: {error}; {cure}") if cure else None
-
-
-def _use_log(connection: sqlite3.Connection) -> None:
-    """Turn on the write-ahead log. When two processes begin with a new file at once, SQLite tells
-    one of them that it is locked, without its usual waiting.
-    """
-    end = time.monotonic() + WAIT_S
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if not error.sqlite_errorname.startswith("SQLITE_BUSY") or time.monotonic() > end:
-                raise
-            time.sleep(0.01)
 
 
 @lru_cache
