@@ -12,6 +12,7 @@ One step, top to bottom, is the system:
     measure     run/rollout_stats.py       statistics of the rollouts
     advantages  algorithms/                an advantage and a loss weight for every token
     pack        training/tree.py           all turns as token trees
+    account     run/token_accounts.py      what became of every sampled token
     train       training/trainer.py        clipped ratio + KL, backward, AdamW
     publish     weights/publisher.py       what changed in the weights, as an immutable version
     load        weights/reader.py          the engine samples with that version from now on
@@ -65,9 +66,10 @@ def train(config: Config) -> int:
                 samples = attach_logprobs(batch.samples, rollouts.logprobs)
             with timer("train"):
                 rows = pack(samples, num_minibatches, config.train.token_budget)
+                tokens = run.account(rollouts.groups, batch, rows)
                 trained = run.train(step, rows)
             with timer("publish"):
-                published = run.publish(step, saved_step)
+                published = run.publish(step, saved_step, tokens)
             with timer("load"):
                 loaded = run.load(step)
             with timer("eval"):
@@ -77,6 +79,7 @@ def train(config: Config) -> int:
                 rollouts,
                 stats,
                 batch=batch,
+                tokens=tokens,
                 trained=trained,
                 weights={**published, **loaded},
                 evaluation=evaluation,

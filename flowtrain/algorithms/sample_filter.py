@@ -28,7 +28,7 @@ def filter_samples(batch: TrainBatch, max_positions: int, vocab_size: int) -> Tr
     The log-prob of a token of weight 0 may be anything. The counts of `batch.num_filtered` are
     added to; a warning names the first sample of each reason.
     """
-    counts = Counter(batch.num_filtered)
+    counts, tokens = Counter(batch.num_filtered), Counter(batch.num_filtered_tokens)
     kept, problems = [], dict[FilterReason, str]()
     for sample in batch.samples:
         found = _problem(sample, max_positions, vocab_size)
@@ -37,13 +37,17 @@ def filter_samples(batch: TrainBatch, max_positions: int, vocab_size: int) -> Tr
         else:
             reason, problem = found
             counts[reason] += 1
+            tokens[reason] += len(sample.response_ids)
             problems.setdefault(reason, problem)
     for reason, problem in problems.items():
         if problem:
             num = counts[reason] - batch.num_filtered.get(reason, 0)
             _log.warning("samples left out: %d, the first because %s", num, problem)
     return replace(
-        batch, samples=tuple(kept), num_filtered={reason: counts[reason] for reason in FilterReason}
+        batch,
+        samples=tuple(kept),
+        num_filtered={reason: counts[reason] for reason in FilterReason},
+        num_filtered_tokens={reason: tokens[reason] for reason in FilterReason},
     )
 
 

@@ -112,10 +112,14 @@ def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _nothing_else(rest)
     audit = audit_database(options.database, options.payloads)
     if options.json:
-        print(json.dumps({"problems": audit.problems, "counts": audit.counts}, indent=1))
+        tokens = {policy: account.metrics() for policy, account in audit.tokens.items()}
+        found = {"problems": audit.problems, "counts": audit.counts, "tokens": tokens}
+        print(json.dumps(found, indent=1))
     else:
         counts = ", ".join(f"{num:,} {name}" for name, num in audit.counts.items())
         print(counts or "nothing has happened yet")
+        for policy, account in audit.tokens.items():
+            print(f"tokens of {policy}: {account.text()}")
         print("\n".join(f"problem: {problem}" for problem in audit.problems) or "it all adds up")
     return 1 if audit.problems else 0
 

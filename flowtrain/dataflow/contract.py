@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from flowtrain.types import Task
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of these messages and of the records in a payload; requests of another version are
 refused."""
 
@@ -89,6 +89,9 @@ class LeaseRequest:
     """Seconds since the last request in which none was, because the node had no lease."""
     key: str = ""
     """Random id of this request; sent again, it gets the same leases."""
+    sampled: Mapping[str, int] = field(default_factory=dict)
+    """By policy, the tokens that this process has sampled since it joined, without those of
+    evaluations; a process that does not count sends none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,8 @@ class Renewal:
     life: str
     work_items: tuple[tuple[int, int], ...]
     """(work item, attempt) of the leases that the node still works on."""
+    sampled: Mapping[str, int] = field(default_factory=dict)
+    """As in `LeaseRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +173,8 @@ class Push:
     """The group, packed by `codec.pack_group`; its trajectories are scored. Empty with `stored`."""
     stored: StoredPayload | None = None
     """Where the node has put the payload; the service fetches it from there and checks it."""
+    sampled: Mapping[str, int] = field(default_factory=dict)
+    """As in `LeaseRequest`; the tokens of this group are among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +194,8 @@ class Release:
     is_failure: bool = False
     """The work could not be done, and may fail elsewhere too; after `dataflow.max_attempts` of
     these nobody tries again."""
+    sampled: Mapping[str, int] = field(default_factory=dict)
+    """As in `LeaseRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +287,8 @@ class Progress:
     evaluated: int = -1
     """Its log has the results of all evaluations up to this step, and its checkpoint is not older
     than that: they are no longer needed."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """What became of the tokens of the version's batch (`TokenAccount.fates`); {}: not told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowtrain.report.tables import aligned
+from flowtrain.types import account_of
 from flowtrain.utils.text import printable
 
 _LEFT_OUT = ("stale", "filtered", "surplus", "empty")
@@ -30,6 +31,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         "\n".join(head) + "\n",
         _policies(status["policies"]),
         _groups(status["policies"]),
+        _tokens(status["policies"]),
         _nodes(status["nodes"]),
     ]
     return "\n".join(part for part in parts if part)
@@ -78,6 +80,12 @@ def _groups(policies: Mapping[str, Any]) -> str:
                 counts = [f"{found['num']:,}", f"{found['tokens_mean']:,.0f}"]
                 rows.append((name, state, *counts, lengths))
     return aligned(rows) if len(rows) > 1 else ""
+
+
+def _tokens(policies: Mapping[str, Any]) -> str:
+    """A line per policy: what was sampled, and where it went."""
+    accounts = {name: account_of(policy["tokens"]) for name, policy in policies.items()}
+    return "".join(f"tokens of {name}: {found.text()}\n" for name, found in accounts.items())
 
 
 def _nodes(nodes: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The HTTP interface on which service and client agree.
 
-POST /v5/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization:
-Bearer <token>`; 5 is `contract.PROTOCOL`. Status 200 comes with the answer, any other one with a
+POST /v6/<method of `contract.Dataflow`> with the request as a MessagePack body and `Authorization:
+Bearer <token>`; 6 is `contract.PROTOCOL`. Status 200 comes with the answer, any other one with a
 `Problem`: after 4xx it does not help to ask again, after 408, 425, 429 and 5xx it may.
 """
 

@@ -68,7 +68,8 @@ def _serve(
     locations = _wait_for_trainers(client, config, stores, name)
     with make_sampler(config, locations, token) as sampler:
         payloads = config.dataflow.payloads if config.dataflow.uploads == "nodes" else ""
-        member = Membership.join(client, name, sampler.layouts, payloads)
+        sampled = sampler.meter.read
+        member = Membership.join(client, name, sampler.layouts, payloads, sampled)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.joined.policies)

@@ -51,13 +51,22 @@ class Membership:
     """The dataflow as one node sees it. Coroutines raise Refused and Unavailable."""
 
     def __init__(
-        self, dataflow: Dataflow, request: Join, joined: Joined, payloads: str = ""
+        self,
+        dataflow: Dataflow,
+        request: Join,
+        joined: Joined,
+        payloads: str = "",
+        sampled: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """`payloads`: the object store into which this node puts payloads; empty: the service does
-        what has to be done.
+        """
+        Args:
+            payloads: the object store into which this node puts payloads; empty: the service does
+                what has to be done.
+            sampled: counts the tokens that this process has sampled, by policy.
         """
         self.joined = joined
         self._dataflow = dataflow
+        self._sampled = sampled
         self._request = request
         self._payloads = PayloadStore(payloads, joined.run) if payloads else None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "dataflow")
@@ -66,11 +75,16 @@ class Membership:
 
     @classmethod
     def join(
-        cls, dataflow: Dataflow, name: str, layouts: Mapping[str, str], payloads: str = ""
+        cls,
+        dataflow: Dataflow,
+        name: str,
+        layouts: Mapping[str, str],
+        payloads: str = "",
+        sampled: Callable[[], Mapping[str, int]] = dict,
     ) -> Membership:
         """Join as a new process: the dataflow keeps the layouts that a process announced first."""
         request = Join(name, uuid.uuid4().hex, layouts)
-        return cls(dataflow, request, dataflow.join(request), payloads)
+        return cls(dataflow, request, dataflow.join(request), payloads, sampled)
 
     @property
     def silent_s(self) -> float:
@@ -88,6 +102,7 @@ class Membership:
             busy_s=busy_s,
             waited_s=waited_s,
             key=uuid.uuid4().hex,
+            sampled=self._sampled(),
         )
         return await self._ask(self._dataflow.lease, request)
 
@@ -127,13 +142,15 @@ class Membership:
         try:
             if not leases:
                 return Renewed((), self._dataflow.join(self._request).policies)
-            request = Renewal(self._request.node, self._request.life, tuple(leases))
+            own = (self._request.node, self._request.life)
+            request = Renewal(*own, tuple(leases), self._sampled())
             return self._dataflow.renew(request)
         finally:
             self._sent.remove(sent)
 
     async def push(self, lease: Lease, payload: bytes) -> Pushed:
-        return await self._ask(self._push, Push(self._request.node, *key_of(lease), payload))
+        request = Push(self._request.node, *key_of(lease), payload, sampled=self._sampled())
+        return await self._ask(self._push, request)
 
     def _push(self, request: Push) -> Pushed:
         if self._payloads is not None:
@@ -147,7 +164,8 @@ class Membership:
     async def release(
         self, leases: Iterable[LeaseKey], reason: str, is_failure: bool = False
     ) -> None:
-        request = Release(self._request.node, tuple(leases), reason[:_MAX_REASON], is_failure)
+        why = (reason[:_MAX_REASON], is_failure)
+        request = Release(self._request.node, tuple(leases), *why, sampled=self._sampled())
         await self._ask(self._dataflow.release, request)
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from flowtrain.dataflow.contract import EvalSettings, PolicyState
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.engines.endpoint_scorer import EndpointScorer
 from flowtrain.engines.factory import make_engine
+from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine, Scorer
 from flowtrain.node.node import Answer, Branching, Rollout
 from flowtrain.rewards import Judge, score_one
@@ -38,6 +39,8 @@ class Sampler:
     rollout: Rollout
     answer: Answer
     engines: Mapping[str, Engine]
+    meter: Meter
+    """Counts the tokens that `rollout` samples."""
     stores: Mapping[str, Source]
     """Weight stores of the policies that are trained."""
     layouts: Mapping[str, str]
@@ -91,12 +94,13 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
             cleanup.callback(engine.close)
         branching = _make_branching(components, engines["planner"], snapshots, cleanup)
         max_turns = components.config.agent.max_turns
-        agent = components.make_agent(engines, max_turns, snapshots=snapshots)
+        meter = Meter.of(engines)
+        agent = components.make_agent(meter.engines, max_turns, snapshots=snapshots)
         cleanup.callback(agent.close)
         judge = components.make_judge()
         rollout = _make_rollout(components, agent, engines, judge)
         answer = _make_answer(components, engines, judge, cleanup)
-        yield Sampler(rollout, answer, engines, stores, layouts, branching)
+        yield Sampler(rollout, answer, engines, meter, stores, layouts, branching)
 
 
 def _make_rollout(

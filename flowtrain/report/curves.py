@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from flowtrain.report.jsonl import read_lines
 from flowtrain.report.run_dir import atomic_write_bytes
-from flowtrain.types import UserError
+from flowtrain.types import TokenAccount, UserError, account_of
 from flowtrain.utils.terminal import protect_output
 
 Series = tuple[list[int], list[float]]
@@ -82,6 +82,7 @@ PANELS = (
     Panel("Turns per rollout", {"turns_mean": "turns"}),
     Panel("Tokens per response", {"response_len_mean": "tokens"}),
     Panel("Tokens per prompt", {"prompt_len_mean": "tokens"}),
+    Panel("Where sampled tokens go", {"tokens/to/": ""}, is_stack=True),
     Panel("Tool use", {"tool_share/": ""}, "share", is_stack=True),
     Panel(
         "What goes wrong",
@@ -167,6 +168,11 @@ def total_seconds(series: Mapping[str, Series]) -> dict[str, float]:
         for key, (_, values) in series.items()
         if key.endswith("_s") and key != "tokens_per_s"
     }
+
+
+def total_tokens(series: Mapping[str, Series]) -> TokenAccount:
+    """Add up what became of the tokens of all steps."""
+    return account_of({key: sum(values) for key, (_, values) in series.items()})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

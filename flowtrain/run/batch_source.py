@@ -11,9 +11,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -30,10 +35,11 @@ from flowtrain.dataflow.contract import (
     Unavailable,
 )
 from flowtrain.dataflow.payloads import PayloadStore
+from flowtrain.run.components import RunComponents
 from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.run.records import Rollouts
 from flowtrain.training.world import World
-from flowtrain.types import Group, PolicyName, UserError
+from flowtrain.types import Group, PolicyName, TokenAccount, UserError, account_of
 from flowtrain.utils.serving import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -135,14 +141,40 @@ class BatchSource:
         return Rollouts(groups, {}, self._metrics(step, batch, groups, waited_s))
 
     def report_progress(
-        self, version: int, checkpoint: int, is_done: bool = False, evaluated: int = -1
+        self,
+        version: int,
+        checkpoint: int,
+        *,
+        is_done: bool = False,
+        evaluated: int = -1,
+        tokens: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Report that nodes can pull `version`, and that a run that breaks off resumes from
         `checkpoint`, with a log of all evaluations up to step `evaluated`; returns at once.
+
+        `tokens`: what became of the tokens of the version's batch.
         """
         if self._world.is_main:
-            told = Progress(self._policy, version, checkpoint, is_done=is_done, evaluated=evaluated)
+            told = Progress(
+                self._policy,
+                version,
+                checkpoint,
+                is_done=is_done,
+                evaluated=evaluated,
+                tokens=tokens,
+            )
             self._heartbeat.report_progress(told)
+
+    def token_account(self) -> TokenAccount | None:
+        """End the reports of progress, and ask for the account of all tokens of the policy, those
+        of earlier processes too; None, with a note, when the service does not answer.
+        """
+        self._heartbeat.close()
+        try:
+            return account_of(self._dataflow.status()["policies"][self._policy]["tokens"])
+        except (Refused, Unavailable) as error:
+            self._note(f"the account of tokens is not there: {error}")
+            return None
 
     def close(self) -> None:
         """A second call does nothing."""
@@ -262,6 +294,38 @@ class BatchSource:
                 f"dataflow.max_staleness={self._options.max_staleness}"
             )
         return found
+
+
+def open_batch_source(
+    components: RunComponents,
+    interrupt: Interrupt,
+    note: Callable[[str], None],
+    state: Mapping[str, Any],
+) -> BatchSource:
+    """Register with the dataflow; nodes may pull the weights from now on.
+
+    `state` is that of the checkpoint: the "step" that the run resumes from, and the "dataflow" that
+    it was trained from.
+    """
+    config = components.config
+    source = BatchSource(connect(config), config, components.world, interrupt, note)
+    with ExitStack() as cleanup:
+        cleanup.callback(source.close)
+        dtype = getattr(torch, config.model.dtype)
+        shape = components.model.config
+        policy = Register(
+            policy=config.train.policy,
+            layout=components.policies[config.train.policy].layout(dtype, config.lora),
+            store=config.dataflow.store or str((Path(config.run.dir) / "weights").resolve()),
+            num_groups=config.rollout.num_questions,
+            max_staleness=config.dataflow.max_staleness,
+            vocab_size=shape.vocab_size,
+            max_positions=shape.max_position_embeddings,
+            step=state["step"],
+        )
+        source.register(policy, state["dataflow"])
+        cleanup.pop_all()
+    return source
 
 
 def connect(config: Config) -> Client:

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
-from flowtrain.dataflow.contract import Register
+from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge
-from flowtrain.run.batch_source import BatchSource, connect
+from flowtrain.run.batch_source import BatchSource, open_batch_source
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.evaluation import Evaluator, Found, Measured, held_out_name, load_benchmarks
 from flowtrain.run.learning_signal import LearningSignal
@@ -35,6 +33,7 @@ from flowtrain.run.profiler import profiled
 from flowtrain.run.records import Trained
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.run.run_logger import RunLogger
+from flowtrain.run.token_accounts import account
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -47,7 +46,7 @@ from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
-from flowtrain.types import Group, TrainBatch, Trajectory, UserError
+from flowtrain.types import Group, TokenAccount, TrainBatch, Trajectory, UserError
 from flowtrain.utils.files import writing
 from flowtrain.weights import WeightStore
 from flowtrain.weights.ranks import together
@@ -65,6 +64,8 @@ class Run:
     engines: dict[str, Engine]
     """Engines by policy; the trained policy's engine follows the published versions."""
     agent: Agent
+    meter: Meter
+    """Counts the tokens that the agent samples."""
     snapshots: Snapshots | None
     """Where rollouts keep the states of their tools; None where none branches."""
     judge: Judge | None
@@ -133,6 +134,15 @@ class Run:
             return batch, train.num_minibatches
         return split_by_size(batch, train.minibatch_size, self.placement.world)
 
+    def account(
+        self, groups: Sequence[Group], batch: TrainBatch, rows: Sequence[Sequence[PackedRow]]
+    ) -> TokenAccount:
+        """Account for the tokens that were sampled for this step."""
+        policy = self.config.train.policy
+        sampled = self.meter.take(policy) if self.batch_source is None else None
+        world = self.placement.world
+        return account(groups, batch, rows, policy=policy, sampled=sampled, world=world)
+
     def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
         """Take one optimizer step per mini-batch, while the engine sleeps."""
         world = self.placement.world
@@ -146,15 +156,20 @@ class Run:
         sample_ids = [each for part in minibatches for row in part for each in row.sample_ids]
         return Trained(metrics, return_logprobs(scores.by_sample(), sample_ids, world))
 
-    def publish(self, version: int, saved_step: int) -> dict[str, float | str]:
+    def publish(
+        self, version: int, saved_step: int, tokens: TokenAccount
+    ) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics.
 
-        `saved_step`: where a run that breaks off would resume, which nodes are told.
+        Nodes are told `saved_step`, where a run that breaks off would resume, and the account of
+        the step's `tokens`.
         """
         metrics = {} if self.policy_trainer is None else self.policy_trainer.publish(version)
         self.placement.wait()
         if self.batch_source is not None and self.pool is not None:
-            self.batch_source.report_progress(version, saved_step, evaluated=self.pool.saved)
+            self.batch_source.report_progress(
+                version, saved_step, evaluated=self.pool.saved, tokens=tokens.fates
+            )
         return metrics
 
     def load(self, version: int) -> dict[str, float]:
@@ -206,7 +221,12 @@ class Run:
             self.batch_source.report_progress(last_step, last_step, is_done=True)
             self._log_evaluations(self.pool.wait())
         trained, _ = self._compare(last_step) if self.config.eval.at_ends else ({}, ())
-        self.logger.report(self.memory_plan, warm, trained, self.signal.summary())
+        tokens = None
+        if self.batch_source is not None and self.placement.world.is_main:
+            tokens = self.batch_source.token_account()
+        self.logger.report(
+            self.memory_plan, warm, trained, signal=self.signal.summary(), tokens=tokens
+        )
 
     def evaluate_warm(self) -> dict[str, Any]:
         """Measure the policy that training starts from, once per run; {} where ends are not."""
@@ -286,7 +306,8 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         cleanup.callback(engine.close)
     judge = components.make_judge()
     snapshots = components.make_snapshots()
-    agent = components.make_agent(engines, config.agent.max_turns, snapshots=snapshots)
+    meter = Meter.of(engines)
+    agent = components.make_agent(meter.engines, config.agent.max_turns, snapshots=snapshots)
     cleanup.callback(agent.close)
     run_dir = components.open_run_dir({"memory_plan": memory_plan.parts})
     if world.is_main:  # turns the ids in the logs into words
@@ -319,7 +340,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     )
     batch_source = pool = None
     if config.dataflow.url:
-        batch_source = _open_batch_source(components, interrupt, logger, state)
+        batch_source = open_batch_source(components, interrupt, logger.progress.note, state)
         cleanup.callback(batch_source.close)
         pool = PoolEvaluations(batch_source, config, world, logger.progress.note)
         cleanup.callback(pool.close)
@@ -332,6 +353,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         interrupt=interrupt,
         engines=engines,
         agent=agent,
+        meter=meter,
         snapshots=snapshots,
         judge=judge,
         policy_trainer=policy_trainer,
@@ -372,28 +394,3 @@ def _resume(
             f"{state['dataflow']!r}: name its service"
         )
     return state
-
-
-def _open_batch_source(
-    components: RunComponents, interrupt: Interrupt, logger: RunLogger, state: dict[str, Any]
-) -> BatchSource:
-    """Register with the dataflow; nodes may pull the weights from now on."""
-    config = components.config
-    source = BatchSource(connect(config), config, components.world, interrupt, logger.progress.note)
-    with ExitStack() as cleanup:
-        cleanup.callback(source.close)
-        dtype = getattr(torch, config.model.dtype)
-        shape = components.model.config
-        policy = Register(
-            policy=config.train.policy,
-            layout=components.policies[config.train.policy].layout(dtype, config.lora),
-            store=config.dataflow.store or str((Path(config.run.dir) / "weights").resolve()),
-            num_groups=config.rollout.num_questions,
-            max_staleness=config.dataflow.max_staleness,
-            vocab_size=shape.vocab_size,
-            max_positions=shape.max_position_embeddings,
-            step=state["step"],
-        )
-        source.register(policy, state["dataflow"])
-        cleanup.pop_all()
-    return source

@@ -12,7 +12,7 @@ import torch
 
 from flowtrain import report
 from flowtrain.config import Config
-from flowtrain.report.curves import plot_curves, read_series, total_seconds
+from flowtrain.report.curves import plot_curves, read_series, total_seconds, total_tokens
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Measured
@@ -28,7 +28,7 @@ from flowtrain.run.verdict_stats import verdict_metrics
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.token_scores import with_training_stats
-from flowtrain.types import Group, TrainBatch, Trajectory
+from flowtrain.types import Group, TokenAccount, TrainBatch, Trajectory
 from flowtrain.utils.text import printable
 
 
@@ -97,6 +97,7 @@ class RunLogger:
         stats: RolloutStats,
         *,
         batch: TrainBatch,
+        tokens: TokenAccount,
         trained: Trained,
         weights: Mapping[str, float | str],
         evaluation: Measured | None,
@@ -143,6 +144,7 @@ class RunLogger:
                 **evidence,
                 **measured,
                 **self._counts(batch),
+                **tokens.metrics(),
                 **rollouts.metrics,
                 **trained.metrics,
                 **self._speed(trained.metrics, seconds["train_s"]),
@@ -208,23 +210,28 @@ class RunLogger:
         plan: MemoryPlan,
         warm: Mapping[str, Any],
         trained: Mapping[str, Any],
+        *,
         signal: Mapping[str, Any],
+        tokens: TokenAccount | None,
     ) -> None:
         """Write summary.json and curves.png, and print the comparison; collective.
 
         Args:
             warm, trained: comparisons before and after training; empty where neither was measured.
             signal: steps that had nothing to learn from; empty where all had.
+            tokens: where all tokens went, as the dataflow knows it; None: as the log does.
         """
         self.progress.close()
         (peak_bytes,) = self._placement.world.max([self._memory.num_bytes()])
         if not self._placement.world.is_main:
             return
         path = self._run_dir.path
+        tokens = tokens or total_tokens(read_series(path))
         summary = {
             "warm": warm,
             "trained": trained,
             **signal,
+            "tokens": {**tokens.metrics(), "text": tokens.text()},
             "seconds": self._seconds(),
             "planned_memory_gb": plan.num_bytes / 1e9,
             "peak_memory_gb": peak_bytes / 1e9,
@@ -236,6 +243,7 @@ class RunLogger:
         if idle_steps := signal.get("idle_steps"):
             cause = printable(signal["last_cause"])
             print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
+        print(f"tokens: {tokens.text()}")
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")

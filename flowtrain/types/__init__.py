@@ -28,6 +28,7 @@ from flowtrain.types.sampling import (
     VersionSpan,
 )
 from flowtrain.types.task import PlanStep, SubGoal, Task, UserError
+from flowtrain.types.token_account import TokenAccount, account_of
 
 __all__ = [
     "MAX_TOOL_CALLS",
@@ -46,6 +47,7 @@ __all__ = [
     "SamplingMask",
     "SubGoal",
     "Task",
+    "TokenAccount",
     "ToolCall",
     "ToolResult",
     "TrainBatch",
@@ -55,4 +57,5 @@ __all__ = [
     "UserError",
     "Verdict",
     "VersionSpan",
+    "account_of",
 ]

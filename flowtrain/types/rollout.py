@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -148,9 +148,28 @@ class Trajectory:
     @property
     def num_sampled_tokens(self) -> int:
         """Planner tokens that were sampled for this rollout, without those of its parent."""
-        first, skipped = (0, 0) if self.branch is None else (self.branch.turn, self.branch.token)
-        turns = self.turns[first:]  # none, where a branch has failed before it began
-        return max(0, sum(len(turn.calls["planner"].response_ids) for turn in turns) - skipped)
+        return self.num_tokens("planner") - self.num_shared("planner")
+
+    def num_tokens(self, policy: str) -> int:
+        """Count the response tokens of a policy, a parent's among them."""
+        return _num_tokens(self.turns, policy)
+
+    def num_shared(self, policy: str) -> int:
+        """Count the response tokens of a policy that were sampled for the rollout it branched
+        from.
+        """
+        if self.branch is None:
+            return 0
+        first = self.branch.turn
+        begun = 0  # also where a branch has failed before it began
+        if policy == "planner" and first < len(self.turns):
+            begun = min(self.branch.token, _num_tokens(self.turns[first : first + 1], policy))
+        return _num_tokens(self.turns[:first], policy) + begun
+
+
+def _num_tokens(turns: Sequence[Turn], policy: str) -> int:
+    calls = (turn.calls.get(policy) for turn in turns)
+    return sum(len(call.response_ids) for call in calls if call is not None)
 
 
 @dataclass(frozen=True, slots=True)

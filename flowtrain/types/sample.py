@@ -71,3 +71,5 @@ class TrainBatch:
     """Groups without a signal: all rollouts failed, or in mode "paper" all have one reward."""
     num_filtered: Mapping[FilterReason, int] = field(default_factory=dict)
     """Samples that could not be trained."""
+    num_filtered_tokens: Mapping[FilterReason, int] = field(default_factory=dict)
+    """Response tokens of these."""

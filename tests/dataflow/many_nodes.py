@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +32,18 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
 )
+from flowtrain.types import Group
+from flowtrain.types.token_account import TRAINED
 
 NUM_GROUPS, MAX_STALENESS = 3, 1
 _PAUSE_S = 0.005
 TOKEN = "a-token-of-the-tests"
 
 
-def fake_rollouts(task: Any, version: int, rng: random.Random) -> bytes:
+def fake_rollouts(task: Any, version: int, rng: random.Random) -> Group:
     """A group that no model has sampled."""
-    return pack_group(
-        group(
-            task,
-            version=version,
-            rewards=(rng.random(), rng.random()),
-            num_tokens=rng.randint(1, 9),
-        )
-    )
+    rewards = (rng.random(), rng.random())
+    return group(task, version=version, rewards=rewards, num_tokens=rng.randint(1, 9))
 
 
 def run_node(
@@ -68,11 +65,11 @@ def _live(
 ) -> bool:
     """Whether all is done."""
     life = f"{rng.getrandbits(64):x}"
+    sampled = {"planner": 0}
     flow.join(Join(name, life))
     while not is_over():
-        answer = flow.lease(
-            LeaseRequest(name, life, rng.randint(1, 3), {}, 0.1, 0.1, f"{rng.getrandbits(64):x}")
-        )
+        num, key = rng.randint(1, 3), f"{rng.getrandbits(64):x}"
+        answer = flow.lease(LeaseRequest(name, life, num, {}, 0.1, 0.1, key, dict(sampled)))
         version = answer.policies["planner"].version if answer.policies else 0
         for lease in answer.leases:
             choice = rng.random()
@@ -86,9 +83,10 @@ def _live(
                 in flow.renew(Renewal(name, life, ((lease.work_item, lease.attempt),))).lost
             ):
                 continue
-            push = Push(
-                name, lease.work_item, lease.attempt, fake_rollouts(lease.task, version, rng)
-            )
+            made = fake_rollouts(lease.task, version, rng)
+            sampled["planner"] += sum(t.num_tokens("planner") for t in made.trajectories)
+            own = (name, lease.work_item, lease.attempt)
+            push = Push(*own, pack_group(made), sampled=dict(sampled))
             for _ in range(1 + (rng.random() < 0.1)):
                 flow.push(push)
         if answer.reason == "done":
@@ -137,6 +135,11 @@ class Notes:
                 (work_item, bytes.fromhex(payload)) for work_item, payload in groups
             ]
 
+    def num_tokens(self, step: int) -> int:
+        """Count the tokens of a batch."""
+        groups = [unpack_group(payload) for _, payload in self.batches[step]]
+        return sum(t.num_tokens("planner") for group in groups for t in group.trajectories)
+
     def check(self, num_steps: int) -> None:
         """Every step was trained, with groups that were not too old, and none of them twice."""
         assert sorted(self.batches) == list(range(1, num_steps + 1))
@@ -162,12 +165,15 @@ def run_trainer(
     its notes.
     """
     while True:
-        flow.register(planner(NUM_GROUPS, MAX_STALENESS, notes.checkpoint))
+        registered = planner(NUM_GROUPS, MAX_STALENESS, notes.checkpoint)
+        # Without a life a registration that comes late would take this trainer's progress back.
+        flow.register(replace(registered, life=f"{rng.getrandbits(64):x}"))
         for step in range(notes.checkpoint + 1, num_steps + 1):
             notes.served(step, _batch(flow, step))
             if rng.random() < 0.5 or step == num_steps:
                 notes.save(step)
-            flow.progress(Progress("planner", step, notes.checkpoint, 0.1, 0.1))
+            tokens = {TRAINED: notes.num_tokens(step)}
+            flow.progress(Progress("planner", step, notes.checkpoint, 0.1, 0.1, tokens=tokens))
             if rng.random() < death:
                 break
         else:

@@ -61,7 +61,9 @@ def check_ledger(ledger: Any, notes: Notes) -> None:
     audit = ledger.audit()
     assert audit.problems == ()
     notes.check(NUM_STEPS)
-    counts = audit.counts
+    counts, tokens = audit.counts, audit.tokens["planner"]
+    assert tokens.fates["trained"] == sum(map(notes.num_tokens, notes.batches))
+    assert tokens.sampled >= tokens.fates["trained"] and "in_batches" not in tokens.fates
     shares = {
         name.partition(".")[2]: num for name, num in counts.items() if name.startswith("planner.")
     }

@@ -122,7 +122,7 @@ def test_every_method_is_answered_with_its_record() -> None:
     with peer(honest) as (url, seen), Client(url + "/", "tok", wait_s=20.0) as client:
         assert {method: ask(client, method) for method in METHODS} == ANSWERS
     assert [request.splitlines()[0] for request in seen] == [
-        f"POST /v5/{method} HTTP/1.1" for method in METHODS
+        f"POST /v6/{method} HTTP/1.1" for method in METHODS
     ]
     assert all("authorization: bearer tok\r\n" in request.lower() for request in seen)
 

@@ -108,7 +108,7 @@ def words(body: bytes) -> str:
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "t\xf6k\xe9n"])
-@pytest.mark.parametrize("path", ["/v5/join", "/v5/status", "/nothing", "/v5/../etc/passwd"])
+@pytest.mark.parametrize("path", ["/v6/join", "/v6/status", "/nothing", "/v6/../etc/passwd"])
 def test_without_the_token_everything_looks_alike(
     url: str, ledger: Any, token: str | None, path: str
 ) -> None:
@@ -121,8 +121,8 @@ def test_without_the_token_everything_looks_alike(
 
 def test_the_scheme_must_be_bearer(url: str) -> None:
     for scheme, status in (("Bearer", 200), ("bearer", 200), ("Basic", 401), ("", 401)):
-        assert ask(url, "/v5/status", token=None, Authorization=f"{scheme} {TOKEN}")[0] == status
-    assert ask(url, f"/v5/status?token={TOKEN}", token=None)[0] == 401
+        assert ask(url, "/v6/status", token=None, Authorization=f"{scheme} {TOKEN}")[0] == status
+    assert ask(url, f"/v6/status?token={TOKEN}", token=None)[0] == 401
 
 
 @pytest.mark.parametrize(
@@ -131,32 +131,32 @@ def test_the_scheme_must_be_bearer(url: str) -> None:
         *(
             "/",
             "/v2",
-            "/v5/",
-            "/v5/nothing",
-            "/v5/join/",
-            "//v5/join",
-            "/v5//join",
+            "/v6/",
+            "/v6/nothing",
+            "/v6/join/",
+            "//v6/join",
+            "/v6//join",
             "/V2/join",
-            "/v5/Join",
+            "/v6/Join",
             "/join",
-            "/v5/close",
+            "/v6/close",
         ),
         *(
-            "/v5/_ask",
-            "/v5/__init__",
-            "/v5/audit",
-            "/v5/run",
-            "/v5/join%00",
-            "/v5/join%0a",
-            "/v5/%2e%2e/v5/join",
-            "/v5/../v5/join",
+            "/v6/_ask",
+            "/v6/__init__",
+            "/v6/audit",
+            "/v6/run",
+            "/v6/join%00",
+            "/v6/join%0a",
+            "/v6/%2e%2e/v6/join",
+            "/v6/../v6/join",
         ),
         *(
-            "/v5/./join",
+            "/v6/./join",
             "/etc/passwd",
-            "/v5/join;x",
-            "/v5/%ff",
-            "/v5/\u0458oin".encode().decode("latin-1"),
+            "/v6/join;x",
+            "/v6/%ff",
+            "/v6/\u0458oin".encode().decode("latin-1"),
         ),
     ],
 )
@@ -166,26 +166,26 @@ def test_there_is_nothing_at_other_paths(url: str, path: str) -> None:
     assert b"Traceback" not in answer and b"root" not in answer
 
 
-@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("version", [5, 7])
 def test_another_protocol_version_is_refused(url: str, version: int) -> None:
     status, body, _ = ask(url, f"/v{version}/join", JOIN)
     assert status == 410
     assert words(body) == (
-        f"the request is of protocol {version}, this service speaks 5: install the same flowtrain "
+        f"the request is of protocol {version}, this service speaks 6: install the same flowtrain "
         "on both"
     )
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "PROPFIND"])
 def test_methods_are_asked_by_post(url: str, method: str) -> None:
-    status, _, headers = ask(url, "/v5/status", method=method)
+    status, _, headers = ask(url, "/v6/status", method=method)
     assert (status, headers["allow"]) == (405, "POST")
 
 
 def test_a_request_of_another_run_is_refused(url: str, ledger: Any) -> None:
-    assert ask(url, "/v5/status", Flowtrain_Run=ledger.run)[0] == 200
+    assert ask(url, "/v6/status", Flowtrain_Run=ledger.run)[0] == 200
     for run in ("another", "", "r\xfcn", ledger.run + "x"):
-        status, body, _ = ask(url, "/v5/status", Flowtrain_Run=run)
+        status, body, _ = ask(url, "/v6/status", Flowtrain_Run=run)
         assert status == 409 and ledger.run not in words(body)
 
 
@@ -194,13 +194,13 @@ def test_a_request_of_another_run_is_refused(url: str, ledger: Any) -> None:
 
 @pytest.mark.parametrize(("method", "most"), [("join", 1 << 20), ("push", 64 << 20)])
 def test_a_body_that_is_announced_too_long_is_not_read(url: str, method: str, most: int) -> None:
-    assert raw(url, head(f"/v5/{method}", f"Content-Length: {most + 1}"))[0] == 413
+    assert raw(url, head(f"/v6/{method}", f"Content-Length: {most + 1}"))[0] == 413
 
 
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(url: str) -> None:
     """It has no end: only a server that stops reading answers."""
     chunk = b"10000\r\n" + bytes(0x10000) + b"\r\n"
-    status, body = raw(url, head("/v5/join", "Transfer-Encoding: chunked"), *[chunk] * 17)
+    status, body = raw(url, head("/v6/join", "Transfer-Encoding: chunked"), *[chunk] * 17)
     assert status == 413 and "more than 1048576 bytes" in words(body)
 
 
@@ -210,14 +210,14 @@ def test_long_headers_are_refused(url: str) -> None:
         b"X: " + b"x" * (17 << 10),
         b"\r\n".join(b"X%d: %s" % (number, b"x" * 100) for number in range(160)),
     ):
-        assert raw(url, b"POST /v5/status HTTP/1.1\r\nHost: h\r\n" + headers)[0] == 400
+        assert raw(url, b"POST /v6/status HTTP/1.1\r\nHost: h\r\n" + headers)[0] == 400
 
 
 def test_a_body_that_comes_too_slowly_is_not_waited_for(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serving, "BODY_S", 0.1)
-    status, body = raw(url, head("/v5/join", "Content-Length: 1000"), b"x")
+    status, body = raw(url, head("/v6/join", "Content-Length: 1000"), b"x")
     assert status == 408 and "slower than 16 KiB per second" in words(body)
 
 
@@ -232,7 +232,7 @@ def test_a_long_body_has_the_time_that_its_length_takes(
         time.sleep(0.8)
         yield JOIN[10:]
 
-    assert ask(url, "/v5/join", parts())[0] == 200  # type: ignore[arg-type]
+    assert ask(url, "/v6/join", parts())[0] == 200  # type: ignore[arg-type]
 
 
 def test_a_body_that_is_cut_is_not_taken() -> None:
@@ -241,8 +241,8 @@ def test_a_body_that_is_cut_is_not_taken() -> None:
         host, port = url.removeprefix("http://").split(":")
         for length in range(0, len(JOIN), 2):
             with socket.create_connection((host, int(port)), timeout=20) as connection:
-                connection.sendall(head("/v5/join", f"Content-Length: {len(JOIN)}") + JOIN[:length])
-        assert ask(url, "/v5/join", JOIN)[0] == 200
+                connection.sendall(head("/v6/join", f"Content-Length: {len(JOIN)}") + JOIN[:length])
+        assert ask(url, "/v6/join", JOIN)[0] == 200
     assert scripted.num_joins == 1
 
 
@@ -261,7 +261,7 @@ def test_a_bomb_of_a_group_is_refused(
             (b"", "malformed group"),
         ):
             status, body, _ = ask(
-                url, "/v5/push", pack(Push("bomber", lease.work_item, 1, payload))
+                url, "/v6/push", pack(Push("bomber", lease.work_item, 1, payload))
             )
             assert status == 422 and any(each in words(body) for each in why.split("|"))
         good = Push("bomber", lease.work_item, 1, codec.pack_group(fake_groups.group(lease.task)))
@@ -284,13 +284,13 @@ def test_a_bomb_of_a_group_is_refused(
     "node", ["../../etc/passwd", "a/b", "", "a" * 101, "n\xf6de", "a\x00b", "a\nb", "\u202e"]
 )
 def test_names_that_are_paths_or_worse_are_refused(url: str, ledger: Any, node: str) -> None:
-    assert ask(url, "/v5/join", pack(Join(node, "a")))[0] == 422
+    assert ask(url, "/v6/join", pack(Join(node, "a")))[0] == 422
     assert node not in ledger.status()["nodes"]
 
 
 @pytest.mark.parametrize("num", [0, -1, 1025, 2**31, 2**63 - 1, 2**64 - 1])
 def test_counts_that_make_no_sense_are_refused(url: str, num: int) -> None:
-    assert ask(url, "/v5/join", JOIN)[0] == 200
+    assert ask(url, "/v6/join", JOIN)[0] == 200
     for method, request in (
         ("lease", LeaseRequest("n1", "a", num)),
         ("batch", BatchRequest("planner", 1, num, num)),
@@ -298,7 +298,7 @@ def test_counts_that_make_no_sense_are_refused(url: str, num: int) -> None:
         ("batch", BatchRequest("planner", 1, 0, 2**20)),
         ("register", replace(fake_groups.planner(num), step=2**64 - 1)),
     ):
-        assert ask(url, f"/v5/{method}", pack(request))[0] == 422, method
+        assert ask(url, f"/v6/{method}", pack(request))[0] == 422, method
 
 
 # ---- what goes wrong behind it
@@ -343,7 +343,7 @@ def test_what_passes_may_be_asked_again_and_what_is_ours_is_not_told(
     error: Exception, status: int, told: str
 ) -> None:
     with running(Service(Scripted(raising(error)), "r", TOKEN)) as url:  # type: ignore[arg-type]
-        found, body, _ = ask(url, "/v5/join", JOIN)
+        found, body, _ = ask(url, "/v6/join", JOIN)
     assert found == status and told.encode() in body and b"secret" not in body
 
 
@@ -357,14 +357,14 @@ def test_more_at_a_time_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -
         return Joined("r", "", 1, 1.0, {})
 
     with running(Service(Scripted(answer), "r", TOKEN)) as url, ThreadPoolExecutor(2) as threads:  # type: ignore[arg-type]
-        busy = [threads.submit(ask, url, "/v5/join", JOIN) for _ in range(2)]
+        busy = [threads.submit(ask, url, "/v6/join", JOIN) for _ in range(2)]
         for _ in range(2):
             assert is_asked.acquire(timeout=20)
-        status, _, headers = ask(url, "/v5/join", JOIN)
+        status, _, headers = ask(url, "/v6/join", JOIN)
         assert (status, headers["retry-after"]) == (503, "1")
         is_over.set()
         assert [each.result()[0] for each in busy] == [200, 200]
-        assert ask(url, "/v5/join", JOIN)[0] == 200
+        assert ask(url, "/v6/join", JOIN)[0] == 200
 
 
 # ---- waiting for a batch
@@ -392,7 +392,7 @@ def test_waiting_for_a_batch_holds_no_thread_and_no_place(monkeypatch: pytest.Mo
 def test_who_does_not_wait_is_answered_at_once(wait_s: float) -> None:
     scripted = Scripted()
     with running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
-        status, body, _ = ask(url, "/v5/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))
+        status, body, _ = ask(url, "/v6/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))
     assert (status, unpack(body, Batch).num_missing, scripted.num_batches) == (200, 1, 1)
 
 
@@ -401,7 +401,7 @@ def test_an_answer_waits_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -
     with running(Service(Scripted(), "r", TOKEN)) as url:  # type: ignore[arg-type]
         for wait_s, least_s in ((0.1, 0.1), (float("inf"), 0.3), (1e9, 0.3)):
             began = time.monotonic()
-            assert ask(url, "/v5/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))[0] == 200
+            assert ask(url, "/v6/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))[0] == 200
             assert least_s <= time.monotonic() - began < least_s + 5
 
 
@@ -411,7 +411,7 @@ def test_nobody_is_waited_for_who_has_hung_up() -> None:
     with running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(head("/v5/batch", f"Content-Length: {len(body)}") + body)
+            connection.sendall(head("/v6/batch", f"Content-Length: {len(body)}") + body)
             while scripted.num_batches < 3:
                 time.sleep(0.005)
         for _ in range(8):
@@ -426,7 +426,7 @@ def test_a_server_that_ends_does_not_wait_for_batches() -> None:
     scripted = Scripted()
     with ThreadPoolExecutor(1) as threads, running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
         waiting = threads.submit(
-            ask, url, "/v5/batch", pack(BatchRequest("planner", 1, wait_s=30.0))
+            ask, url, "/v6/batch", pack(BatchRequest("planner", 1, wait_s=30.0))
         )
         while not scripted.num_batches:
             time.sleep(0.005)
@@ -455,7 +455,7 @@ async def _asgi(service: Service, method: str, body: bytes) -> int:
     scope = {
         "type": "http",
         "method": "POST",
-        "path": f"/v5/{method}",
+        "path": f"/v6/{method}",
         "headers": headers,
         "query_string": b"",
         "is_ending": lambda: True,
@@ -531,7 +531,7 @@ def test_deeply_nested_bytes(url: str) -> None:
         b"\xc6\xff\xff\xff\xff",
         b"\xc1",
     ):
-        assert ask(url, "/v5/join", body)[0] == 400
+        assert ask(url, "/v6/join", body)[0] == 400
 
 
 # ---- starting it

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from hypothesis.stateful import (
 
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import (
+    AssignedGroup,
     Batch,
     BatchRequest,
     Join,
@@ -37,6 +39,7 @@ from flowtrain.dataflow.contract import (
     Renewal,
 )
 from flowtrain.dataflow.ledger import Ledger
+from flowtrain.types.token_account import LOST, NO_SIGNAL, TRAINED
 
 NODES = ("n1", "n2", "n3")
 POLICIES = ("planner", "verifier")
@@ -72,6 +75,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.asked: dict[tuple[str, str, str], tuple[Lease, ...]] = {}
         self.committed: dict[int, float] = {}
         """Work items whose first push was taken, with a reward that tells that push from others."""
+        self.sampled = Counter[tuple[str, str, str]]()
+        """Tokens by node, life and policy."""
+        self.made: dict[tuple[int, int], Counter[str]] = {}
+        """Tokens by policy of the group that was first pushed for each lease."""
+        self.told: dict[tuple[str, int], int] = {}
+        """Tokens that a trainer has accounted for, by policy and step."""
         self.keys = itertools.count()
         self.rewards = itertools.count()
         self.trainers = {policy: Trainer() for policy in POLICIES}
@@ -151,11 +160,29 @@ class LedgerMachine(RuleBasedStateMachine):
         mine = group(
             lease.task, 2, versions["planner"], num_tokens, (reward, reward), versions["verifier"]
         )
-        request = Push(node, lease.work_item, lease.attempt, pack_group(mine))
+        own = lease.work_item, lease.attempt
+        if own not in self.made:
+            self.made[own] = Counter({"planner": 2 * num_tokens, "verifier": 6})
+            for policy, num in self.made[own].items():
+                self.sampled[node, self.leases[own][1], policy] += num
+        request = Push(node, *own, pack_group(mine), sampled=self.told_by(node, lease))
         status = self.flow.push(request).status
         assert status == ("duplicate" if lease.work_item in self.committed else "committed")
         self.committed.setdefault(lease.work_item, reward)
         assert self.flow.push(request).status == "duplicate"
+
+    def told_by(self, node: str, lease: Lease) -> dict[str, int]:
+        life = self.leases[lease.work_item, lease.attempt][1]
+        return {policy: self.sampled[node, life, policy] for policy in POLICIES}
+
+    @rule(node=st.sampled_from(NODES), policy=st.sampled_from(POLICIES), num=st.integers(1, 99))
+    def sample_in_vain(self, node: str, policy: str, num: int) -> None:
+        """Sample for rollouts that never end."""
+        life = self.lives[node]
+        self.sampled[node, life, policy] += num
+        told = {policy: self.sampled[node, life, policy] for policy in POLICIES}
+        self.flow.renew(Renewal(node, life, ((1, 1),), told))
+        self.flow.renew(Renewal(node, life, ((1, 1),), {policy: 0}))  # comes late
 
     @rule(data=st.data(), node=st.sampled_from(NODES))
     def renew(self, data: st.DataObject, node: str) -> None:
@@ -210,7 +237,14 @@ class LedgerMachine(RuleBasedStateMachine):
         trainer.step = step
         if is_checkpoint:
             trainer.checkpoint = step
-        self.flow.progress(Progress(policy, step, trainer.checkpoint))
+        self.told[policy, step] = sum(self.tokens_of(policy, each) for each in answer.groups)
+        kept = self.told[policy, step] // 3
+        tokens = {TRAINED: kept, NO_SIGNAL: self.told[policy, step] - kept}
+        self.flow.progress(Progress(policy, step, trainer.checkpoint, tokens=tokens))
+
+    def tokens_of(self, policy: str, each: AssignedGroup) -> int:
+        rollouts = unpack_group(each.payload).trajectories
+        return sum(rollout.num_tokens(policy) for rollout in rollouts)
 
     def check(self, policy: str, step: int, answer: Batch) -> None:
         """The bound holds for every token; what is served was committed, and is what the first push
@@ -261,6 +295,16 @@ class LedgerMachine(RuleBasedStateMachine):
         audit = self.flow.audit()
         assert audit.problems == ()
         assert audit.counts.get("committed", 0) == len(self.committed)
+        for policy in POLICIES:
+            account = audit.tokens[policy]
+            lives = [num for (_, _, name), num in self.sampled.items() if name == policy]
+            made = sum(tokens[policy] for tokens in self.made.values())
+            told = [num for (name, _), num in self.told.items() if name == policy]
+            fates = account.fates
+            assert account.sampled == sum(lives) and account.difference == 0
+            assert fates.get(LOST, 0) + fates.get("under_way", 0) == sum(lives) - made
+            assert fates.get(TRAINED, 0) == sum(num // 3 for num in told)
+            assert fates.get(TRAINED, 0) + fates.get(NO_SIGNAL, 0) == sum(told)
         work_items = self.flow.status()["work_items"]
         assert sum(work_items.values()) == len({work_item for work_item, _ in self.leases}), (
             "a work item was lost, or made by nobody's request"

@@ -97,7 +97,7 @@ def ask(url: str, token: str, method: str, request: Any) -> tuple[int, str]:
     """The status, and what is wrong."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
     body = b"" if request is None else pack(request)
-    connection.request("POST", f"/v5/{method}", body, {"Authorization": f"Bearer {token}"})
+    connection.request("POST", f"/v6/{method}", body, {"Authorization": f"Bearer {token}"})
     response = connection.getresponse()
     content = response.read()
     connection.close()
@@ -177,7 +177,7 @@ def test_a_malformed_request_is_no_way_around(path: Path, ledger: Any) -> None:
         twice = b"\x83\xa4node\xa2n2\xa4node\xa2n1\xa4life\xa1b"  # the field comes twice
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
         headers = {"Authorization": f"Bearer {token}"}
-        connection.request("POST", "/v5/join", twice, headers)
+        connection.request("POST", "/v6/join", twice, headers)
         assert connection.getresponse().status in (400, 403)
         connection.close()
 

@@ -10,8 +10,9 @@ from typing import Any
 from flowtrain.dataflow.contract import Refused, StoredPayload
 from flowtrain.dataflow.ledger.schema import meta_row
 from flowtrain.dataflow.ledger.sql import Database, Transaction, connect
+from flowtrain.dataflow.ledger.token_accounts import token_accounts, token_problems
 from flowtrain.dataflow.payloads import PayloadStore
-from flowtrain.types import UserError
+from flowtrain.types import TokenAccount, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Audit:
     counts: dict[str, int]
     """Work items by state, shares by policy and state ("planner.assigned"), leases that ended
     without a group by reason, questions of evaluations by state ("questions.committed")."""
+    tokens: dict[str, TokenAccount]
+    """Where all tokens of a policy went."""
 
 
 _QUERIES = {
@@ -185,6 +188,13 @@ def _payload_problem(payloads: PayloadStore, row: Any) -> str:
 def audit(transaction: Transaction) -> Audit:
     found = [(problem, transaction.one(query)) for problem, query in _QUERIES.items()]
     problems = tuple(f"{problem} ({row.at})" for problem, row in found if row)
+    problems += tuple(token_problems(transaction))
+    tokens = token_accounts(transaction)
+    problems += tuple(
+        f"the tokens of {policy} do not add up: {account.text()}"
+        for policy, account in tokens.items()
+        if account.difference
+    )
     counts = transaction.all(
         "SELECT 1 AS part, state AS name, count(*) AS num FROM work_items"
         " WHERE evaluation = 0 GROUP BY state UNION ALL"
@@ -194,4 +204,4 @@ def audit(transaction: Transaction) -> Audit:
         " GROUP BY state"
         " ORDER BY part, name"
     )
-    return Audit(problems, {row.name: row.num for row in counts})
+    return Audit(problems, {row.name: row.num for row in counts}, tokens)

@@ -108,7 +108,7 @@ class Batches:
         )
         stats = json.dumps(_stats(transaction, policy.name, step))
         sizes = (policy.num_groups, policy.max_staleness, num_events)
-        row = (policy.name, step, now, *sizes, stats)
+        row = (policy.name, step, now, *sizes, stats, "{}")
         transaction.run(f"INSERT INTO batches VALUES {marks(row)}", *row)
         return 0
 

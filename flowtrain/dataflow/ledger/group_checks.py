@@ -46,6 +46,26 @@ NO_TOKENS = TrainedTokens(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
+class GroupTokens:
+    """Tokens of one policy in a group, for the account."""
+
+    num_tokens: int
+    num_shared: int
+    """Of these, those that branches have in common with the rollout they left."""
+    num_failed: int
+    """Of all, those in rollouts that failed."""
+
+    @classmethod
+    def of(cls, group: Group, policy: str) -> GroupTokens:
+        rollouts = group.trajectories
+        return cls(
+            sum(each.num_tokens(policy) for each in rollouts),
+            sum(each.num_shared(policy) for each in rollouts),
+            sum(each.num_tokens(policy) for each in rollouts if each.error),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What the ledger keeps about a group that passed."""
 
@@ -59,6 +79,8 @@ class Summary:
     """By policy; without the policies that have no token to train."""
     checked: frozenset[str]
     """The policies whose models can read their tokens."""
+    tokens: dict[str, GroupTokens]
+    """By policy, of all that the flow has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +142,7 @@ class GroupLimits:
             num_tokens=sum(trajectory.num_sampled_tokens for trajectory in group.trajectories),
             trained=trained,
             checked=frozenset(self.models),
+            tokens={name: GroupTokens.of(group, name) for name in self.config.policy_names},
         )
 
     def _problem(self, number: int, trajectory: Trajectory) -> str:

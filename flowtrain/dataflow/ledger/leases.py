@@ -34,6 +34,7 @@ from flowtrain.dataflow.ledger.evaluations import (
 from flowtrain.dataflow.ledger.prompts import Prompts, num_leased
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
+from flowtrain.dataflow.ledger.token_accounts import note_sampled
 from flowtrain.dataflow.ledger.trainers import check_seconds, is_live, policy_rows, policy_states
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
@@ -101,6 +102,7 @@ class LeaseBook:
             raise Refused(f"node {request.node!r}: it has not joined")
         if not node.is_current:
             raise Refused(f"node {request.node!r}: another process has joined by its name")
+        note_sampled(transaction, self.config, request.node, request.life, request.sampled)
         is_new = not request.key or request.key != node.last_key
         transaction.run(
             "UPDATE nodes SET seen_s = ?, versions = ?, last_key = ?, busy_s = busy_s + ?,"
@@ -231,6 +233,7 @@ class LeaseBook:
                 request.node,
                 request.life,
             )
+            note_sampled(transaction, self.config, request.node, request.life, request.sampled)
             policies = transaction.all("SELECT * FROM policies")
         lost = tuple(work_item for work_item, attempt in leases if (work_item, attempt) not in held)
         return Renewed(lost, policy_states(policies))
@@ -239,8 +242,10 @@ class LeaseBook:
         leases = _bounded(request.work_items)
         with self.database.write() as transaction:
             rows = transaction.all(
-                "SELECT id, attempt FROM work_items WHERE state = 'leased' AND node = ?"
-                f" AND id IN {marks(leases)} ORDER BY id {transaction.lock('work_items')}",
+                "SELECT w.id, w.attempt, l.life FROM work_items w JOIN leases l"
+                " ON l.work_item = w.id AND l.attempt = w.attempt"
+                " WHERE w.state = 'leased' AND w.node = ?"
+                f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
                 request.node,
                 *(work_item for work_item, _ in leases),
             )
@@ -249,6 +254,8 @@ class LeaseBook:
             end_leases(
                 transaction, held, ending, self.config.dataflow, is_failure=request.is_failure
             )
+            for life in {row.life for row in rows}:
+                note_sampled(transaction, self.config, request.node, life, request.sampled)
         return Done()
 
 

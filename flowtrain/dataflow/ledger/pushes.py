@@ -23,6 +23,7 @@ from flowtrain.dataflow.ledger.group_checks import (
     TrainedTokens,
 )
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
+from flowtrain.dataflow.ledger.token_accounts import note_sampled
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import GroupFilter, Outcome
 from flowtrain.types import Task
@@ -82,6 +83,8 @@ class Pushes:
             if work_item.state == "committed" or is_over:
                 if stored is not None and not _is_kept(transaction, stored, work_item.id):
                     discard(transaction, [stored.key])
+                if evaluation is None:
+                    self._count(transaction, request, summary)
                 return Pushed("duplicate")
             if evaluation is not None:
                 self._keep(transaction, request, summary, payload)
@@ -128,6 +131,27 @@ class Pushes:
         own = (request.node, request.attempt)
         return group is not None and (group.node, group.attempt) == own
 
+    def _count(self, transaction: Transaction, request: Push, summary: Summary) -> None:
+        """Note the tokens of the lease's group, whatever becomes of it, and what its node has
+        sampled until now.
+        """
+        own = (request.work_item, request.attempt)
+        rows = [
+            (*own, name, found.num_tokens, found.num_shared, found.num_failed)
+            for name, found in summary.tokens.items()
+            if found.num_tokens
+        ]
+        add = f"INSERT INTO tokens VALUES {marks(range(6))} ON CONFLICT DO NOTHING"
+        transaction.many(add, rows)
+        life = "SELECT life FROM leases WHERE work_item = ? AND attempt = ?"
+        note_sampled(
+            transaction,
+            self.config,
+            request.node,
+            transaction.one(life, *own).life,
+            request.sampled,
+        )
+
     def _commit(
         self,
         transaction: Transaction,
@@ -140,6 +164,7 @@ class Pushes:
         committed = (transaction.now(), rewards, summary.num_tokens, None)
         row = (work_item.id, request.node, request.attempt, *committed)
         transaction.run(f"INSERT INTO groups VALUES {marks(row)}", *row)
+        self._count(transaction, request, summary)
         shares = self._shares(transaction, work_item, summary)
         transaction.many(f"INSERT INTO shares VALUES {marks(range(6))}", shares)
         if any(state == "fresh" for _, _, state, *_ in shares):

@@ -7,6 +7,7 @@ from typing import Any
 
 from flowtrain.config import Dataflow
 from flowtrain.dataflow.ledger.sql import Transaction
+from flowtrain.dataflow.ledger.token_accounts import token_accounts
 from flowtrain.dataflow.ledger.trainers import is_live, policy_rows
 
 _RECENT_S = 60.0
@@ -31,6 +32,7 @@ def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, A
     pushed = _pushed(transaction, now - _RECENT_S)
     num_groups = sum(row.num_recent for row in pushed.values())
     num_tokens = float(sum(row.tokens_recent for row in pushed.values()))
+    accounts = token_accounts(transaction)
     states = ("leased", "waiting", "committed", "failed")
     return {
         "run": run,
@@ -42,6 +44,7 @@ def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, A
         "tasks": {"asked": decided.num, "admitted": int(decided.admitted)},
         "policies": {
             policy.name: _policy(transaction, policy, now, options)
+            | {"tokens": accounts[policy.name].metrics()}
             for policy in policy_rows(transaction)
         },
         "nodes": {

@@ -8,6 +8,10 @@ matters most: one group per work item, and at most one batch of each policy that
 payload is in the row, or in an object store under the row's key; keys in `garbage` are of objects
 to delete.
 
+How many tokens of each policy a group has is in `tokens`, by lease, so that those of a group that
+came too late are there as well; `sampled` has what each process of a node says it has sampled, and
+`batches.tokens` what its trainer says became of the batch.
+
 A work item with a number below 0 is a question of an evaluation, and its position one in that
 (`evaluation` is 0 for all others). Its group is a result, and nothing else that trains knows of it.
 An evaluation is open while some of its questions may be left, then complete, and collected once its
@@ -24,7 +28,7 @@ from typing import Any
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
-VERSION = 5
+VERSION = 6
 
 TABLES = """
 CREATE TABLE meta (
@@ -79,6 +83,14 @@ CREATE TABLE shares (
 CREATE INDEX shares_fresh ON shares (policy, min_version) WHERE state = 'fresh';
 CREATE INDEX shares_of_step ON shares (policy, step) WHERE step IS NOT NULL;
 
+CREATE TABLE tokens (
+    work_item BIGINT NOT NULL, attempt BIGINT NOT NULL, policy TEXT NOT NULL,
+    num_tokens BIGINT NOT NULL, num_shared BIGINT NOT NULL, num_failed BIGINT NOT NULL,
+    PRIMARY KEY (work_item, attempt, policy));
+CREATE TABLE sampled (
+    node TEXT NOT NULL, life TEXT NOT NULL, policy TEXT NOT NULL, num_tokens BIGINT NOT NULL,
+    PRIMARY KEY (node, life, policy));
+
 CREATE TABLE evaluations (
     id BIGINT PRIMARY KEY, policy TEXT NOT NULL, step BIGINT NOT NULL, name TEXT NOT NULL,
     settings BYTEA NOT NULL, seed BIGINT NOT NULL, num_questions BIGINT NOT NULL,
@@ -103,7 +115,7 @@ CREATE TABLE trainers (
 CREATE TABLE batches (
     policy TEXT NOT NULL, step BIGINT NOT NULL, made_s DOUBLE PRECISION NOT NULL,
     num_groups BIGINT NOT NULL, max_staleness BIGINT NOT NULL, num_events BIGINT NOT NULL,
-    stats TEXT NOT NULL, PRIMARY KEY (policy, step));
+    stats TEXT NOT NULL, tokens TEXT NOT NULL, PRIMARY KEY (policy, step));
 CREATE TABLE assignments (
     policy TEXT NOT NULL, step BIGINT NOT NULL, position BIGINT NOT NULL,
     work_item BIGINT NOT NULL, is_replay BIGINT NOT NULL, PRIMARY KEY (policy, step, position));

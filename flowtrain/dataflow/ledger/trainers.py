@@ -11,6 +11,7 @@ from flowtrain.dataflow.contract import Done, PolicyState, Progress, Refused, Re
 from flowtrain.dataflow.ledger.prompts import number_groups
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
+from flowtrain.dataflow.ledger.token_accounts import note_batch
 
 MAX_RANKS = 1 << 16
 _BOUNDS = (
@@ -129,6 +130,7 @@ class Trainers:
                 row = (event, policy.name, request.version)
                 transaction.run(f"INSERT INTO bumps VALUES {marks(row)}", *row)
                 transaction.run("UPDATE meta SET num_events = ?", event)
+            note_batch(transaction, policy.name, request.version, request.tokens)
             if request.evaluated >= 0:
                 _forget_results(transaction, policy.name, request.evaluated)
             if request.checkpoint > policy.checkpoint:

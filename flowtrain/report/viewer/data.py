@@ -8,7 +8,14 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from flowtrain.report.curves import PANELS, STAGES, Series, read_series, total_seconds
+from flowtrain.report.curves import (
+    PANELS,
+    STAGES,
+    Series,
+    read_series,
+    total_seconds,
+    total_tokens,
+)
 from flowtrain.report.jsonl import json_value
 from flowtrain.report.viewer.log import LOGS, Place, choose, find_rollouts, spread
 from flowtrain.report.viewer.rollouts import rollout_record
@@ -59,7 +66,7 @@ class Run:
         last_step = max((steps[-1] for steps, _ in self._series.values()), default=None)
         data = {
             "name": self.path.resolve().name,
-            "facts": facts(self._config, self._manifest),
+            "facts": [*facts(self._config, self._manifest), *_tokens(self._series)],
             "config": self._config_text,
             "step": last_step,
             "num_steps": self._config.get("train", {}).get("num_steps"),
@@ -118,6 +125,12 @@ class Run:
             f"{' and '.join(counts)} rollouts; {len(self.places) - len(chosen):,} were left out. "
             "Whole groups, evenly over the steps."
         )
+
+
+def _tokens(series: Mapping[str, Series]) -> list[tuple[str, str]]:
+    """The account of all sampled tokens as a fact of the run."""
+    account = total_tokens(series)
+    return [("Tokens", account.text())] if account.sampled else []
 
 
 def _panel_records(series: Mapping[str, Series]) -> list[dict[str, Any]]:

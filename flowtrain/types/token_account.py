@@ -1,0 +1,73 @@
+"""Where every sampled token of a policy went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+TRAINED = "trained"
+"""Tokens in the loss of an optimizer step, with a weight that is not 0."""
+FAILED, NO_SIGNAL, NO_WEIGHT = "failed", "no_signal", "no_weight"
+"""Left out: tokens of rollouts that failed; those that the algorithm made no sample of, as of
+groups of one reward; those whose loss weight is 0."""
+LOST = "lost"
+"""Tokens that were sampled and are in no rollout: their turn, lease or node ended before."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAccount:
+    """An equation in tokens: sampled + shared + replayed = the sum of `fates`."""
+
+    sampled: int = 0
+    """Tokens that engines have returned."""
+    shared: int = 0
+    """Tokens that branches have in common with the rollout they left, counted once per branch."""
+    replayed: int = 0
+    """Tokens of groups that were trained again, counted once per time."""
+    fates: Mapping[str, int] = field(default_factory=dict)
+    """What became of them: `TRAINED`, or why they were not."""
+
+    @property
+    def difference(self) -> int:
+        """Tokens that are unaccounted for: 0, or something has gone wrong."""
+        return self.sampled + self.shared + self.replayed - sum(self.fates.values())
+
+    def __add__(self, other: TokenAccount) -> TokenAccount:
+        return TokenAccount(
+            self.sampled + other.sampled,
+            self.shared + other.shared,
+            self.replayed + other.replayed,
+            dict(Counter(self.fates) + Counter(other.fates)),
+        )
+
+    def text(self) -> str:
+        """Write the equation in one line, without terms that are 0."""
+        names = {"shared": "shared by branches", "replayed": "trained again"}
+        left = [f"{self.sampled:,} sampled"]
+        left += [f"{num:,} {what}" for name, what in names.items() if (num := getattr(self, name))]
+        fates = {TRAINED: self.fates.get(TRAINED, 0), **self.fates}
+        right = [
+            f"{num:,} {name.replace('_', ' ')}"
+            for name, num in fates.items()
+            if num or name == TRAINED
+        ]
+        rest = f" + {self.difference:,} UNACCOUNTED FOR" if self.difference else ""
+        return f"{' + '.join(left)} = {' + '.join(right)}{rest}"
+
+    def metrics(self) -> dict[str, int]:
+        """Name the terms for a log."""
+        terms = {name: getattr(self, name) for name in ("sampled", "shared", "replayed")}
+        fates = {f"tokens/to/{name}": num for name, num in self.fates.items()}
+        return {f"tokens/{name}": num for name, num in terms.items() if num} | fates
+
+
+def account_of(metrics: Mapping[str, float]) -> TokenAccount:
+    """Read what `TokenAccount.metrics` named; other metrics are passed over."""
+    fates = {
+        key.removeprefix("tokens/to/"): int(value)
+        for key, value in metrics.items()
+        if key.startswith("tokens/to/")
+    }
+    terms = (int(metrics.get(f"tokens/{name}", 0)) for name in ("sampled", "shared", "replayed"))
+    return TokenAccount(*terms, fates=fates)
