@@ -179,7 +179,7 @@ def _commit_all(ledger: Ledger) -> None:
             )
             transaction.run(
                 f"INSERT INTO batches SELECT '{policy}', {step}, 0.0, {NUM_GROUPS}, 10000, max(id),"
-                f" '{{}}' FROM work_items GROUP BY {step}"
+                f" '{{}}', '{{}}' FROM work_items GROUP BY {step}"
             )
             done = num // NUM_GROUPS
             transaction.run(

@@ -35,7 +35,7 @@ class Service:
         """
         while True:
             request = urllib.request.Request(
-                f"{self.url}/v5/{method}", msgspec.msgpack.encode(message), self.headers
+                f"{self.url}/v6/{method}", msgspec.msgpack.encode(message), self.headers
             )
             try:
                 with urllib.request.urlopen(request, timeout=30) as response:

@@ -34,7 +34,26 @@ def train(
         path.name for path in run.iterdir()
     }
     assert json.loads((run / "manifest.json").read_text())["argv"]
-    return read(run / "metrics.jsonl")[1:], read(run / "trajectories.jsonl")
+    steps, rollouts = read(run / "metrics.jsonl")[1:], read(run / "trajectories.jsonl")
+    for step in steps:
+        check_account(step, [each for each in rollouts if each["step"] == step["step"]])
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tokens"]["tokens/sampled"] == sum(step["tokens/sampled"] for step in steps)
+    assert f"tokens: {summary['tokens']['text']}" in out
+    return steps, rollouts
+
+
+def check_account(step: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
+    """Compare a step's account with the log of its rollouts."""
+    fates = {key: num for key, num in step.items() if key.startswith("tokens/to/")}
+    turns = [turn for rollout in rollouts for turn in rollout["turns"]]
+    num_tokens = sum(len(turn["response_ids"]) for turn in turns)
+    shared = step.get("tokens/shared", 0)
+    assert step["tokens/sampled"] == step["num_sampled_tokens"]
+    assert step["tokens/sampled"] + shared == num_tokens == sum(fates.values())
+    weighed = sum(len(turn["response_ids"]) for turn in turns if turn["training"])
+    in_rows = fates.get("tokens/to/trained", 0) + fates.get("tokens/to/no_weight", 0)
+    assert in_rows == weighed
 
 
 def test_appos_config_branches_and_trains(server: Server, warm: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -147,12 +146,12 @@ class BatchSource:
         *,
         is_done: bool = False,
         evaluated: int = -1,
-        tokens: Mapping[str, int] = MappingProxyType({}),
+        tokens: Mapping[str, int] | None = None,
     ) -> None:
         """Report that nodes can pull `version`, and that a run that breaks off resumes from
         `checkpoint`, with a log of all evaluations up to step `evaluated`; returns at once.
 
-        `tokens`: what became of the tokens of the version's batch.
+        `tokens`: what became of the tokens of the version's batch; None: not known.
         """
         if self._world.is_main:
             told = Progress(
@@ -161,7 +160,7 @@ class BatchSource:
                 checkpoint,
                 is_done=is_done,
                 evaluated=evaluated,
-                tokens=tokens,
+                tokens=tokens or {},
             )
             self._heartbeat.report_progress(told)
 

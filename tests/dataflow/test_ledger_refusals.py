@@ -29,7 +29,7 @@ def test_another_schema_is_refused_by_name(database: str) -> None:
     ledger(database).close()
     statement(database, "UPDATE meta SET version = 7")
     with pytest.raises(
-        UserError, match=r"is a ledger with schema 7, this flowtrain has 5"
+        UserError, match=r"is a ledger with schema 7, this flowtrain has 6"
     ) as refusal:
         ledger(database)
     assert database.partition("?")[0] in str(refusal.value)
