@@ -1,4 +1,4 @@
-"""The account of a step's tokens: exact against what an engine was made to return, for any rollouts."""
+"""The account of a step's tokens is exact, for any rollouts."""
 
 from __future__ import annotations
 
@@ -144,7 +144,8 @@ def test_the_equation_in_words() -> None:
     fates = {NO_SIGNAL: 1000, TRAINED: 2345, LOST: 0}
     text = TokenAccount(3000, 300, 45, fates).text()
     assert text == (
-        "3,000 sampled + 300 shared by branches + 45 trained again = 2,345 trained + 1,000 no signal"
+        "3,000 sampled + 300 shared by branches + 45 trained again"
+        " = 2,345 trained + 1,000 no signal"
     )
     one = TokenAccount(1, 0, 0, {TRAINED: 1})
     assert one + TokenAccount(2, 1, 0, {LOST: 3}) == TokenAccount(3, 1, 0, {TRAINED: 1, LOST: 3})
