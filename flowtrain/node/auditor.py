@@ -90,6 +90,8 @@ class Auditor:
     sampler: Sampler
     payloads: PayloadStore | None = None
     tally: Tally = field(default_factory=Tally)
+    loaded: dict[str, int] = field(default_factory=dict)
+    """By policy, the version that was loaded last: an engine holds none before its first."""
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:
@@ -197,9 +199,9 @@ class Auditor:
         return (await engine.score(samples, temperature))[1]
 
     async def _load(self, policy: str, version: int) -> None:
-        engine = self.sampler.engines[policy]
-        if policy in self.sampler.stores and engine.version != version:
-            await asyncio.to_thread(engine.load, version)
+        if policy in self.sampler.stores and self.loaded.get(policy) != version:
+            await asyncio.to_thread(self.sampler.engines[policy].load, version)
+            self.loaded[policy] = version
 
     async def _check_again(self, number: int, rollout: Trajectory, lease: Lease) -> None:
         """Roll out again and compare turn by turn, then the answer."""
