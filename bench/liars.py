@@ -4,7 +4,7 @@ First table: a small model makes honest groups, each is spoiled in every way, an
 them all on an engine of its own (`flowtrain/node/auditor.py`). Second table and picture: a node
 pushes groups to a real ledger, the share q of them lies; the ledger draws the share p of all groups
 for an audit, whose verdicts are those of the first table. How often the node is shut out by its
-n-th group is compared with 1 - (1 - p q)^n. 3 minutes of one core.
+n-th group is compared with 1 - (1 - p q)^n. 2 minutes of one core.
 """
 
 from __future__ import annotations
