@@ -54,6 +54,15 @@ class Dataflow(Section):
     flowtrain.selectors"""
     selector_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the selector"""
+    audit_share: float = Field(0.0, ge=0, le=1)
+    """share of the groups that an auditor (python -m flowtrain.node --audit) checks; above 0 a node
+    that it finds to have lied is shut out, and what waits of its groups is dropped"""
+    audit: Literal["score", "sample"] = "score"
+    """what an auditor does with a group: score its tokens in a forward pass, and its answers; or
+    roll it out again"""
+    audit_bound: float = Field(0.1, ge=0)
+    """largest mean difference to the auditor's log-probs, in nats, of a group that is believed, and
+    a twentieth of the largest of a token; 0: none, which train.exact makes so"""
     replay_share: float = Field(0.0, ge=0, lt=1)
     """share of a batch that consists of groups trained before, the latest first; max_staleness
     holds for them too"""

@@ -183,13 +183,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_database(server, "made where there is none; several services may have one on PostgreSQL")
     add_server(server, 8400)
 
-    summary = "issue, list or revoke tokens of nodes and trainers, each for its own name only"
+    summary = "issue, list or revoke tokens of nodes, trainers and auditors, for one name each"
     token = commands.add("token", _token, summary, example="issue eu-1 --tokens tokens.json")
     text = "issue prints a new token, which is stored nowhere; servers see changes at once"
     token.add_argument("action", choices=("issue", "list", "revoke"), help=text)
     text = "name of the node (its --name), or policy of the trainer"
     token.add_argument("name", metavar="NAME", nargs="?", help=text)
-    roles = (Role.NODE.value, Role.TRAINER.value)
+    roles = (Role.NODE.value, Role.TRAINER.value, Role.AUDITOR.value)
     token.add_argument("--role", choices=roles, default=roles[0], help="default: node")
     add_tokens(token, required=True)
 

@@ -20,8 +20,7 @@ from typing import Any, Protocol
 from flowtrain.types import Task
 
 PROTOCOL = 6
-"""Version of these messages and of the records in a payload; requests of another version are
-refused."""
+"""Version of these messages and of the records in a payload; others are refused."""
 
 
 class Refused(Exception):
@@ -59,19 +58,18 @@ class Join:
     life: str
     """Random id of this process."""
     layouts: Mapping[str, str] = field(default_factory=dict)
-    """By policy, the layout of the model that the node samples with; checked against the layouts of
-    registered trainers."""
+    """By policy, the layout of the node's model, which must be its trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
     run: str
-    """Identity of the run; requests that carry another one are refused."""
+    """Identity of the run; requests of another one are refused."""
     config: str
     """The run's options as TOML."""
     group_size: int
     lease_s: float
-    """Duration of a lease, from its start and from each renewal."""
+    """Duration of a lease, from its start and each renewal."""
     policies: Mapping[str, PolicyState]
 
 
@@ -104,8 +102,7 @@ class EvalSettings:
     trials: int = 1
     """Rollouts of each question."""
     rules: str = ""
-    """The value of `tasks.name` whose rules the questions of a benchmark follow; empty: questions
-    of the run, with its rules and its reward functions."""
+    """The value of `tasks.name` whose rules a benchmark follows; empty: as the run does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +232,7 @@ class Registered:
 class BatchRequest:
     policy: str
     step: int
-    """The batch of a step is chosen once; asked again, the same groups come in the same order."""
+    """The batch of a step is chosen once."""
     rank: int = 0
     """The answer holds the groups whose position modulo `num_ranks` is `rank`."""
     num_ranks: int = 1
@@ -264,9 +261,9 @@ class Batch:
     num_missing: int
     """Groups that the batch still lacks."""
     stats: Mapping[str, float] = field(default_factory=dict)
-    """For the log: staleness_mean, staleness_max, num_buffered, num_leased, num_stale,
-    num_filtered, num_surplus, num_empty, num_replayed, and tokens per group in stale_tokens_mean
-    and assigned_tokens_mean (longer stale groups show a bias against long rollouts)."""
+    """For the log: staleness_mean, staleness_max, num_buffered, num_leased, num_replayed, num_ and
+    each reason to leave groups out (stale, filtered, surplus, empty, distrusted), and tokens per
+    group in stale_tokens_mean and assigned_tokens_mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +335,36 @@ class EvaluationState:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditRequest:
+    """The auditor of that name asks for a group to check."""
+
+    auditor: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToAudit:
+    policies: Mapping[str, PolicyState]
+    lease: Lease | None = None
+    """That of the group; None: there is none now."""
+    payload: bytes = b""
+    """Empty with `stored`, as in `AssignedGroup`."""
+    stored: StoredPayload | None = None
+    is_over: bool = False
+    """There will be none: training is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    auditor: str
+    work_item: int
+    attempt: int
+    problem: str = ""
+    """Empty for a group that is as it should be."""
+    is_lie: bool = False
+    """Its node is shut out; otherwise a problem says why nobody could tell."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The empty answer."""
 
@@ -364,6 +391,10 @@ class Dataflow(Protocol):
     def evaluate(self, request: Evaluate) -> Done: ...
 
     def evaluation(self, request: EvaluationRequest) -> EvaluationState: ...
+
+    def to_audit(self, request: AuditRequest) -> ToAudit: ...
+
+    def found(self, request: Finding) -> Done: ...
 
     def status(self) -> dict[str, Any]:
         """Return a report for people and programs, as JSON types."""

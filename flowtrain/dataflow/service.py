@@ -22,6 +22,7 @@ from flowtrain.dataflow.contract import (
     Batch,
     BatchRequest,
     Dataflow,
+    NotAllowed,
     Refused,
     Unavailable,
 )
@@ -104,6 +105,8 @@ class Service:
             return Response(await self._answer(request), media_type=MEDIA_TYPE)
         except Rejected as error:
             rejected = error
+        except NotAllowed as error:
+            rejected = Rejected(403, str(error))
         except Refused as error:
             rejected = Rejected(422, str(error))
         except (Unavailable, UserError) as error:  # a full disk is a UserError until it is mended
@@ -158,7 +161,8 @@ class Service:
             raise Rejected(404, "there is no such method")
         if request.method != "POST":
             raise Rejected(405, "methods are asked by POST", {"Allow": "POST"})
-        if METHODS[name].role not in (None, caller.role) and caller.role != Role.ALL:
+        roles = METHODS[name].roles
+        if roles and caller.role not in (*roles, Role.ALL):
             raise Rejected(
                 403, f"the token of the {caller.role} {caller.name!r} may not ask to {name}"
             )

@@ -25,7 +25,7 @@ MAX_WAIT_S = 30.0
 """Longest time that an answer may wait for a batch to fill."""
 PASSING = (408, 425, 429)
 """Statuses besides 5xx after which a repeated request may succeed."""
-_ASKERS = {"node": Role.NODE, "policy": Role.TRAINER}
+_ASKERS = {"node": Role.NODE, "policy": Role.TRAINER, "auditor": Role.AUDITOR}
 """Which field of a request names who asks, and the role of whoever has a name there."""
 _MAX_BYTES, MAX_PUSH_BYTES = 1 << 20, 64 << 20
 """Largest bodies: of any request, and of a push, which is also the largest payload, or of questions
@@ -47,8 +47,8 @@ class Method:
     """Type of the answer."""
     max_bytes: int
     """Largest body of a request."""
-    role: Role | None
-    """Who may ask, besides the owner of the shared token; None: everybody with a token."""
+    roles: tuple[Role, ...]
+    """Who may ask, besides the owner of the shared token; (): everybody with a token."""
     named_by: str
     """The field of the request that names who asks; empty where everybody may."""
 
@@ -60,18 +60,20 @@ def _methods() -> Mapping[str, Method]:
             kinds = typing.get_type_hints(function)
             request = kinds.get("request")
             max_bytes = MAX_PUSH_BYTES if name in ("push", "evaluate") else _MAX_BYTES
-            role, named_by = _asker(request)
-            found[name] = Method(request, kinds["return"], max_bytes, role, named_by)
+            roles, named_by = _askers(request)
+            if name == "join":  # an auditor learns the options as a node does
+                roles = (*roles, Role.AUDITOR)
+            found[name] = Method(request, kinds["return"], max_bytes, roles, named_by)
     return MappingProxyType(found)
 
 
-def _asker(request: type | None) -> tuple[Role | None, str]:
+def _askers(request: type | None) -> tuple[tuple[Role, ...], str]:
     """Who sends such requests, and the field that names it."""
     if request is None:
-        return None, ""
+        return (), ""
     names = {field.name for field in fields(request)}
-    (found,) = ((role, field) for field, role in _ASKERS.items() if field in names)
-    return found
+    ((role, field),) = ((role, field) for field, role in _ASKERS.items() if field in names)
+    return (role,), field
 
 
 METHODS = _methods()

@@ -82,7 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for policy, location in map(_store, options.store):
             stores[policy] = ",".join(filter(None, (stores.get(policy), location)))
         with logging_redirect_tqdm():
-            run(options.dataflow, options.name, stores, options.num_groups, args=args, token=token)
+            run(
+                options.dataflow,
+                options.name,
+                stores,
+                options.num_groups,
+                args=args,
+                token=token,
+                audits=options.audit,
+            )
     except (UserError, Refused, Unavailable, EngineError) as error:
         print(f"{_COMMAND}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
@@ -136,6 +144,11 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="groups to push before the node ends; default: no end",
+    )
+    parser.add_argument(
+        "--audit",
+        action="store_true",
+        help="make no rollouts: check the share dataflow.audit_share of those of other nodes",
     )
     return parser
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from asyncio import Lock, to_thread
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ class Sampler:
     """The parts of a node that make rollouts."""
 
     rollout: Rollout
+    score: Callable[[Trajectory], Awaitable[Trajectory]]
+    """Scores a rollout as `rollout` does."""
     answer: Answer
     engines: Mapping[str, Engine]
     meter: Meter
@@ -98,21 +101,25 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
         agent = components.make_agent(meter.engines, max_turns, snapshots=snapshots)
         cleanup.callback(agent.close)
         judge = components.make_judge()
-        rollout = _make_rollout(components, agent, engines, judge)
+        functions = components.reward_functions
+        score = functools.partial(score_one, judge=judge, functions=functions)
+        rollout = _make_rollout(components, agent, engines, score)
         answer = _make_answer(components, engines, judge, cleanup)
-        yield Sampler(rollout, answer, engines, meter, stores, layouts, branching)
+        yield Sampler(rollout, score, answer, engines, meter, stores, layouts, branching)
 
 
 def _make_rollout(
-    components: RunComponents, agent: Agent, engines: Mapping[str, Engine], judge: Judge | None
+    components: RunComponents,
+    agent: Agent,
+    engines: Mapping[str, Engine],
+    score: Callable[[Trajectory], Awaitable[Trajectory]],
 ) -> Rollout:
-    functions = components.reward_functions
     policy = components.config.train.policy
 
     async def rollout(task: Task, seed: int, start: BranchStart | None = None) -> Trajectory:
         hints = components.algorithm.hints(engines[policy].version + 1)
         trajectory = await agent.with_hints(hints).run(task, seed, start=start)
-        return await score_one(trajectory, judge, functions)
+        return await score(trajectory)
 
     return rollout
 

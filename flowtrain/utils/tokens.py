@@ -40,6 +40,8 @@ class Role(StrEnum):
     """Take part as the node of that name."""
     TRAINER = "trainer"
     """Train the policy of that name."""
+    AUDITOR = "auditor"
+    """Read groups and say which are lies, as the auditor of that name."""
 
 
 @dataclass(frozen=True, slots=True)

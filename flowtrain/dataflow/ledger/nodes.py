@@ -12,6 +12,7 @@ from flowtrain.dataflow.ledger.leases import check_layouts, end_leases, known_po
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import policy_states
+from flowtrain.dataflow.ledger.trust import check_trusted
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Nodes:
                     "and so has a life"
                 )
         with locked(self.database) as (transaction, meta):
+            check_trusted(transaction, request.node)
             policies = transaction.all("SELECT * FROM policies")
             check_layouts(request.node, request.layouts, policies)
             known = "SELECT life FROM nodes WHERE name = ? AND life = ?"

@@ -24,6 +24,7 @@ from flowtrain.dataflow.ledger.group_checks import (
 )
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.token_accounts import note_sampled
+from flowtrain.dataflow.ledger.trust import check_trusted, draw_audit
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import GroupFilter, Outcome
 from flowtrain.types import Task
@@ -74,6 +75,7 @@ class Pushes:
                 f"SELECT * FROM work_items WHERE id = ? {transaction.lock('work_items')}",
                 request.work_item,
             )
+            check_trusted(transaction, request.node)
             if summary.task != unpack(bytes(work_item.task), Task):
                 raise Refused(
                     f"work item {work_item.id} is of task {work_item.task_id!r}, the group of "
@@ -172,6 +174,8 @@ class Pushes:
             payload = b"" if stored else request.payload
             values = (work_item.id, payload, *where)
             transaction.run(f"INSERT INTO payloads VALUES {marks(values)}", *values)
+            own = (request.node, request.work_item, request.attempt)
+            draw_audit(transaction, self.config, *own)
         elif stored is not None:
             discard(transaction, [stored.key])
 
