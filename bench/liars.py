@@ -137,8 +137,7 @@ def open_ledger_of(config: Config, folder: Path, share: float) -> Ledger:
     """Open a ledger that draws this share for audits, with a trainer and a node."""
     dataflow = config.dataflow.model_copy(update={"audit_share": share, "max_waiting": 1000})
     ledger = open_ledger(config.model_copy(update={"dataflow": dataflow}), folder)
-    shape = {"vocab_size": _VOCAB, "max_positions": 512}
-    register = Register("planner", "", "", 2, 8, **shape, step=1)
+    register = Register(*("planner", "", "", 2, 8), vocab_size=_VOCAB, max_positions=512, step=1)
     ledger.register(register)  # both versions have been made
     ledger.join(Join("liar", "life"))
     return ledger
@@ -249,9 +248,9 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
         axes.set_ylabel("share of liars that are shut out")
         numbers = range(1, MOST_GROUPS + 1)
         for color, row in enumerate(row for row in rows if row["q"] == lies):
-            look = {"color": f"C{color}"}
-            axes.plot(numbers, row["theory"], **look)
-            axes.plot(numbers, row["found"], "o", markersize=3, label=f"p = {row['p']:g}", **look)
+            axes.plot(numbers, row["theory"], color=f"C{color}")
+            (points,) = axes.plot(numbers, row["found"], "o", markersize=3, color=f"C{color}")
+            points.set_label(f"p = {row['p']:g}")
         axes.legend(title="audited")
     figure.savefig(path, dpi=150)
 

@@ -22,7 +22,7 @@ from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import AuditRequest, Dataflow, Finding, Lease, ToAudit
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.node.setup import Sampler
-from flowtrain.types import Call, Group, Sample, Trajectory, UserError
+from flowtrain.types import Call, Group, PolicyName, Sample, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import StoreError
 
@@ -43,7 +43,7 @@ class Unclear(Exception):
 class Piece(NamedTuple):
     """Tokens of a response that one version of a policy sampled."""
 
-    policy: str
+    policy: PolicyName
     version: int
     rollout: int
     turn: int
@@ -179,7 +179,7 @@ class Auditor:
         self.tally.largest_mean = max(self.tally.largest_mean, mean)
 
     async def _score(
-        self, policy: str, version: int, pieces: list[Piece]
+        self, policy: PolicyName, version: int, pieces: list[Piece]
     ) -> list[tuple[float, ...]]:
         engine = self.sampler.engines[policy]
         await self._load(policy, version)

@@ -150,11 +150,11 @@ class Trajectory:
         """Planner tokens that were sampled for this rollout, without those of its parent."""
         return self.num_tokens("planner") - self.num_shared("planner")
 
-    def num_tokens(self, policy: str) -> int:
+    def num_tokens(self, policy: PolicyName) -> int:
         """Count the response tokens of a policy, a parent's among them."""
         return _num_tokens(self.turns, policy)
 
-    def num_shared(self, policy: str) -> int:
+    def num_shared(self, policy: PolicyName) -> int:
         """Count the response tokens of a policy that were sampled for the rollout it branched
         from.
         """
@@ -167,7 +167,7 @@ class Trajectory:
         return _num_tokens(self.turns[:first], policy) + begun
 
 
-def _num_tokens(turns: Sequence[Turn], policy: str) -> int:
+def _num_tokens(turns: Sequence[Turn], policy: PolicyName) -> int:
     calls = (turn.calls.get(policy) for turn in turns)
     return sum(len(call.response_ids) for call in calls if call is not None)
 

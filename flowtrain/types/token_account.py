@@ -69,5 +69,6 @@ def account_of(metrics: Mapping[str, float]) -> TokenAccount:
         for key, value in metrics.items()
         if key.startswith("tokens/to/")
     }
-    terms = (int(metrics.get(f"tokens/{name}", 0)) for name in ("sampled", "shared", "replayed"))
-    return TokenAccount(*terms, fates=fates)
+    names = ("sampled", "shared", "replayed")
+    sampled, shared, replayed = (int(metrics.get(f"tokens/{name}", 0)) for name in names)
+    return TokenAccount(sampled, shared, replayed, fates)

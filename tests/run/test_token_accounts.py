@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ from flowtrain.types import (
 )
 from flowtrain.types.token_account import FAILED, LOST, NO_SIGNAL, TRAINED
 
-WORLD = World.join("cpu")
+WORLD = World(0, 1, torch.device("cpu"))
 TASK = Task("t", "question", ("answer",))
 MAX_POSITIONS, VOCAB_SIZE = 12, 50
 

@@ -56,7 +56,7 @@ class GroupTokens:
     """Of all, those in rollouts that failed."""
 
     @classmethod
-    def of(cls, group: Group, policy: str) -> GroupTokens:
+    def of(cls, group: Group, policy: PolicyName) -> GroupTokens:
         rollouts = group.trajectories
         return cls(
             sum(each.num_tokens(policy) for each in rollouts),
