@@ -151,7 +151,7 @@ def test_a_run_with_two_policies_is_resumed_exactly(
         ),
         (
             ("--roles.verifier", "own", "--policies.verifier.path", "no/such"),
-            "policies.verifier.path='no/such' is no causal language model",
+            "policies.verifier.path='no/such': there is no such folder; as a name in",
         ),
         (
             ("--roles.verifier", "own", "--train.policy", "verifier"),

@@ -4,6 +4,8 @@ point group `flowtrain.algorithms`, which names subclasses of `Algorithm`.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
 from flowtrain.types import UserError
@@ -20,6 +22,9 @@ BUILT_IN = plugins.built_in(
     },
 )
 
+_MEANT = {"grpo": "flow_grpo"}
+"""Names that others use: Flow-GRPO on rollouts of one turn is GRPO."""
+
 
 def load_algorithm(config: Config) -> Algorithm:
     """Make the algorithm that `algorithm.name` asks for.
@@ -29,6 +34,8 @@ def load_algorithm(config: Config) -> Algorithm:
     name = config.algorithm.name
     offered = plugins.offered("algorithm", GROUP, BUILT_IN)
     if name not in offered:
-        raise UserError(f"algorithm.name={name!r} is unknown; there are {', '.join(offered)}")
+        meant = _MEANT.get(name) or next(iter(get_close_matches(name, offered, 1, 0.88)), "")
+        hint = f"did you mean {meant}? " if meant else ""
+        raise UserError(f"algorithm.name={name!r} is unknown; {hint}there are {', '.join(offered)}")
     algorithm: Algorithm = offered[name].load()(config)
     return algorithm

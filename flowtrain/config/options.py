@@ -261,14 +261,22 @@ def _general(key: str) -> str:
 
 def _value(key: str, text: str) -> Any:
     """Read a TOML value where it is one, else the text itself: `--model.path runs/warm` needs no
-    quotes, and `--run.dir 1.10` is no number.
+    quotes, and `--run.dir 1.10` is no number. A list may be words with commas between them.
     """
+    option = _options().get(_general(key))
+    kind = option.kind if option else ""
+    value = _toml_value(text)
+    if kind == "LIST" and not isinstance(value, list):
+        return [_toml_value(word.strip()) for word in text.split(",")] if text.strip() else []
+    return text if kind == "STR" and not isinstance(value, str) else value
+
+
+def _toml_value(text: str) -> Any:
+    """Read a TOML value; text that is none stands for itself."""
     try:
-        value = tomllib.loads(f"x = {text}")["x"]
+        return tomllib.loads(f"x = {text}")["x"]
     except (ValueError, RecursionError):
         return text
-    option = _options().get(_general(key))
-    return text if option and option.kind == "STR" and not isinstance(value, str) else value
 
 
 def explain(error: ValidationError, origins: Mapping[str, str]) -> str:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
+from huggingface_hub.errors import RepositoryNotFoundError
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -25,6 +28,8 @@ from transformers import (
 from flowtrain.training import attention
 from flowtrain.types import UserError
 
+_HUB_S = 10.0
+"""Seconds that the hub may take to say whether it has a model."""
 _NUM_TOKENS = 4
 _OTHER_PARTS = ("vision_config", "audio_config", "text_config")
 _ROW_LENGTH_ROPES = ("dynamic", "longrope")
@@ -40,6 +45,7 @@ def load_config(path: str, key: str = "model.path", trained: bool = True) -> Pre
 
     Raises UserError, one line, when there is none or the model cannot be trained.
     """
+    _check_there(path, key)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -48,6 +54,28 @@ def load_config(path: str, key: str = "model.path", trained: bool = True) -> Pre
             f"{key}={path!r} is no causal language model that transformers can load: {reason}"
         ) from error
     return check_config(config, path, key) if trained else config
+
+
+def _check_there(path: str, key: str) -> None:
+    """Raise UserError unless there is such a folder, or such a model in the hub or its cache. The
+    hub is asked once, where transformers would try for most of a minute.
+    """
+    if Path(path).is_dir():
+        return
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise UserError(f"{key}={path!r}: there is no such folder")
+    if isinstance(huggingface_hub.try_to_load_from_cache(path, "config.json"), str):
+        return
+    nothing = f"{key}={path!r}: there is no such folder"
+    try:
+        huggingface_hub.model_info(path, timeout=_HUB_S)
+    except RepositoryNotFoundError:
+        raise UserError(f"{nothing}, and no such model in the hub") from None
+    except Exception as error:  # which library's errors these are depends on the hub's release
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"{nothing}; as a name in the hub it could not be reached: {reason}"
+        ) from error
 
 
 def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -> PreTrainedConfig:

@@ -81,7 +81,7 @@ def test_options_of_an_installed_algorithm_are_checked(site: Path, tmp_path: Pat
 def test_unknown_algorithm_is_refused_with_the_names_that_there_are() -> None:
     config = parse(["--algorithm.name", "grpo"])
     assert config is not None
-    with pytest.raises(UserError, match=r"'grpo' is unknown; there are flow_grpo, appo, infoflow"):
+    with pytest.raises(UserError, match=r"'grpo' is unknown; did you mean flow_grpo\? there are"):
         load_algorithm(config)
 
 

@@ -187,6 +187,20 @@ def test_a_text_option_takes_any_word_unquoted(name: str) -> None:
     assert parsed("--run.dir", name).run.dir == name
 
 
+@pytest.mark.parametrize(
+    ("text", "tools"),
+    [
+        ("Search,Python_Coder", ("Search", "Python_Coder")),
+        ("Search, Python_Coder", ("Search", "Python_Coder")),
+        ('["Search", "Python_Coder"]', ("Search", "Python_Coder")),
+        ("Search", ("Search",)),
+        ('"Search"', ("Search",)),
+    ],
+)
+def test_a_list_may_be_words_with_commas(text: str, tools: tuple[str, ...]) -> None:
+    assert parsed("--agent.tools", text).agent.tools == tools
+
+
 def test_help_returns_no_config() -> None:
     assert parse(["--help"]) is None
     assert parse(["--no.such.key", "x", "-h"]) is None
@@ -239,7 +253,6 @@ def test_an_unknown_key_is_named_with_what_it_may_be(
         ("algorithm.dual_clip", "0.5", "0.5", "greater than 1"),
         ("run.resume", "'yes'", "'yes'", "'never' or 'auto'"),
         ("log.tensorboard", "'perhaps'", "'perhaps'", "boolean"),
-        ("agent.tools", "'Search'", "'Search'", "tuple"),
         ("agent.tools", "[]", "[]", "at least 1"),
         (
             "agent.tools",

@@ -136,7 +136,7 @@ def test_roles_that_name_the_same_engine_share_it(tokenizer: PreTrainedTokenizer
         (
             {"verifier": "a"},
             {"a": {"kind": "torch", "model": "/nowhere"}},
-            r"engines\.a\.model='/nowhere' is no causal language model",
+            r"engines\.a\.model='/nowhere': there is no such folder",
         ),
     ],
 )

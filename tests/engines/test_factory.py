@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -269,3 +270,28 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
         ModelSpec.load("k", "")
     with pytest.raises(UserError, match=r"k='.*' is no causal language model"):
         ModelSpec.load("k", str(tmp_path))
+    with pytest.raises(UserError, match=r"k='\./mistyped': there is no such folder$"):
+        ModelSpec.load("k", "./mistyped")
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (ConnectionError("no route"), "; as a name in the hub it could not be reached: no route"),
+        (ValueError("no name"), "; as a name in the hub it could not be reached: no name"),
+    ],
+)
+def test_the_hub_is_asked_once(
+    answer: Exception, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(name: str, timeout: float) -> None:
+        asked.append(name)
+        raise answer
+
+    monkeypatch.setattr(huggingface_hub, "model_info", ask)
+    with pytest.raises(UserError) as raised:
+        ModelSpec.load("k", "no/such")
+    assert str(raised.value) == f"k='no/such': there is no such folder{line}"
+    assert asked == ["no/such"]
