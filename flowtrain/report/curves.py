@@ -78,7 +78,8 @@ PANELS = (
     Panel(
         "Importance ratio", {"ratio_max": "largest", "ratio_mean": "mean", "ratio_min": "smallest"}
     ),
-    Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|"}),
+    Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|", "mismatch_kl": "KL"}),
+    Panel("Tokens by mismatch in nats", {"mismatch_tokens/": ""}, is_stack=True),
     Panel("Turns per rollout", {"turns_mean": "turns"}),
     Panel("Tokens per response", {"response_len_mean": "tokens"}),
     Panel("Tokens per prompt", {"prompt_len_mean": "tokens"}),

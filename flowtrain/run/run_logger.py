@@ -13,11 +13,13 @@ import torch
 from flowtrain import report
 from flowtrain.config import Config
 from flowtrain.report.curves import plot_curves, read_series, total_seconds
+from flowtrain.report.jsonl import append_lines, cut_lines
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Measured
 from flowtrain.run.evidence_stats import evidence_metrics
 from flowtrain.run.memory_plan import MemoryPlan
+from flowtrain.run.mismatch import Mismatch
 from flowtrain.run.parsing_stats import parsing_metrics
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Rollouts, Trained
@@ -71,6 +73,7 @@ class RunLogger:
         cleanup.callback(self.progress.close)
         self._metrics = None
         if is_main:
+            cut_lines(self._run_dir.worst_tokens, last_step)
             self._metrics = report.MetricsLog(
                 path,
                 last_step,
@@ -98,6 +101,7 @@ class RunLogger:
         *,
         batch: TrainBatch,
         trained: Trained,
+        mismatch: Mismatch,
         weights: Mapping[str, float | str],
         evaluation: Measured | None,
         seconds: Mapping[str, float],
@@ -107,6 +111,7 @@ class RunLogger:
         Args:
             rollouts: this rank's; their `stats` are of all ranks.
             batch: this rank's, after filtering.
+            mismatch: of all ranks.
             weights: metrics of publishing and loading them.
             seconds: by stage.
         """
@@ -119,6 +124,8 @@ class RunLogger:
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
+        if self._metrics is not None and mismatch.worst:
+            append_lines(self._run_dir.worst_tokens, mismatch.records(step))
         trajectories = [t for group in rollouts.groups for t in group.trajectories]
         parts = reward_metrics(trajectories, world, bool(self._config.reward.function))
         kept = sampling_metrics(trajectories, self._config, world)
@@ -145,6 +152,7 @@ class RunLogger:
                 **self._counts(batch),
                 **rollouts.metrics,
                 **trained.metrics,
+                **mismatch.metrics(),
                 **self._speed(trained.metrics, seconds["train_s"]),
                 **weights,
                 **self._chat_metrics(),

@@ -21,6 +21,7 @@ from flowtrain.report.viewer.run import (
     read_text,
     result_rows,
 )
+from flowtrain.report.viewer.worst import worst_tokens
 from flowtrain.types import UserError
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class Run:
             "num_logged": len(self.places),
             "panels": _panel_records(self._series),
             "results": self._results,
+            "worst": self._try([], worst_tokens, self.path, self._tokenizer),
             "rollouts": rollouts,
             "shown": self._shown(chosen),
             "notes": [*self.notes, *_notes_on_training(rollouts)],
