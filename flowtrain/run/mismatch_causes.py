@@ -10,7 +10,8 @@ With d = trainer - sampler and s the sampler's log-prob of a token, each cause l
 - Other weights than the trainer thinks: the versions say so, or the KL was small in the first step
   and has grown since.
 - Another dtype or kernel: noise that is small everywhere.
-- Ids that differ (chat template, tokenisation): d too large for noise, or only some samples.
+- Ids that differ (chat template, tokenisation): d too large for noise, a few of a nat and more, or
+  only some samples.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ UNLIKELY = -0.7
 """Log-prob, about ln 0.5, below which a token is unlikely."""
 NUM_EARLY = 4
 """Tokens of a response that are its first ones."""
-NOISE = 0.05
-"""Root mean square of d up to which rounding explains it; that of bf16 is 0.01 to 0.03."""
+NOISE = 0.1
+"""Root mean square of d up to which rounding explains it; that of bf16 is 0.01 to 0.07."""
+HUGE = 1.0
+"""Least |d| in nats that no rounding makes."""
 _GROWTH = 100.0
 """Growth of the KL since the first step that speaks for wrong weights alone."""
 _FEW = 20
@@ -141,6 +144,7 @@ def sums_of(
         "d": d.sum(),
         "abs": size.sum(),
         "dd": (d * d).sum(),
+        "huge_dd": (d * d)[size >= HUGE].sum(),
         "k3": (np.expm1(d) - d).sum(),
         "s": s.sum(),
         "ss": (s * s).sum(),
@@ -159,7 +163,7 @@ def sums_of(
 
 
 NAMES = (
-    *("num", "num_other", "d", "abs", "dd", "k3", "s", "ss", "ds"),
+    *("num", "num_other", "d", "abs", "dd", "huge_dd", "k3", "s", "ss", "ds"),
     *("num_unlikely", "unlikely_d", "unlikely_abs", "num_repeated", "repeated_d"),
     *("num_early", "early_abs"),
     *(f"samples/{name}" for name in BUCKETS),
@@ -179,7 +183,8 @@ def causes(evidence: Evidence, first_kl: float | None) -> list[Cause]:
     """
     sampling, version = _sampling(evidence), _version(evidence, first_kl)
     rest = 1 - max(sampling.score, version.score)
-    small = 1 / (1 + (evidence.rms / NOISE) ** 2) * (1 - evidence.agreeing_share)
+    calm = (1 - evidence.agreeing_share) * (1 - evidence["huge_dd"] / max(evidence["dd"], 1e-30))
+    small = calm / (1 + (evidence.rms / NOISE) ** 2)
     dtype = Cause(
         "dtype",
         rest * small,

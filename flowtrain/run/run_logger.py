@@ -15,8 +15,9 @@ from flowtrain.config import Config
 from flowtrain.report.curves import plot_curves, read_series, total_seconds
 from flowtrain.report.jsonl import append_lines, cut_lines
 from flowtrain.rewards import Judge
+from flowtrain.run.alarms import Alarms
 from flowtrain.run.components import RunComponents
-from flowtrain.run.evaluation import Measured
+from flowtrain.run.evaluation import Evaluator, Measured
 from flowtrain.run.evidence_stats import evidence_metrics
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.mismatch import Mismatch
@@ -72,6 +73,7 @@ class RunLogger:
         self.progress = report.Progress(config.train.num_steps, start_step, is_main)
         cleanup.callback(self.progress.close)
         self._metrics = None
+        self.alarms: Alarms | None = None
         if is_main:
             cut_lines(self._run_dir.worst_tokens, last_step)
             self._metrics = report.MetricsLog(
@@ -82,12 +84,20 @@ class RunLogger:
                 config=config.model_dump(),
             )
             cleanup.callback(self._metrics.close)
+            self.alarms = self._open_alarms(last_step)
         own = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
         self.evaluated = int(self._placement.world.max([own])[0])
         """Newest step whose evaluation is in the log; those of earlier steps are, too."""
         self._trajectories, self._held_out = (
             report.TrajectoryLog(path, samplers.rank, step, name, samplers.size)
             for name, step in (("trajectories", last_step), ("held_out", self.evaluated))
+        )
+
+    def _open_alarms(self, last_step: int) -> Alarms:
+        config, folder = self._config, self._run_dir
+        is_true = not config.reward.function and config.roles.judge == "none"
+        return Alarms.open(
+            config.alarms, folder.alarms, folder.path / "metrics.jsonl", last_step, is_true
         )
 
     def close(self) -> None:
@@ -166,16 +176,19 @@ class RunLogger:
         """
         self.log_held_out(step, found.held_out.trajectories)
         metrics = {"step": step, "version": step, **found.metrics}
-        if self._metrics is not None:
-            self._metrics.log(metrics)
+        self._log(metrics)
         self.evaluated = step
         self.progress.remember(metrics)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write a line of metrics, and show it."""
-        if self._metrics is not None:
-            self._metrics.log(metrics)
+        self._log(metrics)
         self.progress.update(metrics)
+
+    def _log(self, metrics: Mapping[str, Any]) -> None:
+        if self._metrics is not None and self.alarms is not None:
+            self._metrics.log(metrics)
+            self.alarms.add(metrics)
 
     def log_held_out(self, version: int, trajectories: Sequence[Trajectory]) -> None:
         """Write this rank's rollouts of the main held-out split, as groups of one."""
@@ -229,10 +242,14 @@ class RunLogger:
         if not self._placement.world.is_main:
             return
         path = self._run_dir.path
+        assert self.alarms is not None
+        if trained:
+            self.alarms.add({"step": self._config.train.num_steps, **Evaluator.logged(trained)})
         summary = {
             "warm": warm,
             "trained": trained,
             **signal,
+            **self.alarms.summary(),
             "seconds": self._seconds(),
             "planned_memory_gb": plan.num_bytes / 1e9,
             "peak_memory_gb": peak_bytes / 1e9,
