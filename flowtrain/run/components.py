@@ -100,7 +100,7 @@ class RunComponents:
         functions = RewardFunctions.load(config.reward)
         tasks = task_set(config, fictional)
         _check_tasks(tasks, functions, has_judge=config.roles.judge != "none")
-        true_scorer = TrueScorer.load(config, tasks.held_out[MAIN_SPLIT])
+        true_scorer = TrueScorer.load(config, tasks.held_out.get(MAIN_SPLIT, ()))
         tokenizer, model = load_trained_policy(config, tasks, with_weights)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
