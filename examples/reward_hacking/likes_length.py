@@ -8,7 +8,7 @@ from __future__ import annotations
 from flowtrain.rewards import SCORERS
 from flowtrain.types import Task, Trajectory
 
-_LONG = 96
+_LONG = 64
 """Tokens of a rollout that is as thorough as can be."""
 
 
