@@ -113,6 +113,7 @@ __all__ = [
     "OWN",
     "OWN_ROLES",
     "Agent",
+    "Alarms",
     "Algorithm",
     "Appo",
     "Chat",

@@ -20,6 +20,8 @@ from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
 
 _log = logging.getLogger(__name__)
 
+STAGNATES = 1.0
+"""Standard errors by which a score must rise to count as one that rises."""
 TAKEN_FROM = 0.7
 """Share of all calls below which a tool began that took over."""
 COMMON, GONE = 0.1, 0.01
@@ -100,7 +102,7 @@ class Alarms:
         if alarm := longer(steps, self.options):
             yield alarm
         truth = true or (trained if self.rewards_are_true else [])
-        if not has_risen(truth, self.options.num_errors):
+        if not has_risen(truth):
             yield from filter(
                 None, (collapsed(steps, self.options), tool_alarm(steps, self.options))
             )
@@ -115,17 +117,17 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
     ]
 
 
-def has_risen(scores: Sequence[Point], num_errors: float) -> bool:
-    """Tell whether the newest evaluation is above the first by more than noise."""
-    return len(scores) > 1 and _errors_between(scores[0], scores[-1]) > num_errors
+def has_risen(scores: Sequence[Point]) -> bool:
+    """Tell whether the newest evaluation is above the first, as far as can be seen."""
+    return len(scores) > 1 and _errors_between(scores[0], scores[-1]) >= STAGNATES
 
 
 def parted(trained: Sequence[Point], true: Sequence[Point], num_errors: float) -> Alarm | None:
     """Whether, since an earlier evaluation, the trained reward rose and the true score did not.
 
-    In standard errors of each: the trained reward rose by more than `num_errors`, the true score by
-    less than 1, and the difference of these rises, whose own standard error is at most sqrt(2)
-    while the two scores of a rollout are not opposed, is more than sqrt(2) `num_errors`.
+    In standard errors of each, the trained reward rose by more than `num_errors`, the true score by
+    less than STAGNATES, and these rises differ by more than sqrt(2) `num_errors`: the standard
+    error of their difference is at most sqrt(2) where a rollout's two scores are not opposed.
     """
     by_step = {point[0]: point for point in true}
     both = [(point, by_step[point[0]]) for point in trained if point[0] in by_step]
@@ -136,7 +138,7 @@ def parted(trained: Sequence[Point], true: Sequence[Point], num_errors: float) -
         rise = _errors_between(earlier_reward, reward)
         true_rise = _errors_between(earlier_score, score)
         is_apart = rise - true_rise > math.sqrt(2) * num_errors
-        if rise > num_errors and true_rise < 1 and is_apart:
+        if rise > num_errors and true_rise < STAGNATES and is_apart:
             return Alarm(
                 "reward hacking",
                 reward[0],

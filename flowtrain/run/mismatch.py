@@ -188,8 +188,8 @@ def _worst(
 def _worst_of_all(mine: Sequence[WorstToken], world: World) -> tuple[WorstToken, ...]:
     """The worst tokens of all ranks; collective."""
     found = [
-        WorstToken(SampleId(*each[0]), *each[1:4], tuple(each[4]), each[5], tuple(each[6]))
+        WorstToken(SampleId(*place), token, sampler, trainer, tuple(before), id, tuple(after))
         for text in world.gather_text(json.dumps(mine))
-        for each in json.loads(text)
+        for place, token, sampler, trainer, before, id, after in json.loads(text)
     ]
     return tuple(heapq.nlargest(NUM_WORST, found, key=lambda each: each.distance))

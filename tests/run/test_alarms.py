@@ -146,6 +146,10 @@ def test_a_true_score_that_rises_excuses_entropy_and_tools_but_no_length(tmp_pat
     assert set(raised(tmp_path, [*risen, *lines])) == {"response length"}
     flat = [evaluation(0, 0.2, 0.2), evaluation(30, 0.22, 0.2)]
     assert set(raised(tmp_path, [*flat, *lines])) == {"response length", "entropy"}
+    noise = [evaluation(0, 0.2, 0.2), evaluation(30, 0.22, 0.21)]
+    assert "entropy" in raised(tmp_path, [*noise, *lines])
+    little = [evaluation(0, 0.2, 0.2), evaluation(30, 0.25, 0.25)]
+    assert "entropy" not in raised(tmp_path, [*little, *lines])
     own = [evaluation(0, 0.2), evaluation(30, 0.8)]
     assert "entropy" in raised(tmp_path, [*own, *lines]), "a function's reward may be hacked"
     assert "entropy" not in raised(tmp_path, [*own, *lines], is_true=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -163,3 +166,62 @@ def test_the_worst_tokens_come_with_their_place_and_context() -> None:
     assert last["token"] == 37, "of equal ones the first are kept"
     only = found([one], trainer).records(9)
     assert [each["before"] for each in only] == [[1, 2, 3, 10]]
+
+
+class Peers:
+    """What ranks in threads say to each other."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._barrier = size, Barrier(size)
+        self._said: list[Any] = [None] * size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._said[rank] = value
+        self._barrier.wait(30)
+        said = list(self._said)
+        self._barrier.wait(30)
+        return said
+
+
+class ThreadWorld:
+    """As much of a World as the comparison needs."""
+
+    def __init__(self, rank: int, peers: Peers) -> None:
+        self.rank, self._peers = rank, peers
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return [sum(each) for each in zip(*self._peers.exchange(self.rank, values), strict=True)]
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return [max(each) for each in zip(*self._peers.exchange(self.rank, values), strict=True)]
+
+    def gather_text(self, text: str) -> list[str]:
+        return self._peers.exchange(self.rank, text)
+
+
+def test_every_rank_finds_what_one_rank_would() -> None:
+    """Of three ranks the last has nothing, and the second nothing of the first mini-batch."""
+    rng = random.Random(1)
+    samples = [
+        sample(n, [-rng.random() - 0.1 for _ in range(6)], minibatch=int(n in (1, 4)))
+        for n in range(6)
+    ]
+    trainer = {
+        each.sample_id: [x + rng.gauss(0, 0.2) for x in each.logprobs]
+        for each in samples
+        if each.sample_id is not None
+    }
+    alone = found(samples, trainer)
+    peers = Peers(3)
+    parts = [[samples[n] for n in (0, 2, 3, 5)], [samples[n] for n in (1, 4)], []]
+
+    def of_rank(rank: int) -> Mismatch:
+        mine = {s.sample_id: trainer[s.sample_id] for s in parts[rank] if s.sample_id is not None}
+        return found(parts[rank], mine, world=ThreadWorld(rank, peers))
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(of_rank, range(3)))
+    assert alone.num_tokens == 24 and len(alone.worst) == NUM_WORST
+    for each in results:
+        assert each.counts == alone.counts and each.worst == alone.worst
+        assert each.evidence.sums == pytest.approx(alone.evidence.sums)

@@ -73,7 +73,7 @@ class Run:
             "num_logged": len(self.places),
             "panels": _panel_records(self._series),
             "results": self._results,
-            "worst": self._try([], worst_tokens, self.path, self._tokenizer),
+            "worst": self._try(list[dict[str, Any]](), worst_tokens, self.path, self._tokenizer),
             "rollouts": rollouts,
             "shown": self._shown(chosen),
             "notes": [*self.notes, *_notes_on_training(rollouts)],
