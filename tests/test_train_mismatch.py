@@ -162,7 +162,7 @@ def other_prompts(alter: Callable[[tuple[int, ...]], tuple[int, ...]], every: in
         (
             other_prompts(lambda ids: ids[:-1], every=2),
             {},
-            "chat template or tokenisation: prompts have other ids: only some samples differ",
+            "chat template or tokenisation: trained ids are not those that were sampled: only some",
         ),
     ],
     ids=[

@@ -79,7 +79,8 @@ PANELS = (
     Panel(
         "Importance ratio", {"ratio_max": "largest", "ratio_mean": "mean", "ratio_min": "smallest"}
     ),
-    Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|", "mismatch_kl": "KL"}),
+    Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|"}),
+    Panel("KL of trainer and sampler", {"mismatch_kl": "nats per token"}),
     Panel("Tokens by mismatch in nats", {"mismatch_tokens/": ""}, is_stack=True),
     Panel("Turns per rollout", {"turns_mean": "turns"}),
     Panel("Tokens per response", {"response_len_mean": "tokens"}),

@@ -75,7 +75,8 @@ class MismatchGate:
         if self.num_above >= MOST_ABOVE or not kl <= FAR_ABOVE * limit:
             raise UserError(
                 f"{text}. The tokens that differ most are in worst_tokens.jsonl and in the viewer; "
-                "the newest checkpoint stays"
+                "once that is mended, the same command with run.resume = 'auto' goes on from the "
+                "newest checkpoint"
             )
         if self.world.is_main:
             _log.warning("%s", text)
