@@ -261,6 +261,8 @@ class RunLogger:
         if idle_steps := signal.get("idle_steps"):
             cause = printable(signal["last_cause"])
             print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
+        for alarm in self.alarms.raised.values():
+            print(f"alarm in step {alarm.step}: {alarm.cause}: {printable(alarm.text)}")
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")
