@@ -90,6 +90,8 @@ class Demo:
             "100",
             "--eval.every",
             "0",
+            "--log.replay",
+            "true",
         )
         self._run_options = (
             "--config",

@@ -213,8 +213,9 @@ class Server:
         *argv: object,
         before: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        module: str = "train",
     ) -> list[Process]:
-        """`train` on as many ranks, without torchrun; `before` has Python for each of them."""
+        """A command on as many ranks, without torchrun; `before` has Python for each of them."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -227,7 +228,7 @@ class Server:
         each = before or ("",) * size
         return [
             self.start(
-                "train", *argv, env={**(env or {}), **where, "RANK": str(rank)}, before=each[rank]
+                module, *argv, env={**(env or {}), **where, "RANK": str(rank)}, before=each[rank]
             )
             for rank in range(size)
         ]

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flowtrain.replay.decisions import check_decisions
+from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.session import Outcome, replay
 from flowtrain.report.tables import aligned
 from flowtrain.training.world import end_process
@@ -37,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         outcome, train_s = replay(options.run, options.first, options.last, options.tolerance, say)
+        if options.ledger and is_main:
+            decisions = check_decisions(Recorded.read(options.run), outcome.steps, options.ledger)
+            say(decisions.text)
+            outcome.problems += decisions.problems
     except UserError as error:
         say(f"{_COMMAND}: {error}")
         return 2
@@ -102,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     text += "ranks (default: none does)"
     parser.add_argument("--tolerance", type=float, metavar="X", help=text)
+    text = "database of the service with which the run was trained: make its decisions again, too"
+    parser.add_argument("--ledger", default="", metavar="DATABASE", help=text)
     parser.add_argument("--json", action="store_true", help="print a record for programs")
     return parser
 

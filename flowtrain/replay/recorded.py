@@ -118,18 +118,21 @@ class Recorded:
         num_ranks = int(self.steps[step]["num_ranks"])
         if num_ranks == world.size:
             return self._of_rank(step, world.rank)
-        every = [self._of_rank(step, rank) for rank in range(num_ranks)]
-        groups = sorted((g for each in every for g in each.groups), key=_index)[
-            world.rank :: world.size
-        ]
+        groups = self.groups(step)[world.rank :: world.size]
         own = {group.index for group in groups}
         logprobs = {
             sample_id: scored
-            for each in every
-            for sample_id, scored in each.logprobs.items()
+            for rank in range(num_ranks)
+            for sample_id, scored in self._of_rank(step, rank).logprobs.items()
             if sample_id.group in own
         }
         return Rollouts(groups, logprobs, {})
+
+    def groups(self, step: int) -> list[Group]:
+        """Read all groups of a step, in their order."""
+        ranks = range(int(self.steps[step]["num_ranks"]))
+        groups = (group for rank in ranks for group in self._of_rank(step, rank).groups)
+        return sorted(groups, key=lambda group: group.index)
 
     def checks(self, step: int) -> dict[str, Any]:
         """Return the checks of a step's batch, those of all ranks together."""
@@ -190,10 +193,6 @@ def _logged(run: Path) -> set[int]:
 def _metrics(run: Path) -> Iterator[dict[str, Any]]:
     path = run / "metrics.jsonl"
     yield from read_lines(path) if path.is_file() else ()
-
-
-def _index(group: Group) -> int:
-    return group.index
 
 
 def _trained_by(config: Config) -> dict[str, Any]:
