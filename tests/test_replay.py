@@ -12,10 +12,18 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cli_runs import KILL, NO_PICTURE, NUM_STEPS, SMALL, Process, Server
+from cli_runs import (
+    KILL,
+    NO_PICTURE,
+    NUM_STEPS,
+    SMALL,
+    Process,
+    Server,
+    check_equal,
+    replayed,
+)
 
 from flowtrain.replay.recorded import Recorded
 from flowtrain.run.rollout_files import decode, encode
@@ -64,26 +72,6 @@ def whole(train: Train) -> Path:
 @pytest.fixture
 def copied(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
-
-
-def replayed(
-    server: Server, run: Path, *argv: object, size: int = 1, before: str = ""
-) -> tuple[int, dict[str, Any]]:
-    """(exit code, the record that the replay prints)."""
-    processes = server.start_ranks(
-        size, run, "--json", *argv, module="replay", before=[before] * size
-    )
-    codes = [process.wait() for process in processes]
-    assert set(codes) <= {0, 1} and len(set(codes)) == 1, [
-        process.err.read_text()[-2000:] for process in processes
-    ]
-    return codes[0], json.loads(processes[0].out.read_text())
-
-
-def check_equal(server: Server, run: Path, num_steps: int, *argv: object, **options: Any) -> None:
-    code, record = replayed(server, run, *argv, **options)
-    assert (code, record["problems"], record["notes"]) == (0, [], [])
-    assert (record["num_steps"], record["num_equal"]) == (num_steps, num_steps + 1)
 
 
 def refused(server: Server, run: Path, *argv: object) -> str:
