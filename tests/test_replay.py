@@ -122,7 +122,20 @@ def test_options_that_change_are_followed_life_by_life(server: Server, train: Tr
     train("--train.lr", "1e-3", "--train.num_steps", 4, start=run)
     check_equal(server, run, 2)
     check_equal(server, run, 2, "--from", 3)
-    assert "other options after step 2" in refused(server, run, "--to", 3)
+    assert "other options, or without log.replay, after step 2" in refused(server, run, "--to", 3)
+
+
+def test_steps_without_the_option_are_a_hole_and_no_damage(server: Server, train: Train) -> None:
+    run = train("--train.num_steps", 2)
+    for num_steps, is_on in ((4, "false"), (6, "true")):
+        (run / "summary.json").unlink()
+        train("--train.num_steps", num_steps, "--log.replay", is_on, start=run)
+    assert sorted(Recorded.read(run).steps) == [1, 2, 5, 6]
+    check_equal(server, run, 2)
+    check_equal(server, run, 2, "--from", 5)
+    assert "--from 3 is not on record; steps 1 to 2, 5 to 6 are" in refused(
+        server, run, "--from", 3
+    )
 
 
 def test_two_ranks_come_out_on_two_and_nearly_on_one(server: Server, train: Train) -> None:

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         outcome, train_s = replay(options.run, options.first, options.last, options.tolerance, say)
         if options.ledger and is_main:
-            decisions = check_decisions(Recorded.read(options.run), outcome.steps, options.ledger)
+            made = outcome.steps[: outcome.num_steps]
+            decisions = check_decisions(Recorded.read(options.run), made, options.ledger)
             say(decisions.text)
             outcome.problems += decisions.problems
     except UserError as error:

@@ -35,7 +35,7 @@ class Recorded:
     lives: Mapping[int, Line]
     """Lines of the run being opened, by the step that it began or went on after."""
     steps: Mapping[int, Line]
-    """Lines of steps, without gaps."""
+    """Lines of steps."""
     problems: tuple[tuple[int, str], ...]
     """(step, what is wrong) in the order of steps: lines that were changed or are missing."""
 
@@ -58,14 +58,14 @@ class Recorded:
             before = str(line.get("chain"))
             (steps if "files" in line else lives)[step] = line
         first = min(steps, default=0)
-        gap = next((s for s in range(first, first + len(steps)) if s not in steps), None)
-        if gap is not None:
-            problems.append((gap, f"{path} has no line of step {gap}"))
+        # A run that was resumed without the option leaves a hole, behind which it was opened anew.
+        gaps = (s - 1 for s in sorted(steps) if s > first and not {s - 1} & (steps | lives).keys())
+        problems += [(gap, f"{path} has no line of step {gap}") for gap in gaps]
         logged = _logged(run)
         problems += [
             (step, f"{path} has no line of step {step}, which metrics.jsonl has")
             for step in sorted(logged - steps.keys())
-            if step > first
+            if step > first and step not in dict(problems)
         ][:1]
         return cls(run, path.parent, lives, steps, tuple(sorted(problems)))
 
@@ -90,14 +90,21 @@ class Recorded:
         )
 
     def last_alike(self, life: int) -> int:
-        """Return the last step that was trained with the options of a life, as far as they decide
-        what is trained.
+        """Return the last step that follows a life without a hole and with its options, as far as
+        they decide what is trained.
         """
         own, last = _trained_by(self.config(life)), max(self.steps)
+        holes = (step for step in range(life + 1, last) if self.is_hole(step))
+        last = next(holes, last + 1) - 1
         for other in sorted(start for start in self.lives if start > life):
             if _trained_by(self.config(other)) != own:
                 return min(other, last)
         return last
+
+    def is_hole(self, step: int) -> bool:
+        """Tell whether a step was trained without the option, so that nothing was kept of it."""
+        later = min((each for each in self.steps if each > step), default=0)
+        return step not in self.steps and any(step <= start < later for start in self.lives)
 
     def damage(self, step: int) -> list[str]:
         """Say which files of a step are not as they were written, and where."""
@@ -165,9 +172,10 @@ class Recorded:
             return ""
         text = path.with_name(path.name.replace("rollouts", "index").replace(".z", ".json"))
         step, own = int(path.parent.name[5:]), self.steps[int(path.parent.name[5:])]["files"]
-        if hashlib.sha256(text.read_bytes()).hexdigest() != own[text.name]["sha256"]:
+        written = text.read_bytes() if text.is_file() else b""
+        if hashlib.sha256(written).hexdigest() != own[text.name]["sha256"]:
             return ", and so was its index"
-        index = json.loads(text.read_bytes())
+        index = json.loads(written)
         changed = changed_records(data, index)
         if not changed:
             return " at its end, behind the rollouts"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,19 +238,25 @@ def _steps(recorded: Recorded, first: int | None, last: int | None) -> range:
         raise UserError(f"{recorded.folder} has no step yet")
     known = range(min(recorded.steps), max(recorded.steps) + 1)
     first = known.start if first is None else first
-    life = recorded.life_of(first)
-    alike = recorded.last_alike(life)
+    alike = recorded.last_alike(recorded.life_of(first))
     for key, step in (("--from", first), ("--to", last)):
-        if step is not None and step not in known:
-            raise UserError(f"{key} {step} is not on record: steps {known[0]} to {known[-1]} are")
+        if step is not None and (step not in known or recorded.is_hole(step)):
+            raise UserError(f"{key} {step} is not on record; steps {_ranges(recorded.steps)} are")
     if last is not None and last < first:
         raise UserError(f"--to {last} is before --from {first}")
     if last is not None and last > alike:
         raise UserError(
-            f"--to {last}: the run went on with other options after step {alike}; replay up to "
-            f"there, then --from {alike + 1}"
+            f"--to {last}: the run went on with other options, or without log.replay, after step "
+            f"{alike}; replay up to there, and go on with --from"
         )
     return range(first, (alike if last is None else last) + 1)
+
+
+def _ranges(steps: Collection[int]) -> str:
+    """Write steps as ranges: "1 to 2, 5 to 6"."""
+    starts = [step for step in sorted(steps) if step - 1 not in steps]
+    ends = [step for step in sorted(steps) if step + 1 not in steps]
+    return ", ".join(f"{start} to {end}" for start, end in zip(starts, ends, strict=True))
 
 
 @contextmanager
