@@ -113,6 +113,9 @@ def test_a_killed_and_resumed_run_comes_out_as_a_whole(server: Server, train: Tr
     run = train(before=AFTER_STEP_3, code=-signal.SIGKILL)
     assert sorted(Recorded.read(run).steps) == [1, 2, 3]
     train("--train.minibatch_size", 0, start=run)
+    lines = (run / "replay" / "steps.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if "files" in json.loads(line)]
+    assert steps == list(range(1, NUM_STEPS + 1))
     check_equal(server, run, NUM_STEPS)
 
 
@@ -148,6 +151,12 @@ def test_two_ranks_come_out_on_two_and_nearly_on_one(server: Server, train: Trai
     assert (code, record["problems"]) == (0, []) and record["num_close"] > 0
     code, record = replayed(server, run, "--tolerance", 1e-12)
     assert code == 1 and "largest difference" in record["problems"][0]
+
+
+def test_one_rank_comes_out_nearly_on_two(server: Server, whole: Path) -> None:
+    code, record = replayed(server, whole, "--from", 5, "--tolerance", 1e-2, size=2)
+    assert (code, record["problems"]) == (0, []) and record["notes"]
+    assert 0 < record["largest_difference"] < 1e-2, "two ranks share what one trained"
 
 
 def test_appo_comes_out_with_the_log_probs_of_its_search(server: Server, train: Train) -> None:
@@ -280,6 +289,22 @@ def test_a_line_that_is_gone_is_missed(server: Server, copied: Path) -> None:
     assert code == 1 and "no line of step 6, which metrics.jsonl has" in record["problems"][0]
 
 
+def test_a_line_that_is_gone_breaks_the_chain(server: Server, copied: Path) -> None:
+    path = copied / "replay" / "steps.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3] + lines[4:]))
+    code, record = replayed(server, copied)
+    assert (code, record["num_steps"]) == (1, 2)
+    assert "has no line of step 3" in record["problems"][0]
+    assert "line 4, of step 4, was changed" in record["problems"][1]
+
+
+def test_a_file_that_is_gone_is_missed(server: Server, copied: Path) -> None:
+    (copied / "replay" / "step_00000002" / "index.rank0.json").unlink()
+    code, record = replayed(server, copied, "--to", 2)
+    assert code == 1 and record["problems"][0].endswith("index.rank0.json is missing")
+
+
 # ---- code that was changed
 
 
@@ -310,6 +335,22 @@ def test_another_optimizer_step_is_named_by_tensor_and_word(server: Server, whol
     assert "word " in text and ", was 0x" in text and "largest difference" in text
     code, record = replayed(server, whole, before=patch(*name, body.format(3)))
     assert (code, record["num_steps"]) == (1, 2) and "weights.keep" in record["problems"][0]
+
+
+def test_another_start_is_named_before_the_first_step(server: Server, whole: Path) -> None:
+    body = "(lambda found: (found[1].lm_head.weight.data[3, 1].add_(1), found)[1])(real(*a, **k))"
+    before = patch("flowtrain.run.components", "load_trained_policy", body)
+    code, record = replayed(server, whole, before=before)
+    assert (code, record["num_steps"], record["num_equal"]) == (1, 0, 0)
+    assert record["problems"][0].startswith("step 0: version 0 differs in ")
+
+
+def test_other_counts_of_what_is_left_out_are_named(server: Server, whole: Path) -> None:
+    body = "__import__('dataclasses').replace(real(*a, **k), num_groups_dropped=99)"
+    before = patch("flowtrain.algorithms.flow_grpo", "flow_grpo", body)
+    code, record = replayed(server, whole, before=before)
+    assert code == 1
+    assert ": 99 left out as num_groups_dropped, there were " in record["problems"][0]
 
 
 def test_a_run_without_the_option_keeps_nothing(server: Server, train: Train) -> None:
