@@ -35,7 +35,7 @@ class Recorded:
     lives: Mapping[int, Line]
     """Lines of the run being opened, by the step that it began or went on after."""
     steps: Mapping[int, Line]
-    """Lines of steps."""
+    """Lines of steps, without those that were changed."""
     problems: tuple[tuple[int, str], ...]
     """(step, what is wrong) in the order of steps: lines that were changed or are missing."""
 
@@ -50,23 +50,19 @@ class Recorded:
         lives: dict[int, Line] = {}
         steps: dict[int, Line] = {}
         problems: list[tuple[int, str]] = []
-        before = ""
+        before: tuple[str, ...] = ("",)
         for number, line in enumerate(read_lines(path), 1):
-            step = int(line["step"])
-            if not problems and chained(before, line) != line.get("chain"):
-                problems.append((step, f"{path} line {number}, of step {step}, was changed"))
-            before = str(line.get("chain"))
-            (steps if "files" in line else lives)[step] = line
-        first = min(steps, default=0)
-        # A run that was resumed without the option leaves a hole, behind which it was opened anew.
-        gaps = (s - 1 for s in sorted(steps) if s > first and not {s - 1} & (steps | lives).keys())
-        problems += [(gap, f"{path} has no line of step {gap}") for gap in gaps]
-        logged = _logged(run)
-        problems += [
-            (step, f"{path} has no line of step {step}, which metrics.jsonl has")
-            for step in sorted(logged - steps.keys())
-            if step > first and step not in dict(problems)
-        ][:1]
+            step, own = int(line["step"]), [chained(each, line) for each in before]
+            # The next line follows from what stands here, or from what should.
+            before = (str(line.get("chain")), own[0])
+            if line.get("chain") in own:
+                (steps if "files" in line else lives)[step] = line
+            else:
+                text = (
+                    f"{path} line {number}, of step {step}, was changed, or one before it is gone"
+                )
+                problems.append((step, text))
+        problems += _missing_lines(path, steps, lives, {step for step, _ in problems})
         return cls(run, path.parent, lives, steps, tuple(sorted(problems)))
 
     def life_of(self, step: int) -> int:
@@ -79,7 +75,10 @@ class Recorded:
         return None if line is None else line["tensors"]
 
     def config(self, life: int) -> Config:
-        """Return the options of a life. Raises UserError when its file was changed."""
+        """Return the options of a life. Raises UserError when its line or its file was changed."""
+        if life not in self.lives:
+            opened = f"{self.folder} does not say how the run was opened after step {life}"
+            raise UserError("; ".join([opened, *(text for _, text in self.problems)]))
         path = config_path(self.folder, life)
         text = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(text).hexdigest() != self.lives[life]["opened"]["config"]:
@@ -187,6 +186,20 @@ class Recorded:
             return f": {first.name}{others}"
         field = call_difference(turn.calls[policy], checks)
         return f": {first.name}{': ' if field else ''}{field}{others}"
+
+
+def _missing_lines(
+    path: Path, steps: Mapping[int, Line], lives: Mapping[int, Line], known: set[int]
+) -> Iterator[tuple[int, str]]:
+    """Yield the steps without a line, but for those that are `known` to have a changed one."""
+    first = min(steps, default=0)
+    for step in sorted(steps):
+        # A run that was resumed without the option leaves a hole, behind which it was opened anew.
+        if step > first and not {step - 1} & (steps.keys() | lives.keys() | known):
+            yield step - 1, f"{path} has no line of step {step - 1}"
+    for step in sorted(_logged(path.parents[1]) - steps.keys() - known):
+        if step > max(steps, default=0):
+            yield step, f"{path} has no line of step {step}, which metrics.jsonl has"
 
 
 def trained_seconds(run: Path, steps: range) -> float:

@@ -97,12 +97,14 @@ class Session:
         files: dict[int, list[str]] = {}
         if self.world.is_main:
             lines = [text for _, text in self.recorded.problems]
+            named = {step for step, _ in self.recorded.problems}
             for step in self.outcome.steps:
-                texts = [f"step {step}: it has no line in the log"]
                 if step in self.recorded.steps:
-                    texts = self.recorded.damage(step)
-                if texts:
-                    files[step] = texts
+                    if texts := self.recorded.damage(step):
+                        files[step] = texts
+                else:
+                    is_named = step in named
+                    files[step] = [] if is_named else [f"step {step}: it has no line in the log"]
         lines, found = json.loads(self.world.gather_text(json.dumps([lines, files]))[0])
         for text in (*lines, *(text for texts in found.values() for text in texts)):
             self.say(text)
