@@ -11,12 +11,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flowtrain.replay.decisions import check_decisions
-from flowtrain.replay.recorded import Recorded
+from flowtrain.replay.recorded import Recorded, totals
 from flowtrain.replay.session import Outcome, replay
 from flowtrain.report.tables import aligned
 from flowtrain.training.world import end_process
@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(text, file=sys.stderr, flush=True)
 
     try:
-        outcome, train_s = replay(options.run, options.first, options.last, options.tolerance, say)
+        outcome = replay(options.run, options.first, options.last, options.tolerance, say)
+        made = outcome.steps[: outcome.num_steps]
         if options.ledger and is_main:
-            made = outcome.steps[: outcome.num_steps]
             decisions = check_decisions(Recorded.read(options.run), made, options.ledger)
             say(decisions.text)
             outcome.problems += decisions.problems
@@ -50,12 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if is_main:
-        record = _record(outcome, train_s)
-        print(json.dumps(record, indent=1) if options.json else _table(outcome, train_s))
+        of_run = totals(options.run, made)
+        record = _record(outcome, of_run)
+        print(json.dumps(record, indent=1) if options.json else _table(outcome, of_run))
     return 0 if outcome.is_equal else 1
 
 
-def _record(outcome: Outcome, train_s: float) -> dict[str, Any]:
+def _record(outcome: Outcome, of_run: Mapping[str, float]) -> dict[str, Any]:
     """Describe the outcome for programs."""
     return {
         "is_equal": outcome.is_equal,
@@ -67,15 +68,15 @@ def _record(outcome: Outcome, train_s: float) -> dict[str, Any]:
         "problems": outcome.problems,
         "notes": outcome.notes,
         "seconds": round(outcome.seconds, 3),
-        "train_s": round(train_s, 3),
+        "run": {key: round(value, 3) for key, value in of_run.items()},
     }
 
 
-def _table(outcome: Outcome, train_s: float) -> str:
+def _table(outcome: Outcome, of_run: Mapping[str, float]) -> str:
     """Write the outcome as a table, and what differs below it."""
     num_versions = outcome.num_steps + 1
     rows = [
-        ("", ""),
+        ("replay", ""),
         ("steps made again", f"{outcome.num_steps} of {len(outcome.steps)}"),
         ("versions equal, bit by bit", f"{outcome.num_equal} of {num_versions}"),
     ]
@@ -85,12 +86,21 @@ def _table(outcome: Outcome, train_s: float) -> str:
         rows.append(("largest difference of a weight", f"{outcome.largest:.3g}"))
     rows += [
         ("seconds", f"{outcome.seconds:.2f}"),
-        ("seconds of training in the run", f"{train_s:.2f}"),
+        ("seconds of training in the run", f"{of_run['train_s']:.2f}"),
+        ("seconds of all of its steps", f"{of_run['step_s']:.2f}"),
+        ("seconds that its log took", f"{of_run['replay_log_s']:.2f}"),
+        ("bytes of the log", f"{of_run['replay_log_bytes']:,.0f}"),
+        ("of it per sampled token", _ratio(of_run, "num_sampled_tokens")),
+        ("of it per trained token", _ratio(of_run, "num_tokens")),
     ]
     found = [f"differs: {problem}" for problem in outcome.problems]
     if not found and not outcome.is_equal:
         found = ["the last version could not be compared (see weights.keep)"]
-    return "\n".join([aligned(rows).lstrip("\n"), *(found or ["the run comes out as it was"])])
+    return "\n".join([aligned(rows), *(found or ["the run comes out as it was"])])
+
+
+def _ratio(of_run: Mapping[str, float], key: str) -> str:
+    return f"{of_run['replay_log_bytes'] / of_run[key]:.1f}" if of_run[key] else "-"
 
 
 def _parser() -> argparse.ArgumentParser:

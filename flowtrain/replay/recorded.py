@@ -151,11 +151,6 @@ class Recorded:
                 left_out[reason] = left_out.get(reason, 0) + number
         return {"left_out": left_out, "samples": samples}
 
-    def num_bytes(self, steps: range) -> int:
-        """Add up the sizes of the files of steps."""
-        files = (self.steps[step]["files"].values() for step in steps)
-        return sum(file["num_bytes"] for each in files for file in each)
-
     def _of_rank(self, step: int, rank: int) -> Rollouts:
         path = step_folder(self.folder, step) / f"rollouts.rank{rank}.z"
         return decode(path.read_bytes(), self._index(step, rank))
@@ -202,9 +197,14 @@ def _missing_lines(
             yield step, f"{path} has no line of step {step}, which metrics.jsonl has"
 
 
-def trained_seconds(run: Path, steps: range) -> float:
-    """Add up what metrics.jsonl says that the training of steps took."""
-    return sum(float(line.get("train_s") or 0) for line in _metrics(run) if line["step"] in steps)
+def totals(run: Path, steps: range) -> dict[str, float]:
+    """Add up what metrics.jsonl says of steps: the seconds of training, of the whole steps and of
+    the replay log, its bytes, and the tokens that were trained and sampled.
+    """
+    keys = ("train_s", "step_s", "replay_log_s", "replay_log_bytes", "num_tokens")
+    lines = [line for line in _metrics(run) if line["step"] in steps and keys[3] in line]
+    every = (*keys, "num_sampled_tokens")
+    return {key: sum(float(line.get(key) or 0) for line in lines) for key in every}
 
 
 def _logged(run: Path) -> set[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flowtrain.replay.recorded import Recorded, trained_seconds
+from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.weights import Difference, compare, differing, recorded_weights, unknown
 from flowtrain.run.batch_checks import difference, left_out, missing
 from flowtrain.run.components import RunComponents
@@ -208,12 +208,11 @@ class Session:
 
 def replay(
     run: Path, first: int | None, last: int | None, tolerance: float | None, say: Say
-) -> tuple[Outcome, float]:
+) -> Outcome:
     """Make the steps `first` to `last` of a run again; collective. None: from its first step, and
     to its last.
 
-    Returns the outcome, and the seconds that the run took to train these steps. Raises UserError
-    for steps that the log has not, or from which nothing can begin.
+    Raises UserError for steps that the log has not, or from which nothing can begin.
     """
     recorded = Recorded.read(run)
     steps = _steps(recorded, first, last)
@@ -231,7 +230,10 @@ def replay(
             is_exact=is_exact,
             say=say if world.is_main else lambda _: None,
         ).run()
-    return outcome, trained_seconds(run, range(steps.start, steps.start + outcome.num_steps))
+    if outcome.problems and is_exact and (note := _on_threads(recorded, steps)):
+        notes.append(note)
+        say(note)
+    return outcome
 
 
 def _steps(recorded: Recorded, first: int | None, last: int | None) -> range:
@@ -335,6 +337,17 @@ def _placement(
                 f"{key} is {value}, it was {before['opened'][key]}: bits cannot be expected"
             )
     return placement, notes
+
+
+def _on_threads(recorded: Recorded, steps: range) -> str:
+    """Say why a CPU may have come to other bits all the same; "" where nothing is known."""
+    opened = recorded.lives[recorded.life_of(steps.start)]["opened"]
+    if opened["device"] != "cpu" or opened["threads"] == 1:
+        return ""
+    return (
+        f"the run computed with {opened['threads']} threads: on busy cores sums may then come out "
+        "in another order, which run.threads = 1 rules out"
+    )
 
 
 def _has_same_sums(line: Mapping[str, Any], world: World) -> bool:
