@@ -30,20 +30,34 @@ With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
+from flowtrain.run.learner import Learner
 from flowtrain.run.mismatch_gate import MismatchGate
-from flowtrain.run.records import Rollouts
+from flowtrain.run.records import Prepared, Rollouts
 from flowtrain.run.run import Run, open_run
 from flowtrain.training.token_scores import attach_logprobs
 from flowtrain.training.tree import pack
 from flowtrain.training.world import end_process
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
+
+
+def prepare(run: Learner, rollouts: Rollouts) -> Prepared:
+    """Turn this rank's rollouts of a step into what is trained; a replay calls this too."""
+    stats = run.measure(rollouts.groups)
+    batch = run.algorithm.advantages(rollouts.groups)
+    batch = filter_samples(batch, run.max_positions, run.vocab_size)
+    batch, num_minibatches = run.minibatches(batch)
+    samples = attach_logprobs(batch.samples, rollouts.logprobs)
+    rows = pack(samples, num_minibatches, run.config.train.token_budget)
+    return Prepared(stats, replace(batch, samples=tuple(samples)), rows)
 
 
 def train(config: Config) -> int:
@@ -63,16 +77,11 @@ def train(config: Config) -> int:
                 run.checkpoint(step - 1)
                 return INTERRUPTED
             with timer("collect"):
-                stats = run.measure(rollouts.groups)
-                batch = run.algorithm.advantages(rollouts.groups)
-                batch = filter_samples(batch, run.max_positions, run.vocab_size)
-                batch, num_minibatches = run.minibatches(batch)
-                samples = attach_logprobs(batch.samples, rollouts.logprobs)
+                prepared = prepare(run, rollouts)
             with timer("train"):
-                rows = pack(samples, num_minibatches, config.train.token_budget)
-                tokens = run.account(rollouts.groups, batch, rows)
-                trained = run.train(step, rows)
-                mismatch = gate.compare(step, rollouts.groups, batch, trained)
+                tokens = run.account(rollouts.groups, prepared)
+                trained = run.train(step, prepared.rows)
+                mismatch = gate.compare(step, rollouts.groups, prepared.batch, trained)
             with timer("publish"):
                 published = run.publish(step, saved_step, tokens)
             with timer("load"):
@@ -82,8 +91,8 @@ def train(config: Config) -> int:
             run.logger.log(
                 step,
                 rollouts,
-                stats,
-                batch=batch,
+                prepared.stats,
+                batch=prepared.batch,
                 tokens=tokens,
                 trained=trained,
                 mismatch=mismatch,
@@ -97,7 +106,7 @@ def train(config: Config) -> int:
                 with timer("checkpoint"):
                     run.checkpoint(step)
                 saved_step = step
-            run.signal.watch(step, rollouts.groups, batch)
+            run.signal.watch(step, rollouts.groups, prepared.batch)
             gate.watch(step, mismatch)
             if run.is_interrupted():
                 run.checkpoint(step)

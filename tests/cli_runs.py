@@ -213,8 +213,9 @@ class Server:
         *argv: object,
         before: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        module: str = "train",
     ) -> list[Process]:
-        """`train` on as many ranks, without torchrun; `before` has Python for each of them."""
+        """A command on as many ranks, without torchrun; `before` has Python for each of them."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -227,7 +228,7 @@ class Server:
         each = before or ("",) * size
         return [
             self.start(
-                "train", *argv, env={**(env or {}), **where, "RANK": str(rank)}, before=each[rank]
+                module, *argv, env={**(env or {}), **where, "RANK": str(rank)}, before=each[rank]
             )
             for rank in range(size)
         ]
@@ -398,6 +399,27 @@ def check_same_run(run: Path, full: Path) -> None:
     assert sorted(path.name for path in (run / "weights").iterdir()) == sorted(
         path.name for path in (full / "weights").iterdir()
     )
+
+
+def replayed(
+    server: Server, run: Path, *argv: object, size: int = 1, before: str = ""
+) -> tuple[int, dict[str, Any]]:
+    """(exit code, the record that the replay prints)."""
+    processes = server.start_ranks(
+        size, run, "--json", *argv, module="replay", before=[before] * size
+    )
+    codes = [process.wait() for process in processes]
+    assert set(codes) <= {0, 1} and len(set(codes)) == 1, [
+        process.err.read_text()[-2000:] for process in processes
+    ]
+    return codes[0], json.loads(processes[0].out.read_text())
+
+
+def check_equal(server: Server, run: Path, num_steps: int, *argv: object, size: int = 1) -> None:
+    """A replay of a run makes every version again, bit by bit."""
+    code, record = replayed(server, run, *argv, size=size)
+    assert (code, record["problems"], record["notes"]) == (0, [], [])
+    assert (record["num_steps"], record["num_equal"]) == (num_steps, num_steps + 1)
 
 
 def text_of(path: Path) -> str:

@@ -238,6 +238,7 @@ ORDER = (
     ("run",),
     ("node", "evals", "launch"),
     ("train", "rft"),
+    ("replay",),
 )
 """The rooms of the house: each imports itself and rooms above it, never its neighbours or below."""
 

@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Process, Server, alike, read, rows, text_of
+from cli_runs import (
+    KILL,
+    NO_PICTURE,
+    NUM_STEPS,
+    Process,
+    Server,
+    alike,
+    check_equal,
+    read,
+    rows,
+    text_of,
+)
 from http_servers import running
 from safetensors.torch import load_file
 
@@ -462,8 +473,9 @@ def test_a_checkpoint_does_not_go_on_with_another_database_nor_without_one(
 
 
 def test_one_policys_trainer_dies_and_the_others_goes_on(
-    start: Start, tiny_path: str, tmp_path: Path
+    server: Server, start: Start, tiny_path: str, tmp_path: Path
 ) -> None:
+    """And both can be made again from their logs."""
     both = (
         "--roles.verifier",
         "own",
@@ -473,6 +485,8 @@ def test_one_policys_trainer_dies_and_the_others_goes_on(
         tiny_path,
         "--rollout.max_new_tokens",
         "8",
+        "--log.replay",
+        "true",
     )
     words = {
         "planner": (*both, "--policies.verifier.path", tiny_path),
@@ -503,6 +517,8 @@ def test_one_policys_trainer_dies_and_the_others_goes_on(
         )
     (first, *_), (second, *_) = (read(tmp_path / name / "trajectories.jsonl") for name in words)
     assert first["turns"][0]["training"] is not None and second["turns"][0]["training"] is None
+    for name in words:
+        check_equal(server, tmp_path / name, NUM_STEPS, "--ledger", tmp_path / "ledger.sqlite")
 
 
 def pushed(dataflow: Dataflow, node: str) -> int:
@@ -516,7 +532,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
     server: Server, warm: Path, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     """A process for each policy; of three nodes two are killed and one joins, without which
-    training would not end.
+    training would not end. Both runs can be made again from their logs.
     """
     model, num_steps = str(warm / "model"), 2 * NUM_STEPS
     pace = (
@@ -538,6 +554,8 @@ def test_two_trainers_and_nodes_that_come_and_go(
         "8",
         "--eval.at_ends",
         "false",
+        "--log.replay",
+        "true",
     )
     of = {
         "planner": (*both, "--policies.verifier.path", model),
@@ -596,3 +614,4 @@ def test_two_trainers_and_nodes_that_come_and_go(
         assert [record["step"] for record in records] == list(range(1, num_steps + 1))
         assert all(record["dataflow/staleness_max"] <= 3 for record in records)
         assert sum(record["num_tokens"] for record in records) > 0
+        check_equal(server, tmp_path / name, num_steps, "--ledger", tmp_path / "ledger.sqlite")

@@ -91,3 +91,6 @@ class Log(Section):
     """write TensorBoard files into run.dir"""
     wandb_project: str = ""
     """also log to this Weights & Biases project (pip install 'flowtrain[wandb]')"""
+    replay: bool = False
+    """keep in run.dir/replay what every step was trained from and the digests of every version, so
+    that `python -m flowtrain.replay` can make the run again (docs/replay.md)"""

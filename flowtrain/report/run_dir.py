@@ -6,6 +6,7 @@ runs/texts/
   checkpoints/       made by the trainer
   weights/           made by the weight store
   tokenizer.json     of the ids in the logs
+  replay/            what steps were trained from, with log.replay
   profile/           flame.html, trace.json.gz and operators.txt, with run.profile
   metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
   worst_tokens.jsonl where trainer and sampler disagree most, alarms.jsonl signs of reward hacking
@@ -116,6 +117,11 @@ class RunDir:
     def profile(self) -> Path:
         """The profile's folder; not made here."""
         return self.path / "profile"
+
+    @property
+    def replay(self) -> Path:
+        """The folder of the replay log; not made here."""
+        return self.path / "replay"
 
     @property
     def weights(self) -> Path:

@@ -134,6 +134,32 @@ class RunComponents:
         return cls._around(algorithm, world, tasks, trained.tokenizer, model, policies, functions)
 
     @classmethod
+    def for_replay(cls, config: Config, world: World) -> RunComponents:
+        """Build what training from stored rollouts takes: the algorithm and the policy. Nothing is
+        asked or scored.
+
+        Tasks are loaded only for model.path = "tiny", whose tokenizer is trained on them.
+        """
+        algorithm = load_algorithm(config)
+        config = algorithm.config
+        _set_up_cpu(config.run.threads, world.device)
+        tasks = task_set(config) if config.model.path == "tiny" else TaskSet((), {}, ())
+        tokenizer, model = load_trained_policy(config, tasks, with_weights=True)
+        return cls(
+            config=config,
+            world=world,
+            algorithm=algorithm,
+            tasks=tasks,
+            tokenizer=tokenizer,
+            model=model,
+            policies={},
+            chats=ChatEngines({}, {}),
+            tools={},
+            agent_kind=load_kind(config),
+            reward_functions=None,
+        )
+
+    @classmethod
     def _around(
         cls,
         algorithm: Algorithm,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.training.token_scores import Scored
-from flowtrain.types import Group, SampleId
+from flowtrain.training.tree import PackedRow
+from flowtrain.types import Group, SampleId, TrainBatch
 
 
 class Rollouts(NamedTuple):
@@ -17,6 +19,16 @@ class Rollouts(NamedTuple):
     """Log-probs of turns that the search for branch points has already computed."""
     metrics: Mapping[str, float]
     """About where they came from, for the log."""
+
+
+class Prepared(NamedTuple):
+    """This rank's part of what a step trains."""
+
+    stats: RolloutStats
+    batch: TrainBatch
+    """After filtering, with the log-probs that are known already."""
+    rows: Sequence[Sequence[PackedRow]]
+    """What is trained of it, by mini-batch."""
 
 
 class Trained(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Any
 from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.tool_states import Snapshots
-from flowtrain.algorithms import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
@@ -24,42 +23,33 @@ from flowtrain.rewards import Judge
 from flowtrain.run.batch_source import BatchSource, open_batch_source
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.evaluation import Evaluator, Found, Measured, held_out_name, load_benchmarks
+from flowtrain.run.learner import Learner
 from flowtrain.run.learning_signal import LearningSignal
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.pool_evaluations import PoolEvaluations
 from flowtrain.run.profiler import profiled
-from flowtrain.run.records import Trained
-from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.run.records import Prepared, Trained
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.token_accounts import account
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
-from flowtrain.training.balance import balance, return_logprobs
-from flowtrain.training.cost import ForwardCost
 from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.minibatches import split_by_size
-from flowtrain.training.token_scores import TokenScores
-from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
-from flowtrain.types import Group, TokenAccount, TrainBatch, Trajectory, UserError
+from flowtrain.types import Group, TokenAccount, Trajectory, UserError
 from flowtrain.utils.files import writing
 from flowtrain.weights import WeightStore
 from flowtrain.weights.ranks import together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(Learner):
     """The parts of an open run. Methods are collective unless they say otherwise."""
 
-    config: Config
-    components: RunComponents
-    algorithm: Algorithm
-    placement: Placement
     interrupt: Interrupt
     engines: dict[str, Engine]
     """Engines by policy; the trained policy's engine follows the published versions."""
@@ -69,8 +59,6 @@ class Run:
     snapshots: Snapshots | None
     """Where rollouts keep the states of their tools; None where none branches."""
     judge: Judge | None
-    policy_trainer: PolicyTrainer | None
-    """None on a rank that only samples."""
     batch_source: BatchSource | None
     """The source of rollouts with `dataflow.url`; None where this run makes them."""
     cursor: TaskCursor | MixedCursor
@@ -83,21 +71,6 @@ class Run:
     memory_plan: MemoryPlan
     start_step: int
     """The step of the checkpoint that the run resumes; 0: it begins."""
-
-    @property
-    def trainer(self) -> Trainer | None:
-        """The trainer of the policy; None on a rank that only samples."""
-        return None if self.policy_trainer is None else self.policy_trainer.trainer
-
-    @property
-    def max_positions(self) -> int:
-        """Tokens of a sample that the model has positions for."""
-        return int(self.components.model.config.max_position_embeddings)
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that the model knows."""
-        return int(self.components.model.config.vocab_size)
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left; of those after the first, `run.profile` are profiled."""
@@ -122,39 +95,19 @@ class Run:
         """Keep the states of tools for a block in which rollouts branch, and free them then."""
         return nullcontext() if self.snapshots is None else self.snapshots.held()
 
-    def measure(self, groups: Sequence[Group]) -> RolloutStats:
-        """Compute the statistics of a step's rollouts."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        return RolloutStats.of(trajectories, self.config.agent.tools, self.placement.world)
-
-    def minibatches(self, batch: TrainBatch) -> tuple[TrainBatch, int]:
-        """Return the batch with every sample's optimizer step, and how many steps there are."""
-        train = self.config.train
-        if not train.minibatch_size:
-            return batch, train.num_minibatches
-        return split_by_size(batch, train.minibatch_size, self.placement.world)
-
-    def account(
-        self, groups: Sequence[Group], batch: TrainBatch, rows: Sequence[Sequence[PackedRow]]
-    ) -> TokenAccount:
+    def account(self, groups: Sequence[Group], prepared: Prepared) -> TokenAccount:
         """Account for the tokens that were sampled for this step."""
         policy = self.config.train.policy
         sampled = self.meter.take(policy) if self.batch_source is None else None
         world = self.placement.world
-        return account(groups, batch, rows, policy=policy, sampled=sampled, world=world)
+        rows = prepared.rows
+        return account(groups, prepared.batch, rows, policy=policy, sampled=sampled, world=world)
 
     def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
         """Take one optimizer step per mini-batch, while the engine sleeps."""
-        world = self.placement.world
-        cost = ForwardCost.of(self.components.model).flops
-        rows = balance(minibatches, cost, world, num_takers=self.placement.trainers.size)
-        metrics: dict[str, float] = {}
-        scores = TokenScores()
         if self.policy_trainer is not None:
             self.engines[self.config.train.policy].sleep()
-            metrics = self.policy_trainer.train(step, rows, scores)
-        sample_ids = [each for part in minibatches for row in part for each in row.sample_ids]
-        return Trained(metrics, return_logprobs(scores.by_sample(), sample_ids, world))
+        return Learner.train(self, step, minibatches)
 
     def publish(
         self, version: int, saved_step: int, tokens: TokenAccount

@@ -24,6 +24,7 @@ from flowtrain.run.mismatch import Mismatch
 from flowtrain.run.parsing_stats import parsing_metrics
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Rollouts, Trained
+from flowtrain.run.replay_log import ReplayLog
 from flowtrain.run.reward_stats import reward_metrics
 from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.run.sampling_stats import sampling_metrics
@@ -72,6 +73,7 @@ class RunLogger:
         is_main = self._placement.world.is_main
         self.progress = report.Progress(config.train.num_steps, start_step, is_main)
         cleanup.callback(self.progress.close)
+        self._replay = ReplayLog(self._run_dir, config, self._placement, start_step)
         self._metrics = None
         self.alarms: Alarms | None = None
         if is_main:
@@ -127,6 +129,7 @@ class RunLogger:
             seconds: by stage.
         """
         world = self._placement.world
+        replay = self._replay.log(step, rollouts, batch)
         measured = {}
         if evaluation is not None:
             measured = evaluation.metrics
@@ -168,6 +171,7 @@ class RunLogger:
                 **self._speed(trained.metrics, seconds["train_s"]),
                 **weights,
                 **self._chat_metrics(),
+                **replay,
                 **seconds,
             }
         )

@@ -109,7 +109,7 @@ def latest(root: Path) -> Path | None:
     """
     for path in _newest_first(root):
         try:
-            _check(path)
+            verify(path)
             return path
         except (StoreError, OSError) as error:
             if path.suffix != _SCRATCH:
@@ -154,7 +154,8 @@ def load_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _check(path: Path) -> None:
+def verify(path: Path) -> None:
+    """Raise StoreError where a file of a checkpoint is not as it was written. Reads all of it."""
     for name, file in _read_state(path)["files"].items():
         check(path / name, File(name, file["num_bytes"], file["xxh3"]))
 

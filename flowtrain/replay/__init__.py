@@ -1,0 +1,1 @@
+"""Makes a run again from its replay log, and compares every version."""

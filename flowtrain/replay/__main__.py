@@ -1,0 +1,129 @@
+"""Make a run again from what `log.replay` kept, and compare every version with the run's.
+
+Every batch, decision and optimizer step is made once more; nothing is sampled.
+With several ranks: torchrun --nproc_per_node 2 -m flowtrain.replay RUN. Exit codes: 0 all versions
+are equal, 1 something differs or was changed, 2 the command was not understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowtrain.replay.decisions import check_decisions
+from flowtrain.replay.recorded import Recorded, totals
+from flowtrain.replay.session import Outcome, replay
+from flowtrain.report.tables import aligned
+from flowtrain.training.world import end_process
+from flowtrain.types import UserError
+from flowtrain.utils.commands import number
+from flowtrain.utils.terminal import protect_output
+
+_COMMAND = "python -m flowtrain.replay"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; under torchrun only rank 0 prints."""
+    protect_output()
+    options = _parser().parse_args(arguments)
+    is_main = os.environ.get("RANK", "0") == "0"
+
+    def say(text: str) -> None:
+        if is_main:
+            print(text, file=sys.stderr, flush=True)
+
+    try:
+        outcome = replay(options.run, options.first, options.last, options.tolerance, say)
+        made = outcome.steps[: outcome.num_steps]
+        if options.ledger and is_main:
+            decisions = check_decisions(Recorded.read(options.run), made, options.ledger)
+            say(decisions.text)
+            outcome.problems += decisions.problems
+    except UserError as error:
+        say(f"{_COMMAND}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if is_main:
+        of_run = totals(options.run, made)
+        record = _record(outcome, of_run)
+        print(json.dumps(record, indent=1) if options.json else _table(outcome, of_run))
+    return 0 if outcome.is_equal else 1
+
+
+def _record(outcome: Outcome, of_run: Mapping[str, float]) -> dict[str, Any]:
+    """Describe the outcome for programs."""
+    return {
+        "is_equal": outcome.is_equal,
+        "steps": [outcome.steps[0], outcome.steps[-1]],
+        "num_steps": outcome.num_steps,
+        "num_equal": outcome.num_equal,
+        "num_close": outcome.num_close,
+        "largest_difference": outcome.largest,
+        "problems": outcome.problems,
+        "notes": outcome.notes,
+        "seconds": round(outcome.seconds, 3),
+        "run": {key: round(value, 3) for key, value in of_run.items()},
+    }
+
+
+def _table(outcome: Outcome, of_run: Mapping[str, float]) -> str:
+    """Write the outcome as a table, and what differs below it."""
+    num_versions = outcome.num_steps + 1
+    rows = [
+        ("replay", ""),
+        ("steps made again", f"{outcome.num_steps} of {len(outcome.steps)}"),
+        ("versions equal, bit by bit", f"{outcome.num_equal} of {num_versions}"),
+    ]
+    if outcome.num_close:
+        rows.append(("versions within the tolerance", str(outcome.num_close)))
+    if outcome.largest is not None:
+        rows.append(("largest difference of a weight", f"{outcome.largest:.3g}"))
+    rows += [
+        ("seconds", f"{outcome.seconds:.2f}"),
+        ("seconds of training in the run", f"{of_run['train_s']:.2f}"),
+        ("seconds of all of its steps", f"{of_run['step_s']:.2f}"),
+        ("seconds that its log took", f"{of_run['replay_log_s']:.2f}"),
+        ("bytes of the log", f"{of_run['replay_log_bytes']:,.0f}"),
+        ("of it per sampled token", _ratio(of_run, "num_sampled_tokens")),
+        ("of it per trained token", _ratio(of_run, "num_tokens")),
+    ]
+    found = [f"differs: {problem}" for problem in outcome.problems]
+    if not found and not outcome.is_equal:
+        found = ["the last version could not be compared (see weights.keep)"]
+    return "\n".join([aligned(rows), *(found or ["the run comes out as it was"])])
+
+
+def _ratio(of_run: Mapping[str, float], key: str) -> str:
+    return f"{of_run['replay_log_bytes'] / of_run[key]:.1f}" if of_run[key] else "-"
+
+
+def _parser() -> argparse.ArgumentParser:
+    first, _, *rest = (__doc__ or "").strip().splitlines()
+    parser = argparse.ArgumentParser(
+        prog=_COMMAND, description=first, epilog=" ".join(rest), allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    text = "first step (default: the first on record); its weights and moments come from the "
+    text += "checkpoint before it, those of step 1 from model.path"
+    parser.add_argument("--from", dest="first", type=number(1, 1 << 40), metavar="STEP", help=text)
+    text = "last step (default: the last on record)"
+    parser.add_argument("--to", dest="last", type=number(1, 1 << 40), metavar="STEP", help=text)
+    text = (
+        "largest difference of a weight that passes where bits differ, as with another number of "
+    )
+    text += "ranks (default: none does)"
+    parser.add_argument("--tolerance", type=float, metavar="X", help=text)
+    text = "database of the service with which the run was trained: make its decisions again, too"
+    parser.add_argument("--ledger", default="", metavar="DATABASE", help=text)
+    parser.add_argument("--json", action="store_true", help="print a record for programs")
+    return parser
+
+
+if __name__ == "__main__":
+    end_process(main())

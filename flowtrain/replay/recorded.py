@@ -1,0 +1,222 @@
+"""The replay log of a run (`run/replay_log.py`) read, and what was changed there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowtrain.config import Config
+from flowtrain.config.options import parse_over
+from flowtrain.report.jsonl import read_lines
+from flowtrain.run.batch_checks import call_difference
+from flowtrain.run.records import Rollouts
+from flowtrain.run.replay_log import chained, config_path, step_folder
+from flowtrain.run.rollout_files import changed_records, decode, read_turn
+from flowtrain.training.world import World
+from flowtrain.types import Group, UserError
+
+_APART = ("log", "eval", "checkpoint", "weights", "dataflow")
+"""Sections that do not decide what is trained from given rollouts."""
+_APART_IN_RUN = {"dir", "resume", "profile", "dry_run", "threads"}
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The replay log in `folder`."""
+
+    run: Path
+    folder: Path
+    lives: Mapping[int, Line]
+    """Lines of the run being opened, by the step that it began or went on after."""
+    steps: Mapping[int, Line]
+    """Lines of steps, without those that were changed."""
+    problems: tuple[tuple[int, str], ...]
+    """(step, what is wrong) in the order of steps: lines that were changed or are missing."""
+
+    @classmethod
+    def read(cls, run: Path) -> Recorded:
+        """Read the log of a run folder. Raises UserError where there is none."""
+        path = run / "replay" / "steps.jsonl"
+        if not path.is_file():
+            raise UserError(
+                f"{run} has no {path.relative_to(run)}: a run keeps it with --log.replay true"
+            )
+        lives: dict[int, Line] = {}
+        steps: dict[int, Line] = {}
+        problems: list[tuple[int, str]] = []
+        before: tuple[str, ...] = ("",)
+        for number, line in enumerate(read_lines(path), 1):
+            step, own = int(line["step"]), [chained(each, line) for each in before]
+            # The next line follows from what stands here, or from what should.
+            before = (str(line.get("chain")), own[0])
+            if line.get("chain") in own:
+                (steps if "files" in line else lives)[step] = line
+            else:
+                text = (
+                    f"{path} line {number}, of step {step}, was changed, or one before it is gone"
+                )
+                problems.append((step, text))
+        problems += _missing_lines(path, steps, lives, {step for step, _ in problems})
+        return cls(run, path.parent, lives, steps, tuple(sorted(problems)))
+
+    def life_of(self, step: int) -> int:
+        """Return the step after which the part of the run that made `step` began or went on."""
+        return max((start for start in self.lives if start < step), default=0)
+
+    def version(self, step: int) -> Mapping[str, str] | None:
+        """Return the digests by tensor of the version after `step`; None: it is not on record."""
+        line = self.steps.get(step) or self.lives.get(step)
+        return None if line is None else line["tensors"]
+
+    def config(self, life: int) -> Config:
+        """Return the options of a life. Raises UserError when its line or its file was changed."""
+        if life not in self.lives:
+            opened = f"{self.folder} does not say how the run was opened after step {life}"
+            raise UserError("; ".join([opened, *(text for _, text in self.problems)]))
+        path = config_path(self.folder, life)
+        text = path.read_bytes() if path.is_file() else b""
+        if hashlib.sha256(text).hexdigest() != self.lives[life]["opened"]["config"]:
+            raise UserError(f"{path} is missing, or was changed since the run wrote it")
+        threads = self.lives[life]["opened"]["threads"]
+        return parse_over(
+            text.decode(), ["--run.dir", str(self.run), "--run.threads", str(threads)]
+        )
+
+    def last_alike(self, life: int) -> int:
+        """Return the last step that follows a life without a hole and with its options, as far as
+        they decide what is trained.
+        """
+        own, last = _trained_by(self.config(life)), max(self.steps)
+        holes = (step for step in range(life + 1, last) if self.is_hole(step))
+        last = next(holes, last + 1) - 1
+        for other in sorted(start for start in self.lives if start > life):
+            if _trained_by(self.config(other)) != own:
+                return min(other, last)
+        return last
+
+    def is_hole(self, step: int) -> bool:
+        """Tell whether a step was trained without the option, so that nothing was kept of it."""
+        later = min((each for each in self.steps if each > step), default=0)
+        return step not in self.steps and any(step <= start < later for start in self.lives)
+
+    def damage(self, step: int) -> list[str]:
+        """Say which files of a step are not as they were written, and where."""
+        found = []
+        for name, file in self.steps[step]["files"].items():
+            path = step_folder(self.folder, step) / name
+            data = path.read_bytes() if path.is_file() else None
+            if data is None:
+                found.append(f"step {step}: {path} is missing")
+            elif hashlib.sha256(data).hexdigest() != file["sha256"]:
+                found.append(f"step {step}: {path} was changed{self._where(path, data)}")
+        return found
+
+    def rollouts(self, step: int, world: World) -> Rollouts:
+        """Read this rank's rollouts of a step: its own where there are as many ranks as there were,
+        else every so many-th group.
+        """
+        num_ranks = int(self.steps[step]["num_ranks"])
+        if num_ranks == world.size:
+            return self._of_rank(step, world.rank)
+        groups = self.groups(step)[world.rank :: world.size]
+        own = {group.index for group in groups}
+        logprobs = {
+            sample_id: scored
+            for rank in range(num_ranks)
+            for sample_id, scored in self._of_rank(step, rank).logprobs.items()
+            if sample_id.group in own
+        }
+        return Rollouts(groups, logprobs, {})
+
+    def groups(self, step: int) -> list[Group]:
+        """Read all groups of a step, in their order."""
+        ranks = range(int(self.steps[step]["num_ranks"]))
+        groups = (group for rank in ranks for group in self._of_rank(step, rank).groups)
+        return sorted(groups, key=lambda group: group.index)
+
+    def checks(self, step: int) -> dict[str, Any]:
+        """Return the checks of a step's batch, those of all ranks together."""
+        left_out: dict[str, int] = {}
+        samples: dict[str, Any] = {}
+        for rank in range(int(self.steps[step]["num_ranks"])):
+            index = self._index(step, rank)
+            samples |= index["samples"]
+            for reason, number in index["left_out"].items():
+                left_out[reason] = left_out.get(reason, 0) + number
+        return {"left_out": left_out, "samples": samples}
+
+    def _of_rank(self, step: int, rank: int) -> Rollouts:
+        path = step_folder(self.folder, step) / f"rollouts.rank{rank}.z"
+        return decode(path.read_bytes(), self._index(step, rank))
+
+    def _index(self, step: int, rank: int) -> dict[str, Any]:
+        path = step_folder(self.folder, step) / f"index.rank{rank}.json"
+        index: dict[str, Any] = json.loads(path.read_bytes())
+        return index
+
+    def _where(self, path: Path, data: bytes) -> str:
+        """Say which record of a changed file of rollouts differs, and which word of it."""
+        if path.suffix != ".z":
+            return ""
+        text = path.with_name(path.name.replace("rollouts", "index").replace(".z", ".json"))
+        step, own = int(path.parent.name[5:]), self.steps[int(path.parent.name[5:])]["files"]
+        written = text.read_bytes() if text.is_file() else b""
+        if hashlib.sha256(written).hexdigest() != own[text.name]["sha256"]:
+            return ", and so was its index"
+        index = json.loads(written)
+        changed = changed_records(data, index)
+        if not changed:
+            return " at its end, behind the rollouts"
+        first, policy = changed[0], self.config(self.life_of(step)).train.policy
+        others = f" (and {len(changed) - 1} records after it)" if len(changed) > 1 else ""
+        turn = read_turn(data, index, first)
+        checks = index["samples"].get(f"{first.group}/{first.trajectory}/{first.turn}")
+        if turn is None or checks is None or policy not in turn.calls:
+            return f": {first.name}{others}"
+        field = call_difference(turn.calls[policy], checks)
+        return f": {first.name}{': ' if field else ''}{field}{others}"
+
+
+def _missing_lines(
+    path: Path, steps: Mapping[int, Line], lives: Mapping[int, Line], known: set[int]
+) -> Iterator[tuple[int, str]]:
+    """Yield the steps without a line, but for those that are `known` to have a changed one."""
+    first = min(steps, default=0)
+    for step in sorted(steps):
+        # A run that was resumed without the option leaves a hole, behind which it was opened anew.
+        if step > first and not {step - 1} & (steps.keys() | lives.keys() | known):
+            yield step - 1, f"{path} has no line of step {step - 1}"
+    for step in sorted(_logged(path.parents[1]) - steps.keys() - known):
+        if step > max(steps, default=0):
+            yield step, f"{path} has no line of step {step}, which metrics.jsonl has"
+
+
+def totals(run: Path, steps: range) -> dict[str, float]:
+    """Add up what metrics.jsonl says of steps: the seconds of training, of the whole steps and of
+    the replay log, its bytes, and the tokens that were trained and sampled.
+    """
+    keys = ("train_s", "step_s", "replay_log_s", "replay_log_bytes", "num_tokens")
+    lines = [line for line in _metrics(run) if line["step"] in steps and keys[3] in line]
+    every = (*keys, "num_sampled_tokens")
+    return {key: sum(float(line.get(key) or 0) for line in lines) for key in every}
+
+
+def _logged(run: Path) -> set[int]:
+    return {int(line["step"]) for line in _metrics(run) if "replay_log_bytes" in line}
+
+
+def _metrics(run: Path) -> Iterator[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    yield from read_lines(path) if path.is_file() else ()
+
+
+def _trained_by(config: Config) -> dict[str, Any]:
+    options = config.model_dump(exclude=set(_APART))
+    options["run"] = {k: v for k, v in options["run"].items() if k not in _APART_IN_RUN}
+    return options

@@ -1,0 +1,359 @@
+"""A replay: the half of a run that learns, fed with what the run has written down."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowtrain.replay.recorded import Recorded
+from flowtrain.replay.weights import Difference, compare, differing, recorded_weights, unknown
+from flowtrain.run.batch_checks import difference, left_out, missing
+from flowtrain.run.components import RunComponents
+from flowtrain.run.learner import Learner
+from flowtrain.run.placement import Placement
+from flowtrain.run.policy_trainer import PolicyTrainer
+from flowtrain.run.records import Prepared
+from flowtrain.train import prepare
+from flowtrain.training import checkpoint
+from flowtrain.training.model import published_weights, whole
+from flowtrain.training.world import World
+from flowtrain.types import SampleId, UserError
+from flowtrain.weights import WeightStore
+from flowtrain.weights.digests import digests_of
+from flowtrain.weights.tensor_shards import digest_hex
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of a replay, the same on every rank."""
+
+    steps: range
+    """Those that were asked for."""
+    num_steps: int = 0
+    """Those that were made again."""
+    num_equal: int = 0
+    """Versions whose every digest is that of the run; that before the first step counts too."""
+    num_close: int = 0
+    """Versions that differ by no more than the tolerance."""
+    problems: list[str] = field(default_factory=list)
+    """What differs or was changed, in the order of steps."""
+    notes: list[str] = field(default_factory=list)
+    """Why bits cannot be expected, and what was not compared."""
+    seconds: float = 0.0
+    """From the first step to the last."""
+    largest: float | None = None
+    """Largest difference of two weights, over the versions that could be compared so."""
+    last_fine: int = -1
+    """Newest version that is equal or close enough."""
+
+    @property
+    def is_equal(self) -> bool:
+        """All that was asked for was made again, and nothing differs."""
+        return not self.problems and self.last_fine == self.steps[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A replay that is under way. Methods are collective."""
+
+    recorded: Recorded
+    learner: Learner
+    outcome: Outcome
+    tolerance: float | None
+    is_exact: bool
+    """The ranks are those of the run, so every bit is expected."""
+    say: Say
+
+    @property
+    def world(self) -> World:
+        return self.learner.placement.world
+
+    def run(self) -> None:
+        """Make the steps again, until one differs."""
+        steps, (lines, damage) = self.outcome.steps, self._damage()
+        self.outcome.problems += lines
+        started = time.monotonic()
+        goes_on = self._check_version(steps.start - 1)
+        for step in steps if goes_on else ():
+            if step in damage or not self._step(step):
+                break
+            self.outcome.seconds = time.monotonic() - started
+        self.outcome.problems += [text for texts in damage.values() for text in texts]
+
+    def _damage(self) -> tuple[list[str], dict[int, list[str]]]:
+        """Return, and say, what was changed on the disk: lines of the log, and by step its files;
+        rank 0 alone looks.
+        """
+        lines: list[str] = []
+        files: dict[int, list[str]] = {}
+        if self.world.is_main:
+            lines = [text for _, text in self.recorded.problems]
+            named = {step for step, _ in self.recorded.problems}
+            for step in self.outcome.steps:
+                if step in self.recorded.steps:
+                    if texts := self.recorded.damage(step):
+                        files[step] = texts
+                else:
+                    is_named = step in named
+                    files[step] = [] if is_named else [f"step {step}: it has no line in the log"]
+        lines, found = json.loads(self.world.gather_text(json.dumps([lines, files]))[0])
+        for text in (*lines, *(text for texts in found.values() for text in texts)):
+            self.say(text)
+        return lines, {int(step): texts for step, texts in found.items()}
+
+    def _step(self, step: int) -> bool:
+        """Make a step again; False where it differs."""
+        started = time.monotonic()
+        prepared = prepare(self.learner, self.recorded.rollouts(step, self.world))
+        if text := self._batch_difference(step, prepared):
+            return self._differs(f"step {step}: the batch differs: {text}")
+        self.learner.train(step, prepared.rows)
+        prepared_at = time.monotonic()
+        if not self._check_version(step):
+            return False
+        self.outcome.num_steps += 1
+        seconds, compared_s = time.monotonic() - started, time.monotonic() - prepared_at
+        count = f"{self.outcome.num_equal} versions equal"
+        self.say(f"step {step}: {seconds:.2f} s ({compared_s:.2f} s of it comparing); {count}")
+        return True
+
+    def _batch_difference(self, step: int, prepared: Prepared) -> str:
+        """Name the first place where the batch is not that of the run, over all ranks."""
+        recorded = self.recorded.checks(step)
+        own = {
+            "found": difference(prepared.batch, recorded["samples"]),
+            "trained": [sample.sample_id for sample in prepared.batch.samples],
+            "left_out": left_out(prepared.batch),
+        }
+        every = [json.loads(text) for text in self.world.gather_text(json.dumps(own))]
+        trained = {SampleId(*each) for part in every for each in part["trained"]}
+        found = [(SampleId(*part["found"][0]), part["found"][1]) for part in every if part["found"]]
+        if (lost := missing(trained, recorded["samples"])) is not None:
+            found.append(lost)
+        if found:
+            return min(found)[1]
+        for reason, before in recorded["left_out"].items():
+            if (number := sum(part["left_out"].get(reason, 0) for part in every)) != before:
+                return f"{number} left out as {reason}, there were {before}"
+        return ""
+
+    def _check_version(self, step: int) -> bool:
+        """Compare the weights after `step` with the version of the run; False where they differ so
+        much that nothing after them can be equal.
+        """
+        theirs, outcome = self.recorded.version(step), self.outcome
+        names = () if theirs is None else differing(self._digests(), theirs)
+        if not names:
+            outcome.num_equal += theirs is not None
+            outcome.last_fine = step
+            return True
+        found = self._difference(step, names)
+        if found.largest is not None:
+            outcome.largest = max(outcome.largest or 0.0, found.largest)
+        if self.tolerance is None:
+            self._differs(found.text)
+            return not self.is_exact
+        if found.largest is None:
+            return True
+        if found.largest > self.tolerance:
+            return self._differs(found.text)
+        outcome.num_close += 1
+        outcome.last_fine = step
+        return True
+
+    def _digests(self) -> dict[str, str]:
+        """Compute the digests of the weights by tensor, on every rank."""
+        learner, own = self.learner, {}
+        if learner.policy_trainer is not None:
+            config = learner.config
+            weights = published_weights(learner.components.model, config.lora.sync)
+            dtype = getattr(torch, config.model.dtype)
+            ranks, threads = learner.placement.trainers, torch.get_num_threads()
+            found = digests_of(weights, dtype, ranks, threads)
+            own = {name: digest_hex(digest) for name, digest in found.items()}
+        digests: dict[str, str] = json.loads(self.world.gather_text(json.dumps(own))[0])
+        return digests
+
+    def _difference(self, step: int, names: tuple[str, ...]) -> Difference:
+        """Look for the first word that differs, where the run still has the version."""
+        learner, config = self.learner, self.learner.config
+        ours = {}
+        if learner.policy_trainer is not None:
+            ours = whole(published_weights(learner.components.model, config.lora.sync))
+        found = unknown(step, names)
+        if self.world.is_main:
+            theirs = recorded_weights(self.recorded.run, config, step)
+            if theirs is not None:
+                dtype = getattr(torch, config.model.dtype)
+                mine = {name: ours[name].to(dtype) for name in names if name in ours}
+                found = compare(step, names, mine, theirs)
+        text = json.dumps([found.where, found.largest])
+        where, largest = json.loads(self.world.gather_text(text)[0])
+        return Difference(step, names, where, largest)
+
+    def _differs(self, text: str) -> bool:
+        self.outcome.problems.append(text)
+        self.say(text)
+        return False
+
+
+def replay(
+    run: Path, first: int | None, last: int | None, tolerance: float | None, say: Say
+) -> Outcome:
+    """Make the steps `first` to `last` of a run again; collective. None: from its first step, and
+    to its last.
+
+    Raises UserError for steps that the log has not, or from which nothing can begin.
+    """
+    recorded = Recorded.read(run)
+    steps = _steps(recorded, first, last)
+    with _open(recorded, steps) as (learner, notes):
+        world = learner.placement.world
+        outcome = Outcome(steps, notes=notes)
+        is_exact = not notes
+        for note in notes:
+            say(note)
+        Session(
+            recorded=recorded,
+            learner=learner,
+            outcome=outcome,
+            tolerance=tolerance,
+            is_exact=is_exact,
+            say=say if world.is_main else lambda _: None,
+        ).run()
+    if outcome.problems and is_exact and (note := _on_threads(recorded, steps)):
+        notes.append(note)
+        say(note)
+    return outcome
+
+
+def _steps(recorded: Recorded, first: int | None, last: int | None) -> range:
+    """Check the steps that are asked for against those on record."""
+    if not recorded.steps:
+        raise UserError(f"{recorded.folder} has no step yet")
+    known = range(min(recorded.steps), max(recorded.steps) + 1)
+    first = known.start if first is None else first
+    alike = recorded.last_alike(recorded.life_of(first))
+    for key, step in (("--from", first), ("--to", last)):
+        if step is not None and (step not in known or recorded.is_hole(step)):
+            raise UserError(f"{key} {step} is not on record; steps {_ranges(recorded.steps)} are")
+    if last is not None and last < first:
+        raise UserError(f"--to {last} is before --from {first}")
+    if last is not None and last > alike:
+        raise UserError(
+            f"--to {last}: the run went on with other options, or without log.replay, after step "
+            f"{alike}; replay up to there, and go on with --from"
+        )
+    return range(first, (alike if last is None else last) + 1)
+
+
+def _ranges(steps: Collection[int]) -> str:
+    """Write steps as ranges: "1 to 2, 5 to 6"."""
+    starts = [step for step in sorted(steps) if step - 1 not in steps]
+    ends = [step for step in sorted(steps) if step + 1 not in steps]
+    return ", ".join(f"{start} to {end}" for start, end in zip(starts, ends, strict=True))
+
+
+@contextmanager
+def _open(recorded: Recorded, steps: range) -> Iterator[tuple[Learner, list[str]]]:
+    """Build the half of the run that learns, with the weights and moments before the first step."""
+    config = recorded.config(recorded.life_of(steps.start))
+    start = _start(recorded, steps.start)
+    world = World.join(config.run.device)
+    try:
+        components = RunComponents.for_replay(config, world)
+        placement, notes = _placement(recorded, components, steps)
+        policy_trainer = None
+        if placement.trainers.is_member:
+            store = WeightStore(recorded.run / "weights")
+            policy_trainer = PolicyTrainer.make(components, placement.trainers, store)
+            if start is not None:
+                policy_trainer.restore(start)
+        else:
+            components.model.to("meta")  # its memory is not needed here
+        yield (
+            Learner(
+                config=components.config,
+                components=components,
+                algorithm=components.algorithm,
+                placement=placement,
+                policy_trainer=policy_trainer,
+            ),
+            notes,
+        )
+    finally:
+        world.leave()
+
+
+def _start(recorded: Recorded, first: int) -> Path | None:
+    """Return the checkpoint before the first step; None: the run began there, at model.path."""
+    if first == 1:
+        return None
+    root = recorded.run / "checkpoints"
+    path = checkpoint.place(root, first - 1)
+    if not (path / "state.json").is_file():
+        others = sorted(
+            int(each.parent.name[5:]) + 1 for each in root.glob("step_????????/state.json")
+        )
+        raise UserError(
+            f"--from {first} needs the weights and moments after step {first - 1}, and {path} is "
+            f"not there; what can be begun with: {sorted({1, *others} & recorded.steps.keys())} "
+            "(checkpoint.every and checkpoint.keep keep more)"
+        )
+    checkpoint.verify(path)
+    return path
+
+
+def _placement(
+    recorded: Recorded, components: RunComponents, steps: range
+) -> tuple[Placement, list[str]]:
+    """Place the ranks as the run did where there are as many; say why bits cannot be expected."""
+    world, notes = components.world, []
+    lines = [recorded.steps[step] for step in steps if step in recorded.steps]
+    before: dict[str, Any] = dict(recorded.lives[recorded.life_of(steps.start)])
+    is_same = before["num_ranks"] == world.size
+    placement = (
+        Placement.of(components.config, world) if is_same else Placement(world, world, world)
+    )
+    if not all(_has_same_sums(line, world) for line in lines):
+        numbers = " and ".join(map(str, sorted({line["num_ranks"] for line in lines})))
+        notes.append(
+            f"{world.size} ranks replay what {numbers} trained: sums are taken in another order, "
+            "so bits cannot be expected"
+        )
+    here = {"torch": torch.__version__, "device": world.device.type}
+    for key, value in here.items():
+        if before["opened"][key] != value:
+            notes.append(
+                f"{key} is {value}, it was {before['opened'][key]}: bits cannot be expected"
+            )
+    return placement, notes
+
+
+def _on_threads(recorded: Recorded, steps: range) -> str:
+    """Say why a CPU may have come to other bits all the same; "" where nothing is known."""
+    opened = recorded.lives[recorded.life_of(steps.start)]["opened"]
+    if opened["device"] != "cpu" or opened["threads"] == 1:
+        return ""
+    return (
+        f"the run computed with {opened['threads']} threads: on busy cores sums may then come out "
+        "in another order, which run.threads = 1 rules out"
+    )
+
+
+def _has_same_sums(line: Mapping[str, Any], world: World) -> bool:
+    """Tell whether these ranks add up in the order of those that wrote a line. A lone trainer that
+    had one sampler trained the rows that both as one make.
+    """
+    num_ranks, num_trainers = line["num_ranks"], line["num_trainers"]
+    is_pair = (num_ranks, num_trainers, world.size) == (2, 1, 1)
+    return num_ranks == world.size or is_pair

@@ -1,0 +1,101 @@
+"""Versions of the weights side by side: by their digests, and word by word where the run still has
+the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flowtrain.config import Config
+from flowtrain.training import checkpoint
+from flowtrain.weights import StoreError, WeightStore, pull
+from flowtrain.weights.tensor_shards import u16_view
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A version that is not the one that the run published."""
+
+    step: int
+    tensors: tuple[str, ...]
+    """Those that differ, in the order of their names."""
+    where: str
+    """The first word that differs with both values, or why it is not known."""
+    largest: float | None
+    """Largest difference of two values; None where the run's are not at hand."""
+
+    @property
+    def text(self) -> str:
+        others = f" and {len(self.tensors) - 1} others" if len(self.tensors) > 1 else ""
+        largest = "" if self.largest is None else f"; largest difference {self.largest:.3g}"
+        return f"step {self.step}: version {self.step} differs in {self.tensors[0]!r}{others}: " + (
+            f"{self.where}{largest}"
+        )
+
+
+def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
+    """List the tensors whose digests differ, or that only one version has."""
+    return tuple(
+        name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)
+    )
+
+
+def recorded_weights(run: Path, config: Config, step: int) -> dict[str, Tensor] | None:
+    """Read the version after `step` as the run published it, from its store or a checkpoint; None
+    where neither has it.
+    """
+    store = WeightStore(run / "weights")
+    try:
+        if step in store.versions():
+            return pull(store, step)
+    except StoreError:  # what remains of a version that was collected, or that was damaged
+        pass
+    path = checkpoint.place(run / "checkpoints", step) / "model.safetensors"
+    if config.lora.rank or not path.is_file():
+        return None
+    dtype = getattr(torch, config.model.dtype)
+    return {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+
+
+def compare(
+    step: int, names: tuple[str, ...], ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> Difference:
+    """Find the first word of the first tensor of `names` that differs, and the largest difference
+    of all.
+    """
+    where, largest = "", 0.0
+    for name in names:
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
+            where = where or "only one of them has a tensor of this name and shape"
+            continue
+        largest = max(largest, float((ours[name].double() - theirs[name].double()).abs().max()))
+        where = where or _first_word(ours[name], theirs[name])
+    return Difference(step, names, where or "its digest alone differs", largest)
+
+
+def unknown(step: int, names: tuple[str, ...]) -> Difference:
+    """Describe a version that the run has no more."""
+    why = "the run has no longer this version (keep more with weights.keep)"
+    return Difference(step, names, why, None)
+
+
+def _first_word(ours: Tensor, theirs: Tensor) -> str:
+    words = u16_view(ours.contiguous()), u16_view(theirs.contiguous())
+    places = np.flatnonzero(words[0] != words[1])
+    if not len(places):
+        return ""
+    word = int(places[0])
+    element = word * 2 // ours.element_size()
+    here, there = (float(each.reshape(-1)[element]) for each in (ours, theirs))
+    place = tuple(int(i) for i in np.unravel_index(element, ours.shape)) if ours.dim() else ()
+    return (
+        f"word {word} is {int(words[0][word]):#06x}, was {int(words[1][word]):#06x} (element "
+        f"{list(place)}: {here!r}, was {there!r}; {len(places):,} of {len(words[0]):,} words)"
+    )

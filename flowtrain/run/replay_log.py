@@ -1,0 +1,141 @@
+"""What a run keeps with `log.replay`, so that `python -m flowtrain.replay` can make it again.
+
+    replay/steps.jsonl                            a line per step, and one where the run was opened
+    replay/config.step_00000000.toml              the options from that step on
+    replay/step_00000007/rollouts.rank0.z         what rank 0 trained from (`rollout_files.py`)
+    replay/step_00000007/index.rank0.json         where each turn is in it; checks of the batch
+
+A line has the SHA-256 of the step's files, the digests of its version's tensors, and a chain: the
+SHA-256 of the line and of the chain of the line before, so none can be changed alone. The line is
+written last, before the step is in any other log: one that is there was written as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowtrain import report
+from flowtrain.config import Config
+from flowtrain.config.options import to_toml
+from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.run.batch_checks import checks_of
+from flowtrain.run.placement import Placement
+from flowtrain.run.records import Rollouts
+from flowtrain.run.rollout_files import encode
+from flowtrain.types import TrainBatch, UserError
+from flowtrain.utils.files import make_folder, remove, replace_file, writing
+from flowtrain.weights import WeightStore
+from flowtrain.weights.manifest import Manifest
+from flowtrain.weights.ranks import together
+from flowtrain.weights.tensor_shards import digest_hex
+
+
+class ReplayLog:
+    """Writes the replay log of a run; does nothing without `log.replay`."""
+
+    def __init__(
+        self, run_dir: report.RunDir, config: Config, placement: Placement, start_step: int
+    ) -> None:
+        """Go on after `start_step`, whose version is in the store; collective. Later steps go."""
+        self._folder, self._is_on = run_dir.replay, config.log.replay
+        self._store, self._placement = WeightStore(run_dir.weights), placement
+        self._chain = ""
+
+        def begin() -> None:
+            if placement.world.is_main:
+                self._begin(config, start_step)
+
+        together(placement.world, begin, other_failed=UserError)
+
+    def log(self, step: int, rollouts: Rollouts, batch: TrainBatch) -> dict[str, float]:
+        """Write a step down once its version is published; collective.
+
+        Returns the metrics `replay_log_s` and `replay_log_bytes`, or nothing without `log.replay`.
+        """
+        if not self._is_on:
+            return {}
+        started, world = time.monotonic(), self._placement.world
+        files = together(world, lambda: self._write(step, rollouts, batch), other_failed=UserError)
+        texts = world.gather_text(json.dumps(files))
+        every = {name: file for text in texts for name, file in json.loads(text).items()}
+
+        def append() -> None:
+            if world.is_main:
+                self._append(step, {"files": every})
+
+        together(world, append, other_failed=UserError)
+        num_bytes = sum(file["num_bytes"] for file in every.values())
+        return {"replay_log_s": time.monotonic() - started, "replay_log_bytes": num_bytes}
+
+    def _begin(self, config: Config, start_step: int) -> None:
+        """Remove what is after `start_step` and write down with which options the run goes on."""
+        path = self._folder / "steps.jsonl"
+        cut_lines(path, start_step or -1)
+        with writing(self._folder):
+            for each in self._folder.glob("step_????????"):
+                if int(each.name[5:]) > start_step:
+                    remove(each)
+        if not self._is_on:
+            return
+        toml = to_toml(config).encode()
+        with writing(self._folder):
+            make_folder(self._folder)
+            replace_file(config_path(self._folder, start_step), toml)
+        for line in read_lines(path) if path.exists() else ():
+            self._chain = line["chain"]
+        machine = {"torch": torch.__version__, "device": self._placement.world.device.type}
+        sha256 = hashlib.sha256(toml).hexdigest()
+        threads = torch.get_num_threads()
+        self._append(start_step, {"opened": {"config": sha256, "threads": threads, **machine}})
+
+    def _write(self, step: int, rollouts: Rollouts, batch: TrainBatch) -> dict[str, Any]:
+        """Write this rank's files of a step; returns size and SHA-256 by name."""
+        folder, rank = step_folder(self._folder, step), self._placement.world.rank
+        stream, index = encode(rollouts)
+        text = json.dumps({**index, **checks_of(batch)}, separators=(",", ":"))
+        files = {f"rollouts.rank{rank}.z": stream, f"index.rank{rank}.json": text.encode()}
+        with writing(folder):
+            make_folder(folder)
+            for name, data in files.items():
+                replace_file(folder / name, data)
+        return {
+            name: {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in files.items()
+        }
+
+    def _append(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Append a line with `facts`, the ranks, and the digests of the step's version."""
+        placement = self._placement
+        ranks = {"num_ranks": placement.world.size, "num_trainers": placement.trainers.size}
+        line = {"step": step, **facts, **ranks, **version_record(self._store.manifest(step))}
+        self._chain = chained(self._chain, line)
+        append_lines(self._folder / "steps.jsonl", [{**line, "chain": self._chain}])
+
+
+def version_record(manifest: Manifest) -> dict[str, Any]:
+    """Return the digests of a version by tensor, and the hash of them all."""
+    tensors = {name: digest_hex(digest) for name, digest in manifest.digests.items()}
+    return {"root": manifest.root, "tensors": tensors}
+
+
+def chained(before: str, line: Mapping[str, Any]) -> str:
+    """Return the chain of a line: the SHA-256 of it, without its chain, and of the one `before`."""
+    plain = {key: value for key, value in line.items() if key != "chain"}
+    return hashlib.sha256(f"{before}{json.dumps(plain, sort_keys=True)}".encode()).hexdigest()
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The folder of a step's files."""
+    return folder / f"step_{step:08d}"
+
+
+def config_path(folder: Path, start_step: int) -> Path:
+    """The file of the options with which a run began or went on after `start_step`."""
+    return folder / f"config.step_{start_step:08d}.toml"
