@@ -97,7 +97,7 @@ class ExactCache(SharedCache):
 
     def _beside(self, x_BKRX: Tensor) -> Tensor:
         """Put the rows of each prompt side by side, [Q, K, M, X]; zeros where it has fewer."""
-        num_prompts, num_heads = len(self._bias_Q11P), x_BKRX.shape[2]
+        num_prompts = len(self._bias_Q11P)
         slots = x_BKRX.new_zeros((num_prompts * self._num_slots, *x_BKRX.shape[1:]))
         slots[self._slot_B] = x_BKRX
         return slots.unflatten(0, (num_prompts, -1)).transpose(1, 2).flatten(2, 3)

@@ -180,7 +180,7 @@ TreeAttention = Forest | FlexTree | VarlenTree | ExactForest
 
 def name_of(kind: str, device: torch.device) -> str:
     """The name of a kind, which must be one for this device."""
-    if kind not in ("auto", "sdpa", "exact") and device.type != "cuda":
+    if kind not in ("auto", "sdpa") and device.type != "cuda":
         raise UserError(f"train.attention = {kind!r} needs a GPU, and the model runs on {device}")
     return NAMES[kind]
 

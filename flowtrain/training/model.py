@@ -188,11 +188,9 @@ def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedMo
             dtype = spec.weight_dtype if parameter.requires_grad else spec.dtype
             parameter.data = parameter.data.to(dtype)
     lm_head.equip(model)
-    kind = spec.attention
+    model.set_attn_implementation(attention.name_of(spec.attention, world.device))
     if spec.exact:
-        make_exact(model, spec.dtype, world.device)
-        kind = "exact"
-    model.set_attn_implementation(attention.name_of(kind, world.device))
+        make_exact(model, spec.dtype)
     if spec.recompute:
         recompute_layers(model)
     if spec.compile:
