@@ -26,7 +26,7 @@ from flowtrain.types import UserError
 if TYPE_CHECKING:
     from flowtrain.training.attention import Block, Forest
 
-KEYS = 64
+KEYS = 32
 """Keys of a block."""
 QUERIES = 4
 """Products of fewer rows, or of a number that this does not divide, sum in another order; so do
