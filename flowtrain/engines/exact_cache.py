@@ -89,11 +89,12 @@ class ExactCache(SharedCache):
         if num_blocks * KEYS > room:
             layer.own_2BKTD = pad(layer.own_2BKTD, (0, 0, 0, room))
         layer.num_own += 1
-        row_B = torch.arange(len(slot_B), device=slot_B.device)
-        for own_BKTE, token_BKE in zip(layer.own_2BKTD, token_2BKE, strict=True):
-            own_BKTE[row_B, :, slot_B] = token_BKE
+        own_2BKTE = layer.own_2BKTD
+        first_2BK = torch.arange(token_2BKE[..., 0].numel(), device=slot_B.device)
+        place_2BK = first_2BK.view(token_2BKE.shape[:3]) * own_2BKTE.shape[3] + slot_B[:, None]
+        own_2BKTE.flatten(0, 3).index_copy_(0, place_2BK.flatten(), token_2BKE.flatten(0, 2))
         place_T = torch.arange(num_blocks * KEYS, device=slot_B.device)
-        return layer.own_2BKTD[:, :, :, : len(place_T)], place_T > slot_B[:, None]
+        return own_2BKTE[:, :, :, : len(place_T)], place_T > slot_B[:, None]
 
     def _beside(self, x_BKRX: Tensor) -> Tensor:
         """Put the rows of each prompt side by side, [Q, K, M, X]; zeros where it has fewer."""
@@ -112,7 +113,8 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     """query key^T of [.., M, D] and [.., T, E], in products of a multiple of `QUERIES` rows."""
     num_rows, size = query.shape[-2:]
     query = pad(query, (0, 0, 0, -num_rows % QUERIES)).flatten(0, 1)
-    return (query @ key[..., :size].flatten(0, 1).mT).unflatten(0, key.shape[:2])[:, :, :num_rows]
+    score = (query @ key[..., :size].flatten(0, 1).mT).unflatten(0, key.shape[:2])
+    return score[:, :, :num_rows].contiguous()
 
 
 def _add(total: Tensor, weight: Tensor, value: Tensor) -> Tensor:
