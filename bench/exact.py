@@ -1,5 +1,5 @@
 """Exact log-probs (`train.exact`): samplers against trainers in random packings, then the
-quickstart with and without, in turn:  python -m bench.exact [--packings 1000] [--steps 40] [--json F]
+quickstart with and without, in turn:  python -m bench.exact [--packings 1000] [--json F]
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def _check_model(model: PreTrainedModel) -> None:
     whole = hidden(_CHECKED_TOKENS)
     others = [hidden(1), hidden(KEYS - 1), hidden(3, _CHECKED_TOKENS)[3:]]
     if not all(torch.equal(each, whole[: len(each)]) for each in others):
-        raise _depends(f"what a model of type {model.config.model_type!r} computes", device)
+        raise _depends(f"hidden states of a {model.config.model_type!r} model", device)
 
 
 def _drawn(sizes: tuple[tuple[int, ...], ...], device: torch.device) -> list[Tensor]:
@@ -251,5 +251,5 @@ def _drawn(sizes: tuple[tuple[int, ...], ...], device: torch.device) -> list[Ten
 
 def _depends(what: str, device: torch.device) -> UserError:
     return UserError(
-        f"train.exact=true: on {device} {what} depends on the tokens beside it; set it to false"
+        f"train.exact=true: on {device} {what} depend on the rows beside them; set it to false"
     )
