@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from bench.exact_cases import (
     DTYPES,
@@ -27,13 +28,18 @@ from bench.exact_cases import (
     tiny_model,
     tiny_tokenizer,
 )
+from bench.families import TRAINED, config_of
 from bench.measure import print_table, write_json
 from flowtrain.config.options import parse
 from flowtrain.rft import rft
 from flowtrain.train import train
+from flowtrain.training import attention
 from flowtrain.training.world import World
+from flowtrain.types import UserError
 
 QUICKSTART = ("--config", "configs/quickstart.toml")
+SAMPLED = TRAINED.keys() - {"minicpm3"}
+"""Families that the torch engine samples: it holds keys and values of one size."""
 _SEGMENT = 10
 """Steps that one of the two runs takes before it is the other's turn."""
 
@@ -43,9 +49,13 @@ def main() -> None:
     parser.add_argument("--packings", type=int, default=1000, help="in all (default: 1000)")
     parser.add_argument("--steps", type=int, default=40, help="of the quickstart (default: 40)")
     parser.add_argument("--model", metavar="DIR", help="of a warm-up; default: a short one is made")
+    parser.add_argument("--families", action="store_true", help="all that train, and no more")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     args = parser.parse_args()
+    if args.families:
+        print_table([family_row(family, args.threads) for family in sorted(SAMPLED)])
+        return
     rows = packing_rows(args.packings, args.threads) if args.packings else []
     print_table(rows)
     if args.steps:
@@ -83,6 +93,28 @@ def packing_rows(num_packings: int, num_threads: int) -> list[dict[str, Any]]:
             )
     world.leave()
     return rows
+
+
+def family_row(family: str, num_threads: int) -> dict[str, Any]:
+    """Compare eight packings of a family in fp32, or say why it is refused."""
+    torch.set_num_threads(num_threads)
+    tokenizer = tiny_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    config = config_of(family, {**TRAINED[family], **sizes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.2)
+    try:
+        both = Pair.of(model, torch.float32, World(0, 1, torch.device("cpu")), True)
+    except UserError as error:
+        return {"family": family, "tokens": 0, "different": 0, "refused": str(error)}
+    found = [_difference(both, seed) for seed in range(8)]
+    num_tokens, num_different = (
+        sum(getattr(each, name) for each in found) for name in ("num_tokens", "num_different")
+    )
+    return {"family": family, "tokens": num_tokens, "different": num_different, "refused": ""}
 
 
 def _difference(both: Pair, seed: int) -> Difference:

@@ -61,7 +61,6 @@ class Block:
     """int64 [S * K]: ancestors, then the segment itself; padding as above."""
     num_before_S: Tensor
     """int64, keys of each segment's ancestors."""
-    most_before: int
     mask_SQK: Tensor | None
     """bool [S, 1, Q, K]: query sees key. None where no segment has ancestors: padding comes last,
     so plain causal attention will do."""
@@ -159,8 +158,7 @@ def _block(
             keys += range(start, end)
         keys += [*own, *[segment.start] * (most_keys - segment.num_keys)]
     mask_SQK = None
-    num_before = [s.num_keys - s.num_queries for s in members]
-    num_before_S = torch.tensor(num_before, device=device)
+    num_before_S = torch.tensor([s.num_keys - s.num_queries for s in members], device=device)
     if members[0].ancestors:
         place_Q, place_K = (
             torch.arange(most_queries, device=device),
@@ -172,7 +170,7 @@ def _block(
     query_SQ, key_SK = (
         torch.tensor(tokens, dtype=torch.int64, device=device) for tokens in (queries, keys)
     )
-    return Block(query_SQ, key_SK, num_before_S, max(num_before), mask_SQK)
+    return Block(query_SQ, key_SK, num_before_S, mask_SQK)
 
 
 TreeAttention = Forest | FlexTree | VarlenTree | ExactForest

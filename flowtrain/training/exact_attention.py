@@ -8,8 +8,7 @@ no difference how many blocks there are beyond its own. Products have multiples 
 and are computed in fp32.
 
 S: segments of a block of the forest, Q: queries of its longest, K: keys of its longest, H: heads,
-G: key heads, R: query heads per key head, D: head size, E: columns
-of values, X: any batch.
+G: key heads, R: query heads per key head, D: head size, E: columns of values, X: any batch.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ QUERIES = 4
 those of fewer than 12 columns, unless it divides them."""
 _MOST_SCORES = 2**21
 """Scores that exist at a time."""
+_FEWEST_QUERIES = 64
+"""Queries of a segment that are computed side by side, before fewer segments are."""
 
 
 def width(size: int) -> int:
@@ -64,9 +65,10 @@ def attend_block(
     """Attention of segments side by side, [S, H, Q, D] in fp32. Queries are scaled; Q is a multiple
     of `QUERIES` and K one of `KEYS`.
     """
-    num_segments, num_heads, num_queries, size = query_SHQD.shape
+    num_segments, num_heads, num_queries = query_SHQD.shape[:3]
+    size = value_SGKD.shape[3]
     shape = (num_segments, key_SGKD.shape[1], num_heads // key_SGKD.shape[1], num_queries)
-    query_XQD = query_SHQD.reshape(shape[0] * shape[1], shape[2] * num_queries, size)
+    query_XQD = query_SHQD.reshape(shape[0] * shape[1], shape[2] * num_queries, -1)
     key_XKD, value_XKE = key_SGKD.flatten(0, 1), with_ones(value_SGKD).flatten(0, 1)
     score_XQK = query_XQD @ key_XKD.mT
     is_hidden = ~is_seen_SQK[:, None, None]
@@ -123,42 +125,42 @@ class _ExactAttention(torch.autograd.Function):
 
 
 def _attend(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: Block) -> Tensor:
-    """The outputs of a block's query slots, [S * Q, H, D]; a part of its segments and queries at a
-    time.
-    """
-    query_SQ, key_SK = (
-        block.query_SQ.view(block.num_segments, -1),
-        block.key_SK.view(block.num_segments, -1),
-    )
-    num_queries, num_keys = query_SQ.shape[1], key_SK.shape[1]
-    num_heads = query_NHD.shape[1]
-    most_segments = max(1, _MOST_SCORES // (num_heads * min(num_queries, 64) * num_keys))
+    """The outputs of a block's query slots, [S * Q, H, D]; some of its segments at a time."""
+    query_SQ, key_SK = (x.view(block.num_segments, -1) for x in (block.query_SQ, block.key_SK))
+    num_scores = query_NHD.shape[1] * min(query_SQ.shape[1], _FEWEST_QUERIES) * key_SK.shape[1]
+    step = max(1, _MOST_SCORES // num_scores)
     outs = []
-    for part in range(0, block.num_segments, most_segments):
-        some = slice(part, part + most_segments)
+    for start in range(0, block.num_segments, step):
+        some = slice(start, start + step)
         query_SHQD, key_SGKD, value_SGKD = (
-            x[token[some]].transpose(1, 2)
-            for x, token in ((query_NHD, query_SQ), (key_NGD, key_SK), (value_NGD, key_SK))
+            x[token_SX[some]].transpose(1, 2)
+            for x, token_SX in ((query_NHD, query_SQ), (key_NGD, key_SK), (value_NGD, key_SK))
         )
-        before_S = block.num_before_S[some]
-        room = _MOST_SCORES // (num_heads * len(query_SHQD) * num_keys)
-        step = max(QUERIES, room - room % QUERIES)
-        tiles = []
-        for start in range(0, num_queries, step):
-            place_Q = torch.arange(start, min(start + step, num_queries), device=before_S.device)
-            last = block.most_before + start + step
-            end = min(num_keys, -(-last // KEYS) * KEYS)
-            is_seen_SQK = (
-                torch.arange(end, device=before_S.device)
-                <= (before_S[:, None] + place_Q)[..., None]
-            )
-            tiles.append(
-                attend_block(
-                    query_SHQD[:, :, start : start + step],
-                    key_SGKD[:, :, :end],
-                    value_SGKD[:, :, :end],
-                    is_seen_SQK,
-                )
-            )
-        outs.append(torch.cat(tiles, 2).transpose(1, 2).flatten(0, 1))
+        last_SQ = block.num_before_S[some, None] + torch.arange(
+            query_SQ.shape[1], device=query_SQ.device
+        )
+        outs.append(_attend_segments(query_SHQD, key_SGKD, value_SGKD, last_SQ))
     return torch.cat(outs)
+
+
+def _attend_segments(
+    query_SHQD: Tensor, key_SGKD: Tensor, value_SGKD: Tensor, last_SQ: Tensor
+) -> Tensor:
+    """The outputs of segments' query slots, [S * Q, H, D], some queries at a time. `last_SQ`: the
+    last key that each query sees.
+    """
+    num_segments, num_heads, num_queries = query_SHQD.shape[:3]
+    num_keys = key_SGKD.shape[2]
+    step = _MOST_SCORES // (num_segments * num_heads * num_keys) // QUERIES * QUERIES
+    outs = []
+    for queries in torch.arange(num_queries).split(max(step, QUERIES)):
+        some = slice(int(queries[0]), int(queries[-1]) + 1)
+        last_SR = last_SQ[:, some]
+        end = min(num_keys, (int(last_SR.max()) // KEYS + 1) * KEYS)
+        is_seen_SRK = torch.arange(end, device=last_SR.device) <= last_SR[..., None]
+        outs.append(
+            attend_block(
+                query_SHQD[:, :, some], key_SGKD[:, :, :end], value_SGKD[:, :, :end], is_seen_SRK
+            )
+        )
+    return torch.cat(outs, 2).transpose(1, 2).flatten(0, 1)
