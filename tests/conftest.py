@@ -95,6 +95,7 @@ SLOW = (
     "test_train_verifier.py",
     "tools/test_mcp.py",
     "tools/test_sandbox_time.py",
+    "training/test_exact.py",
     "training/test_flex.py",
     "training/test_two_ranks.py",
     "weights/test_mirror.py",

@@ -33,6 +33,7 @@ def validate(config: Config) -> None:
     _check_gateway(config)
     _check_rft(config)
     _check_lora(config)
+    _check_exact(config)
 
 
 def _check_sizes(config: Config) -> None:
@@ -304,3 +305,20 @@ def _check_lora(config: Config) -> None:
             f"lora.quantize={lora.quantize!r} with rollout.engine='vllm' needs train.rescore = "
             "true: vLLM samples with the weights before they were quantised"
         )
+
+
+def _check_exact(config: Config) -> None:
+    train = config.train
+    if not train.exact:
+        return
+    refused: dict[str, tuple[object, object]] = {
+        "lora.rank": (config.lora.rank, 0),
+        "train.compile": (train.compile, False),
+        "train.attention": (train.attention, "auto"),
+        "rollout.frequency_penalty": (config.rollout.frequency_penalty, 0),
+    }
+    for key, (value, allowed) in refused.items():
+        if value != allowed:
+            raise ValueError(
+                f"{key}={value!r} does not go with train.exact=true, which needs {allowed!r}"
+            )

@@ -20,7 +20,13 @@ from flowtrain.engines.protocol import Engine
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.engines.vllm_engine import AdapterEngine, VllmEngine
-from flowtrain.engines.vllm_process import VllmModel, cpu_environment, gpu_environment
+from flowtrain.engines.vllm_process import (
+    INVARIANT,
+    VllmModel,
+    check_invariant,
+    cpu_environment,
+    gpu_environment,
+)
 from flowtrain.training import model as models
 from flowtrain.training.lora import (
     adapter_weights,
@@ -157,6 +163,7 @@ def make_engine(
         max_batch_size=config.rollout.max_batch_size if chat is None else chat.max_concurrency,
         verify_every=config.weights.verify_every,
         records_entropies=store is not None and records_entropies,
+        exact=store is not None and config.train.exact,
     )
 
 
@@ -212,6 +219,9 @@ def _vllm_model(
         environment = cpu_environment(torch.get_num_threads())
     else:
         environment = gpu_environment(device.index or 0, options.tensor_parallel_size)
+    if config.train.exact and store is not None:
+        check_invariant(device)
+        environment |= INVARIANT
     return VllmModel(
         source=_weights_of(model, config) if store is None else copy.deepcopy(model.shape),
         dtype=config.model.dtype,

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flowtrain.training.attention import Forest
+from flowtrain.training.attention import Forest, TreeAttention
 from flowtrain.training.tree import pack_row
 from flowtrain.types import Sample
 
@@ -62,13 +62,14 @@ class SharedCache:
         zero = (0.0,)
         self.tree = pack_row([Sample(p, (0,), zero, zero, zero) for p in distinct]).to(device)
         """The distinct prompts; its targets follow their last tokens."""
-        self._forest = Forest.of(self.tree.subtree_end_N)
+        self._forest: TreeAttention = Forest.of(self.tree.subtree_end_N)
         last_Q1, place_N = self.tree.target_row_T[:, None], torch.arange(len(self.tree.input_ids_N))
         is_on_path_QN = (place_N.to(device) <= last_Q1) & (last_Q1 < self.tree.subtree_end_N)
         paths = is_on_path_QN.nonzero()[:, 1].split(list(map(len, distinct)))
         path_QP = pad_sequence(paths, batch_first=True, padding_value=-1)
         self._bias_Q11P = torch.where(path_QP < 0, -torch.inf, 0.0)[:, None, None]
         self._path_QP = path_QP.clamp(min=0)
+        self._num_path_Q = (path_QP >= 0).sum(1)
         self._layers: dict[int, _Layer] = {}
         index = {prompt: number for number, prompt in enumerate(distinct)}
         self._place_rows(torch.tensor([index[prompt] for prompt in prompts]))
@@ -105,6 +106,9 @@ class SharedCache:
             (2, len(self.prompt_B), token_2NKD.shape[2], 0, token_2NKD.shape[3])
         )
         self._layers[layer] = _Layer(prompt_2QPKD.transpose(2, 3).contiguous(), own_2BKTD)
+        return self._prefill(query_NHD, token_2NKD, scaling)
+
+    def _prefill(self, query_NHD: Tensor, token_2NKD: Tensor, scaling: float | None) -> Tensor:
         query_1HND, key_1KND, value_1KND = (
             x.transpose(0, 1)[None] for x in (query_NHD, *token_2NKD)
         )

@@ -163,12 +163,13 @@ def make_trainer(
         offload=train.offload == "all",
         attention=train.attention,
         weight_dtype=KINDS[optim.kind].weight_dtype,
+        exact=train.exact,
     )
     reference = None
     if needs_reference and not has_adapter(components.model):
         frozen = copy.deepcopy(components.model).requires_grad_(False).eval()
         # In the dtype of its passes, which read nothing more exact of it.
-        of_reference = replace(spec, recompute=False, weight_dtype=dtype)
+        of_reference = replace(spec, recompute=False, weight_dtype=dtype, exact=False)
         if train.offload_reference:
             of_reference = replace(of_reference, offload=True)
         reference = models.shard(frozen, ranks, of_reference)

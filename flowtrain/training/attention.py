@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from flowtrain.training.exact_attention import KEYS, QUERIES, ExactForest
 from flowtrain.training.flex import FlexTree
 from flowtrain.training.tree import Segment, segments
 from flowtrain.training.varlen import VarlenTree
@@ -32,10 +33,11 @@ NAMES = {
     "flex": "flowtrain_flex",
     "flash": "flowtrain_fa4",  # transformers takes any name with "flash" in it for its own
     "varlen": "flowtrain_varlen",
+    "exact": "flowtrain_exact",
 }
 """Kinds of attention, as transformers knows them: on segments by torch's SDPA; by FlexAttention,
-with Triton's kernels or with FlashAttention 4's; by FlashAttention with variable lengths; auto:
-"flex" on a GPU, else "sdpa"."""
+with Triton's kernels or with FlashAttention 4's; by FlashAttention with variable lengths; on
+segments in fixed blocks (`train.exact`); auto: "flex" on a GPU, else "sdpa"."""
 NAME = NAMES["auto"]
 _SIMILAR = 4 / 3
 """Lengths in a block differ by less than this factor: more blocks mean less padding and more calls.
@@ -57,10 +59,15 @@ class Block:
     """
     key_SK: Tensor
     """int64 [S * K]: ancestors, then the segment itself; padding as above."""
-    num_segments: int
+    num_before_S: Tensor
+    """int64, keys of each segment's ancestors."""
     mask_SQK: Tensor | None
     """bool [S, 1, Q, K]: query sees key. None where no segment has ancestors: padding comes last,
     so plain causal attention will do."""
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.num_before_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +79,20 @@ class Forest:
     """int64, where token i is among the query slots of all blocks, one after another."""
 
     @classmethod
-    def of(cls, subtree_end_N: Tensor) -> Forest:
+    def of(cls, subtree_end_N: Tensor, query_step: int = 1, key_step: int = 1) -> Forest:
+        """Queries and keys of a block are padded to multiples of the steps."""
         device = subtree_end_N.device
         alike: dict[tuple[bool, int, int], list[Segment]] = {}
         for segment in segments(subtree_end_N.tolist()):
             alike.setdefault(_shape(segment), []).append(segment)
         slots, blocks, num_slots = [0] * len(subtree_end_N), [], 0
         for members in alike.values():
-            most = max(segment.num_queries for segment in members)
+            most = _up(max(segment.num_queries for segment in members), query_step)
             for index, segment in enumerate(members):
                 first = num_slots + index * most
                 slots[segment.start : segment.end] = range(first, first + segment.num_queries)
             num_slots += len(members) * most
-            blocks.append(_block(members, device))
+            blocks.append(_block(members, device, most, key_step))
         return cls(tuple(blocks), torch.tensor(slots, dtype=torch.int64, device=device))
 
     @torch.compiler.disable  # its loop is another one for every row
@@ -132,8 +140,15 @@ def _size_class(length: int) -> int:
     return math.ceil(math.log(length, _SIMILAR))
 
 
-def _block(members: Sequence[Segment], device: torch.device) -> Block:
-    most_queries, most_keys = max(s.num_queries for s in members), max(s.num_keys for s in members)
+def _up(number: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step
+
+
+def _block(
+    members: Sequence[Segment], device: torch.device, most_queries: int, key_step: int
+) -> Block:
+    most_keys = _up(max(s.num_keys for s in members), key_step)
     queries: list[int] = []
     keys: list[int] = []
     for segment in members:
@@ -143,8 +158,8 @@ def _block(members: Sequence[Segment], device: torch.device) -> Block:
             keys += range(start, end)
         keys += [*own, *[segment.start] * (most_keys - segment.num_keys)]
     mask_SQK = None
+    num_before_S = torch.tensor([s.num_keys - s.num_queries for s in members], device=device)
     if members[0].ancestors:
-        num_before_S = torch.tensor([s.num_keys - s.num_queries for s in members], device=device)
         place_Q, place_K = (
             torch.arange(most_queries, device=device),
             torch.arange(most_keys, device=device),
@@ -155,10 +170,10 @@ def _block(members: Sequence[Segment], device: torch.device) -> Block:
     query_SQ, key_SK = (
         torch.tensor(tokens, dtype=torch.int64, device=device) for tokens in (queries, keys)
     )
-    return Block(query_SQ, key_SK, len(members), mask_SQK)
+    return Block(query_SQ, key_SK, num_before_S, mask_SQK)
 
 
-TreeAttention = Forest | FlexTree | VarlenTree
+TreeAttention = Forest | FlexTree | VarlenTree | ExactForest
 
 
 def name_of(kind: str, device: torch.device) -> str:
@@ -174,6 +189,8 @@ def structure_of(name: str, subtree_end_N: Tensor) -> TreeAttention:
         name = NAMES["flex" if subtree_end_N.is_cuda else "sdpa"]
     if name == NAMES["sdpa"]:
         return Forest.of(subtree_end_N)
+    if name == NAMES["exact"]:
+        return ExactForest(Forest.of(subtree_end_N, QUERIES, KEYS))
     if name == NAMES["varlen"]:
         return VarlenTree.of(subtree_end_N)
     assert name in NAMES.values(), f"{name}: any other attention would build an N x N mask"

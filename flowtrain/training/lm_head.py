@@ -27,6 +27,8 @@ class FusedLMHead(nn.Linear):
     """A linear output layer that calls the function it is given in place of its product."""
 
     head_fn: HeadFn | None = None
+    batch_invariant = False
+    """Functions of the hidden states give a row the same bits in any batch (`exact.py`)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from flowtrain.training import attention, lm_head, lora
+from flowtrain.training.exact import make_exact
 from flowtrain.training.model_check import load_config
 from flowtrain.training.world import World
 from flowtrain.types import UserError
@@ -169,6 +170,8 @@ class ShardSpec:
     """One of `attention.NAMES`."""
     weight_dtype: torch.dtype = torch.float32
     """The dtype of master weights, and of their gradients once they are reduced."""
+    exact: bool = False
+    """A token's log-prob has the same bits whatever shares its row; `attention` has no say then."""
 
 
 def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedModel:
@@ -186,6 +189,8 @@ def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedMo
             parameter.data = parameter.data.to(dtype)
     lm_head.equip(model)
     model.set_attn_implementation(attention.name_of(spec.attention, world.device))
+    if spec.exact:
+        make_exact(model, spec.dtype)
     if spec.recompute:
         recompute_layers(model)
     if spec.compile:

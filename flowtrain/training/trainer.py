@@ -364,6 +364,7 @@ def _at_head(
     if head is None:
         return of_logits(forward_rows(model, row), row.target_ids_T, **options)
     found: list[Any] = []
+    options["batch_invariant"] = head.batch_invariant
 
     def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         found.append(of_hidden(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, **options))

@@ -1,0 +1,166 @@
+"""Attention that gives a query the same bits alone, in a batch and in any token tree.
+
+A query's keys are those of its path from the root, in the order of positions, in blocks of `KEYS`
+from position 0 on. Its maximum is taken over all of them, which no order changes. Then numerator
+and denominator of the softmax's mean are added up block by block in ascending order, both by one
+product: values carry a column of ones. Keys that a query does not see add exact zeros, so it makes
+no difference how many blocks there are beyond its own. Products have multiples of `QUERIES` rows
+and are computed in fp32.
+
+S: segments of a block of the forest, Q: queries of its longest, K: keys of its longest, H: heads,
+G: key heads, R: query heads per key head, D: head size, E: columns of values, X: any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowtrain.types import UserError
+
+if TYPE_CHECKING:
+    from flowtrain.training.attention import Block, Forest
+
+KEYS = 32
+"""Keys of a block."""
+QUERIES = 4
+"""Products of fewer rows, or of a number that this does not divide, sum in another order; so do
+those of fewer than 12 columns, unless it divides them."""
+_MOST_SCORES = 2**21
+"""Scores that exist at a time."""
+_FEWEST_QUERIES = 64
+"""Queries of a segment that are computed side by side, before fewer segments are."""
+
+
+def width(size: int) -> int:
+    """Columns of values of a head size with ones behind them: the next multiple of `QUERIES`."""
+    return size + QUERIES - size % QUERIES
+
+
+def with_ones(value: Tensor) -> Tensor:
+    """Append columns that sum the weights; [..., E] in fp32."""
+    size = value.shape[-1]
+    return F.pad(value.float(), (0, width(size) - size), value=1.0)
+
+
+def add_blocks(total_XQE: Tensor, weight_XQK: Tensor, value_XKE: Tensor) -> None:
+    """total += weight value, block by block of keys."""
+    for start in range(0, weight_XQK.shape[-1], KEYS):
+        block = slice(start, start + KEYS)
+        total_XQE.baddbmm_(weight_XQK[..., block], value_XKE[:, block])
+
+
+def mean_of(total: Tensor, size: int) -> Tensor:
+    """Numerator over denominator, [..., D]."""
+    return total[..., :size] / total[..., -1:]
+
+
+def attend_block(
+    query_SHQD: Tensor, key_SGKD: Tensor, value_SGKD: Tensor, is_seen_SQK: Tensor
+) -> Tensor:
+    """Attention of segments side by side, [S, H, Q, D] in fp32. Queries are scaled; Q is a multiple
+    of `QUERIES` and K one of `KEYS`.
+    """
+    num_segments, num_heads, num_queries = query_SHQD.shape[:3]
+    size = value_SGKD.shape[3]
+    shape = (num_segments, key_SGKD.shape[1], num_heads // key_SGKD.shape[1], num_queries)
+    query_XQD = query_SHQD.reshape(shape[0] * shape[1], shape[2] * num_queries, -1)
+    key_XKD, value_XKE = key_SGKD.flatten(0, 1), with_ones(value_SGKD).flatten(0, 1)
+    score_XQK = query_XQD @ key_XKD.mT
+    is_hidden = ~is_seen_SQK[:, None, None]
+    score_XQK.view(*shape, -1).masked_fill_(is_hidden, -torch.inf)
+    score_XQK -= score_XQK.amax(-1, keepdim=True)
+    total_XQE = query_XQD.new_zeros(*query_XQD.shape[:2], width(size))
+    add_blocks(total_XQE, score_XQK.exp_(), value_XKE)
+    return mean_of(total_XQE, size).view(num_segments, num_heads, num_queries, size)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactForest:
+    """How a row falls into segments, in the place of a `Forest`, whose gradient it takes."""
+
+    forest: Forest
+    """Its blocks hold multiples of `QUERIES` and `KEYS`."""
+
+    def attend(
+        self,
+        query_1HND: Tensor,
+        key_1HND: Tensor,
+        value_1HND: Tensor,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """[1, N, H, D]"""
+        if dropout:
+            raise UserError(f"train.exact=true does not go with dropout in attention ({dropout})")
+        scale = query_1HND.shape[-1] ** -0.5 if scaling is None else scaling
+        out: Tensor = _ExactAttention.apply(query_1HND, key_1HND, value_1HND, self.forest, scale)
+        return out
+
+
+class _ExactAttention(torch.autograd.Function):
+    """Attention in blocks; the backward pass is that of the plain attention on the same forest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, forest: Forest, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.forest, ctx.scale = forest, scale
+        query_NHD, key_NGD, value_NGD = (x[0].transpose(0, 1).float() for x in (query, key, value))
+        parts = [_attend(query_NHD * scale, key_NGD, value_NGD, block) for block in forest.blocks]
+        return torch.cat(parts).index_select(0, forest.slot_N).to(query.dtype)[None]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.forest.attend(*inputs, scaling=ctx.scale)
+        return (*torch.autograd.grad(out, inputs, dout), None, None)
+
+
+def _attend(query_NHD: Tensor, key_NGD: Tensor, value_NGD: Tensor, block: Block) -> Tensor:
+    """The outputs of a block's query slots, [S * Q, H, D]; some of its segments at a time."""
+    query_SQ, key_SK = (x.view(block.num_segments, -1) for x in (block.query_SQ, block.key_SK))
+    num_scores = query_NHD.shape[1] * min(query_SQ.shape[1], _FEWEST_QUERIES) * key_SK.shape[1]
+    step = max(1, _MOST_SCORES // num_scores)
+    outs = []
+    for start in range(0, block.num_segments, step):
+        some = slice(start, start + step)
+        query_SHQD, key_SGKD, value_SGKD = (
+            x[token_SX[some]].transpose(1, 2)
+            for x, token_SX in ((query_NHD, query_SQ), (key_NGD, key_SK), (value_NGD, key_SK))
+        )
+        last_SQ = block.num_before_S[some, None] + torch.arange(
+            query_SQ.shape[1], device=query_SQ.device
+        )
+        outs.append(_attend_segments(query_SHQD, key_SGKD, value_SGKD, last_SQ))
+    return torch.cat(outs)
+
+
+def _attend_segments(
+    query_SHQD: Tensor, key_SGKD: Tensor, value_SGKD: Tensor, last_SQ: Tensor
+) -> Tensor:
+    """The outputs of segments' query slots, [S * Q, H, D], some queries at a time. `last_SQ`: the
+    last key that each query sees.
+    """
+    num_segments, num_heads, num_queries = query_SHQD.shape[:3]
+    num_keys = key_SGKD.shape[2]
+    step = _MOST_SCORES // (num_segments * num_heads * num_keys) // QUERIES * QUERIES
+    outs = []
+    for queries in torch.arange(num_queries).split(max(step, QUERIES)):
+        some = slice(int(queries[0]), int(queries[-1]) + 1)
+        last_SR = last_SQ[:, some]
+        end = min(num_keys, (int(last_SR.max()) // KEYS + 1) * KEYS)
+        is_seen_SRK = torch.arange(end, device=last_SR.device) <= last_SR[..., None]
+        outs.append(
+            attend_block(
+                query_SHQD[:, :, some], key_SGKD[:, :, :end], value_SGKD[:, :, :end], is_seen_SRK
+            )
+        )
+    return torch.cat(outs, 2).transpose(1, 2).flatten(0, 1)
