@@ -73,7 +73,7 @@ def check_audit(config: Config) -> None:
             f"rollout.frequency_penalty={config.rollout.frequency_penalty:g}: a forward pass knows "
             "no penalty, so groups cannot be audited"
         )
-    if config.dataflow.audit == "sample" and not getattr(config.train, "exact", False):
+    if config.dataflow.audit == "sample" and not config.train.exact:
         raise UserError(
             "dataflow.audit='sample' needs train.exact=true: otherwise honest nodes sample other "
             "tokens now and then"
@@ -154,9 +154,7 @@ class Auditor:
 
     async def _check_tokens(self, group: Group) -> None:
         """Compare the log-probs of all tokens with those of the weights that sampled them."""
-        bound = (
-            0.0 if getattr(self.config.train, "exact", False) else self.config.dataflow.audit_bound
-        )
+        bound = 0.0 if self.config.train.exact else self.config.dataflow.audit_bound
         total, count = 0.0, 0
         pieces = sorted(_pieces(group), key=itemgetter(slice(0, 4)))
         for (policy, version), found in groupby(pieces, key=itemgetter(slice(0, 2))):

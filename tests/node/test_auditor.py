@@ -8,12 +8,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from loopback_dataflow import Trainer, make_config, make_model
+from audited import BOUND, Setting, edited, honest, make_setting, opened
 
-from flowtrain.config import Config
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import (
     AuditRequest,
@@ -25,69 +23,15 @@ from flowtrain.dataflow.contract import (
     Push,
     Refused,
 )
-from flowtrain.dataflow.ledger import Ledger, open_ledger
 from flowtrain.node.auditor import Auditor, Lie, check_audit
-from flowtrain.node.setup import Sampler, make_sampler
 from flowtrain.types import Call, Group, UserError
-from flowtrain.utils.seeds import derive_seed
-
-BOUND = 1e-4
-Setting = tuple[Config, Sampler, Trainer]
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     """A run with two versions of weights, and an honest sampler."""
-    folder = tmp_path_factory.mktemp("audited")
-    model = make_model(folder / "model")
-    config = make_config(model, dataflow={"audit_share": 1.0, "audit_bound": BOUND})
-    ledger = open_ledger(config, folder / "ledger.sqlite")
-    trainer = Trainer(ledger, model, folder / "weights")
-    trainer.register()
-    trainer.publish(1)
-    with make_sampler(config, {"planner": str(trainer.store.root)}, "") as sampler:
-        yield config, sampler, trainer
-    ledger.close()
-
-
-def opened(setting: Setting, folder: Path) -> Ledger:
-    """A new ledger, whose trainer has made two versions."""
-    config, _, trainer = setting
-    ledger = open_ledger(config, folder / "ledger.sqlite")
-    ledger.register(_registered(trainer))
-    for node in ("honest", "liar"):
-        ledger.join(Join(node, "life"))
-    return ledger
-
-
-def _registered(trainer: Trainer) -> Any:
-    shape = trainer.model.config
-    from flowtrain.dataflow.contract import Register
-
-    return Register(
-        "planner",
-        trainer.layout,
-        str(trainer.store.root),
-        2,
-        8,
-        vocab_size=shape.vocab_size,
-        max_positions=shape.max_position_embeddings,
-    )
-
-
-async def honest(sampler: Sampler, lease: Lease, version: int) -> Group:
-    """The group that a node makes of a lease."""
-    await asyncio.to_thread(sampler.engines["planner"].load, version)
-    rollouts = [await sampler.rollout(lease.task, derive_seed(lease.seed, n)) for n in range(2)]
-    return Group(lease.index, tuple(rollouts))
-
-
-def edited(group: Group, change: Callable[[Call], Call]) -> Group:
-    """The group with the planner's last call of its last rollout changed."""
-    *others, rollout = group.trajectories
-    *turns, turn = rollout.turns
-    turn = replace(turn, calls={**turn.calls, "planner": change(turn.calls["planner"])})
-    return replace(group, trajectories=(*others, replace(rollout, turns=(*turns, turn))))
+    with make_setting(tmp_path_factory.mktemp("audited"), "score") as made:
+        yield made
 
 
 def other_token(call: Call) -> Call:
