@@ -14,12 +14,14 @@ One step, top to bottom, is the system:
     pack        training/tree.py           all turns as token trees
     account     run/token_accounts.py      what became of every sampled token
     train       training/trainer.py        clipped ratio + KL, backward, AdamW
+    compare     run/mismatch_gate.py       how far the trainer's log-probs are from the sampler's
     publish     weights/publisher.py       what changed in the weights, as an immutable version
     load        weights/reader.py          the engine samples with that version from now on
     evaluate    run/evaluation.py          reward on held-out questions
     log         run/run_logger.py          metrics, rollouts, progress
     checkpoint  training/checkpoint.py     what a run resumes from
-    watch       run/learning_signal.py     a warning where there is nothing to learn from
+    watch       run/learning_signal.py     a warning where there is nothing to learn from, or
+                                           trainer and sampler disagree
 
 With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while this trains:
 
@@ -34,6 +36,7 @@ from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
+from flowtrain.run.mismatch_gate import MismatchGate
 from flowtrain.run.records import Rollouts
 from flowtrain.run.run import Run, open_run
 from flowtrain.training.token_scores import attach_logprobs
@@ -52,6 +55,7 @@ def train(config: Config) -> int:
         gather = next_batch if config.dataflow.url else sample
         warm = run.evaluate_warm()
         saved_step = run.start_step
+        gate = MismatchGate(config, run.placement.world)
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
@@ -68,6 +72,7 @@ def train(config: Config) -> int:
                 rows = pack(samples, num_minibatches, config.train.token_budget)
                 tokens = run.account(rollouts.groups, batch, rows)
                 trained = run.train(step, rows)
+                mismatch = gate.compare(step, rollouts.groups, batch, trained)
             with timer("publish"):
                 published = run.publish(step, saved_step, tokens)
             with timer("load"):
@@ -81,6 +86,7 @@ def train(config: Config) -> int:
                 batch=batch,
                 tokens=tokens,
                 trained=trained,
+                mismatch=mismatch,
                 weights={**published, **loaded},
                 evaluation=evaluation,
                 seconds=timer.metrics(),
@@ -92,6 +98,7 @@ def train(config: Config) -> int:
                     run.checkpoint(step)
                 saved_step = step
             run.signal.watch(step, rollouts.groups, batch)
+            gate.watch(step, mismatch)
             if run.is_interrupted():
                 run.checkpoint(step)
                 return INTERRUPTED

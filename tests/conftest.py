@@ -85,6 +85,8 @@ SLOW = (
     "test_train_cli.py",
     "test_train_dataflow.py",
     "test_train_gateway.py",
+    "test_train_hacking.py",
+    "test_train_mismatch.py",
     "test_train_numbers.py",
     "test_train_refiner.py",
     "test_train_resume.py",

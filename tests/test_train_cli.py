@@ -58,7 +58,10 @@ def test_the_config_that_is_left_starts_the_same_run(full: Path, words: tuple[st
 
 def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
     first, *steps = read(full / "metrics.jsonl")
-    assert (first["step"], set(first)) == (0, {"step", "version", "eval_reward", "eval_s"})
+    assert (first["step"], set(first)) == (
+        0,
+        {*("step", "version", "eval_reward", "eval_reward_error", "eval_s")},
+    )
     assert [(record["step"], record["version"]) for record in steps] == [
         (step, step) for step in range(1, NUM_STEPS + 1)
     ]

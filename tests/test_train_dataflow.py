@@ -343,12 +343,18 @@ def test_two_ranks_train_what_one_trains(
         "reward_mean",
         "turns_mean",
         "dataflow/staleness_mean",
+        "mismatch_left_out",
     )
     ours, theirs = (
         [{name: row[name] for name in names} for row in rows(run, "metrics.jsonl")]
         for run in (tmp_path / "run", whole[0])
     )
     assert all(map(alike, ours, theirs))
+    first, *later = rows(tmp_path / "run", "metrics.jsonl")
+    assert first["mismatch_kl"] > 0.1 and first["mismatch_left_out"] == 0, "they are made up"
+    for step in later:
+        assert "mismatch_kl" not in step, "tokens of version 0 may differ from later weights"
+        assert 0 < step["mismatch_left_out"] < step["num_tokens"]
 
 
 @pytest.mark.parametrize("size", [1, 2])

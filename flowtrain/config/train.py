@@ -72,6 +72,9 @@ class Train(Section):
     peak_tflops: float = Field(0.0, ge=0)
     """dense TFLOP/s of a rank's device in model.dtype, for MFU; 0: known for common GPUs in
     bfloat16, else no MFU"""
+    max_mismatch_kl: float = Field(0.05, ge=0)
+    """KL of trainer and sampler in nats per token above which a step warns; three such steps in a
+    row, or one of 100 times that, end the run with the likely causes (docs/watching.md); 0: off"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
 

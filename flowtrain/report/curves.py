@@ -66,6 +66,7 @@ PANELS = (
         {
             "reward_mean": "training",
             "eval_reward": "held-out",
+            "eval_true_score": "true score, held-out",
             "eval_reward_entities": "entities",
             "eval_reward_forms": "forms",
         },
@@ -79,6 +80,8 @@ PANELS = (
         "Importance ratio", {"ratio_max": "largest", "ratio_mean": "mean", "ratio_min": "smallest"}
     ),
     Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|"}),
+    Panel("KL of trainer and sampler", {"mismatch_kl": "nats per token"}),
+    Panel("Tokens by mismatch in nats", {"mismatch_tokens/": ""}, is_stack=True),
     Panel("Turns per rollout", {"turns_mean": "turns"}),
     Panel("Tokens per response", {"response_len_mean": "tokens"}),
     Panel("Tokens per prompt", {"prompt_len_mean": "tokens"}),

@@ -8,6 +8,7 @@ runs/texts/
   tokenizer.json     of the ids in the logs
   profile/           flame.html, trace.json.gz and operators.txt, with run.profile
   metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
+  worst_tokens.jsonl where trainer and sampler disagree most, alarms.jsonl signs of reward hacking
 """
 
 from __future__ import annotations
@@ -100,6 +101,16 @@ class RunDir:
     def tokenizer(self) -> Path:
         """The tokenizer of the ids in the logs; not made here."""
         return self.path / "tokenizer.json"
+
+    @property
+    def worst_tokens(self) -> Path:
+        """The tokens that trainer and sampler disagree most about; not made here."""
+        return self.path / "worst_tokens.jsonl"
+
+    @property
+    def alarms(self) -> Path:
+        """The alarms that were raised; not made here."""
+        return self.path / "alarms.jsonl"
 
     @property
     def profile(self) -> Path:

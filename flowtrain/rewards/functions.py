@@ -89,6 +89,7 @@ class RewardFunctions:
 
     options: Reward
     functions: tuple[_Function, ...]
+    key: str = "reward.function"
     running: set[object] = field(default_factory=set)
     """Calls of plain functions that have begun and not returned."""
     late: set[object] = field(default_factory=set)
@@ -97,20 +98,21 @@ class RewardFunctions:
     """Which failures were told; the metrics count the others."""
 
     @classmethod
-    def load(cls, options: Reward) -> RewardFunctions | None:
-        """Import the functions of `reward.function`; None where it is unset.
+    def load(cls, options: Reward, key: str = "reward.function") -> RewardFunctions | None:
+        """Import the functions of `reward.function`; None where it is unset. `key`: the option that
+        names them, for messages.
 
         Raises UserError for one that is not there or does not take (task, answer, trajectory).
         """
         if not options.function:
             return None
-        found = tuple(_load(name, weight) for name, weight in options.function.items())
+        found = tuple(_load(name, weight, key) for name, weight in options.function.items())
         parts = [each.part for each in found]
         if twice := [each for place, each in enumerate(found) if each.part in parts[:place]]:
             raise UserError(
-                f"reward.function={twice[0].name!r}: another one is called {twice[0].part!r}, too"
+                f"{key}={twice[0].name!r}: another one is called {twice[0].part!r}, too"
             )
-        return cls(options, found)
+        return cls(options, found, key)
 
     @property
     def name(self) -> str:
@@ -127,7 +129,7 @@ class RewardFunctions:
                     gym.check(task)
                 elif not task.answers:
                     raise UserError(
-                        f"task {task.id!r}: reward.function={function.name!r} needs an answer, and "
+                        f"task {task.id!r}: {self.key}={function.name!r} needs an answer, and "
                         "there is none"
                     )
                 else:
@@ -323,8 +325,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _load(name: str, weight: float) -> _Function:
-    origin = f"reward.function={name!r}"
+def _load(name: str, weight: float, key: str) -> _Function:
+    origin = f"{key}={name!r}"
     if name == gym.NAME:
         return _Function(name, name, weight, _verify, is_async=True)
     if name == symbolic.SCORER:

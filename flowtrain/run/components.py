@@ -39,8 +39,9 @@ from flowtrain.rewards.references import check_source
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
 from flowtrain.run.trained_policy import load_trained_policy
+from flowtrain.run.true_score import TrueScorer
 from flowtrain.tasks import sub_goals
-from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
+from flowtrain.tasks.sets import MAIN_SPLIT, TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.devices import keep_freed_memory
@@ -70,6 +71,8 @@ class RunComponents:
     tools: dict[str, Tool]
     agent_kind: AgentKind
     reward_functions: RewardFunctions | None
+    true_scorer: TrueScorer | None = None
+    """Of held-out rollouts alone; None on nodes."""
 
     @classmethod
     def prepare(
@@ -97,6 +100,7 @@ class RunComponents:
         functions = RewardFunctions.load(config.reward)
         tasks = task_set(config, fictional)
         _check_tasks(tasks, functions, has_judge=config.roles.judge != "none")
+        true_scorer = TrueScorer.load(config, tasks.held_out.get(MAIN_SPLIT, ()))
         tokenizer, model = load_trained_policy(config, tasks, with_weights)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
@@ -106,7 +110,8 @@ class RunComponents:
             for name in config.policy_names
         }
         others = {TEACHER: teacher} if teacher else {}
-        return cls._around(algorithm, world, tasks, tokenizer, model, policies, functions, others)
+        parts = (algorithm, world, tasks, tokenizer, model, policies, functions, others)
+        return replace(cls._around(*parts), true_scorer=true_scorer)
 
     @classmethod
     def for_node(cls, config: Config, world: World) -> RunComponents:

@@ -30,6 +30,7 @@ from flowtrain.utils.text import final_answer
 _log = logging.getLogger(__name__)
 _MOST_OUT_OF_TIME = 0.1
 """Share of rollouts above which an evaluation warns."""
+_LOGGED = ("eval_reward", "eval_reward_error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,14 @@ class Evaluation:
     """Mean reward by the turns that a question needs."""
     by_kind: dict[str, float]
     trajectories: tuple[Trajectory, ...]
+    true_score: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of `eval.true_scorer`, of the main split as it is sampled."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the reward with its standard error, and the true score."""
+        reward, error = self.stats.reward_mean, self.stats.reward_error
+        return {"eval_reward": reward, "eval_reward_error": error, **self.true_score}
 
     @classmethod
     def of(
@@ -84,8 +93,7 @@ class Measured:
     @property
     def metrics(self) -> dict[str, float]:
         """Return what the log of a step gets."""
-        reward = self.held_out.stats.reward_mean
-        return {"eval_reward": reward, **self.benchmarks, **self.versions}
+        return {**self.held_out.metrics, **self.benchmarks, **self.versions}
 
 
 Found = Mapping[str, tuple[Trajectory, ...]]
@@ -169,8 +177,7 @@ class Evaluator:
         )
         main = sampled[MAIN_SPLIT]
         summary = {
-            "eval_reward": main.stats.reward_mean,
-            "eval_reward_error": main.stats.reward_error,
+            **main.metrics,
             "eval_reward_greedy": greedy[MAIN_SPLIT].stats.reward_mean,
             "by_num_turns": main.by_num_turns,
             "by_kind": main.by_kind,
@@ -188,6 +195,13 @@ class Evaluator:
         if self.benchmarks:
             summary["benchmarks"] = self.benchmark_metrics(self.benchmark_parts(-1), found)
         return summary
+
+    @staticmethod
+    def logged(compared: Mapping[str, Any]) -> dict[str, float]:
+        """Return what the log gets of a comparison."""
+        names = [name for name in compared if name in _LOGGED or name.startswith("eval_true_")]
+        own = {name: compared[name] for name in names}
+        return {**own, **compared.get("benchmarks", {}), **compared.get("versions", {})}
 
     def _split(self, split: str, step: int, temperature: float | None = None) -> Part:
         config, tasks = self.components.config, self.components.tasks.held_out[split]
@@ -235,6 +249,10 @@ class Evaluator:
     def _held_out(self, part: Part, found: Found) -> Evaluation:
         """Compute the result of a split, and warn where many rollouts ran out of time."""
         result, config = self._result(part, found), self.components.config
+        scorer = self.components.true_scorer
+        if scorer is not None and part.name == held_out_name(MAIN_SPLIT):
+            score = scorer.metrics(result.trajectories, self.components.world)
+            result = replace(result, true_score=score)
         share = result.stats.out_of_time_share
         if share > _MOST_OUT_OF_TIME and self.components.world.is_main:
             _log.warning(

@@ -243,8 +243,7 @@ class Run:
             report.atomic_write_text(path, json.dumps(warm))
             if not self.start_step:
                 seconds = time.monotonic() - started
-                measured = {"eval_reward": warm["eval_reward"], **warm.get("benchmarks", {})}
-                measured |= warm.get("versions", {})
+                measured = self.evaluator.logged(warm)
                 self.logger.write({"step": 0, "version": 0, **measured, "eval_s": seconds})
         return warm
 

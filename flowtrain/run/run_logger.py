@@ -13,11 +13,14 @@ import torch
 from flowtrain import report
 from flowtrain.config import Config
 from flowtrain.report.curves import plot_curves, read_series, total_seconds, total_tokens
+from flowtrain.report.jsonl import append_lines, cut_lines
 from flowtrain.rewards import Judge
+from flowtrain.run.alarms import Alarms
 from flowtrain.run.components import RunComponents
-from flowtrain.run.evaluation import Measured
+from flowtrain.run.evaluation import Evaluator, Measured
 from flowtrain.run.evidence_stats import evidence_metrics
 from flowtrain.run.memory_plan import MemoryPlan
+from flowtrain.run.mismatch import Mismatch
 from flowtrain.run.parsing_stats import parsing_metrics
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Rollouts, Trained
@@ -70,7 +73,9 @@ class RunLogger:
         self.progress = report.Progress(config.train.num_steps, start_step, is_main)
         cleanup.callback(self.progress.close)
         self._metrics = None
+        self.alarms: Alarms | None = None
         if is_main:
+            cut_lines(self._run_dir.worst_tokens, last_step)
             self._metrics = report.MetricsLog(
                 path,
                 last_step,
@@ -79,12 +84,20 @@ class RunLogger:
                 config=config.model_dump(),
             )
             cleanup.callback(self._metrics.close)
+            self.alarms = self._open_alarms(last_step)
         own = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
         self.evaluated = int(self._placement.world.max([own])[0])
         """Newest step whose evaluation is in the log; those of earlier steps are, too."""
         self._trajectories, self._held_out = (
             report.TrajectoryLog(path, samplers.rank, step, name, samplers.size)
             for name, step in (("trajectories", last_step), ("held_out", self.evaluated))
+        )
+
+    def _open_alarms(self, last_step: int) -> Alarms:
+        config, folder = self._config, self._run_dir
+        is_true = not config.reward.function and config.roles.judge == "none"
+        return Alarms.open(
+            config.alarms, folder.alarms, folder.path / "metrics.jsonl", last_step, is_true
         )
 
     def close(self) -> None:
@@ -99,6 +112,7 @@ class RunLogger:
         batch: TrainBatch,
         tokens: TokenAccount,
         trained: Trained,
+        mismatch: Mismatch,
         weights: Mapping[str, float | str],
         evaluation: Measured | None,
         seconds: Mapping[str, float],
@@ -108,6 +122,7 @@ class RunLogger:
         Args:
             rollouts: this rank's; their `stats` are of all ranks.
             batch: this rank's, after filtering.
+            mismatch: of all ranks.
             weights: metrics of publishing and loading them.
             seconds: by stage.
         """
@@ -120,6 +135,8 @@ class RunLogger:
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
+        if self._metrics is not None and mismatch.worst:
+            append_lines(self._run_dir.worst_tokens, mismatch.records(step))
         trajectories = [t for group in rollouts.groups for t in group.trajectories]
         parts = reward_metrics(trajectories, world, bool(self._config.reward.function))
         kept = sampling_metrics(trajectories, self._config, world)
@@ -147,6 +164,7 @@ class RunLogger:
                 **tokens.metrics(),
                 **rollouts.metrics,
                 **trained.metrics,
+                **mismatch.metrics(),
                 **self._speed(trained.metrics, seconds["train_s"]),
                 **weights,
                 **self._chat_metrics(),
@@ -160,16 +178,19 @@ class RunLogger:
         """
         self.log_held_out(step, found.held_out.trajectories)
         metrics = {"step": step, "version": step, **found.metrics}
-        if self._metrics is not None:
-            self._metrics.log(metrics)
+        self._log(metrics)
         self.evaluated = step
         self.progress.remember(metrics)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write a line of metrics, and show it."""
-        if self._metrics is not None:
-            self._metrics.log(metrics)
+        self._log(metrics)
         self.progress.update(metrics)
+
+    def _log(self, metrics: Mapping[str, Any]) -> None:
+        if self._metrics is not None and self.alarms is not None:
+            self._metrics.log(metrics)
+            self.alarms.add(metrics)
 
     def log_held_out(self, version: int, trajectories: Sequence[Trajectory]) -> None:
         """Write this rank's rollouts of the main held-out split, as groups of one."""
@@ -227,11 +248,15 @@ class RunLogger:
             return
         path = self._run_dir.path
         tokens = tokens or total_tokens(read_series(path))
+        assert self.alarms is not None
+        if trained:
+            self.alarms.add({"step": self._config.train.num_steps, **Evaluator.logged(trained)})
         summary = {
             "warm": warm,
             "trained": trained,
             **signal,
             "tokens": {**tokens.metrics(), "text": tokens.text()},
+            **self.alarms.summary(),
             "seconds": self._seconds(),
             "planned_memory_gb": plan.num_bytes / 1e9,
             "peak_memory_gb": peak_bytes / 1e9,
@@ -244,6 +269,8 @@ class RunLogger:
             cause = printable(signal["last_cause"])
             print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
         print(f"tokens: {tokens.text()}")
+        for alarm in self.alarms.raised.values():
+            print(f"alarm in step {alarm.step}: {alarm.cause}: {printable(alarm.text)}")
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")

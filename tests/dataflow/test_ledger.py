@@ -227,6 +227,8 @@ def test_whoever_pushes_first_wins(flow: Ledger, clock: Clock) -> None:
     assert push(flow, mine, rewards=(1.0, 1.0)) == "committed"
     assert push(flow, yours, node="n2") == "duplicate"
     assert push(flow, mine) == "duplicate"
+    account = flow.audit().tokens["planner"]
+    assert account.sampled == 16 and account.fates == {"waiting": 8, "duplicate": 8}
     assert [event.outcome.rewards for event in flow.history().events if event.outcome] in (
         [],
         [(1.0, 1.0)],

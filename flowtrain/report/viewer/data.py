@@ -16,7 +16,7 @@ from flowtrain.report.curves import (
     total_seconds,
     total_tokens,
 )
-from flowtrain.report.jsonl import json_value
+from flowtrain.report.jsonl import json_value, read_lines
 from flowtrain.report.viewer.log import LOGS, Place, choose, find_rollouts, spread
 from flowtrain.report.viewer.rollouts import rollout_record
 from flowtrain.report.viewer.run import (
@@ -28,6 +28,7 @@ from flowtrain.report.viewer.run import (
     read_text,
     result_rows,
 )
+from flowtrain.report.viewer.worst import worst_tokens
 from flowtrain.types import UserError
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class Run:
         tokenizer = path / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
         self._note_what_is_missing()
+        self.notes += self._try([], _alarm_notes, path)
 
     def data(self, num_rollouts: int) -> dict[str, Any]:
         """Bytes of a page with about so many rollouts."""
@@ -78,6 +80,7 @@ class Run:
             "num_logged": len(self.places),
             "panels": _panel_records(self._series),
             "results": self._results,
+            "worst": self._try(list[dict[str, Any]](), worst_tokens, self.path, self._tokenizer),
             "rollouts": rollouts,
             "shown": self._shown(chosen),
             "notes": [*self.notes, *_notes_on_training(rollouts)],
@@ -152,6 +155,13 @@ def _panel_records(series: Mapping[str, Series]) -> list[dict[str, Any]]:
         for panel in PANELS
         if (curves := panel.curves(series))
     ]
+
+
+def _alarm_notes(run_dir: Path) -> list[str]:
+    """The alarms that the run has raised."""
+    path = run_dir / "alarms.jsonl"
+    alarms = read_lines(path) if path.is_file() else ()
+    return [f"Alarm in step {each['step']}: {each['cause']}: {each['text']}." for each in alarms]
 
 
 def _notes_on_training(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,0 +1,82 @@
+"""What do the alarms see of a hacked reward?  python -m bench.hacking --dir runs/hacking [--json F]
+
+A tiny planner is warmed up until it is mostly right, and then trained twice: by a reward that likes
+long rollouts (examples/reward_hacking/likes_length.py), and by exact match. Both runs are scored by
+exact match on held-out questions, of which training sees nothing; curves.png in each folder shows
+the two scores. "reward" and "true score" are the held-out ones before training and after the last
+step; "alarm" is the first, with its step. Runs that are there already are taken as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from bench.measure import print_table, write_json
+from flowtrain.config import Config
+from flowtrain.config.command import run_command
+from flowtrain.rft import rft
+from flowtrain.train import train
+
+FOLDER = Path(__file__).parents[1] / "examples" / "reward_hacking"
+ARMS = {
+    "likes length": ("--reward.function", f"{FOLDER / 'likes_length.py'}:score"),
+    "exact match": (),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", type=Path, default=Path("runs/hacking"), help="of all three runs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    seed = ("--run.seed", str(args.seed))
+    warm = run(args.dir / "warm", "model/rft.json", "flowtrain.rft", rft, seed)
+    rows = []
+    for name, options in ARMS.items():
+        words = (*seed, *options, "--model.path", str(warm / "model"))
+        place = args.dir / name.replace(" ", "_")
+        rows.append(row(name, run(place, "summary.json", "flowtrain.train", train, words)))
+    print_table(rows)
+    if args.json:
+        write_json(args.json, rows)
+
+
+def run(
+    folder: Path, mark: str, name: str, command: Callable[[Config], int], words: Sequence[str]
+) -> Path:
+    """Make a run, unless its last file is there; in this process, whose imports take a while."""
+    if not (folder / mark).exists():
+        place = ("--config", str(FOLDER / "hacking.toml"), "--run.dir", str(folder))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        output = folder.with_name(f"{folder.name}.log")
+        with output.open("w") as log, redirect_stdout(log), redirect_stderr(log):
+            code = run_command(name, command, [*place, *words])
+        if code:
+            raise SystemExit(f"{folder}: {output.read_text()[-2000:]}")
+    return folder
+
+
+def row(name: str, folder: Path) -> dict[str, Any]:
+    """What a run came to."""
+    summary = json.loads((folder / "summary.json").read_text())
+    ends = summary["warm"], summary["trained"]
+    first = next(iter(summary.get("alarms", ())), None)
+    return {
+        "reward trained": name,
+        "reward": " -> ".join(f"{end['eval_reward']:.2f}" for end in ends),
+        "true score": " -> ".join(f"{end['eval_true_score']:.2f}" for end in ends),
+        "alarm": "none" if first is None else f"{first['cause']} (step {first['step']})",
+        "alarms": len(summary.get("alarms", ())),
+        "steps": len((folder / "metrics.jsonl").read_text().splitlines()) - 1,
+        "seconds": round(summary["seconds"]["step"]),
+    }
+
+
+if __name__ == "__main__":
+    main()

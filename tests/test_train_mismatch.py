@@ -1,0 +1,220 @@
+"""Each cause of a mismatch between trainer and sampler is provoked in a whole run, which must name
+it first and end; healthy runs end as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import flowtrain.train as loop
+from flowtrain.config import Config
+from flowtrain.engines.torch_engine import TorchEngine, _FrequencyPenalties
+from flowtrain.run import policy_trainer
+from flowtrain.train import train
+from flowtrain.training import model as models
+from flowtrain.training import tree
+from flowtrain.training.trainer import Trainer
+from flowtrain.types import Sample, UserError
+
+Provoked = Callable[[], contextlib.AbstractContextManager[Any]]
+DIGEST = "zlib.crc32(answer.encode()) % 2"
+"""Chance, as far as a policy can tell."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of large random weights, questions, and a reward that is chance."""
+    place = tmp_path_factory.mktemp("mismatch")
+    tokenizer = models.new_tokenizer(["Name a number like 12 or 345."], vocab_size=280)
+    torch.manual_seed(0)
+    model = models.new_model(
+        tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=128
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.2 / model.config.initializer_range if parameter.dim() == 2 else 1.0)
+    models.export(model, tokenizer, models.full_weights(model), place / "model")
+    rows = [{"question": f"Name {n}.", "number": n} for n in range(40)]
+    (place / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = f"import zlib\n\ndef score(task, answer, trajectory):\n    return float({DIGEST})\n"
+    (place / "chance.py").write_text(reward)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts back the signal handlers that a run sets, and draws no curves."""
+    monkeypatch.setattr("flowtrain.run.run_logger.plot_curves", lambda path: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def config(place: Path, run: Path, **sections: dict[str, Any]) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(run), "threads": 1, "device": "cpu"},
+        "model": {"path": str(place / "model")},
+        "tasks": {"name": "file", "path": str(place / "tasks.jsonl")},
+        "agent": {"name": "single", "prompt": "compact", "instructions": "Go."},
+        "reward": {"function": f"{place}/chance.py:score"},
+        "rollout": {"num_questions": 4, "group_size": 8, "max_new_tokens": 24},
+        "train": {"num_steps": 4, "lr": 1e-3},
+        "eval": {"every": 0, "num_tasks": 4, "at_ends": False},
+        "checkpoint": {"every": 1},
+        "log": {"tensorboard": False},
+    }
+    return Config.model_validate(
+        values | {name: values.get(name, {}) | section for name, section in sections.items()}
+    )
+
+
+# ---- what goes wrong
+
+
+def other_temperature(ratio: float) -> Provoked:
+    class Warmer(Trainer):
+        def __init__(self, *args: Any, temperature: float = 1.0, **options: Any) -> None:
+            super().__init__(*args, temperature=ratio * temperature, **options)
+
+    return lambda: mock.patch.object(policy_trainer, "Trainer", Warmer)
+
+
+def unknown_penalty() -> contextlib.AbstractContextManager[Any]:
+    init = _FrequencyPenalties.__init__
+
+    def penalise(self: Any, requests: Any, like_BV: torch.Tensor) -> None:
+        init(self, requests, like_BV)
+        self._is_used, self._lost_BV = True, torch.zeros_like(like_BV)
+        self._penalty_B = torch.full_like(self._penalty_B, 1.2)
+
+    return mock.patch.object(_FrequencyPenalties, "__init__", penalise)
+
+
+def unknown_mask() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(tree, "_mask_tensors", lambda samples: {})
+
+
+def frozen_engine(tells: bool) -> Provoked:
+    """Weights stay at version 0; `tells`: the tokens say so."""
+    load = TorchEngine._load
+
+    def stay(self: Any, reader: Any, version: int) -> None:
+        if version == 0:
+            load(self, reader, version)
+        self._version = 0 if tells else version
+
+    return lambda: mock.patch.object(TorchEngine, "_load", stay)
+
+
+def engine_in_bf16() -> contextlib.AbstractContextManager[Any]:
+    sample = TorchEngine._sample
+
+    def coarsely(self: Any, requests: Any) -> None:
+        exact, self._model = self._model, copy.deepcopy(self._model).bfloat16()
+        sample(self, requests)
+        self._model = exact
+
+    return mock.patch.object(TorchEngine, "_sample", coarsely)
+
+
+def other_prompts(alter: Callable[[tuple[int, ...]], tuple[int, ...]], every: int = 1) -> Provoked:
+    """Samples of each `every`-th question are trained behind another prompt."""
+    pack = loop.pack
+
+    def packed(samples: list[Sample], *args: Any) -> Any:
+        def altered(sample: Sample) -> Sample:
+            assert sample.sample_id is not None
+            is_hit = sample.sample_id.group % every == 0
+            return replace(sample, prompt_ids=alter(sample.prompt_ids)) if is_hit else sample
+
+        return pack([altered(each) for each in samples], *args)
+
+    return lambda: mock.patch.object(loop, "pack", packed)
+
+
+@pytest.mark.parametrize(
+    ("provoked", "sections", "first"),
+    [
+        (other_temperature(1.4), {}, "sampling options: trainer's temperature about 1.4"),
+        (other_temperature(0.7), {}, "sampling options: trainer's temperature about 0.7"),
+        (unknown_mask, {"rollout": {"top_p": 0.9}}, "sampling options: top-k or top-p"),
+        (unknown_mask, {"rollout": {"top_k": 5}}, "sampling options: top-k or top-p"),
+        (unknown_penalty, {}, "sampling options: a penalty"),
+        (frozen_engine(tells=False), {}, "weight version: stale weights under a new version"),
+        (frozen_engine(tells=True), {}, "weight version: 100% of the tokens"),
+        (engine_in_bf16, {"train": {"max_mismatch_kl": 3e-6}}, "dtype: "),
+        (other_prompts(lambda ids: ids[1:]), {}, "chat template or tokenisation: "),
+        (other_prompts(lambda ids: ids[:-1]), {}, "chat template or tokenisation: "),
+        (other_prompts(lambda ids: (ids[0], *ids)), {}, "chat template or tokenisation: "),
+        (
+            other_prompts(lambda ids: ids[:-1], every=2),
+            {},
+            "chat template or tokenisation: trained ids are not those that were sampled: only some",
+        ),
+    ],
+    ids=[
+        *("hotter", "colder", "top_p", "top_k", "penalty", "stale", "stale and says so", "bf16"),
+        *("no first id", "no last id", "first id twice", "some prompts"),
+    ],
+)
+def test_a_provoked_cause_is_named_first(
+    place: Path,
+    tmp_path: Path,
+    provoked: Provoked,
+    sections: dict[str, dict[str, Any]],
+    first: str,
+) -> None:
+    steps = {"max_mismatch_kl": 1e-3, "num_steps": 8, "lr": 1e-3}
+    sections = sections | {"train": steps | sections.get("train", {})}
+    with provoked(), pytest.raises(UserError) as raised:
+        train(config(place, tmp_path / "run", **sections))
+    told = str(raised.value)
+    assert f"the likeliest first: 1. {first}" in told and "\n" not in told
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert last["mismatch_kl"] > 1e-6 and f"step {last['step']}: " in told
+    newest = tmp_path / "run" / "checkpoints" / f"step_{last['step']:08d}"
+    assert (newest / "model.safetensors").is_file(), "the run can be resumed"
+    worst = [json.loads(x) for x in (tmp_path / "run" / "worst_tokens.jsonl").open()]
+    assert {each["step"] for each in worst} <= set(range(1, last["step"] + 1))
+    assert all(abs(each["trainer"] - each["sampler"]) > 9e-4 for each in worst)
+
+
+@pytest.mark.parametrize(
+    ("sections", "most"),
+    [
+        ({}, 1e-10),
+        ({"model": {"dtype": "bfloat16"}}, 1e-3),
+        ({"rollout": {"top_p": 0.9}}, 1e-10),
+        ({"rollout": {"frequency_penalty": 1.2}, "train": {"rescore": True}}, 1.0),
+    ],
+    ids=["fp32", "bf16", "top_p", "penalty on purpose"],
+)
+def test_healthy_runs_end_as_ever(
+    place: Path,
+    tmp_path: Path,
+    sections: dict[str, dict[str, Any]],
+    most: float,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert train(config(place, tmp_path / "run", **sections)) == 0
+    assert not [each for each in caplog.records if "nats per token" in each.getMessage()]
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        assert 0 <= step["mismatch_kl"] < most and step["mismatch_left_out"] == 0
+        counts = [n for name, n in step.items() if name.startswith("mismatch_tokens/")]
+        assert 0 < sum(counts) <= step["num_tokens"]
