@@ -39,7 +39,7 @@ $(VENV)/.done: $(VENV)/.run
 run-setup: $(VENV)/.run $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
 $(VENV)/.run: pyproject.toml setup.py $(wildcard csrc/*)
-	@echo "torch and flowtrain -> $(VENV): about 300 MB to download, 1.1 GB on the disk, a minute or two; then the codec is compiled"
+	@echo "torch and flowtrain -> $(VENV): 300 MB to download and 1.1 GB on the disk (gigabytes with CUDA), a minute or two; then the codec is compiled"
 	$(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON) --allow-existing $(VENV),$(PYTHON) -m venv $(VENV))
 	$(INSTALL) '$(TORCH)' -e .
 	touch $@
