@@ -348,7 +348,7 @@ def _steps(flow: Ledger) -> tuple[int, int]:
 
 
 def test_kills_between_upload_and_commit_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
-    database, url, rng = str(tmp_path / "l.db"), str(tmp_path / "store"), random.Random(0)
+    database, url, rng = str(tmp_path / "l.db"), str(tmp_path / "store"), random.Random(1)
     opened = partial(ledger, database, payloads=url, max_attempts=1000)
     for _ in range(15):
         pid = os.fork()
