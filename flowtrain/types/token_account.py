@@ -46,12 +46,9 @@ class TokenAccount:
         names = {"shared": "shared by branches", "replayed": "trained again"}
         left = [f"{self.sampled:,} sampled"]
         left += [f"{num:,} {what}" for name, what in names.items() if (num := getattr(self, name))]
-        fates = {TRAINED: self.fates.get(TRAINED, 0), **self.fates}
-        right = [
-            f"{num:,} {name.replace('_', ' ')}"
-            for name, num in fates.items()
-            if num or name == TRAINED
-        ]
+        others = {name: num for name, num in self.fates.items() if num and name != TRAINED}
+        fates = [TRAINED, *sorted(others, key=lambda name: (-others[name], name))]
+        right = [f"{self.fates.get(name, 0):,} {name.replace('_', ' ')}" for name in fates]
         rest = f" + {self.difference:,} UNACCOUNTED FOR" if self.difference else ""
         return f"{' + '.join(left)} = {' + '.join(right)}{rest}"
 

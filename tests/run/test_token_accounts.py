@@ -148,5 +148,7 @@ def test_the_equation_in_words() -> None:
         "3,000 sampled + 300 shared by branches + 45 trained again"
         " = 2,345 trained + 1,000 no signal"
     )
+    text = TokenAccount(9, fates={LOST: 2, NO_SIGNAL: 4, FAILED: 4, TRAINED: 0}).text()
+    assert text == "9 sampled = 0 trained + 4 failed + 4 no signal + 2 lost + -1 UNACCOUNTED FOR"
     one = TokenAccount(1, 0, 0, {TRAINED: 1})
     assert one + TokenAccount(2, 1, 0, {LOST: 3}) == TokenAccount(3, 1, 0, {TRAINED: 1, LOST: 3})
