@@ -91,8 +91,7 @@ def train(config: Config) -> int:
             run.logger.log(
                 step,
                 rollouts,
-                prepared.stats,
-                batch=prepared.batch,
+                prepared,
                 tokens=tokens,
                 trained=trained,
                 mismatch=mismatch,

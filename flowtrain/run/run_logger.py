@@ -23,10 +23,9 @@ from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.mismatch import Mismatch
 from flowtrain.run.parsing_stats import parsing_metrics
 from flowtrain.run.placement import Placement
-from flowtrain.run.records import Rollouts, Trained
+from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.replay_log import ReplayLog
 from flowtrain.run.reward_stats import reward_metrics
-from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.run.sampling_stats import sampling_metrics
 from flowtrain.run.verdict_stats import verdict_metrics
 from flowtrain.training import checkpoint
@@ -109,9 +108,8 @@ class RunLogger:
         self,
         step: int,
         rollouts: Rollouts,
-        stats: RolloutStats,
+        prepared: Prepared,
         *,
-        batch: TrainBatch,
         tokens: TokenAccount,
         trained: Trained,
         mismatch: Mismatch,
@@ -122,13 +120,12 @@ class RunLogger:
         """Write a step down; collective.
 
         Args:
-            rollouts: this rank's; their `stats` are of all ranks.
-            batch: this rank's, after filtering.
-            mismatch: of all ranks.
+            rollouts, prepared: this rank's.
+            tokens, mismatch: of all ranks.
             weights: metrics of publishing and loading them.
             seconds: by stage.
         """
-        world = self._placement.world
+        world, batch = self._placement.world, prepared.batch
         replay = self._replay.log(step, rollouts, batch)
         measured = {}
         if evaluation is not None:
@@ -156,7 +153,7 @@ class RunLogger:
             {
                 "step": step,
                 "version": step,
-                **stats.metrics(),
+                **prepared.stats.metrics(),
                 **parts,
                 **kept,
                 **rescued,

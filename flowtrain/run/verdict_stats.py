@@ -21,16 +21,14 @@ def verdict_metrics(
     counts = dict.fromkeys(("verdicts", "malformed", "stop", "agreement", "tokens"), 0.0)
     rule = None if config.tasks.name in ("file", "reasoning-gym") else rule_verifier(config)
     for trajectory in trajectories:
-        first = 0 if trajectory.branch is None else trajectory.branch.turn
-        for index, turn, memory in _judged(trajectory):
+        counts["tokens"] += trajectory.num_tokens("verifier") - trajectory.num_shared("verifier")
+        for turn, memory in _judged(trajectory):
             counts["verdicts"] += 1
             counts["malformed"] += read_verdict(turn.verdict_text) is None
             counts["stop"] += turn.verdict is Verdict.STOP
             counts["agreement"] += rule is not None and turn.verdict is rule.verdict(
                 trajectory.task.question, memory
             )
-            if index >= first:  # else a branch took it over
-                counts["tokens"] += len(turn.calls["verifier"].response_ids)
     total, malformed, stop, agreement, tokens = world.sum(list(counts.values()))
     shares = {"malformed": malformed, "stop": stop} | (
         {} if rule is None else {"agreement": agreement}
@@ -39,12 +37,10 @@ def verdict_metrics(
     return found | {"verifier/num_sampled_tokens": tokens}
 
 
-def _judged(trajectory: Trajectory) -> Iterator[tuple[int, Turn, Memory]]:
-    """Yield each turn that a verifier policy decided on, with its index and the memory that the
-    policy read.
-    """
+def _judged(trajectory: Trajectory) -> Iterator[tuple[Turn, Memory]]:
+    """Yield each turn that a verifier policy decided on, with the memory that the policy read."""
     memory = Memory()
-    for index, turn in enumerate(trajectory.turns):
+    for turn in trajectory.turns:
         memory = memory.add(MemoryEntry.of(turn.action, turn.command, turn.result))
         if "verifier" in turn.calls:
-            yield index, turn, memory
+            yield turn, memory

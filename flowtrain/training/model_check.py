@@ -16,7 +16,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -30,6 +30,9 @@ from flowtrain.types import UserError
 
 _HUB_S = 10.0
 """Seconds that the hub may take to say whether it has a model."""
+# The hub's releases ask by different libraries; their errors are bases of the hub's own. It refuses
+# what cannot be a name with a ValueError.
+_HUB_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)
 _NUM_TOKENS = 4
 _OTHER_PARTS = ("vision_config", "audio_config", "text_config")
 _ROW_LENGTH_ROPES = ("dynamic", "longrope")
@@ -64,14 +67,13 @@ def _check_there(path: str, key: str) -> None:
         return
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"{key}={path!r}: there is no such folder")
-    if isinstance(huggingface_hub.try_to_load_from_cache(path, "config.json"), str):
-        return
     nothing = f"{key}={path!r}: there is no such folder"
     try:
-        huggingface_hub.model_info(path, timeout=_HUB_S)
+        if not isinstance(huggingface_hub.try_to_load_from_cache(path, "config.json"), str):
+            huggingface_hub.model_info(path, timeout=_HUB_S)
     except RepositoryNotFoundError:
         raise UserError(f"{nothing}, and no such model in the hub") from None
-    except Exception as error:  # which library's errors these are depends on the hub's release
+    except _HUB_ERRORS as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"{nothing}; as a name in the hub it could not be reached: {reason}"

@@ -294,6 +294,11 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
         ModelSpec.load("k", "./mistyped")
 
 
+def test_what_cannot_be_a_name_in_the_hub_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"^k='no name!': there is no such folder; as a name in"):
+        ModelSpec.load("k", "no name!")
+
+
 @pytest.mark.parametrize(
     ("answer", "line"),
     [
