@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--audit",
         action="store_true",
-        help="make no rollouts: check the share dataflow.audit_share of those of other nodes",
+        help="make no rollouts, and push no groups: check the share dataflow.audit_share of those of other nodes",
     )
     return parser
 

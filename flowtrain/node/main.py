@@ -52,11 +52,13 @@ def run(
     check(config)
     if audits:
         check_audit(config)
-    serve = partial(_audit if audits else _serve, token=token)
+    serve = partial(_serve, num_groups=num_groups, token=token)
+    if audits:
+        serve = partial(_audit, token=token)
     with Client(url, token, config.dataflow.wait_s) as client:
         while True:
             try:
-                return serve(client, config, name, stores, num_groups=num_groups)
+                return serve(client, config, name, stores)
             except (PoliciesChanged, ExceptionGroup) as error:
                 if isinstance(error, ExceptionGroup) and not error.subgroup(PoliciesChanged):
                     raise _cause(error) from None
@@ -99,15 +101,9 @@ def _serve(
 
 
 def _audit(
-    client: Dataflow,
-    config: Config,
-    name: str,
-    stores: Mapping[str, str],
-    *,
-    num_groups: int,
-    token: str,
+    client: Dataflow, config: Config, name: str, stores: Mapping[str, str], *, token: str
 ) -> None:
-    """Check groups until the auditor is stopped; `num_groups` means nothing here."""
+    """Check groups until the auditor is stopped, or training ends."""
     locations = _wait_for_trainers(client, config, stores, name)
     with make_sampler(config, locations, token) as sampler:
         joined = Membership.join(client, name, sampler.layouts).joined

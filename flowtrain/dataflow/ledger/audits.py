@@ -13,18 +13,16 @@ from flowtrain.dataflow.contract import (
     AuditRequest,
     Done,
     Finding,
-    Lease,
     Refused,
     StoredPayload,
     ToAudit,
 )
-from flowtrain.dataflow.ledger.leases import end_leases
+from flowtrain.dataflow.ledger.leases import end_leases_of, make_lease
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.dataflow.ledger.trainers import policy_states
 from flowtrain.dataflow.ledger.trust import drop_distrusted
 from flowtrain.types import Task
-from flowtrain.utils.seeds import derive_seed
 
 _AUDIT_S = 600.0
 """Seconds after which another auditor gets a group of which nothing was heard."""
@@ -50,9 +48,8 @@ class Audits:
                 "UPDATE audits SET auditor = ?, until_s = ? WHERE work_item = ?",
                 *(request.auditor, now + _AUDIT_S, row.work_item),
             )
-        seed = derive_seed(self.config.run.seed, "unit", row.work_item)
         task = unpack(bytes(row.task), Task)
-        lease = Lease(row.work_item, row.attempt, task, seed=seed, index=row.position)
+        lease = make_lease(self.config, row.work_item, row.attempt, row.position, task)
         stored = StoredPayload(row.key, row.num_bytes, row.sha256) if row.key else None
         return ToAudit(states, lease, bytes(row.payload), stored)
 
@@ -100,13 +97,7 @@ class Audits:
             "INSERT INTO distrusted VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
             *(node, work_item, problem, transaction.now()),
         )
-        rows = transaction.all(
-            "SELECT id, attempt FROM work_items WHERE state = 'leased' AND node = ? ORDER BY id "
-            f"{transaction.lock('work_items')}",
-            node,
-        )
-        ended = [(row.id, row.attempt) for row in rows]
-        end_leases(transaction, ended, "node lied", self.config.dataflow)
+        end_leases_of(transaction, node, "node lied", self.config.dataflow)
         for policy in transaction.all("SELECT name, newest FROM policies"):
             drop_distrusted(transaction, policy)
 

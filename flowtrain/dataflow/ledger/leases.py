@@ -86,7 +86,8 @@ class LeaseBook:
             leases = self._take_waiting(transaction, num)
             drawn = self.prompts.draw(transaction, meta, num - len(leases))
             leases += [
-                self._make_lease(number, 1, position, task) for number, position, task in drawn
+                make_lease(self.config, number, 1, position, task)
+                for number, position, task in drawn
             ]
             self._grant(transaction, request, [*questions, *leases], now)
         if len(leases) < num:
@@ -129,7 +130,9 @@ class LeaseBook:
             request.key,
         )
         return [
-            self._make_lease(row.id, row.attempt, row.position, unpack(bytes(row.task), Task))
+            make_lease(
+                self.config, row.id, row.attempt, row.position, unpack(bytes(row.task), Task)
+            )
             if row.id > 0
             else question(row, row.attempt, evaluation_of(transaction, row.id))
             for row in rows
@@ -179,13 +182,11 @@ class LeaseBook:
             num,
         )
         return [
-            self._make_lease(row.id, row.attempt + 1, row.position, unpack(bytes(row.task), Task))
+            make_lease(
+                self.config, row.id, row.attempt + 1, row.position, unpack(bytes(row.task), Task)
+            )
             for row in rows
         ]
-
-    def _make_lease(self, work_item: int, attempt: int, position: int, task: Task) -> Lease:
-        seed = derive_seed(self.config.run.seed, "unit", work_item)
-        return Lease(work_item, attempt, task, seed=seed, index=position)
 
     def _grant(
         self, transaction: Transaction, request: LeaseRequest, leases: Sequence[Lease], now: float
@@ -260,6 +261,22 @@ class LeaseBook:
             for life in {row.life for row in rows}:
                 note_sampled(transaction, self.config, request.node, life, request.sampled)
         return Done()
+
+
+def make_lease(config: Config, work_item: int, attempt: int, position: int, task: Task) -> Lease:
+    """Make a lease of work to train; its seed is the same for every attempt."""
+    seed = derive_seed(config.run.seed, "unit", work_item)
+    return Lease(work_item, attempt, task, seed=seed, index=position)
+
+
+def end_leases_of(transaction: Transaction, node: str, ending: str, options: Dataflow) -> None:
+    """End all leases that a node holds."""
+    held = transaction.all(
+        "SELECT id, attempt FROM work_items WHERE state = 'leased' AND node = ? ORDER BY id "
+        f"{transaction.lock('work_items')}",
+        node,
+    )
+    end_leases(transaction, [(row.id, row.attempt) for row in held], ending, options)
 
 
 def end_leases(

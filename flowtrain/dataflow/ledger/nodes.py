@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.dataflow.contract import Join, Joined, Refused
-from flowtrain.dataflow.ledger.leases import check_layouts, end_leases, known_policies
+from flowtrain.dataflow.ledger.leases import check_layouts, end_leases_of, known_policies
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import policy_states
@@ -53,10 +53,4 @@ class Nodes:
         layouts = known_policies(self.config, request.layouts)
         row = (request.node, request.life, 1, now, now, layouts, "{}", "", 0.0, 0.0)
         transaction.run(f"INSERT INTO nodes VALUES {marks(row)}", *row)
-        held = transaction.all(
-            "SELECT id, attempt FROM work_items WHERE state = 'leased' AND node = ? ORDER BY id "
-            f"{transaction.lock('work_items')}",
-            request.node,
-        )
-        ended = [(row.id, row.attempt) for row in held]
-        end_leases(transaction, ended, "node began anew", self.config.dataflow)
+        end_leases_of(transaction, request.node, "node began anew", self.config.dataflow)
