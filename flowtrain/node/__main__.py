@@ -148,7 +148,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--audit",
         action="store_true",
-        help="make no rollouts, and push no groups: check the share dataflow.audit_share of those of other nodes",
+        help="make no rollouts and push no groups: check the share dataflow.audit_share of those "
+        "that other nodes push",
     )
     return parser
 

@@ -50,10 +50,9 @@ def run(
     with Client(url, token) as client:
         config = parse_over(Membership.join(client, name, {}).joined.config, args)
     check(config)
-    if audits:
-        check_audit(config)
     serve = partial(_serve, num_groups=num_groups, token=token)
     if audits:
+        check_audit(config)
         serve = partial(_audit, token=token)
     with Client(url, token, config.dataflow.wait_s) as client:
         while True:
