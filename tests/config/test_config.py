@@ -391,9 +391,7 @@ def test_a_malformed_file_is_refused_with_the_reason(
 
 
 def test_an_unreadable_file_is_refused_with_the_reason(tmp_path: Path) -> None:
-    assert complaint("--config", str(tmp_path / "no.toml")).endswith(
-        "no.toml: No such file or directory"
-    )
+    assert "no.toml: no such file; " in complaint("--config", str(tmp_path / "no.toml"))
     assert "Is a directory" in complaint("--config", str(tmp_path))
 
 
@@ -416,7 +414,7 @@ def test_values_that_overflow_the_parser_are_refused(text: str) -> None:
 
 def test_help_all_lists_every_option_with_type_default_and_meaning() -> None:
     lines = help_text("flowtrain.train", "all").splitlines()
-    assert lines[0].startswith("python -m flowtrain.train [--config FILE.toml]")
+    assert lines[0].startswith("python -m flowtrain.train [--config FILE|NAME]")
     shown = {line.split()[0].removeprefix("--"): line for line in lines if line.startswith("  --")}
     assert [key for key in shown if not key.startswith(("engines.", "mcp.", "policies."))] == KEYS
     for name, kind in (("engines", Chat), ("mcp", McpServer), ("policies", Policy)):

@@ -1,0 +1,57 @@
+"""The commands of flowtrain by their short names: `flowtrain evals ...` is
+`python -m flowtrain.evals ...`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+import sys
+
+COMMANDS = {
+    "train": "train a policy; on several devices torchrun --nproc_per_node N -m flowtrain.train",
+    "rft": "rejection-sampling fine-tuning, the warm-up before reinforcement learning",
+    "evals": "benchmarks and turn budgets, one table",
+    "replay": "make a run again from its log, and compare every version",
+    "dataflow": "the service that hands out leases and collects groups; audit, replay, show",
+    "node": "a rollout node: follows weights, leases work, pushes groups",
+    "weights": "inspect, verify, serve and clean versions of weights",
+    "launch": "service, weights, trainers and nodes of a plan, over SSH, Slurm or Kubernetes",
+    "report.viewer": "every rollout of a run turn by turn, as a page",
+    "report.curves": "the curves of runs, as a picture",
+    "tasks.annotate": "questions with sub-goals, by a language model",
+}
+"""Modules below `flowtrain` that are commands, and what each does."""
+
+
+def usage() -> str:
+    """Return the table of commands."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:{width}}  {meaning}" for name, meaning in COMMANDS.items()]
+    return "\n".join(["flowtrain COMMAND ...; flowtrain COMMAND --help", "", *rows])
+
+
+def main() -> int:
+    """Run the command that the first argument names; without one, or after --help, list them."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("--help", "-h"):
+        print(usage())
+        return 0
+    if name == "--version":
+        from flowtrain import __version__
+
+        print(f"flowtrain {__version__}")
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        print(f"flowtrain: unknown command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    sys.argv[:2] = [f"flowtrain {name}"]
+    # As `python -m` would, so that processes which the command starts import the same main module.
+    runpy.run_module(f"flowtrain.{name}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The configs that come with flowtrain, which `--config quickstart` names: `configs/` of a
+checkout, `flowtrain/configs/` of a wheel.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from flowtrain.types import UserError
+from flowtrain.utils.text import printable
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the files that come with flowtrain by the name that `--config` takes, sorted."""
+    wheel, checkout = _PACKAGE / "configs", _PACKAGE.parent / "configs"
+    folder = wheel if wheel.is_dir() else checkout
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def config_path(given: str) -> str:
+    """Return the file of a `--config`: a path, or the name of a config that comes with flowtrain.
+
+    A file of that name in the working folder goes first.
+
+    Raises:
+        UserError: there is neither.
+    """
+    shipped = shipped_configs()
+    if given in shipped and not Path(given).is_file():
+        return str(shipped[given])
+    if Path(given).exists():
+        return given
+    close = difflib.get_close_matches(Path(given).stem, shipped, n=1)
+    hint = f"did you mean {close[0]}?" if close else "--help has the names of those of flowtrain"
+    raise UserError(f"--config {printable(given, keep='')}: no such file; {hint}")

@@ -1,0 +1,74 @@
+"""The command `flowtrain`: the same as `python -m flowtrain.NAME`."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flowtrain
+from flowtrain.__main__ import COMMANDS, main
+
+PACKAGE = Path(flowtrain.__file__).parent
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flowtrain", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_every_module_that_is_a_command_for_people_is_in_the_table() -> None:
+    runnable = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__main__")
+        for path in PACKAGE.rglob("*.py")
+        if path != PACKAGE / "__main__.py"
+        and re.search(r"^ *if __name__ == \"__main__\"|^ *sys.exit\(main", path.read_text(), re.M)
+    }
+    internal = {name for name in runnable if re.search("child|worker|process", name)}
+    assert runnable - internal == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_modules_of_the_table_are_there(name: str) -> None:
+    assert importlib.util.find_spec(f"flowtrain.{name}") is not None
+
+
+def test_a_command_runs_as_its_module_would() -> None:
+    done = run("train", "--config", "quickstart", "--run.seed", "7", "--show_config", "true")
+    assert done.returncode == 0 and done.stderr == ""
+    assert "[run]" in done.stdout and "seed = 7" in done.stdout
+
+
+def test_the_exit_code_is_that_of_the_command() -> None:
+    done = run("train", "--train.lr", "fast")
+    assert done.returncode == 2
+    assert done.stderr.startswith("flowtrain.train: train.lr='fast': ")
+
+
+def test_without_a_command_they_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flowtrain"])
+    assert main() == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out == f"flowtrain {flowtrain.__version__}\n"
+
+
+def test_an_unknown_command_is_refused_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "nodes"])
+    assert main() == 2
+    assert capsys.readouterr().err == "flowtrain: unknown command 'nodes'; did you mean node?\n"
