@@ -13,6 +13,7 @@ from types import ModuleType
 import flowkernels
 import pytest
 import setuptools
+import yaml
 
 import flowtrain
 
@@ -162,3 +163,19 @@ def test_flowkernels_knows_no_more_than_torch() -> None:
     project = tomllib.loads((ROOT / "kernels" / "pyproject.toml").read_text())["project"]
     assert project["dependencies"] == ["torch>=2.11"]
     assert (ROOT / "kernels" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=str)
+def test_the_workflows_run_what_is_there(path: Path) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    jobs = yaml.safe_load(path.read_text())["jobs"].values()
+    lines = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    commands = [re.sub(r"\$\{\{.*?\}\}", "", line).split() for line in lines]
+    assert commands
+    for words in commands:
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= set(
+                targets
+            )
+        elif words[-1].startswith(".ci/"):
+            assert (ROOT / words[-1]).is_file()
