@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 # uv where there is one. Nothing is compiled to bytecode: most of it is never imported.
 UV ?= $(shell command -v uv)
 INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/pip install --quiet --no-compile --disable-pip-version-check)
-TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(RANKS)
+TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.torchrun --nproc_per_node $(RANKS)
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 

@@ -9,7 +9,8 @@ import runpy
 import sys
 
 COMMANDS = {
-    "train": "train a policy; on several devices torchrun --nproc_per_node N -m flowtrain.train",
+    "train": "train a policy",
+    "torchrun": "a command on several devices: torchrun --nproc_per_node 8 -m flowtrain.train ...",
     "rft": "rejection-sampling fine-tuning, the warm-up before reinforcement learning",
     "evals": "benchmarks and turn budgets, one table",
     "replay": "make a run again from its log, and compare every version",

@@ -174,8 +174,6 @@ def test_the_workflows_run_what_is_there(path: Path) -> None:
     assert commands
     for words in commands:
         if words[0] == "make":
-            assert {word for word in words[1:] if "=" not in word} <= set(
-                targets
-            )
+            assert {word for word in words[1:] if "=" not in word} <= set(targets)
         elif words[-1].startswith(".ci/"):
             assert (ROOT / words[-1]).is_file()

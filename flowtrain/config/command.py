@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -43,9 +45,17 @@ def run_command(
     except UserError as error:
         if is_main:
             print(f"{module}: {error}", file=sys.stderr)
+        _tell_torchrun(f"{module}: {error}")
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _tell_torchrun(line: str) -> None:
+    """Give torchrun, where it started this rank, the reason for which it ends."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        reason = {"message": line, "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(reason), encoding="utf-8")
 
 
 class Interrupt:

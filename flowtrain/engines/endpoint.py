@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,10 +50,12 @@ _RETRIED = (408, 409, 425, 429)
 class _AttemptFailed(Exception):
     """This attempt failed; another one may succeed."""
 
-    def __init__(self, problem: str, pause_s: float = 0.0) -> None:
+    def __init__(self, problem: str, pause_s: float = 0.0, *, is_dead: bool = False) -> None:
         super().__init__(problem)
         self.pause_s = pause_s
         """Shortest pause before the next attempt, as the endpoint asks."""
+        self.is_dead = is_dead
+        """No server took the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class Endpoint:
             f"max_tokens {options.max_tokens}"
         )
         self.meter = Meter(options.price_in, options.price_out)
-        self._has_answered = False
+        self._has_answered = self._has_warned = False
         self._free = asyncio.Semaphore(options.max_concurrency)
         self._client = httpx2.AsyncClient(
             headers=_headers(label, options),
@@ -92,8 +95,8 @@ class Endpoint:
         self._thread = LoopThread(f"endpoint-{label}")
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        """Raises EngineError, and UserError when the endpoint has refused the key, the model or the
-        address ever since the start.
+        """Raises EngineError, and UserError when ever since the start the endpoint has refused the
+        key, the model or the address, or no server was there.
         """
         return await self.post("chat/completions", self._body(prompt, seed), _parse, deadline_s)
 
@@ -144,19 +147,36 @@ class Endpoint:
                         async with self._free:
                             return await self._attempt(request)
                     except _AttemptFailed as failed:
-                        problem = str(failed)
+                        problem, is_dead = str(failed), failed.is_dead
                         pause_s = max(failed.pause_s, _pause(attempt))
+                    last = ""
                     if attempt == self._options.max_retries:
-                        raise EngineError(f"{problem} (attempt {attempt + 1}, the last)")
-                    if time.monotonic() + pause_s >= deadline:
-                        raise EngineError(
+                        last = f"{problem} (attempt {attempt + 1}, the last)"
+                    elif time.monotonic() + pause_s >= deadline:
+                        last = (
                             f"{problem}; no time is left for another attempt after {pause_s:.1f} s"
                         )
+                    if is_dead and not self._has_answered:
+                        self._say_dead(problem, last)
+                    if last:
+                        raise EngineError(last)
                     self.meter.retries += 1
                     await asyncio.sleep(pause_s)
         except TimeoutError:
             raise EngineError(f"no reply by the deadline: {problem}") from None
         raise AssertionError("the attempts end by themselves")
+
+    def _say_dead(self, problem: str, last: str) -> None:
+        """Say once that nobody has ever been there; raise UserError after the last attempt."""
+        if last:
+            raise UserError(
+                f"engines.{self._label}.base_url={self._options.base_url!r}: no server is there: "
+                f"{last}"
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            where = f"engines.{self._label} at {self._options.base_url}"
+            print(f"waiting for {where}: {problem}", file=sys.stderr, flush=True)
 
     async def _attempt(self, request: _Request[T]) -> T:
         timeout_s = self._options.timeout_s
@@ -171,7 +191,9 @@ class Endpoint:
         except TimeoutError:
             raise _AttemptFailed(f"no reply within timeout_s={timeout_s:g}") from None
         except httpx2.TransportError as error:
-            raise _AttemptFailed(f"{type(error).__name__}: {str(error)[:200]}") from error
+            is_dead = isinstance(error, httpx2.ConnectError)
+            problem = f"{type(error).__name__}: {str(error)[:200]}"
+            raise _AttemptFailed(problem, is_dead=is_dead) from error
         except BadBody as error:
             raise EngineError(f"it sent {error}") from None
         status = response.status_code

@@ -235,11 +235,26 @@ def test_a_dropped_connection_is_retried() -> None:
     assert len(server.asked) == 3
 
 
-def test_a_refused_connection_is_an_error() -> None:
+def test_a_server_that_never_was_there_is_the_users_mistake(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with raw_server(OK) as server:
         pass
-    with pytest.raises(EngineError, match="ConnectError"):
+    with pytest.raises(UserError, match=r"base_url=.*: no server is there: ConnectError"):
         ask(server)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("waiting for engines.frozen at http://127.0.0.1")
+
+
+def test_a_server_that_went_away_is_an_error() -> None:
+    with raw_server(OK) as server:
+        engine = Endpoint("frozen", options(server, max_retries=0))
+        asyncio.run(engine.ask("?"))
+    try:
+        with pytest.raises(EngineError, match="ConnectError"):
+            asyncio.run(engine.ask("?"))
+    finally:
+        engine.close()
 
 
 def test_a_slow_attempt_is_retried() -> None:

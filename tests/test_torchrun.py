@@ -1,0 +1,93 @@
+"""`flowtrain.torchrun`: the line that a rank ends with is the last one, and signals reach the ranks
+alone, for as long as they need.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+RANK = """
+import json, os, signal, sys
+from flowtrain.config.command import run_command
+from flowtrain.types import UserError
+
+rank = os.environ["RANK"]
+
+def body(config):
+    if rank == sys.argv[1]:
+        {what}
+    signal.pause()
+
+sys.exit(run_command("mine", body, []))
+"""
+
+
+def start(folder: Path, what: str, ranks: int, *words: str) -> subprocess.Popen[str]:
+    (folder / "rank.py").write_text(RANK.format(what=what))
+    command = ("-m", "flowtrain.torchrun", "--nproc_per_node", str(ranks), "rank.py", *words)
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    try:
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return process.returncode, said.splitlines()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_users_mistake_ends_in_its_one_line(rank: int, tmp_path: Path) -> None:
+    code, said = ended(start(tmp_path, "raise UserError('train.lr=-1 is too small')", 2, str(rank)))
+    assert code == 2
+    prefix = "" if rank == 0 else "flowtrain.torchrun: rank 1: "
+    assert said == [f"{prefix}mine: train.lr=-1 is too small"]
+
+
+def test_other_failures_end_in_the_rank_and_its_code(tmp_path: Path) -> None:
+    code, said = ended(start(tmp_path, "raise RuntimeError('no such thing')", 1, "0"))
+    assert code == 1 and "RuntimeError: no such thing" in said
+    assert said[-1] == (
+        "flowtrain.torchrun: rank 0 ended with exit code 1; what it printed is above"
+    )
+
+
+def test_a_rank_that_the_system_kills_is_named(tmp_path: Path) -> None:
+    code, said = ended(start(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 1, "0"))
+    assert code == 128 + signal.SIGKILL
+    assert said == [
+        "flowtrain.torchrun: rank 0 was ended by SIGKILL, as the system does without memory"
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_rank_which_ends_as_it_likes(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    what = (
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM}); "
+        "open('ready', 'w').close(); "
+        "got = signal.sigwait({signal.SIGINT, signal.SIGTERM}); "
+        "print(got.name, 'saved', file=sys.stderr); return 130"
+    )
+    os.mkfifo(tmp_path / "ready")  # opening it waits for the rank
+    process = start(tmp_path, what, 1, "0")
+    with (tmp_path / "ready").open():
+        process.send_signal(number)
+    assert ended(process) == (130, [f"{number.name} saved"])
