@@ -85,6 +85,11 @@ def test_flowkernels_loads_torch_and_triton_and_nothing_else() -> None:
     assert not loaded - torch_loads - {"flowkernels", "torch", "triton"}
 
 
+def test_a_server_of_weights_needs_no_torch() -> None:
+    loaded = loaded_by("import flowtrain.weights.__main__, flowtrain.weights.serve")
+    assert "numpy" in loaded and not loaded & {"torch", "transformers"}
+
+
 @pytest.mark.parametrize("module", ["flowtrain", "flowtrain.types", "flowtrain.utils.seeds"])
 def test_the_records_load_the_standard_library_alone(module: str) -> None:
     assert loaded_by(f"import {module}") == {"flowtrain"}
@@ -238,7 +243,7 @@ ORDER = (
     ("run",),
     ("node", "evals", "launch"),
     ("train", "rft"),
-    ("replay",),
+    ("replay", "torchrun"),
 )
 """The rooms of the house: each imports itself and rooms above it, never its neighbours or below."""
 

@@ -27,7 +27,7 @@ from flowtrain.training.world import World
 from flowtrain.types import SampleId, UserError
 from flowtrain.weights import WeightStore
 from flowtrain.weights.digests import digests_of
-from flowtrain.weights.tensor_shards import digest_hex
+from flowtrain.weights.layout import digest_hex
 
 Say = Callable[[str], None]
 

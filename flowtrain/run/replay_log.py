@@ -32,9 +32,9 @@ from flowtrain.run.rollout_files import encode
 from flowtrain.types import TrainBatch, UserError
 from flowtrain.utils.files import make_folder, remove, replace_file, writing
 from flowtrain.weights import WeightStore
+from flowtrain.weights.layout import digest_hex
 from flowtrain.weights.manifest import Manifest
 from flowtrain.weights.ranks import together
-from flowtrain.weights.tensor_shards import digest_hex
 
 
 class ReplayLog:

@@ -32,7 +32,7 @@ from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.utils.files import make_folder, put_folder, remove, share, sync_tree
-from flowtrain.weights.files import check, record
+from flowtrain.weights.checksums import check, record
 from flowtrain.weights.manifest import File, StoreError
 from flowtrain.weights.ranks import together
 

@@ -33,7 +33,8 @@ from flowtrain.training.exact import make_exact
 from flowtrain.training.model_check import load_config
 from flowtrain.training.world import World
 from flowtrain.types import UserError
-from flowtrain.weights.tensor_shards import layout_hash, spec_of
+from flowtrain.weights.layout import layout_hash
+from flowtrain.weights.tensor_shards import spec_of
 
 # loading a model is not what a person waits for here
 transformers.utils.logging.disable_progress_bar()

@@ -29,7 +29,6 @@ from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.mirror import Mirror
 from flowtrain.weights.remote import HttpStore
 from flowtrain.weights.store import Source, WeightStore
-from flowtrain.weights.verify import Verifier
 
 _COMMAND = "python -m flowtrain.weights"
 
@@ -81,6 +80,8 @@ def _inspect(options: argparse.Namespace, cache: Path) -> int:
 
 
 def _verify(options: argparse.Namespace, cache: Path) -> int:
+    from flowtrain.weights.verify import Verifier  # and with it torch
+
     source = _open(options.location, cache)
     if options.all:
         versions = _versions(source)

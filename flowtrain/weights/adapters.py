@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowtrain.weights.tensor_shards import Layout
+from flowtrain.weights.layout import Layout
 
 PREFIX = "base_model.model."
 """What peft puts before the names of an adapter's tensors."""

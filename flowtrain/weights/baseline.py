@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.weights.deltas import Blob
-from flowtrain.weights.tensor_shards import Digest, TensorShard, add
+from flowtrain.weights.layout import Digest, add
+from flowtrain.weights.tensor_shards import TensorShard
 
 _DENSE = 1 / 8
 """Share of the full size from which on copying the words is faster than applying their delta."""

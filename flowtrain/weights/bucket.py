@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flowtrain.utils.objects import MissingObject, Objects, StoreSilent, read_object
-from flowtrain.weights.files import mismatch
+from flowtrain.weights.checksums import mismatch
 from flowtrain.weights.manifest import File, Manifest, NotThere, StoreError
 
 _log = logging.getLogger(__name__)

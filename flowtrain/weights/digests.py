@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.weights.baseline import to_digest
+from flowtrain.weights.layout import Digest, add
 from flowtrain.weights.ranks import Alone, Ranks, gather
-from flowtrain.weights.tensor_shards import Digest, TensorShard, add, local_shards
+from flowtrain.weights.tensor_shards import TensorShard, local_shards
 
 
 def digests_of(

@@ -12,17 +12,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from flowtrain import _delta
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import share, sync, writing
+from flowtrain.weights.checksums import record
 from flowtrain.weights.deltas import Blob
+from flowtrain.weights.layout import Layout, layout_hash
 from flowtrain.weights.manifest import FORMAT, File, StoreError, check_format
-from flowtrain.weights.tensor_shards import Layout, TensorShard, layout_hash
+from flowtrain.weights.tensor_shards import TensorShard
 
 _DELTA_KEY = "flowtrain_delta"
 _DELTA_FIELDS = {"format": int, "layout": str, "base": int, "version": int}
@@ -76,37 +76,6 @@ def seal(path: Path) -> File:
     share(path)
     sync(path)
     return record(path)
-
-
-def record(path: Path) -> File:
-    """Take the checksum of a file."""
-    return File(path.name, path.stat().st_size, _checksum(path))
-
-
-def _checksum(path: Path) -> str:
-    data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
-    return f"{_delta.xxh3(np.asarray(data)):016x}"
-
-
-def checksum_of(data: bytes) -> str:
-    """Take the checksum of bytes."""
-    return f"{_delta.xxh3(np.frombuffer(data, np.uint8)):016x}"
-
-
-def mismatch(path: Path, expected: File) -> str:
-    """Describe how a file differs from its record; empty when it does not."""
-    size = path.stat().st_size
-    if size != expected.num_bytes:
-        return f"has {size} bytes, its manifest says {expected.num_bytes}"
-    if _checksum(path) != expected.xxh3:
-        return "does not have the checksum of its manifest"
-    return ""
-
-
-def check(path: Path, expected: File) -> None:
-    """Raise StoreError when a file differs from its record."""
-    if problem := mismatch(path, expected):
-        raise StoreError(f"{path} {problem}; delete it, or publish a full snapshot")
 
 
 def read_delta(path: Path, layout: Layout, base: int, version: int) -> dict[str, Blob]:

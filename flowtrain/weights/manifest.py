@@ -16,7 +16,7 @@ from typing import Any
 
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
-from flowtrain.weights.tensor_shards import (
+from flowtrain.weights.layout import (
     Digest,
     Layout,
     TensorSpec,

@@ -20,19 +20,12 @@ from flowtrain.utils.lock import Lock
 from flowtrain.weights.baseline import Baseline, HostBaseline, make_baseline
 from flowtrain.weights.deltas import Blob
 from flowtrain.weights.files import write_delta, write_snapshot
+from flowtrain.weights.layout import Digest, Layout, add, num_words_of
 from flowtrain.weights.manifest import File, Manifest, total_bytes
 from flowtrain.weights.ranks import Alone, Ranks, gather, together
 from flowtrain.weights.schedule import DeltaChain, SkipTiers, SnapshotPolicy
 from flowtrain.weights.store import WeightStore
-from flowtrain.weights.tensor_shards import (
-    Digest,
-    Layout,
-    TensorShard,
-    add,
-    local_shards,
-    num_words_of,
-    spec_of,
-)
+from flowtrain.weights.tensor_shards import TensorShard, local_shards, spec_of
 
 _T = TypeVar("_T")
 

@@ -21,11 +21,12 @@ from flowtrain import _delta
 from flowtrain.utils.errors import user_error
 from flowtrain.weights.deltas import DeltaBatch, can_compose, compose_batches, digest_change
 from flowtrain.weights.files import read_delta, read_snapshot
+from flowtrain.weights.layout import Digest, add
 from flowtrain.weights.manifest import Manifest, StoreError, total_bytes
 from flowtrain.weights.ranks import together
 from flowtrain.weights.store import Source
 from flowtrain.weights.target import HostTensors, Target, check_layout
-from flowtrain.weights.tensor_shards import Digest, TensorShard, add
+from flowtrain.weights.tensor_shards import TensorShard
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from flowtrain.utils.files import make_folder, replace_file
 from flowtrain.utils.lock import Lock
 from flowtrain.utils.tokens import TokenFile
 from flowtrain.weights.cache import FileCache, Opened
-from flowtrain.weights.files import checksum_of
+from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.listing import AGE, ORIGIN_S, Head, Listing
 from flowtrain.weights.manifest import File, Manifest, NotThere, Silent, StoreError
 from flowtrain.weights.remote import HttpStore

@@ -23,7 +23,7 @@ from flowtrain.utils.serving import SLOWEST, check_token, check_url
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
 from flowtrain.weights.bucket import BucketStore
-from flowtrain.weights.files import checksum_of, mismatch
+from flowtrain.weights.checksums import checksum_of, mismatch
 from flowtrain.weights.listing import MAX_BYTES, Head, Listing
 from flowtrain.weights.manifest import File, Manifest, NotThere, Silent, StoreError
 from flowtrain.weights.nearest import NearestStore

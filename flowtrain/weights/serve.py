@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from flowtrain.utils import serving
 from flowtrain.utils.tokens import Access, TokenFile
-from flowtrain.weights.files import checksum_of
+from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.store import WeightStore
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from flowtrain.utils.files import make_folder, put_folder, remove, replace_file, sync
 from flowtrain.utils.lock import Lock
-from flowtrain.weights.files import check, checksum_of
+from flowtrain.weights.checksums import check, checksum_of
 from flowtrain.weights.listing import MOST, Listing
 from flowtrain.weights.manifest import File, Manifest, StoreError
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.weights.baseline import to_digest
-from flowtrain.weights.tensor_shards import Digest, add, u16_view
+from flowtrain.weights.layout import Digest, add
+from flowtrain.weights.tensor_shards import u16_view
 
 _CHUNK = 1 << 20
 """Words that are digested at a time."""

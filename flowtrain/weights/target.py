@@ -10,9 +10,10 @@ from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.weights.deltas import DeltaBatch
+from flowtrain.weights.layout import Digest, Layout
 from flowtrain.weights.manifest import Manifest, StoreError
 from flowtrain.weights.ranks import Alone, Ranks
-from flowtrain.weights.tensor_shards import U16, Digest, Layout, TensorShard, spec_of, u16_view
+from flowtrain.weights.tensor_shards import U16, TensorShard, spec_of, u16_view
 
 
 class Target(Protocol):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,62 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from flowtrain.weights.layout import TensorSpec
+
 U16 = np.ndarray[tuple[int], np.dtype[np.uint16]]
 """A flat, contiguous view of a tensor's bits as 16-bit words."""
-Digest = tuple[int, int]
-"""Two sums mod 2^64 over the words of a tensor or shard; digests of shards add up. See
-docs/delta-format.md."""
-_MASK = (1 << 64) - 1
-
-
-def add(*digests: Digest) -> Digest:
-    """Add digests up: the digest of several shards together."""
-    return sum(a for a, _ in digests) & _MASK, sum(b for _, b in digests) & _MASK
-
-
-def subtract(x: Digest, y: Digest) -> Digest:
-    """Return the digest change from y to x."""
-    return (x[0] - y[0]) & _MASK, (x[1] - y[1]) & _MASK
-
-
-def digest_hex(digest: Digest) -> str:
-    """Write a digest as 32 hex digits, as in a manifest."""
-    return "".join(f"{part:016x}" for part in digest)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Dtype and shape of a whole tensor."""
-
-    dtype: str
-    """The name in torch: "bfloat16"."""
-    shape: tuple[int, ...]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{self.dtype!r} is not a dtype of this torch")
-        return dtype
-
-    @property
-    def num_words(self) -> int:
-        return prod(self.shape) * self.torch_dtype.itemsize // 2
-
-
-Layout = dict[str, TensorSpec]
-"""The tensors of a model by name."""
-
-
-def num_words_of(layout: Layout) -> int:
-    """Count the 16-bit words of a model."""
-    return sum(spec.num_words for spec in layout.values())
-
-
-def layout_hash(layout: Mapping[str, TensorSpec]) -> str:
-    """Hash names, dtypes and shapes into 32 hex digits."""
-    text = json.dumps({name: [spec.dtype, spec.shape] for name, spec in sorted(layout.items())})
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

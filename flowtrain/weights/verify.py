@@ -12,11 +12,12 @@ from flowtrain import _delta
 from flowtrain.utils.terminal import bar
 from flowtrain.weights.deltas import Blob, digest_change
 from flowtrain.weights.files import read_delta
+from flowtrain.weights.layout import Digest, add
 from flowtrain.weights.manifest import File, Manifest, NotThere, StoreError
 from flowtrain.weights.reader import pull
 from flowtrain.weights.store import Source, WeightStore
 from flowtrain.weights.target import check_layout
-from flowtrain.weights.tensor_shards import U16, Digest, add, u16_view
+from flowtrain.weights.tensor_shards import U16, u16_view
 
 
 class Verifier:

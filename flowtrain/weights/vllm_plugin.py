@@ -48,12 +48,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from flowtrain.types import UserError
 from flowtrain.utils.errors import text_of
 from flowtrain.utils.serving import TOKEN_VARIABLE
+from flowtrain.weights.layout import Digest, add, digest_hex
 from flowtrain.weights.ranks import Alone, Ranks, together
 from flowtrain.weights.reader import Loaded, WeightReader
 from flowtrain.weights.remote import open_source
 from flowtrain.weights.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.weights.target import HostTensors, Target
-from flowtrain.weights.tensor_shards import Digest, add, digest_hex
 from flowtrain.weights.vllm_plan import make_plan, prove
 
 BACKEND = "sparse_delta"

@@ -27,7 +27,7 @@ from flowtrain.training.model import named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Sampling, UserError
 from flowtrain.weights import HttpStore, Publisher, WeightStore
-from flowtrain.weights.tensor_shards import TensorSpec
+from flowtrain.weights.layout import TensorSpec
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(6, temperature=0.0, ignore_end=True)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from flowtrain.weights import Publisher, StoreError, WeightStore, pull
 from flowtrain.weights.files import open_delta, read_snapshot
-from flowtrain.weights.tensor_shards import TensorSpec
+from flowtrain.weights.layout import TensorSpec
 
 
 @pytest.fixture

@@ -26,9 +26,10 @@ from flowtrain.weights import (
     pull,
 )
 from flowtrain.weights.files import seal, write_delta
+from flowtrain.weights.layout import TensorSpec
 from flowtrain.weights.manifest import File
 from flowtrain.weights.reader import find_chain
-from flowtrain.weights.tensor_shards import TensorSpec, u16_view
+from flowtrain.weights.tensor_shards import u16_view
 
 NUM_VERSIONS = 40
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from flowtrain.utils.tokens import Role, TokenFile, issue
 from flowtrain.weights import HttpStore, Publisher, StoreError, WeightReader, WeightStore, pull
 from flowtrain.weights.cache import FileCache, NoRoom
-from flowtrain.weights.files import checksum_of
+from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.listing import AGE
 from flowtrain.weights.manifest import File
 from flowtrain.weights.relay import Relay, RelayOptions

@@ -19,7 +19,7 @@ from flowtrain.types import UserError
 from flowtrain.utils.serving import address, make_server
 from flowtrain.utils.tokens import Role, TokenFile, issue, revoke
 from flowtrain.weights import WeightStore
-from flowtrain.weights.files import checksum_of
+from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.listing import Listing
 from flowtrain.weights.serve import make_app
 

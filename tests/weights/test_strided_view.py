@@ -25,9 +25,10 @@ from flowtrain.weights import (
     WeightReader,
     WeightStore,
 )
+from flowtrain.weights.layout import Layout
 from flowtrain.weights.ranks import Alone, Ranks
 from flowtrain.weights.sharded_target import LoadPlan, ShardedTarget
-from flowtrain.weights.tensor_shards import Layout, spec_of
+from flowtrain.weights.tensor_shards import spec_of
 from flowtrain.weights.vllm_plan import make_plan, prove
 
 NUM_VERSIONS = 12

@@ -53,9 +53,9 @@ from flowtrain.weights import (
     WeightStore,
     pull,
 )
+from flowtrain.weights.layout import digest_hex
 from flowtrain.weights.sharded_target import ShardedTarget
 from flowtrain.weights.target import HostTensors
-from flowtrain.weights.tensor_shards import digest_hex
 from flowtrain.weights.vllm_plan import make_plan, prove
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
