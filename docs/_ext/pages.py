@@ -4,7 +4,7 @@ Links to files outside of docs/ lead to the repository. The list of `index.md` b
 navigation. Comments of the form `<!-- site: ... -->` are replaced:
 
     site: options                the reference of the config, from the source of `--help all`
-    site: api NAME ...           what the docstrings of these objects say; of all public names of a module
+    site: api NAME ...           what the docstrings of these objects, or of a module's names, say
     site: section FILE#heading   a section of a Markdown file of the repository, without its heading
 """
 

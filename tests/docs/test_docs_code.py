@@ -129,8 +129,10 @@ def _module_problem(module: str, words: list[str]) -> str:
     known = flags(source) | {"--help"}
     given = [word.partition("=")[0] for word in words if re.match(r"--[a-zA-Z]", word)]
     for flag in given:
-        if flag not in known and "--{" not in known and not (
-            _in_config(flag[2:]) and "--config" in known
+        if (
+            flag not in known
+            and "--{" not in known
+            and not (_in_config(flag[2:]) and "--config" in known)
         ):
             return f"{module} has no option {flag}"
     return _value_problem(module, words) if module in ("flowtrain.train", "flowtrain.rft") else ""
