@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from collections.abc import Sequence
@@ -22,7 +23,17 @@ def directive(name: str) -> str:
         return f".. autoclass:: {name}\n   :members:\n"
     if inspect.isfunction(thing):
         return f".. autofunction:: {name}\n"
-    return f".. autodata:: {name}\n"
+    return f".. autodata:: {origin(name)}\n"
+
+
+def origin(name: str) -> str:
+    """Return the dotted name of a constant where it is defined, and hence documented."""
+    package, _, attribute = name.rpartition(".")
+    source = inspect.getsource(importlib.import_module(package))
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom) and any(a.name == attribute for a in node.names):
+            return f"{node.module}.{attribute}"
+    return name
 
 
 def resolve(name: str) -> Any:
@@ -32,10 +43,11 @@ def resolve(name: str) -> Any:
 
 
 def _public(name: str) -> list[str]:
-    """Return the public names of a module, functions first, or the name of another object."""
+    """Return the public names of a module, constants last, or the name of another object."""
     try:
         module: ModuleType = importlib.import_module(name)
     except ModuleNotFoundError:
         return [name]
     public = [f"{name}.{each}" for each in module.__all__]
-    return sorted(public, key=lambda each: not inspect.isfunction(resolve(each)))
+    kinds = (inspect.isfunction, inspect.isclass)
+    return sorted(public, key=lambda each: [not is_kind(resolve(each)) for is_kind in kinds])

@@ -5,6 +5,7 @@ network, and it has every option.
 from __future__ import annotations
 
 import html
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -117,8 +118,16 @@ def test_every_option_has_its_place(site: Path, pages: dict[Path, Html]) -> None
     assert linked, "a name of an option in the text leads there"
 
 
-def test_docstrings_and_the_table_of_the_readme_are_there(site: Path) -> None:
-    functions = (site / "reference" / "flowkernels.html").read_text(encoding="utf-8")
-    assert "flowkernels.linear_policy_loss" in functions and "flowkernels.LossSpec" in functions
+@pytest.mark.parametrize("package", ["flowkernels", "flowtrain.weights", "flowtrain.types"])
+def test_every_public_name_has_its_place(package: str, site: Path, pages: dict[Path, Html]) -> None:
+    page = {"flowtrain.weights": "weights", "flowtrain.types": "records"}.get(package, package)
+    anchors = pages[site / "reference" / f"{page}.html"].anchors
+    named = {anchor.rpartition(".")[2] for anchor in anchors}
+    assert [name for name in importlib.import_module(package).__all__ if name not in named] == []
+
+
+def test_the_table_of_the_readme_and_constants_are_there(site: Path) -> None:
+    records = (site / "reference" / "records.html").read_text(encoding="utf-8")
+    assert "Calls of tools that a turn may hold" in records
     results = re.sub("<[^>]*>", "", (site / "results.html").read_text(encoding="utf-8"))
     assert "python -m bench.delta" in results and "What is where" not in results
