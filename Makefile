@@ -25,7 +25,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.torchrun --nproc_per_no
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-optional test-vllm attack dist try-dist lint typecheck bench
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-optional test-vllm attack dist try-dist lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -120,6 +120,13 @@ lint: setup
 
 typecheck: setup
 	$(BIN)/mypy
+
+# The documentation as a site, site/index.html. It is made from nothing each time, and a warning is an error.
+docs: setup
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -d build/doctrees docs site
+
+docs-serve: docs
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
 
 bench: setup
 	$(BIN)/python -m bench.flow

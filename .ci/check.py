@@ -19,7 +19,11 @@ from bench.house import Checkout
 ROOT = Path(__file__).resolve().parents[1]
 
 SOURCES = ("flowtrain/", "kernels/flowkernels/", "bench/", "tests/", "examples/")
-ALWAYS = ("tests/test_imports.py", "tests/test_contributing.py")
+ALWAYS = (
+    "tests/docs/test_docs_links.py",
+    "tests/test_contributing.py",
+    "tests/test_imports.py",
+)
 """Rules of the whole tree, which take next to no time."""
 MAX_FILES = 12
 

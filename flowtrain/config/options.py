@@ -46,7 +46,7 @@ _SHORT = {"resume": "run.resume"}
 _SECTIONS = ", ".join(Config.model_fields)
 
 
-class _Option(NamedTuple):
+class Option(NamedTuple):
     """A row of the help."""
 
     section: str
@@ -147,6 +147,11 @@ def help_text(module: str, topic: str = "") -> str:
         closing = f"--help all shows every option, --help SECTION those of a section: {_SECTIONS}"
         lines += ["", *textwrap.wrap(names, 100), "", *textwrap.wrap(closing, 100)]
     return "\n".join(lines)
+
+
+def all_options() -> tuple[Option, ...]:
+    """Return every option, in the order of the help."""
+    return tuple(_options().values())
 
 
 def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -301,7 +306,7 @@ def _shown(text: str) -> str:
 
 
 @cache
-def _options() -> dict[str, _Option]:
+def _options() -> dict[str, Option]:
     """Every option by name, in the order of `Config`."""
     found = {}
     defaults = Config().model_dump()
@@ -315,7 +320,7 @@ def _options() -> dict[str, _Option]:
             defaults[section] = kind().model_dump()
         for key, leaf in kind.model_fields.items():
             default = defaults[section][key]
-            found[f"{prefix}.{key}"] = _Option(
+            found[f"{prefix}.{key}"] = Option(
                 section=section,
                 name=f"{prefix}.{key}",
                 kind=_kind(leaf.annotation),

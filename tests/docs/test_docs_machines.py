@@ -21,7 +21,7 @@ from flowtrain.launch.__main__ import main as launch
 from flowtrain.node.__main__ import _parser as node_parser
 from flowtrain.weights.__main__ import _parser as weights_parser
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "more-than-one-machine.md").read_text()
 CONFIG = """
 run = {device = "cpu", threads = 1}

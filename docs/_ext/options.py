@@ -1,0 +1,55 @@
+"""The reference of the config: every option, from the same records as `--help all`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from docs._ext.docstrings import escaped
+from flowtrain.config import Config
+from flowtrain.config.options import Option, all_options
+
+UNITS = {
+    "_s": "seconds",
+    "_ms": "milliseconds",
+    "_mb": "MB",
+    "_gb": "GB",
+    "_bytes": "bytes",
+    "_chars": "characters",
+    "_tokens": "tokens",
+    "_tflops": "TFLOP/s",
+}
+"""The unit of an option, which its name ends in; other options have none, or their text says it."""
+
+
+@cache
+def names() -> frozenset[str]:
+    """Return the names of all options."""
+    return frozenset(option.name for option in all_options())
+
+
+def option_page() -> str:
+    """Return the reference as Markdown with a part for each section."""
+    parts = []
+    for section, field in Config.model_fields.items():
+        options = [option for option in all_options() if option.section == section]
+        about = " ".join((field.description or "").split())
+        entries = "\n".join(map(entry, options))
+        parts.append(f"## {section}\n\n{about}\n\n```{{eval-rst}}\n{entries}\n```\n")
+    return "\n".join(parts)
+
+
+def entry(option: Option) -> str:
+    """Return an option in reStructuredText."""
+    lines = [f".. confval:: {option.name}", f"   :type: ``{option.kind}``"]
+    lines += [f"   :default: ``{option.default}``"]
+    meaning = escaped(option.meaning)
+    if unit := unit_of(option):
+        meaning += f" Unit: {unit}."
+    return "\n".join([*lines, "", f"   {meaning}", ""])
+
+
+def unit_of(option: Option) -> str:
+    """Return the unit that the name of a number says, or ""."""
+    if option.kind not in ("INT", "FLOAT"):
+        return ""
+    return next((unit for end, unit in UNITS.items() if option.name.endswith(end)), "")
