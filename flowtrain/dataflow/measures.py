@@ -110,8 +110,11 @@ def _policies(policies: Mapping[str, Any]) -> Iterator[Metric]:
     yield gauge(f"{_NAME}_step", "Newest step with a batch.", each("step"), by_policy)
     text = "Newest version of the weights."
     yield gauge(f"{_NAME}_weights_version", text, each("version"), by_policy)
-    live = {name: policy["state"] != "silent" for name, policy in policies.items()}
-    text = "1: the trainer has been heard within dataflow.trainer_timeout_s, or is done."
+    states = {name: policy["state"] for name, policy in policies.items()}
+    live = {name: state == "live" for name, state in states.items() if state != "done"}
+    text = (
+        "1: the trainer is heard, 0: not for dataflow.trainer_timeout_s; missing once it is done."
+    )
     yield gauge(f"{_NAME}_trainer_up", text, live, by_policy)
     for of in ("mean", "max"):
         text = f"Versions that the groups of the newest batch were behind, {of}."

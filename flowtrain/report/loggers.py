@@ -6,7 +6,6 @@ docs/metrics.md shows a logger from end to end.
 
 from __future__ import annotations
 
-import html
 import importlib
 import logging
 import queue
@@ -191,8 +190,8 @@ class TensorBoard:
             self._board.flush()
 
     def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        """Write a text for each. TensorBoard reads Markdown: in a block that is indented nothing
-        means anything.
+        """Write a text for each. TensorBoard reads Markdown, in which a block that is indented is
+        shown as it is.
         """
         with writing(self._path):
             for number, each in enumerate(rollouts):
@@ -200,7 +199,7 @@ class TensorBoard:
                     f"{key}: {value}" for key, value in zip(COLUMNS, astuple(each), strict=True)
                 ]
                 text = "\n".join(lines).replace("\n", "\n    ")
-                self._board.add_text(f"rollouts/{number}", f"    {html.escape(text)}", step)
+                self._board.add_text(f"rollouts/{number}", f"    {text}", step)
             self._board.flush()
 
     def close(self) -> None:
