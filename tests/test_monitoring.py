@@ -13,26 +13,13 @@ from typing import Any
 import httpx2
 import pytest
 from http_servers import running
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_text import samples
 
 from flowtrain.types import UserError
 from flowtrain.utils.monitoring import Cached, Monitor, Place, Seconds, counter, gauge
 from flowtrain.utils.tokens import Access
 
 TOKEN = {"Authorization": "Bearer t"}
-
-
-def samples(text: str) -> dict[str, float]:
-    """Every sample by its name and labels."""
-    found = {}
-    for family in text_string_to_metric_families(text):
-        assert family.documentation.endswith("."), family.name
-        for name, labels, value, *_ in family.samples:
-            inside = ",".join(f"{key}={labels[key]}" for key in sorted(labels))
-            key = f"{name}{{{inside}}}" if inside else name
-            assert key not in found, f"{key} is there twice"
-            found[key] = value
-    return found
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:

@@ -9,7 +9,7 @@ import fake_groups
 import httpx2
 import pytest
 from http_servers import running
-from tests.test_monitoring import samples
+from prometheus_text import samples
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import BatchRequest, Progress, Release, Unavailable

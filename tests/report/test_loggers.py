@@ -49,9 +49,9 @@ class ScriptedRun(types.ModuleType):
         self.calls.append((name, step_metric))
 
     def log(self, values: dict[str, Any], **options: Any) -> None:
-        self.calls.append(({**values, **options}))
+        self.calls.append({**values, **options})
 
-    def Table(self, **table: Any) -> dict[str, Any]:  # noqa: N802 - the name of theirs
+    def Table(self, **table: Any) -> dict[str, Any]:
         return table
 
     def finish(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.test_monitoring import samples
+from prometheus_text import samples
 
 from flowtrain.config import Config
 from flowtrain.run.trainer_metrics import TrainerMetrics, TrainerMonitor

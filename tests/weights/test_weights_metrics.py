@@ -6,7 +6,7 @@ import httpx2
 import pytest
 from http_servers import running
 from http_stores import LAST, TOKEN
-from tests.test_monitoring import samples
+from prometheus_text import samples
 
 from flowtrain.utils.tokens import Access
 from flowtrain.weights import WeightStore
