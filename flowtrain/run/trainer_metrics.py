@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -56,7 +56,7 @@ class TrainerMetrics:
         self._latest: dict[str, float] = {}
         self._tokens: Counter[str] = Counter()
         self._num_sampled = 0
-        self._seconds: Counter[str] = Counter()  # type: ignore[assignment]
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         monitor.add(self.collect)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -68,7 +68,7 @@ class TrainerMetrics:
         self._num_sampled += account.sampled
         self._tokens.update(account.fates)
         for stage in (*STAGES, "other"):
-            self._seconds[stage] += numbers.get(f"{stage}_s", 0.0)  # type: ignore[assignment]
+            self._seconds[stage] += numbers.get(f"{stage}_s", 0.0)
 
     def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
         """Nothing: Prometheus has numbers alone."""

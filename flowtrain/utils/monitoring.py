@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -69,14 +69,14 @@ class Seconds:
         self._head = (name, text, (label,))
         self._lock = threading.Lock()
         self._counts: dict[str, list[int]] = {}
-        self._sums: Counter[str] = Counter()  # type: ignore[assignment]
+        self._sums: defaultdict[str, float] = defaultdict(float)
 
     def add(self, value: str, seconds: float) -> None:
         """Count one duration; `value` of the label must come from a closed list."""
         with self._lock:
             counts = self._counts.setdefault(value, [0] * (len(_BUCKETS_S) + 1))
             counts[bisect_left(_BUCKETS_S, seconds)] += 1
-            self._sums[value] += seconds  # type: ignore[assignment]
+            self._sums[value] += seconds
 
     def collect(self) -> Iterator[Metric]:
         """Yield the histogram."""

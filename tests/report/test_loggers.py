@@ -286,6 +286,13 @@ def test_tensorboard_shows_rollouts_as_plain_text(tmp_path: Path) -> None:
     assert "<img" not in shown and "<a" not in shown and "<h1" not in shown
 
 
+def test_the_docs_show_the_example_as_it_is() -> None:
+    source = (ROOT / "examples" / "mlflow_logger.py").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    shown = page.partition("```python\n")[2].partition("```")[0]
+    assert len(shown) > 500 and source.endswith(shown)
+
+
 # ---- the real packages, offline
 
 
