@@ -22,6 +22,8 @@ from http_servers import running
 
 from flowtrain.dataflow.measures import Measures
 from flowtrain.dataflow.service import Service
+from flowtrain.node.measures import collect
+from flowtrain.node.progress import NodeProgress
 from flowtrain.run.trainer_metrics import TrainerMetrics
 from flowtrain.utils.monitoring import Monitor
 from flowtrain.utils.tokens import Access
@@ -42,7 +44,7 @@ RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule
 
 @pytest.fixture(scope="module")
 def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Monitor, Any]]]:
-    """Monitors and applications of a service, a server of weights and a trainer."""
+    """Monitors and applications of a service, a server of weights, a trainer and a node."""
     folder = tmp_path_factory.mktemp("dashboard")
     ledger = fake_groups.ledger(folder / "flow.sqlite")
     ledger.register(fake_groups.planner())
@@ -52,6 +54,8 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[M
     store, readers = WeightStore(folder), Access(TOKEN)
     measures = Measures(ledger, readers, 60.0)
     weights, trainer = weights_monitor(store.head, readers), Monitor("flowtrain_trainer", readers)
+    node, progress = Monitor("flowtrain_node", readers), NodeProgress()
+    node.add(lambda: collect(progress, lambda: {"planner": 1}))
     metrics = TrainerMetrics(9, 0, trainer)
     metrics.log(1, {"reward_mean": 0.5, "train_s": 1.0, "tokens/to/trained": 7})
     service = Service(ledger, ledger.run, TOKEN, seconds=measures.ledger_seconds)
@@ -59,8 +63,10 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[M
         "dataflow": (measures.monitor, service),
         "weights": (weights, make_app(store, TOKEN)),
         "trainer": (trainer, make_app(store, TOKEN)),
+        "node": (node, make_app(store, TOKEN)),
     }
     ledger.close()
+    progress.close()
 
 
 def exported(apps: dict[str, tuple[Monitor, Any]]) -> set[str]:
@@ -82,7 +88,7 @@ def test_names_follow_the_conventions(apps: Any) -> None:
     assert len(names) > 50
     for monitor, _ in apps.values():
         for family in monitor.registry.collect():
-            assert re.fullmatch(r"flowtrain_(dataflow|weights|trainer)_[a-z_]+", family.name)
+            assert re.fullmatch(r"flowtrain_(dataflow|weights|trainer|node)_[a-z_]+", family.name)
             assert family.documentation.endswith("."), family.name
             assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_s"))
 
