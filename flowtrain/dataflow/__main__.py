@@ -61,7 +61,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     config = _config(rest)
     if "json" in (options.log_format, config.log.format):
-        print_json(f"{_COMMAND.removeprefix('python -m ')} serve")
+        print_json(_COMMAND.removeprefix("python -m "))
     token_file = TokenFile(options.tokens) if options.tokens else None
     with ExitStack() as cleanup:
         if "://" not in options.database:  # several services may share a PostgreSQL server
