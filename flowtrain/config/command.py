@@ -15,6 +15,7 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.config.options import help_text, help_topic, parse, shows_config, to_toml
 from flowtrain.types import UserError
+from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.terminal import protect_output
 
 INTERRUPTED = 130
@@ -41,10 +42,12 @@ def run_command(
             if is_main:
                 print(to_toml(config), end="")
             return 0
+        if config.log.format == "json":
+            print_json(module)
         return body(config)
     except UserError as error:
         if is_main:
-            print(f"{module}: {error}", file=sys.stderr)
+            say(f"{module}: {error}", "error")
         _tell_torchrun(f"{module}: {error}")
         return 2
     except KeyboardInterrupt:

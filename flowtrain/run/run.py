@@ -33,6 +33,7 @@ from flowtrain.run.profiler import profiled
 from flowtrain.run.records import Prepared, Trained
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.token_accounts import account
+from flowtrain.run.trainer_metrics import TrainerMonitor
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -240,6 +241,8 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     )
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
+    monitor = TrainerMonitor(config, world)
+    cleanup.callback(monitor.close)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
     components = RunComponents.prepare(config, world)
@@ -280,7 +283,13 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     if world.is_main:
         print(memory_plan.text())
     logger = RunLogger(
-        components, placement, run_dir, judge=judge, memory=memory, start_step=state["step"]
+        components,
+        placement,
+        run_dir,
+        judge=judge,
+        memory=memory,
+        start_step=state["step"],
+        loggers=monitor.logger(config.train.num_steps, state["step"]),
     )
     cleanup.callback(logger.close)
     evaluator = Evaluator(
