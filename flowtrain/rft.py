@@ -33,11 +33,12 @@ from flowtrain.agents.flow import Flow
 from flowtrain.agents.teacher import is_readable
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
-from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
+from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY
 from flowtrain.rewards import score
 from flowtrain.rewards.shortcuts import REASONS, shortcut
+from flowtrain.run.banner import rft_banner
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.demonstrations import (
     DemonstrationLog,
@@ -64,6 +65,7 @@ from flowtrain.types import (
 )
 from flowtrain.utils.files import put_folder, remove, sync_tree
 from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
 from flowtrain.weights.files import writing_tensors
 
@@ -84,17 +86,20 @@ def rft(config: Config) -> int:
             )
         log = None if config.rft.expert in EXPERTS else open_log(config)
         missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
-        asked = asked_policies(config)
-        components = RunComponents.prepare(
-            config,
-            world,
-            fictional=config.rft.fictional,
-            scripted=not asked,
-            with_weights=not config.rft.collect_only or config.train.policy in asked,
-            teacher=config.rft.expert if missing else "",
-        )
-        cleanup.callback(components.close)
         interrupt = cleanup.enter_context(Interrupt())
+        asked = asked_policies(config)
+        with waiting("loading the model and the questions", is_shown=world.is_main):
+            components = RunComponents.prepare(
+                config,
+                world,
+                fictional=config.rft.fictional,
+                scripted=not asked,
+                with_weights=not config.rft.collect_only or config.train.policy in asked,
+                teacher=config.rft.expert if missing else "",
+            )
+        cleanup.callback(components.close)
+        if world.is_main:
+            print(rft_banner(components), flush=True)
         return _run(components, log, missing, interrupt, cleanup)
 
 
@@ -109,9 +114,11 @@ def _run(
     started = time.monotonic()
     agent, run_dir = _open(components, {} if log is None else log.facts, cleanup)
     components.show_sources()
-    if log is None:
+    if log is None:  # a script's are not kept, and made again in no time
         demonstrations = _demonstrate(components, agent)
+        interrupt.defer()
     else:
+        interrupt.defer()
         demonstrations = _learn_from_teacher(components, agent, log, missing, interrupt)
         if missing and interrupt.requested:
             print(
@@ -287,15 +294,19 @@ def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> Non
 def _demonstrate(components: RunComponents, agent: Agent) -> list[Trajectory]:
     """Collect this rank's share of the rollouts, and score them."""
     config, world = components.config, components.world
-    groups = collect(
-        agent,
-        draw_tasks(components.tasks, config),
-        group_size=1,
-        seed=derive_seed(config.run.seed, "rft"),
-        max_in_flight=config.rollout.max_in_flight,
-        rank=world.rank,
-        num_ranks=world.size,
-    )
+    tasks = draw_tasks(components.tasks, config)
+    num_mine = len(range(world.rank, len(tasks), world.size))
+    with waiting("demonstrations", total=num_mine, is_shown=world.is_main) as tick:
+        groups = collect(
+            agent,
+            tasks,
+            group_size=1,
+            seed=derive_seed(config.run.seed, "rft"),
+            max_in_flight=config.rollout.max_in_flight,
+            rank=world.rank,
+            num_ranks=world.size,
+            on_done=tick,
+        )
     scored = score(groups, components.make_judge(), components.reward_functions)
     return [trajectory for group in scored for trajectory in group.trajectories]
 
@@ -394,4 +405,4 @@ def _batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[
 
 
 if __name__ == "__main__":
-    end_process(run_command("flowtrain.rft", rft))
+    end_process(run_command("flowtrain.rft", rft, goes_on=GOES_ON))

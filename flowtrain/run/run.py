@@ -5,8 +5,9 @@ need several of them. The parts never change once the run is open; what a verb m
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge
+from flowtrain.run.banner import train_banner
 from flowtrain.run.batch_source import BatchSource, open_batch_source
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.evaluation import Evaluator, Found, Measured, held_out_name, load_benchmarks
@@ -43,6 +45,7 @@ from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 from flowtrain.types import Group, TokenAccount, Trajectory, UserError
 from flowtrain.utils.files import writing
+from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
 from flowtrain.weights.ranks import together
 
@@ -91,6 +94,15 @@ class Run(Learner):
     def agent_of(self, step: int) -> Agent:
         """Return the agent of a training step, with its hints. Not collective."""
         return self.agent.with_hints(self.algorithm.hints(step))
+
+    def waiting_for_rollouts(self, step: int) -> AbstractContextManager[Callable[[], None]]:
+        """Tell a person how many rollouts of a step this rank has made, where that takes long; in a
+        log file of the first step alone. Not collective.
+        """
+        samplers, rollout = self.placement.samplers, self.config.rollout
+        is_shown = samplers.rank == 0 and (sys.stderr.isatty() or step == self.start_step + 1)
+        total = rollout.num_questions // samplers.size * self.algorithm.num_roots
+        return waiting(f"rollouts of step {step}", total=total, is_shown=is_shown)
 
     def held_states(self) -> AbstractContextManager[None]:
         """Keep the states of tools for a block in which rollouts branch, and free them then."""
@@ -245,18 +257,22 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     cleanup.callback(monitor.close)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
-    components = RunComponents.prepare(config, world)
-    cleanup.callback(components.close)
-    config = components.config
-    benchmarks = load_benchmarks(config)
-    memory_plan = components.plan_memory(placement)
+    with waiting("loading the model and the questions", is_shown=world.is_main):
+        components = RunComponents.prepare(config, world)
+        cleanup.callback(components.close)
+        config = components.config
+        benchmarks = load_benchmarks(config)
+        memory_plan = components.plan_memory(placement)
+    if world.is_main:
+        print(train_banner(components, placement), memory_plan.text(), sep="\n", flush=True)
     store = WeightStore(Path(config.run.dir) / "weights")
     # Only the trained policy follows the store, another one is frozen.
-    engines = (
-        components.make_policy_engines({config.train.policy: store})
-        if placement.samplers.is_member and config.samples_here
-        else components.make_no_engines()
-    )
+    with waiting(f"starting the engine, {config.rollout.engine}", is_shown=world.is_main):
+        engines = (
+            components.make_policy_engines({config.train.policy: store})
+            if placement.samplers.is_member and config.samples_here
+            else components.make_no_engines()
+        )
     for engine in engines.values():
         cleanup.callback(engine.close)
     judge = components.make_judge()
@@ -274,14 +290,16 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         cleanup.callback(policy_trainer.publisher.close)
     else:
         components.model.to("meta")  # its memory is not needed here
-    state = _resume(config, run_dir, policy_trainer, world)
-    if policy_trainer is not None:
-        policy_trainer.republish(state["step"])
-    placement.wait()
-    load(engines[config.train.policy], state["step"], placement)
+    with waiting("reading the checkpoint", is_shown=world.is_main):
+        state = _resume(config, run_dir, policy_trainer, world)
+    if world.is_main and state["step"]:
+        print(f"it goes on after step {state['step']}", flush=True)
+    with waiting("publishing and loading the weights", is_shown=world.is_main):
+        if policy_trainer is not None:
+            policy_trainer.republish(state["step"])
+        placement.wait()
+        load(engines[config.train.policy], state["step"], placement)
     components.show_sources()
-    if world.is_main:
-        print(memory_plan.text())
     logger = RunLogger(
         components,
         placement,
