@@ -169,8 +169,9 @@ function takeFlow(news) {
 // ---- a folder of runs
 
 function takeTable(news) {
-  badge.textContent = "live";
   if (news.runs) {
+    D.status.className = "state running";
+    badge.textContent = "live";
     Object.assign(D, news, { isNew: true });
     drawAll();
   }

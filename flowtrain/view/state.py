@@ -38,13 +38,13 @@ def run_state(run_dir: Path) -> State:
         began = str(read_json(run_dir / "manifest.json").get("time", ""))
         # The lock is taken before the manifest is written, which a resumed run leaves as it is.
         is_resumed = bool(began) and holder.since > began
-        how = f"Resumed at {_minute(holder.since)}, running" if is_resumed else "Running"
-        return State("running", f"{how} on {holder.host}, process {holder.pid}.", quiet_s)
+        how = f"Resumed at {_minute(holder.since)}, on" if is_resumed else "On"
+        return State("running", f"{how} host {holder.host}, process {holder.pid}.", quiet_s)
     for end in (run_dir / "summary.json", run_dir / "model" / "rft.json"):
         ended = _time_ns(end)
         if ended is not None and (logged is None or ended >= logged):
-            return State("ended", "The run has ended.", quiet_s)
-    text = "The run has crashed or was stopped: --resume auto goes on from its last checkpoint."
+            return State("ended", "It is complete.", quiet_s)
+    text = "It crashed or was ended: --resume auto goes on from its last checkpoint."
     return State("stopped", text, quiet_s)
 
 
