@@ -248,6 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
         # The page has a policy of its own; this holds for whatever else is opened.

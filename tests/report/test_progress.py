@@ -46,7 +46,11 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int = 100) -> Terminal:
 
 
 def run(
-    line: Progress, steps: range, clock: Clock, step_s: float, metrics: Mapping[str, float] = METRICS
+    line: Progress,
+    steps: range,
+    clock: Clock,
+    step_s: float,
+    metrics: Mapping[str, float] = METRICS,
 ) -> None:
     for step in steps:
         clock.now_s += step_s
@@ -107,9 +111,7 @@ def test_fast_steps_are_written_over_and_slow_ones_stay(
     assert terminal.getvalue().count("\r") == 12 and "\x1b" not in terminal.getvalue()
 
 
-def test_a_note_stands_on_a_line_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_a_note_stands_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     terminal = on_terminal(monkeypatch)
     line = Progress(100, 0, True)
     line.update({"step": 1})

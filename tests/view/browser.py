@@ -100,7 +100,7 @@ class Browser:
             )
         )
 
-    def until(self, expression: str, timeout_s: float = 30.0) -> Any:
+    def until(self, expression: str, timeout_s: float = 10.0) -> Any:
         """Wait until a JavaScript expression is true, and return its value."""
         end = time.monotonic() + timeout_s
         while not (value := self.eval(expression)):
