@@ -3,6 +3,7 @@ const TIME_COLORS = { planner: "var(--c0)", tool: "var(--c1)", "executor, verifi
 
 // ---- the run
 
+const more = h("div", { class: "more" });
 function drawRun() {
   const [first, last] = D.reward.length ? D.reward : [null, null];
   const total = Object.values(D.seconds).reduce((a, b) => a + b, 0);
@@ -22,9 +23,10 @@ function drawRun() {
     keep("facts", D.facts, () => h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value)))))),
     ...(total > 0 ? [keep("stages", D.seconds, () => h("div", { class: "stages" }, h("span", { class: "soft small" }, "Seconds by stage"), secondsBar(stages, total),
       legendOf(stages.map((stage) => [stage.color, `${stage.name} `, h("b", { class: "num" }, seconds(stage.seconds))]))))] : []),
-    keep("more", [D.results, D.config], () => h("div", { class: "more" },
-      D.results.length > 0 && h("details", {}, h("summary", {}, "Held-out results"), resultTable()),
-      D.config && h("details", {}, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim())))))]);
+    more]);
+  arrange(more, [
+    keep("results", D.results, () => h("details", { hidden: !D.results.length }, h("summary", {}, "Held-out results"), resultTable())),
+    keep("options", D.config, () => h("details", { hidden: !D.config }, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim()))))]);
 }
 
 function resultTable() {

@@ -100,12 +100,15 @@ class Browser:
             )
         )
 
-    def until(self, expression: str, timeout_s: float = 10.0) -> Any:
-        """Wait until a JavaScript expression is true, and return its value."""
+    def leave(self) -> None:
+        """Leave the page, so that it asks for nothing more."""
+        self.call("Page.navigate", url="about:blank")
+
+    def until(self, expression: str, timeout_s: float = 20.0) -> None:
+        """Wait until a JavaScript expression is true."""
         end = time.monotonic() + timeout_s
-        while not (value := self.eval(expression)):
+        while not self.eval(f"Boolean({expression})"):
             assert time.monotonic() < end, (expression, self.eval("document.body.innerText"))
-        return value
 
     def eval(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page, after the next two frames."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from browser import CHROMIUM, Browser
 
 from flowtrain.report import MetricsLog, TrajectoryLog
+from flowtrain.view.server import Server
 from tests.view.test_browser import HOSTILE, texts
 from tests.view.test_view_server import served
 
@@ -36,8 +38,16 @@ def browser(shared_browser: Browser, monkeypatch: pytest.MonkeyPatch) -> Iterato
     shared_browser.complaints.clear()
     shared_browser.view(1280, 900)
     yield shared_browser
+    shared_browser.leave()
     assert shared_browser.complaints == []
-    shared_browser.open("about:blank")
+
+
+@contextmanager
+def followed(browser: Browser, root: Path, **options: Any) -> Iterator[Server]:
+    """Serves until the page is left, which would complain otherwise."""
+    with served(root, **options) as server:
+        yield server
+        browser.leave()
 
 
 def shows(selector: str, text: str) -> str:
@@ -48,7 +58,7 @@ def shows(selector: str, text: str) -> str:
 
 
 def test_what_a_run_adds_appears(browser: Browser, run: Path, runs: Any) -> None:
-    with served(run) as server:
+    with followed(browser, run) as server:
         browser.open(server.url)
         browser.until("document.querySelectorAll('.item').length === 38")
         assert browser.eval("location.hash + location.search") == "", "the token is gone"
@@ -82,7 +92,7 @@ def test_what_a_run_adds_appears(browser: Browser, run: Path, runs: Any) -> None
 def test_a_run_is_waited_for_and_hostile_text_stays_text(
     browser: Browser, tmp_path: Path, runs: Any
 ) -> None:
-    with served(tmp_path / "run") as server:
+    with followed(browser, tmp_path / "run") as server:
         browser.open(server.url)
         browser.until(shows(".state", "No run has begun in"))
         run = runs.make(HOSTILE)
@@ -97,7 +107,7 @@ def test_a_run_is_waited_for_and_hostile_text_stays_text(
 
 
 def test_a_wrong_token_is_told(browser: Browser, run: Path) -> None:
-    with served(run) as server:
+    with followed(browser, run) as server:
         browser.open(server.url.partition("#")[0], "#token=wrong")
         browser.until(shows(".state .wrong", "The token is missing or wrong"))
         assert texts(browser, ".item") == [] and texts(browser, ".tile") == []
@@ -107,18 +117,27 @@ def test_a_wrong_token_is_told(browser: Browser, run: Path) -> None:
         browser.complaints.clear()
 
 
-def test_a_server_that_has_ended_is_told(browser: Browser, run: Path) -> None:
-    with served(run) as server:
+def test_a_server_that_does_not_answer_is_told(
+    browser: Browser, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with followed(browser, run) as server:
         browser.open(server.url)
         browser.until("document.querySelectorAll('.item').length === 38")
-    browser.until(shows(".state .wrong", "does not answer"))
-    assert len(texts(browser, ".item")) == 38
+
+        def fail(*_: object) -> None:
+            raise OSError("the disk is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server.view, "answer", fail)
+            browser.until(shows(".state .wrong", "does not answer"))
+            assert len(texts(browser, ".item")) == 38
+        browser.until("document.querySelector('.state .wrong').textContent === ''")
     browser.complaints.clear()
 
 
 def test_a_table_leads_to_its_runs(browser: Browser, tmp_path: Path, runs: Any) -> None:
     runs.make(name="one"), runs.make(name="two <b>")
-    with served(tmp_path) as server:
+    with followed(browser, tmp_path) as server:
         browser.open(server.url)
         browser.until("document.querySelectorAll('.runs tbody tr').length === 2")
         assert sorted(texts(browser, ".runs .name")) == ["one", "two <b>"]
@@ -136,7 +155,7 @@ def test_a_table_leads_to_its_runs(browser: Browser, tmp_path: Path, runs: Any) 
 
 
 def test_a_dataflow_that_cannot_be_reached_is_told(browser: Browser, run: Path) -> None:
-    with served(run, dataflow="http://127.0.0.1:9") as server:
+    with followed(browser, run, dataflow="http://127.0.0.1:9") as server:
         browser.open(server.url)
         browser.until(shows("section p", "The dataflow cannot be reached: http://127.0.0.1:9"))
         assert len(texts(browser, ".item")) == 38, "and the rest of the page is there"
