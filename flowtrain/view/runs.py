@@ -47,7 +47,7 @@ def find_runs(root: Path) -> list[str]:
 def _walk(folder: Path, depth: int) -> Iterator[Path]:
     try:
         inside = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    except OSError:
+    except (OSError, ValueError):  # not there, not ours, or no name that a file can have
         return
     for name in inside:
         path = folder / name
@@ -122,7 +122,8 @@ class _Row:
         self._begin()
 
     def _begin(self) -> None:
-        self._tail, self._metrics, self._best = Tail(self.path / "metrics.jsonl"), Metrics(), None
+        self._tail, self._metrics = Tail(self.path / "metrics.jsonl"), Metrics()
+        self._best: float | None = None
         self._sign: object = None
 
     def read(self) -> None:
@@ -179,8 +180,8 @@ class _Row:
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
-    """Return the options in which the runs are not all the same: (key, value) by run; what a config
-    does not name is left out of its list.
+    """Return the options in which the runs are not all the same: (key, value) by run. A config that
+    does not name an option, as one of another version, makes no difference.
     """
     options = {name: flat(config) for name, config in configs.items()}
     texts = {
@@ -189,7 +190,9 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tupl
         if found
     }
     keys = sorted({key for found in texts.values() for key in found})
-    differing = [key for key in keys if len({found.get(key) for found in texts.values()}) > 1]
+    differing = [
+        key for key in keys if len({found[key] for found in texts.values() if key in found}) > 1
+    ]
     return {
         name: [(key, text) for key in differing if (text := texts.get(name, {}).get(key))]
         for name in options

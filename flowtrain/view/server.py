@@ -147,10 +147,12 @@ class View:
 
 def _cursor(query: Mapping[str, str]) -> Cursor:
     try:
-        numbers = [int(query.get(name, "-1")) for name in ("epoch", "record", "low", "high")]
+        epoch, record, low, high = (
+            int(query.get(name, "-1")) for name in ("epoch", "record", "low", "high")
+        )
     except ValueError:
         raise _Refused(400, "epoch, record, low and high must be numbers") from None
-    return Cursor(*numbers, head=query.get("head", ""))
+    return Cursor(epoch, record, low, high, query.get("head", ""))
 
 
 class Server(ThreadingHTTPServer):

@@ -13,6 +13,11 @@ from flowtrain.view.run import is_run, read_json
 Name = Literal["waiting", "running", "ended", "stopped"]
 
 
+_COPIED_NS = 30_000_000_000
+"""A summary is the last file that a run writes; of a copied run it may be older than others, by as
+much."""
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """The state of a run, and what a person is told about it."""
@@ -42,7 +47,7 @@ def run_state(run_dir: Path) -> State:
         return State("running", f"{how} host {holder.host}, process {holder.pid}.", quiet_s)
     for end in (run_dir / "summary.json", run_dir / "model" / "rft.json"):
         ended = _time_ns(end)
-        if ended is not None and (logged is None or ended >= logged):
+        if ended is not None and (logged is None or ended >= logged - _COPIED_NS):
             return State("ended", "It is complete.", quiet_s)
     text = "It crashed or was ended: --resume auto goes on from its last checkpoint."
     return State("stopped", text, quiet_s)

@@ -1,5 +1,6 @@
 // The page of a folder of runs: D.runs as a table, and the rewards of the chosen ones over each other.
 const MOST_CHOSEN = 7;
+const MOST_OPTIONS = 8;
 const runsBox = h("section", { class: "runs", "aria-label": "Runs" });
 document.getElementById("curves").before(runsBox);
 document.getElementById("worst").hidden = true;
@@ -21,6 +22,10 @@ function choose() {
     .filter((panel) => panel.lines.length);
 }
 
+const option = ([key, value]) => h("span", {}, h("b", {}, visible(key)), ` ${visible(value)}`);
+const differences = (options) => [options.slice(0, MOST_OPTIONS).map(option), options.length > MOST_OPTIONS
+  && h("details", {}, h("summary", {}, `${options.length - MOST_OPTIONS} more`), options.slice(MOST_OPTIONS).map(option))];
+
 function runRow(run) {
   const name = visible(run.name);
   const [first, last, best] = run.reward;
@@ -31,7 +36,7 @@ function runRow(run) {
   } });
   const link = address(run);
   const steps = run.step == null ? "–" : run.num_steps ? `${run.step} of ${run.num_steps}` : `${run.step}`;
-  const element = h("tr", {},
+  const element = h("tbody", {}, h("tr", {},
     h("td", {}, h("label", { class: "pick" }, box, h("i"))),
     h("td", { class: "name" }, link ? h("a", { href: link }, name) : name),
     h("td", { class: "when" }, run.began ? visible(run.began.slice(0, 16).replace("T", " ")) : "–"),
@@ -39,14 +44,14 @@ function runRow(run) {
     h("td", {}, steps), h("td", {}, fixed(first)), h("td", {}, fixed(last)), h("td", {}, fixed(best)),
     h("td", {}, heldLast == null ? "–" : heldFirst === heldLast ? fixed(heldLast) : `${fixed(heldFirst)} → ${fixed(heldLast)}`),
     h("td", {}, run.seconds == null ? "–" : seconds(run.seconds)),
-    h("td", { class: "words" }, visible(run.model.split("/").slice(-3).join("/"))), h("td", { class: "words" }, visible(run.algorithm)),
-    h("td", { class: "differs" }, run.differs.map(([key, value]) => h("span", {}, h("b", {}, visible(key)), ` ${visible(value)}`))));
+    h("td", { class: "words" }, visible(run.model.split("/").slice(-3).join("/"))), h("td", { class: "words" }, visible(run.algorithm))),
+    run.differs.length > 0 && h("tr", { class: "differs" }, h("td"), h("td", { colspan: 11 }, differences(run.differs))));
   return { element, box };
 }
 
 function drawTable() {
-  const body = runsBox.querySelector("tbody");
-  arrange(body, D.runs.map((run) => {
+  const table = runsBox.querySelector("table");
+  arrange(table, [table.tHead, ...D.runs.map((run) => {
     const text = JSON.stringify(run);
     if (rows.get(run.name)?.text !== text) rows.set(run.name, { text, ...runRow(run) });
     const { element, box } = rows.get(run.name);
@@ -55,15 +60,15 @@ function drawTable() {
       box.nextSibling.style.background = colors.get(run.name) ?? "transparent";
     }
     return element;
-  }));
+  })]);
 }
 
 function drawAll() {
   if (D.allPanels == null || D.isNew) [D.allPanels, D.isNew] = [D.panels, false];
   choose();
   if (!runsBox.childElementCount) {
-    const heads = ["", "run", "began, UTC", "state", "step", "reward, first", "last", "best", "held-out", "seconds", "model", "algorithm", "differs in"];
-    runsBox.append(h("div", { class: "wide" }, h("table", { class: "num" }, h("thead", {}, h("tr", {}, heads.map((name) => h("th", {}, name)))), h("tbody"))));
+    const heads = ["", "run", "began, UTC", "state", "step", "reward, first", "last", "best", "held-out", "seconds", "model", "algorithm"];
+    runsBox.append(h("div", { class: "wide" }, h("table", { class: "num" }, h("thead", {}, h("tr", {}, heads.map((name) => h("th", {}, name)))))));
   }
   arrange(document.getElementById("run"), [
     keep("name", D.name, () => h("h1", {}, visible(D.name))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def folder(runs: Any) -> Path:
     MetricsLog(second, 4, tensorboard=False).log(
         {"step": 5, "version": 5, "reward_mean": 0.1, "eval_reward": 0.75}
     )
+    os.utime(second / "summary.json", (1, 1))
     (first / "checkpoints" / "x").mkdir(parents=True)
     (first / "checkpoints" / "x" / "manifest.json").write_text("{}")
     return Path(runs.root)
@@ -68,13 +70,15 @@ def test_only_what_differs_is_told() -> None:
         "b": {
             "train": {"lr": 2.0, "policy": "p"},
             "run": {"dir": "y"},
-            "new": {"option": "z" * 99},
+            "new": {"option": 1},
         },
         "broken": {},
     }
     told = differences(configs)
     assert told["a"] == [("train.lr", "1.0")] and told["broken"] == []
-    assert told["b"] == [("new.option", f'"{"z" * 79} …'), ("train.lr", "2.0")]
+    assert told["b"] == [("train.lr", "2.0")]
+    long = differences({"a": {"x": {"y": "z" * 99}}, "b": {"x": {"y": ""}}})
+    assert long["a"] == [("x.y", f'"{"z" * 79} …')]
     assert differences({"a": configs["a"]}) == {"a": []}
 
 
