@@ -83,7 +83,7 @@ def test_a_run_that_grows_looks_as_its_file_would(run: Path, runs: Any) -> None:
         log.log(step, step - 1, [runs.group(0, step, "more")])
         metrics.log({"step": step, "version": step, "reward_mean": 0.5, "collect_s": 1.0})
         early.ask()
-    metrics.log({"step": 5, "version": 5, "eval_reward": 0.25})  # of nodes, and late
+    metrics.log({"step": 5, "version": 5, "eval_reward": 0.25, "collect_s": 2.5})
     early.ask()
     check_same(early, run)
     late = Visitor(early.run)
