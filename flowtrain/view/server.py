@@ -244,7 +244,10 @@ class _Handler(BaseHTTPRequestHandler):
         if scheme != "Bearer" or not is_right:
             raise _Refused(401, "the token is missing or wrong: open the address that was printed")
         query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
-        return self.server.view.answer(parts.path, query), "application/json"
+        try:
+            return self.server.view.answer(parts.path, query), "application/json"
+        except OSError as error:
+            raise _Refused(503, f"the run cannot be read: {error}") from error
 
     def _send(self, status: int, data: bytes, kind: str) -> None:
         self.send_response(status)

@@ -117,7 +117,7 @@ def test_a_wrong_token_is_told(browser: Browser, run: Path) -> None:
         browser.complaints.clear()
 
 
-def test_a_server_that_does_not_answer_is_told(
+def test_a_run_that_cannot_be_read_is_told(
     browser: Browser, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with followed(browser, run) as server:
@@ -129,7 +129,7 @@ def test_a_server_that_does_not_answer_is_told(
 
         with monkeypatch.context() as patch:
             patch.setattr(server.view, "answer", fail)
-            browser.until(shows(".state .wrong", "does not answer"))
+            browser.until(shows(".state .wrong", "the run cannot be read: the disk is gone"))
             assert len(texts(browser, ".item")) == 38
         browser.until("document.querySelector('.state .wrong').textContent === ''")
     browser.complaints.clear()

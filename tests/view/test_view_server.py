@@ -146,6 +146,17 @@ def test_a_folder_of_runs(tmp_path: Path, runs: Any) -> None:
         assert json.loads(ask(server, "/api/run")[1]) == {"kind": "table"}
 
 
+def test_a_run_that_cannot_be_read_is_an_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(server.view, "answer", fail)
+    status, body, _ = ask(server, "/api/run")
+    assert (status, body) == (503, b"the run cannot be read: not yours\n")
+
+
 def test_many_browsers_at_once(server: Server) -> None:
     sizes = list[int]()
     threads = [
