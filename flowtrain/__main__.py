@@ -18,7 +18,7 @@ COMMANDS = {
     "node": "a rollout node: follows weights, leases work, pushes groups",
     "weights": "inspect, verify, serve and clean versions of weights",
     "launch": "service, weights, trainers and nodes of a plan, over SSH, Slurm or Kubernetes",
-    "report.viewer": "every rollout of a run turn by turn, as a page",
+    "view": "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
     "report.curves": "the curves of runs, as a picture",
     "tasks.annotate": "questions with sub-goals, by a language model",
 }

@@ -280,7 +280,7 @@ class RunLogger:
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")
-        print(f"to look at it: python -m flowtrain.report.viewer {path}")
+        print(f"to look at it: python -m flowtrain.view {path}")
 
     def _seconds(self) -> dict[str, float]:
         """Sum the seconds by stage over the whole run, resumed parts included; "warm_up" where the

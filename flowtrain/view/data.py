@@ -17,9 +17,10 @@ from flowtrain.report.curves import (
     total_tokens,
 )
 from flowtrain.report.jsonl import json_value, read_lines
-from flowtrain.report.viewer.log import LOGS, Place, choose, find_rollouts, spread
-from flowtrain.report.viewer.rollouts import rollout_record
-from flowtrain.report.viewer.run import (
+from flowtrain.types import UserError
+from flowtrain.view.log import LOGS, Place, choose, find_rollouts, spread
+from flowtrain.view.rollouts import rollout_record
+from flowtrain.view.run import (
     Config,
     check_run_dir,
     facts,
@@ -28,8 +29,7 @@ from flowtrain.report.viewer.run import (
     read_text,
     result_rows,
 )
-from flowtrain.report.viewer.worst import worst_tokens
-from flowtrain.types import UserError
+from flowtrain.view.worst import worst_tokens
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Run:
         tokenizer = path / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
         self._note_what_is_missing()
-        self.notes += self._try([], _alarm_notes, path)
+        self.notes += self._try([], alarm_notes, path)
 
     def data(self, num_rollouts: int) -> dict[str, Any]:
         """Bytes of a page with about so many rollouts."""
@@ -157,7 +157,7 @@ def _panel_records(series: Mapping[str, Series]) -> list[dict[str, Any]]:
     ]
 
 
-def _alarm_notes(run_dir: Path) -> list[str]:
+def alarm_notes(run_dir: Path) -> list[str]:
     """The alarms that the run has raised."""
     path = run_dir / "alarms.jsonl"
     alarms = read_lines(path) if path.is_file() else ()

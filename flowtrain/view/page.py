@@ -11,13 +11,15 @@ import base64
 import hashlib
 import html
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from flowtrain.report.viewer.data import Run
 from flowtrain.utils.text import printable
+from flowtrain.view.data import Run
+from flowtrain.view.runs import RunTable
 
 MAX_BYTES = 18_000_000
 """Size of a page that browsers, mail and phones still take."""
@@ -40,15 +42,29 @@ def build_page(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> 
         num_rollouts = min(num_shown - 1, int(num_shown * 0.95 * max_bytes / len(page)))
 
 
-def render(data: dict[str, Any]) -> str:
+def build_table(root: Path) -> str:
+    """The page of a folder of runs."""
+    table = RunTable(root).answer()
+    return render(table, ("base.js", "table.js"))
+
+
+def live_page(name: str, live: dict[str, Any]) -> str:
+    """A page without data, which asks the server that it comes from; `live` says for what."""
+    kind = "table" if live["kind"] == "table" else "page"
+    empty = {"name": name, "live": live}
+    return render(empty, ("base.js", f"{kind}.js", "live.js"), "connect-src 'self'; ")
+
+
+def render(
+    data: dict[str, Any], scripts: Sequence[str] = ("base.js", "page.js"), more_policy: str = ""
+) -> str:
     """Pure ASCII but for the title and our own files."""
     assets = files(__package__)
-    style, script = (
-        (assets / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
-    )
+    style, *parts = ((assets / name).read_text("utf-8") for name in ("page.css", *scripts))
+    script = "\n".join(parts)
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri "
-        "'none'; form-action 'none'"
+        f"default-src 'none'; {more_policy}script-src '{_hash(script)}'; style-src "
+        f"'{_hash(style)}'; base-uri 'none'; form-action 'none'"
     )
     template = Template((assets / "page.html").read_text(encoding="utf-8"))
     title = html.escape(printable(f"{data['name']} · flowtrain", keep=""))

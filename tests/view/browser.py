@@ -55,6 +55,8 @@ class Browser:
         self._write, self._read = to_page[1], from_page[0]
         self._buffer, self._count, self._session = b"", 0, ""
         self.complaints: list[str] = []
+        self.origin = "file:"
+        """What pages may fetch from without a complaint."""
         self._events: list[dict[str, Any]] = []
 
     def __enter__(self) -> Browser:
@@ -84,16 +86,29 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
 
-    def open(self, page: Path, fragment: str = "") -> None:
+    def open(self, page: Path | str, fragment: str = "") -> None:
+        """Open a file, or an address, whose origin the page may then fetch from."""
+        url = page if isinstance(page, str) else page.resolve().as_uri()
+        self.origin = "file:" if isinstance(page, Path) else "/".join(page.split("/")[:3]) + "/"
         self._events.clear()
         self.call("Page.navigate", url="about:blank")
-        self.call("Page.navigate", url=page.resolve().as_uri() + fragment)
+        self.call("Page.navigate", url=url + fragment)
         self._wait(
             lambda event: (
                 event.get("method") == "Page.loadEventFired"
-                and self.eval("location.protocol") == "file:"
+                and self.eval("location.protocol") != "about:"
             )
         )
+
+    def leave(self) -> None:
+        """Leave the page, so that it asks for nothing more."""
+        self.call("Page.navigate", url="about:blank")
+
+    def until(self, expression: str, timeout_s: float = 20.0) -> None:
+        """Wait until a JavaScript expression is true."""
+        end = time.monotonic() + timeout_s
+        while not self.eval(f"Boolean({expression})"):
+            assert time.monotonic() < end, (expression, self.eval("document.body.innerText"))
 
     def eval(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page, after the next two frames."""
@@ -174,6 +189,6 @@ class Browser:
         if method in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
             self.complaints.append(json.dumps(parameters)[:600])
         if method == "Network.requestWillBeSent" and not parameters["request"]["url"].startswith(
-            ("file:", "about:")
+            (self.origin, "about:")
         ):
             self.complaints.append(f"request: {parameters['request']['url'][:200]}")

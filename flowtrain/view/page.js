@@ -1,207 +1,38 @@
-"use strict";
-
-// The page of a run. Everything of the run is in D; it reaches the document through textContent alone.
-const D = JSON.parse(document.getElementById("data").textContent);
-const COLORS = ["--c0", "--c1", "--c2", "--c3", "--c5", "--c6", "--c4"].map((name) => `var(${name})`);
+// The page of a run.
 const TIME_COLORS = { planner: "var(--c0)", tool: "var(--c1)", "executor, verifier": "var(--c2)", turn: "var(--c0)", "waiting, answer": "var(--c4)" };
-
-// ---- building blocks
-
-function fill(element, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name.startsWith("--") || name === "background" || name === "flex") element.style.setProperty(name, value);
-    else if (value === true) element.setAttribute(name, "");
-    else if (value !== false && value != null) element.setAttribute(name, value);
-  }
-  element.append(...children.flat(Infinity).filter((child) => child != null && child !== false));
-  return element;
-}
-const h = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
-const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
-
-// Control characters as their symbols, and what turns the direction of writing, parts lines or is half a character as its number, so that
-// what a model wrote is seen and does nothing.
-const UNSEEN = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|\p{Cs}/gu;
-const symbol = (code) => (code < 0x20 ? String.fromCharCode(0x2400 + code) : code === 0x7f ? "\u2421" : `\\u${code.toString(16).padStart(4, "0")}`);
-const visible = (text) => String(text ?? "").replace(UNSEEN, (c) => symbol(c.charCodeAt(0)));
-const signed = (x, digits = 2) => (x == null ? "–" : (x < 0 ? "−" : "+") + Math.abs(x).toFixed(digits));
-
-function number(x) {
-  if (x == null) return "–";
-  const size = Math.abs(x);
-  const text = size === 0 ? "0" : size < 1e-3 || size >= 1e6 ? x.toExponential(1).replace(".0e", "e") : size >= 100 ? Math.round(x).toLocaleString("en") : String(+x.toPrecision(3));
-  return text.replaceAll("-", "−").replace("e+", "e");
-}
-const share = (x) => (x == null ? "–" : `${+(100 * x).toPrecision(3)} %`);
-function seconds(x) {
-  if (x == null) return "–";
-  if (x >= 3600) return `${Math.floor(x / 3600)} h ${Math.round((x % 3600) / 60)} min`;
-  if (x >= 60) return `${Math.floor(x / 60)} min ${Math.round(x % 60)} s`;
-  return x >= 1 || x === 0 ? `${+x.toPrecision(3)} s` : `${+(1000 * x).toPrecision(2)} ms`;
-}
-const FORMS = { number, share, seconds };
-const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-
-const tip = document.getElementById("tip");
-function showTip(target, ...content) {
-  tip.replaceChildren(...content);
-  tip.hidden = false;
-  const box = target.getBoundingClientRect();
-  const left = Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8));
-  const above = box.top - tip.offsetHeight - 8;
-  tip.style.left = `${left}px`;
-  tip.style.top = `${above > 8 ? above : box.bottom + 8}px`;
-}
-const hideTip = () => { tip.hidden = true; };
-const tipRow = (label, value) => h("div", {}, h("span", {}, label), h("span", {}, value));
-addEventListener("scroll", hideTip, { passive: true });
-
-function secondsBar(parts, total) {
-  const of = (part) => `${seconds(part.seconds)}, ${share(part.seconds / total)}`;
-  return h("div", { class: "bar", role: "img", "aria-label": parts.map((part) => `${part.name} ${of(part)}`).join("; ") },
-    parts.map((part) => h("i", { class: part.gap && "gap", flex: `${(1000 * part.seconds) / total} 0 0`, background: part.color,
-      onpointerenter: (event) => showTip(event.target, h("b", {}, part.name), tipRow("seconds", of(part))), onpointerleave: hideTip })));
-}
-const legendOf = (entries) => h("div", { class: "legend" }, entries.map(([color, ...content]) => h("span", {}, h("i", { background: color }), ...content)));
 
 // ---- the run
 
+const more = h("div", { class: "more" });
 function drawRun() {
   const [first, last] = D.reward.length ? D.reward : [null, null];
   const total = Object.values(D.seconds).reduce((a, b) => a + b, 0);
   const tile = (label, value) => value && h("div", { class: "tile" }, h("span", { class: "soft small" }, label), h("b", { class: "num" }, value));
+  const tiles = [
+    ["Held-out reward", last != null && (first === last ? last.toFixed(3) : `${first.toFixed(2)} → ${last.toFixed(2)}`)],
+    ["Steps", D.step != null && (D.num_steps ? `${D.step} of ${D.num_steps}` : `${D.step}`)],
+    ["Weight versions", D.versions.length > 0 && [...new Set(D.versions)].join(" – ")],
+    ["Rollouts logged", D.num_logged > 0 && D.num_logged.toLocaleString("en")],
+    ["Time in steps", total > 0 && seconds(total)]].filter(([, value]) => value);
   const stages = Object.entries(D.seconds).map(([name, value], index) => ({ name: visible(name), seconds: value, color: COLORS[index % COLORS.length] }));
-  document.getElementById("run").append(
-    h("h1", {}, visible(D.name)),
-    h("div", { class: "tiles" },
-      tile("Held-out reward", last != null && (first === last ? last.toFixed(3) : `${first.toFixed(2)} → ${last.toFixed(2)}`)),
-      tile("Steps", D.step != null && (D.num_steps ? `${D.step} of ${D.num_steps}` : `${D.step}`)),
-      tile("Weight versions", D.versions.length > 0 && [...new Set(D.versions)].join(" – ")),
-      tile("Rollouts logged", D.num_logged > 0 && D.num_logged.toLocaleString("en")),
-      tile("Time in steps", total > 0 && seconds(total))),
-    h("ul", { class: "notes", hidden: !D.notes.length }, D.notes.map((note) => h("li", {}, visible(note)))),
-    h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value))))),
-    ...(total > 0 ? [h("div", { class: "stages" }, h("span", { class: "soft small" }, "Seconds by stage"), secondsBar(stages, total),
-      legendOf(stages.map((stage) => [stage.color, `${stage.name} `, h("b", { class: "num" }, seconds(stage.seconds))])))] : []),
-    h("div", { class: "more" },
-      D.results.length > 0 && h("details", {}, h("summary", {}, "Held-out results"), resultTable()),
-      D.config && h("details", {}, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim())))));
+  arrange(document.getElementById("run"), [
+    keep("name", D.name, () => h("h1", {}, visible(D.name))),
+    ...(D.status ? [D.status] : []),
+    ...(tiles.length ? [keep("tiles", tiles, () => h("div", { class: "tiles" }, tiles.map(([label, value]) => tile(label, value))))] : []),
+    keep("notes", D.notes, () => h("ul", { class: "notes", hidden: !D.notes.length }, D.notes.map((note) => h("li", {}, visible(note))))),
+    keep("facts", D.facts, () => h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value)))))),
+    ...(total > 0 ? [keep("stages", D.seconds, () => h("div", { class: "stages" }, h("span", { class: "soft small" }, "Seconds by stage"), secondsBar(stages, total),
+      legendOf(stages.map((stage) => [stage.color, `${stage.name} `, h("b", { class: "num" }, seconds(stage.seconds))]))))] : []),
+    more]);
+  arrange(more, [
+    keep("results", D.results, () => h("details", { hidden: !D.results.length }, h("summary", {}, "Held-out results"), resultTable())),
+    keep("options", D.config, () => h("details", { hidden: !D.config }, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim()))))]);
 }
 
 function resultTable() {
   const heads = ["", "frozen", "trained", "difference"].map((name) => h("th", {}, name));
   const rows = D.results.map((cells) => h("tr", { class: !cells[1] && "title" }, cells.map((cell) => h("td", {}, visible(cell)))));
   return h("table", { class: "num" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows));
-}
-
-// ---- curves
-
-const charts = [];
-
-function drawCurves() {
-  const section = document.getElementById("curves");
-  section.hidden = !D.panels.length;
-  const steps = D.panels.flatMap((panel) => panel.lines.flatMap((line) => line.points.map((point) => point[0])));
-  const range = steps.length ? [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))] : [0, 1];
-  const width = smoothing(range[1] - range[0]);
-  const at = h("span", { class: "soft small num" });
-  section.append(
-    h("div", { class: "above" }, h("h2", {}, "Curves"), at),
-    h("div", { class: "grid" }, D.panels.map((panel) => drawPanel(panel, range, width))));
-  const show = (step) => {
-    const thin = width > 1 ? ` Faint: each step. Strong: mean of the last ${width}.` : "";
-    at.textContent = step == null ? `Last values.${thin}` : `Step ${step}`;
-    for (const chart of charts) chart.show(step);
-  };
-  for (const chart of charts) chart.onhover = show;
-  const draw = () => {
-    for (const chart of charts) chart.draw();
-    show(null);
-  };
-  addEventListener("resize", draw);
-  draw();
-}
-
-const smoothing = (numSteps) => (numSteps < 100 ? 1 : Math.round(numSteps / 25));
-
-function trailingMean(points, width) {
-  let sum = 0;
-  return points.map(([step, value], index) => {
-    sum += value - (index >= width ? points[index - width][1] : 0);
-    return [step, sum / Math.min(index + 1, width)];
-  });
-}
-
-function niceTicks(low, high) {
-  const raw = (high - low) / 3 || 1;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const unit = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= raw) * power;
-  const from = Math.floor(low / unit + 0.02); // a hair beyond the outermost line is not worth another
-  const to = Math.ceil(high / unit - 0.02);
-  return Array.from({ length: Math.max(to - from, 1) + 1 }, (_, index) => (from + index) * unit);
-}
-
-function stacked(lines) {
-  const sums = new Map();
-  return lines.map((line) => ({ ...line, points: line.points.map(([step, value]) => {
-    const base = sums.get(step) ?? 0;
-    sums.set(step, base + value);
-    return [step, base + value, base];
-  }) }));
-}
-
-function drawPanel(panel, [first, last], width) {
-  const form = FORMS[panel.form];
-  const raw = panel.lines.map((line, index) => ({ ...line, color: COLORS[index % COLORS.length], values: new Map(line.points) }));
-  const smooth = raw.map((line) => ({ ...line, points: line.is_sparse ? line.points : trailingMean(line.points, width) }));
-  const shown = panel.is_stack ? stacked(smooth) : smooth;
-  const bounds = (panel.is_stack ? shown : [...raw, ...shown]).flatMap((line) => line.points.map((point) => point[1]));
-  const low = panel.is_stack ? 0 : bounds.reduce((a, b) => Math.min(a, b));
-  const ticks = niceTicks(low >= 0 && low < 0.6 * bounds.reduce((a, b) => Math.max(a, b)) ? 0 : low, bounds.reduce((a, b) => Math.max(a, b)));
-  const picture = svg("svg", { role: "img", "aria-label": `${panel.title} by step` });
-  const legend = raw.map((line) => ({ line, value: h("b", { class: "num" }) }));
-  const chart = { onhover: null };
-  let x, y, height;
-
-  chart.draw = () => {
-    const full = picture.clientWidth || 300;
-    height = picture.clientHeight - 18;
-    x = (step) => 44 + ((full - 52) * (step - first)) / (last - first || 1);
-    y = (value) => height - ((height - 6) * (value - ticks[0])) / (ticks.at(-1) - ticks[0] || 1);
-    picture.setAttribute("viewBox", `0 0 ${full} ${height + 18}`);
-    const path = (points) => points.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-    const area = (points) => `${path(points)}${path(points.map(([step, , base]) => [step, base]).reverse()).replace("M", "L")}Z`;
-    picture.replaceChildren(
-      ...ticks.map((tick) => svg("g", {}, svg("line", { class: "rule", x1: 44, x2: full - 8, y1: y(tick), y2: y(tick) }),
-        svg("text", { x: 38, y: y(tick) + 4, "text-anchor": "end" }, form(tick)))),
-      svg("text", { x: 44, y: height + 16 }, `${first}`),
-      svg("text", { x: full - 8, y: height + 16, "text-anchor": "end" }, `${last}`),
-      ...(panel.is_stack || width === 1 ? [] : raw.filter((line) => !line.is_sparse).map((line) =>
-        svg("path", { d: path(line.points), fill: "none", stroke: line.color, "stroke-opacity": 0.28 }))),
-      ...shown.map((line) => panel.is_stack
-        ? svg("path", { d: area(line.points), fill: line.color, "fill-opacity": 0.85 })
-        : svg("path", { d: path(line.points), fill: "none", stroke: line.color, "stroke-width": 1.8, "stroke-linejoin": "round" })),
-      ...shown.filter((line) => line.is_sparse || line.points.length === 1).flatMap((line) =>
-        line.points.map(([step, value]) => svg("circle", { cx: x(step), cy: y(value), r: 2.6, fill: line.color }))));
-  };
-
-  chart.show = (step) => {
-    for (const { line, value } of legend) value.textContent = form(step == null ? line.points.at(-1)[1] : line.values.get(step));
-    picture.querySelector(".cross")?.remove();
-    if (step != null) picture.append(svg("line", { class: "cross", x1: x(step), x2: x(step), y1: 4, y2: height }));
-  };
-
-  picture.addEventListener("pointermove", (event) => {
-    const box = picture.getBoundingClientRect();
-    const wanted = first + ((event.clientX - box.left - 44) / (box.width - 52)) * (last - first);
-    const steps = raw.flatMap((line) => [...line.values.keys()]);
-    chart.onhover(steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best)));
-  });
-  picture.addEventListener("pointerleave", () => chart.onhover(null));
-  charts.push(chart);
-  return h("div", { class: "panel" }, h("h3", {}, panel.title), picture,
-    legendOf(legend.map(({ line, value }) => [line.color, `${visible(line.label)} `, value])));
 }
 
 // ---- tokens that trainer and sampler disagree about
@@ -212,7 +43,7 @@ function drawWorst() {
   const heads = ["step", "token in its context", "sampler", "trainer", "difference"].map((name) => h("th", {}, name));
   const spot = (each) => [visible(each.before), h("b", { class: "warn" }, visible(each.text)), visible(each.after)];
   const place = (each) => (byId.has(each.rollout) ? h("a", { href: `#${each.rollout}` }, `${each.step}`) : `${each.step}`);
-  section.append(
+  section.replaceChildren(
     h("div", { class: "above" }, h("h2", {}, "Worst tokens"), h("span", { class: "soft small" },
       "Trainer and sampler disagree most about these, though the same weights sampled them.")),
     h("table", { class: "num worst" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, D.worst.map((each) => h("tr", {},
@@ -222,16 +53,26 @@ function drawWorst() {
 
 // ---- rollouts: the list
 
-const byId = new Map(D.rollouts.map((rollout) => [rollout.id, rollout]));
-const groups = Map.groupBy ? Map.groupBy(D.rollouts, (rollout) => rollout.group) : D.rollouts.reduce((found, rollout) =>
-  found.set(rollout.group, [...(found.get(rollout.group) ?? []), rollout]), new Map());
+const byId = new Map();
+const groups = new Map();
+function indexRollouts() {
+  byId.clear();
+  groups.clear();
+  for (const rollout of D.rollouts) {
+    byId.set(rollout.id, rollout);
+    groups.set(rollout.group, [...(groups.get(rollout.group) ?? []), rollout]);
+  }
+}
 const main = document.getElementById("rollouts");
 const one = h("div", { class: "one" });
 const list = h("nav", { class: "list", "aria-label": "Rollouts" });
 const count = h("span", { class: "num" });
 const filters = {};
 let matches = [];
-let colorBy = D.rollouts.some((rollout) => rollout.turns.some((turn) => turn.training)) ? "by-diff" : "by-odd";
+let chosenColor = "";
+const colorBy = () => chosenColor || (D.rollouts.some((rollout) => rollout.turns.some((turn) => turn.training)) ? "by-diff" : "by-odd");
+const items = new Map();
+const shownText = h("span", { class: "soft small" });
 
 const isRight = (rollout) => rollout.outcomes.includes("right");
 const mark = (rollout) => (rollout.reward == null ? "·" : isRight(rollout) ? "✓" : "✗");
@@ -247,37 +88,55 @@ function haystack(rollout) {
   return rollout.text;
 }
 
-function choice(name, label, values, text = (value) => value) {
-  const unique = [...new Set(values)].filter((value) => value !== "");
-  filters[name] = h("select", { "aria-label": label, onchange: applyFilters },
-    h("option", { value: "" }, label), unique.map((value) => h("option", { value }, visible(text(value)))));
+function choice(name, label) {
+  filters[name] = h("select", { "aria-label": label, onchange: applyFilters });
   return filters[name];
 }
 
-function drawRollouts() {
-  main.hidden = !D.rollouts.length;
-  const outcomes = ["right", "wrong", "malformed", "tool error", "truncated", "unscored"];
-  const present = outcomes.filter((name) => D.rollouts.some((rollout) => rollout.outcomes.includes(name)));
-  const steps = [...new Set(D.rollouts.map((rollout) => rollout.step))].sort((a, b) => a - b);
+// Makes the options of a filter these, and leaves what is chosen.
+function offer(name, values, text = (value) => value) {
+  const field = filters[name];
+  const unique = [...new Set(values)].filter((value) => value !== "");
+  const key = JSON.stringify(unique);
+  if (field.dataset.values === key) return;
+  const { value: chosen } = field;
+  field.dataset.values = key;
+  field.replaceChildren(h("option", { value: "" }, field.ariaLabel), ...unique.map((value) => h("option", { value }, visible(text(value)))));
+  field.value = unique.map(String).includes(chosen) ? chosen : "";
+}
+
+function openRollouts() {
   filters.search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search", oninput: applyFilters });
   const clear = h("button", { class: "quiet", type: "button", onclick: clearFilters }, "Clear");
   main.append(
-    h("div", { class: "above" }, h("h2", {}, "Rollouts"), h("span", { class: "soft small" }, D.shown)),
+    h("div", { class: "above" }, h("h2", {}, "Rollouts"), shownText),
     h("div", { class: "columns" },
       h("div", { class: "side" },
-        h("div", { class: "filters" }, filters.search,
-          choice("outcomes", "Any outcome", present),
-          choice("step", "All steps", steps, (step) => `Step ${step}`),
-          choice("split", "All splits", D.rollouts.map((rollout) => rollout.split), splitName),
-          choice("kind", "All kinds", D.rollouts.map((rollout) => rollout.kind).sort()),
-          h("div", { class: "count" }, count, clear)),
+        h("div", { class: "filters" }, filters.search, choice("outcomes", "Any outcome"), choice("step", "All steps"), choice("split", "All splits"),
+          choice("kind", "All kinds"), h("div", { class: "count" }, count, clear)),
         list,
         h("div", { class: "keys" }, h("kbd", {}, "j"), " ", h("kbd", {}, "k"), " next, previous   ", h("kbd", {}, "g"), " group   ", h("kbd", {}, "/"), " search")),
       one));
-  applyFilters();
 }
 
-function applyFilters() {
+// Draws D.rollouts; what is open stays open, and what is there already is not made again.
+function drawRollouts() {
+  indexRollouts();
+  main.hidden = !D.rollouts.length;
+  if (!list.isConnected) openRollouts();
+  for (const id of items.keys()) if (!byId.has(id)) items.delete(id);
+  shownText.textContent = D.shown;
+  const outcomes = ["right", "wrong", "malformed", "tool error", "truncated", "unscored"];
+  offer("outcomes", outcomes.filter((name) => D.rollouts.some((rollout) => rollout.outcomes.includes(name))));
+  offer("step", [...new Set(D.rollouts.map((rollout) => rollout.step))].sort((a, b) => a - b), (step) => `Step ${step}`);
+  offer("split", D.rollouts.map((rollout) => rollout.split).sort(), splitName);
+  offer("kind", D.rollouts.map((rollout) => rollout.kind).sort());
+  filter();
+  if (shownKey() === drawn) markCurrent();
+  else route();
+}
+
+function filter() {
   const words = filters.search.value.toLowerCase().split(/\s+/).filter(Boolean);
   const { outcomes, step, split, kind } = filters;
   matches = D.rollouts.filter((rollout) =>
@@ -285,7 +144,12 @@ function applyFilters() {
     && (!split.value || rollout.split === split.value) && (!kind.value || rollout.kind === kind.value)
     && words.every((word) => haystack(rollout).includes(word)));
   count.textContent = `${matches.length.toLocaleString("en")} of ${plural(D.rollouts.length, "rollout")}`;
-  list.replaceChildren(...matches.map(listItem));
+  for (const rollout of matches) if (!items.has(rollout.id)) items.set(rollout.id, listItem(rollout));
+  arrange(list, matches.map((rollout) => items.get(rollout.id)));
+}
+
+function applyFilters() {
+  filter();
   if (isOpen()) markCurrent();
   else route();
 }
@@ -332,7 +196,7 @@ function drawRollout(rollout) {
     h("div", { class: "split tools" }, colorSwitch(), colorScale(),
       h("span", { class: "soft small" }, rollout.split === "train" ? "" : "Held-out rollouts are not trained.")),
     ...rollout.turns.map((turn, index) => drawTurn(rollout, turn, index)));
-  one.className = `one ${colorBy}`;
+  one.className = `one ${colorBy()}`;
 }
 
 const toMilliseconds = (value) => Math.max(Math.round(1000 * value) / 1000, 0); // as the log has them, without what subtraction leaves
@@ -436,14 +300,14 @@ function tokenTip(target, turn) {
 }
 
 function colorSwitch() {
-  const button = (name, label) => h("button", { type: "button", "aria-pressed": String(colorBy === name), onclick: () => {
-    colorBy = name;
+  const button = (name, label) => h("button", { type: "button", "aria-pressed": String(colorBy() === name), onclick: () => {
+    chosenColor = name;
     route();
   } }, label);
   return h("div", { class: "switch", role: "group", "aria-label": "Colour tokens by" }, button("by-diff", "Trainer − sampler"), button("by-odd", "Surprisal"));
 }
 
-const colorScale = () => h("span", { class: "scale num" }, ...(colorBy === "by-diff"
+const colorScale = () => h("span", { class: "scale num" }, ...(colorBy() === "by-diff"
   ? ["−1", h("i"), "+1", h("span", {}, "nats, on a log scale from 0.0001")] : ["0", h("i"), "6", h("span", {}, "nats")]));
 
 // ---- a group side by side
@@ -478,7 +342,7 @@ function drawMembers(members) {
 
 // ---- branches: every root with the places at which others left it, and how these went on
 
-const rootOf = (branch) => groups.get(branch.group)[branch.branch.parent];
+const rootOf = (branch) => byId.get(`${branch.group}.${branch.branch.parent}`);
 const outcome = (rollout) => h("a", { class: `num ${tone(rollout)}`, href: `#${rollout.id}` }, `${mark(rollout)} ${rewardText(rollout)}`);
 const score = (branch) => number(branch.branch.score);
 
@@ -521,9 +385,16 @@ const wanted = () => location.hash.slice(1);
 
 function current() {
   const members = groupWanted();
-  return byId.get(wanted()) ?? (members ? members[0] : matches.find((rollout) => advantage(rollout) != null) ?? matches[0]);
+  if (byId.has(wanted()) || members) return byId.get(wanted()) ?? members[0];
+  // Of a run that goes on, what is shown stays until another one is chosen.
+  const stays = D.live && shownId && matches.find((rollout) => rollout.id === shownId);
+  return stays || (matches.find((rollout) => advantage(rollout) != null) ?? matches[0]);
 }
 
+// What is drawn: a rollout, or a group, which may grow.
+let drawn = "";
+let shownId = "";
+const shownKey = () => (groupWanted() ? `${wanted()} ${groupWanted().length}` : current()?.id ?? "");
 const groupWanted = () => wanted().startsWith("group.") && groups.get(wanted().slice(6));
 const isOpen = () => Boolean(groupWanted()) || byId.has(wanted());
 
@@ -535,6 +406,8 @@ function markCurrent() {
 function route() {
   main.classList.toggle("open", isOpen());
   hideTip();
+  drawn = shownKey();
+  shownId = current()?.id ?? "";
   if (groupWanted()) drawGroup(groupWanted());
   else if (current()) drawRollout(current());
   markCurrent();
@@ -559,10 +432,13 @@ function onKey(event) {
   }
 }
 
-drawRun();
-drawCurves();
-drawWorst();
-drawRollouts();
-route();
-addEventListener("hashchange", route);
+function drawAll() {
+  drawRun();
+  drawCurves();
+  drawRollouts();
+  drawWorst();
+}
+
+if (!D.live) drawAll();
+addEventListener("hashchange", () => list.isConnected && route());
 addEventListener("keydown", onKey);

@@ -37,12 +37,18 @@ Config = Mapping[str, Mapping[str, Any]]
 """
 
 
+def is_run(folder: Path) -> bool:
+    """Tell whether something of a run is there."""
+    return any((folder / mark).is_file() for mark in _MARKS)
+
+
 def check_run_dir(run_dir: Path) -> None:
     """UserError unless something of a run is there."""
-    if not any((run_dir / mark).is_file() for mark in _MARKS):
-        inside = sorted({path.parent for mark in _MARKS for path in run_dir.glob(f"*/{mark}")})
-        cure = f"did you mean {inside[-1]}?" if inside else "name the folder that --run.dir named"
-        raise UserError(f"{run_dir} is no run: it has none of {', '.join(_MARKS)}; {cure}")
+    if not is_run(run_dir):
+        raise UserError(
+            f"{run_dir} is no run: it has none of {', '.join(_MARKS)}; name the folder that "
+            "--run.dir named, or one with runs in it"
+        )
 
 
 def read_text(path: Path) -> str:

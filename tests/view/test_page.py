@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.report.viewer.__main__ import main
-from flowtrain.report.viewer.page import build_page, json_block
 from flowtrain.types import UserError
+from flowtrain.view.__main__ import main
+from flowtrain.view.page import build_page, json_block
 
 DataOf = Callable[[str], dict[str, Any]]
 HOSTILE = (
@@ -177,11 +177,6 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["{}"],
-            "is no run: it has none of manifest.json, metrics.jsonl, trajectories.jsonl; did you "
-            "mean {}/run?",
-        ),
         (["{}/absent"], "absent is no run: it has none of"),
         (["{}/run", "--rollouts", "-1"], "--rollouts -1 must be 0 or more"),
         (["{}/run", "--out", "{}/absent/x.html"], "cannot write"),
@@ -204,7 +199,7 @@ def test_a_mistake_is_one_line(
 
 def test_it_starts_without_torch() -> None:
     code = (
-        "import sys, flowtrain.report.viewer.__main__; print(sorted({'torch', 'transformers', "
+        "import sys, flowtrain.view.__main__; print(sorted({'torch', 'transformers', "
         "'matplotlib'} & set(sys.modules)))"
     )
     assert (

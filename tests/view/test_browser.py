@@ -13,7 +13,7 @@ import pytest
 from browser import CHROMIUM, Browser
 
 from flowtrain.report import TrajectoryLog
-from flowtrain.report.viewer.page import build_page
+from flowtrain.view.page import build_page
 
 HOSTILE = (
     "</script><img src=x onerror='window.pwned = 1'><script>window.pwned = "

@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from flowtrain.agents.planner import NO_TOOL
-from flowtrain.report.viewer.detokenize import pieces, text_of
-from flowtrain.report.viewer.log import Place, is_right
+from flowtrain.view.detokenize import pieces, text_of
+from flowtrain.view.log import Place, is_right
 
 LONGEST_TEXT = 20_000
 """Characters of a result or an answer; more are cut and counted."""

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from flowtrain.report import MetricsLog, TrajectoryLog
-from flowtrain.report.viewer.data import Run
-from flowtrain.report.viewer.rollouts import LONGEST_TEXT
 from flowtrain.types import Action, FinishReason, Group, ToolCall, ToolResult
+from flowtrain.view.data import Run
+from flowtrain.view.rollouts import LONGEST_TEXT
 
 
 def data(run: Path, number: int = 100) -> dict[str, Any]:

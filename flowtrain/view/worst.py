@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from flowtrain.report.jsonl import read_lines
-from flowtrain.report.viewer.detokenize import text_of
+from flowtrain.view.detokenize import text_of
 
 NUM_SHOWN = 30
 """Tokens of a page."""
@@ -21,21 +21,25 @@ def worst_tokens(run_dir: Path, tokenizer: Tokenizer | None) -> list[dict[str, A
     path = run_dir / "worst_tokens.jsonl"
     if not path.is_file():
         return []
-    return [
-        {
-            "rollout": f"train.{each['step']}.{each['group_index']}.{each['member']}",
-            "step": each["step"],
-            "sampler": each["sampler"],
-            "trainer": each["trainer"],
-            "before": _text(tokenizer, each["before"]),
-            "text": _text(tokenizer, [each["id"]]),
-            "after": _text(tokenizer, each["after"]),
-        }
-        for each in heapq.nlargest(NUM_SHOWN, read_lines(path), key=_distance)
-    ]
+    worst = heapq.nlargest(NUM_SHOWN, read_lines(path), key=distance)
+    return [worst_token(each, tokenizer) for each in worst]
 
 
-def _distance(record: dict[str, Any]) -> float:
+def worst_token(record: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Convert a line of the log."""
+    return {
+        "rollout": f"train.{record['step']}.{record['group_index']}.{record['member']}",
+        "step": record["step"],
+        "sampler": record["sampler"],
+        "trainer": record["trainer"],
+        "before": _text(tokenizer, record["before"]),
+        "text": _text(tokenizer, [record["id"]]),
+        "after": _text(tokenizer, record["after"]),
+    }
+
+
+def distance(record: Mapping[str, Any]) -> float:
+    """Return how far trainer and sampler are apart, in nats."""
     return abs(float(record["trainer"]) - float(record["sampler"]))
 
 
