@@ -27,7 +27,6 @@ from flowkernels import LossSpec
 
 from flowtrain import report
 from flowtrain.agents.base import Agent
-from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.teacher import is_readable
@@ -36,7 +35,6 @@ from flowtrain.config import Config
 from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY
-from flowtrain.rewards import score
 from flowtrain.rewards.shortcuts import REASONS, shortcut
 from flowtrain.run.banner import rft_banner
 from flowtrain.run.components import RunComponents, lock_run_dir
@@ -46,7 +44,7 @@ from flowtrain.run.demonstrations import (
     cost_text,
     open_log,
 )
-from flowtrain.run.experts import asked_policies, draw_tasks, make_expert
+from flowtrain.run.experts import asked_policies, demonstrate, draw_tasks, make_expert
 from flowtrain.run.policy_trainer import make_trainer, publish_start
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
@@ -114,8 +112,9 @@ def _run(
     started = time.monotonic()
     agent, run_dir = _open(components, {} if log is None else log.facts, cleanup)
     components.show_sources()
-    if log is None:  # a script's are not kept, and made again in no time
-        demonstrations = _demonstrate(components, agent)
+    demonstrations: Sequence[Trajectory]
+    if log is None:  # they are not kept, so nothing is lost when they are interrupted
+        demonstrations = demonstrate(components, agent)
         interrupt.defer()
     else:
         interrupt.defer()
@@ -289,26 +288,6 @@ def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> Non
         sync_tree(scratch)
         put_folder(scratch, path)
     print(f"model: {path}")
-
-
-def _demonstrate(components: RunComponents, agent: Agent) -> list[Trajectory]:
-    """Collect this rank's share of the rollouts, and score them."""
-    config, world = components.config, components.world
-    tasks = draw_tasks(components.tasks, config)
-    num_mine = len(range(world.rank, len(tasks), world.size))
-    with waiting("demonstrations", total=num_mine, is_shown=world.is_main) as tick:
-        groups = collect(
-            agent,
-            tasks,
-            group_size=1,
-            seed=derive_seed(config.run.seed, "rft"),
-            max_in_flight=config.rollout.max_in_flight,
-            rank=world.rank,
-            num_ranks=world.size,
-            on_done=tick,
-        )
-    scored = score(groups, components.make_judge(), components.reward_functions)
-    return [trajectory for group in scored for trajectory in group.trajectories]
 
 
 def _learn_from_teacher(
