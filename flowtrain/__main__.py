@@ -50,7 +50,11 @@ def main() -> int:
         return 2
     sys.argv[:2] = [f"flowtrain {name}"]
     # As `python -m` would, so that processes which the command starts import the same main module.
-    runpy.run_module(f"flowtrain.{name}", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(f"flowtrain.{name}", run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # commands catch it by themselves, once they are imported
+        print(f"flowtrain {name}: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -63,7 +63,6 @@ from flowtrain.types import (
 )
 from flowtrain.utils.files import put_folder, remove, sync_tree
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
 from flowtrain.weights.files import writing_tensors
 
@@ -86,15 +85,14 @@ def rft(config: Config) -> int:
         missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
         interrupt = cleanup.enter_context(Interrupt())
         asked = asked_policies(config)
-        with waiting("loading the model and the questions", is_shown=world.is_main):
-            components = RunComponents.prepare(
-                config,
-                world,
-                fictional=config.rft.fictional,
-                scripted=not asked,
-                with_weights=not config.rft.collect_only or config.train.policy in asked,
-                teacher=config.rft.expert if missing else "",
-            )
+        components = RunComponents.prepare(
+            config,
+            world,
+            fictional=config.rft.fictional,
+            scripted=not asked,
+            with_weights=not config.rft.collect_only or config.train.policy in asked,
+            teacher=config.rft.expert if missing else "",
+        )
         cleanup.callback(components.close)
         if world.is_main:
             print(rft_banner(components), flush=True)

@@ -65,12 +65,10 @@ def train(config: Config) -> int:
     if config.run.dry_run:
         return dry_run(config)
     with Interrupt() as interrupt, open_run(config, interrupt) as run:
-        interrupt.defer()
         config = run.config
         gather = next_batch if config.dataflow.url else sample
         warm = run.evaluate_warm()
-        if run.is_interrupted():
-            return INTERRUPTED
+        interrupt.defer()
         saved_step = run.start_step
         gate = MismatchGate(config, run.placement.world)
         timer = StepTimer()

@@ -344,7 +344,7 @@ def roll_out(
     Who waits for long is told how many of `name` are done.
     """
     num_mine = len(range(max(samplers.rank, 0), len(tasks), samplers.size)) * trials
-    with waiting(f"rollouts of {name}", total=num_mine, is_shown=samplers.rank == 0) as tick:
+    with waiting(f"rollouts of {name}", samplers.rank == 0, total=num_mine) as tick:
         groups = collect(
             agent,
             tasks,

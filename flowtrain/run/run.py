@@ -102,7 +102,7 @@ class Run(Learner):
         samplers, rollout = self.placement.samplers, self.config.rollout
         is_shown = samplers.rank == 0 and (sys.stderr.isatty() or step == self.start_step + 1)
         total = rollout.num_questions // samplers.size * self.algorithm.num_roots
-        return waiting(f"rollouts of step {step}", total=total, is_shown=is_shown)
+        return waiting(f"rollouts of step {step}", is_shown, total=total)
 
     def held_states(self) -> AbstractContextManager[None]:
         """Keep the states of tools for a block in which rollouts branch, and free them then."""
@@ -257,22 +257,20 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     cleanup.callback(monitor.close)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
-    with waiting("loading the model and the questions", is_shown=world.is_main):
-        components = RunComponents.prepare(config, world)
-        cleanup.callback(components.close)
-        config = components.config
-        benchmarks = load_benchmarks(config)
-        memory_plan = components.plan_memory(placement)
+    components = RunComponents.prepare(config, world)
+    cleanup.callback(components.close)
+    config = components.config
+    benchmarks = load_benchmarks(config)
+    memory_plan = components.plan_memory(placement)
     if world.is_main:
         print(train_banner(components, placement), memory_plan.text(), sep="\n", flush=True)
     store = WeightStore(Path(config.run.dir) / "weights")
     # Only the trained policy follows the store, another one is frozen.
-    with waiting(f"starting the engine, {config.rollout.engine}", is_shown=world.is_main):
-        engines = (
-            components.make_policy_engines({config.train.policy: store})
-            if placement.samplers.is_member and config.samples_here
-            else components.make_no_engines()
-        )
+    engines = (
+        components.make_policy_engines({config.train.policy: store})
+        if placement.samplers.is_member and config.samples_here
+        else components.make_no_engines()
+    )
     for engine in engines.values():
         cleanup.callback(engine.close)
     judge = components.make_judge()
@@ -290,11 +288,11 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         cleanup.callback(policy_trainer.publisher.close)
     else:
         components.model.to("meta")  # its memory is not needed here
-    with waiting("reading the checkpoint", is_shown=world.is_main):
+    with waiting("reading the checkpoint", world.is_main):
         state = _resume(config, run_dir, policy_trainer, world)
     if world.is_main and state["step"]:
         print(f"it goes on after step {state['step']}", flush=True)
-    with waiting("publishing and loading the weights", is_shown=world.is_main):
+    with waiting("publishing and loading the weights", world.is_main):
         if policy_trainer is not None:
             policy_trainer.republish(state["step"])
         placement.wait()

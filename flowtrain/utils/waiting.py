@@ -21,14 +21,14 @@ _LOGGED_S = 30.0
 
 
 @contextmanager
-def waiting(what: str, *, total: int = 0, is_shown: bool = True) -> Iterator[Callable[[], None]]:
+def waiting(what: str, is_shown: bool = True, *, total: int = 0) -> Iterator[Callable[[], None]]:
     """Tell on stderr what the block waits for, once it has lasted `PATIENCE_S`, and then how far it
     is: "held-out rollouts: 40 of 120, 8 s ...". On a terminal nothing is left of it in the end.
 
     Args:
         what: what is done, as a person says it: "loading the model".
-        total: how many things are counted; 0: nothing is.
         is_shown: false on all ranks but one.
+        total: how many things are counted; 0: nothing is.
 
     Yields:
         What to call whenever one of the things is done, from any thread.
