@@ -12,8 +12,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import logging
 import secrets
 import socket
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -31,6 +33,7 @@ from flowtrain.view.page import live_page
 from flowtrain.view.run import is_run, read_config
 from flowtrain.view.runs import RunTable, find_runs
 
+_log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "FLOWTRAIN_VIEW_TOKEN"
 """Not FLOWTRAIN_TOKEN: whoever may look must not be able to write to a dataflow."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -214,9 +217,9 @@ class Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: strangers must not be able to fill the terminal, and a browser that has gone
-        is no news.
-        """
+        """Say nothing of connections that break, which strangers could fill the terminal with."""
+        if not isinstance(sys.exception(), OSError):
+            _log.exception("an answer failed")
 
 
 class _Handler(BaseHTTPRequestHandler):
