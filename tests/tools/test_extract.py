@@ -40,7 +40,8 @@ def page(body: str | bytes, charset: str = "", content_type: str = "text/html") 
 
 
 def test_of_a_short_page_the_menu_goes_too(extractor: Extractor) -> None:
-    menu = f"<nav><ul>{'<li>Section</li>' * 30}</ul></nav>"
+    items = "".join(f"<li><a href='/{number}'>Section {number}</a></li>" for number in range(30))
+    menu = f"<nav><ul>{items}</ul></nav>"
     text = extractor.text(page(f"<html><body>{menu}<p>{SENTENCE}</p></body></html>"))
     assert text.strip() == SENTENCE
     assert "Section" in extractor.text(page(f"<html><body>{menu}</body></html>"))
