@@ -25,7 +25,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.torchrun --nproc_per_no
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-optional test-vllm attack dist try-dist lint typecheck bench docs docs-serve
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-loggers test-optional test-vllm attack dist try-dist lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -90,6 +90,16 @@ $(VENV)/optional/.done: $(VENV)/.done
 
 test-optional: $(VENV)/optional/.done
 	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py tests/training/test_lora.py
+
+# Loggers with the real wandb, trackio and mlflow, offline, in an environment that sees this one.
+$(VENV)/loggers/.done: $(VENV)/.done
+	$(BIN)/python -m venv $(VENV)/loggers
+	$(VENV)/loggers/bin/pip install --quiet 'wandb>=0.17' 'trackio>=0.43' mlflow-skinny
+	touch $@
+
+test-loggers: $(VENV)/loggers/.done
+	PYTHONPATH=kernels:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+		$(VENV)/loggers/bin/python -m pytest tests/report/test_loggers.py
 
 # In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm

@@ -18,7 +18,7 @@ COMMANDS = {
     "node": "a rollout node: follows weights, leases work, pushes groups",
     "weights": "inspect, verify, serve and clean versions of weights",
     "launch": "service, weights, trainers and nodes of a plan, over SSH, Slurm or Kubernetes",
-    "report.viewer": "every rollout of a run turn by turn, as a page",
+    "view": "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
     "report.curves": "the curves of runs, as a picture",
     "tasks.annotate": "questions with sub-goals, by a language model",
 }
@@ -50,7 +50,11 @@ def main() -> int:
         return 2
     sys.argv[:2] = [f"flowtrain {name}"]
     # As `python -m` would, so that processes which the command starts import the same main module.
-    runpy.run_module(f"flowtrain.{name}", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(f"flowtrain.{name}", run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # commands catch it by themselves, once they are imported
+        print(f"flowtrain {name}: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -27,17 +27,16 @@ from flowkernels import LossSpec
 
 from flowtrain import report
 from flowtrain.agents.base import Agent
-from flowtrain.agents.collect import collect
 from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.teacher import is_readable
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
-from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
+from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY
-from flowtrain.rewards import score
 from flowtrain.rewards.shortcuts import REASONS, shortcut
+from flowtrain.run.banner import rft_banner
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.demonstrations import (
     DemonstrationLog,
@@ -45,7 +44,7 @@ from flowtrain.run.demonstrations import (
     cost_text,
     open_log,
 )
-from flowtrain.run.experts import asked_policies, draw_tasks, make_expert
+from flowtrain.run.experts import asked_policies, demonstrate, draw_tasks, make_expert
 from flowtrain.run.policy_trainer import make_trainer, publish_start
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
@@ -84,6 +83,7 @@ def rft(config: Config) -> int:
             )
         log = None if config.rft.expert in EXPERTS else open_log(config)
         missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
+        interrupt = cleanup.enter_context(Interrupt())
         asked = asked_policies(config)
         components = RunComponents.prepare(
             config,
@@ -94,7 +94,8 @@ def rft(config: Config) -> int:
             teacher=config.rft.expert if missing else "",
         )
         cleanup.callback(components.close)
-        interrupt = cleanup.enter_context(Interrupt())
+        if world.is_main:
+            print(rft_banner(components), flush=True)
         return _run(components, log, missing, interrupt, cleanup)
 
 
@@ -109,9 +110,12 @@ def _run(
     started = time.monotonic()
     agent, run_dir = _open(components, {} if log is None else log.facts, cleanup)
     components.show_sources()
-    if log is None:
-        demonstrations = _demonstrate(components, agent)
+    demonstrations: Sequence[Trajectory]
+    if log is None:  # they are not kept, so nothing is lost when they are interrupted
+        demonstrations = demonstrate(components, agent)
+        interrupt.defer()
     else:
+        interrupt.defer()
         demonstrations = _learn_from_teacher(components, agent, log, missing, interrupt)
         if missing and interrupt.requested:
             print(
@@ -284,22 +288,6 @@ def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> Non
     print(f"model: {path}")
 
 
-def _demonstrate(components: RunComponents, agent: Agent) -> list[Trajectory]:
-    """Collect this rank's share of the rollouts, and score them."""
-    config, world = components.config, components.world
-    groups = collect(
-        agent,
-        draw_tasks(components.tasks, config),
-        group_size=1,
-        seed=derive_seed(config.run.seed, "rft"),
-        max_in_flight=config.rollout.max_in_flight,
-        rank=world.rank,
-        num_ranks=world.size,
-    )
-    scored = score(groups, components.make_judge(), components.reward_functions)
-    return [trajectory for group in scored for trajectory in group.trajectories]
-
-
 def _learn_from_teacher(
     components: RunComponents,
     agent: Agent,
@@ -394,4 +382,4 @@ def _batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[
 
 
 if __name__ == "__main__":
-    end_process(run_command("flowtrain.rft", rft))
+    end_process(run_command("flowtrain.rft", rft, goes_on=GOES_ON))

@@ -35,7 +35,7 @@ from dataclasses import replace
 from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
-from flowtrain.config.command import INTERRUPTED, Interrupt, run_command
+from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
 from flowtrain.run.learner import Learner
@@ -68,6 +68,7 @@ def train(config: Config) -> int:
         config = run.config
         gather = next_batch if config.dataflow.url else sample
         warm = run.evaluate_warm()
+        interrupt.defer()
         saved_step = run.start_step
         gate = MismatchGate(config, run.placement.world)
         timer = StepTimer()
@@ -120,7 +121,7 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
     agent = run.agent_of(step)
     tasks = run.cursor.take(config.num_questions)
     with run.held_states():
-        with timer("collect"):
+        with timer("collect"), run.waiting_for_rollouts(step) as tick:
             groups = collect(
                 agent,
                 tasks,
@@ -131,6 +132,7 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
                 num_ranks=samplers.size,
                 straggler_share=config.straggler_share,
                 straggler_s=config.straggler_s,
+                on_done=tick,
             )
         with timer("branch"):
             branches = run.algorithm.branch(step, groups, run.trainer, run.components.tokenizer)
@@ -164,4 +166,4 @@ def next_batch(run: Run, step: int, timer: StepTimer) -> Rollouts | None:
 
 
 if __name__ == "__main__":
-    end_process(run_command("flowtrain.train", train))
+    end_process(run_command("flowtrain.train", train, goes_on=GOES_ON))

@@ -241,7 +241,7 @@ ORDER = (
     ("rewards", "algorithms", "report"),
     ("dataflow",),
     ("run",),
-    ("node", "evals", "launch"),
+    ("node", "evals", "launch", "view"),
     ("train", "rft"),
     ("replay", "torchrun"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,15 @@ def test_an_unknown_command_is_refused_with_the_nearest(
     monkeypatch.setattr(sys, "argv", ["flowtrain", "nodes"])
     assert main() == 2
     assert capsys.readouterr().err == "flowtrain: unknown command 'nodes'; did you mean node?\n"
+
+
+def test_ctrl_c_while_a_command_is_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "evals"])
+    monkeypatch.setattr(runpy, "run_module", interrupted)
+    assert main() == 130
+    assert capsys.readouterr().err == "flowtrain evals: interrupted\n"

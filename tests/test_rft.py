@@ -62,8 +62,8 @@ def imitate(
     config = parse(["--config", "configs/quickstart.toml", "--run.dir", str(place), *few, *options])
     assert config is not None
     with monkeypatch.context() as patched:
-        real = command._demonstrate
-        patched.setattr(command, "_demonstrate", demonstrate)
+        real = command.demonstrate
+        patched.setattr(command, "demonstrate", demonstrate)
         return command.rft(config)
 
 

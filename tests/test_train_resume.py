@@ -130,10 +130,7 @@ def test_an_interrupt_ends_the_step_saves_and_can_be_resumed(
     check_same_run(run, full)
 
 
-def test_a_second_interrupt_ends_the_run_at_once(
-    server: Server, words: tuple[str, ...], tmp_path: Path
-) -> None:
-    before = """
+STUCK = """
 import asyncio, flowtrain.agents.flow, flowtrain.config.command
 flowtrain.config.command._ECHO_S = -1.0
 async def stuck(self, *what):
@@ -141,7 +138,28 @@ async def stuck(self, *what):
     await asyncio.sleep(60)
 flowtrain.agents.flow.Flow.run = stuck
 """
-    process = server.start("train", *words, "--run.dir", tmp_path / "run", before=before)
+
+
+def test_the_first_interrupt_ends_a_run_that_has_nothing_to_save(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = (*words, "--eval.at_ends", "true", "--run.dir", str(tmp_path / "run"))
+    process = server.start("train", *words, before=STUCK)
+    process.wait_for(lambda: "stuck" in process.out.read_text())
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout_s=20) == 130
+    said = process.err.read_text()
+    assert "Traceback" not in said
+    assert said.splitlines()[-1].endswith(
+        "interrupted; the same command with --resume auto goes on"
+    )
+
+
+def test_a_second_interrupt_ends_the_run_at_once(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = (*words, "--eval.at_ends", "false", "--run.dir", str(tmp_path / "run"))
+    process = server.start("train", *words, before=STUCK)
     process.wait_for(lambda: "stuck" in process.out.read_text())
     os.kill(process.pid, signal.SIGINT)
     process.wait_for(lambda: "once more to stop at once" in process.err.read_text())

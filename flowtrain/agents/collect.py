@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any, TypeVar
@@ -19,6 +19,10 @@ from flowtrain.utils.seeds import derive_seed
 T = TypeVar("T")
 
 
+def _nobody_counts() -> None:
+    pass
+
+
 def collect(
     agent: Agent,
     tasks: Sequence[Task],
@@ -30,12 +34,14 @@ def collect(
     num_ranks: int = 1,
     straggler_share: float = 1.0,
     straggler_s: float = 60.0,
+    on_done: Callable[[], None] = _nobody_counts,
 ) -> list[Group]:
     """Roll out each task of this rank `group_size` times, `max_in_flight` rollouts at a time.
 
     Task i belongs to rank i mod num_ranks; rank -1 has none. `seed` is the step's: the same tasks
     and seed give the same rollouts, on any number of ranks. Once the share `straggler_share` of the
-    rollouts is done, the turns of the others end `straggler_s` seconds later.
+    rollouts is done, the turns of the others end `straggler_s` seconds later. `on_done` is called
+    as each rollout ends.
 
     Raises UserError when a frozen module's engine refuses all requests, and ExceptionGroup for
     unforeseen failures.
@@ -44,7 +50,7 @@ def collect(
     requests = [
         RolloutRequest(index, task, number) for index, task in mine for number in range(group_size)
     ]
-    done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s)
+    done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s, on_done)
     return [Group(index, tuple(islice(done, group_size))) for index, _ in mine]
 
 
@@ -71,7 +77,7 @@ def collect_branches(
         for group, at in zip(groups, points, strict=True)
         for request in missing(group, at, group_size)
     ]
-    done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s)
+    done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s, _nobody_counts)
     return [
         replace(g, trajectories=(*g.trajectories, *islice(done, group_size - len(g.trajectories))))
         for g in groups
@@ -134,6 +140,7 @@ async def _collect(
     max_in_flight: int,
     straggler_share: float,
     straggler_s: float,
+    on_done: Callable[[], None],
 ) -> list[Trajectory]:
     num_enough = math.ceil(straggler_share * len(requests))
     num_done = 0
@@ -147,6 +154,7 @@ async def _collect(
             own_seed = derive_seed(seed, request.index, request.task.id, request.number)
             trajectory = await agent.run(request.task, own_seed, cutoff, request.start)
         num_done += 1
+        on_done()
         if num_done == num_enough:
             cutoff.set(asyncio.get_running_loop().time() + straggler_s)
         return trajectory

@@ -15,19 +15,26 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.config.options import help_text, help_topic, parse, shows_config, to_toml
 from flowtrain.types import UserError
+from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.terminal import protect_output
 
 INTERRUPTED = 130
+GOES_ON = "the same command with --resume auto goes on"
 _ECHO_S = 2.0
 
 
 def run_command(
-    module: str, body: Callable[[Config], int], argv: Sequence[str] | None = None
+    module: str,
+    body: Callable[[Config], int],
+    argv: Sequence[str] | None = None,
+    *,
+    goes_on: str = "",
 ) -> int:
     """Parse the options, run `body` and return its exit code: 2 after a UserError, 130 after an
     interrupt. Under torchrun only rank 0 prints. Who asks for help or the config gets no run.
 
-    `argv`: the options, where a command has arguments besides.
+    `argv`: the options, where a command has arguments besides. `goes_on` says, after an interrupt,
+    how what was interrupted goes on.
     """
     protect_output()
     is_main = os.environ.get("RANK", "0") == "0"
@@ -41,14 +48,25 @@ def run_command(
             if is_main:
                 print(to_toml(config), end="")
             return 0
-        return body(config)
+        if config.log.format == "json":
+            print_json(module)
+        code = body(config)
+        if code == INTERRUPTED and is_main:
+            say(_interrupted(module, goes_on))
+        return code
     except UserError as error:
         if is_main:
-            print(f"{module}: {error}", file=sys.stderr)
+            say(f"{module}: {error}", "error")
         _tell_torchrun(f"{module}: {error}")
         return 2
     except KeyboardInterrupt:
+        if is_main:
+            say(_interrupted(module, goes_on))
         return INTERRUPTED
+
+
+def _interrupted(module: str, goes_on: str) -> str:
+    return f"{module}: interrupted{'; ' * bool(goes_on)}{goes_on}"
 
 
 def _tell_torchrun(line: str) -> None:
@@ -59,8 +77,8 @@ def _tell_torchrun(line: str) -> None:
 
 
 class Interrupt:
-    """Turns Ctrl-C and SIGTERM inside `with` into a request to end after the current step; a second
-    one ends the process at once.
+    """Turns Ctrl-C and SIGTERM inside `with` into KeyboardInterrupt, as long as a command starts;
+    after `defer` into a request to end after the current step, and then a second one ends at once.
 
     torchrun repeats the signal that the terminal has sent, so one that follows within `_ECHO_S`
     seconds is the same request.
@@ -68,6 +86,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = False
+        self._is_deferred = False
         self._requested_at = 0.0
         self._before: dict[int, Any] = {}
 
@@ -78,11 +97,19 @@ class Interrupt:
         }
         return self
 
+    def defer(self) -> None:
+        """From now on there is something to finish and to save."""
+        self._is_deferred = True
+
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if not self._is_deferred:
+            self._is_deferred = True  # what is cleaned up now is not broken off by an echo
+            self.requested, self._requested_at = True, time.monotonic()
+            raise KeyboardInterrupt
         if self.requested:
             if time.monotonic() - self._requested_at > _ECHO_S:
                 raise KeyboardInterrupt

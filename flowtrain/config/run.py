@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -91,6 +91,30 @@ class Log(Section):
     """write TensorBoard files into run.dir"""
     wandb_project: str = ""
     """also log to this Weights & Biases project (pip install 'flowtrain[wandb]')"""
+    wandb_entity: str = ""
+    """user or team of the W&B project; empty: that of your login"""
+    wandb_group: str = ""
+    """W&B group of the run, as for seeds of one experiment"""
+    wandb_tags: tuple[str, ...] = ()
+    """W&B tags of the run"""
+    loggers: tuple[str, ...] = ()
+    """further places for the numbers: trackio, names of entry points flowtrain.loggers, or
+    FILE.py:NAME of your own (docs/metrics.md)"""
+    logger_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """options of log.loggers, a table for each by its name: {trackio = {project = "p"}}"""
+    rollouts: int = Field(0, ge=0, le=100)
+    """rollouts of each step that TensorBoard, W&B and other loggers show as texts or a table"""
+    rollout_chars: int = Field(2000, ge=10, le=100_000)
+    """longest question, answer and text of all turns of log.rollouts; the rest is cut"""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """answer /metrics, for Prometheus, and /health at this port; 0: do not (pip install
+    'flowtrain[serve]'; docs/metrics.md)"""
+    metrics_host: str = "127.0.0.1"
+    """address for log.metrics_port; the default answers this machine alone"""
+    open_metrics: bool = False
+    """answer /metrics without the token FLOWTRAIN_TOKEN, too"""
+    format: Literal["plain", "json"] = "plain"
+    """of what the run prints: for people, or a JSON object a line"""
     replay: bool = False
     """keep in run.dir/replay what every step was trained from and the digests of every version, so
     that `python -m flowtrain.replay` can make the run again (docs/replay.md)"""

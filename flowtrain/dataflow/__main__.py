@@ -15,19 +15,25 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse, shows_config, to_toml
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
+from flowtrain.dataflow.measures import Measures
 from flowtrain.dataflow.service import Service
 from flowtrain.dataflow.show import status_text
 from flowtrain.types import UserError
 from flowtrain.utils import serving, tokens
 from flowtrain.utils.commands import Commands, add_server, add_tokens
+from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
 from flowtrain.utils.terminal import bare, protect_output
-from flowtrain.utils.tokens import Role, TokenFile
+from flowtrain.utils.tokens import Access, Role, TokenFile
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 _COMMAND = "python -m flowtrain.dataflow"
 _CLEAR = "\x1b[H\x1b[2J"
@@ -41,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options, rest)
         return code
     except (Refused, Unavailable) as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
+        say(f"{_COMMAND}: {error}", "error")
         return 1
     except UserError as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
+        say(f"{_COMMAND}: {error}", "error")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -53,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import open_ledger
 
+    config = _config(rest)
+    if "json" in (options.log_format, config.log.format):
+        print_json(_COMMAND.removeprefix("python -m "))
     token_file = TokenFile(options.tokens) if options.tokens else None
     with ExitStack() as cleanup:
         if "://" not in options.database:  # several services may share a PostgreSQL server
@@ -60,13 +69,20 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             lock = path.with_name(f"{path.name}.lock")
             cure = "end it or give another --database"
             cleanup.enter_context(Lock(lock, options.database, cure))
-        ledger = open_ledger(_config(rest), options.database)
-        run = ledger.run
+        ledger = open_ledger(config, options.database)
+        run, lease_s = ledger.run, ledger.config.dataflow.lease_s
+
+        def make_app(token: str) -> ASGIApp:
+            readers = None if options.open_metrics else Access(token, token_file)
+            measures = Measures(ledger, readers, lease_s)
+            seconds = measures.ledger_seconds
+            return measures.monitor.watching(Service(ledger, run, token, token_file, seconds))
+
         if ledger.collector is not None:
             cleanup.enter_context(ledger.collector.running())
         serving.serve(
             f"run {run}",
-            lambda token: Service(ledger, run, token, token_file),
+            make_app,
             options.host,
             options.port,
             per_address=options.connections_per_address,
@@ -187,10 +203,10 @@ def _parser() -> argparse.ArgumentParser:
     token = commands.add("token", _token, summary, example="issue eu-1 --tokens tokens.json")
     text = "issue prints a new token, which is stored nowhere; servers see changes at once"
     token.add_argument("action", choices=("issue", "list", "revoke"), help=text)
-    text = "name of the node (its --name), or policy of the trainer"
+    text = "name of the node (its --name), policy of the trainer, or any name of a monitor"
     token.add_argument("name", metavar="NAME", nargs="?", help=text)
-    roles = (Role.NODE.value, Role.TRAINER.value, Role.AUDITOR.value)
-    token.add_argument("--role", choices=roles, default=roles[0], help="default: node")
+    roles = [role.value for role in Role if role != Role.ALL]
+    token.add_argument("--role", choices=roles, default="node", help="default: node")
     add_tokens(token, required=True)
 
     summary = "rates, buffers, staleness, nodes; a table that goes on in a terminal"

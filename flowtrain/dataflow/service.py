@@ -11,9 +11,11 @@ import asyncio
 import contextlib
 import logging
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flowtrain.dataflow.codec import pack, unpack
@@ -36,6 +38,7 @@ from flowtrain.dataflow.wire import (
 )
 from flowtrain.types import UserError
 from flowtrain.utils import serving
+from flowtrain.utils.monitoring import Seconds
 from flowtrain.utils.serving import Rejected
 from flowtrain.utils.tokens import Access, Caller, Role, TokenFile
 
@@ -74,19 +77,26 @@ class Service:
     """An ASGI application."""
 
     def __init__(
-        self, ledger: Dataflow, run: str, token: str, tokens: TokenFile | None = None
+        self,
+        ledger: Dataflow,
+        run: str,
+        token: str,
+        tokens: TokenFile | None = None,
+        seconds: Seconds | None = None,
     ) -> None:
         """
         Args:
             run: identity of the ledger's run.
             token: opens everything; it may be empty where there are `tokens`.
             tokens: those of nodes and trainers, each for requests in its own name.
+            seconds: gets the time that the ledger worked, by method.
 
         Raises:
             UserError: a package is missing, or a token fits into no header.
         """
         serving.require("starlette.requests", "starlette.responses")
         self._ledger, self._run, self._access = ledger, run, Access(token, tokens)
+        self._seconds = seconds
         # Pushes may wait for an object store; renewals do not wait for pushes.
         self._pushes = _Desk(ThreadPoolExecutor(_NUM_THREADS, "pushes"))
         self._others = _Desk(ThreadPoolExecutor(_NUM_THREADS, "ledger"))
@@ -172,7 +182,7 @@ class Service:
 
     def _work(self, caller: Caller, name: str, body: bytes) -> tuple[bytes, float]:
         """The answer, and for how many seconds a better one may be waited for."""
-        kind, ask = METHODS[name].request, getattr(self._ledger, name)
+        kind, ask = METHODS[name].request, partial(self._ask, name)
         if kind is None:
             return pack(ask()), 0.0
         try:
@@ -190,3 +200,12 @@ class Service:
             return pack(ask(asked)), 0.0
         batch: Batch = ask(replace(asked, wait_s=0.0))
         return pack(batch), min(asked.wait_s, MAX_WAIT_S) if batch.num_missing else 0.0
+
+    def _ask(self, name: str, *request: Any) -> Any:
+        """The ledger's answer, and how long it took."""
+        began = time.monotonic()
+        try:
+            return getattr(self._ledger, name)(*request)
+        finally:
+            if self._seconds is not None:
+                self._seconds.add(name, time.monotonic() - began)

@@ -241,7 +241,7 @@ def _report(
         plot_turns(accuracy_by_turns(rows), request.out / "turns.png")
         files += ", turns.png"
     _warn_of_failures(rows, entries)
-    print(f"{request.out}/{files}; to look at it: python -m flowtrain.report.viewer {request.out}")
+    print(f"{request.out}/{files}; to look at it: python -m flowtrain.view {request.out}")
 
 
 def _warn_of_failures(rows: Sequence[Row], entries: Sequence[Entry]) -> None:

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import get_args
 
@@ -25,6 +26,8 @@ from flowtrain.config.options import check_allowed
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import PolicyName, UserError
+from flowtrain.utils.commands import number
+from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.serving import TOKEN_VARIABLE
 from flowtrain.utils.terminal import protect_output
 
@@ -69,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 after the work or a signal, 1 when something failed, 2 for a user's mistake."""
     protect_output()
     options, args = _parser().parse_known_args(argv)
+    if options.log_format == "json":
+        print_json(_COMMAND.removeprefix("python -m "))
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         check_allowed(args, OWN_KEYS)
@@ -81,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stores: dict[str, str] = {}
         for policy, location in map(_store, options.store):
             stores[policy] = ",".join(filter(None, (stores.get(policy), location)))
-        with logging_redirect_tqdm():
+        with logging_redirect_tqdm() if options.log_format == "plain" else nullcontext():
             run(
                 options.dataflow,
                 options.name,
@@ -90,9 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args=args,
                 token=token,
                 audits=options.audit,
+                metrics=(options.metrics_host, options.metrics_port),
             )
     except (UserError, Refused, Unavailable, EngineError) as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
+        say(f"{_COMMAND}: {error}", "error")
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:  # before there was a lease
         pass
@@ -144,6 +150,25 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="groups to push before the node ends; default: no end",
+    )
+    parser.add_argument(
+        "--metrics_port",
+        type=number(0, 65535),
+        default=0,
+        metavar="PORT",
+        help=f"answer /health, and /metrics with the token {TOKEN_VARIABLE}; default: do not",
+    )
+    parser.add_argument(
+        "--metrics_host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address for it (default: this machine alone, %(default)s)",
+    )
+    parser.add_argument(
+        "--log_format",
+        choices=("plain", "json"),
+        default="plain",
+        help="of what is printed: for people, or a JSON object a line (default: plain)",
     )
     parser.add_argument(
         "--audit",

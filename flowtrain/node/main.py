@@ -19,8 +19,10 @@ from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.auditor import Auditor, check_audit
+from flowtrain.node.measures import MetricsAddress, answering
 from flowtrain.node.membership import Membership
 from flowtrain.node.node import Node
+from flowtrain.node.progress import NodeProgress
 from flowtrain.node.setup import check, make_sampler, store_of
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.types import UserError
@@ -40,17 +42,20 @@ def run(
     args: Sequence[str],
     token: str,
     audits: bool = False,
+    metrics: tuple[str, int] = ("", 0),
 ) -> None:
     """Serve until a signal, `num_groups` groups (0: any number), or the end of training; with
     `audits` check the groups of other nodes.
 
     `stores` has locations of weight stores by policy, `args` config options over those of the run.
+    `metrics`: host and port to answer /metrics at; port 0: nowhere.
     Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup of unforeseen errors.
     """
     with Client(url, token) as client:
         config = parse_over(Membership.join(client, name, {}).joined.config, args)
     check(config)
-    serve = partial(_serve, num_groups=num_groups, token=token)
+    address = MetricsAddress(*metrics, token)
+    serve = partial(_serve, num_groups=num_groups, token=token, metrics=address)
     if audits:
         check_audit(config)
         serve = partial(_audit, token=token)
@@ -72,6 +77,7 @@ def _serve(
     *,
     num_groups: int,
     token: str,
+    metrics: MetricsAddress,
 ) -> None:
     """Serve until the node is stopped. Raises PoliciesChanged, alone or in a group."""
     locations = _wait_for_trainers(client, config, stores, name)
@@ -82,6 +88,7 @@ def _serve(
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.joined.policies)
+        progress = NodeProgress(num_groups)
         node = Node(
             member,
             sampler.rollout,
@@ -91,9 +98,11 @@ def _serve(
             max_staleness=config.dataflow.max_staleness,
             num_groups=num_groups,
             branching=sampler.branching,
+            progress=progress,
         )
         try:
-            num_pushed = asyncio.run(_until_signalled(node))
+            with answering(metrics, progress, sampled):
+                num_pushed = asyncio.run(_until_signalled(node))
         finally:
             syncer.close()
     print(f"{name}: {num_pushed} groups pushed", file=sys.stderr)

@@ -4,41 +4,34 @@
 
 from __future__ import annotations
 
-import importlib
-import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from flowtrain.report.jsonl import append_lines, cut_lines, json_value, read_lines
-from flowtrain.report.run_dir import atomic_write_text
-from flowtrain.types import Call, Group, ToolCall, ToolResult, Trajectory, Turn, UserError
-from flowtrain.utils.files import writing
+from flowtrain.report.loggers import Logger, RolloutText, TensorBoard
+from flowtrain.types import Call, Group, ToolCall, ToolResult, Trajectory, Turn
 
 
 class MetricsLog:
-    """Writes the metrics of each step to metrics.jsonl, TensorBoard and, when a project is named,
-    Weights & Biases.
-    """
+    """Writes the metrics of each step to metrics.jsonl, TensorBoard, and loggers."""
 
     def __init__(
         self,
         run_dir: Path,
         resume_step: int = 0,
         tensorboard: bool = True,
-        wandb_project: str | None = None,
-        config: dict[str, Any] | None = None,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         """Open the log, and cut what an earlier process logged after `resume_step`, the step of the
-        checkpoint that is resumed.
+        checkpoint that is resumed. `loggers` are closed with it.
         """
         self.path = Path(run_dir) / "metrics.jsonl"
-        self._board_path = Path(run_dir) / "tensorboard"
-        self._wandb = _start_wandb(Path(run_dir), wandb_project, config) if wandb_project else None
         cut_lines(self.path, resume_step)
-        self._newest = resume_step
-        self._board = self._open_board(resume_step) if tensorboard else None
+        board = [TensorBoard(run_dir, resume_step)] if tensorboard else []
+        self._loggers: list[Logger] = [*board, *loggers]
 
     def log(self, metrics: Mapping[str, float | int]) -> None:
         """Append one line, keys in the given order; "step" must be among them. A non-finite number
@@ -52,16 +45,13 @@ class MetricsLog:
             for key, value in record.items()
             if key != "step" and isinstance(value, int | float)
         }
-        if self._board is not None:
-            with writing(self._board_path):
-                for key, value in numbers.items():
-                    self._board.add_scalar(key, value, record["step"])
-                self._board.flush()
-        if self._wandb is not None:
-            # It drops what comes for a step before the last one.
-            is_late, self._newest = record["step"] < self._newest, max(record["step"], self._newest)
-            late = {"eval_step": record["step"]} if is_late else {}
-            self._wandb.log({**numbers, **late}, step=self._newest)
+        for logger in self._loggers:
+            logger.log(record["step"], numbers)
+
+    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
+        """Show rollouts to the loggers; trajectories.jsonl has all of them."""
+        for logger in self._loggers:
+            logger.log_rollouts(step, rollouts)
 
     def last_step(self, key: str) -> int:
         """Return the last step whose metrics have the key; -1: there is none."""
@@ -70,20 +60,10 @@ class MetricsLog:
         return max((each["step"] for each in read_lines(self.path) if key in each), default=-1)
 
     def close(self) -> None:
-        """Ends the TensorBoard file and the wandb run; a second call does nothing."""
-        board, self._board = self._board, None
-        wandb_run, self._wandb = self._wandb, None
-        if wandb_run is not None:
-            wandb_run.finish()
-        if board is not None:
-            with writing(self._board_path):
-                board.close()
-
-    def _open_board(self, resume_step: int) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        with writing(self._board_path):
-            return SummaryWriter(str(self._board_path), purge_step=resume_step + 1)
+        """End all loggers; a second call does nothing."""
+        with ExitStack() as cleanup:
+            while self._loggers:
+                cleanup.callback(self._loggers.pop(0).close)
 
 
 class TrajectoryLog:
@@ -232,28 +212,4 @@ def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
     return next(
         (index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
         min(len(a), len(b)),
-    )
-
-
-def _start_wandb(run_dir: Path, project: str, config: dict[str, Any] | None) -> Any:
-    """Open the wandb run of this folder; its id lies beside the metrics, so that a resumed run
-    continues the same one.
-    """
-    try:
-        wandb = importlib.import_module("wandb")
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"wandb_project is {project!r} but wandb is not installed: pip install "
-            "'flowtrain[wandb]'"
-        ) from error
-    id_file = run_dir / "wandb_id.txt"
-    if not id_file.exists():
-        atomic_write_text(id_file, uuid.uuid4().hex)
-    return wandb.init(
-        project=project,
-        name=run_dir.name,
-        id=id_file.read_text(),
-        resume="allow",
-        dir=str(run_dir),
-        config=config,
     )

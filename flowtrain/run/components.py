@@ -47,6 +47,7 @@ from flowtrain.tools.registry import make_tools
 from flowtrain.training.devices import keep_freed_memory
 from flowtrain.training.world import World
 from flowtrain.types import Group, PolicyName, Trajectory, UserError
+from flowtrain.utils.waiting import waiting
 from flowtrain.weights import Source
 from flowtrain.weights.ranks import together
 
@@ -98,10 +99,12 @@ class RunComponents:
         config = algorithm.config
         _set_up_cpu(config.run.threads, world.device)
         functions = RewardFunctions.load(config.reward)
-        tasks = task_set(config, fictional)
+        with waiting("reading the questions", world.is_main):
+            tasks = task_set(config, fictional)
         _check_tasks(tasks, functions, has_judge=config.roles.judge != "none")
         true_scorer = TrueScorer.load(config, tasks.held_out.get(MAIN_SPLIT, ()))
-        tokenizer, model = load_trained_policy(config, tasks, with_weights)
+        with waiting(f"loading {config.model.path}", world.is_main):
+            tokenizer, model = load_trained_policy(config, tasks, with_weights)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
@@ -264,7 +267,8 @@ class RunComponents:
         asked = list(self.policies if names is None else names)
         shared = [name for name in shared_policies(self.config, self.policies) if name in asked]
         records_entropies = branches or self.algorithm.records_entropies
-        with ExitStack() as cleanup:  # closes what has started when another cannot
+        said = waiting(f"starting the engine ({self.config.rollout.engine})", self.world.is_main)
+        with said, ExitStack() as cleanup:  # closes what has started when another cannot
             if shared:
                 engines |= make_adapter_engines(
                     self.config,

@@ -26,6 +26,7 @@ from flowtrain.training.world import World
 from flowtrain.types import Group, Task, Trajectory
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import final_answer
+from flowtrain.utils.waiting import waiting
 
 _log = logging.getLogger(__name__)
 _MOST_OUT_OF_TIME = 0.1
@@ -240,6 +241,7 @@ class Evaluator:
                 judge=self.judge,
                 functions=functions_of(self.components, part.settings),
                 trials=part.settings.trials,
+                name=part.name,
             )
 
     def _result(self, part: Part, found: Found) -> Evaluation:
@@ -335,18 +337,25 @@ def roll_out(
     judge: Judge | None = None,
     functions: RewardFunctions | None = None,
     trials: int = 1,
+    name: str = "evaluation",
 ) -> tuple[Trajectory, ...]:
-    """Roll out each task of this rank `trials` times and score the rollouts."""
-    groups = collect(
-        agent,
-        tasks,
-        group_size=trials,
-        seed=seed,
-        max_in_flight=max_in_flight,
-        rank=samplers.rank,
-        num_ranks=samplers.size,
-    )
-    scored = score(groups, judge, functions)
+    """Roll out each task of this rank `trials` times and score the rollouts.
+
+    Who waits for long is told how many of `name` are done.
+    """
+    num_mine = len(range(max(samplers.rank, 0), len(tasks), samplers.size)) * trials
+    with waiting(f"rollouts of {name}", samplers.rank == 0, total=num_mine) as tick:
+        groups = collect(
+            agent,
+            tasks,
+            group_size=trials,
+            seed=seed,
+            max_in_flight=max_in_flight,
+            rank=samplers.rank,
+            num_ranks=samplers.size,
+            on_done=tick,
+        )
+        scored = score(groups, judge, functions)
     return tuple(trajectory for group in scored for trajectory in group.trajectories)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from flowtrain.agents.base import Agent
 from flowtrain.agents.expert import scripted
@@ -13,8 +14,9 @@ from flowtrain.config import Config
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY, TEACHER
 from flowtrain.run.components import RunComponents
+from flowtrain.run.evaluation import roll_out
 from flowtrain.tasks.sets import TaskSet
-from flowtrain.types import PolicyName, Task, UserError
+from flowtrain.types import PolicyName, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 
 
@@ -64,3 +66,18 @@ def draw_tasks(tasks: TaskSet, config: Config) -> list[Task]:
     turns = [max(reach, 0.1) ** (-0.75 * (max(task.num_turns, 1) - 1)) for task in tasks.train]
     weights = [a * b for a, b in zip(turns, tasks.draw_weights(), strict=True)]
     return rng.choices(tasks.train, weights, k=config.rft.num_rollouts)
+
+
+def demonstrate(components: RunComponents, agent: Agent) -> Sequence[Trajectory]:
+    """Collect and score this rank's share of the rollouts of an expert that is no teacher."""
+    config = components.config
+    return roll_out(
+        agent,
+        draw_tasks(components.tasks, config),
+        derive_seed(config.run.seed, "rft"),
+        components.world,
+        config.rollout.max_in_flight,
+        judge=components.make_judge(),
+        functions=components.reward_functions,
+        name="the expert",
+    )

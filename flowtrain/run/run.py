@@ -5,8 +5,9 @@ need several of them. The parts never change once the run is open; what a verb m
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
 from flowtrain.rewards import Judge
+from flowtrain.run.banner import train_banner
 from flowtrain.run.batch_source import BatchSource, open_batch_source
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.evaluation import Evaluator, Found, Measured, held_out_name, load_benchmarks
@@ -33,6 +35,7 @@ from flowtrain.run.profiler import profiled
 from flowtrain.run.records import Prepared, Trained
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.token_accounts import account
+from flowtrain.run.trainer_metrics import TrainerMonitor
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -42,6 +45,7 @@ from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 from flowtrain.types import Group, TokenAccount, Trajectory, UserError
 from flowtrain.utils.files import writing
+from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
 from flowtrain.weights.ranks import together
 
@@ -90,6 +94,15 @@ class Run(Learner):
     def agent_of(self, step: int) -> Agent:
         """Return the agent of a training step, with its hints. Not collective."""
         return self.agent.with_hints(self.algorithm.hints(step))
+
+    def waiting_for_rollouts(self, step: int) -> AbstractContextManager[Callable[[], None]]:
+        """Tell a person how many rollouts of a step this rank has made, where that takes long; in a
+        log file of the first step alone. Not collective.
+        """
+        samplers, rollout = self.placement.samplers, self.config.rollout
+        is_shown = samplers.rank == 0 and (sys.stderr.isatty() or step == self.start_step + 1)
+        total = rollout.num_questions // samplers.size * self.algorithm.num_roots
+        return waiting(f"rollouts of step {step}", is_shown, total=total)
 
     def held_states(self) -> AbstractContextManager[None]:
         """Keep the states of tools for a block in which rollouts branch, and free them then."""
@@ -240,6 +253,8 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     )
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
+    monitor = TrainerMonitor(config, world)
+    cleanup.callback(monitor.close)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
     components = RunComponents.prepare(config, world)
@@ -247,6 +262,8 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     config = components.config
     benchmarks = load_benchmarks(config)
     memory_plan = components.plan_memory(placement)
+    if world.is_main:
+        print(train_banner(components, placement), memory_plan.text(), sep="\n", flush=True)
     store = WeightStore(Path(config.run.dir) / "weights")
     # Only the trained policy follows the store, another one is frozen.
     engines = (
@@ -271,16 +288,24 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         cleanup.callback(policy_trainer.publisher.close)
     else:
         components.model.to("meta")  # its memory is not needed here
-    state = _resume(config, run_dir, policy_trainer, world)
-    if policy_trainer is not None:
-        policy_trainer.republish(state["step"])
-    placement.wait()
-    load(engines[config.train.policy], state["step"], placement)
+    with waiting("reading the checkpoint", world.is_main):
+        state = _resume(config, run_dir, policy_trainer, world)
+    if world.is_main and state["step"]:
+        print(f"it goes on after step {state['step']}", flush=True)
+    with waiting("publishing and loading the weights", world.is_main):
+        if policy_trainer is not None:
+            policy_trainer.republish(state["step"])
+        placement.wait()
+        load(engines[config.train.policy], state["step"], placement)
     components.show_sources()
-    if world.is_main:
-        print(memory_plan.text())
     logger = RunLogger(
-        components, placement, run_dir, judge=judge, memory=memory, start_step=state["step"]
+        components,
+        placement,
+        run_dir,
+        judge=judge,
+        memory=memory,
+        start_step=state["step"],
+        loggers=monitor.logger(config.train.num_steps, state["step"]),
     )
     cleanup.callback(logger.close)
     evaluator = Evaluator(

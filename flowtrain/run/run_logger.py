@@ -14,6 +14,7 @@ from flowtrain import report
 from flowtrain.config import Config
 from flowtrain.report.curves import plot_curves, read_series, total_seconds, total_tokens
 from flowtrain.report.jsonl import append_lines, cut_lines
+from flowtrain.report.loggers import Logger, open_loggers, rollout_texts
 from flowtrain.rewards import Judge
 from flowtrain.run.alarms import Alarms
 from flowtrain.run.components import RunComponents
@@ -47,10 +48,12 @@ class RunLogger:
         judge: Judge | None,
         memory: MemoryPeak,
         start_step: int,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         """Open the logs; a run that resumes goes on after the lines of `start_step`.
 
-        `memory` has watched this process from before the model was loaded.
+        `memory` has watched this process from before the model was loaded. `loggers` get the
+        metrics beside those that the config names.
         """
         config = components.config
         self._config = config
@@ -63,10 +66,10 @@ class RunLogger:
         self._peak_flops = 1e12 * tflops * placement.trainers.size
         self._cleanup = ExitStack()
         with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
-            self._open(start_step, cleanup)
+            self._open(start_step, loggers, cleanup)
             self._cleanup = cleanup.pop_all()
 
-    def _open(self, start_step: int, cleanup: ExitStack) -> None:
+    def _open(self, start_step: int, loggers: Sequence[Logger], cleanup: ExitStack) -> None:
         config, path, samplers = self._config, self._run_dir.path, self._placement.samplers
         last_step = start_step or -1  # from the start also means: without the line of step 0
         is_main = self._placement.world.is_main
@@ -81,8 +84,7 @@ class RunLogger:
                 path,
                 last_step,
                 config.log.tensorboard,
-                wandb_project=config.log.wandb_project or None,
-                config=config.model_dump(),
+                [*loggers, *open_loggers(config, path, last_step)],
             )
             cleanup.callback(self._metrics.close)
             self.alarms = self._open_alarms(last_step)
@@ -137,6 +139,9 @@ class RunLogger:
         self._trajectories.log(step, step - 1, told)
         if self._metrics is not None and mismatch.worst:
             append_lines(self._run_dir.worst_tokens, mismatch.records(step))
+        if self._metrics is not None and (num := self._config.log.rollouts):
+            chars = self._config.log.rollout_chars
+            self._metrics.log_rollouts(step, rollout_texts(step, rollouts.groups, num, chars))
         trajectories = [t for group in rollouts.groups for t in group.trajectories]
         parts = reward_metrics(trajectories, world, bool(self._config.reward.function))
         kept = sampling_metrics(trajectories, self._config, world)
@@ -275,7 +280,7 @@ class RunLogger:
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")
-        print(f"to look at it: python -m flowtrain.report.viewer {path}")
+        print(f"to look at it: python -m flowtrain.view {path}")
 
     def _seconds(self) -> dict[str, float]:
         """Sum the seconds by stage over the whole run, resumed parts included; "warm_up" where the

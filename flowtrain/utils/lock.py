@@ -121,6 +121,21 @@ class Lock:
         """Take the lock of a folder; made where it is missing, and deleted if still empty then."""
         return cls(folder / NAME, str(folder), cure)
 
+    @staticmethod
+    def holder(folder: Path) -> Holder | None:
+        """Return the process that has the lock of a folder, by its name in the file, as far as this
+        machine can tell; None: nobody has it. For readers: nothing is locked or written.
+        """
+        for name in (NAME, f"{NAME}.held"):
+            path = folder.resolve() / name
+            if path in _held:  # closing the file here would release it
+                return Holder.here()
+            with suppress(OSError):
+                found = _parse(path.read_bytes())
+                if found is not None and not found.has_ended:
+                    return found
+        return None
+
     def check(self) -> None:
         """Raise UserError when somebody has deleted the file, so that others may hold it too."""
         if not _held[self._path].is_in_place:

@@ -42,6 +42,8 @@ class Role(StrEnum):
     """Train the policy of that name."""
     AUDITOR = "auditor"
     """Read groups and say which are lies, as the auditor of that name."""
+    MONITOR = "monitor"
+    """No more than everybody may, which includes the metrics."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from flowtrain.types import UserError
 from flowtrain.utils.commands import Commands, add_server, number
 from flowtrain.utils.files import make_folder
+from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
 from flowtrain.utils.objects import SCHEMES, MissingObject, StoreSilent, open_objects
 from flowtrain.utils.serving import TOKEN_VARIABLE
@@ -44,12 +45,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     protect_output()
     options = _parser().parse_args(arguments)
+    if getattr(options, "log_format", "") == "json":
+        print_json(_COMMAND.removeprefix("python -m "))
     try:
         with tempfile.TemporaryDirectory(prefix="flowtrain-") as cache:
             code: int = options.run(options, Path(cache))
             return code
     except (UserError, OSError, SafetensorError) as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
+        say(f"{_COMMAND}: {error}", "error")
         return 1 if isinstance(error, StoreError | OSError | SafetensorError) else 2
     except KeyboardInterrupt:
         return 130
@@ -110,6 +113,7 @@ def _serve(options: argparse.Namespace, _cache: Path) -> int:
             options.port,
             per_address=options.connections_per_address,
             tokens=TokenFile(options.tokens) if options.tokens else None,
+            open_metrics=options.open_metrics,
         )
     except KeyboardInterrupt:
         print("stopped")  # the normal end
@@ -129,6 +133,7 @@ def _relay(options: argparse.Namespace, _cache: Path) -> int:
             origin_token=os.environ.get(options.origin_token_env, ""),
             per_address=options.connections_per_address,
             tokens=TokenFile(options.tokens) if options.tokens else None,
+            open_metrics=options.open_metrics,
         )
     except KeyboardInterrupt:
         print("stopped")  # the normal end

@@ -24,11 +24,12 @@ from flowtrain.types import UserError
 from flowtrain.utils import serving
 from flowtrain.utils.files import make_folder, replace_file
 from flowtrain.utils.lock import Lock
-from flowtrain.utils.tokens import TokenFile
+from flowtrain.utils.tokens import Access, TokenFile
 from flowtrain.weights.cache import FileCache, Opened
 from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.listing import AGE, ORIGIN_S, Head, Listing
 from flowtrain.weights.manifest import File, Manifest, NotThere, Silent, StoreError
+from flowtrain.weights.measures import monitor
 from flowtrain.weights.remote import HttpStore
 from flowtrain.weights.serve import FOR_EVER, SERVED, guarded
 
@@ -69,14 +70,20 @@ def serve(
     origin_token: str,
     per_address: int,
     tokens: TokenFile | None,
+    open_metrics: bool,
 ) -> None:
     """Relay the store at `url` until Ctrl-C or SIGTERM, with its cache in `folder`."""
     lock = Lock.of_folder(folder, "end it, or give this one a folder of its own (--dir)")
     try:
         relay = Relay(url, folder, options, origin_token)
+
+        def app_for(token: str) -> ASGIApp:
+            readers = None if open_metrics else Access(token, tokens)
+            return monitor(relay.head, readers).watching(relay.make_app(token, tokens))
+
         serving.serve(
             f"{url} (relay, cache in {folder})",
-            lambda token: relay.make_app(token, tokens),
+            app_for,
             host,
             port,
             per_address=per_address,
@@ -107,6 +114,10 @@ class Relay:
     def make_app(self, token: str, tokens: TokenFile | None = None) -> ASGIApp:
         """Build the ASGI application, for the owners of `token` and of `tokens`."""
         return guarded(self._answer, token, tokens)
+
+    def head(self) -> int | None:
+        """Return the newest version that the relay knows of."""
+        return None if self._head is None else self._head.listing.head
 
     async def _answer(self, request: Request) -> ASGIApp:
         from starlette.responses import PlainTextResponse

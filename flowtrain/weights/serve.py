@@ -21,6 +21,7 @@ from flowtrain.utils import serving
 from flowtrain.utils.tokens import Access, TokenFile
 from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.manifest import StoreError
+from flowtrain.weights.measures import monitor
 from flowtrain.weights.store import WeightStore
 
 if TYPE_CHECKING:
@@ -37,14 +38,25 @@ FOR_EVER = "max-age=31536000, immutable"
 
 
 def serve(
-    store: WeightStore, host: str, port: int, *, per_address: int, tokens: TokenFile | None
+    store: WeightStore,
+    host: str,
+    port: int,
+    *,
+    per_address: int,
+    tokens: TokenFile | None,
+    open_metrics: bool,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; clients resume downloads that are cut. `per_address`:
-    connections that one address may have at a time.
+    connections that one address may have at a time. `open_metrics`: they need no token.
     """
+
+    def app_for(token: str) -> ASGIApp:
+        readers = None if open_metrics else Access(token, tokens)
+        return monitor(store.head, readers).watching(make_app(store, token, tokens))
+
     serving.serve(
         str(store),
-        lambda token: make_app(store, token, tokens),
+        app_for,
         host,
         port,
         per_address=per_address,

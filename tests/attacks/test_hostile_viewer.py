@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.report.viewer.page import build_page, render
+from flowtrain.view.page import build_page, render
 from tests.attacks.tally import Tally
 from tests.attacks.test_terminal import RAW, TEXTS
-from tests.report.viewer.conftest import RunMaker, runs, tokenizer  # noqa: F401 - fixtures
+from tests.view.conftest import RunMaker, runs, tokenizer  # noqa: F401 - fixtures
 
 SURFACE = "hostile rollouts in the viewer"
 MARKUP = (
@@ -104,7 +104,7 @@ def test_any_data_is_data(campaign: Iterator[int], tally: Tally) -> None:
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js here: apt-get install nodejs")
 def test_what_is_not_seen_is_shown(tmp_path: Path, tally: Tally) -> None:
     """The page's own function, without a browser."""
-    script = (files("flowtrain.report.viewer") / "page.js").read_text(encoding="utf-8")
+    script = (files("flowtrain.view") / "base.js").read_text(encoding="utf-8")
     lines = [
         line for line in script.splitlines() if re.match("const (UNSEEN|symbol|visible) ", line)
     ]

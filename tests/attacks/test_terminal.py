@@ -29,10 +29,10 @@ from flowtrain.node.progress import NodeProgress
 from flowtrain.report.curves import main as curves
 from flowtrain.report.progress import ProgressLine
 from flowtrain.report.tables import aligned
-from flowtrain.report.viewer.__main__ import main as viewer
 from flowtrain.types import UserError
 from flowtrain.utils.terminal import Printable, protect_output
 from flowtrain.utils.text import printable
+from flowtrain.view.__main__ import main as viewer
 from flowtrain.weights.__main__ import main as weights
 from tests.attacks.tally import Tally
 

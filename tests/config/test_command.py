@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -55,7 +57,7 @@ def test_help_prints_and_runs_nothing(
 
 
 def test_an_interrupt_is_exit_code_130_and_our_own_mistakes_are_not_hidden(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(config: Config) -> int:
         raise KeyboardInterrupt
@@ -64,6 +66,9 @@ def test_an_interrupt_is_exit_code_130_and_our_own_mistakes_are_not_hidden(
         raise ValueError("a bug")
 
     assert command(monkeypatch, [], interrupted) == 130
+    assert capsys.readouterr().err == "flowtrain.test: interrupted\n"
+    assert command(monkeypatch, [], lambda config: 130) == 130
+    assert capsys.readouterr().err == "flowtrain.test: interrupted\n"
     with pytest.raises(ValueError, match="a bug"):
         command(monkeypatch, [], broken)
 
@@ -77,6 +82,7 @@ def test_an_interrupt_asks_once_and_the_next_one_ends_the_process(
     monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with Interrupt() as interrupt:
+        interrupt.defer()
         assert not interrupt.requested
         signal.raise_signal(number)
         signal.raise_signal(number)
@@ -85,3 +91,24 @@ def test_an_interrupt_asks_once_and_the_next_one_ends_the_process(
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_a_command_starts_the_first_interrupt_ends_it(number: signal.Signals) -> None:
+    with Interrupt() as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        signal.raise_signal(number)  # torchrun's echo, while the command cleans up
+    assert interrupt.requested
+
+
+def test_torchrun_is_told_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def body(config: Config) -> int:
+        raise UserError("the disk is on fire")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "1")
+    assert command(monkeypatch, [], body) == 2
+    told = json.loads((tmp_path / "error.json").read_text())
+    assert told["message"] == "flowtrain.test: the disk is on fire"
+    assert isinstance(told["timestamp"], int)

@@ -4,9 +4,7 @@ import dataclasses
 import errno
 import json
 import os
-import sys
 import tempfile
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,60 +196,18 @@ def test_a_full_disk_under_tensorboard_is_one_clear_line(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(log._board, "flush", fail)
+    (board,) = log._loggers
+    monkeypatch.setattr(board._board, "flush", fail)
     with pytest.raises(UserError) as caught:
         log.log({"step": 1, "a": 1.0})
     assert str(caught.value) == f"cannot write {tmp_path / 'tensorboard'}: {FULL}"
     assert read(log.path) == [{"step": 1, "a": 1.0}]
-    log._board.close()
+    board._board.close()
 
 
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
     quiet_log(tmp_path).log({"step": 1, "a": 1.0})
     assert not (tmp_path / "tensorboard").exists()
-
-
-class FakeWandb(types.ModuleType):
-    """Keeps what it was told."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.calls: list[Any] = []
-
-    def init(self, **options: Any) -> FakeWandb:
-        self.calls.append(options)
-        return self
-
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        self.calls.append((numbers, step))
-
-    def finish(self) -> None:
-        self.calls.append("finish")
-
-
-def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for resume_step in (0, 1):
-        log = MetricsLog(
-            tmp_path, resume_step, tensorboard=False, wandb_project="flows", config={"lr": 1}
-        )
-        log.log({"step": resume_step + 1, "a": 0.5, "b": float("nan")})
-        log.close()
-    first, line, finish, second, *_ = wandb.calls
-    assert (first["project"], first["config"], first["name"]) == ("flows", {"lr": 1}, tmp_path.name)
-    assert (line, finish) == (({"a": 0.5}, 1), "finish")
-    assert first["id"] and second["id"] == first["id"] and second["resume"] == "allow"
-
-
-def test_missing_wandb_names_the_extra_and_cuts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quiet_log(tmp_path).log({"step": 1})
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install 'flowtrain\[wandb\]'"):
-        MetricsLog(tmp_path, wandb_project="flows")
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 1}]
 
 
 def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory) -> None:

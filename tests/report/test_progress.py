@@ -1,11 +1,23 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+from collections.abc import Mapping
 
 import pytest
 
-from flowtrain.report import Progress
+from flowtrain.report import Progress, ProgressLine, progress
+
+METRICS = {
+    "reward_mean": 0.5,
+    "loss": 3.0,
+    "response_len_mean": 143.4,
+    "collect_s": 12.2,
+    "train_s": 8.14,
+    "publish_s": 0.41,
+    "eval_s": 0.0,
+}
 
 
 class Terminal(io.StringIO):
@@ -13,58 +25,154 @@ class Terminal(io.StringIO):
         return True
 
 
-def run(progress: Progress, steps: range) -> None:
-    for step in steps:
-        progress.update(
-            {"step": step, "reward_mean": step / 100, "kl": 0.001, "tokens_per_s": 1234.5}
-        )
-    progress.close()
-    progress.close()
+class Clock:
+    """A clock that each step moves on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now_s)
 
 
-def test_a_log_file_gets_a_line_every_tenth(capsys: pytest.CaptureFixture[str]) -> None:
-    run(Progress(100, 0, True), range(1, 101))
-    output = capsys.readouterr()
-    lines = output.err.splitlines()
-    steps = [line.partition("/")[0] for line in lines]
-    assert steps == [f"step {step}" for step in (1, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)]
-    assert (
-        "reward 1.000 (mean of 10: 0.955), KL 0.001, 1,234 tokens/s" in lines[-1]
-        and "ETA 00:00" in lines[-1]
-    )
-    assert output.out == "" and "held-out" not in output.err
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
-def test_a_resumed_run_goes_on_from_its_step(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(4, 2, True)
-    progress.update({"step": 2, "eval_reward": 0.25})
-    progress.update({"step": 3, "reward_mean": float("nan")})
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "step 2/4 (50%), ETA unknown, held-out 0.250"
-    assert second.startswith("step 3/4 (75%), ETA 00:0") and second.endswith(", held-out 0.250")
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int = 100) -> Terminal:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    progress = Progress(10, 5, True)
-    progress.note("checkpoint written")
-    progress.update({"step": 6, "reward_mean": 0.5, "eval_reward": 0.125})
-    run(progress, range(7, 11))
-    text = terminal.getvalue()
-    assert "checkpoint written\n" in text
-    assert " 50%|" in text.split("\r")[1]
-    last = text.rstrip().split("\r")[-1]
-    assert "10/10" in last and "reward 0.100" in last and "held-out 0.125" in last
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((width, 24)))
+    return terminal
 
 
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(10, 0, False)
-    progress.note("hello")
-    run(progress, range(1, 11))
+def run(
+    line: Progress,
+    steps: range,
+    clock: Clock,
+    step_s: float,
+    metrics: Mapping[str, float] = METRICS,
+) -> None:
+    for step in steps:
+        clock.now_s += step_s
+        line.update({"step": step, **metrics})
+    line.close()
+    line.close()
+
+
+def test_a_slow_run_logs_a_plain_line_per_step(
+    capsys: pytest.CaptureFixture[str], clock: Clock
+) -> None:
+    run(Progress(100, 0, True), range(1, 4), clock, 20.0)
+    output = capsys.readouterr()
+    assert output.err.splitlines() == [
+        "step 1/100 · reward 0.500 · 143 tokens · collect 12 s, train 8.1 s, publish 0.4 s · "
+        "ETA 33 min",
+        "step 2/100 · reward 0.500 · 143 tokens · collect 12 s, train 8.1 s, publish 0.4 s · "
+        "ETA 33 min",
+        "step 3/100 · reward 0.500 · 143 tokens · collect 12 s, train 8.1 s, publish 0.4 s · "
+        "ETA 32 min",
+    ]
+    assert output.out == ""
+
+
+def test_a_fast_run_logs_a_line_every_ten_seconds_and_the_last(
+    capsys: pytest.CaptureFixture[str], clock: Clock
+) -> None:
+    run(Progress(45, 0, True), range(1, 46), clock, 1.0)
+    steps = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert steps == ["1/45", "11/45", "21/45", "31/45", "41/45", "45/45"]
+
+
+def test_a_resumed_run_goes_on_from_its_step(
+    capsys: pytest.CaptureFixture[str], clock: Clock
+) -> None:
+    line = Progress(4, 2, True)
+    line.update({"step": 2, "eval_reward": 0.25})
+    clock.now_s += 7200
+    line.update({"step": 3, "reward_mean": float("nan")})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "step 2/4 · held-out 0.250 · ETA unknown"
+    assert second == "step 3/4 · held-out 0.250 · ETA 2 h 00 min"
+
+
+def test_a_warm_up_shows_its_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(4, 0, True).update({"step": 4, "loss": 0.123456})
+    assert "step 4/4 · loss 0.123 · ETA 0.0 s" in capsys.readouterr().err
+
+
+def test_fast_steps_are_written_over_and_slow_ones_stay(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    terminal = on_terminal(monkeypatch)
+    line = Progress(100, 0, True)
+    run(line, range(1, 13), clock, 1.0)
+    kept = [part.split("\r")[-1].split()[1] for part in terminal.getvalue().split("\n")[:-1]]
+    assert kept == ["1/100", "6/100", "11/100", "12/100"], "every five seconds, and where it ended"
+    assert terminal.getvalue().count("\r") == 12 and "\x1b" not in terminal.getvalue()
+
+
+def test_a_note_stands_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    terminal = on_terminal(monkeypatch)
+    line = Progress(100, 0, True)
+    line.update({"step": 1})
+    clock.now_s += 1
+    line.update({"step": 2})
+    line.note("checkpoint written")
+    assert terminal.getvalue().endswith("step 2/100 · ETA 49 s\ncheckpoint written\n")
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+def test_a_line_is_no_wider_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, width: int
+) -> None:
+    terminal = on_terminal(monkeypatch, width)
+    run(Progress(100, 0, True), range(1, 20), clock, 1.0, {**METRICS, "eval_reward": 0.25})
+    lines = [part for part in terminal.getvalue().replace("\r", "\n").splitlines() if part]
+    assert max(map(len, lines)) < width
+    assert lines[-1].startswith("step 19/100") and (width < 40 or "ETA 81 s" in lines[-1])
+    assert ("held-out" in lines[-1]) == (width >= 60) and ("train" in lines[-1]) == (width >= 200)
+
+
+def test_a_shorter_line_leaves_nothing_of_a_longer_one(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    terminal = on_terminal(monkeypatch)
+    line = Progress(100, 0, True)
+    line.update({"step": 1})
+    line.update({"step": 2, **METRICS})
+    line.update({"step": 3})
+    *_, second, third = terminal.getvalue().split("\r")
+    assert len(third) >= len(second) and third.startswith("step 3/100")
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
+    line = Progress(10, 0, False)
+    line.note("hello")
+    run(line, range(1, 11), clock, 60.0)
     assert capsys.readouterr() == ("", "")
 
 
 def test_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     Progress(10, 0, True).note("hello")
     assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_other_work_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_terminal(monkeypatch)
+    line = ProgressLine(10, 5, True)
+    line.note("half of it")
+    line.show(10, "text")
+    line.close()
+    assert "half of it\n" in terminal.getvalue() and " 50%|" in terminal.getvalue()
+    last = terminal.getvalue().rstrip().split("\r")[-1]
+    assert "10/10" in last and "text" in last
+
+
+def test_other_work_logs_a_line_every_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ProgressLine(100, 0, True, unit="rollout")
+    for done in range(1, 101):
+        line.show(done, "text")
+    lines = capsys.readouterr().err.splitlines()
+    done = [line.partition("/")[0] for line in lines]
+    assert done == [f"rollout {n}" for n in (1, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)]
+    assert lines[-1] == "rollout 100/100 (100%), ETA 00:00, text"

@@ -53,6 +53,8 @@ class Ledger:
         order = TaskOrder(tasks, config.rollout.num_questions)
         self._prompts = Prompts(order, lambda: self._make_rules().prompt_filter, config.run.seed)
         self.database = connect(database, clock)
+        # Of its own: reports take long, and no other request should wait for a connection.
+        self._reports = connect(database, clock)
         self.run: str = prepare(self.database, _fixed(config))
         """Identity of the run."""
         payloads = None
@@ -97,7 +99,7 @@ class Ledger:
             )
 
     def status(self) -> dict[str, Any]:
-        with self.database.read() as transaction:
+        with self._reports.read() as transaction:
             return report(transaction, self.run, self.config.dataflow)
 
     def audit(self) -> Audit:
@@ -112,6 +114,7 @@ class Ledger:
     def close(self) -> None:
         """Close the connections; a later request opens new ones."""
         self.database.close()
+        self._reports.close()
 
 
 def open_ledger(config: Config, database: str | Path) -> Ledger:

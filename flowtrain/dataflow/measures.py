@@ -1,0 +1,155 @@
+"""The metrics of the service: what its ledger says, and how long requests take. docs/metrics.md
+lists them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
+from flowtrain.dataflow.wire import METHODS, PREFIX
+from flowtrain.types import UserError, account_of
+from flowtrain.utils.monitoring import OTHER, Cached, Monitor, Seconds, counter, gauge
+from flowtrain.utils.tokens import Access
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+_NAME = "flowtrain_dataflow"
+_GONE_S = 3600.0
+"""Seconds after which a node that is silent counts as gone for good."""
+_STATES = {"fresh": "waiting", "assigned": "trained"} | {
+    state: state for state in ("stale", "filtered", "surplus", "empty", "distrusted")
+}
+"""States of groups by the ledger's words for them."""
+_ENDINGS = {"ran out": "ran_out", "node began anew": "node_began_anew", "node lied": "node_lied"}
+_FATES = frozenset(
+    (
+        *(
+            "trained",
+            "waiting",
+            "in_batches",
+            "under_way",
+            "lost",
+            "duplicate",
+            "no_trainer",
+            "failed",
+        ),
+        *("no_signal", "no_weight", "too_long", "token", "advantage", "logprob"),
+        *("empty", "stale", "filtered", "surplus", "distrusted"),
+    )
+)
+"""Trainers name fates of tokens; what is none of these is `other`."""
+
+
+class Measures:
+    """The metrics of one service, whose ledger is asked at most once a second."""
+
+    def __init__(self, ledger: Dataflow, access: Access | None, node_silent_s: float) -> None:
+        """
+        Args:
+            ledger: its `status` is read, over a connection that no request waits for.
+            access: whom `/metrics` answers; None: everybody.
+            node_silent_s: seconds after which a node that is not heard counts as silent.
+        """
+        self._node_silent_s = node_silent_s
+        self._status = Cached(ledger.status, Unavailable, Refused, UserError)
+        self.monitor = Monitor(
+            _NAME, access, value_of=_method, is_healthy=lambda: self._status.get() is not None
+        )
+        text = "Seconds that the ledger, with its database, worked on a request."
+        self.ledger_seconds = Seconds(f"{_NAME}_ledger_seconds", text, "method")
+        self.monitor.add(self.ledger_seconds.collect)
+        self.monitor.add(self._ledger)
+
+    def _ledger(self) -> Iterator[Metric]:
+        status = self._status.get()
+        yield gauge(f"{_NAME}_up", "1: the database answers, 0: it does not.", status is not None)
+        if status is None:
+            return
+        yield from _work(status)
+        yield from _policies(status["policies"])
+        yield from _nodes(status["nodes"], self._node_silent_s)
+
+
+def _method(path: str) -> str:
+    name = path.removeprefix(PREFIX)
+    return name if path == PREFIX + name and name in METHODS else OTHER
+
+
+def _work(status: Mapping[str, Any]) -> Iterator[Metric]:
+    text = "Seconds since 1970 on the database's clock when the ledger was read."
+    yield gauge(f"{_NAME}_ledger_time_seconds", text, status["time_s"])
+    yield gauge(f"{_NAME}_leases", "Leases that nodes hold.", status["work_items"]["leased"])
+    text = "Work items by state; failed: given up after dataflow.max_attempts failures."
+    yield gauge(f"{_NAME}_work_items", text, status["work_items"], ("state",))
+    lost: Counter[str] = Counter()
+    for ending, num in status["lost_leases"].items():
+        is_released = ending.startswith("released: ")  # the rest is the node's
+        lost["released" if is_released else _ENDINGS.get(ending, OTHER)] += num
+    text = "Leases that ended without a group, by reason; a group that still comes takes one back."
+    yield gauge(f"{_NAME}_lost_leases", text, lost, ("reason",))
+    tasks = status["tasks"]
+    text = "Questions that the prompt filter was asked about."
+    yield counter(f"{_NAME}_prompts_asked", text, tasks["asked"])
+    text = "Questions that the prompt filter admitted."
+    yield counter(f"{_NAME}_prompts_admitted", text, tasks["admitted"])
+    text = "Evaluations that are under way."
+    yield gauge(f"{_NAME}_evaluations", text, len(status["evaluations"]))
+
+
+def _policies(policies: Mapping[str, Any]) -> Iterator[Metric]:
+    """The names of policies are those of `types.PolicyName`."""
+    by_policy = ("policy",)
+
+    def each(key: str) -> dict[str, float]:
+        return {name: policy[key] for name, policy in policies.items()}
+
+    yield gauge(f"{_NAME}_step", "Newest step with a batch.", each("step"), by_policy)
+    text = "Newest version of the weights."
+    yield gauge(f"{_NAME}_weights_version", text, each("version"), by_policy)
+    states = {name: policy["state"] for name, policy in policies.items()}
+    live = {name: state == "live" for name, state in states.items() if state != "done"}
+    text = (
+        "1: the trainer is heard, 0: not for dataflow.trainer_timeout_s; missing once it is done."
+    )
+    yield gauge(f"{_NAME}_trainer_up", text, live, by_policy)
+    for of in ("mean", "max"):
+        text = f"Versions that the groups of the newest batch were behind, {of}."
+        key = f"staleness_{of}"
+        ages = {name: p["batch"][key] for name, p in policies.items() if key in p["batch"]}
+        yield gauge(f"{_NAME}_batch_staleness_{of}_versions", text, ages, by_policy)
+    groups: Counter[tuple[str, str]] = Counter()
+    fates: Counter[tuple[str, str]] = Counter()
+    sampled = {}
+    for name, policy in policies.items():
+        groups.update({(name, state): 0 for state in _STATES.values()})
+        for state, found in policy["groups"].items():
+            groups[name, _STATES.get(state, OTHER)] += found["num"]
+        account = account_of(policy["tokens"])
+        sampled[name] = account.sampled
+        for fate, num in account.fates.items():
+            fates[name, fate if fate in _FATES else OTHER] += num
+    text = "Groups by state; trained: they are in batches."
+    yield gauge(f"{_NAME}_groups", text, groups, ("policy", "state"))
+    text = "What has become of the sampled tokens so far."
+    yield gauge(f"{_NAME}_tokens", text, fates, ("policy", "fate"))
+    text = "Tokens that nodes have sampled."
+    yield counter(f"{_NAME}_sampled_tokens", text, sampled, by_policy)
+
+
+def _nodes(nodes: Mapping[str, Any], silent_s: float) -> Iterator[Metric]:
+    """Nodes are counted, not named: their names are chosen by others, and change."""
+    states = Counter({"alive": 0, "silent": 0, "gone": 0})
+    for node in nodes.values():
+        ago_s = node["seen_s_ago"]
+        states["alive" if ago_s <= silent_s else "silent" if ago_s <= _GONE_S else "gone"] += 1
+    text = "Nodes by state; silent: not heard for dataflow.lease_s, gone: nor for an hour."
+    yield gauge(f"{_NAME}_nodes", text, states, ("state",))
+    busy_s, waited_s = (sum(node[key] for node in nodes.values()) for key in ("busy_s", "waited_s"))
+    text = "Seconds that nodes had rollouts under way."
+    yield counter(f"{_NAME}_nodes_busy_seconds", text, busy_s)
+    text = "Seconds that nodes waited for work."
+    yield counter(f"{_NAME}_nodes_waited_seconds", text, waited_s)

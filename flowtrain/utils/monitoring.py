@@ -1,0 +1,275 @@
+"""What a long-lived process says about itself: `/health` to supervisors, `/metrics` to Prometheus.
+
+Each server has a `Monitor` and a registry of its own, so that two servers of one process do not mix
+theirs. Labels have values from closed lists only: names that others choose would grow without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from flowtrain.utils import serving
+from flowtrain.utils.tokens import Access
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+T = TypeVar("T")
+Collect = Callable[[], Iterator["Metric"]]
+"""Makes metrics at the moment of a scrape."""
+OTHER = "other"
+"""Stands for every value of a label that is none of the known ones."""
+_BUCKETS_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 30.0)
+_FRESH_S = 1.0
+_MOST_SHARE = 0.1
+_END_S = 10.0
+
+
+class Cached(Generic[T]):
+    """A value that costs something to read: read again when it is asked for, but at most once a
+    second and for a tenth of the time. Threads may share it.
+    """
+
+    def __init__(
+        self, read: Callable[[], T], *failures: type[Exception], clock: Any = time.monotonic
+    ) -> None:
+        """`failures` are what `read` may raise; the value is None then."""
+        self._read, self._failures, self._clock = read, failures, clock
+        self._lock = threading.Lock()
+        self._value: T | None = None
+        self._until = float("-inf")
+
+    def get(self) -> T | None:
+        """Return the value; None when the last attempt to read it failed."""
+        with self._lock:
+            began = self._clock()
+            if began >= self._until:
+                self._value = None
+                with contextlib.suppress(*self._failures):
+                    self._value = self._read()
+                now = self._clock()
+                self._until = now + max(_FRESH_S, (now - began) / _MOST_SHARE)
+            return self._value
+
+
+class Seconds:
+    """A histogram of durations by one label. Threads may share it."""
+
+    def __init__(self, name: str, text: str, label: str) -> None:
+        """`name` ends in `_seconds`."""
+        self._head = (name, text, (label,))
+        self._lock = threading.Lock()
+        self._counts: dict[str, list[int]] = {}
+        self._sums: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, value: str, seconds: float) -> None:
+        """Count one duration; `value` of the label must come from a closed list."""
+        with self._lock:
+            counts = self._counts.setdefault(value, [0] * (len(_BUCKETS_S) + 1))
+            counts[bisect_left(_BUCKETS_S, seconds)] += 1
+            self._sums[value] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram."""
+        from prometheus_client.core import HistogramMetricFamily
+
+        name, text, labels = self._head
+        family = HistogramMetricFamily(name, text, labels=labels)
+        with self._lock:
+            for value, counts in self._counts.items():
+                total, buckets = 0, []
+                for bound, num in zip((*map(str, _BUCKETS_S), "+Inf"), counts, strict=True):
+                    total += num
+                    buckets.append((bound, total))
+                family.add_metric((value,), buckets, sum_value=self._sums[value])
+        yield family
+
+
+class Monitor:
+    """Answers `/health` and `/metrics` in front of an application, whose requests it counts."""
+
+    def __init__(
+        self,
+        prefix: str,
+        access: Access | None,
+        *,
+        label: str = "method",
+        value_of: Callable[[str], str] = lambda path: OTHER,
+        is_healthy: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """
+        Args:
+            prefix: with which the names of all metrics begin.
+            access: whom `/metrics` answers; None: everybody. `/health` answers everybody.
+            label, value_of: the label of requests, and its value for a path, of a closed list.
+            is_healthy: asked for `/health`, on a thread of the monitor's own.
+
+        Raises:
+            UserError: a package is missing.
+        """
+        serving.require("prometheus_client", "starlette.responses")
+        from prometheus_client import CollectorRegistry
+
+        self.registry = CollectorRegistry()
+        self._prefix, self._access, self._label = prefix, access, label
+        self._value_of, self._is_healthy = value_of, is_healthy
+        # One thread: scrapes, however many, keep no other thread or connection busy.
+        self._thread = ThreadPoolExecutor(1, "metrics")
+        text = "Seconds from the head of a request to the end of its answer."
+        self._seconds = Seconds(f"{prefix}_request_seconds", text, label)
+        self._num_requests: Counter[tuple[str, str]] = Counter()
+        self._num_bytes: Counter[str] = Counter()
+        self._num_open: Counter[str] = Counter()
+        self.add(self._seconds.collect)
+        self.add(self._requests)
+
+    def add(self, collect: Collect) -> None:
+        """Add what `collect` yields to every scrape."""
+        self.registry.register(_Collector(collect))
+
+    def watching(self, app: ASGIApp) -> ASGIApp:
+        """Return the application with the two addresses in front of it."""
+
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            is_read = scope["method"] in ("GET", "HEAD")
+            if is_read and scope["path"] == "/health":
+                return await self._answer_health(scope, receive, send)
+            # Without a valid token the application answers, as it does any other request.
+            if is_read and scope["path"] == "/metrics" and self._may_read(scope):
+                return await self._answer_metrics(scope, receive, send)
+            return await self._counted(app, scope, receive, send)
+
+        return watched
+
+    def text(self) -> str:
+        """Return all metrics in Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry).decode()
+
+    def _may_read(self, scope: Scope) -> bool:
+        if self._access is None:
+            return True
+        sent = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        if self._access.caller(sent) is None:
+            return False
+        scope["admit"]()
+        return True
+
+    async def _answer_health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.responses import JSONResponse
+
+        loop = asyncio.get_running_loop()
+        is_healthy = await loop.run_in_executor(self._thread, self._is_healthy)
+        status, word = (200, "ok") if is_healthy else (503, "failing")
+        headers = {"Cache-Control": "no-store"}
+        await JSONResponse({"status": word}, status, headers)(scope, receive, send)
+
+    async def _answer_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from prometheus_client import CONTENT_TYPE_LATEST
+        from starlette.responses import Response
+
+        text = await asyncio.get_running_loop().run_in_executor(self._thread, self.text)
+        headers = {"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"}
+        await Response(text, headers=headers)(scope, receive, send)
+
+    async def _counted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        value, status = self._value_of(scope["path"]), "none"
+
+        async def counting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            self._num_bytes[value] += len(message.get("body", b""))
+            await send(message)
+
+        began = time.monotonic()
+        self._num_open[value] += 1
+        try:
+            await app(scope, receive, counting)
+        finally:
+            self._num_open[value] -= 1
+            self._num_requests[value, status] += 1
+            self._seconds.add(value, time.monotonic() - began)
+
+    def _requests(self) -> Iterator[Metric]:
+        label, name = self._label, self._prefix
+        text = f"Requests by {label} and status of the answer; none: cut before it."
+        yield counter(f"{name}_requests", text, self._num_requests, (label, "status"))
+        text = f"Bytes of answers by {label}, without their heads."
+        yield counter(f"{name}_sent_bytes", text, self._num_bytes, (label,))
+        text = f"Requests under way by {label}."
+        yield gauge(f"{name}_requests_open", text, self._num_open, (label,))
+
+
+class Place:
+    """A server of nothing but `/health` and `/metrics`, on a thread of its own."""
+
+    def __init__(self, monitor: Monitor, host: str, port: int) -> None:
+        """Answer from now on. Raises UserError if the address is not available."""
+        self._server, self._listener = serving.make_server(monitor.watching(_refuse), host, port)
+        self.url = serving.address(self._listener)
+        self._thread = threading.Thread(
+            target=self._server.run,
+            kwargs={"sockets": [self._listener]},
+            name="metrics server",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.should_exit = True
+        self._thread.join(_END_S)
+        self._listener.close()
+
+
+def gauge(
+    name: str, text: str, values: float | Mapping[Any, float], labels: Sequence[str] = ()
+) -> Metric:
+    """Make a metric that goes up and down, of one value or of one for each tuple of labels."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+def counter(
+    name: str, text: str, values: float | Mapping[Any, float], labels: Sequence[str] = ()
+) -> Metric:
+    """Make a metric that only grows; Prometheus knows it by its name with `_total`."""
+    from prometheus_client.core import CounterMetricFamily
+
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def _filled(family: Any, values: float | Mapping[Any, float]) -> Metric:
+    # Copied at once: the values may belong to another thread.
+    for labels, value in (dict(values) if isinstance(values, Mapping) else {(): values}).items():
+        family.add_metric((labels,) if isinstance(labels, str) else labels, value)
+    metric: Metric = family
+    return metric
+
+
+class _Collector:
+    def __init__(self, collect: Collect) -> None:
+        self.collect = collect
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    from starlette.responses import PlainTextResponse
+
+    if scope["path"] == "/metrics":
+        headers = {"WWW-Authenticate": "Bearer"}
+        response = PlainTextResponse("the token is missing or wrong\n", 401, headers)
+    else:
+        response = PlainTextResponse("there are /health and /metrics\n", 404)
+    await response(scope, receive, send)

@@ -1,0 +1,175 @@
+"""All that a page shows, as plain JSON values. What a run lacks becomes a note on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer
+
+from flowtrain.report.curves import (
+    PANELS,
+    STAGES,
+    Series,
+    read_series,
+    total_seconds,
+    total_tokens,
+)
+from flowtrain.report.jsonl import json_value, read_lines
+from flowtrain.types import UserError
+from flowtrain.view.log import LOGS, Place, choose, find_rollouts, spread
+from flowtrain.view.rollouts import rollout_record
+from flowtrain.view.run import (
+    Config,
+    check_run_dir,
+    facts,
+    read_config,
+    read_json,
+    read_text,
+    result_rows,
+)
+from flowtrain.view.worst import worst_tokens
+
+T = TypeVar("T")
+
+MOST_POINTS = 1000
+"""Points of a curve; a longer one is thinned out evenly."""
+
+
+class Run:
+    """A run folder, read but for the rollouts, of which it knows where they lie. UserError where
+    the folder is no run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_run_dir(path)
+        self.path, self.notes = path, list[str]()
+        self._config_text: str = self._try("", read_text, path / "config.toml")
+        self._config: Config = self._try({}, read_config, path)
+        self._manifest: dict[str, Any] = self._try({}, read_json, path / "manifest.json")
+        self._series: dict[str, Series] = {}
+        if (path / "metrics.jsonl").is_file() and (path / "metrics.jsonl").stat().st_size:
+            self._series = self._try({}, read_series, path)
+        self._results: list[tuple[str, str, str, str]] = self._try([], result_rows, path)
+        self.places: list[Place] = []
+        for split in LOGS:
+            self.places += self._try(list[Place](), find_rollouts, path, split)
+        tokenizer = path / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
+        self._note_what_is_missing()
+        self.notes += self._try([], alarm_notes, path)
+
+    def data(self, num_rollouts: int) -> dict[str, Any]:
+        """Bytes of a page with about so many rollouts."""
+        chosen = choose(self.places, num_rollouts)
+        rollouts = [rollout_record(place, place.read(), self._tokenizer) for place in chosen]
+        seconds = total_seconds(self._series)
+        last_step = max((steps[-1] for steps, _ in self._series.values()), default=None)
+        data = {
+            "name": self.path.resolve().name,
+            "facts": [*facts(self._config, self._manifest), *_tokens(self._series)],
+            "config": self._config_text,
+            "step": last_step,
+            "num_steps": self._config.get("train", {}).get("num_steps"),
+            "reward": self._ends("eval_reward"),
+            "versions": self._ends("version"),
+            "seconds": {
+                stage: seconds[stage] for stage in (*STAGES, "checkpoint") if seconds.get(stage)
+            },
+            "num_logged": len(self.places),
+            "panels": _panel_records(self._series),
+            "results": self._results,
+            "worst": self._try(list[dict[str, Any]](), worst_tokens, self.path, self._tokenizer),
+            "rollouts": rollouts,
+            "shown": self._shown(chosen),
+            "notes": [*self.notes, *_notes_on_training(rollouts)],
+        }
+        cleaned: dict[str, Any] = json_value(data)
+        return cleaned
+
+    def _try(self, default: T, read: Callable[..., T], *arguments: Any) -> T:
+        """Read a file of the run; a file that cannot be read is named on the page."""
+        try:
+            return read(*arguments)
+        except UserError as error:
+            self.notes.append(str(error))
+            return default
+
+    def _note_what_is_missing(self) -> None:
+        is_training = "num_steps" in self._config.get("train", {}) and bool(self.places)
+        missing = {
+            "The run has not finished, or was interrupted: there is no summary.json yet.": (
+                is_training and not (self.path / "summary.json").is_file()
+            ),
+            "No step has been logged, so there are no curves.": not self._series,
+            "No rollouts have been logged: curves and results are all there is.": not self.places,
+            "The tokenizer of the run is gone: tokens are shown as ids, and prompts not at all.": (
+                self.places and self._tokenizer is None
+            ),
+        }
+        self.notes += [note for note, holds in missing.items() if holds]
+
+    def _ends(self, key: str) -> list[float]:
+        """First and last value of a metric; [] where none was logged."""
+        _, values = self._series.get(key, ([], []))
+        return [values[0], values[-1]] if values else []
+
+    def _shown(self, chosen: Sequence[Place]) -> str:
+        """Which rollouts the page has, in a sentence."""
+        if len(chosen) == len(self.places):
+            return f"All {len(chosen):,} logged rollouts."
+        counts = [
+            f"{sum(place.split == split for place in chosen):,} of {total:,} {name}"
+            for split, name in (("train", "training"), ("held-out", "held-out"))
+            if (total := sum(place.split == split for place in self.places))
+        ]
+        return (
+            f"{' and '.join(counts)} rollouts; {len(self.places) - len(chosen):,} were left out. "
+            "Whole groups, evenly over the steps."
+        )
+
+
+def _tokens(series: Mapping[str, Series]) -> list[tuple[str, str]]:
+    """The account of all sampled tokens as a fact of the run."""
+    account = total_tokens(series)
+    return [("Tokens", account.text())] if account.sampled else []
+
+
+def _panel_records(series: Mapping[str, Series]) -> list[dict[str, Any]]:
+    """The panels for which something was logged."""
+    return [
+        {
+            "title": panel.title,
+            "form": panel.form,
+            "is_stack": panel.is_stack,
+            "lines": [
+                {
+                    "label": curve.label,
+                    "is_sparse": curve.is_sparse,
+                    "points": spread(list(zip(*curve.series, strict=True)), MOST_POINTS),
+                }
+                for curve in curves
+            ],
+        }
+        for panel in PANELS
+        if (curves := panel.curves(series))
+    ]
+
+
+def alarm_notes(run_dir: Path) -> list[str]:
+    """The alarms that the run has raised."""
+    path = run_dir / "alarms.jsonl"
+    alarms = read_lines(path) if path.is_file() else ()
+    return [f"Alarm in step {each['step']}: {each['cause']}: {each['text']}." for each in alarms]
+
+
+def _notes_on_training(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
+    turns = [
+        turn for rollout in rollouts if rollout["split"] == "train" for turn in rollout["turns"]
+    ]
+    if not turns or any(turn["training"] for turn in turns):
+        return []
+    return [
+        "No log-probs of the trainer: none of these rollouts was trained. Colours show surprisal."
+    ]

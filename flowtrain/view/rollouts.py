@@ -1,0 +1,109 @@
+"""One logged rollout as the page shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from flowtrain.agents.planner import NO_TOOL
+from flowtrain.view.detokenize import pieces, text_of
+from flowtrain.view.log import Place, is_right
+
+LONGEST_TEXT = 20_000
+"""Characters of a result or an answer; more are cut and counted."""
+_UNSHOWN = ("prompt_ids", "verifier", "refiner")
+"""Fields of a turn that the page has no room for."""
+_CUT_OFF = ("length", "deadline")
+
+
+def rollout_record(
+    place: Place, record: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """A line of the log, with text for token ids and with what the page filters by."""
+    group = f"{place.split}.{place.step}.{place.group_index}"
+    logged: list[dict[str, Any]] = record["turns"]
+    return _cut(record) | {
+        "id": f"{group}.{place.member}",
+        "group": group,
+        "split": place.split,
+        "seed": str(record["seed"]),  # 64 bits, of which a number in JavaScript holds 53
+        "outcomes": _outcomes(place, record["truncated"], logged),
+        "turns": _turn_records(logged, tokenizer),
+    }
+
+
+def _outcomes(place: Place, truncated: str, turns: list[dict[str, Any]]) -> list[str]:
+    """ "right" or "wrong" first; then what went wrong on the way."""
+    malformed = [
+        turn["is_error"]
+        if turn["action"] is None
+        else turn["action"]["tool_name"].startswith(NO_TOOL)
+        for turn in turns
+    ]
+    found = {
+        "unscored": place.reward is None,
+        "right": is_right(place.reward),
+        "wrong": place.reward is not None and not is_right(place.reward),
+        "malformed": any(malformed),
+        "tool error": any(
+            (turn["is_error"] and not bad)
+            or any(used["is_error"] for used in turn.get("tool_calls", ()))
+            for turn, bad in zip(turns, malformed, strict=True)
+        ),
+        "truncated": bool(truncated) or any(turn["finish_reason"] in _CUT_OFF for turn in turns),
+    }
+    return [name for name, holds in found.items() if holds]
+
+
+def _turn_records(turns: list[dict[str, Any]], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    records = []
+    prompt_ids: list[int] = []
+    for turn in turns:
+        num_shared = turn["prompt_shared"]
+        prompt_ids = [*prompt_ids[:num_shared], *turn["prompt_ids"]]
+        prompt = text_of(tokenizer, prompt_ids) if tokenizer is not None and prompt_ids else None
+        kept = (
+            _common_start(prompt, text_of(tokenizer, prompt_ids[:num_shared]))
+            if tokenizer is not None and prompt
+            else ""
+        )
+        records.append(
+            _turn_record(turn, tokenizer)
+            | {"prompt_kept": _num_utf16(kept), "prompt": prompt and prompt[len(kept) :]}
+        )
+    return records
+
+
+def _turn_record(turn: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    shown = {key: value for key, value in turn.items() if key not in _UNSHOWN}
+    if used := turn.get("tool_calls"):
+        shown["tool_calls"] = [_cut(each) for each in used]
+    return _cut(shown) | {
+        "num_new_tokens": len(turn["prompt_ids"]),
+        "texts": None if tokenizer is None else pieces(tokenizer, turn["response_ids"]),
+    }
+
+
+def _common_start(text: str, start: str) -> str:
+    """`start`, less what at its end is no character yet: a token may hold the first byte of one."""
+    start = start.rstrip("\ufffd")
+    while not text.startswith(start):
+        start = start[:-1]
+    return start
+
+
+def _cut(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Cut the texts of a record that are too long to show."""
+    return {
+        key: f"{value[:LONGEST_TEXT]} … ({len(value) - LONGEST_TEXT} more characters)"
+        if isinstance(value, str) and len(value) > LONGEST_TEXT
+        else value
+        for key, value in record.items()
+    }
+
+
+def _num_utf16(text: str) -> int:
+    """Length as JavaScript counts it."""
+    return len(text.encode("utf-16-le", "surrogatepass")) // 2

@@ -1,0 +1,62 @@
+"""What a command says of itself before it begins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain.config import Config
+from flowtrain.run.banner import rft_banner, train_banner
+
+
+def parts(**sections: Any) -> tuple[Any, Any]:
+    """Components and placement as far as the banner reads them."""
+    config = Config.model_validate({"run": {"dir": "runs/a"}, **sections})
+    world = SimpleNamespace(size=1, device=torch.device("cpu"))
+    several = SimpleNamespace(size=8, device=torch.device("cuda"))
+    tasks = SimpleNamespace(
+        train=("q",) * 1200, held_out={"texts": ("q",) * 20, "forms": ("q",) * 30}, mixture={}
+    )
+    components = SimpleNamespace(
+        config=config, world=world, tasks=tasks, model=torch.nn.Linear(1000, 1500, bias=False)
+    )
+    return components, SimpleNamespace(samplers=world, trainers=several)
+
+
+def test_a_run_says_what_learns_from_whom_and_what_comes_next() -> None:
+    lines = train_banner(*parts(train={"num_steps": 7})).splitlines()
+    assert lines[0].endswith(": flow_grpo trains the planner")
+    assert dict(line.strip().split("  ", 1) for line in lines[1:]) == {
+        "model": "     tiny, 1.5 M parameters, float32",
+        "questions": " facts, 1,200 to train on",
+        "agent": "     agentflow, at most 3 turns, Search, Python_Coder, Base_Generator",
+        "sampled by": "torch on 1 rank (cpu)",
+        "trained by": "8 ranks (cuda)",
+        "steps": "     7 of 16 questions x 8 rollouts",
+        "folder": "    runs/a",
+        "next": "      the model is measured first (held-out questions: 50)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"dataflow": {"url": "http://10.0.0.5:8400"}}, "nodes of http://10.0.0.5:8400"),
+        (
+            {"lora": {"rank": 8}, "model": {"path": "m"}},
+            "float32, LoRA of rank 8",
+        ),
+        ({"eval": {"at_ends": False}}, "training begins at once"),
+    ],
+)
+def test_what_differs_is_said(sections: dict[str, Any], line: str) -> None:
+    assert line in train_banner(*parts(**sections))
+
+
+def test_fine_tuning_says_how_many_demonstrations_are_made() -> None:
+    text = rft_banner(parts(rft={"num_rollouts": 2000, "num_steps": 50})[0])
+    assert "the planner imitates demonstrations (scripted)" in text
+    assert "2,000 rollouts are made, then imitated for 50 steps" in text

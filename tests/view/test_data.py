@@ -1,0 +1,302 @@
+"""The data of the page: notes on what is missing, outcomes to filter by, prompts and tokens that
+come out as they went in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowtrain.report import MetricsLog, TrajectoryLog
+from flowtrain.types import Action, FinishReason, Group, ToolCall, ToolResult
+from flowtrain.view.data import Run
+from flowtrain.view.rollouts import LONGEST_TEXT
+
+
+def data(run: Path, number: int = 100) -> dict[str, Any]:
+    return Run(run).data(number)
+
+
+def test_a_whole_run_has_nothing_to_note(run: Path) -> None:
+    page = data(run)
+    assert page["notes"] == []
+    assert (
+        page["name"],
+        page["step"],
+        page["num_steps"],
+        page["num_logged"],
+        page["versions"],
+    ) == ("run", 4, 4, 38, [1, 4])
+    assert (
+        dict(page["facts"])["Questions per step"] == "2"
+        and dict(page["facts"])["flowtrain"] == "0123456789abcdef"
+    )
+    assert (
+        page["seconds"] == {"collect": 8.0} and page["config"] == (run / "config.toml").read_text()
+    )
+    assert ["texts, sampled", "0.250", "0.750", "+0.500"] in page["results"]
+    panels = {panel["title"]: panel["lines"] for panel in page["panels"]}
+    assert panels["Reward"] == [
+        {"label": "training", "is_sparse": False, "points": [[n, n / 10] for n in range(1, 5)]}
+    ]
+    assert [line["label"] for line in panels["Tool use"]] == ["Search"]
+
+
+def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
+    rollouts = {rollout["id"]: rollout for rollout in data(run)["rollouts"]}
+    assert len(rollouts) == 38
+    group = runs.group(1, 2, "What is the capital of Chad? 2")
+    for member, trajectory in enumerate(group.trajectories):
+        shown = rollouts[f"train.2.1.{member}"]
+        assert (shown["group"], shown["step"], shown["split"], shown["reward"]) == (
+            "train.2.1",
+            2,
+            "train",
+            trajectory.reward,
+        )
+        assert (
+            shown["seed"] == str(trajectory.seed)
+            and shown["scorer"] == "exact"
+            and shown["seconds"] == 1.5
+        )
+        prompt = ""
+        for turn, original in zip(shown["turns"], trajectory.turns, strict=True):
+            prompt = prompt[: turn["prompt_kept"]] + turn["prompt"]
+            call = original.calls["planner"]
+            assert prompt == runs.tokenizer.decode(call.prompt_ids, skip_special_tokens=False)
+            assert tuple(turn["response_ids"]) == call.response_ids
+            assert turn["response_logprobs"] == pytest.approx(call.logprobs)
+            assert "".join(turn["texts"]) == runs.tokenizer.decode(
+                call.response_ids, skip_special_tokens=False
+            )
+            assert turn["training"]["logprobs"] == pytest.approx(call.training.logprobs)
+            assert turn["training"]["advantage"] == call.training.advantage
+            assert turn["spans"] == [[0, 3, 6], [3, len(turn["response_ids"]), 7]]
+            assert (turn["seconds"], turn["plan_s"], turn["tool_s"], turn["verdict"]) == (
+                0.5,
+                0.25,
+                0.1,
+                original.verdict.value,
+            )
+        assert shown["turns"][1]["prompt_kept"] > 30 and shown["turns"][1]["prompt"].startswith(
+            "1. "
+        )
+    assert rollouts["train.4.1.0"]["turns"][0]["training"] is None
+    assert rollouts["held-out.4.3.0"]["split"] == "held-out"
+
+
+def test_calls_of_tools_come_out_as_they_went_in_unless_too_long(run: Path, runs: Any) -> None:
+    used = ToolCall("Search", '{"query": "x"}', ToolResult("y" * 20_001, seconds=0.25), "1")
+    turn = runs.turn("x", action=None, result=ToolResult(), tool_calls=(used,))
+    trajectory = dataclasses.replace(runs.trajectory("x", 1.0, 0), turns=(turn,))
+    (run / "trajectories.jsonl").unlink(), (run / "held_out.jsonl").unlink()
+    TrajectoryLog(run, 0, 0).log(1, 0, [Group(0, (trajectory,))])
+    (shown,) = data(run)["rollouts"][0]["turns"][0]["tool_calls"]
+    assert (shown["name"], shown["arguments"], shown["seconds"]) == ("Search", used.arguments, 0.25)
+    assert shown["result"].endswith(" … (1 more characters)")
+
+
+def test_a_branch_tells_where_it_left_which_rollout(run: Path, runs: Any) -> None:
+    TrajectoryLog(run, 0, 4).log(5, 4, [runs.branched("What is the capital of Chad?")])
+    rollouts = {rollout["id"]: rollout for rollout in data(run)["rollouts"]}
+    place = {"parent": 0, "turn": 1, "token": 2, "score": 2.5, "scorer": "", "version": 0}
+    assert rollouts["train.5.0.2"]["branch"] == place
+    assert "branch" not in rollouts["train.5.0.0"] and "branch" not in rollouts["train.1.0.0"]
+
+
+def test_what_two_prompts_share_is_counted_as_javascript_counts(runs: Any) -> None:
+    page = data(runs.make("😀 é"))
+    first, second, _ = page["rollouts"][0]["turns"]
+    as_utf16 = first["prompt"].encode("utf-16-le")
+    whole = as_utf16[: 2 * second["prompt_kept"]].decode("utf-16-le") + second["prompt"]
+    assert whole == "Question: 😀 é 1\n1. 😀 é 1\nSub-Goal:"
+
+
+def test_outcomes(runs: Any, run: Path) -> None:
+    action = Action("", "", "x", "No matched tool given: Sear")
+    endings: list[tuple[dict[str, Any], dict[str, Any], float | None, list[str]]] = [
+        ({}, {}, 1.0, ["right"]),
+        ({}, {}, 0.5, ["right"]),
+        ({}, {}, 0.49, ["wrong"]),
+        ({}, {}, None, ["unscored"]),
+        (
+            {"action": None, "result": ToolResult(error="malformed")},
+            {},
+            0.0,
+            ["wrong", "malformed"],
+        ),
+        (
+            {"action": action, "result": ToolResult(error="no such tool")},
+            {},
+            1.0,
+            ["right", "malformed"],
+        ),
+        ({"action": None, "result": ToolResult()}, {}, 1.0, ["right"]),  # the answer itself
+        ({"result": ToolResult(error="timed out")}, {}, 1.0, ["right", "tool error"]),
+        (
+            {
+                "action": None,
+                "result": ToolResult(),
+                "tool_calls": (ToolCall("Search", "{}", ToolResult(error="timed out")),),
+            },
+            {},
+            1.0,
+            ["right", "tool error"],
+        ),
+        ({"finish_reason": FinishReason.LENGTH}, {}, 0.0, ["wrong", "truncated"]),
+        ({"finish_reason": FinishReason.DEADLINE}, {}, 0.0, ["wrong", "truncated"]),
+        ({}, {"truncated": "prompt"}, 0.0, ["wrong", "truncated"]),
+    ]
+    trajectories = [
+        dataclasses.replace(
+            runs.trajectory("x", reward, 0),
+            turns=(runs.turn("x"), runs.turn("x", **turn)),
+            **trajectory,
+        )
+        for turn, trajectory, reward, _ in endings
+    ]
+    (run / "trajectories.jsonl").unlink(), (run / "held_out.jsonl").unlink()
+    TrajectoryLog(run, 0, 0).log(1, 0, [Group(0, tuple(trajectories))])
+    assert [rollout["outcomes"] for rollout in data(run)["rollouts"]] == [
+        outcomes for *_, outcomes in endings
+    ]
+
+
+def test_fields_that_other_versions_log_are_shown(run: Path) -> None:
+    log = run / "trajectories.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in lines:
+        record |= {"scored_by": "judge", "analysis": "a" * (LONGEST_TEXT + 7), "error": "endpoint"}
+        record["turns"][0]["verdict_text"] = "because"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rollout = data(run)["rollouts"][0]
+    assert (rollout["scored_by"], rollout["error"], rollout["turns"][0]["verdict_text"]) == (
+        "judge",
+        "endpoint",
+        "because",
+    )
+    assert rollout["analysis"].endswith("a … (7 more characters)")
+
+
+def notes(run: Path) -> str:
+    return "\n".join(data(run)["notes"])
+
+
+def test_without_a_tokenizer_ids_remain(run: Path) -> None:
+    (run / "tokenizer.json").unlink()
+    turn = data(run)["rollouts"][0]["turns"][0]
+    assert (
+        turn["texts"] is None
+        and turn["prompt"] is None
+        and turn["response_ids"]
+        and turn["num_new_tokens"] > 0
+    )
+    assert "The tokenizer of the run is gone" in notes(run)
+
+
+def test_a_run_that_goes_on(run: Path) -> None:
+    (run / "summary.json").unlink()
+    with (run / "trajectories.jsonl").open("a") as file:
+        file.write('{"step": 5, "vers')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"st')
+    page = data(run)
+    assert page["num_logged"] == 38 and page["step"] == 4
+    assert page["notes"] == [
+        "The run has not finished, or was interrupted: there is no summary.json yet.",
+    ]
+
+
+def test_a_run_that_has_just_begun(run: Path) -> None:
+    for name in ("summary.json", "trajectories.jsonl", "held_out.jsonl"):
+        (run / name).unlink()
+    (run / "metrics.jsonl").write_text("")
+    page = data(run)
+    assert (page["panels"], page["rollouts"], page["step"], page["reward"]) == ([], [], None, [])
+    assert "No step has been logged" in notes(run) and "No rollouts have been logged" in notes(run)
+
+
+def test_only_an_evaluation(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, -1, tensorboard=False)
+    log.log({"step": 0, "version": 0, "eval_reward": 0.25, "eval_s": 3.0})
+    page = data(tmp_path)
+    assert (page["reward"], page["seconds"], page["facts"], page["config"]) == (
+        [0.25, 0.25],
+        {"eval": 3.0},
+        [],
+        "",
+    )
+    assert page["notes"] == ["No rollouts have been logged: curves and results are all there is."]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.toml", "a = [", "config.toml is no TOML"),
+        ("manifest.json", "{", "manifest.json is no JSON"),
+        ("summary.json", "nonsense", "summary.json is no JSON"),
+        (
+            "metrics.jsonl",
+            'nonsense\n{"step": 1, "a": 2}\n',
+            "metrics.jsonl line 1 is not a JSON object",
+        ),
+        (
+            "trajectories.jsonl",
+            'nonsense\n{"step": 1}\n',
+            "trajectories.jsonl line 1 is not a JSON object",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named_on_the_page_and_the_rest_is_shown(
+    run: Path, name: str, text: str, message: str
+) -> None:
+    (run / name).write_text(text)
+    page = data(run)
+    assert message in "\n".join(page["notes"])
+    assert page["rollouts"] and (page["panels"] or name == "metrics.jsonl")
+
+
+def test_long_curves_are_thinned(run: Path) -> None:
+    (run / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "kl": {step}}}\n' for step in range(5000))
+    )
+    (panel,) = data(run)["panels"]
+    points = panel["lines"][0]["points"]
+    assert len(points) == 1000 and points[0] == [0, 0] and points[-1] == [4999, 4999]
+
+
+def test_worst_tokens_come_with_their_text_and_the_alarms_as_notes(run: Path, runs: Any) -> None:
+    before, after = runs.ids("the capital of"), runs.ids(" is far")
+    (token,) = runs.ids("\n")
+    place = {"group_index": 1, "member": 2, "turn": 0, "token": 3}
+    ids = {"before": [*before], "id": token, "after": [*after]}
+    lines = [
+        {"step": step, **place, "sampler": -1.0, "trainer": -1.0 - step, **ids}
+        for step in (1, 3, 2)
+    ]
+    path = run / "worst_tokens.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    alarm = {"step": 3, "cause": "tools", "text": "of all calls Search has 99%"}
+    (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    page = data(run)
+    assert page["notes"] == ["Alarm in step 3: tools: of all calls Search has 99%."]
+    assert [each["step"] for each in page["worst"]] == [3, 2, 1]
+    assert page["worst"][0] == {
+        "rollout": "train.3.1.2",
+        "step": 3,
+        "sampler": -1.0,
+        "trainer": -4.0,
+        "before": "the capital of",
+        "text": "\n",
+        "after": " is far",
+    }
+    assert page["worst"][0]["rollout"] in {each["id"] for each in page["rollouts"]}
+    (run / "tokenizer.json").unlink()
+    assert data(run)["worst"][0]["text"] == str(token)
+    path.write_text("[]\n" * 2 + json.dumps(lines[0]) + "\n")
+    broken = data(run)
+    assert broken["worst"] == [] and any("worst_tokens.jsonl" in note for note in broken["notes"])

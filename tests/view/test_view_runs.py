@@ -1,0 +1,93 @@
+"""A folder of runs as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowtrain.report import MetricsLog
+from flowtrain.view import runs as module
+from flowtrain.view.__main__ import main
+from flowtrain.view.runs import RunTable, differences, find_runs
+
+
+@pytest.fixture
+def folder(runs: Any) -> Path:
+    """Two runs, one of them below another folder, and what belongs to a run."""
+    first, second = runs.make(name="one"), runs.make(name="sweep/two")
+    config = second / "config.toml"
+    config.write_text(config.read_text().replace("num_minibatches = 1", "num_minibatches = 2"))
+    MetricsLog(second, 4, tensorboard=False).log(
+        {"step": 5, "version": 5, "reward_mean": 0.1, "eval_reward": 0.75}
+    )
+    os.utime(second / "summary.json", (1, 1))
+    (first / "checkpoints" / "x").mkdir(parents=True)
+    (first / "checkpoints" / "x" / "manifest.json").write_text("{}")
+    return Path(runs.root)
+
+
+def test_runs_are_found_within_folders(folder: Path) -> None:
+    assert set(find_runs(folder)) == {"one", "sweep/two"}
+    assert find_runs(folder / "absent") == []
+
+
+def test_a_row_per_run(folder: Path) -> None:
+    table = RunTable(folder).answer()
+    two = {run["name"]: run for run in table["runs"]}["sweep/two"]
+    assert two["reward"] == [0.1, 0.1, 0.4] and two["held_out"] == [0.75, 0.75]
+    assert (two["step"], two["num_steps"], two["seconds"], two["model"]) == (5, 4, 8.0, "tiny")
+    assert two["state"]["name"] == "stopped", "something was logged after its summary"
+    assert two["differs"] == [["train.num_minibatches", "2"]]
+    labels = {
+        panel["title"]: [each["label"] for each in panel["lines"]] for panel in table["panels"]
+    }
+    assert set(labels["Reward, training"]) == {"one", "sweep/two"}
+    assert labels["Held-out"] == ["sweep/two"]
+
+
+def test_a_table_follows_its_runs(folder: Path, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_EVERY_S", -1.0)
+    monkeypatch.setattr(module, "_SEARCH_S", -1.0)
+    table = RunTable(folder)
+    before = table.answer()
+    assert table.answer()["id"] == before["id"]
+    log = MetricsLog(folder / "one", 4, tensorboard=False)
+    log.log({"step": 5, "version": 5, "reward_mean": 0.9})
+    runs.make(name="three")
+    after = {run["name"]: run for run in table.answer()["runs"]}
+    assert after["one"]["reward"] == [0.1, 0.9, 0.9] and "three" in after
+    MetricsLog(folder / "one", 2, tensorboard=False)
+    assert {run["name"]: run for run in table.answer()["runs"]}["one"]["reward"] == [0.1, 0.2, 0.2]
+
+
+def test_only_what_differs_is_told() -> None:
+    configs: dict[str, dict[str, Any]] = {
+        "a": {"train": {"lr": 1.0, "policy": "p"}, "run": {"dir": "x"}},
+        "b": {
+            "train": {"lr": 2.0, "policy": "p"},
+            "run": {"dir": "y"},
+            "new": {"option": 1},
+        },
+        "broken": {},
+    }
+    told = differences(configs)
+    assert told["a"] == [("train.lr", "1.0")] and told["broken"] == []
+    assert told["b"] == [("train.lr", "2.0")]
+    long = differences({"a": {"x": {"y": "z" * 99}}, "b": {"x": {"y": ""}}})
+    assert long["a"] == [("x.y", f'"{"z" * 79} …')]
+    assert differences({"a": configs["a"]}) == {"a": []}
+
+
+def test_the_command_writes_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(folder / "one")]) == 0 and main([str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == str(folder / "view.html")
+    page = (folder / "view.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert {run["name"]: run["has_page"] for run in data["runs"]} == {
+        "one": True,
+        "sweep/two": False,
+    }
