@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import random
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -56,6 +54,7 @@ from flowtrain.dataflow.wire import (
     Problem,
 )
 from flowtrain.utils import serving
+from flowtrain.utils.retries import GaveUp, Transient, retried, retry_after_s
 from flowtrain.utils.serving import SLOWEST
 from flowtrain.utils.threads import Ended, LoopThread
 
@@ -64,8 +63,8 @@ _log = logging.getLogger(__name__)
 _MAX_BYTES = 1 << 30
 """Largest answer."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _GRACE_S = 0.1, 10.0, 1.0
-_SAY_AFTER = 5
-"""Number of attempts after which the log tells that the client waits for the service."""
+_SAY_AFTER = 6
+"""Number of failures after which the log tells that the client waits for the service."""
 _OPENING = ("join", "register")
 """Methods whose answer tells the identity of the run."""
 _NOT_ALLOWED = (401, 403)
@@ -77,14 +76,6 @@ _ADVICE = {
     401: f"; set {serving.TOKEN_VARIABLE} to that of the service",
     404: "; is this the address of a dataflow, and of the same flowtrain?",
 }
-
-
-class _Passing(Exception):
-    """This attempt failed; another one may succeed, after `pause_s` at least."""
-
-    def __init__(self, problem: str, pause_s: float = 0.0) -> None:
-        super().__init__(problem)
-        self.pause_s = pause_s
 
 
 class Client:
@@ -189,7 +180,6 @@ class Client:
     async def _answer(self, name: str, request: Any, deadline: float) -> Any:
         """Try until an attempt succeeds or is refused, or the time is up."""
         body = b"" if request is None else pack(request)
-        problem = "it is silent"
         if len(body) > METHODS[name].max_bytes:
             raise Refused(
                 f"{name}: a request of {len(body)} bytes, the service takes "
@@ -198,27 +188,24 @@ class Client:
         limit_s = (
             self._attempt_s + len(body) / SLOWEST + min(getattr(request, "wait_s", 0.0), MAX_WAIT_S)
         )
+
+        def say(num_failures: int, failure: Transient) -> None:
+            if num_failures == _SAY_AFTER:
+                text = "%s: %s; %s is asked again for up to %g s"
+                _log.warning(text, self.url, failure, name, self._wait_s)
+
         try:
-            async with self._call(), asyncio.timeout(deadline - time.monotonic()):
-                for attempt in itertools.count():
-                    try:
-                        return await self._attempt(name, body, limit_s)
-                    except _Passing as failed:
-                        problem, pause_s = str(failed), max(failed.pause_s, _pause(attempt))
-                    if attempt == _SAY_AFTER:
-                        _log.warning(
-                            "%s: %s; %s is asked again for up to %g s",
-                            self.url,
-                            problem,
-                            name,
-                            self._wait_s,
-                        )
-                    await asyncio.sleep(pause_s)
-        except TimeoutError:
+            async with self._call():
+                return await retried(
+                    lambda: self._attempt(name, body, limit_s),
+                    deadline,
+                    (_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+                    on_retry=say,
+                )
+        except GaveUp as end:
             raise Unavailable(
-                f"{self.url} did not answer {name} within {self._wait_s:g} s: {problem}"
+                f"{self.url} did not answer {name} within {self._wait_s:g} s: {end.problem}"
             ) from None
-        raise AssertionError("the attempts end by themselves")
 
     async def _attempt(self, name: str, body: bytes, limit_s: float) -> Any:
         url = f"{self.url}{PREFIX}{name}"
@@ -230,14 +217,15 @@ class Client:
             ):
                 content = await _read(response, patience)
         except TimeoutError:
-            raise _Passing(f"no answer within {limit_s:.0f} s") from None
+            raise Transient(f"no answer within {limit_s:.0f} s") from None
         except httpx2.TransportError as error:
-            raise _Passing(f"{type(error).__name__}: {str(error)[:200]}") from error
+            raise Transient(f"{type(error).__name__}: {str(error)[:200]}") from error
         if response.status_code == 200:
             return _decoded(content, METHODS[name].answer)
         problem = f"HTTP {response.status_code}: {_problem(content)}"
         if response.status_code in PASSING or response.status_code >= 500:
-            raise _Passing(problem, _retry_after_s(response.headers.get("retry-after", "")))
+            asked_s = retry_after_s(response.headers.get("retry-after", ""))
+            raise Transient(problem, min(asked_s, _LONGEST_PAUSE_S))
         kind = NotAllowed if response.status_code in _NOT_ALLOWED else Refused
         raise kind(f"{url}: {problem}{_ADVICE.get(response.status_code, '')}")
 
@@ -274,7 +262,7 @@ def _decoded(content: bytes, kind: Any) -> Any:
     try:
         return unpack(content, kind)
     except Refused as error:
-        raise _Passing(
+        raise Transient(
             f"an answer that is none ({str(error)[:200]}); is this the address of a dataflow?"
         ) from error
 
@@ -285,16 +273,3 @@ def _problem(content: bytes) -> str:
         return unpack(content, Problem).error
     except Refused:
         return repr(" ".join(content[:400].decode(errors="replace").split())[:200])
-
-
-def _pause(attempt: int) -> float:
-    """Seconds before the next attempt: doubled each time, give or take a half, so that nodes that
-    were cut off together do not come back together.
-    """
-    return float(
-        min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5)
-    )
-
-
-def _retry_after_s(header: str) -> float:
-    return min(float(header), _LONGEST_PAUSE_S) if header.isdecimal() else 0.0

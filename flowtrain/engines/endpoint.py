@@ -8,13 +8,8 @@ any size.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import email.utils
-import itertools
 import json
-import math
 import os
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -29,33 +24,24 @@ from flowtrain.engines.chat import Meter
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import UserError
 from flowtrain.utils.answers import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
+from flowtrain.utils.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 from flowtrain.utils.text import encodable
 from flowtrain.utils.threads import Ended, LoopThread
 
 T = TypeVar("T")
 _MAX_BYTES = 8 * 2**20
 """Longest reply, after decompression."""
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _GRACE_S = 1.0
 _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
 """Status of a wrong key, model or address."""
 _MOST_TOKENS = 1 << 40
 """Of a request; an endpoint that claims more, or less than none, is not believed."""
-_RETRIED = (408, 409, 425, 429)
-"""Status, besides 5xx, after which another attempt may succeed."""
 
 
-class _AttemptFailed(Exception):
-    """This attempt failed; another one may succeed."""
-
-    def __init__(self, problem: str, pause_s: float = 0.0, *, is_dead: bool = False) -> None:
-        super().__init__(problem)
-        self.pause_s = pause_s
-        """Shortest pause before the next attempt, as the endpoint asks."""
-        self.is_dead = is_dead
-        """No server took the connection."""
+class _Dead(Transient):
+    """No server took the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,44 +125,35 @@ class Endpoint:
 
     async def _reply(self, request: _Request[T], deadline: float) -> T:
         """Attempt until one succeeds, one fails for good, or the time is up."""
-        problem = "other requests took all the time"
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                for attempt in itertools.count():
-                    try:
-                        async with self._free:
-                            return await self._attempt(request)
-                    except _AttemptFailed as failed:
-                        problem, is_dead = str(failed), failed.is_dead
-                        pause_s = max(failed.pause_s, _pause(attempt))
-                    last = ""
-                    if attempt == self._options.max_retries:
-                        last = f"{problem} (attempt {attempt + 1}, the last)"
-                    elif time.monotonic() + pause_s >= deadline:
-                        last = (
-                            f"{problem}; no time is left for another attempt after {pause_s:.1f} s"
-                        )
-                    if is_dead and not self._has_answered:
-                        self._say_dead(problem, last)
-                    if last:
-                        raise EngineError(last)
-                    self.meter.retries += 1
-                    await asyncio.sleep(pause_s)
-        except TimeoutError:
-            raise EngineError(f"no reply by the deadline: {problem}") from None
-        raise AssertionError("the attempts end by themselves")
 
-    def _say_dead(self, problem: str, last: str) -> None:
-        """Say once that nobody has ever been there; raise UserError after the last attempt."""
-        if last:
-            raise UserError(
-                f"engines.{self._label}.base_url={self._options.base_url!r}: no server is there: "
-                f"{last}"
+        async def attempt() -> T:
+            async with self._free:
+                return await self._attempt(request)
+
+        try:
+            return await retried(
+                attempt,
+                deadline,
+                (_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+                max_retries=self._options.max_retries,
+                on_retry=self._note_retry,
+                silence="it is silent, or other requests took all the time",
             )
-        if not self._has_warned:
+        except GaveUp as end:
+            if isinstance(end.failure, _Dead) and not self._has_answered:
+                raise UserError(
+                    f"engines.{self._label}.base_url={self._options.base_url!r}: no server is "
+                    f"there: {end}"
+                ) from None
+            raise EngineError(str(end)) from None
+
+    def _note_retry(self, _num_failures: int, failure: Transient) -> None:
+        """Count a retry, and say once that nobody has ever been there."""
+        self.meter.retries += 1
+        if isinstance(failure, _Dead) and not self._has_answered and not self._has_warned:
             self._has_warned = True
             where = f"engines.{self._label} at {self._options.base_url}"
-            print(f"waiting for {where}: {problem}", file=sys.stderr, flush=True)
+            print(f"waiting for {where}: {failure}", file=sys.stderr, flush=True)
 
     async def _attempt(self, request: _Request[T]) -> T:
         timeout_s = self._options.timeout_s
@@ -189,17 +166,16 @@ class Endpoint:
                     response.aiter_raw(), response.headers.get("content-encoding", ""), _MAX_BYTES
                 )
         except TimeoutError:
-            raise _AttemptFailed(f"no reply within timeout_s={timeout_s:g}") from None
+            raise Transient(f"no reply within timeout_s={timeout_s:g}") from None
         except httpx2.TransportError as error:
-            is_dead = isinstance(error, httpx2.ConnectError)
-            problem = f"{type(error).__name__}: {str(error)[:200]}"
-            raise _AttemptFailed(problem, is_dead=is_dead) from error
+            kind = _Dead if isinstance(error, httpx2.ConnectError) else Transient
+            raise kind(f"{type(error).__name__}: {str(error)[:200]}") from error
         except BadBody as error:
             raise EngineError(f"it sent {error}") from None
         status = response.status_code
         problem = f"HTTP {status}: {shown(content)}"
-        if status in _RETRIED or status >= 500:
-            raise _AttemptFailed(problem, _retry_after(response.headers.get("retry-after", "")))
+        if may_pass(status):
+            raise Transient(problem, retry_after_s(response.headers.get("retry-after", "")))
         if status in _REFUSED and not self._has_answered:
             raise UserError(
                 f"engines.{self._label}: {request.url} answers HTTP {status} to model "
@@ -260,23 +236,3 @@ def usage(reply: Any) -> tuple[int, int]:
             if all(0 <= num_tokens <= _MOST_TOKENS for num_tokens in (asked, replied)):
                 return asked, replied
     return 0, 0
-
-
-def _pause(attempt: int) -> float:
-    """Return a pause that doubles from attempt to attempt, give or take a half, so that rollouts
-    that were refused together do not come back together.
-    """
-    return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5)
-
-
-def _retry_after(header: str) -> float:
-    """Return the seconds that a header asks for, as a number or as a date; 0 for anything else."""
-    for parse in (float, _seconds_until):
-        with contextlib.suppress(ValueError, OverflowError):
-            seconds = parse(header)
-            return max(0.0, seconds) if math.isfinite(seconds) else 0.0
-    return 0.0
-
-
-def _seconds_until(date: str) -> float:
-    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()

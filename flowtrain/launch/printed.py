@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import shlex
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import yaml
 
 from flowtrain.config.options import parse, to_toml
 from flowtrain.launch.plan import Plan
@@ -17,8 +18,8 @@ from flowtrain.utils.serving import TOKEN_VARIABLE
 
 _FOLDER, _CONFIG = "/work", "/plan/run.toml"
 """Where the containers have their working folder, and the config."""
-_LINES = re.compile(r"[!-~]([ -~]*\n)+[ -~]*[!-~]\n")
-"""A text that a block of YAML can hold as it is."""
+_WORD = re.compile(r"[A-Za-z][A-Za-z0-9./_-]{2,}")
+"""A text that YAML may hold without quotes, unless PyYAML knows better."""
 
 
 # ---- shell
@@ -166,7 +167,7 @@ def kubernetes(plan: Plan) -> str:
         own = [role for role in roles if role.kind == Kind.NODE and role.of == name]
         job = _job(inside, f"flowtrain-nodes-{name}", [_container(inside, own[0])], num=nodes.size)
         items.append(job)
-    return "---\n".join(f"{yaml(item)}\n" for item in items)
+    return yaml.dump_all(items, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
 def _server_items(plan: Plan, role: Role) -> list[Any]:
@@ -266,32 +267,20 @@ def _item(kind: str, version: str, name: str, **rest: Any) -> dict[str, Any]:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **rest}
 
 
-def yaml(value: Any, indent: str = "") -> str:
-    """Write a value of JSON as YAML in block style. Its texts are those of JSON, which YAML reads
-    alike, but for plain texts of several lines.
-    """
-    if isinstance(value, Mapping) and value:
-        return "\n".join(
-            f"{indent}{key}:{_below(each, indent + '  ')}" for key, each in value.items()
-        )
-    if isinstance(value, list) and value:
-        return "\n".join(
-            f"{indent}- {yaml(each, indent + '  ').removeprefix(indent + '  ')}" for each in value
-        )
-    return f"{indent}{_leaf(value)}"
+class _Dumper(yaml.SafeDumper):
+    """Writes texts so that every reader takes them for texts, several lines as a block."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
 
 
-def _below(value: Any, indent: str) -> str:
-    if isinstance(value, str) and _LINES.fullmatch(value):
-        return f" |\n{textwrap.indent(value.rstrip(), indent)}"
-    is_block = isinstance(value, Mapping | list) and value
-    return f"\n{yaml(value, indent)}" if is_block else f" {_leaf(value)}"
+def _text(dumper: _Dumper, text: str) -> yaml.Node:
+    # PyYAML, of YAML 1.1, leaves 1e-5 and 0o14 bare, which kubectl reads as numbers.
+    style = "|" if "\n" in text else None if _WORD.fullmatch(text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-def _leaf(value: Any) -> str:
-    """JSON, with the escapes of YAML for what is not ASCII."""
-    text = json.dumps(value, ensure_ascii=False)
-    return re.sub("[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", text)
+_Dumper.add_representer(str, _text)
 
 
 PRINTERS: dict[str, Callable[[Plan], str]] = {

@@ -29,6 +29,7 @@ _HEDGE = re.compile(
     r"^(?:(?:approximately|approx\.?|about|roughly|around|exactly)\s+|\\approx\s*|\u2248\s*)",
     re.IGNORECASE,
 )
+_MINUS = re.compile(r"^(?:minus|negative) (?=[0-9])", re.IGNORECASE)
 _RATIO = re.compile(r"([0-9]{1,9})\s*:\s*([0-9]{1,9})")
 _CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
 _SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|(?<=[0-9])\s+(?=[0-9]{3}(?![0-9]))")
@@ -67,7 +68,7 @@ def _plain(text: str) -> str:
     """Write numbers in digits, ratios as fractions and what says "no solution" in one way."""
     if len(text) > MAX_LENGTH:
         return text
-    text = in_digits(_HEDGE.sub("", text.strip()))
+    text = _MINUS.sub("-", in_digits(_HEDGE.sub("", text.strip())))
     if _NONE.fullmatch(text):
         return "\\emptyset"
     ratio = None if _CLOCK.fullmatch(text) else _RATIO.fullmatch(text)

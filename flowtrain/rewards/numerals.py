@@ -60,6 +60,8 @@ _ORDINAL = re.compile(
     rf"|(?P<round>{'|'.join(_ROUND_ORDINALS)}))(?![a-z])",
     re.IGNORECASE,
 )
+_DIGIT = rf"(?:zero|{_UNIT})(?![a-z])"
+_POINT = re.compile(rf"({_WORDS.pattern}) point ({_DIGIT}(?: {_DIGIT})*)", re.IGNORECASE)
 _ONE = re.compile(rf"(?<![a-z])an?(?= (?:hundred|{_SCALE}))", re.IGNORECASE)
 _YEAR = re.compile(
     rf"(?<![a-z])({'|'.join(_TEENS[4:])}|twenty)[ -]"
@@ -84,7 +86,7 @@ _SCALED = re.compile(
 
 def in_digits(text: str) -> str:
     """Write the numbers that stand in words, of any case, in digits."""
-    text = _ONE.sub("one", text)
+    text = _POINT.sub(_decimal, _ONE.sub("one", text))
     text = _PART.sub(
         lambda found: f"{_value(found[1].casefold())}/{_PARTS[found[2].casefold()]}", text
     )
@@ -106,6 +108,11 @@ def _value(words: str) -> int:
         elif word != "and":
             current += _VALUES[word]
     return total + current
+
+
+def _decimal(found: re.Match[str]) -> str:
+    digits = "".join(str(_VALUES[word]) for word in found[2].casefold().split())
+    return f"{_value(found[1].casefold())}.{digits}"
 
 
 def _ordinal(found: re.Match[str]) -> str:

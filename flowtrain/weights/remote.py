@@ -19,6 +19,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from flowtrain.utils.objects import SCHEMES, open_objects
+from flowtrain.utils.retries import may_pass, pause_s
 from flowtrain.utils.serving import SLOWEST, check_token, check_url
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
@@ -207,7 +208,7 @@ class HttpStore:
             raise Silent(
                 f"{url}: {cut}, {num_failures} times; check the address and that the server runs"
             ) from cut
-        time.sleep(min(self._backoff_s * 2 ** (num_failures - 1), _LONGEST_PAUSE_S))
+        time.sleep(pause_s(num_failures, self._backoff_s, _LONGEST_PAUSE_S))
 
     def _read_all(self, url: str, limit: int, headers: dict[str, str]) -> tuple[bytes, Message]:
         data = bytearray()
@@ -315,7 +316,7 @@ class HttpStore:
             )
         except HTTPError as error:
             error.close()
-            if error.code in (408, 416, 429) or error.code >= 500:
+            if may_pass(error.code) or error.code == 416:
                 reason = f"the server answered {error.code} {error.reason}"
                 raise _Cut(reason, error.code) from error
             raise _refusal(url, error, bool(self._headers)) from None

@@ -176,17 +176,6 @@ def test_what_the_service_would_not_take_is_not_sent() -> None:
         assert not seen
 
 
-def test_pauses_grow_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr(client_module, "_LONGEST_PAUSE_S", 10.0)
-    pauses = [client_module._pause(attempt) for attempt in (0, 3, 6, 12, 100_000)]
-    assert all(
-        low <= pause <= 3 * low
-        for low, pause in zip((0.05, 0.4, 3.2, 5.0, 5.0), pauses, strict=True)
-    )
-    assert len({client_module._pause(3) for _ in range(20)}) > 10
-
-
 def test_the_log_tells_that_the_service_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     with (
         peer(*[reply(500)] * 8, honest) as (url, _),

@@ -174,16 +174,6 @@ def test_the_last_attempt_raises_its_reason() -> None:
     assert len(server.asked) == 3
 
 
-def test_pauses_grow_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 1.0)
-    pauses = [[module._pause(attempt) for _ in range(200)] for attempt in range(20)]
-    for attempt, drawn in enumerate(pauses):
-        middle = min(2.0**attempt, module._LONGEST_PAUSE_S)
-        assert (
-            0.5 * middle <= min(drawn) < 0.7 * middle and 1.3 * middle < max(drawn) <= 1.5 * middle
-        )
-
-
 @pytest.mark.parametrize("as_date", [False, True])
 def test_retry_after_is_honoured(as_date: bool) -> None:
     wait_s = 2.0 if as_date else 0.3  # a date has whole seconds
@@ -213,14 +203,6 @@ def test_a_pause_that_outlasts_the_deadline_is_not_waited_for() -> None:
     ):
         ask(server, deadline_s=5.0)
     assert time.monotonic() - started < 4 and len(server.asked) == 1
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [("", 0), ("soon", 0), ("-5", 0), ("nan", 0), ("inf", 0), ("1e3", 1000), ("Mon", 0)],
-)
-def test_odd_retry_after_headers(header: str, seconds: float) -> None:
-    assert module._retry_after(header) == seconds
 
 
 def test_a_truncated_body_is_retried() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import threading
@@ -9,13 +10,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import CONFIG, PLAN, fake_python, write_plan
 
 from flowtrain.launch.__main__ import main
 from flowtrain.launch.plan import Host, read_plan
-from flowtrain.launch.printed import kubernetes, shell, slurm, yaml
+from flowtrain.launch.printed import kubernetes, shell, slurm
 from flowtrain.launch.processes import over
 from flowtrain.launch.roles import Commands, Kind, Role, controlled_script, plain_script
 from flowtrain.types import UserError
@@ -174,8 +176,7 @@ def test_a_script_runs_all_and_ends_with_the_code_of_the_trainer(
 def test_kubernetes_manifests_hold_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = pytest.importorskip("yaml")
-    items = list(reader.safe_load_all(scripts(tmp_path, monkeypatch)["kubernetes"]))
+    items = list(yaml.safe_load_all(scripts(tmp_path, monkeypatch)["kubernetes"]))
     found = {(item["kind"], item["metadata"]["name"]): item for item in items}
     assert list(found) == [
         ("ConfigMap", "flowtrain-config"),
@@ -210,20 +211,22 @@ def test_kubernetes_manifests_hold_the_plan(
         ], "there is a pod behind the name"
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: (
-        st.lists(inner) | st.dictionaries(st.from_regex("[a-z]{3,8}x", fullmatch=True), inner)
-    ),
-)
+@pytest.mark.parametrize("value", ["1e-5", "0o14", "on", "y", "no", "~", "1_000", "2026-01-01"])
+def test_texts_that_yaml_may_read_as_something_else_have_quotes(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = PLAN.replace("OMP_NUM_THREADS = 1", f'LOOKS = "{value}"')
+    printed = kubernetes(read_plan(write_plan(tmp_path, plan=text)))
+    assert {f'value: "{value}"', f"value: '{value}'"} & set(map(str.strip, printed.splitlines()))
 
 
-@given(json_values)
-def test_yaml_is_read_back(value: object) -> None:
-    reader = pytest.importorskip("yaml")
-    encodable = str(value).encode(errors="replace").decode() == str(value)
-    if encodable and all(letter.isprintable() or letter in "\n\t" for letter in str(value)):
-        assert reader.safe_load(yaml(value)) == value
+def test_the_config_is_a_block_and_nothing_is_an_alias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = scripts(tmp_path, monkeypatch)["kubernetes"]
+    assert "  run.toml: |\n" in text and "\n    [run]\n" in text
+    assert not re.search(r"^[^\n]*: [&*]id", text, re.MULTILINE)
 
 
 # ---- quoting

@@ -39,6 +39,14 @@ def page(body: str | bytes, charset: str = "", content_type: str = "text/html") 
     )
 
 
+def test_of_a_short_page_the_menu_goes_too(extractor: Extractor) -> None:
+    items = "".join(f"<li><a href='/{number}'>Section {number}</a></li>" for number in range(30))
+    menu = f"<nav><ul>{items}</ul></nav>"
+    text = extractor.text(page(f"<html><body>{menu}<p>The Niger rises here.</p></body></html>"))
+    assert text.strip() == "The Niger rises here."
+    assert "Section" in extractor.text(page(f"<html><body>{menu}</body></html>"))
+
+
 def test_the_article_stays_and_what_is_around_it_goes(extractor: Extractor) -> None:
     paragraphs = "".join(f"<p>{n}. {SENTENCE}</p>" for n in range(10))
     article = (

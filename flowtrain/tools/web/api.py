@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 import os
-import random
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +16,11 @@ from flowtrain.tools.base import ToolError
 from flowtrain.tools.web.per_loop import PerLoop
 from flowtrain.types import UserError
 from flowtrain.utils.answers import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
+from flowtrain.utils.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 
 MAX_BYTES = 8 << 20
 """Bytes of an answer, after decompression; its values take up to 64 times as many."""
-_TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +33,6 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, object] | None = None
     """Sent as JSON by POST; None: GET."""
-
-
-class _TransientError(Exception):
-    """An attempt failed; another one after `pause_s` seconds may succeed."""
-
-    def __init__(self, problem: str, pause_s: float = 0.0) -> None:
-        super().__init__(problem)
-        self.pause_s = pause_s
 
 
 class Api:
@@ -68,22 +57,15 @@ class Api:
         The error names the host and what it answered.
         """
         host = httpx2.URL(request.url).host
-        problem = "it is silent"
-        end = asyncio.get_running_loop().time() + deadline_s
         try:
-            async with asyncio.timeout_at(end):
-                for attempt in itertools.count():
-                    try:
-                        return _value(host, await self._attempt(request))
-                    except _TransientError as failed:
-                        problem = str(failed)
-                        pause_s = max(failed.pause_s, _pause(attempt))
-                    if asyncio.get_running_loop().time() + pause_s >= end:
-                        raise ToolError(f"{host}: {problem}; no time is left to ask again")
-                    await asyncio.sleep(pause_s)
-        except TimeoutError:
-            raise ToolError(f"{host} did not answer within {deadline_s:g} s: {problem}") from None
-        raise AssertionError("the attempts end by themselves")
+            content = await retried(
+                lambda: self._attempt(request),
+                time.monotonic() + deadline_s,
+                (_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+            )
+        except GaveUp as end:
+            raise ToolError(f"{host}: {end}") from None
+        return _value(host, content)
 
     async def _attempt(self, request: Request) -> bytes:
         """Return the body of an answer with status 200."""
@@ -100,13 +82,13 @@ class Api:
                     response.aiter_raw(), response.headers.get("content-encoding", ""), MAX_BYTES
                 )
         except httpx2.TransportError as error:
-            raise _TransientError(f"{type(error).__name__}: {str(error)[:200]}") from error
+            raise Transient(f"{type(error).__name__}: {str(error)[:200]}") from error
         except BadBody as error:
             raise ToolError(f"{response.url.host} sent {error}") from None
         status = response.status_code
-        if status in _TRANSIENT:
-            pause_s = _seconds(response.headers.get("retry-after", ""))
-            raise _TransientError(f"HTTP {status}: {shown(content)}", pause_s)
+        if may_pass(status):
+            pause_s = retry_after_s(response.headers.get("retry-after", ""))
+            raise Transient(f"HTTP {status}: {shown(content)}", pause_s)
         if status != 200:
             raise ToolError(f"{response.url.host} refused with HTTP {status}: {shown(content)}")
         return content
@@ -133,14 +115,3 @@ def _value(host: str, content: bytes) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError):
         raise ToolError(f"{host} sent something that is not JSON: {shown(content)}") from None
-
-
-def _pause(attempt: int) -> float:
-    """Return the seconds to wait, twice as many each time, with jitter of one half."""
-    pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10))
-    return float(pause_s * random.uniform(0.5, 1.5))
-
-
-def _seconds(header: str) -> float:
-    """Parse Retry-After; 0 for a date, which the services asked here do not send."""
-    return float(header) if header.isdecimal() and len(header) < 6 else 0.0

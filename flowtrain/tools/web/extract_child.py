@@ -53,9 +53,10 @@ def main_text(page: bytes, content_type: str, charset: str) -> str:
     # The tag may be left out of HTML, but the extractor needs it.
     if "html" not in str(html[:200]).lower():
         html = "<html>" + html if isinstance(html, str) else b"<html>" + html
+    # Of a short page trafilatura takes all there is, so what says that it is a menu goes before.
     # The second function is for pages without anything that looks like an article.
     return trafilatura.extract(
-        html, include_comments=False, include_tables=True
+        html, include_comments=False, include_tables=True, prune_xpath=["//nav"]
     ) or trafilatura.html2txt(html)
 
 
