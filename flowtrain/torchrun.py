@@ -19,8 +19,8 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-_SAID = (2, 130)
-"""Exit codes of a rank that has said why it ends: a user's mistake, an interrupt."""
+_MISTAKE, _INTERRUPTED = 2, 130
+"""Exit codes of `run_command`, whose rank 0 says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if rank or failure.exitcode not in _SAID:
+        is_said = failure.exitcode == _INTERRUPTED or (rank == 0 and failure.exitcode == _MISTAKE)
+        if not is_said:
             print(f"flowtrain.torchrun: {_why(rank, failure)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
@@ -45,7 +46,7 @@ def _why(rank: int, failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
         hint = ", as the system does without memory" if failure.exitcode == -signal.SIGKILL else ""
         return f"rank {rank} was ended by {failure.signal_name()}{hint}"
-    if failure.exitcode in _SAID and failure.error_file_data.get("message"):
+    if failure.exitcode == _MISTAKE and Path(failure.error_file).is_file():
         return f"rank {rank}: {failure.message}"
     return f"rank {rank} ended with exit code {failure.exitcode}; what it printed is above"
 

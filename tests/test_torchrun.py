@@ -60,6 +60,10 @@ def test_a_users_mistake_ends_in_its_one_line(rank: int, tmp_path: Path) -> None
     assert said == [f"{prefix}mine: train.lr=-1 is too small"]
 
 
+def test_an_interrupted_rank_needs_no_further_word(tmp_path: Path) -> None:
+    assert ended(start(tmp_path, "return 130", 2, "1")) == (130, [])
+
+
 def test_other_failures_end_in_the_rank_and_its_code(tmp_path: Path) -> None:
     code, said = ended(start(tmp_path, "raise RuntimeError('no such thing')", 1, "0"))
     assert code == 1 and "RuntimeError: no such thing" in said

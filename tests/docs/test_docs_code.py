@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from doc_pages import PAGES, ROOT, Block, blocks, commands, name_of, spans
 from pydantic import ValidationError
+from torch.distributed.run import get_args_parser
 
 from flowtrain.config import Config
 from flowtrain.config.options import NAMED, _value, all_options, explain, parse
@@ -120,11 +121,26 @@ def problem(command: str) -> str:
         module, rest = words[place], words[place + 1 :]
         if module.partition(".")[0] not in ("flowtrain", "bench", "examples"):
             return ""
+        if module == "flowtrain.torchrun" and "-m" in rest:
+            return _torchrun_problem(rest)
         return _module_problem(module, rest)
     script = next((word for word in words[1:] if word.endswith(".py")), "")
     if script.startswith("examples/") and not (ROOT / script).exists():
         return f"{script} does not exist"
     return ""
+
+
+def _torchrun_problem(words: list[str]) -> str:
+    """The options of torchrun, then the command that it starts."""
+    place = words.index("-m")
+    known = get_args_parser()._option_string_actions
+    given = [word.partition("=")[0] for word in words[:place] if word.startswith("--")]
+    wrong = [flag for flag in given if flag not in known]
+    return (
+        f"torchrun has no option {wrong}"
+        if wrong
+        else problem(shlex.join(["python", *words[place:]]))
+    )
 
 
 def _module_problem(module: str, words: list[str]) -> str:
@@ -212,6 +228,8 @@ def test_mistakes_would_be_found() -> None:
     assert problem("python -m flowtrain.dataflow serve --databse a")
     assert problem("python -m bench.step --repeat 1")
     assert problem("make quickstrat")
+    assert problem("python -m flowtrain.torchrun --nnode 2 -m flowtrain.train")
+    assert problem("python -m flowtrain.torchrun --nnodes 2 -m flowtrain.train --train.lrr 1")
     assert problem("torchrun --nproc_per_node 8 -m flowtrain.train --rollout.enigne vllm")
     assert not problem("torchrun --nproc_per_node 8 -m flowtrain.train --rollout.engine vllm")
     assert code_problems("from flowkernels import LossSpec, policy_los") == ["policy_los"]
