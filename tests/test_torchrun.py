@@ -94,4 +94,4 @@ def test_a_signal_reaches_the_rank_which_ends_as_it_likes(
     process = start(tmp_path, what, 1, "0")
     with (tmp_path / "ready").open():
         process.send_signal(number)
-    assert ended(process) == (130, [f"{number.name} saved"])
+    assert ended(process) == (130, [f"{number.name} saved", "mine: interrupted"])
