@@ -94,8 +94,6 @@ def rft(config: Config) -> int:
             teacher=config.rft.expert if missing else "",
         )
         cleanup.callback(components.close)
-        if world.is_main:
-            print(rft_banner(components), flush=True)
         return _run(components, log, missing, interrupt, cleanup)
 
 
@@ -109,6 +107,8 @@ def _run(
     config = components.config
     started = time.monotonic()
     agent, run_dir = _open(components, {} if log is None else log.facts, cleanup)
+    if components.world.is_main:  # now that nothing can be refused any more
+        print(rft_banner(components), flush=True)
     components.show_sources()
     demonstrations: Sequence[Trajectory]
     if log is None:  # they are not kept, so nothing is lost when they are interrupted

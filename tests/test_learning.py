@@ -15,12 +15,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flowtrain.config import Config
+from flowtrain.config.command import Interrupt
 from flowtrain.rft import _run as fine_tune
 from flowtrain.run.components import RunComponents
 from flowtrain.tasks.sets import TaskSet
@@ -118,7 +118,7 @@ def warm_up(place: Path, seed: int) -> None:
         components = RunComponents.prepare(config(place, "warm", seed), world)
         cleanup.callback(components.close)
         planned = dataclasses.replace(components, tasks=with_plans(components.tasks))
-        interrupt = SimpleNamespace(requested=False)
+        interrupt = Interrupt()
         assert fine_tune(planned, None, [], interrupt, cleanup) == 0  # type: ignore[arg-type]
 
 

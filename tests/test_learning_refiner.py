@@ -9,7 +9,6 @@ import random
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from test_learning import config, with_plans, write_questions
@@ -18,6 +17,7 @@ from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.config.command import Interrupt
 from flowtrain.rewards import score
 from flowtrain.rft import _run as fine_tune
 from flowtrain.run.components import RunComponents
@@ -82,7 +82,7 @@ def test_the_refiner_learns_what_was_looked_for(
     write_questions(tmp_path)
     with ExitStack() as cleanup:
         components = prepared(tmp_path, "warm", cleanup)
-        interrupt = SimpleNamespace(requested=False)
+        interrupt = Interrupt()
         assert fine_tune(components, None, [], interrupt, cleanup) == 0  # type: ignore[arg-type]
     seen: list[list[Group]] = []
     with ExitStack() as cleanup:

@@ -9,7 +9,6 @@ import random
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from test_learning import config, with_plans, write_questions
@@ -18,6 +17,7 @@ from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.config.command import Interrupt
 from flowtrain.rewards import score
 from flowtrain.rft import _run as fine_tune
 from flowtrain.run.components import RunComponents
@@ -89,7 +89,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
     with ExitStack() as cleanup:
         components, interrupt = (
             prepared(tmp_path, "warm", cleanup),
-            SimpleNamespace(requested=False),
+            Interrupt(),
         )
         assert fine_tune(components, None, [], interrupt, cleanup) == 0  # type: ignore[arg-type]
     seen: list[list[Group]] = []

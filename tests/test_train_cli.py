@@ -420,7 +420,7 @@ def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (("--config", "no.toml"), ("no.toml", "No such file")),
+        (("--config", "no.toml"), ("no.toml", "no such file")),
         (("--config", "broken.toml"), ("broken.toml", "not TOML")),
         (("--train.learning_rate", "1"), ("unknown key train.learning_rate", "[train] knows")),
         (("--tasks.num_train", "0"), ("tasks.num_train=0",)),

@@ -11,8 +11,11 @@ from flowtrain.run.placement import Placement
 from flowtrain.training.world import World
 
 
-def train_banner(components: RunComponents, placement: Placement) -> str:
-    """Say what is trained on what and where, and what comes before the first step."""
+def train_banner(components: RunComponents, placement: Placement, start_step: int) -> str:
+    """Say what is trained on what and where, and what comes before the first step.
+
+    `start_step`: the step after which a run goes on; 0: it begins.
+    """
     config = components.config
     rollout, train = config.rollout, config.train
     each_step = f"{rollout.num_questions} questions x {rollout.group_size} rollouts"
@@ -20,7 +23,8 @@ def train_banner(components: RunComponents, placement: Placement) -> str:
         samplers = f"nodes of {config.dataflow.url}"
     else:
         samplers = f"{rollout.engine} on {_ranks(placement.samplers)}"
-    start = "the model is measured first" if config.eval.at_ends else "training begins at once"
+    first = "the model is measured" if config.eval.at_ends and not start_step else "training"
+    after = f", after step {start_step}" if start_step else ""
     return _lines(
         f"{config.algorithm.name} trains the {train.policy}",
         [
@@ -31,7 +35,7 @@ def train_banner(components: RunComponents, placement: Placement) -> str:
             ("trained by", _ranks(placement.trainers)),
             ("steps", f"{train.num_steps} of {each_step}"),
             ("folder", config.run.dir),
-            ("next", f"{start} (held-out questions: {_held_out(components)})"),
+            ("next", f"{first}{after} (held-out questions: {_held_out(components)})"),
         ],
     )
 

@@ -262,8 +262,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     config = components.config
     benchmarks = load_benchmarks(config)
     memory_plan = components.plan_memory(placement)
-    if world.is_main:
-        print(train_banner(components, placement), memory_plan.text(), sep="\n", flush=True)
     store = WeightStore(Path(config.run.dir) / "weights")
     # Only the trained policy follows the store, another one is frozen.
     engines = (
@@ -290,13 +288,13 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         components.model.to("meta")  # its memory is not needed here
     with waiting("reading the checkpoint", world.is_main):
         state = _resume(config, run_dir, policy_trainer, world)
-    if world.is_main and state["step"]:
-        print(f"it goes on after step {state['step']}", flush=True)
     with waiting("publishing and loading the weights", world.is_main):
         if policy_trainer is not None:
             policy_trainer.republish(state["step"])
         placement.wait()
         load(engines[config.train.policy], state["step"], placement)
+    if world.is_main:  # now that nothing can be refused any more
+        print(train_banner(components, placement, state["step"]), memory_plan.text(), sep="\n")
     components.show_sources()
     logger = RunLogger(
         components,

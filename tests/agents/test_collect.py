@@ -250,7 +250,7 @@ def test_no_stragglers_while_share_is_not_done(share: float, num_slow: int) -> N
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 requests = [RolloutRequest(i, task, 0) for i, task in enumerate(TASKS)]
-                await _collect(flow, requests, 1, 512, share, 0.0)
+                await _collect(flow, requests, 1, 512, share, 0.0, lambda: None)
 
     asyncio.run(impatient())
 

@@ -27,7 +27,7 @@ def parts(**sections: Any) -> tuple[Any, Any]:
 
 
 def test_a_run_says_what_learns_from_whom_and_what_comes_next() -> None:
-    lines = train_banner(*parts(train={"num_steps": 7})).splitlines()
+    lines = train_banner(*parts(train={"num_steps": 7}), 0).splitlines()
     assert lines[0].endswith(": flow_grpo trains the planner")
     assert dict(line.strip().split("  ", 1) for line in lines[1:]) == {
         "model": "     tiny, 1.5 M parameters, float32",
@@ -37,7 +37,7 @@ def test_a_run_says_what_learns_from_whom_and_what_comes_next() -> None:
         "trained by": "8 ranks (cuda)",
         "steps": "     7 of 16 questions x 8 rollouts",
         "folder": "    runs/a",
-        "next": "      the model is measured first (held-out questions: 50)",
+        "next": "      the model is measured (held-out questions: 50)",
     }
 
 
@@ -49,11 +49,16 @@ def test_a_run_says_what_learns_from_whom_and_what_comes_next() -> None:
             {"lora": {"rank": 8}, "model": {"path": "m"}},
             "float32, LoRA of rank 8",
         ),
-        ({"eval": {"at_ends": False}}, "training begins at once"),
+        ({"eval": {"at_ends": False}}, "next        training (held-out questions: 50)"),
     ],
 )
 def test_what_differs_is_said(sections: dict[str, Any], line: str) -> None:
-    assert line in train_banner(*parts(**sections))
+    assert line in train_banner(*parts(**sections), 0)
+
+
+def test_a_run_that_goes_on_says_where() -> None:
+    text = train_banner(*parts(), 12)
+    assert "next        training, after step 12 (held-out questions: 50)" in text
 
 
 def test_fine_tuning_says_how_many_demonstrations_are_made() -> None:
