@@ -161,7 +161,7 @@ class Demo:
     def _start_trainer(self, policy: str) -> Process:
         own = ("--run.dir", str(self._dir / policy), "--dataflow.url", self.url)
         torchrun = (
-            "torch.distributed.run",
+            "flowtrain.torchrun",
             "--standalone",
             "--nproc_per_node",
             "1",

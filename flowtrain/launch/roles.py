@@ -89,7 +89,7 @@ class Commands:
         return Role(name, Kind.WEIGHTS, trainer.host, words, of=policy)
 
     def _trainer(self, policy: str, trainer: Trainer) -> Role:
-        ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+        ranks = ("-m", "flowtrain.torchrun", "--standalone", "--nproc_per_node")
         words = (
             *((*ranks, str(trainer.nproc)) if trainer.nproc > 1 else ()),
             *("-m", "flowtrain.train", *self._run_options()),

@@ -87,7 +87,7 @@ def test_a_plan_becomes_these_command_lines(tmp_path: Path) -> None:
         "--config run.toml --train.num_steps 2"
     )
     assert shlex.join(roles[2].words) == (
-        "-m torch.distributed.run --standalone --nproc_per_node 2 -m flowtrain.train "
+        "-m flowtrain.torchrun --standalone --nproc_per_node 2 -m flowtrain.train "
         "--config run.toml --train.num_steps 2 --run.dir runs/planner --run.resume auto "
         "--train.policy planner --dataflow.url http://127.0.0.1:8400 "
         "--dataflow.store http://127.0.0.1:8321"
