@@ -74,7 +74,7 @@ def test_a_peer_that_gets_better(kind: str) -> None:
     for method in ("lease", "push", "status"):
         with (
             peer(PASSING[kind][0], PASSING[kind][0], honest) as (url, seen),
-            Client(url, wait_s=20.0, attempt_s=0.1) as client,
+            Client(url, wait_s=20.0, attempt_s=0.3) as client,
         ):
             assert ask(client, method) == ANSWERS[method] and len(seen) == 3
 

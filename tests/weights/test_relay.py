@@ -181,10 +181,17 @@ def test_a_file_that_stays_damaged_is_neither_served_nor_kept(
         with contextlib.suppress(http.client.IncompleteRead):
             status, body, _ = ask(url, address(file, 0))
             assert status == 502 and b"came damaged twice" in body
-        assert "came damaged" in caplog.text
         kept = [path.name for path in (tmp_path / "relay").rglob(f"{file.name}*")]
         assert file.name not in kept
-        assert ask(url, address(file, 0))[0] == 200, "the next one asks again"
+
+        def status() -> int:
+            # The first reader may be cut off before the origin is asked for the second time.
+            with contextlib.suppress(http.client.IncompleteRead):
+                return ask(url, address(file, 0))[0]
+            return 0
+
+        assert 200 in [status() for _ in range(3)], "the next one asks again"
+        assert "came damaged" in caplog.text
 
 
 def test_the_last_byte_waits_for_the_checksum(tmp_path: Path) -> None:
