@@ -16,7 +16,7 @@ from flowtrain.launch.roles import Commands, Kind, Role, plain_script, secrets_o
 from flowtrain.types import UserError
 from flowtrain.utils.serving import TOKEN_VARIABLE
 
-_FOLDER, _CONFIG = "/work", "/plan/run.toml"
+_FOLDER, _CONFIG = "/srv/flowtrain", "/plan/run.toml"
 """Where the containers have their working folder, and the config."""
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9./_-]{2,}")
 """A text that YAML may hold without quotes, unless PyYAML knows better."""
