@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import Browser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from flowtrain.report import MetricsLog, RunDir, TrajectoryLog, atomic_write_text
@@ -41,6 +42,12 @@ num_steps = 4
 num_minibatches = 1
 """
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 4, 2, 4
+
+
+@pytest.fixture(scope="module")
+def shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

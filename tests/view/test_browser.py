@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import Browser, needs_chromium
 
 from flowtrain.report import TrajectoryLog
 from flowtrain.view.page import build_page
@@ -21,15 +21,7 @@ HOSTILE = (
 )
 MINUS = "\u2212"
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here: apt-get install chromium"
-)
-
-
-@pytest.fixture(scope="module")
-def shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
+pytestmark = needs_chromium
 
 
 @pytest.fixture

@@ -11,22 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import CHROMIUM, Browser
+from browser import Browser, needs_chromium
 
 from flowtrain.report import MetricsLog, TrajectoryLog
 from flowtrain.view.server import Server
 from tests.view.test_browser import HOSTILE, texts
 from tests.view.test_view_server import served
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium here: apt-get install chromium"
-)
-
-
-@pytest.fixture(scope="module")
-def shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
+pytestmark = needs_chromium
 
 
 @pytest.fixture
