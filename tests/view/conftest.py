@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from flowtrain.report import MetricsLog, RunDir, TrajectoryLog, atomic_write_text
@@ -30,6 +29,7 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from tests.view.browser import Browser
 
 CONFIG = """
 [model]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, needs_chromium
 
 from flowtrain.report import TrajectoryLog
 from flowtrain.view.page import build_page
+from tests.view.browser import Browser, needs_chromium
 
 HOSTILE = (
     "</script><img src=x onerror='window.pwned = 1'><script>window.pwned = "

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, needs_chromium
 
 from flowtrain.report import MetricsLog, TrajectoryLog
 from flowtrain.view.server import Server
+from tests.view.browser import Browser, needs_chromium
 from tests.view.test_browser import HOSTILE, texts
 from tests.view.test_view_server import served
 
