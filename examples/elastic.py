@@ -112,9 +112,11 @@ class Demo:
         logs.mkdir(parents=True)
         serve = ("flowtrain.dataflow", "serve", "--database", str(self.database), "--port", "0")
         service = self._start("service", (*serve, *self._run_options, *self._models("planner")))
-        self.url = _address(service)
+        self.url = _printed(service, "serving ").rpartition(" at ")[2]
         self._client = self._cleanup.enter_context(Client(self.url, self._token, 60.0))
         self._trainers = [self._start_trainer(policy) for policy in ("planner", "verifier")]
+        page = self._start("page", ("flowtrain.view", str(self._dir / "planner"), "--serve"))
+        print(f"watch the planner, the nodes and the leases: {_printed(page, 'open ').split()[0]}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -201,14 +203,14 @@ class Demo:
                 raise RuntimeError(f"{process.name} ended with {process.code}; see {process.log}")
 
 
-def _address(service: Process) -> str:
-    """That it prints once it listens."""
-    while service.code is None:
-        for line in service.log.read_text().splitlines():
-            if line.startswith("serving "):
-                return line.rpartition(" at ")[2]
+def _printed(process: Process, start: str) -> str:
+    """The rest of the line that begins so, which a server prints once it listens."""
+    while process.code is None:
+        for line in process.log.read_text().splitlines():
+            if line.startswith(start):
+                return line.removeprefix(start)
         time.sleep(0.1)
-    raise RuntimeError(f"the service ended with {service.code}; see {service.log}")
+    raise RuntimeError(f"{process.name} ended with {process.code}; see {process.log}")
 
 
 def main() -> int:
