@@ -95,9 +95,8 @@ def test_the_gradient_is_that_of_the_plain_model(recompute: bool) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_step_on_new_weights_starts_at_a_ratio_of_1(size: int) -> None:
-    launch(__file__, [(size, [dtype]) for dtype in DTYPES])
+def test_every_step_on_new_weights_starts_at_a_ratio_of_1() -> None:
+    launch(__file__, [(size, [dtype]) for size in (1, 2) for dtype in DTYPES])
 
 
 def run_steps(dtype: str) -> None:
