@@ -25,11 +25,11 @@ from flowtrain.config import Reward
 from flowtrain.rewards import gym, symbolic
 from flowtrain.rewards.scorers import MAX_CHARS, SCORERS, Rule
 from flowtrain.tasks.sub_goals import solved_weight
+from flowtrain.tools.blocking import BlockingPool
 from flowtrain.types import Task, Trajectory, UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import encodable, final_answer
-from flowtrain.utils.threads import background
 
 FAILURES = ("exception", "timeout", "value")
 """Why a function has failed a rollout, as `scored_by` has it at its end."""
@@ -208,10 +208,12 @@ class RewardFunctions:
         if len(self.late) >= MAX_LATE:
             raise _Failed("timeout", f"{MAX_LATE} earlier calls have not returned yet")
         token = object()
+        pool = BlockingPool(1, "reward")
         call = functools.partial(_attempt, function, arguments, self.running, token)
         try:
-            return await self._in_time(asyncio.wrap_future(background(call, "reward")))
+            return await self._in_time(asyncio.ensure_future(pool.run(call)))
         finally:
+            pool.close()
             self.late.add(token)
 
     async def _in_time(self, running: asyncio.Future[dict[str, float]]) -> dict[str, float]:
