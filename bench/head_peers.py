@@ -42,7 +42,7 @@ def missing(peer: str, device: str) -> str | None:
     if peer in MODULES:
         try:
             importlib.import_module(MODULES[peer])
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # foreign code may fail in any way
             return f"{MODULES[peer]} cannot be imported: {error}"
     return None
 

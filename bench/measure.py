@@ -64,7 +64,7 @@ def runs_here(what: str, run: Callable[[], Any]) -> bool:
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001  # foreign code may fail in any way
         reason = str(error).strip().partition("\n")[0]
         print(f"left out: {what}: {type(error).__name__}: {reason}")
         return False

@@ -64,8 +64,6 @@ def load_maker(config: Config) -> Maker | None:
     if not name:
         return None
     origin = f"agent.environment={name!r}"
-    if not plugins.names_object(name):
-        raise UserError(f"{origin} must be {plugins.OBJECT}")
     attribute, found = plugins.load_object(name, origin)
     if not callable(found):
         raise UserError(f"{origin}: {attribute!r} makes nothing: it is a {type(found).__name__}")

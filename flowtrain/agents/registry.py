@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint
 
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.environment import load_maker
@@ -87,31 +86,9 @@ def load_kind(config: Config) -> AgentKind:
 
 def _load(name: str) -> AgentKind:
     origin = f"agent.name={name!r}"
-    if plugins.names_object(name):
-        _, found = plugins.load_object(name, origin)
-    else:
-        offered = plugins.offered("agent", GROUP, BUILT_IN)
-        if name not in offered:
-            raise UserError(
-                f"{origin}: there is no such agent; there are {', '.join(offered)}, and "
-                f"{plugins.OBJECT} names one of your own"
-            )
-        found = _import(offered[name], origin)
+    found = plugins.load(name, origin, "agent", GROUP, BUILT_IN)
     if isinstance(found, AgentKind):
         return found
     if not callable(found):
         raise UserError(f"{origin} is a {type(found).__name__}, not a class that makes agents")
     return AgentKind.of(found)
-
-
-def _import(entry: EntryPoint, origin: str) -> object:
-    if entry.dist is None:
-        return entry.load()
-    try:
-        return entry.load()
-    # Foreign code may fail in any way, and a traceback would show our lines before its own.
-    except Exception as error:
-        raise UserError(
-            f"{origin} of package {plugins.package(entry)} cannot be imported: "
-            f"{type(error).__name__}: {error}"
-        ) from error

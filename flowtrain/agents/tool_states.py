@@ -20,6 +20,7 @@ from flowtrain.agents.base import BranchStart
 from flowtrain.config import Agent as Options
 from flowtrain.tools import Snapshot, StatefulTool, Tool, ToolCard, ToolSession
 from flowtrain.types import ToolResult
+from flowtrain.utils.errors import foreign
 
 _log = logging.getLogger(__name__)
 _SNAPSHOT_S = 30.0
@@ -205,14 +206,11 @@ class RolloutTools:
 
 async def _session(name: str, tool: StatefulTool, state: Snapshot | None) -> ToolSession:
     """Open a session, or restore one; raises StateNotKept where the tool fails to."""
-    try:
+    with foreign(f"{name} has no session", StateNotKept):
         if state is None:
             return tool.open_session()
         async with asyncio.timeout(_SNAPSHOT_S):
             return await tool.restore(state)
-    # A tool is foreign code, whose failure costs one rollout.
-    except Exception as error:
-        raise StateNotKept(f"{name} has no session: {type(error).__name__}: {error}") from error
 
 
 NO_STATES = RolloutTools({}, None, 0)

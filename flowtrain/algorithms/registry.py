@@ -29,7 +29,8 @@ _MEANT = {"grpo": "flow_grpo"}
 def load_algorithm(config: Config) -> Algorithm:
     """Make the algorithm that `algorithm.name` asks for.
 
-    Raises UserError for a name that nobody offers, and for a config that the algorithm refuses.
+    Raises UserError for a name that nobody offers, for a config that the algorithm refuses, and for
+    a package whose code fails.
     """
     name = config.algorithm.name
     offered = plugins.offered("algorithm", GROUP, BUILT_IN)
@@ -37,5 +38,8 @@ def load_algorithm(config: Config) -> Algorithm:
         meant = _MEANT.get(name) or next(iter(get_close_matches(name, offered, 1, 0.88)), "")
         hint = f"did you mean {meant}? " if meant else ""
         raise UserError(f"algorithm.name={name!r} is unknown; {hint}there are {', '.join(offered)}")
-    algorithm: Algorithm = offered[name].load()(config)
+    entry = offered[name]
+    package = plugins.package(entry)
+    with plugins.guard(entry, f"algorithm {name!r} of package {package} cannot be made"):
+        algorithm: Algorithm = entry.load()(config)
     return algorithm

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +23,8 @@ from flowtrain.engines.requests import Decodes, check_request, completion
 from flowtrain.engines.vllm_process import VllmModel, check_installed
 from flowtrain.engines.vllm_runner import AsyncLLMRunner, EngineDied
 from flowtrain.types import Completion, FinishReason, Sample, Sampling
-from flowtrain.utils.threads import Ended, within
+from flowtrain.utils.errors import on_failure
+from flowtrain.utils.threads import Ended, background, within
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -59,18 +59,7 @@ class Supervisor:
                 self.runner.result().close()
 
     def _next(self) -> Future[AsyncLLMRunner]:
-        future: Future[AsyncLLMRunner] = Future()
-        # A request that gives up waiting for the runner must not cancel it for the others.
-        future.set_running_or_notify_cancel()
-
-        def fill() -> None:
-            try:
-                future.set_result(self._start())
-            except Exception as error:  # noqa: BLE001  # raised to all who wait
-                future.set_exception(error)
-
-        threading.Thread(target=fill, name="engine-start", daemon=True).start()
-        return future
+        return background(self._start, "engine-start")
 
 
 class VllmEngine:
@@ -193,12 +182,10 @@ class VllmEngine:
     def _start(self) -> AsyncLLMRunner:
         errors = Path(self._folder.name) / "errors.log"
         runner = AsyncLLMRunner(self._model, self._options, self._tokenizer, errors)
-        with ExitStack() as on_failure:
-            on_failure.callback(runner.kill)
+        with on_failure(runner.kill):
             runner.start()
             for policy, version in self._versions.items():
                 runner.load(version, policy)
-            on_failure.pop_all()
         return runner
 
 

@@ -136,7 +136,7 @@ class AsyncLLMRunner:
             return self._thread.run(work, time.monotonic() + timeout_s)
         except UserError:
             raise
-        except Exception as error:
+        except Exception as error:  # vLLM's own, of any class: it may hold half a version
             self.kill()
             reason = str(error)
             if isinstance(error, TimeoutError):
@@ -228,7 +228,7 @@ class AsyncLLMRunner:
             await llm.pause_generation(mode="keep", clear_cache=True)
             try:
                 await updates.apply(version)
-            except Exception as error:
+            except Exception as error:  # of any worker: what they hold tells whether vLLM can go on
                 held = await updates.held()
                 if weights.label is not None and held != [weights.label] * len(held):
                     raise
@@ -367,7 +367,7 @@ def _unless_dead(llm: Any) -> Iterator[None]:
     """Let errors of requests to a vLLM that has ended be EngineDied."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of any class: vLLM itself tells whether it has ended
         if llm.errored:
             raise EngineDied("its process has ended") from error
         raise

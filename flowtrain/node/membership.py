@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -31,6 +31,7 @@ from flowtrain.dataflow.contract import (
     Unavailable,
 )
 from flowtrain.dataflow.payloads import PayloadStore
+from flowtrain.utils.threads import settle
 
 _log = logging.getLogger(__name__)
 
@@ -111,28 +112,22 @@ class Membership:
         any lease, ask for news of the policies. `held` is called on another thread.
         """
         loop = asyncio.get_running_loop()
-        answers: asyncio.Queue[Renewed | Exception] = asyncio.Queue()
+        answers: asyncio.Queue[Future[Renewed]] = asyncio.Queue()
         ended = threading.Event()
 
         def renew() -> None:
             while not ended.wait(self.joined.lease_s / 3):
-                answer: Renewed | Exception
-                try:
-                    answer = self._renew(held())
-                except Exception as error:  # noqa: BLE001  # raised by the coroutine
-                    answer = error
+                answer: Future[Renewed] = Future()
+                settle(answer, lambda: self._renew(held()))
                 with suppress(RuntimeError):  # the loop has ended meanwhile
                     loop.call_soon_threadsafe(answers.put_nowait, answer)
-                if isinstance(answer, Exception):
+                if answer.exception() is not None:
                     return
 
         threading.Thread(target=renew, name="renewals", daemon=True).start()
         try:
             while True:
-                answer = await answers.get()
-                if isinstance(answer, Exception):
-                    raise answer
-                yield answer
+                yield (await answers.get()).result()
         finally:
             ended.set()
 

@@ -21,6 +21,7 @@ from flowtrain.config import Config
 from flowtrain.report.run_dir import atomic_write_text
 from flowtrain.types import Group, Trajectory, UserError
 from flowtrain.utils import plugins
+from flowtrain.utils.errors import foreign, one_line
 from flowtrain.utils.files import writing
 from flowtrain.utils.json_lines import say
 from flowtrain.utils.text import printable
@@ -99,31 +100,13 @@ def _makers(config: Config, context: LoggerContext) -> Iterator[Callable[[], Log
 
 def _load(name: str, config: Config, context: LoggerContext) -> Logger:
     origin = f"log.loggers={name!r}"
-    short = name
-    if plugins.names_object(name):
-        short, found = plugins.load_object(name, origin)
-    else:
-        offered = plugins.offered("logger", GROUP, BUILT_IN)
-        if name not in offered:
-            raise UserError(
-                f"{origin}: unknown logger; there are {', '.join(offered)}; {plugins.OBJECT} names "
-                "one of your own"
-            )
-        try:
-            found = offered[name].load()
-        except (ImportError, AttributeError) as error:
-            package = plugins.package(offered[name])
-            raise UserError(f"{origin} of {package} cannot be imported: {error}") from error
+    found = plugins.load(name, origin, "logger", GROUP, BUILT_IN)
     if not callable(found):
         raise UserError(f"{origin} is nothing that makes a logger")
-    options = config.log.logger_options.get(short, {})
+    options = config.log.logger_options.get(name.rpartition(":")[2], {})
     own = LoggerContext(config, context.run_dir, context.resume_step, options)
-    try:
+    with foreign(origin):
         made: Logger = found(own)
-    except UserError:
-        raise
-    except Exception as error:  # foreign code may fail in any way
-        raise UserError(f"{origin}: {type(error).__name__}: {error}") from error
     return made
 
 
@@ -342,5 +325,5 @@ class Background:
                 work()
             except Exception as error:  # noqa: BLE001 - foreign code may fail in any way
                 self._is_off = True
-                reason = printable(f"{type(error).__name__}: {error}", keep="")[:300]
+                reason = one_line(error)
                 _log.warning("the logger %r is left out from now on: %s", self._name, reason)

@@ -15,7 +15,8 @@ import math
 import reprlib
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
@@ -253,30 +254,32 @@ def _attempt(
     """Call a plain function, in a thread; it is in `running` until it returns."""
     running.add(token)
     try:
-        return _parts(function, function.call(*arguments))
-    # Foreign code may fail in any way, and may not end this process.
-    except (Exception, SystemExit) as error:
-        raise _failed(error) from error
+        with _explained():
+            return _parts(function, function.call(*arguments))
     finally:
         running.discard(token)
 
 
 async def _attempt_async(function: _Function, arguments: _Arguments) -> dict[str, float]:
     """Call an async function, in the loop of these."""
-    try:
+    with _explained():
         return _parts(function, await function.call(*arguments))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise _Failed in place of what a function raises, with the place, in one line."""
+    try:
+        yield
+    except _Failed:
+        raise
+    # Foreign code may fail in any way, and may not end this process.
     except (Exception, SystemExit) as error:
-        raise _failed(error) from error
-
-
-def _failed(error: BaseException) -> _Failed:
-    """Describe what a function raised, with the place, in one line."""
-    if isinstance(error, _Failed):
-        return error
-    (*_, line) = traceback.format_exception_only(error)
-    *_, place = traceback.extract_tb(error.__traceback__)
-    text = encodable(" ".join(line.split()))[:_MAX_ERROR]
-    return _Failed("exception", f"{text} ({Path(place.filename).name}, line {place.lineno})")
+        (*_, line) = traceback.format_exception_only(error)
+        *_, place = traceback.extract_tb(error.__traceback__)
+        text = encodable(" ".join(line.split()))[:_MAX_ERROR]
+        where = f"{Path(place.filename).name}, line {place.lineno}"
+        raise _Failed("exception", f"{text} ({where})") from error
 
 
 def _parts(function: _Function, found: object) -> dict[str, float]:

@@ -34,19 +34,17 @@ def main() -> None:
             close = difflib.get_close_matches(name, DATASETS, n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else "see reasoning-gym's list"
             fail(f"{where}: reasoning-gym has no data set {name!r}; {hint}")
+        problem = f"{where}.options={options!r}"
         try:
             made = reasoning_gym.create_dataset(
                 name, **options, seed=draw["seed"], size=draw["size"]
             )
+            for index in range(draw["size"]):
+                problem = f"{where}: question {index} cannot be made"
+                send(question(made[index], name, options))
         # Each data set checks its options in its own way, mostly with assert.
         except Exception as error:  # noqa: BLE001
-            fail(f"{where}.options={options!r}: {type(error).__name__}: {error}")
-        for index in range(draw["size"]):
-            try:
-                line = question(made[index], name, options)
-            except Exception as error:  # noqa: BLE001
-                fail(f"{where}: question {index} cannot be made: {type(error).__name__}: {error}")
-            send(line)
+            fail(f"{problem}: {type(error).__name__}: {error}")
 
 
 def question(entry: dict[str, Any], name: str, options: dict[str, Any]) -> dict[str, Any]:

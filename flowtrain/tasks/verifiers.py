@@ -13,12 +13,10 @@ from itertools import islice
 from typing import Any
 
 from flowtrain.types import Task, UserError
-from flowtrain.utils.errors import user_error
-from flowtrain.utils.text import printable
+from flowtrain.utils.errors import foreign, user_error
 
 COLUMN = "verifiers"
 """The column of a task with {"env": config, "data": row}."""
-_MAX_ERROR = 500
 _MISSING = "tasks.name='verifiers' needs a package: pip install 'flowtrain[verifiers]'"
 
 
@@ -29,13 +27,9 @@ def load_environment(options: Mapping[str, Any]) -> Any:
     """
     with user_error(_MISSING, ModuleNotFoundError):
         import verifiers.v1 as vf
-    try:
+    with foreign("tasks.verifiers"):  # an environment is a package of a stranger's
         config = vf.resolve_env_config(copy.deepcopy(dict(options)))
         environment = vf.load_environment(config)
-    # An environment is a package of a stranger's, which may fail in any way.
-    except Exception as error:
-        reason = printable(" ".join(str(error).split()), keep="")[:_MAX_ERROR]
-        raise UserError(f"tasks.verifiers: {reason}") from error
     agents = [name for name, value in config if isinstance(value, vf.AgentConfig)]
     if len(agents) != 1:
         raise UserError(
@@ -49,13 +43,8 @@ def verifiers_tasks(options: Mapping[str, Any], most: int) -> list[Task]:
     environment = load_environment(options)
     taskset = environment.taskset
     name = environment.config.env_id
-    try:
+    with foreign(f"tasks.verifiers: the tasks of {name!r} cannot be loaded"):
         items = list(taskset if taskset.bounded else islice(taskset, most))
-    except Exception as error:  # as above
-        reason = printable(" ".join(f"{type(error).__name__}: {error}".split()), keep="")
-        raise UserError(
-            f"tasks.verifiers: the tasks of {name!r} cannot be loaded: {reason[:_MAX_ERROR]}"
-        ) from error
     own = [item.data.id or item.data.name or "" for item in items]
     numbered = len(set(own)) < len(own)
     return [

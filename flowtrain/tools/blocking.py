@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from flowtrain.tools.base import ToolError
+from flowtrain.utils.threads import settle
 
 T = TypeVar("T")
 
@@ -60,8 +61,4 @@ class BlockingPool:
         while (item := self._calls.get()) is not None:
             future, call = item
             if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                # Every exception belongs to the caller.
-                except BaseException as error:  # noqa: BLE001
-                    future.set_exception(error)
+                settle(future, call)

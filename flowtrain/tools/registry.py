@@ -111,21 +111,12 @@ def _servers(config: Config) -> Servers:
 def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:
     """Raises UserError, which names the package, when a tool of another package cannot be made."""
     mine = replace(context, options=context.config.plugins.get(name, {}))
-    if entry.dist is None:
-        built_in: Tool = entry.load()(mine)
-        return built_in
-    try:
+    tool_of_package = f"tool {name!r} of package {plugins.package(entry)}"
+    with plugins.guard(entry, f"{tool_of_package} cannot be made"):
         tool: Tool = entry.load()(mine)
         card_name = tool.card.name
-    # Foreign code may fail in any way, and a traceback would show our lines before its own.
-    except Exception as error:
-        raise UserError(
-            f"tool {name!r} of package {plugins.package(entry)} cannot be made: "
-            f"{type(error).__name__}: {error}"
-        ) from error
     if card_name != name:
         raise UserError(
-            f"tool {name!r} of package {plugins.package(entry)} calls itself {card_name!r} on its "
-            "card; both names must be the same"
+            f"{tool_of_package} calls itself {card_name!r} on its card; both names must be the same"
         )
     return tool

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import suppress
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from flowtrain.training import model as models
 from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.world import World
 from flowtrain.types import UserError
+from flowtrain.utils.errors import on_failure
 from flowtrain.utils.files import make_folder, put_folder, remove, share, sync_tree
 from flowtrain.weights.checksums import check, record
 from flowtrain.weights.manifest import File, StoreError
@@ -62,7 +63,8 @@ def save(
         scratch = target.with_suffix(_SCRATCH)
         remove(scratch)
         make_folder(root)
-        try:
+        # Why it could not be written matters more than why its rest could not be deleted.
+        with on_failure(lambda: shutil.rmtree(scratch, ignore_errors=True)):
             if has_adapter:
                 models.export_shape(model, tokenizer, scratch)
                 lora.save_adapter(model, weights, scratch)
@@ -70,10 +72,6 @@ def save(
                 models.export(model, tokenizer, weights, scratch)
             save_file(moments, scratch / "optimizer.safetensors")
             _seal(scratch, {"step": step, **state})
-        except BaseException:
-            with suppress(OSError):  # why it could not be written matters more
-                remove(scratch)
-            raise
         put_folder(scratch, target)
         for old in [*sorted(root.glob("step_????????"))[:-keep], *root.glob(f"*{_SCRATCH}")]:
             remove(old)

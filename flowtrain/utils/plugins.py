@@ -6,16 +6,16 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
 from flowtrain.types import UserError
-from flowtrain.utils.text import encodable
+from flowtrain.utils.errors import foreign, on_failure
 
 OBJECT = "FILE.py:NAME or PACKAGE.MODULE:NAME"
 """The form of a name that `load_object` takes, for messages."""
-_MAX_ERROR = 300
 
 
 def built_in(group: str, root: str, targets: Mapping[str, str]) -> dict[str, EntryPoint]:
@@ -44,6 +44,33 @@ def package(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "flowtrain itself"
 
 
+def guard(entry: EntryPoint, problem: str) -> AbstractContextManager[None]:
+    """Surround what runs the code behind an entry point with `errors.foreign`; built-in code is
+    not foreign: our own mistakes keep their traceback.
+    """
+    return nullcontext() if entry.dist is None else foreign(problem)
+
+
+def load(
+    name: str, origin: str, kind: str, group: str, built_in: Mapping[str, EntryPoint]
+) -> object:
+    """Load what a name stands for: an object as `load_object` does, else what is `offered`.
+
+    Raises UserError, which begins with `origin`, where that is not there or cannot be imported.
+    """
+    if names_object(name):
+        return load_object(name, origin)[1]
+    there = offered(kind, group, built_in)
+    if name not in there:
+        raise UserError(
+            f"{origin}: there is no such {kind}; there are {', '.join(there)}, and {OBJECT} names "
+            "one of your own"
+        )
+    entry = there[name]
+    with guard(entry, f"{origin} of package {package(entry)} cannot be imported"):
+        return entry.load()
+
+
 def names_object(name: str) -> bool:
     """Return whether a name has the form of OBJECT."""
     where, _, attribute = name.rpartition(":")
@@ -53,27 +80,25 @@ def names_object(name: str) -> bool:
 def load_object(name: str, origin: str) -> tuple[str, object]:
     """Load what FILE.py:NAME or PACKAGE.MODULE:NAME names; return NAME and the object.
 
-    A file is run once per process. Raises UserError, which begins with `origin`, where there is no
-    such file, module or object, or importing it fails.
+    A file is run once per process. Raises UserError, which begins with `origin`, for a name of
+    another form, where there is no such file, module or object, and where importing it fails.
     """
+    if not names_object(name):
+        raise UserError(f"{origin} must be {OBJECT}")
     where, _, attribute = name.rpartition(":")
-    module = _import(where, origin)
+    with foreign(origin):
+        module = _import(where)
     if attribute not in vars(module):
         raise UserError(f"{origin}: {where} has no {attribute!r}")
     return attribute, vars(module)[attribute]
 
 
-def _import(where: str, origin: str) -> ModuleType:
+def _import(where: str) -> ModuleType:
     """Import a file, once, or a module."""
-    try:
-        if not where.endswith(".py"):
-            return importlib.import_module(where)
-        path = Path(where).resolve()
-        return sys.modules.get(str(path)) or _run_file(path)
-    # Foreign code may fail in any way.
-    except (Exception, SystemExit) as error:
-        reason = encodable(" ".join(f"{type(error).__name__}: {error}".split()))[:_MAX_ERROR]
-        raise UserError(f"{origin}: {reason}") from error
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where).resolve()
+    return sys.modules.get(str(path)) or _run_file(path)
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -83,9 +108,6 @@ def _run_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[str(path)] = module  # where its dataclasses look it up
-    try:
+    with on_failure(lambda: sys.modules.pop(str(path))):
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[str(path)]
-        raise
     return module

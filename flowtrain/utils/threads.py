@@ -82,6 +82,24 @@ class LoopThread:
             runner.run(self._stop.wait())
 
 
+def background(call: Callable[[], T], name: str) -> Future[T]:
+    """Run a call on a thread of its own, which the end of the process does not wait for, as it does
+    for those of ThreadPoolExecutor and asyncio.to_thread. None of those who wait can cancel it.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=settle, args=(future, call), name=name, daemon=True).start()
+    return future
+
+
+def settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Give the future the result of a call, or what it raises: that is for those who wait."""
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001  # SystemExit too, or they would wait for ever
+        future.set_exception(error)
+
+
 async def within(future: Future[T], deadline: float) -> T:
     """Return the result of another thread's work. Raises TimeoutError at `deadline`, after which
     it cancels what can be cancelled, and Ended when somebody else has cancelled it.

@@ -142,11 +142,11 @@ class FileCache:
                 path = self._fetch(entry.folder, version, file)
             sync(path)
             inode.set_result(path.stat().st_ino)
-        except (UserError, OSError) as error:
-            self._fail(entry, inode, error)
+        # Whatever it is, those who read wait for it; our own mistakes show their traceback as well.
         except BaseException as error:
             self._fail(entry, inode, error)
-            raise
+            if not isinstance(error, UserError | OSError):
+                raise
 
     def _fail(self, entry: _Entry, inode: Future[int], error: BaseException) -> None:
         """Tell those who read. A part stays, to go on from, unless it is what fills the disk."""

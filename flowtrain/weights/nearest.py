@@ -12,11 +12,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
-from threading import Thread
 from typing import Protocol, TypeVar
 
+from flowtrain.utils.threads import background
 from flowtrain.weights.listing import Head
 from flowtrain.weights.manifest import File, Manifest, NotThere, StoreError
 from flowtrain.weights.store import Source
@@ -109,7 +109,7 @@ class NearestStore:
 
     def _ask(self, sources: Sequence[Server]) -> tuple[list[Head | None], list[StoreError]]:
         """Ask sources at once. Returns their answers and errors."""
-        asked = {_in_thread(source.ask): source for source in sources}
+        asked = {background(source.ask, "ask"): source for source in sources}
         answers: list[Head | None] = []
         errors: list[StoreError] = []
         pending = set(asked)
@@ -179,17 +179,3 @@ class NearestStore:
 
     def _distance(self, source: Server) -> str:
         return f"HEAD in {1000 * self._seconds.get(source, float('nan')):.1f} ms"
-
-
-def _in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run a call on a thread that the end of the process does not wait for."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:  # noqa: BLE001  # raised where the result is asked for
-            done.set_exception(error)
-
-    Thread(target=run, daemon=True, name="ask").start()
-    return done

@@ -300,6 +300,7 @@ class Publisher:
         """
         try:
             return together(self.ranks, action, other_failed=OSError)
+        # Not after Ctrl-C: the other ranks may be in no collective then, and not answer.
         except Exception:
             if self._lock is not None:
                 self.store.abort(version)

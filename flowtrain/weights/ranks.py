@@ -49,6 +49,7 @@ def together(
     """
     try:
         result = action()
+    # Whatever it is, the other ranks wait to be told.
     except BaseException as error:
         ranks.gather_text(f"rank {ranks.rank}: {type(error).__name__}: {error}")
         raise

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowtrain.types import UserError
 from flowtrain.utils import serving
+from flowtrain.utils.errors import on_failure
 from flowtrain.utils.files import make_folder, replace_file
 from flowtrain.utils.lock import Lock
 from flowtrain.utils.tokens import Access, TokenFile
@@ -274,12 +275,9 @@ class Relay:
         if request.method == "HEAD":
             return _Streamed(status, headers)
         opened = await run_in_threadpool(self._cache.open, version, file)
-        try:
+        with on_failure(opened.data.close):
             while opened.num_ready() <= min(start, file.num_bytes - 1):
                 await asyncio.sleep(_TICK_S)
-        except BaseException:
-            opened.data.close()
-            raise
         return _Streamed(status, headers, opened, start, end)
 
     async def _find(self, version: int, name: str, checksum: str) -> File:

@@ -96,6 +96,7 @@ class ShardedTarget:
         undo: UndoLog = []
         try:
             changes = self._change(batch, undo)
+        # Whatever it is, the other ranks wait to be told.
         except BaseException as error:
             is_delta = isinstance(error, _delta.DeltaError)
             reports = gather(self.ranks, ["delta" if is_delta else "other", str(error), []])

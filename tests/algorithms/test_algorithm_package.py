@@ -85,6 +85,24 @@ def test_unknown_algorithm_is_refused_with_the_names_that_there_are() -> None:
         load_algorithm(config)
 
 
+def test_a_package_whose_algorithm_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "halves-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halves\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[flowtrain.algorithms]\nhalf = json:Half\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = parse(["--algorithm.name", "half"])
+    assert config is not None
+    with pytest.raises(UserError) as raised:
+        load_algorithm(config)
+    assert str(raised.value) == (
+        "algorithm 'half' of package halves 1.2 cannot be made: AttributeError: module 'json' has "
+        "no attribute 'Half'"
+    )
+
+
 def test_built_in_algorithm_has_no_options_of_its_own() -> None:
     config = parse(["--algorithm.options", "{beta = 1}"])
     assert config is not None

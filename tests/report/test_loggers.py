@@ -184,7 +184,7 @@ def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OWN)
     for name, message in {
-        "nothing": "log.loggers='nothing': unknown logger; there are trackio",
+        "nothing": "log.loggers='nothing': there is no such logger; there are trackio, and ",
         f"{path}:Nobody": "has no 'Nobody'",
         f"{path}:Broken": "OSError: no such server",
     }.items():

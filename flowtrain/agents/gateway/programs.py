@@ -19,12 +19,11 @@ from typing import Any, Protocol
 
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.config.gateway import Gateway as Options
-from flowtrain.tools.blocking import BlockingPool
 from flowtrain.types import Task, UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import final_answer
-from flowtrain.utils.threads import LoopThread
+from flowtrain.utils.threads import LoopThread, background
 
 MAX_OUTPUT = 256 << 10
 """Bytes of a command's output that are kept, the last ones."""
@@ -191,8 +190,6 @@ class Function:
         arguments.
         """
         origin = f"gateway.function={options.function!r}"
-        if not plugins.names_object(options.function):
-            raise UserError(f"{origin} must be {plugins.OBJECT}")
         name, call = plugins.load_object(options.function, origin)
         if not callable(call):
             raise UserError(f"{origin}: {name!r} is a {type(call).__name__}, not a function")
@@ -228,11 +225,10 @@ class Function:
             raise ProgramFailed(f"{MAX_LATE} earlier calls have not returned yet")
         token = object()
         self._running.add(token)
-        pool = BlockingPool(1, "gateway program")
+        guarded = functools.partial(_guarded, call, self._running, token)
         try:
-            return await pool.run(functools.partial(_guarded, call, self._running, token))
+            return await asyncio.wrap_future(background(guarded, "gateway program"))
         finally:
-            pool.close()
             self._late.add(token)
 
     def close(self) -> None:

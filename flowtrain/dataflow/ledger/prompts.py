@@ -19,6 +19,7 @@ from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.ledger.sql import Transaction, marks
 from flowtrain.dataflow.rules import Candidate, Outcome, PromptFilter
 from flowtrain.types import Task
+from flowtrain.utils.errors import on_failure
 from flowtrain.utils.seeds import derive_uniform
 
 _MAX_DRAWS = 1000
@@ -159,12 +160,8 @@ class Prompts:
         """Surround a transaction that draws. If it fails, observed events may never have been
         committed, so the state is reset.
         """
-        with self._mutex:
-            try:
-                yield
-            except BaseException:
-                self._state.reset()
-                raise
+        with self._mutex, on_failure(self._state.reset):
+            yield
 
     def draw(self, transaction: Transaction, meta: Any, num: int) -> list[tuple[int, int, Task]]:
         """Add up to `num` work items, and return (work item, position, task) of each. The caller

@@ -102,6 +102,8 @@ class Database:
     begin_write: str
     begin_read: str
     has_row_locks: bool
+    errors: tuple[type[Exception], ...]
+    """What the database's library raises."""
 
     def __init__(self, name: str, clock: Callable[[], float] | None) -> None:
         """`name`: path or URL for messages, without a password."""
@@ -146,7 +148,7 @@ class Database:
                 cursor.execute(begin)
                 yield Transaction(cursor, self.has_row_locks, self._clock)
                 cursor.execute("COMMIT")
-        except Exception as error:
+        except self.errors as error:
             explained = self._explained(error)
             if explained is None:
                 raise
@@ -183,6 +185,7 @@ class SqliteDatabase(Database):
     begin_write = "BEGIN IMMEDIATE"
     begin_read = "BEGIN"
     has_row_locks = False
+    errors = (sqlite3.Error, OverflowError)
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         super().__init__(str(path), clock)
@@ -265,6 +268,7 @@ class PostgresDatabase(Database):
             raise UserError(f"database {self.name!r}: {error}") from error
         self._url = url
         self._psycopg, self._rows = psycopg, rows
+        self.errors = (psycopg.Error,)
         self._mendable = (
             errors.DiskFull,
             errors.ReadOnlySqlTransaction,

@@ -86,18 +86,9 @@ def _make(kind: RuleKind, name: str, options: Mapping[str, Any]) -> Any:
             f"dataflow.{kind.key}: no {kind.text} {name!r}; there are {', '.join(offered)}"
         )
     entry = offered[name]
-    if entry.dist is None:
-        return _call(kind, name, entry.load(), options)
     rule_of_package = f"{kind.text} {name!r} of package {plugins.package(entry)}"
-    try:
+    with plugins.guard(entry, f"{rule_of_package} cannot be made"):
         rule = _call(kind, name, entry.load(), options)
-    except UserError:
-        raise
-    # Foreign code may fail in any way, and the traceback would show our lines before its own.
-    except Exception as error:
-        raise UserError(
-            f"{rule_of_package} cannot be made: {type(error).__name__}: {error}"
-        ) from error
     for method in kind.methods:
         if not callable(getattr(rule, method, None)):
             needs = ", ".join(kind.methods)

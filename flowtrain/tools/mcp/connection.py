@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,17 @@ class _Link:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end it."""
     task: asyncio.Task[None] | None = None
+
+    def end(self, task: asyncio.Task[None]) -> None:
+        """Tell those who wait for the session why it has not come."""
+        if not self.ready.done():
+            error = None if task.cancelled() else task.exception()
+            self.ready.set_exception(
+                error if isinstance(error, Exception) else ConnectionError("it was cancelled")
+            )
+
+    async def list_tools(self) -> None:
+        await (await asyncio.shield(self.ready)).list_tools()
 
 
 class Connection:
@@ -104,7 +115,7 @@ class Connection:
 
     async def _open(self) -> list[Any]:
         async with asyncio.timeout(self._options.timeout_s):
-            self._link = await self._connect()
+            self._link = self._connect()
             return await self._list(await asyncio.shield(self._link.ready))
 
     async def _list(self, session: ClientSession) -> list[Any]:
@@ -145,49 +156,43 @@ class Connection:
     async def _look_after(self, link: _Link) -> None:
         """Start the server again if it does not even list its tools, once for all who ask."""
         async with self._look:
-            if self._link is not link or self._failed or await self._answers(link):
+            if self._link is not link or self._failed:
+                return
+            if not await self._trouble(link.list_tools(), min(_LOOK_S, self._options.timeout_s)):
                 return
             await self._leave()
             again = self._has_restarted
             self._has_restarted = True
             problem = "it has ended or hangs once more after a new start"
             if not again:
-                try:
-                    async with asyncio.timeout(self._options.timeout_s):
-                        self._link = await self._connect()
-                        await asyncio.shield(self._link.ready)
+                self._link = self._connect()
+                ready = asyncio.shield(self._link.ready)
+                if not (problem := await self._trouble(ready, self._options.timeout_s)):
                     return
-                except Exception as error:  # noqa: BLE001  as in `open`
-                    problem = self._problem(error)
             self._failed = f"the server {self.name!r} is gone: {problem}"
 
-    async def _answers(self, link: _Link) -> bool:
+    async def _trouble(self, work: Awaitable[object], timeout_s: float) -> str:
+        """Return what is wrong where the work fails or takes longer; else ""."""
         try:
-            async with asyncio.timeout(min(_LOOK_S, self._options.timeout_s)):
-                await (await asyncio.shield(link.ready)).list_tools()
-        except Exception:  # noqa: BLE001  as in `open`; which one does not matter
-            return False
-        return True
+            async with asyncio.timeout(timeout_s):
+                await work
+        except Exception as error:  # noqa: BLE001  as in `open`
+            return self._problem(error)
+        return ""
 
-    async def _connect(self) -> _Link:
+    def _connect(self) -> _Link:
         """Begin a session, in a task of its own: the SDK wants it opened and closed by one."""
         link = _Link(asyncio.get_running_loop().create_future())
         link.ready.add_done_callback(lambda ready: ready.exception())  # nobody may wait for it
         link.task = asyncio.create_task(self._live(link))
+        link.task.add_done_callback(link.end)
         return link
 
     async def _live(self, link: _Link) -> None:
-        try:
-            async with self._transport() as streams, _Session(*streams) as session:
-                await _greet(session)
-                link.ready.set_result(session)
-                await link.over.wait()
-        except BaseException as error:
-            if link.ready.done():
-                raise
-            link.ready.set_exception(
-                error if isinstance(error, Exception) else ConnectionError("it was cancelled")
-            )
+        async with self._transport() as streams, _Session(*streams) as session:
+            await _greet(session)
+            link.ready.set_result(session)
+            await link.over.wait()
 
     async def _leave(self) -> None:
         link, self._link = self._link, None

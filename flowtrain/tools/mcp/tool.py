@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from flowtrain.config import McpServer
@@ -15,6 +14,7 @@ from flowtrain.tools.json_schema import check_schema
 from flowtrain.tools.mcp.connection import Connection
 from flowtrain.tools.web.api import key_from_env
 from flowtrain.types import UserError
+from flowtrain.utils.errors import on_failure
 from flowtrain.utils.text import printable
 
 MAX_DESCRIPTION = 2000
@@ -78,10 +78,8 @@ class Server:
         environment = {each: os.environ[each] for each in options.env}
         self.connection = Connection(name, options, token, environment)
         self._users: set[str] = set()
-        with ExitStack() as cleanup:
-            cleanup.callback(self.connection.close)
+        with on_failure(self.connection.close):
             self._offered = {tool.name: tool for tool in self.connection.open()}
-            cleanup.pop_all()
 
     def tools(self, wanted: str) -> dict[str, Tool]:
         """Return the tools "NAME.tool", or all for "NAME.*". Raises UserError if there is none."""

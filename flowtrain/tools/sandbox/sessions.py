@@ -26,6 +26,7 @@ from flowtrain.tools.sandbox.clocks import Clock, TimeLimit
 from flowtrain.tools.sandbox.host import Ran
 from flowtrain.tools.sandbox.server import CHILD, START_S, Backend, Server
 from flowtrain.types import UserError
+from flowtrain.utils.errors import on_failure
 
 _SCRIPT = CHILD.with_name("session_child.py")
 _ENDED = (
@@ -272,13 +273,10 @@ class SessionSandbox:
         """Start the processes of a session; raises TimeoutError, OSError."""
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
-        try:
+        with on_failure(channel.close):
             with theirs:
                 until = self._roots.give(theirs, channel)
             return _Tree(channel, self._limits, until)
-        except BaseException:
-            channel.close()
-            raise
 
     def check_open(self) -> None:
         if self._roots.is_closed:
