@@ -96,3 +96,25 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(
     monkeypatch.setattr(runpy, "run_module", interrupted)
     assert main() == 130
     assert capsys.readouterr().err == "flowtrain evals: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (["--help"], 0, "--train.lr FLOAT"),
+        (["--show_config", "true"], 0, "[algorithm]"),
+        (["--train.rl", "1"], 2, "flowtrain.train: unknown key train.rl"),
+    ],
+)
+def test_help_and_mistakes_are_answered_before_torch_is_imported(
+    words: list[str], code: int, line: str
+) -> None:
+    text = (
+        "import sys; from flowtrain.__main__ import main; "
+        "sys.modules['torch'] = None; "  # so that whoever imports it fails
+        f"sys.argv = ['flowtrain', 'train', *{words!r}]; sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code and line in done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import tomllib
@@ -177,3 +178,21 @@ def test_the_workflows_run_what_is_there(path: Path) -> None:
             assert {word for word in words[1:] if "=" not in word} <= set(targets)
         elif words[-1].startswith(".ci/"):
             assert (ROOT / words[-1]).is_file()
+
+
+def test_uv_asks_the_indexes_that_pip_is_told_of(tmp_path: Path) -> None:
+    uv, environment = tmp_path / "uv", tmp_path / "environment"
+    uv.write_text(f'#!/bin/sh\nmkdir -p "{environment}"\nenv > "{tmp_path}/seen"\n')
+    uv.chmod(0o755)
+    told = {"PIP_INDEX_URL": "http://mirror/simple", "PIP_EXTRA_INDEX_URL": "http://more/simple"}
+    subprocess.run(
+        ["make", "run-setup", f"UV={uv}", f"VENV={environment}"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], **told},
+        check=True,
+        capture_output=True,
+    )
+    seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines())
+    assert seen["UV_DEFAULT_INDEX"] == told["PIP_INDEX_URL"]
+    assert seen["UV_EXTRA_INDEX_URL"] == told["PIP_EXTRA_INDEX_URL"]
+    assert seen["UV_INDEX_STRATEGY"] == "unsafe-best-match"

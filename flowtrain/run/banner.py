@@ -33,7 +33,7 @@ def train_banner(components: RunComponents, placement: Placement, start_step: in
             ("agent", _agent(config)),
             ("sampled by", samplers),
             ("trained by", _ranks(placement.trainers)),
-            ("steps", f"{train.num_steps} of {each_step}"),
+            ("steps", f"{train.num_steps}, each {each_step}"),
             ("folder", config.run.dir),
             ("next", f"{first}{after} (held-out questions: {_held_out(components)})"),
         ],

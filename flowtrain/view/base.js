@@ -125,6 +125,13 @@ function trailingMean(points, width) {
   });
 }
 
+// Times get round numbers of the unit that they are told in, which leaves the labels short.
+function timeTicks(low, high) {
+  const [unit, name] = high >= 7200 ? [3600, "h"] : high >= 120 ? [60, "min"] : [1, "s"];
+  const values = niceTicks(low / unit, high / unit);
+  return [values.map((value) => value * unit), (tick) => (high < 1 ? seconds(tick) : `${+(tick / unit).toPrecision(3)} ${name}`)];
+}
+
 function niceTicks(low, high) {
   const raw = (high - low) / 3 || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -146,7 +153,7 @@ function stacked(lines) {
 function makeChart(title) {
   const picture = svg("svg", { role: "img", "aria-label": `${title} by step` });
   const legendBox = h("div");
-  let panel, raw, shown, ticks, form, first, last, x, y, height, legend, width;
+  let panel, raw, shown, ticks, form, tickForm, first, last, x, y, height, legend, width;
   const chart = { element: h("div", { class: "panel" }, h("h3", {}, visible(title)), picture, legendBox) };
 
   chart.update = (newPanel, range) => {
@@ -158,7 +165,8 @@ function makeChart(title) {
     let [low, high] = [Infinity, -Infinity];
     for (const line of panel.is_stack ? shown : [...raw, ...shown]) for (const [, value] of line.points) [low, high] = [Math.min(low, value), Math.max(high, value)];
     if (panel.is_stack) low = 0;
-    ticks = niceTicks(low >= 0 && low < 0.6 * high ? 0 : low, high);
+    low = low >= 0 && low < 0.6 * high ? 0 : low;
+    [ticks, tickForm] = panel.form === "seconds" ? timeTicks(low, high) : [niceTicks(low, high), form];
     legend = raw.map((line) => ({ line, value: h("b", { class: "num" }) }));
     legendBox.replaceChildren(legendOf(legend.map(({ line, value }) => [line.color, `${visible(line.label)} `, value])));
     chart.draw();
@@ -174,7 +182,7 @@ function makeChart(title) {
     const area = (points) => `${path(points)}${path(points.map(([step, , base]) => [step, base]).reverse()).replace("M", "L")}Z`;
     picture.replaceChildren(
       ...ticks.map((tick) => svg("g", {}, svg("line", { class: "rule", x1: 44, x2: full - 8, y1: y(tick), y2: y(tick) }),
-        svg("text", { x: 38, y: y(tick) + 4, "text-anchor": "end" }, form(tick)))),
+        svg("text", { x: 38, y: y(tick) + 4, "text-anchor": "end" }, tickForm(tick)))),
       svg("text", { x: 44, y: height + 16 }, `${first}`),
       svg("text", { x: full - 8, y: height + 16, "text-anchor": "end" }, `${last}`),
       ...(panel.is_stack || width === 1 ? [] : raw.filter((line) => !line.is_sparse).map((line) =>

@@ -116,7 +116,7 @@ def _nodes(nodes: Mapping[str, Any]) -> dict[str, Any]:
                 ],
             }
         )
-    head = ["node", "", "seen", "leases", "groups", "groups/s", "idle", "weights"]
+    head = ["node", "state", "seen", "leases", "groups", "groups/s", "idle", "weights"]
     return {"title": "Nodes", "head": head, "rows": rows, "empty": "No node has joined yet."}
 
 

@@ -44,6 +44,8 @@ def is_run(folder: Path) -> bool:
 
 def check_run_dir(run_dir: Path) -> None:
     """UserError unless something of a run is there."""
+    if not run_dir.exists():
+        raise UserError(f"there is no folder {run_dir}")
     if not is_run(run_dir):
         raise UserError(
             f"{run_dir} is no run: it has none of {', '.join(_MARKS)}; name the folder that "
@@ -82,10 +84,20 @@ def facts(config: Config, manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         **manifest,
     }
     texts = {
-        label: " · ".join(str(values[key]) for key in keys if values.get(key) not in (None, ""))
+        label: " · ".join(
+            _readable(key, values[key]) for key in keys if values.get(key) not in (None, "")
+        )
         for label, keys in _FACTS.items()
     }
     return [(label, text) for label, text in texts.items() if text]
+
+
+def _readable(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key == "time":
+        return f"{str(value)[:16].replace('T', ' ')} UTC"
+    return str(value)[:10] if key == "git_commit" else str(value)
 
 
 def result_rows(run_dir: Path) -> list[tuple[str, str, str, str]]:

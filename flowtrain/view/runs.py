@@ -9,6 +9,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -180,8 +181,9 @@ class _Row:
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
-    """Return the options in which the runs are not all the same: (key, value) by run. A config that
-    does not name an option, as one of another version, makes no difference.
+    """Return the options in which the runs are not all the same: (key, value) by run, the values
+    that fewest runs have first. A config that does not name an option, as one of another version,
+    makes no difference.
     """
     options = {name: flat(config) for name, config in configs.items()}
     texts = {
@@ -189,12 +191,13 @@ def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tupl
         for name, found in options.items()
         if found
     }
-    keys = sorted({key for found in texts.values() for key in found})
-    differing = [
-        key for key in keys if len({found[key] for found in texts.values() if key in found}) > 1
-    ]
+    counts = Counter(pair for found in texts.values() for pair in found.items())
+    num_values = Counter(key for key, _ in counts)
     return {
-        name: [(key, text) for key in differing if (text := texts.get(name, {}).get(key))]
+        name: sorted(
+            (pair for pair in texts.get(name, {}).items() if num_values[pair[0]] > 1),
+            key=lambda pair: (counts[pair], pair),
+        )
         for name in options
     }
 

@@ -32,6 +32,7 @@ from flowtrain.view.live import Cursor, LiveRun, to_json
 from flowtrain.view.page import live_page
 from flowtrain.view.run import is_run, read_config
 from flowtrain.view.runs import RunTable, find_runs
+from flowtrain.view.state import run_state
 
 _log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "FLOWTRAIN_VIEW_TOKEN"
@@ -141,7 +142,10 @@ class View:
                 self._watches[url] = watch
         except UserError as error:
             return {"problem": str(error)}
-        return watch.answer()
+        answer = watch.answer()
+        is_over = "problem" in answer and run_state(path).name == "ended"
+        # The service of a run that is complete may be gone as well, unless somebody asks for it.
+        return {} if is_over and not self._dataflow else answer
 
     def close(self) -> None:
         for watch in self._watches.values():

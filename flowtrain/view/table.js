@@ -67,7 +67,7 @@ function drawAll() {
   if (D.allPanels == null || D.isNew) [D.allPanels, D.isNew] = [D.panels, false];
   choose();
   if (!runsBox.childElementCount) {
-    const heads = ["", "run", "began, UTC", "state", "step", "reward, first", "last", "best", "held-out", "seconds", "model", "algorithm"];
+    const heads = ["", "run", "began, UTC", "state", "step", "reward, first", "last", "best", "held-out", "time in steps", "model", "algorithm"];
     runsBox.append(h("div", { class: "wide" }, h("table", { class: "num" }, h("thead", {}, h("tr", {}, heads.map((name) => h("th", {}, name)))))));
   }
   arrange(document.getElementById("run"), [

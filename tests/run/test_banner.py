@@ -35,7 +35,7 @@ def test_a_run_says_what_learns_from_whom_and_what_comes_next() -> None:
         "agent": "     agentflow, at most 3 turns, Search, Python_Coder, Base_Generator",
         "sampled by": "torch on 1 rank (cpu)",
         "trained by": "8 ranks (cuda)",
-        "steps": "     7 of 16 questions x 8 rollouts",
+        "steps": "     7, each 16 questions x 8 rollouts",
         "folder": "    runs/a",
         "next": "      the model is measured (held-out questions: 50)",
     }

@@ -81,6 +81,24 @@ def test_the_curves_tell_their_values(browser: Browser, page: Path) -> None:
     ].startswith("Step ")
 
 
+@pytest.mark.parametrize(
+    ("times", "top"),
+    [(2.0, "2 s"), (75.0, "75 s"), (315.0, "6 min"), (40000.0, "15 h")],
+)
+def test_times_beside_a_curve_are_round_and_whole(
+    browser: Browser, run: Path, tmp_path: Path, times: float, top: str
+) -> None:
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"collect_s": 2.0', f'"collect_s": {times}'))
+    path = tmp_path / "times.html"
+    path.write_text(build_page(run, 1))
+    browser.open(path)
+    ticks = texts(browser, ".panel:last-child g text")
+    assert ticks[0].startswith("0 ") and ticks[-1] == top
+    left = "document.querySelectorAll('.panel g text')"
+    assert browser.eval(f"Math.min(...[...{left}].map((text) => text.getBBox().x))") >= 0
+
+
 def test_filters(browser: Browser, page: Path) -> None:
     browser.open(page)
 

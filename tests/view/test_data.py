@@ -33,7 +33,7 @@ def test_a_whole_run_has_nothing_to_note(run: Path) -> None:
     ) == ("run", 4, 4, 38, [1, 4])
     assert (
         dict(page["facts"])["Questions per step"] == "2"
-        and dict(page["facts"])["flowtrain"] == "0123456789abcdef"
+        and dict(page["facts"])["flowtrain"] == "0123456789"
     )
     assert (
         page["seconds"] == {"collect": 8.0} and page["config"] == (run / "config.toml").read_text()

@@ -177,7 +177,8 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{}/absent"], "absent is no run: it has none of"),
+        (["{}/absent"], "there is no folder {}/absent"),
+        (["{}/run/config.toml"], "config.toml is no run: it has none of"),
         (["{}/run", "--rollouts", "-1"], "--rollouts -1 must be 0 or more"),
         (["{}/run", "--out", "{}/absent/x.html"], "cannot write"),
     ],

@@ -83,6 +83,21 @@ def test_the_token_goes_where_a_person_says_and_no_further(run: Path) -> None:
     view.close()
 
 
+def test_a_run_that_is_complete_does_not_miss_its_service(run: Path) -> None:
+    config = run / "config.toml"
+    config.write_text(f'{config.read_text()}\n[dataflow]\nurl = "http://127.0.0.1:9"\n')
+
+    def is_told(asked: str = "") -> bool:
+        view = View(run, 10, asked)
+        answer = view.answer("/api/dataflow", {})
+        view.close()
+        return b"problem" in answer
+
+    assert not is_told() and is_told("http://127.0.0.1:9")
+    (run / "summary.json").unlink()
+    assert is_told()
+
+
 def test_a_real_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
     clock = fake_groups.Clock()

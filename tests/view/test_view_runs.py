@@ -82,6 +82,14 @@ def test_only_what_differs_is_told() -> None:
     assert differences({"a": configs["a"]}) == {"a": []}
 
 
+def test_what_fewest_runs_have_is_told_first() -> None:
+    told = differences(
+        {name: {"a": {"x": name == "one"}, "b": {"y": name}} for name in ("one", "two", "three")}
+    )
+    assert told["two"] == [("b.y", '"two"'), ("a.x", "false")]
+    assert told["one"] == [("a.x", "true"), ("b.y", '"one"')]
+
+
 def test_the_command_writes_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder / "one")]) == 0 and main([str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1] == str(folder / "view.html")
