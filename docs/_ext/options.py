@@ -7,6 +7,7 @@ from functools import cache
 from docs._ext.docstrings import escaped
 from flowtrain.config import Config
 from flowtrain.config.options import Option, all_options
+from flowtrain.config.synonyms import SYNONYMS
 
 UNITS = {
     "_s": "seconds",
@@ -45,6 +46,8 @@ def entry(option: Option) -> str:
     meaning = escaped(option.meaning)
     if unit := unit_of(option):
         meaning += f" Unit: {unit}."
+    if words := SYNONYMS.get(option.name):
+        meaning += f" Elsewhere: {', '.join(f'``{word}``' for word in words)}."
     return "\n".join([*lines, "", f"   {meaning}", ""])
 
 

@@ -7,7 +7,6 @@ before an error, and has no word for a mistyped key in the file.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os.path
 import textwrap
@@ -26,6 +25,7 @@ from pydantic import ValidationError
 
 from flowtrain.config import Config
 from flowtrain.config.shipped import config_path, shipped_configs
+from flowtrain.config.synonyms import meant
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import printable
@@ -251,8 +251,8 @@ def _path(key: str, origin: str = "") -> tuple[str, ...]:
         return path
     section = general.rpartition(".")[0] or general
     siblings = [name[len(section) + 1 :] for name in _options() if name.startswith(f"{section}.")]
-    if close := difflib.get_close_matches(general, _options(), n=1, cutoff=0.8):
-        hint = f"did you mean {close[0]}?"
+    if names := meant(general, _options()):
+        hint = f"did you mean {' or '.join(names)}?"
     elif siblings:
         hint = f"[{section}] knows {', '.join(siblings)}"
     else:

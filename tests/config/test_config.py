@@ -20,6 +20,7 @@ from flowtrain.config import Chat, Config, McpServer, Policy
 from flowtrain.config.options import (
     FIRST,
     NAMED,
+    all_options,
     check_allowed,
     help_text,
     help_topic,
@@ -27,6 +28,7 @@ from flowtrain.config.options import (
     parse_over,
     to_toml,
 )
+from flowtrain.config.synonyms import SYNONYMS, meant
 from flowtrain.types import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -215,10 +217,26 @@ def test_the_quickstart_file_is_a_config() -> None:
 # ---- what is wrong
 
 
+def test_what_others_call_an_option_leads_to_it() -> None:
+    names = [option.name for option in all_options()]
+    words = [word for words in SYNONYMS.values() for word in words]
+    assert set(SYNONYMS) <= set(names) and len(words) == len(set(words))
+    for option, synonyms in SYNONYMS.items():
+        for word in synonyms:
+            assert (
+                meant(word, names) == [option] and f"{option.partition('.')[0]}.{word}" not in names
+            )
+
+
 @pytest.mark.parametrize(
     ("key", "hints"),
     [
-        ("train.learning_rate", ["[train] knows", " lr,", "num_steps"]),
+        ("train.shoe_size", ["[train] knows", " lr,", "num_steps"]),
+        ("train.learning_rate", ["did you mean train.lr?"]),
+        ("learning-rate", ["did you mean train.lr?"]),
+        ("train.leraning_rate", ["did you mean train.lr?"]),
+        ("train.group_size", ["did you mean rollout.group_size?"]),
+        ("warmup_steps", ["did you mean train.warmup_steps or rft.warmup_steps?"]),
         ("rollout.num_question", ["did you mean rollout.num_questions?"]),
         ("trian.lr", ["did you mean train.lr?"]),
         ("zzz.qqq", ["sections: run, model", "rft"]),
