@@ -533,7 +533,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
     """A process for each policy; of three nodes two are killed and one joins, without which
     training would not end. Both runs can be made again from their logs.
     """
-    model, num_steps = str(warm / "model"), 2 * NUM_STEPS
+    model, num_steps = str(warm / "model"), NUM_STEPS + 2
     pace = (
         "--dataflow.lease_s",
         "2",
