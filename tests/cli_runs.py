@@ -35,7 +35,7 @@ SMALL = (
         "--tasks.num_train",
         "400",
         "--eval.num_tasks",
-        "20",
+        "4",
     ),
     *(
         "--eval.every",
@@ -86,17 +86,17 @@ arm({module!r}, {path!r}, {number}, {after})
 """
 """Python that kills the process before or after the `number`-th call of a function."""
 
-NO_PICTURE = (
-    "import flowtrain.run.run_logger; flowtrain.run.run_logger.plot_curves = lambda path: None\n"
-)
-
 SERVER = """
 import atexit, gc, json, os, resource, runpy, sys, threading, traceback
 import flowtrain.run.run, flowtrain.agents.expert, flowtrain.report.panels
-import flowtrain.run.memory_plan, flowtrain.utils.waiting
+import flowtrain.evals.run, flowtrain.run.memory_plan, flowtrain.run.run_logger
+import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.run.mismatch_gate
+import bm25s, flowtrain.tools.search, flowtrain.utils.waiting
 
 flowtrain.run.memory_plan.activations = lambda *_, **__: (0, 0)
 flowtrain.utils.waiting.PATIENCE_S = 3600.0  # tests compare what is printed, on any machine
+draw = flowtrain.run.run_logger.plot_curves, flowtrain.evals.run.plot_turns
+flowtrain.run.run_logger.plot_curves = flowtrain.evals.run.plot_turns = lambda *_: None
 
 def serve():
     for line in sys.stdin:
@@ -121,6 +121,8 @@ if job is not None:
     os.environ.update(job["env"])
     if job["max_file_bytes"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["max_file_bytes"],) * 2)
+    if job["with_picture"]:
+        flowtrain.run.run_logger.plot_curves, flowtrain.evals.run.plot_turns = draw
     sys.argv = [job["module"], *job["argv"]]
     exec(job["before"])
     try:
@@ -190,9 +192,10 @@ class Server:
         max_file_bytes: int = 0,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
+        with_picture: bool = False,
     ) -> Process:
         """`before` is Python that runs first; `max_file_bytes` is how large a file may grow, which
-        is how a disk gets full here.
+        is how a disk gets full here. Drawing curves.png or turns.png takes longer than the rest.
         """
         self._count += 1
         out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
@@ -204,6 +207,7 @@ class Server:
             "err": str(err),
             "env": env or {},
             "before": before,
+            "with_picture": with_picture,
         }
         pid = self._ask({**job, "cwd": str(cwd or self._folder), "max_file_bytes": max_file_bytes})
         return Process(pid, out, err, lambda: self._ask({"poll": pid}))
@@ -214,6 +218,7 @@ class Server:
         *argv: object,
         before: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        cwd: Path | None = None,
         module: str = "train",
     ) -> list[Process]:
         """A command on as many ranks, without torchrun; `before` has Python for each of them."""
@@ -227,18 +232,15 @@ class Server:
             "LOCAL_WORLD_SIZE": str(size),
         }
         each = before or ("",) * size
+        envs = [{**(env or {}), **where, "RANK": str(rank)} for rank in range(size)]
         return [
-            self.start(
-                module, *argv, env={**(env or {}), **where, "RANK": str(rank)}, before=each[rank]
-            )
+            self.start(module, *argv, env=envs[rank], before=each[rank], cwd=cwd)
             for rank in range(size)
         ]
 
     def resume(self, run: Path, *argv: object) -> None:
-        """Resume a run to its end, without the picture, which takes longest."""
-        code, lines, _ = self.run(
-            "train", *argv, "--run.dir", run, "--resume", "auto", before=NO_PICTURE
-        )
+        """Resume a run to its end."""
+        code, lines, _ = self.run("train", *argv, "--run.dir", run, "--resume", "auto")
         assert (code, lines) == (0, [])
 
     def run(self, module: str, *argv: object, **options: Any) -> tuple[int, list[str], str]:
@@ -292,21 +294,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def warm(place: Path) -> Path:
-    """The run folder of a real `python -m flowtrain.rft`, whose model sometimes names tools."""
-    command = [
-        sys.executable,
-        "-m",
-        "flowtrain.rft",
-        *SMALL,
-        *RFT,
-        "--run.dir",
-        str(place / "warm"),
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def warm(place: Path, server: Server) -> Path:
+    """The run folder of a `flowtrain.rft`, whose model sometimes names tools."""
+    code, lines, _ = server.run("rft", *SMALL, *RFT, "--run.dir", place / "warm")
+    assert code == 0, lines
     return place / "warm"
 
 
@@ -342,7 +333,7 @@ def words(place: Path, warm: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def full(place: Path, server: Server, words: tuple[str, ...]) -> Path:
     """The folder of a run that nothing disturbed."""
-    code, lines, _ = server.run("train", *words, "--run.dir", place / "full")
+    code, lines, _ = server.run("train", *words, "--run.dir", place / "full", with_picture=True)
     assert code == 0, lines
     return place / "full"
 
@@ -382,7 +373,7 @@ def rows(run: Path, name: str) -> list[dict[str, Any]]:
     return [timeless(record) for record in read(run / name)]
 
 
-def check_same_run(run: Path, full: Path) -> None:
+def check_same_run(run: Path, full: Path, num_steps: int = NUM_STEPS) -> None:
     """Apart from the time it took, a run that was resumed is the run that was not: same steps,
     questions, tokens, rewards and weights.
     """
@@ -393,7 +384,7 @@ def check_same_run(run: Path, full: Path) -> None:
     summaries = [timeless(json.loads((each / "summary.json").read_text())) for each in (run, full)]
     assert alike(*summaries)
     weights = [
-        load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors")
+        load_file(each / "checkpoints" / f"step_{num_steps:08d}" / "model.safetensors")
         for each in (run, full)
     ]
     assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[1])

@@ -15,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Server, alike, read, rows
+from cli_runs import KILL, Server, alike, read, rows
 
 pytest_plugins = ("cli_runs",)
 
+NUM_STEPS = 4
 EXACT = (
+    "--train.num_steps",
+    str(NUM_STEPS),
     "--rollout.max_in_flight",
     "1",
     "--rollout.group_size",
@@ -68,9 +71,7 @@ def run(server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempPat
         path = start or tmp_path_factory.mktemp("exact") / "run"
         options = (*words, *EXACT, *argv, "--run.dir", path, "--resume", "auto")
         before = before or ("",) * size
-        processes = server.start_ranks(
-            size, *options, before=[NO_PICTURE + each for each in before]
-        )
+        processes = server.start_ranks(size, *options, before=before)
         codes = [process.wait() for process in processes]
         assert code in codes and (code or not any(codes)), [
             process.err.read_text()[-1500:] for process in processes
@@ -82,7 +83,7 @@ def run(server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def whole(run: Run) -> Callable[[int], Path]:
-    """The folder of the run of 2 N steps that nothing disturbed, by number of ranks."""
+    """The folder of the run of NUM_STEPS steps that nothing disturbed, by number of ranks."""
     made: dict[int, Path] = {}
 
     def of(size: int) -> Path:

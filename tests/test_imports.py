@@ -138,14 +138,16 @@ def test_the_kernels_folder_does_not_pose_as_the_hub_package(tmp_path: Path) -> 
     """transformers probes for a package called `kernels`; our folder of that name must not look
     like it.
     """
-    code = (
-        "import json, transformers.utils\nfrom transformers import Qwen2Config, Qwen2ForCausalLM\n"
+    model = (
+        "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
         "Qwen2ForCausalLM(Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, "
-        "num_hidden_layers=1, num_attention_heads=1,"
-        " num_key_value_heads=1))\n"
+        "num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1))\n"
+    )
+    asked = (
+        "import json, transformers.utils\n"
         "print(json.dumps([transformers.utils.is_kernels_available()]))"
     )
-    assert python(code, cwd=ROOT) == python(code, cwd=tmp_path)
+    assert python(model + asked, cwd=ROOT) == python(asked, cwd=tmp_path)
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 

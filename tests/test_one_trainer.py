@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from cli_runs import (
     ENV,
-    NO_PICTURE,
     NUM_STEPS,
     RFT,
     SMALL,
@@ -81,7 +80,7 @@ def test_of_two_ranks_neither_waits_for_the_other_that_was_refused(
 ) -> None:
     run = tmp_path / "run"
     with Lock.of_folder(run, "end it"):
-        ranks = server.start_ranks(2, *words, "--run.dir", run, before=[NO_PICTURE] * 2)
+        ranks = server.start_ranks(2, *words, "--run.dir", run)
         assert [rank.wait() for rank in ranks] == [2, 2]
         lines = [line for rank in ranks for line in rank.err.read_text().splitlines()]
         ours = [line for line in lines if line.startswith("flowtrain.train: ")]
@@ -140,7 +139,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_taken(
     shutil.copytree(full, run)
     damage(run / "checkpoints" / NEWEST)
     options = (*words, "--run.dir", run, "--resume", "auto", "--checkpoint.keep", "1")
-    code, lines, _ = server.run("train", *options, before=NO_PICTURE)
+    code, lines, _ = server.run("train", *options)
     assert code == 0 and len(lines) == 1, lines
     assert f"checkpoint {run / 'checkpoints' / NEWEST} is passed over: " in lines[0]
     check_same_run(run, full)

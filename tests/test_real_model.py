@@ -22,6 +22,7 @@ OPTIONS = {
     "algorithm.mode": "released",  # trains groups of one reward, too
     "train.num_steps": 2,
     "eval.every": 0,
+    "eval.at_ends": "false",
     "eval.num_tasks": 4,
     "run.device": "cpu",
     "log.tensorboard": "false",

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from cli_runs import (
     KILL,
-    NO_PICTURE,
     NUM_STEPS,
     SMALL,
     Process,
@@ -59,7 +58,7 @@ def train(
     ) -> Path:
         path = start or tmp_path_factory.mktemp("replayed") / "run"
         options = (*words, *LOG, *argv, "--run.dir", path, "--resume", "auto")
-        ended(server.start_ranks(size, *options, before=[NO_PICTURE + before] * size), code)
+        ended(server.start_ranks(size, *options, before=[before] * size), code)
         return path
 
     return run
@@ -176,7 +175,7 @@ def test_appo_comes_out_with_the_log_probs_of_its_search(server: Server, train: 
 def test_infoflow_comes_out_with_its_hints(server: Server, warm: Path, tmp_path: Path) -> None:
     options = ("--config", CONFIGS / "infoflow.toml", "--model.path", warm / "model", *SMALL)
     hints = ("--infoflow.hint_rate", 1, "--train.num_steps", 2, "--run.dir", tmp_path / "run")
-    ended([server.start("train", *options, *LOG[:4], *hints, before=NO_PICTURE)])
+    ended([server.start("train", *options, *LOG[:4], *hints)])
     check_equal(server, tmp_path / "run", 2)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import NO_PICTURE, SMALL, Server, alike, read, rows
+from cli_runs import SMALL, Server, alike, read, rows
 from tokenizers import Tokenizer
 
 from flowtrain.training import model as models
@@ -24,9 +24,7 @@ def train(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(metrics of every step, rollouts) of a shipped config, small."""
     config = ("--config", CONFIGS / f"{name}.toml", "--model.path", warm / "model")
-    code, lines, out = server.run(
-        "train", *config, *SMALL, *argv, "--run.dir", run, before=NO_PICTURE
-    )
+    code, lines, out = server.run("train", *config, *SMALL, *argv, "--run.dir", run)
     # so small a run may have steps without anything to learn from, which it says
     lines = [line for line in lines if "nothing to learn from" not in line]
     assert (code, lines) == (0, []) and "held-out reward" in out
@@ -141,9 +139,7 @@ def test_two_ranks_branch_and_train_like_one(
         "3",
     )
     for size in (1, 2):
-        processes = server.start_ranks(
-            size, *appo, "--run.dir", tmp_path / f"{size}", before=[NO_PICTURE] * size
-        )
+        processes = server.start_ranks(size, *appo, "--run.dir", tmp_path / f"{size}")
         assert [process.wait() for process in processes] == [0] * size, [
             process.err.read_text()[-1500:] for process in processes
         ]

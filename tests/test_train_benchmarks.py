@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Server, check_same_run, read, rows
+from cli_runs import KILL, NUM_STEPS, Server, check_same_run, read, rows
 
 pytest_plugins = ("cli_runs",)
 
@@ -34,7 +34,7 @@ def run(
     place: Path, server: Server, asked: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     path = tmp_path_factory.mktemp("benchmarks") / "run"
-    code, lines, _ = server.run("train", *asked, "--run.dir", path, before=NO_PICTURE)
+    code, lines, _ = server.run("train", *asked, "--run.dir", path)
     assert (code, lines) == (0, [])
     return path
 
@@ -68,9 +68,7 @@ def test_training_is_the_same_with_them_and_without(
     run: Path, server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     plain = tmp_path / "plain"
-    code, _, _ = server.run(
-        "train", *words, "--eval.every", "3", "--run.dir", plain, before=NO_PICTURE
-    )
+    code, _, _ = server.run("train", *words, "--eval.every", "3", "--run.dir", plain)
     assert code == 0
     ours, theirs = rows(run, "metrics.jsonl"), rows(plain, "metrics.jsonl")
     left = [
@@ -86,7 +84,7 @@ def test_a_run_that_was_killed_goes_on_with_them(
     run: Path, server: Server, asked: tuple[str, ...], tmp_path: Path
 ) -> None:
     again = tmp_path / "run"
-    before = NO_PICTURE + KILL.format(
+    before = KILL.format(
         module="flowtrain.run.run_logger", path="RunLogger.log", number=5, after=True
     )
     code, _, _ = server.run("train", *asked, "--run.dir", again, before=before)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import ENV, NO_PICTURE, NUM_STEPS, RFT, SMALL, Server, check_same_run, read
+from cli_runs import ENV, NUM_STEPS, RFT, SMALL, Server, check_same_run, read
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -166,7 +166,7 @@ def test_the_trainer_takes_logprobs_among_what_was_sampled_from(
         "--rollout.top_p_cap",
         8,
     )
-    code, lines, _ = server.run("train", *words, *argv, before=NO_PICTURE)
+    code, lines, _ = server.run("train", *words, *argv)
     assert code == 0, lines
     _, *steps = read(place / "truncated" / "metrics.jsonl")
     assert len(steps) == 2 and all(
@@ -182,7 +182,7 @@ def test_a_sampler_with_a_penalty_does_not_move_the_ratio(
     options = ("--rollout.frequency_penalty", 1.2, "--train.rescore", "true")
     run, one_update = place / "penalty", ("--train.num_minibatches", 1, "--train.num_steps", 1)
     argv = ("--run.dir", run, *options, *one_update)
-    code, lines, _ = server.run("train", *words, *argv, before=NO_PICTURE)
+    code, lines, _ = server.run("train", *words, *argv)
     assert code == 0, lines
     _, step = read(run / "metrics.jsonl")
     assert step["num_tokens"] > 0 and step["logprob_mismatch"] > 0.01
@@ -579,30 +579,9 @@ def test_a_disk_that_is_full_for_one_rank_ends_all_of_them(
 # ---- several ranks
 
 
-def torchrun(num_ranks: int, *argv: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={num_ranks}",
-        "-m",
-        "flowtrain.train",
-    ]
-    return subprocess.run(
-        [*command, *map(str, argv)],
-        cwd=cwd,
-        env={**os.environ, **ENV},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
 def ranks(server: Server, num_ranks: int, *argv: object) -> str:
     """Returns the output of so many ranks together, started without torchrun."""
-    processes = server.start_ranks(num_ranks, *argv, before=[NO_PICTURE] * num_ranks)
+    processes = server.start_ranks(num_ranks, *argv)
     codes = [process.wait(timeout_s=240) for process in processes]
     assert not any(codes), [process.err.read_text()[-1500:] for process in processes]
     return "".join(process.out.read_text() for process in processes)
@@ -634,7 +613,17 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
 ) -> None:
     """The same rollouts, metrics, checkpoints and versions."""
     run = tmp_path / "run"
-    done = torchrun(2, *words, "--run.dir", run, "--rollout.num_engine_ranks", 1, cwd=tmp_path)
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    argv = (*words, "--run.dir", str(run), "--rollout.num_engine_ranks", "1")
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "flowtrain.train", *argv],
+        cwd=tmp_path,
+        env={**os.environ, **ENV},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     check_same_run(run, full)
     assert sorted(path.name for path in run.glob("*.jsonl")) == [
@@ -684,11 +673,13 @@ def test_two_ranks_train_for_one_and_then_one_for_two(
 
 @pytest.mark.dist
 def test_questions_that_do_not_divide_among_ranks_are_refused_once(
-    words: tuple[str, ...], tmp_path: Path
+    server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done = torchrun(2, *words, "--run.dir", "run", "--rollout.num_questions", "3", cwd=tmp_path)
-    assert done.returncode != 0
-    ours = [line for line in done.stderr.splitlines() if line.startswith("flowtrain.train: ")]
+    argv = (*words, "--run.dir", "run", "--rollout.num_questions", "3")
+    processes = server.start_ranks(2, *argv, cwd=tmp_path)
+    assert [process.wait() for process in processes] == [2, 2]
+    said = "".join(process.err.read_text() for process in processes).splitlines()
+    ours = [line for line in said if line.startswith("flowtrain.train: ")]
     assert ours == [
         "flowtrain.train: rollout.num_questions=3 must be a multiple of the 2 ranks that torchrun "
         "started"

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from cli_runs import (
     KILL,
-    NO_PICTURE,
     NUM_STEPS,
     Process,
     Server,
@@ -96,7 +95,7 @@ WORDS = (
     ),
     *("--dataflow.wait_s", "60"),
 )
-AFTER_STEP_3 = NO_PICTURE + KILL.format(
+AFTER_STEP_3 = KILL.format(
     module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
 )
 
@@ -208,7 +207,7 @@ def start(server: Server) -> Start:
         run: Path,
         *words: str,
         size: int = 1,
-        before: str = NO_PICTURE,
+        before: str = "",
         token: str = TOKEN,
     ) -> list[Process]:
         argv = (*WORDS, "--dataflow.url", url, "--run.dir", run, "--resume", "auto", *words)
@@ -269,7 +268,7 @@ def whole(
     dataflow = Dataflow(path / "ledger.sqlite")
     with dataflow.served() as url:
         argv = (*WORDS, "--dataflow.url", url, "--run.dir", path / "run")
-        ended([server.start("train", *argv, before=NO_PICTURE, env={"FLOWTRAIN_TOKEN": TOKEN})])
+        ended([server.start("train", *argv, env={"FLOWTRAIN_TOKEN": TOKEN})])
         assert dataflow.policy()["state"] == "done" and dataflow.ledger.audit().problems == ()
     return path / "run", dataflow.work_items()
 
@@ -534,7 +533,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
     """A process for each policy; of three nodes two are killed and one joins, without which
     training would not end. Both runs can be made again from their logs.
     """
-    model, num_steps = str(warm / "model"), 2 * NUM_STEPS
+    model, num_steps = str(warm / "model"), NUM_STEPS + 2
     pace = (
         "--dataflow.lease_s",
         "2",
@@ -584,7 +583,6 @@ def test_two_trainers_and_nodes_that_come_and_go(
                 url,
                 "--run.dir",
                 tmp_path / name,
-                before=NO_PICTURE,
                 env={"FLOWTRAIN_TOKEN": TOKEN},
             )
             for name, options in of.items()

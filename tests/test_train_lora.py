@@ -7,15 +7,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from cli_runs import KILL, NO_PICTURE, NUM_STEPS, Server, read, rows
+from cli_runs import KILL, Server, read, rows
 from safetensors import safe_open
 
 pytest_plugins = ("cli_runs",)
 
+NUM_STEPS = 4
 LORA = (
     *("--lora.rank", "4", "--train.lr", "1e-2", "--algorithm.kl_coef", "0.1"),
     *("--rollout.group_size", "4", "--rollout.max_in_flight", "1", "--eval.num_tasks", "4"),
 )
+STEPS = ("--train.num_steps", str(NUM_STEPS))
 AFTER_STEP_3 = KILL.format(
     module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
 )
@@ -23,8 +25,8 @@ LAST = f"checkpoints/step_{NUM_STEPS:08d}"
 
 
 def train(server: Server, words: tuple[str, ...], path: Path, *argv: str, before: str = "") -> int:
-    options = (*words, *LORA, *argv, "--run.dir", path, "--resume", "auto")
-    process = server.start("train", *options, before=NO_PICTURE + before)
+    options = (*words, *LORA, *STEPS, *argv, "--run.dir", path, "--resume", "auto")
+    process = server.start("train", *options, before=before)
     code = process.wait()
     assert code in (0, -signal.SIGKILL), process.err.read_text()[-2000:]
     return code
@@ -62,7 +64,7 @@ def test_versions_of_an_adapter_are_small_and_its_checkpoint_is_a_model(
     assert max(row.get("logprob_mismatch", 0.0) for row in trained) < 1e-4
     again = tmp_path / "again"
     argv = ("--model.path", path / LAST, "--train.num_steps", "0", "--run.dir", again)
-    code, lines, _ = server.run("train", *words, *LORA[-2:], *argv, before=NO_PICTURE)
+    code, lines, _ = server.run("train", *words, *LORA[-2:], *argv)
     assert code == 0, lines
     assert (again / "weights/v00000000").exists()
     ends = [json.loads((each / "summary.json").read_text()) for each in (path, again)]

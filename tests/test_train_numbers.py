@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import NO_PICTURE, Server, read
+from cli_runs import Server, read
 from safetensors.torch import load_file
 
 pytest_plugins = ("cli_runs",)
 
 EVERY = ("--checkpoint.every", "1", "--eval.at_ends", "false")
 # Of rollouts, not of the solutions that a run checks before.
-REWARD = f"""{NO_PICTURE}
+REWARD = """
 import dataclasses, flowtrain.rewards as rewards
 real_reward = rewards._with_rule_reward
 def spoiled(trajectory):
     scored = real_reward(trajectory)
-    return dataclasses.replace(scored, reward={{}}) if scored.turns else scored
+    return dataclasses.replace(scored, reward={}) if scored.turns else scored
 rewards._with_rule_reward = spoiled
 """
 SPOILED = """
@@ -89,7 +89,7 @@ def check_goes_on(server: Server, run: Path, *argv: object) -> None:
             id="answers that are always right",
         ),
         pytest.param(
-            NO_PICTURE,
+            "",
             ("--rollout.request_timeout_s", 1e-6),
             3,
             "no response has a token. The engine was too slow for agent.rollout_timeout_s=500 or "
@@ -130,7 +130,6 @@ def test_prompts_that_outgrow_the_model_are_named(
     code, lines, _ = server.run(
         "train",
         *(*words, *EVERY, "--run.dir", run, "--tasks.path", tmp_path / "long.jsonl"),
-        before=NO_PICTURE,
     )
     assert code == 2 and len(told(lines)) == 3, lines
     assert "all prompts outgrow the model" in lines[-1] and "agent.max_turns" in lines[-1]
@@ -151,7 +150,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_told(
     what: str, server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    before = NO_PICTURE + SPOILED.format(first=3, last=4, what=what)
+    before = SPOILED.format(first=3, last=4, what=what)
     code, lines, _ = server.run("train", *words, *EVERY, "--run.dir", run, before=before)
     assert code == 0
     (number,) = {int(line.split()[5]) for line in lines if "is skipped" in line}
@@ -165,7 +164,7 @@ def test_steps_that_stay_not_finite_end_the_run_with_a_cure(
     server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    before = NO_PICTURE + SPOILED.format(first=3, last=99, what=GRADIENT)
+    before = SPOILED.format(first=3, last=99, what=GRADIENT)
     command = (*words, *EVERY, "--run.dir", run)
     code, lines, _ = server.run("train", *command, before=before)
     assert code == 2 and "3 optimizer steps in a row were skipped" in lines[-1], lines

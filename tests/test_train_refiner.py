@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_runs import NO_PICTURE, RFT, SMALL, Server, check_same_run, read
+from cli_runs import RFT, SMALL, Server, check_same_run, read
 from safetensors.torch import load_file
 
 pytest_plugins = ("cli_runs",)
@@ -62,7 +62,7 @@ def run(
     """The folder of a run that trained one of them."""
     path = place / f"beside_{OTHER[request.param]}"
     argv = (*options(request.param, models, words), "--train.num_steps", "2", "--run.dir", path)
-    code, lines, _ = server.run("train", *argv, before=NO_PICTURE)
+    code, lines, _ = server.run("train", *argv)
     assert (code, lines) == (0, [])
     return path
 
@@ -107,13 +107,11 @@ def test_the_training_of_a_refiner_is_resumed_exactly(
     """
     alone = ("--rollout.max_batch_size", "1", "--checkpoint.every", "1", "--train.num_steps")
     argv = (*options("refiner", models, words), *alone)
-    for name, num_steps in (("whole_refiner", "6"), ("halves_refiner", "3")):
-        code, lines, _ = server.run(
-            "train", *argv, num_steps, "--run.dir", place / name, before=NO_PICTURE
-        )
+    for name, num_steps in (("whole_refiner", "4"), ("halves_refiner", "2")):
+        code, lines, _ = server.run("train", *argv, num_steps, "--run.dir", place / name)
         assert (code, lines) == (0, [])
-    server.resume(place / "halves_refiner", *argv, "6")
-    check_same_run(place / "halves_refiner", place / "whole_refiner")
+    server.resume(place / "halves_refiner", *argv, "4")
+    check_same_run(place / "halves_refiner", place / "whole_refiner", 4)
 
 
 @pytest.mark.parametrize(

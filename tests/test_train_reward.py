@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from cli_runs import NO_PICTURE, Server, alike, read, rows
+from cli_runs import Server, alike, read, rows
 
 pytest_plugins = ("cli_runs",)
 
@@ -62,9 +62,7 @@ def test_the_example_trains_and_its_run_can_be_resumed(
     command = (*words, *QUICK, "--tasks.path", gsm8k, "--reward.low", "-0.2")
     command += ("--reward.function", f"{EXAMPLE}:score", "--reward.weights", "{length = -0.2}")
     whole, part = tmp_path / "whole", tmp_path / "part"
-    code, lines, _ = server.run(
-        "train", *command, "--run.dir", whole, "--train.num_steps", 3, before=NO_PICTURE
-    )
+    code, lines, _ = server.run("train", *command, "--run.dir", whole, "--train.num_steps", 3)
     assert (code, lines) == (0, [])
     found = rollouts(whole)
     for each in found:
@@ -81,9 +79,7 @@ def test_the_example_trains_and_its_run_can_be_resumed(
         assert {line[f"reward_failures/{why}"] for why in ("exception", "timeout", "value")} == {0}
     assert any(line["num_optim_steps"] > 0 for line in read(whole / "metrics.jsonl"))
 
-    code, lines, _ = server.run(
-        "train", *command, "--run.dir", part, "--train.num_steps", 1, before=NO_PICTURE
-    )
+    code, lines, _ = server.run("train", *command, "--run.dir", part, "--train.num_steps", 1)
     assert (code, lines) == (0, [])
     server.resume(part, *command, "--train.num_steps", 3)
     for name in ("trajectories.jsonl", "metrics.jsonl"):
@@ -100,7 +96,7 @@ def test_functions_that_fail_fail_their_rollouts_alone(
     command = (*words, *QUICK, "--tasks.path", unanswered, "--run.dir", run)
     functions = '{"mine.py:score" = 1.0, "mine.py:later" = 0.5}'
     command += ("--reward.function", functions, "--reward.timeout_s", 3, "--train.num_steps", 2)
-    code, lines, _ = server.run("train", *command, before=NO_PICTURE, cwd=tmp_path)
+    code, lines, _ = server.run("train", *command, cwd=tmp_path)
     assert code == 0, lines
     found = rollouts(run)
     names = "mine.py:score + mine.py:later"
@@ -141,7 +137,7 @@ def test_functions_that_always_fail_end_the_run_with_their_name(
     (tmp_path / "mine.py").write_text("def score(task, answer, trajectory):\n    return 'good'\n")
     command = (*words, *QUICK, "--tasks.path", unanswered, "--run.dir", tmp_path / "run")
     command += ("--reward.function", "mine.py:score")
-    code, lines, _ = server.run("train", *command, before=NO_PICTURE, cwd=tmp_path)
+    code, lines, _ = server.run("train", *command, cwd=tmp_path)
     assert code == 2 and "all 32 rollouts failed; the first failed because of" in lines[-1]
     assert "mine.py:score: it returned 'good', not a number" in lines[-1]
 
@@ -152,7 +148,7 @@ def test_evaluations_score_by_the_function(
     run = tmp_path / "run"
     command = (*words, "--tasks.path", gsm8k, "--run.dir", run, "--train.num_steps", 0)
     command += ("--reward.function", f"{EXAMPLE}:score", "--reward.weights", "{length = 0.0}")
-    code, lines, _ = server.run("train", *command, before=NO_PICTURE)
+    code, lines, _ = server.run("train", *command)
     assert code == 0, lines
     held_out = read(run / "held_out.jsonl")
     assert held_out and all(
@@ -171,7 +167,7 @@ def test_equal_rewards_are_told_with_the_bounds_of_the_run(
     command += ("--reward.function", "mine.py:score", "--reward.high", 2)
     for low, told in ((-1, "all 32 rewards are -1; "), (-2, "all 32 rewards are above -2")):
         options = (*command, "--reward.low", low, "--run.dir", tmp_path / f"run{low}")
-        code, lines, _ = server.run("train", *options, before=NO_PICTURE, cwd=tmp_path)
+        code, lines, _ = server.run("train", *options, cwd=tmp_path)
         assert code == 2 and told in lines[-1], lines
 
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_runs import NO_PICTURE, RFT, SMALL, Server, check_same_run, read
+from cli_runs import RFT, SMALL, Server, check_same_run, read
 from safetensors.torch import load_file
 
 pytest_plugins = ("cli_runs",)
@@ -63,9 +63,7 @@ def run(
 ) -> Path:
     """The folder of a run that trained one of them."""
     path = place / f"only_{request.param}"
-    code, lines, _ = server.run(
-        "train", *options(request.param, models, words), "--run.dir", path, before=NO_PICTURE
-    )
+    code, lines, _ = server.run("train", *options(request.param, models, words), "--run.dir", path)
     assert (code, lines) == (0, [])
     return path
 
@@ -130,16 +128,12 @@ def test_a_run_with_two_policies_is_resumed_exactly(
     # Two engines sample at once: with shared batches roundings would depend on the machine's load.
     alone = ("--rollout.max_batch_size", "1", "--checkpoint.every", "1", "--train.num_steps")
     argv = (*options("verifier", models, words), *alone)
-    code, lines, _ = server.run(
-        "train", *argv, "6", "--run.dir", place / "whole", before=NO_PICTURE
-    )
+    code, lines, _ = server.run("train", *argv, "4", "--run.dir", place / "whole")
     assert (code, lines) == (0, [])
-    code, lines, _ = server.run(
-        "train", *argv, "3", "--run.dir", place / "halves", before=NO_PICTURE
-    )
+    code, lines, _ = server.run("train", *argv, "2", "--run.dir", place / "halves")
     assert (code, lines) == (0, [])
-    server.resume(place / "halves", *argv, "6")
-    check_same_run(place / "halves", place / "whole")
+    server.resume(place / "halves", *argv, "4")
+    check_same_run(place / "halves", place / "whole", 4)
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cli_runs import Server
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
 from flowtrain.types import UserError
-from tests.cli_runs import SMALL
+
+pytest_plugins = ("cli_runs",)
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (
-    *SMALL,
     *("--algorithm.name", "rloo", "--train.num_steps", "2", "--train.lr", "1e-3"),
     *("--train.num_minibatches", "1", "--eval.at_ends", "false", "--algorithm.kl_coef", "0"),
 )
@@ -38,25 +38,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def run(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
-    return subprocess.run(
-        [sys.executable, "-m", "flowtrain.train", *TRAIN, *words],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def train(
+    server: Server, site: Path, words: tuple[str, ...], *argv: object
+) -> tuple[int, list[str]]:
+    """(exit code, lines on stderr) of a run that has the package on its path."""
+    path = f"import sys; sys.path.insert(0, {str(site)!r})"
+    code, lines, _ = server.run("train", *words, *TRAIN, *argv, before=path)
+    return code, lines
 
 
-def test_installed_algorithm_trains_two_steps(site: Path, tmp_path: Path) -> None:
-    done = run(
-        site,
-        *("--run.dir", str(tmp_path / "run")),
-        *("--algorithm.options", "{max_advantage = 0.25}"),
-    )
-    assert done.returncode == 0, done.stderr
+def test_installed_algorithm_trains_two_steps(
+    site: Path, server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    argv = ("--run.dir", tmp_path / "run", "--algorithm.options", "{max_advantage = 0.25}")
+    code, said = train(server, site, words, *argv)
+    assert code == 0, said
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert [step["step"] for step in steps] == [1, 2]
@@ -68,13 +64,15 @@ def test_installed_algorithm_trains_two_steps(site: Path, tmp_path: Path) -> Non
         for turn in record["turns"]
         if turn["training"]
     ]
-    assert trained and max(map(abs, trained)) <= 0.25 + 1e-6
+    assert 0.0 < max(map(abs, trained)) <= 0.25 + 1e-6
 
 
-def test_options_of_an_installed_algorithm_are_checked(site: Path, tmp_path: Path) -> None:
-    folder = ("--run.dir", str(tmp_path / "run"))
-    done = run(site, *folder, "--algorithm.options", "{max_advantag = 1.0}")
-    assert done.returncode == 2 and "algorithm.options.max_advantag=1.0" in done.stderr
+def test_options_of_an_installed_algorithm_are_checked(
+    site: Path, server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    argv = ("--run.dir", tmp_path / "run", "--algorithm.options", "{max_advantag = 1.0}")
+    code, lines = train(server, site, words, *argv)
+    assert code == 2 and "algorithm.options.max_advantag=1.0" in lines[-1]
     assert not (tmp_path / "run").exists()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_runs import Process, Server
 
 from flowtrain.config.options import parse
 from flowtrain.dataflow.__main__ import _parser as dataflow_parser
@@ -21,6 +23,7 @@ from flowtrain.launch.__main__ import main as launch
 from flowtrain.node.__main__ import _parser as node_parser
 from flowtrain.weights.__main__ import _parser as weights_parser
 
+pytest_plugins = ("cli_runs",)
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "more-than-one-machine.md").read_text()
 CONFIG = """
@@ -66,6 +69,7 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.running: dict[str, subprocess.Popen[str]] = {}
+        self.forked: list[Process] = []
         self.env = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -93,7 +97,7 @@ class Shell:
     def start(self, name: str, command: str) -> None:
         with self._log(name).open("w") as out:
             self.running[name] = subprocess.Popen(
-                ["bash", "-c", f"exec {self._env_first(command)}"],
+                ["bash", "-c", f"exec {command}"],
                 cwd=self.folder,
                 env=self.env,
                 stdout=out,
@@ -101,14 +105,23 @@ class Shell:
                 text=True,
             )
 
+    def fork(self, server: Server, command: str) -> None:
+        """Start a program that imports much, without the launcher of its ranks."""
+        before, _, program = command.partition("-m flowtrain.")
+        env = dict(word.split("=") for word in shlex.split(before) if "=" in word)
+        env["FLOWTRAIN_TOKEN"] = self.env["FLOWTRAIN_TOKEN"]
+        self.forked.append(server.start(*shlex.split(program), cwd=self.folder, env=env))
+
     def wait_for(self, name: str, text: str) -> None:
         deadline = time.monotonic() + 100.0
         while text not in (said := self._log(name).read_text()):
             assert self.running[name].poll() is None and time.monotonic() < deadline, said
             time.sleep(0.02)
 
-    def ended(self, name: str) -> None:
-        assert self.running.pop(name).wait(100) == 0, self._log(name).read_text()
+    def ended(self) -> None:
+        while self.forked:
+            process = self.forked.pop()
+            assert process.wait(100.0) == 0, process.err.read_text()[-2000:]
 
     def close(self) -> None:
         for process in self.running.values():
@@ -116,21 +129,14 @@ class Shell:
         for process in self.running.values():
             process.wait(30)
         self.running.clear()
+        for fork in self.forked:
+            os.kill(fork.pid, signal.SIGKILL)
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    @staticmethod
-    def _env_first(command: str) -> str:
-        return f"env {command}" if re.match(r"[A-Z_]+=", command) else command
 
-
-def pick(found: list[str], *parts: str) -> str:
-    """The first command with all these parts."""
-    return next(command for command in found if all(part in command for part in parts))
-
-
-def test_the_page_makes_a_run_in_its_order(tmp_path: Path) -> None:
+def test_the_page_makes_a_run_in_its_order(tmp_path: Path, server: Server) -> None:
     with socket.socket() as one, socket.socket() as two:
         for each in (one, two):
             each.bind(("127.0.0.1", 0))
@@ -152,14 +158,13 @@ def test_the_page_makes_a_run_in_its_order(tmp_path: Path) -> None:
                 shell.start(name, command)
                 shell.wait_for(name, "serving ")
             elif "flowtrain.train" in command or "flowtrain.node" in command:
-                kinds.append(name := f"{len(kinds)}-process")
-                shell.start(name, command)
+                kinds.append("process")
+                shell.fork(server, command)
         [status] = [
             here(each, ports) for each in re.findall(r"`(python [^`]* status [^`]*)`", section)
         ]
         assert "groups/s produced" in shell.run(status)
-        for name in [name for name in shell.running if name.endswith("-process")]:
-            shell.ended(name)
+        shell.ended()
         [audit] = re.findall(r"`(python [^`]* audit [^`]*)`", section)
         said = shell.run(audit.replace("...", "runs/flow.sqlite"))
         assert "4 planner.assigned" in said and "it all adds up" in said

@@ -43,7 +43,7 @@ def run(command: str, folder: Path, server: Server) -> str:
     """Run a command of the page; return what it says."""
     words = [sys.executable, *shlex.split(command)[1:]]
     if words[1:3] == ["-m", "flowtrain.train"]:
-        code, lines, out = server.run("train", *words[3:], cwd=folder)
+        code, lines, out = server.run("train", *words[3:], cwd=folder, with_picture=True)
         assert code == 0, (command, lines)
         return out + "\n".join(lines)
     path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))

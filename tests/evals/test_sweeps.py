@@ -112,7 +112,7 @@ def without_clock(path: Path) -> dict[tuple[Any, ...], Any]:
 def test_a_sweep_has_a_row_for_each_planner_and_budget(
     server: Server, words: tuple[str, ...], endpoint: ChatServer, tmp_path: Path
 ) -> None:
-    code, lines, out = server.run("evals", *words, "--out", tmp_path / "run")
+    code, lines, out = server.run("evals", *words, "--out", tmp_path / "run", with_picture=True)
     assert (code, lines) == (0, [])
     assert len(endpoint.asked) == NUM_REQUESTS
     rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
@@ -192,9 +192,8 @@ def test_a_sweep_beside_another_and_what_is_refused(
     words = (*words, "--rows", "1", "--trials", "1")
     assert server.run("evals", *words, "--out", tmp_path / "one")[0] == 0
     others = ("--planner", "lost", "--turns", "1")
-    code, _, out = server.run(
-        "evals", *words, *others, "--out", tmp_path / "two", "--beside", tmp_path / "one"
-    )
+    folders = ("--out", tmp_path / "two", "--beside", tmp_path / "one")
+    code, _, out = server.run("evals", *words, *others, *folders, with_picture=True)
     assert code == 0 and f"{tmp_path / 'one'} steady, 3 turns" in out.splitlines()[0]
     assert not (tmp_path / "two" / "turns.png").exists(), "one budget makes no line"
     code, _, out = server.run(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cli_runs import NO_PICTURE, Process, Server, read
+from cli_runs import Process, Server, read
 from loopback_dataflow import TOKEN, keep_exit_code, make_config, make_model, serve_dataflow
 
 from flowtrain.config import Config
@@ -97,7 +97,6 @@ def test_nodes_answer_as_an_engine_of_the_trainer_would(server: Server, tmp_path
         trainer = server.start(
             *("train", "--config", config_file, "--run.dir", run),
             *("--dataflow.url", dataflow.url),
-            before=NO_PICTURE,
             env=env,
         )
         words = ("node", "--dataflow", dataflow.url, "--name")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from cli_runs import ENV
+from cli_runs import Server
 
 from flowtrain.config.command import run_command
 from flowtrain.run import dry_run
 from flowtrain.train import train
 from flowtrain.types import UserError
+
+pytest_plugins = ("cli_runs",)
 
 SMALL = (
     *("--run.dry_run", "true", "--run.device", "cpu", "--run.threads", "1"),
@@ -107,18 +106,12 @@ def test_what_would_keep_the_run_from_starting_is_told_in_one_line(
 
 
 @pytest.mark.dist
-def test_of_several_ranks_one_shows_it(folder: Path) -> None:
-    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "flowtrain.train", *SMALL],
-        cwd=folder,
-        env={**os.environ, **ENV},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("first prompts of") == done.stdout.count("memory of a rank") == 1
-    assert done.stdout.count("==== rollout ") == 2
+def test_of_several_ranks_one_shows_it(folder: Path, server: Server) -> None:
+    env = {"TMPDIR": str(folder / "tmp")}
+    processes = server.start_ranks(2, *SMALL, env=env, cwd=folder)
+    codes = [process.wait() for process in processes]
+    assert codes == [0, 0], [process.err.read_text()[-2000:] for process in processes]
+    shown = "".join(process.out.read_text() for process in processes)
+    assert shown.count("first prompts of") == shown.count("memory of a rank") == 1
+    assert shown.count("==== rollout ") == 2
     assert files(folder) == ["tmp"]
