@@ -33,7 +33,7 @@ REFINER = {
     "train": {"policy": "refiner", "lr": 3e-4},
     "agent": {"tools": ["Search", "Base_Generator"], "num_passages": 3, "max_turns": 1},
     "policies": {"refiner": {"max_new_tokens": 20}},
-    "rft": {"num_rollouts": 1000, "num_steps": 250, "keep": "all", "expert_error": 0.0},
+    "rft": {"num_rollouts": 1000, "num_steps": 400, "keep": "all", "expert_error": 0.0},
 }
 NUM_STEPS = 14
 
