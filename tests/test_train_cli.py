@@ -422,7 +422,7 @@ def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -
     [
         (("--config", "no.toml"), ("no.toml", "no such file")),
         (("--config", "broken.toml"), ("broken.toml", "not TOML")),
-        (("--train.learning_rate", "1"), ("unknown key train.learning_rate", "did you mean train.lr?")),
+        (("--train.learning_rate", "1"), ("unknown key", "did you mean train.lr?")),
         (("--tasks.num_train", "0"), ("tasks.num_train=0",)),
         (("--tasks.num_train", "100000000"), ("num_tasks", "lower")),
         (("--tasks.name", "file", "--tasks.path", "no.jsonl"), ("no.jsonl", "No such file")),
