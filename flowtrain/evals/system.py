@@ -56,7 +56,7 @@ def open_system(
     """
     check_planner(config, planner)
     with ExitStack() as cleanup:
-        world = World.join(config.run.device)
+        world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)
         if planner == POLICY:
             components = RunComponents.prepare(config, world)

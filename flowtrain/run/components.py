@@ -101,7 +101,12 @@ class RunComponents:
         functions = RewardFunctions.load(config.reward)
         with waiting("reading the questions", world.is_main):
             tasks = task_set(config, fictional)
-        _check_tasks(tasks, functions, has_judge=config.roles.judge != "none")
+        has_judge = config.roles.judge != "none"
+        together(
+            world,
+            lambda: _check_tasks(tasks, functions, has_judge) if world.is_main else None,
+            other_failed=UserError,
+        )
         true_scorer = TrueScorer.load(config, tasks.held_out.get(MAIN_SPLIT, ()))
         with waiting(f"loading {config.model.path}", world.is_main):
             tokenizer, model = load_trained_policy(config, tasks, with_weights)
@@ -379,7 +384,7 @@ def _set_up_cpu(threads: int, device: torch.device) -> None:
 
 
 def _check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: bool) -> None:
-    """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
+    """Score an empty answer to each task on one rank, which finds a scorer that does not exist, or that cannot
     use the task's answers, before the run; and check sub-goals, and sources by their own solutions.
     Functions of the user's own are not called.
     """

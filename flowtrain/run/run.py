@@ -198,9 +198,12 @@ class Run(Learner):
         """Measure the policy that training starts from, once per run; {} where ends are not."""
         if not self.config.eval.at_ends:
             return {}
-        path = self.run_dir.path / "warm.json"
-        if self.start_step and path.exists():
-            return dict(json.loads(path.read_text()))
+        path, world = self.run_dir.path / "warm.json", self.placement.world
+        # The main rank's word counts: others may have no file system in common with it.
+        if self.start_step:
+            saved = path.read_text() if world.is_main and path.exists() else ""
+            if warm_text := world.gather_text(saved)[0]:
+                return dict(json.loads(warm_text))
         started = time.monotonic()
         warm, trajectories = self._compare(self.start_step)
         if not self.start_step:
@@ -247,10 +250,7 @@ def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run
 
 
 def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
-    # Where some ranks only train, they wait for whole rollouts and evaluations of the others.
-    world = World.join(
-        config.run.device, timeout_s=3600.0 if config.rollout.num_engine_ranks else 600.0
-    )
+    world = World.join(config.run.device, config.run.collective_timeout_s)
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
     monitor = TrainerMonitor(config, world)
@@ -280,6 +280,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     if world.is_main:  # turns the ids in the logs into words
         tokenizer = components.policies["planner"].tokenizer
         report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
+    world.barrier()  # an engine may start for minutes, and sharding has a short clock
     policy_trainer = None
     if placement.trainers.is_member:
         policy_trainer = PolicyTrainer.make(components, placement.trainers, store)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,3 +80,30 @@ def test_sampling_rank_keeps_its_engine_awake() -> None:
     called: list[str] = []
     run = a_run(Config(), Engine(called), None)
     assert run.train(1, [[]]).metrics == {} and called == []
+
+
+class FakeWorld(SimpleNamespace):
+    """A rank whose main rank has said `said`."""
+
+    def gather_text(self, text: str) -> list[str]:
+        return [text, text] if self.is_main else [self.said, text]
+
+
+def warm_of(folder: Path, is_main: bool, said: str = "") -> dict[str, Any]:
+    """Ask a resumed run on one of two ranks for the evaluation at its start."""
+    run: Any = SimpleNamespace(
+        config=Config(),
+        run_dir=SimpleNamespace(path=folder),
+        placement=SimpleNamespace(world=FakeWorld(is_main=is_main, said=said)),
+        start_step=3,
+        _compare=lambda step: ({"eval_reward": 0.0}, ()),
+    )
+    return Run.evaluate_warm(run)
+
+
+def test_a_rank_without_the_main_ranks_files_goes_by_what_that_one_has(tmp_path: Path) -> None:
+    """Else it would evaluate alone, and wait for the others in its next collective."""
+    (tmp_path / "warm.json").write_text(json.dumps({"eval_reward": 0.5}))
+    assert warm_of(tmp_path, is_main=True) == {"eval_reward": 0.5}
+    assert warm_of(tmp_path / "elsewhere", False, '{"eval_reward": 0.5}') == {"eval_reward": 0.5}
+    assert warm_of(tmp_path, False, "") == {"eval_reward": 0.0}, "the main rank evaluates too"
