@@ -85,7 +85,7 @@ class TorchEngine:
         self._cache: type[SharedCache] = SharedCache
         self._tree_attention = attention.NAME
         if exact:
-            make_exact(model, model.dtype)
+            make_exact(model, model.dtype, model.device)
             self._cache, self._tree_attention = ExactCache, attention.NAMES["exact"]
         model.set_attn_implementation(NAME)
         self._tokenizer = tokenizer

@@ -63,8 +63,9 @@ class RunComponents:
     tasks: TaskSet
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
-    """The policy that is trained, on the CPU and not sharded yet: fp32 master weights or, with
-    [lora], frozen ones in model.dtype and an adapter in fp32."""
+    """The policy that is trained, not sharded yet: on the main rank fp32 master weights on the CPU
+    or, with [lora], frozen ones in model.dtype and an adapter in fp32; on others the meta device.
+    """
     policies: Mapping[PolicyName, ModelSpec]
     """All policies of the flow."""
     chats: ChatEngines
@@ -109,7 +110,7 @@ class RunComponents:
         )
         true_scorer = TrueScorer.load(config, tasks.held_out.get(MAIN_SPLIT, ()))
         with waiting(f"loading {config.model.path}", world.is_main):
-            tokenizer, model = load_trained_policy(config, tasks, with_weights)
+            tokenizer, model = load_trained_policy(config, tasks, with_weights and world.is_main)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
@@ -152,7 +153,7 @@ class RunComponents:
         config = algorithm.config
         _set_up_cpu(config.run.threads, world.device)
         tasks = task_set(config) if config.model.path == "tiny" else TaskSet((), {}, ())
-        tokenizer, model = load_trained_policy(config, tasks, with_weights=True)
+        tokenizer, model = load_trained_policy(config, tasks, with_weights=world.is_main)
         return cls(
             config=config,
             world=world,
@@ -384,9 +385,9 @@ def _set_up_cpu(threads: int, device: torch.device) -> None:
 
 
 def _check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: bool) -> None:
-    """Score an empty answer to each task on one rank, which finds a scorer that does not exist, or that cannot
-    use the task's answers, before the run; and check sub-goals, and sources by their own solutions.
-    Functions of the user's own are not called.
+    """Score an empty answer to each task, on one rank, before the run: this finds a scorer that does
+    not exist, or that cannot use the task's answers. Check sub-goals, and sources by their own
+    solutions. Functions of the user's own are not called.
     """
     every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
     if functions is not None:

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from flowtrain.config import Config, Lora, Train
 from flowtrain.training import attention
 from flowtrain.training.lora import add_adapter, frozen_bytes
-from flowtrain.training.model import is_sharded_by_layer, recompute_layers
 from flowtrain.training.optimizers import KINDS
+from flowtrain.training.sharding import is_sharded_by_layer, recompute_layers
 from flowtrain.types import UserError
 
 _CPU_CHUNK = 2**25

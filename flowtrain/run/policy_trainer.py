@@ -4,7 +4,6 @@ publishes, and its checkpoints. It lives on the ranks that train.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +14,12 @@ from flowkernels import LossSpec, TokenLossFn
 from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.training import checkpoint
-from flowtrain.training import model as models
 from flowtrain.training.lora import has_adapter
 from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.minibatch_factor import MinibatchFactor
-from flowtrain.training.model import ShardSpec, published_weights
+from flowtrain.training.model import published_weights
 from flowtrain.training.optimizers import KINDS
+from flowtrain.training.sharding import ShardSpec, named_tensors, shard, skeleton
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow
@@ -28,7 +27,7 @@ from flowtrain.training.world import World
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.files import writing_tensors
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import Alone, Ranks, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +166,13 @@ def make_trainer(
     )
     reference = None
     if needs_reference and not has_adapter(components.model):
-        frozen = copy.deepcopy(components.model).requires_grad_(False).eval()
+        frozen = skeleton(components.model).requires_grad_(False).eval()
         # In the dtype of its passes, which read nothing more exact of it.
         of_reference = replace(spec, recompute=False, weight_dtype=dtype, exact=False)
         if train.offload_reference:
             of_reference = replace(of_reference, offload=True)
-        reference = models.shard(frozen, ranks, of_reference)
-    model = models.shard(components.model, ranks, spec)
+        reference = shard(frozen, ranks, of_reference, dict(named_tensors(components.model)))
+    model = shard(components.model, ranks, spec)
     if needs_reference and reference is None:
         reference = model
     _, temperature = config.sampling_of(train.policy)
@@ -189,7 +188,7 @@ def make_trainer(
     )
 
 
-def make_publisher(components: RunComponents, store: WeightStore, ranks: World) -> Publisher:
+def make_publisher(components: RunComponents, store: WeightStore, ranks: Ranks) -> Publisher:
     """Build the publisher of the ranks that train; it casts to the engines' dtype."""
     config = components.config
     dtype = getattr(torch, config.model.dtype)
@@ -200,11 +199,17 @@ def make_publisher(components: RunComponents, store: WeightStore, ranks: World) 
 
 
 def publish_start(components: RunComponents, store: WeightStore) -> None:
-    """Publish the policy as it was loaded, as version 0; collective over all ranks."""
+    """Publish the policy as it was loaded, as version 0: the main rank does; collective."""
+    world = components.world
+
+    def publish() -> None:
+        if world.is_main:
+            publisher = make_publisher(components, store, Alone())
+            publisher.publish(published_weights(components.model, components.config.lora.sync), 0)
+            publisher.close()
+
     with writing_tensors(store.root):
-        publisher = make_publisher(components, store, components.world)
-        publisher.publish(published_weights(components.model, components.config.lora.sync), 0)
-        publisher.close()
+        together(world, publish)
 
 
 def num_versions_kept(config: Config) -> int:

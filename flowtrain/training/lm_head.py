@@ -13,10 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from flowtrain.training import attention
 from flowtrain.training.flex import padded
-from flowtrain.training.tree import PackedRow, empty_row
+from flowtrain.training.tree import PackedRow
 
 HeadFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(hidden states [T, D], weight [V, D], bias [V] or None) -> anything; it comes back in the place
@@ -48,7 +49,7 @@ class FusedLMHead(nn.Linear):
 
 def equip(model: PreTrainedModel) -> None:
     """Make the output layer a `FusedLMHead` where logits are just its product; before the
-    model is sharded.
+    model is sharded, whether or not it has weights yet.
 
     A model that does something to its logits afterwards (caps or scales them) keeps its layer, and
     `fused_head` gives None for it: a loss taken within would go through that as well.
@@ -60,10 +61,14 @@ def equip(model: PreTrainedModel) -> None:
     )
     head = fused_head(model)
     assert head is not None
-    with torch.no_grad():
-        given = run_head(
-            model, head, empty_row(), lambda hidden, weight, bias: torch.full_like(hidden, 100.0)
-        )
+    decoder, hidden = model.get_decoder(), torch.zeros(1, 1, model.config.hidden_size)
+    with head.running(lambda hidden, weight, bias: torch.full_like(hidden, 100.0)):
+        # Not through its layers, which are large, and on the meta device on most ranks.
+        decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+        try:
+            given = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+        finally:
+            del decoder.forward
     if not bool((given == 100).all()):
         model.get_output_embeddings().__class__ = nn.Linear
 

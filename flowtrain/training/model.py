@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -28,10 +26,8 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from flowtrain.training import attention, lm_head, lora
-from flowtrain.training.exact import make_exact
+from flowtrain.training import attention, lora
 from flowtrain.training.model_check import load_config
-from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.weights.layout import layout_hash
 from flowtrain.weights.tensor_shards import spec_of
@@ -40,9 +36,6 @@ from flowtrain.weights.tensor_shards import spec_of
 transformers.utils.logging.disable_progress_bar()
 
 END, PAD = "<|end|>", "<|pad|>"
-_SMALL = 50_000_000
-"""Parameters up to which a model is gathered at once: collectives of single layers would cost more
-than the memory they spare."""
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 
 
@@ -150,87 +143,6 @@ def new_model(
         architectures=["Qwen3ForCausalLM"],  # for vLLM, which goes by the name
     )
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """How the ranks hold a model and compute with it."""
-
-    dtype: torch.dtype
-    """The dtype of the forward and backward pass."""
-    recompute: bool = False
-    """Keep the inputs of layers alone for the backward pass."""
-    compile: bool = False
-    """Compile each layer."""
-    reshard: bool = True
-    """Layers give gathered weights back after the forward pass, and gather them again for the
-    backward pass."""
-    offload: bool = False
-    """Weights, gradients and moments are in the memory of the CPU."""
-    attention: str = "auto"
-    """One of `attention.NAMES`."""
-    weight_dtype: torch.dtype = torch.float32
-    """The dtype of master weights, and of their gradients once they are reduced."""
-    exact: bool = False
-    """A token's log-prob has the same bits whatever shares its row; `attention` has no say then."""
-
-
-def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedModel:
-    """FSDP2: master weights sharded over the ranks. One rank in fp32, or with frozen layers of 4
-    bits, stays as it is.
-    """
-    if lora.is_quantised(model) and (world.size > 1 or spec.offload):
-        raise UserError(
-            f"lora.quantize='nf4' trains on one rank without train.offload, not on {world.size}: "
-            "FSDP cannot shard weights of 4 bits"
-        )
-    for parameter in model.parameters():
-        if parameter.is_floating_point():  # those of 4 bits are not
-            dtype = spec.weight_dtype if parameter.requires_grad else spec.dtype
-            parameter.data = parameter.data.to(dtype)
-    lm_head.equip(model)
-    model.set_attn_implementation(attention.name_of(spec.attention, world.device))
-    if spec.exact:
-        make_exact(model, spec.dtype)
-    if spec.recompute:
-        recompute_layers(model)
-    if spec.compile:
-        compile_layers(model)
-    if not spec.offload:
-        model.to(world.device)
-        if lora.is_quantised(model) or (world.size == 1 and spec.dtype == torch.float32):
-            return model
-    options: dict[str, Any] = {
-        "mesh": world.mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32),
-    }
-    if spec.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    if is_sharded_by_layer(model):
-        for layer in model.get_decoder().layers:
-            fully_shard(layer, reshard_after_forward=spec.reshard, **options)
-    return fully_shard(model, **options)
-
-
-def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
-    """One graph for all layers and any number of tokens."""
-    for layer in model.get_decoder().layers:
-        layer.compile(dynamic=True, backend=backend)
-
-
-def recompute_layers(model: PreTrainedModel) -> None:
-    """Keep the inputs of layers alone for the backward pass."""
-    # The name changed within transformers 5.
-    enable = (
-        getattr(model, "activation_checkpointing_enable", None)
-        or model.gradient_checkpointing_enable
-    )
-    enable({"use_reentrant": False})
-
-
-def is_sharded_by_layer(model: PreTrainedModel) -> bool:
-    """Or whole."""
-    return model.num_parameters() > _SMALL
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -38,8 +38,8 @@ from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lm_head import forward, fused_head, run_head
 from flowtrain.training.lora import adapter_off, dropout_off
 from flowtrain.training.minibatch_factor import MinibatchFactor
-from flowtrain.training.model import is_sharded_by_layer
 from flowtrain.training.optimizers import ShardOptimizer
+from flowtrain.training.sharding import is_sharded_by_layer
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.tree import PackedRow, empty_row

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flowtrain.types import UserError
 
-
 PATIENCE = timedelta(days=7)
 """How long ranks wait for one another between passes: for a straggler's rollouts, an engine that
 compiles, an evaluation. A rank that dies is noticed at once, because its connections close."""

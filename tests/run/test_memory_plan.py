@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.run.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
-from flowtrain.training import attention
+from flowtrain.training import attention, sharding
 from flowtrain.training import model as models
 from flowtrain.training.attention import Forest
 from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.model import ShardSpec
+from flowtrain.training.sharding import ShardSpec
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
@@ -390,9 +390,8 @@ def grown_in_a_step() -> tuple[int, int]:
     peak = MemoryPeak(alone.device)
     parts = plan(settings(train={"token_budget": 8192}), model, 1).parts
     planned = sum(number for name, number in parts.items() if name not in ("published", "engine"))
-    trainer = Trainer(
-        models.shard(model, alone, ShardSpec(torch.float32)), alone, LossSpec(), OptimSpec(lr=1e-4)
-    )
+    sharded = sharding.shard(model, alone, ShardSpec(torch.float32))
+    trainer = Trainer(sharded, alone, LossSpec(), OptimSpec(lr=1e-4))
     ids = tuple(range(64)) * 8
     samples = [
         Sample(

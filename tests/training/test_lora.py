@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flowtrain.config import Config, Lora
 from flowtrain.engines.factory import ModelSpec, make_engine
-from flowtrain.training import checkpoint, lora
+from flowtrain.training import checkpoint, lora, sharding
 from flowtrain.training import model as models
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.step_metrics import StepMetrics
@@ -285,7 +285,7 @@ def test_an_adapter_over_four_bits_trains_what_it_trains_over_their_values(
     for model in (quantised, plain):
         torch.manual_seed(3)
         lora.add_adapter(model, QLORA, wide)
-        model = models.shard(model, alone, models.ShardSpec(torch.float32))
+        model = sharding.shard(model, alone, sharding.ShardSpec(torch.float32))
         trainers.append(trainer_of(model, alone))
     num_layer = sum(p.numel() for p in before.values() if p.dim() == 2) - 280 * 192
     saved = lora.frozen_bytes(plain) - lora.frozen_bytes(quantised)
@@ -326,8 +326,8 @@ def test_the_torch_engine_samples_over_the_same_four_bits(
 
 def test_four_bits_are_for_one_rank(wide: str) -> None:
     with pytest.raises(UserError, match=r"lora\.quantize='nf4' trains on one rank.*not on 2"):
-        models.shard(
-            four_bits(wide), World(0, 2, torch.device("cpu")), models.ShardSpec(torch.float32)
+        sharding.shard(
+            four_bits(wide), World(0, 2, torch.device("cpu")), sharding.ShardSpec(torch.float32)
         )
 
 
@@ -356,18 +356,18 @@ def train(path: str, folder: str, dtype: str) -> None:
     """Train, save, restore into a fresh model, train on; write what came out."""
     world = World.join("cpu")
     root = Path(folder)
-    spec = models.ShardSpec(getattr(torch, dtype))
+    spec = sharding.ShardSpec(getattr(torch, dtype))
     options = OptimSpec(lr=1e-2, weight_decay=0.0)
 
     def fresh() -> Trainer:
         # Layers are sharded one by one, as those of large models are.
-        model = models.shard(adapted(path, dtype=spec.dtype), world, spec)
+        model = sharding.shard(adapted(path, dtype=spec.dtype), world, spec)
         trainer = Trainer(model, world, LossSpec(kl_coef=0.1), options, reference=model)
         for group in trainer.optimizer.param_groups:
             group["eps"] = 1e-3
         return trainer
 
-    models._SMALL = 0
+    sharding._SMALL = 0
     samples = [s for s in every_sample() if (s.minibatch, s.minibatch) == (0, 0)]
     mine = [pack_rows(samples[world.rank :: world.size], 30)]
     first = fresh()

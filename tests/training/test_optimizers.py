@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from flowtrain.config import Config
-from flowtrain.training import checkpoint
+from flowtrain.training import checkpoint, sharding
 from flowtrain.training import model as models
 from flowtrain.training.optimizers import KINDS, ShardOptimizer, _dequantised, _pieces_of
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -194,8 +194,8 @@ def rows_of(seed: int) -> list:
 
 
 def new_trainer(path: str, world: World, kind: str) -> Trainer:
-    spec = models.ShardSpec(torch.bfloat16, weight_dtype=KINDS[kind].weight_dtype)
-    model = models.shard(models.load_model(path, torch.float32), world, spec)
+    spec = sharding.ShardSpec(torch.bfloat16, weight_dtype=KINDS[kind].weight_dtype)
+    model = sharding.shard(models.load_model(path, torch.float32), world, spec)
     return Trainer(model, world, LossSpec(), OptimSpec(lr=1e-2, kind=kind))
 
 
@@ -208,13 +208,13 @@ REFERENCES = {
 
 
 def with_reference(path: str, world: World, how: dict) -> Trainer:
-    spec = models.ShardSpec(torch.bfloat16)
+    spec = sharding.ShardSpec(torch.bfloat16)
     frozen = models.load_model(path, torch.float32).requires_grad_(False).eval()
     with torch.no_grad():
         for parameter in frozen.parameters():
             parameter.mul_(1.05)
-    reference = models.shard(frozen, world, replace(spec, **how))
-    model = models.shard(models.load_model(path, torch.float32), world, spec)
+    reference = sharding.shard(frozen, world, replace(spec, **how))
+    model = sharding.shard(models.load_model(path, torch.float32), world, spec)
     optim = OptimSpec(lr=1e-2)
     return Trainer(model, world, LossSpec(kl_coef=0.5), optim, reference=reference)
 
@@ -230,7 +230,7 @@ def run(path: str, out: str) -> None:
     """
     torch.set_num_threads(1)
     world = World.join("cpu", timeout_s=60)
-    models._SMALL = 0
+    sharding._SMALL = 0
     for kind in KINDS:
         folder = Path(out) / kind
         trainer = new_trainer(path, world, kind)
@@ -321,8 +321,8 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(
 ) -> None:
     """Codes of two shards are dequantised, and quantised once more."""
     path = checkpoint.place(places[2] / kind, 2)
-    spec = models.ShardSpec(torch.float32, weight_dtype=KINDS[kind].weight_dtype)
-    model = models.shard(models.load_model(wide_path, torch.float32), alone, spec)
+    spec = sharding.ShardSpec(torch.float32, weight_dtype=KINDS[kind].weight_dtype)
+    model = sharding.shard(models.load_model(wide_path, torch.float32), alone, spec)
     trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2, kind=kind))
     checkpoint.restore(path, trainer.model, trainer.optimizer)
     saved = load_file(path / "optimizer.safetensors")

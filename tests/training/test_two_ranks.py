@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flowtrain.training import checkpoint
+from flowtrain.training import checkpoint, sharding
 from flowtrain.training import model as models
 from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.cost import ForwardCost
@@ -122,9 +122,9 @@ def make_trainer(
         with torch.no_grad():
             for parameter in frozen.parameters():
                 parameter.mul_(1.05)
-        reference = models.shard(frozen, world, models.ShardSpec(dtype))
-    model = models.shard(
-        models.load_model(path, torch.float32), world, models.ShardSpec(dtype, **how)
+        reference = sharding.shard(frozen, world, sharding.ShardSpec(dtype))
+    model = sharding.shard(
+        models.load_model(path, torch.float32), world, sharding.ShardSpec(dtype, **how)
     )
     trainer = Trainer(
         model,
@@ -184,7 +184,7 @@ def run(path: str, out: Path, num_samplers: int) -> None:
         run_case(path, out, name, ranks)
     if not num_samplers:
         world = ranks.world
-        models._SMALL = 0
+        sharding._SMALL = 0
         trainer = make_trainer(path, world, LossSpec(), {"grad_clip": 0.0}, torch.bfloat16)
         stats, _ = ranks.train(trainer, ranks.rows_of(0))
         write(out / "bf16.safetensors", trainer, world)
@@ -196,7 +196,7 @@ def run(path: str, out: Path, num_samplers: int) -> None:
 
 def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
     loss, options = CASES[name]
-    models._SMALL = 50_000_000 if name == "whole" else 0
+    sharding._SMALL = 50_000_000 if name == "whole" else 0
     trainer, tokenizer = None, models.load_tokenizer(path)
     stats: list[dict[str, float]] = []
     passes, scores = [0] * len(GROUPS), []
