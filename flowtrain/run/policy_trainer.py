@@ -153,7 +153,7 @@ def make_trainer(
     config = components.config
     train = config.train
     dtype = getattr(torch, config.model.dtype)
-    optim = replace(optim, kind=train.optimizer, offload=train.offload == "optimizer")
+    optim = replace(optim, kind=train.optimizer)
     spec = ShardSpec(
         dtype,
         recompute=train.recompute,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from flowtrain.training import attention, lora
 from flowtrain.training.model_check import load_config
+from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.weights.layout import layout_hash
 from flowtrain.weights.tensor_shards import spec_of
@@ -35,6 +38,8 @@ from flowtrain.weights.tensor_shards import spec_of
 # loading a model is not what a person waits for here
 transformers.utils.logging.disable_progress_bar()
 
+_FILE_BYTES = 2**28
+"""Bytes from which a model is written as several files."""
 END, PAD = "<|end|>", "<|pad|>"
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 
@@ -216,20 +221,83 @@ def export(
     weights: Mapping[str, Tensor],
     path: Path,
 ) -> None:
-    """Write a folder that `from_pretrained` loads."""
-    export_shape(model, tokenizer, path)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
-        path / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-
-
-def export_shape(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Write config and tokenizer into a folder."""
+    """Write a folder that `from_pretrained` loads, in the dtype of the weights."""
+    dtype = next(iter(weights.values())).dtype
     path.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(path)
+    export_shape(model, tokenizer, path, dtype)
+    ModelFiles("model.safetensors", dict(weights), {}, "model.safetensors").write(path)
+
+
+def export_shape(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path, dtype: torch.dtype
+) -> list[Path]:
+    """Write what a model's folder holds besides weights of `dtype`; of an adapter, what peft reads.
+
+    The generation config has every token that ends a response, of which the tokenizer knows one.
+    Returns the files.
+    """
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(path)
+    # Not by save_pretrained, which refuses what many a published model says of its sampling.
+    model.generation_config.to_json_file(path / "generation_config.json")
     tokenizer.save_pretrained(path)
+    if lora.has_adapter(model):
+        lora.save_config(model, path)
+    return sorted(each for each in path.iterdir() if each.suffix != ".safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The file of a model's weights that a rank writes, whole tensors on the CPU."""
+
+    name: str
+    tensors: dict[str, Tensor]
+    """Empty where the rank has no file."""
+    index: dict[str, str]
+    """Names of the files by tensor, where there are several."""
+    first: str
+    """Name of the first file, whose rank writes the index."""
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the file into a folder, as Hugging Face names it; return what was written."""
+        written = []
+        if self.tensors:
+            contiguous = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+            written.append(folder / self.name)
+            save_file(contiguous, written[-1], metadata={"format": "pt"})
+        if self.index and self.name == self.first:
+            text = json.dumps({"metadata": {}, "weight_map": self.index}, indent=1)
+            written.append(folder / "model.safetensors.index.json")
+            written[-1].write_text(text)
+        return written
+
+
+def gather_files(model: PreTrainedModel, dtype: torch.dtype, world: World) -> ModelFiles:
+    """Gather the whole weights in `dtype`, each on the CPU of the rank that writes it; collective.
+
+    A large model has a file for each rank. An adapter keeps its dtype, as peft does.
+    """
+    has_adapter = lora.has_adapter(model)
+    weights = lora.adapter_weights(model) if has_adapter else named_weights(model)
+    num_bytes = sum(weight.numel() for weight in weights.values()) * dtype.itemsize
+    num_files = 1 if has_adapter or num_bytes < _FILE_BYTES else world.size
+    pattern = "model-{:05d}-of-{:05d}.safetensors" if num_files > 1 else "model.safetensors"
+    names = [pattern.format(number + 1, num_files) for number in range(num_files)]
+    if has_adapter:
+        names = [lora.WEIGHTS]
+    own, index, before = {}, {}, 0
+    for name, weight in weights.items():
+        owner = before * num_files // num_bytes
+        before += weight.numel() * dtype.itemsize
+        index[name] = names[owner]
+        weight = weight.detach() if has_adapter else weight.detach().to(dtype)
+        tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if owner == world.rank:
+            # A copy: training goes on while it is written.
+            own[name] = torch.empty_like(tensor, device="cpu").copy_(tensor)
+    name = names[world.rank] if own else ""
+    return ModelFiles(name, own, index if num_files > 1 else {}, names[0])
 
 
 def _first_line(error: Exception) -> str:

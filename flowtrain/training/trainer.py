@@ -60,8 +60,6 @@ class OptimSpec:
     lr: float
     kind: str = "adamw"
     """One of `optimizers.KINDS`."""
-    offload: bool = False
-    """Moments wait in the memory of the CPU."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     grad_clip: float = 1.0
@@ -107,7 +105,6 @@ class Trainer:
             lr=optim.lr,
             betas=optim.betas,
             weight_decay=optim.weight_decay,
-            offload=optim.offload,
         )
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -83,6 +83,18 @@ class World:
         group = self.group or dist.group.WORLD
         assert group is not None, "torch.distributed is not initialised"
         return DeviceMesh.from_group(group, self.device.type)
+
+    def control_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return the mesh of the ranks for tensors that only tell whose rows they hold."""
+        return None if self.control is None else DeviceMesh.from_group(self.control, device_type)
+
+    def apart(self) -> World:
+        """Return these ranks with messages of their own, for threads beside those that run;
+        collective.
+        """
+        if self.control is None:
+            return self
+        return replace(self, control=_control(dist.get_process_group_ranks(self.control)))
 
     def leave(self) -> None:
         """Several ranks keep their group to the end of the process (see `end_process`); a lone one

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import save
 from flowkernels import LossSpec
 from peft import PeftModel
 from ranks import fork, launch
@@ -149,7 +150,7 @@ def test_peft_reads_a_checkpoint_and_merges_it_as_we_do(
     model = adapted(tiny_path)
     trainer = trainer_of(model, alone)
     trainer.step(rows)
-    path = saved(trainer, tiny_path, tmp_path, alone)
+    path = saved(trainer, tiny_path, tmp_path, alone) / "model"
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
     theirs = PeftModel.from_pretrained(base, str(path)).merge_and_unload().state_dict()
     ours = models.named_weights(models.load_model(str(path), torch.float32))
@@ -166,8 +167,7 @@ def test_peft_reads_a_checkpoint_and_merges_it_as_we_do(
 
 def saved(trainer: Trainer, model_path: str, root: Path, world: World) -> Path:
     tokenizer = models.load_tokenizer(model_path)
-    checkpoint.save(root, 1, trainer.model, tokenizer, trainer.optimizer, {}, world=world, keep=1)
-    return root / "step_00000001"
+    return save(root, 1, trainer, tokenizer, world, dtype=torch.bfloat16)
 
 
 def test_restore_is_exact_and_so_are_the_steps_after_it(
@@ -176,13 +176,13 @@ def test_restore_is_exact_and_so_are_the_steps_after_it(
     trainer = trainer_of(adapted(tiny_path), alone, kl_coef=0.1)
     trainer.step(rows)
     path = saved(trainer, tiny_path, tmp_path, alone)
-    files = {file.name for file in path.iterdir()}
+    files = {file.name for file in (path / "model").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
     model = models.load_model(tiny_path, torch.float32)
     torch.manual_seed(9)
     lora.add_adapter(model, LORA, tiny_path)
     restored = trainer_of(model, alone, kl_coef=0.1)
-    checkpoint.restore(path, model, restored.optimizer)
+    checkpoint.restore(path, model, restored.optimizer, alone)
     for _ in range(2):
         assert restored.step(rows) == trainer.step(rows)
     ours, theirs = lora.adapter_weights(model), lora.adapter_weights(trainer.model)
@@ -196,11 +196,11 @@ def test_a_checkpoint_of_another_kind_is_refused(
     path = saved(trainer, tiny_path, tmp_path, alone)
     other = trainer_of(adapted(tiny_path, Lora(rank=2)), alone)
     with pytest.raises(UserError, match=r"another adapter.*lora\.rank"):
-        checkpoint.restore(path, other.model, other.optimizer)
+        checkpoint.restore(path, other.model, other.optimizer, alone)
     plain = models.load_model(tiny_path, torch.float32)
     whole = Trainer(plain, alone, LossSpec(), OptimSpec(lr=1e-2))
     with pytest.raises(UserError, match=r"holds an adapter: lora\.rank"):
-        checkpoint.restore(path, plain, whole.optimizer)
+        checkpoint.restore(path, plain, whole.optimizer, alone)
 
 
 def test_targets(tiny_path: str) -> None:
@@ -374,7 +374,7 @@ def train(path: str, folder: str, dtype: str) -> None:
     first.step(mine)
     path_1 = saved(first, path, root, world)
     second = fresh()
-    checkpoint.restore(path_1, second.model, second.optimizer)
+    checkpoint.restore(path_1, second.model, second.optimizer, world)
     for _ in range(2):
         assert second.step(mine) == first.step(mine), "a restored trainer goes on exactly"
     assert world.size == 1 or isinstance(
