@@ -45,7 +45,7 @@ from flowtrain.run.demonstrations import (
     open_log,
 )
 from flowtrain.run.experts import asked_policies, demonstrate, draw_tasks, make_expert
-from flowtrain.run.policy_trainer import make_trainer, publish_start
+from flowtrain.run.learner import make_trainer, publish_start
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lr_schedule import learning_rate

@@ -29,7 +29,7 @@ from flowtrain.engines.shared_cache import NAME, SharedCache
 from flowtrain.training import attention
 from flowtrain.training.exact import make_exact
 from flowtrain.training.lora import adapter_weights
-from flowtrain.training.trainer import score_row
+from flowtrain.training.row_loss import score_row
 from flowtrain.training.tree import in_order, pack_rows
 from flowtrain.types import Completion, FinishReason, Sample, Sampling
 from flowtrain.weights import Loaded, Source, WeightReader

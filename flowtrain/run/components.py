@@ -191,7 +191,9 @@ class RunComponents:
             tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
             for tool in tools.values():
                 cleanup.callback(tool.close)
-            config = _with_tools(config, tools)
+            # Each tool by its name, where `agent.tools` names all of an MCP server.
+            agent = config.agent.model_copy(update={"tools": tuple(tools)})
+            config = config.model_copy(update={"agent": agent})
             if tasks.train:  # a node is given its tasks one by one
                 algorithm.check_inputs(tasks, tools)
             agent_kind.check(config, planner_tokenizer)
@@ -371,12 +373,6 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
 
 
-def _with_tools(config: Config, tools: Mapping[str, Tool]) -> Config:
-    """Write each tool by its name, where `agent.tools` names all of an MCP server."""
-    agent = config.agent.model_copy(update={"tools": tuple(tools)})
-    return config.model_copy(update={"agent": agent})
-
-
 def _set_up_cpu(threads: int, device: torch.device) -> None:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // ranks_here))
@@ -385,9 +381,9 @@ def _set_up_cpu(threads: int, device: torch.device) -> None:
 
 
 def _check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: bool) -> None:
-    """Score an empty answer to each task, on one rank, before the run: this finds a scorer that does
-    not exist, or that cannot use the task's answers. Check sub-goals, and sources by their own
-    solutions. Functions of the user's own are not called.
+    """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
+    use the task's answers, before the run. Check sub-goals, and sources by their own solutions.
+    Functions of the user's own are not called.
     """
     every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
     if functions is not None:

@@ -30,6 +30,13 @@ class FusedLMHead(nn.Linear):
     head_fn: HeadFn | None = None
     batch_invariant = False
     """Functions of the hidden states give a row the same bits in any batch (`exact.py`)."""
+    fp32_logits = False
+    """Logits of a 16-bit head are not rounded to 16 bits before they are read."""
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Options that the kernels of the head take."""
+        return {"batch_invariant": self.batch_invariant, "fp32_logits": self.fp32_logits}
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (
@@ -47,7 +54,7 @@ class FusedLMHead(nn.Linear):
             self.head_fn = None
 
 
-def equip(model: PreTrainedModel) -> None:
+def equip(model: PreTrainedModel, fp32_logits: bool = False) -> None:
     """Make the output layer a `FusedLMHead` where logits are just its product; before the
     model is sharded, whether or not it has weights yet.
 
@@ -71,6 +78,8 @@ def equip(model: PreTrainedModel) -> None:
             del decoder.forward
     if not bool((given == 100).all()):
         model.get_output_embeddings().__class__ = nn.Linear
+        return
+    head.fp32_logits = fp32_logits
 
 
 def fused_head(model: PreTrainedModel) -> FusedLMHead | None:

@@ -46,6 +46,8 @@ class ShardSpec:
     """One of `attention.NAMES`."""
     weight_dtype: torch.dtype = torch.float32
     """The dtype of master weights, and of their gradients once they are reduced."""
+    fp32_logits: bool = False
+    """The head's logits stay in fp32, whatever `dtype` is, until log-probs are taken of them."""
     exact: bool = False
     """A token's log-prob has the same bits whatever shares its row; `attention` has no say then."""
 
@@ -68,7 +70,7 @@ def shard(
     for parameter in model.parameters():
         dtype = spec.weight_dtype if parameter.requires_grad else spec.dtype
         parameter.data = parameter.data.to(dtype)
-    lm_head.equip(model)
+    lm_head.equip(model, spec.fp32_logits)
     model.set_attn_implementation(attention.name_of(spec.attention, world.device))
     if spec.exact:
         make_exact(model, spec.dtype, world.device)

@@ -155,7 +155,10 @@ class World:
 def _control(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     if len(ranks) == 1 and dist.get_world_size() == 1:
         return None
-    return dist.new_group(list(ranks), timeout=PATIENCE, backend="gloo")
+    # The ranks of a part may make one more without the others.
+    return dist.new_group(
+        list(ranks), timeout=PATIENCE, backend="gloo", use_local_synchronization=True
+    )
 
 
 def end_process(code: int) -> NoReturn:

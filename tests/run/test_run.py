@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flowtrain.config import Config
+from flowtrain.run.learner import Learner
 from flowtrain.run.placement import Placement
-from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.run import Run
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.world import World
@@ -33,7 +33,7 @@ class Trainer:
     def set_lr(self, lr: float) -> None:
         self.lr = lr
 
-    def step(self, minibatches: Any, number: int, scores: TokenScores) -> dict[str, float]:
+    def optimize(self, minibatches: Any, number: int, scores: TokenScores) -> dict[str, float]:
         self.called.append("trainer steps")
         return {"num_minibatches": len(minibatches)}
 
@@ -54,32 +54,37 @@ def a_run(config: Config, engine: Engine, trainer: Trainer | None) -> Run:
     fields: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
     fields |= {
         "config": config,
-        "engines": {"planner": engine},
+        "engines": {"planner": engine, "verifier": engine},
         "components": components,
         "placement": Placement(world, world, world),
     }
-    if trainer is not None:
-        parts: list[Any] = [components, None, None, trainer, None]
-        fields["policy_trainer"] = PolicyTrainer(*parts)
-    return Run(**fields)
+    parts: dict[str, Any] = dict.fromkeys(Learner.__dataclass_fields__)
+    parts |= {"components": components, "placement": fields["placement"], "trainer": trainer}
+    return Run(**fields | {"learner": Learner(**parts)})
 
 
 @pytest.mark.parametrize("sleep", [False, True])
-def test_engine_sleeps_during_training_and_torch_returns_its_memory(
+def test_engines_sleep_during_training_and_torch_returns_its_memory(
     monkeypatch: pytest.MonkeyPatch, sleep: bool
 ) -> None:
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("torch gives back"))
     config = Config.model_validate({"vllm": {"sleep": sleep}})
     run = a_run(config, Engine(called), Trainer(called))
-    assert run.train(1, [[], []]).metrics == {"num_minibatches": 2}
-    assert called == ["engine sleeps", "trainer steps", *(["torch gives back"] if sleep else [])]
+    run.sleep()
+    assert run.learner.train(1, [[], []], sampled=[]).metrics == {"num_minibatches": 2}
+    assert called == [
+        *["engine sleeps"] * 2,  # a frozen policy's too, whose memory the plan counts as free
+        "trainer steps",
+        *(["torch gives back"] if sleep else []),
+    ]
 
 
 def test_sampling_rank_keeps_its_engine_awake() -> None:
     called: list[str] = []
     run = a_run(Config(), Engine(called), None)
-    assert run.train(1, [[]]).metrics == {} and called == []
+    run.sleep()
+    assert run.learner.train(1, [[]], sampled=[]).metrics == {} and called == []
 
 
 class FakeWorld(SimpleNamespace):

@@ -33,7 +33,8 @@ from flowtrain.training import exact, sharding
 from flowtrain.training import model as models
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.trainer import OptimSpec, Trainer, row_loss
+from flowtrain.training.row_loss import row_loss
+from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World, end_process
 from flowtrain.types import Sampling, UserError

@@ -18,7 +18,7 @@ from flowtrain.training import flex, sharding
 from flowtrain.training import model as models
 from flowtrain.training.attention import Forest, forest_attention
 from flowtrain.training.flex import BLOCK, FlexTree, padded
-from flowtrain.training.trainer import forward_rows
+from flowtrain.training.row_loss import forward_rows
 from flowtrain.training.tree import pack_row
 from flowtrain.training.world import World
 from flowtrain.types import Sample
