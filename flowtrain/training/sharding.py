@@ -8,6 +8,7 @@ device ever holds the model whole, and one host holds it once, frozen reference 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -148,15 +149,21 @@ class _Giver:
         """`keeps`: the source is used afterwards, so its tensors are copied."""
         self._world, self._source, self._keeps = world, dict(source), keeps
         self._missing = {id(tensor): (name, tensor) for name, tensor in named_tensors(model)}
+        self._num_places = Counter(id(tensor) for *_, tensor in _places(model))
         self._given: dict[int, Tensor] = {}
+        """By what was in its place: tensors that have places left, because they are tied."""
 
     def fill(self, module: nn.Module) -> None:
         """Put weights into a module that has none yet; collective."""
         for places, name, tensor in _places(module):
-            if id(tensor) in self._missing:
-                if id(tensor) not in self._given:
-                    self._given[id(tensor)] = self._receive(*self._missing[id(tensor)])
-                places[name] = self._given[id(tensor)]
+            key = id(tensor)
+            if key in self._missing:
+                if key not in self._given:
+                    self._given[key] = self._receive(*self._missing[key])
+                places[name] = self._given[key]
+                self._num_places[key] -= 1
+                if not self._num_places[key]:
+                    del self._given[key]
 
     def _receive(self, name: str, like: Tensor) -> Tensor:
         device = self._world.device
