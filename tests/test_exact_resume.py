@@ -98,11 +98,11 @@ def check_same_bits(ours: Path, theirs: Path, size: int) -> None:
     """Weights, moments, loop state, published weights, rollouts and all metrics but those of a
     clock.
     """
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
-        mine, other = (
-            each / "checkpoints" / f"step_{NUM_STEPS:08d}" / name for each in (ours, theirs)
-        )
-        assert mine.read_bytes() == other.read_bytes(), name
+    last, before = (each / "checkpoints" / f"step_{NUM_STEPS:08d}" for each in (ours, theirs))
+    names = sorted(path.relative_to(before) for path in before.rglob("*") if path.is_file())
+    assert sum(name.name.startswith("shard-") for name in names) == size
+    for name in names:
+        assert (last / name).read_bytes() == (before / name).read_bytes(), name
     logs = [
         "metrics.jsonl",
         "trajectories.jsonl",

@@ -238,8 +238,10 @@ def seeds(run: Path) -> list[tuple[int, int, int]]:
 
 
 def files(run: Path) -> list[bytes]:
-    names = ("model.safetensors", "optimizer.safetensors", "state.json")
-    return [(run / "checkpoints" / f"step_{NUM_STEPS:08d}" / name).read_bytes() for name in names]
+    last = run / "checkpoints" / f"step_{NUM_STEPS:08d}"
+    names = sorted(path.relative_to(last) for path in last.rglob("*") if path.is_file())
+    assert {name.parts[0] for name in names} == {"model", "state"}
+    return [(last / name).read_bytes() for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +305,7 @@ def test_a_run_trains_what_nodes_have_made(whole: tuple[Path, list[tuple[int, in
             "dataflow/replay_share",
         } <= record.keys()
     first, last = (
-        load_file(run / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+        load_file(run / "checkpoints" / f"step_{step:08d}" / "model" / "model.safetensors")
         for step in (NUM_STEPS - 2, NUM_STEPS)
     )
     assert any((first[name] != last[name]).any() for name in last)

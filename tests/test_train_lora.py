@@ -42,7 +42,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     assert train(server, words, whole, *argv) == 0
     assert train(server, words, killed, *argv, before=AFTER_STEP_3) == -signal.SIGKILL
     assert train(server, words, killed, *argv) == 0
-    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+    for name in ("model/adapter_model.safetensors", "state/state.json"):
         assert (whole / LAST / name).read_bytes() == (killed / LAST / name).read_bytes()
     assert rows(killed, "metrics.jsonl") == rows(whole, "metrics.jsonl")
     trained = [row for row in read(whole / "metrics.jsonl")[1:] if row["num_tokens"]]
@@ -63,7 +63,7 @@ def test_versions_of_an_adapter_are_small_and_its_checkpoint_is_a_model(
     trained = read(path / "metrics.jsonl")
     assert max(row.get("logprob_mismatch", 0.0) for row in trained) < 1e-4
     again = tmp_path / "again"
-    argv = ("--model.path", path / LAST, "--train.num_steps", "0", "--run.dir", again)
+    argv = ("--model.path", path / LAST / "model", "--train.num_steps", "0", "--run.dir", again)
     code, lines, _ = server.run("train", *words, *LORA[-2:], *argv)
     assert code == 0, lines
     assert (again / "weights/v00000000").exists()
