@@ -551,7 +551,7 @@ def full(*_, **__):
 @pytest.mark.parametrize(
     ("module", "owner", "name", "what"),
     [
-        ("training", "checkpoint", "save_file", "checkpoints"),
+        ("training", "checkpoint", "_save", "checkpoints"),
         ("weights.store", "WeightStore", "collect_garbage", "weights"),
         ("weights.store", "WeightStore", "rollback", "weights"),
     ],

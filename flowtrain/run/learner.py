@@ -29,6 +29,7 @@ from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
+from flowtrain.types import UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.files import writing_tensors
@@ -188,6 +189,7 @@ class Learner:
 
         `on_saved` is called by a thread of each rank that trains, once it is on the disk.
         """
+        self.wait_for_checkpoint()
         if self.checkpoints is not None and self.trainer is not None:
             components = self.components
             self.checkpoints.save(
@@ -201,10 +203,10 @@ class Learner:
             )
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the newest checkpoint is on the disk."""
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
-        self.placement.wait()
+        """Wait until the newest checkpoint is on the disk, and raise what was raised there."""
+        checkpoints = self.checkpoints
+        wait = (lambda: None) if checkpoints is None else checkpoints.wait
+        together(self.placement.world, wait, other_failed=UserError)
 
 
 def optim_spec(components: RunComponents) -> OptimSpec:

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.training import lora
 from flowtrain.training import model as models
+from flowtrain.training.model import ModelFiles
 from flowtrain.training.optimizers import Part, ShardOptimizer, part_of
 from flowtrain.training.world import World
 from flowtrain.types import UserError
@@ -50,8 +51,8 @@ _log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 T = TypeVar("T")
 _SCRATCH = ".writing"
-_FILE_BYTES = 2**30
-"""Bytes of a file of the state, all ranks together: torch makes each in memory before it writes."""
+_FILE_BYTES = 2**28
+"""Bytes of a file of the state that a rank writes: torch makes each in memory before it writes."""
 
 
 class Checkpoints:
@@ -95,15 +96,12 @@ class Checkpoints:
             for name, (local, size) in _state_of(model, optimizer).items()
         }
 
-        def write_model(folder: Path) -> list[Path]:
-            own = files.write(folder)
-            if self._world.is_main:
-                own += models.export_shape(model, tokenizer, folder, dtype)
-            return own
+        def write_shape(folder: Path) -> list[Path]:
+            return models.export_shape(model, tokenizer, folder, dtype)
 
         def write() -> None:
             with writing_tensors(self.root):
-                self._write(step, write_model, tensors, state)
+                self._write(step, write_shape, files, tensors, state)
             self.saved_step = step
             on_saved()
 
@@ -122,27 +120,31 @@ class Checkpoints:
         return written is not None and written.done() and written.exception() is not None
 
     def close(self) -> None:
-        """Wait for what is being written; where it fails, it is only said."""
-        if self._written is not None and (error := self._written.exception()) is not None:
-            _log.warning("the last checkpoint was not written: %s", error)
-        self._thread.shutdown()
+        """Wait for what is being written, and raise what was raised there."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
 
     def _write(
         self,
         step: int,
-        write_model: Callable[[Path], list[Path]],
+        write_shape: Callable[[Path], list[Path]],
+        files: ModelFiles,
         tensors: Mapping[str, Tensor],
         state: Mapping[str, int | str],
     ) -> None:
         world, target = self._world, place(self.root, step)
         scratch = target.with_suffix(_SCRATCH)
 
-        def begin() -> None:
-            if world.is_main:
-                remove(scratch)
-                make_folder(self.root)
-                (scratch / "model").mkdir(parents=True)
-                (scratch / "state").mkdir()
+        def begin() -> list[Path]:
+            if not world.is_main:
+                return []
+            remove(scratch)
+            make_folder(self.root)
+            (scratch / "model").mkdir(parents=True)
+            (scratch / "state").mkdir()
+            return write_shape(scratch / "model")
 
         def end() -> None:
             if world.is_main:
@@ -153,8 +155,8 @@ class Checkpoints:
                     remove(old)
 
         try:
-            together(world, begin, other_failed=OSError)
-            own = together(world, lambda: write_model(scratch / "model"), other_failed=OSError)
+            own = together(world, begin, other_failed=OSError)
+            own += together(world, lambda: files.write(scratch / "model"), other_failed=OSError)
             _save(tensors, scratch / "state", world)
             own += sorted((scratch / "state").glob(f"shard-{world.rank + 1:05d}-*"))
             records = together(world, lambda: _records(scratch, own), other_failed=OSError)

@@ -244,7 +244,7 @@ def export_shape(
     tokenizer.save_pretrained(path)
     if lora.has_adapter(model):
         lora.save_config(model, path)
-    return sorted(each for each in path.iterdir() if each.suffix != ".safetensors")
+    return sorted(path.iterdir())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from flowtrain.types import Sample, SampleId
 
-
 Inputs = tuple[int, ...]
 """Token ids of a sample but the last, which is a target alone."""
 
