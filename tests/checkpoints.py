@@ -52,7 +52,8 @@ def saved_state(path: Path) -> dict[str, Tensor]:
 
 def check_same(ours: Path, theirs: Path, but_state: bool = False) -> None:
     """Check that two checkpoints hold the same files, the same bits of all tensors and the same
-    state of the loop, if that is asked for. Bytes may differ: safetensors writes the facts of a header in any order.
+    state of the loop, if that is asked for. Bytes may differ, because safetensors writes the facts
+    in a header in any order.
     """
     names = sorted(path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file())
     assert names == sorted(p.relative_to(ours) for p in ours.rglob("*") if p.is_file())
