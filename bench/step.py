@@ -24,8 +24,9 @@ import argparse
 import torch
 
 from bench import model_folder, step_curve
+from bench.agentflow_shape import SHAPES
 from bench.measure import print_table, write_json
-from bench.step_batches import SHAPES, agentflow, main_job, recorded
+from bench.step_batches import agentflow, main_job, recorded
 from bench.step_paths import measure
 from flowtrain.training.world import World
 

@@ -4,13 +4,16 @@ and the device of an implementation.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 from flowkernels import LossSpec, PolicyLoss, SamplingMask, policy_loss
 from torch import Tensor
 
-IMPLS = ("torch", "triton")
+_RUNS_TRITON = torch.cuda.is_available() or importlib.util.find_spec("numpy") is not None
+IMPLS = ("torch", "triton") if _RUNS_TRITON else ("torch",)
+"""Triton's interpreter, which stands in for a GPU, needs numpy."""
 Batch = dict[str, Any]
 """Tensors on the CPU by the names of `policy_loss`'s arguments."""
 
