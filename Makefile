@@ -85,7 +85,7 @@ smollm2: run-setup
 
 # In the loop of work: the linters, and those tests of the changed packages that take no time.
 check: lint
-	PYTHONPATH=. $(BIN)/python .ci/check.py
+	$(BIN)/python .ci/check.py
 
 test: setup
 	$(BIN)/python -m pytest -m 'not vllm' -n $(JOBS) --dist worksteal
