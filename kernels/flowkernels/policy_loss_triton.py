@@ -22,7 +22,7 @@ from flowkernels.rows_triton import (
 )
 from flowkernels.statistics import BIN_WIDTH, NAMES, NUM_BINS, NUM_STATISTICS, Column
 from flowkernels.targets import Targets
-from flowkernels.token_loss import TokenInputs
+from flowkernels.token_loss import KL_BOUND, TokenInputs
 
 STATISTICS = {"BLOCK": 512, "num_warps": 8}
 MERGE = {"BLOCK": 64, "num_warps": 4}
@@ -31,7 +31,8 @@ SCALE = {"BLOCK": 4096, "num_warps": 8}
 _LOSS_TYPES = {"clip": 0, "cispo": 1, "nll": 2}
 
 CISPO, NLL = tl.constexpr(_LOSS_TYPES["cispo"]), tl.constexpr(_LOSS_TYPES["nll"])
-K1, K2, K3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as in `token_loss.KLS`
+K1, K2, K3, LOW_VAR_KL = (tl.constexpr(i) for i in range(4))  # as in `loss_spec.KLS`
+_KL_BOUND = tl.constexpr(KL_BOUND)
 LOSS = tl.constexpr(Column.LOSS)
 ENTROPY = tl.constexpr(Column.ENTROPY)
 LOG_RATIO = tl.constexpr(Column.LOG_RATIO)
@@ -59,6 +60,9 @@ def _kl(raw, limit, KL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
         kl, slope = u * u / 2, -u
     else:
         kl, slope = _expm1(u) - u, -_expm1(u)
+    if KL == LOW_VAR_KL:
+        slope = tl.where(kl > _KL_BOUND, 0.0, slope)
+        kl = tl.where(kl > _KL_BOUND, _KL_BOUND, kl)  # NaN stays
     return kl, tl.where(tl.abs(raw) > limit, 0.0, slope)
 
 

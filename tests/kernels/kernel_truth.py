@@ -157,7 +157,8 @@ def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, batch: Batch) -> T
                 advantage < 0, torch.minimum(loss, -spec.dual_clip * advantage), loss
             )
     u = ref - logp
-    kl = {"k1": -u, "k2": u**2 / 2, "k3": torch.exp(u) - 1 - u}[spec.kl]
+    k3 = torch.exp(u) - 1 - u
+    kl = {"k1": -u, "k2": u**2 / 2, "k3": k3, "low_var_kl": k3.clamp(-10, 10)}[spec.kl]
     return (weight * (loss + spec.kl_coef * kl - spec.entropy_coef * entropy)).sum()
 
 
