@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import shutil
@@ -86,7 +87,15 @@ def gpu_tests(cases: Cases) -> None:
     files = [
         f"tests/kernels/test_{name}.py" for name in _KERNEL_TESTS[: 99 if cases.is_small else 2]
     ]
-    cases.run("marked gpu", partial(_pytest, cases, "-m", "gpu", *files))
+    cases.run("kernels", partial(_pytest, cases, "-m", "gpu", *files))
+    cases.run("attention", partial(_attention_tests, cases))
+
+
+def _attention_tests(cases: Cases) -> Row:
+    for package in ("transformers", "pydantic"):
+        if importlib.util.find_spec(package) is None:
+            raise Needs(package)
+    return _pytest(cases, "-m", "gpu", "tests/training/test_flex.py")
 
 
 def kernel_tests(cases: Cases) -> None:
