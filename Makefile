@@ -33,7 +33,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.torchrun --nproc_per_no
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-loggers test-optional test-vllm attack dist try-dist lint typecheck bench docs docs-serve
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-loggers test-optional test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -85,7 +85,7 @@ smollm2: run-setup
 
 # In the loop of work: the linters, and those tests of the changed packages that take no time.
 check: lint
-	PYTHONPATH=. $(BIN)/python .ci/check.py
+	$(BIN)/python .ci/check.py
 
 test: setup
 	$(BIN)/python -m pytest -m 'not vllm' -n $(JOBS) --dist worksteal
@@ -134,6 +134,10 @@ dist: $(VENV)/release/.done
 # What is in dist/ in new environments, as people will use it.
 try-dist:
 	$(PYTHON) .ci/try_wheels.py dist --torch '$(TORCH)'
+
+# The GPU benchmark where there is nothing but torch, Triton and pytest; on a CPU.
+try-bench-gpu:
+	PYTHON=$(PYTHON) TORCH='$(TORCH)' TRITON='$(TRITON)' .ci/try_bench_gpu.sh
 
 lint: setup
 	$(BIN)/ruff check .

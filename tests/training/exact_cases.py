@@ -1,4 +1,4 @@
-"""Random calls of a sampler and random packings of them, for `bench.exact` and its test."""
+"""Random calls of a sampler and random packings of them."""
 
 from __future__ import annotations
 
