@@ -47,22 +47,8 @@ class Eval(Section):
     """of the policies for eval.benchmarks; 0: greedy; unset: that of training"""
     true_scorer: str = ""
     """a second scorer of the held-out questions, which training never sees: FILE.py:NAME or
-    PACKAGE.MODULE:NAME of a function (task, answer, trajectory), or a built-in scorer; an alarm
-    tells when the trained reward rises without it (docs/watching.md)"""
-
-
-class Alarms(Section):
-    window: PositiveInt = 10
-    """steps whose mean is compared: the first so many of the run with the last so many"""
-    num_errors: PositiveFloat = 3.0
-    """standard errors that a change must exceed, in steps and in evaluations"""
-    length_factor: float = Field(2.0, ge=0)
-    """how many times as long as at first responses may become; 0: any"""
-    entropy_share: float = Field(0.1, ge=0, lt=1)
-    """share of its first value to which the entropy of tokens may fall; 0: any"""
-    tool_share: float = Field(0.9, ge=0, lt=1)
-    """share of all calls that a tool may have which began below 0.7; 0: any, and tools may vanish
-    """
+    PACKAGE.MODULE:NAME of a function (task, answer, trajectory), or a built-in scorer
+    (docs/watching.md)"""
 
 
 class Checkpoint(Section):

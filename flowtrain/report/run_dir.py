@@ -9,7 +9,7 @@ runs/texts/
   replay/            what steps were trained from, with log.replay
   profile/           flame.html, trace.json.gz and operators.txt, with run.profile
   metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
-  worst_tokens.jsonl where trainer and sampler disagree most, alarms.jsonl signs of reward hacking
+  worst_tokens.jsonl where trainer and sampler disagree most
 """
 
 from __future__ import annotations
@@ -107,11 +107,6 @@ class RunDir:
     def worst_tokens(self) -> Path:
         """The tokens that trainer and sampler disagree most about; not made here."""
         return self.path / "worst_tokens.jsonl"
-
-    @property
-    def alarms(self) -> Path:
-        """The alarms that were raised; not made here."""
-        return self.path / "alarms.jsonl"
 
     @property
     def profile(self) -> Path:

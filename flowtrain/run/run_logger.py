@@ -16,9 +16,8 @@ from flowtrain.report.curves import plot_curves, read_series, total_seconds, tot
 from flowtrain.report.jsonl import append_lines, cut_lines
 from flowtrain.report.loggers import Logger, open_loggers, rollout_texts
 from flowtrain.rewards import Judge
-from flowtrain.run.alarms import Alarms
 from flowtrain.run.components import RunComponents
-from flowtrain.run.evaluation import Evaluator, Measured
+from flowtrain.run.evaluation import Measured
 from flowtrain.run.evidence_stats import evidence_metrics
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.mismatch import Mismatch
@@ -77,7 +76,6 @@ class RunLogger:
         cleanup.callback(self.progress.close)
         self._replay = ReplayLog(self._run_dir, config, self._placement, start_step)
         self._metrics = None
-        self.alarms: Alarms | None = None
         if is_main:
             cut_lines(self._run_dir.worst_tokens, last_step)
             self._metrics = report.MetricsLog(
@@ -87,20 +85,12 @@ class RunLogger:
                 [*loggers, *open_loggers(config, path, last_step)],
             )
             cleanup.callback(self._metrics.close)
-            self.alarms = self._open_alarms(last_step)
         own = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
         self.evaluated = int(self._placement.world.max([own])[0])
         """Newest step whose evaluation is in the log; those of earlier steps are, too."""
         self._trajectories, self._held_out = (
             report.TrajectoryLog(path, samplers.rank, step, name, samplers.size)
             for name, step in (("trajectories", last_step), ("held_out", self.evaluated))
-        )
-
-    def _open_alarms(self, last_step: int) -> Alarms:
-        config, folder = self._config, self._run_dir
-        is_true = not config.reward.function and config.roles.judge == "none"
-        return Alarms.open(
-            config.alarms, folder.alarms, folder.path / "metrics.jsonl", last_step, is_true
         )
 
     def close(self) -> None:
@@ -194,9 +184,8 @@ class RunLogger:
         self.progress.update(metrics)
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
-        if self._metrics is not None and self.alarms is not None:
+        if self._metrics is not None:
             self._metrics.log(metrics)
-            self.alarms.add(metrics)
 
     def log_held_out(self, version: int, trajectories: Sequence[Trajectory]) -> None:
         """Write this rank's rollouts of the main held-out split, as groups of one."""
@@ -254,15 +243,11 @@ class RunLogger:
             return
         path = self._run_dir.path
         tokens = tokens or total_tokens(read_series(path))
-        assert self.alarms is not None
-        if trained:
-            self.alarms.add({"step": self._config.train.num_steps, **Evaluator.logged(trained)})
         summary = {
             "warm": warm,
             "trained": trained,
             **signal,
             "tokens": {**tokens.metrics(), "text": tokens.text()},
-            **self.alarms.summary(),
             "seconds": self._seconds(),
             "planned_memory_gb": plan.num_bytes / 1e9,
             "peak_memory_gb": peak_bytes / 1e9,
@@ -275,8 +260,6 @@ class RunLogger:
             cause = printable(signal["last_cause"])
             print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
         print(f"tokens: {tokens.text()}")
-        for alarm in self.alarms.raised.values():
-            print(f"alarm in step {alarm.step}: {alarm.cause}: {printable(alarm.text)}")
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")
