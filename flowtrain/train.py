@@ -9,12 +9,11 @@ One step, top to bottom, is the system:
     collect     agents/collect.py          rollouts of each: planner, executor, verifier, generator
     branch      algorithms/                APPO: where further rollouts leave those at hand
     score       rewards/                   one reward per rollout, from its final answer
-    measure     run/rollout_stats.py       statistics of the rollouts
     advantages  algorithms/                an advantage and a loss weight for every token
     pack        training/tree.py           all turns as token trees
-    account     run/token_accounts.py      what became of every sampled token
     train       training/trainer.py        clipped ratio + KL, backward, AdamW
-    compare     run/mismatch_gate.py       how far the trainer's log-probs are from the sampler's
+    count       run/step_counts.py         what the rollouts were like, what became of every token,
+                                           how far the trainer's log-probs are from the sampler's
     publish     weights/publisher.py       what changed in the weights, as an immutable version
     load        weights/reader.py          the engine samples with that version from now on
     evaluate    run/evaluation.py          reward on held-out questions
@@ -39,7 +38,7 @@ from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_comman
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
 from flowtrain.run.learner import Learner
-from flowtrain.run.mismatch_gate import MismatchGate
+from flowtrain.run.mismatch import MismatchGate
 from flowtrain.run.records import Prepared, Rollouts
 from flowtrain.run.run import Run, open_run
 from flowtrain.training.token_scores import attach_logprobs
@@ -51,13 +50,12 @@ from flowtrain.utils.step_timer import StepTimer
 
 def prepare(run: Learner, rollouts: Rollouts) -> Prepared:
     """Turn this rank's rollouts of a step into what is trained; a replay calls this too."""
-    stats = run.measure(rollouts.groups)
     batch = run.algorithm.advantages(rollouts.groups)
     batch = filter_samples(batch, run.max_positions, run.vocab_size)
     batch, num_minibatches = run.minibatches(batch)
     samples = attach_logprobs(batch.samples, rollouts.logprobs)
     rows = pack(samples, num_minibatches, run.config.train.token_budget)
-    return Prepared(stats, replace(batch, samples=tuple(samples)), rows)
+    return Prepared(replace(batch, samples=tuple(samples)), rows)
 
 
 def train(config: Config) -> int:
@@ -70,7 +68,7 @@ def train(config: Config) -> int:
         warm = run.evaluate_warm()
         interrupt.defer()
         saved_step = run.start_step
-        gate = MismatchGate(config, run.placement.world)
+        gate = MismatchGate(config, run.placement.world.is_main)
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
@@ -80,11 +78,10 @@ def train(config: Config) -> int:
             with timer("collect"):
                 prepared = prepare(run, rollouts)
             with timer("train"):
-                tokens = run.account(rollouts.groups, prepared)
                 trained = run.train(step, prepared.rows)
-                mismatch = gate.compare(step, rollouts.groups, prepared.batch, trained)
+            counted = run.count(step, rollouts, prepared, trained)
             with timer("publish"):
-                published = run.publish(step, saved_step, tokens)
+                published = run.publish(step, saved_step, counted.tokens)
             with timer("load"):
                 loaded = run.load(step)
             with timer("eval"):
@@ -93,9 +90,8 @@ def train(config: Config) -> int:
                 step,
                 rollouts,
                 prepared,
-                tokens=tokens,
                 trained=trained,
-                mismatch=mismatch,
+                counted=counted,
                 weights={**published, **loaded},
                 evaluation=evaluation,
                 seconds=timer.metrics(),
@@ -106,8 +102,8 @@ def train(config: Config) -> int:
                 with timer("checkpoint"):
                     run.checkpoint(step)
                 saved_step = step
-            run.signal.watch(step, rollouts.groups, prepared.batch)
-            gate.watch(step, mismatch)
+            run.signal.watch(step, counted.total)
+            gate.watch(step, counted.mismatch)
             if run.is_interrupted():
                 run.checkpoint(step)
                 return INTERRUPTED

@@ -90,7 +90,7 @@ SERVER = """
 import atexit, gc, json, os, resource, runpy, sys, threading, traceback
 import flowtrain.run.run, flowtrain.agents.expert, flowtrain.report.panels
 import flowtrain.evals.run, flowtrain.run.memory_plan, flowtrain.run.run_logger
-import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.run.mismatch_gate
+import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.run.mismatch
 import bm25s, flowtrain.tools.search, flowtrain.utils.waiting
 
 flowtrain.run.memory_plan.activations = lambda *_, **__: (0, 0)

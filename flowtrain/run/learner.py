@@ -13,14 +13,13 @@ from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.records import Trained
-from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.minibatches import split_by_size
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow
-from flowtrain.types import Group, TrainBatch
+from flowtrain.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +47,6 @@ class Learner:
     def vocab_size(self) -> int:
         """Tokens that the model knows."""
         return int(self.components.model.config.vocab_size)
-
-    def measure(self, groups: Sequence[Group]) -> RolloutStats:
-        """Compute the statistics of a step's rollouts."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        return RolloutStats.of(trajectories, self.config.agent.tools, self.placement.world)
 
     def minibatches(self, batch: TrainBatch) -> tuple[TrainBatch, int]:
         """Return the batch with every sample's optimizer step, and how many steps there are."""

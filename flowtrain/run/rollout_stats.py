@@ -143,18 +143,18 @@ class RolloutStats:
         cls, trajectories: Iterable[Trajectory], tool_names: Sequence[str], world: World
     ) -> RolloutStats:
         """Compute the statistics of the rollouts of all ranks; collective."""
-        counts = _count(map(Outcome.of, trajectories), tool_names)
-        return cls._from(
-            dict(zip(counts, world.sum(list(counts.values())), strict=True)), tool_names
-        )
+        counts = count_rollouts(map(Outcome.of, trajectories), tool_names)
+        total = dict(zip(counts, world.sum(list(counts.values())), strict=True))
+        return cls.of_counts(total, tool_names)
 
     @classmethod
     def of_outcomes(cls, outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> RolloutStats:
         """Compute the statistics of rollouts that this process has."""
-        return cls._from(_count(outcomes, tool_names), tool_names)
+        return cls.of_counts(count_rollouts(outcomes, tool_names), tool_names)
 
     @classmethod
-    def _from(cls, total: Mapping[str, float], tool_names: Sequence[str]) -> RolloutStats:
+    def of_counts(cls, total: Mapping[str, float], tool_names: Sequence[str]) -> RolloutStats:
+        """Compute the statistics from the sums of `count_rollouts`."""
         num_finished = max(total["finished"], 1)
         mean = total["reward"] / num_finished
         ratios = {name: total[a] / max(total[b], 1) for name, (a, b) in _RATIOS.items()}
@@ -188,7 +188,8 @@ class RolloutStats:
         return plain | shares | failures
 
 
-def _count(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, float]:
+def count_rollouts(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, float]:
+    """Count what adds up over rollouts and over ranks."""
     counts = dict.fromkeys([*_COUNTS, *tool_names], 0.0)
     for outcome in outcomes:
         counts["rollouts"] += 1

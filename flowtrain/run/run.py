@@ -32,9 +32,9 @@ from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.pool_evaluations import PoolEvaluations
 from flowtrain.run.profiler import profiled
-from flowtrain.run.records import Prepared, Trained
+from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.run_logger import RunLogger
-from flowtrain.run.token_accounts import account
+from flowtrain.run.step_counts import Counted
 from flowtrain.run.trainer_metrics import TrainerMonitor
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
@@ -43,7 +43,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
-from flowtrain.types import Group, TokenAccount, Trajectory, UserError
+from flowtrain.types import TokenAccount, Trajectory, UserError
 from flowtrain.utils.files import writing
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
@@ -108,19 +108,17 @@ class Run(Learner):
         """Keep the states of tools for a block in which rollouts branch, and free them then."""
         return nullcontext() if self.snapshots is None else self.snapshots.held()
 
-    def account(self, groups: Sequence[Group], prepared: Prepared) -> TokenAccount:
-        """Account for the tokens that were sampled for this step."""
-        policy = self.config.train.policy
-        sampled = self.meter.take(policy) if self.batch_source is None else None
-        world = self.placement.world
-        rows = prepared.rows
-        return account(groups, prepared.batch, rows, policy=policy, sampled=sampled, world=world)
-
     def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
         """Take one optimizer step per mini-batch, while the engine sleeps."""
         if self.policy_trainer is not None:
             self.engines[self.config.train.policy].sleep()
         return Learner.train(self, step, minibatches)
+
+    def count(self, step: int, rollouts: Rollouts, prepared: Prepared, trained: Trained) -> Counted:
+        """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler."""
+        policy = self.config.train.policy
+        sampled = self.meter.take(policy) if self.batch_source is None else None
+        return self.logger.count(step, rollouts, prepared, trained, sampled)
 
     def publish(
         self, version: int, saved_step: int, tokens: TokenAccount
@@ -334,7 +332,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         policy_trainer=policy_trainer,
         batch_source=batch_source,
         cursor=components.tasks.cursor(config.run.seed, state["cursor"]),
-        signal=LearningSignal(config, world),
+        signal=LearningSignal(config, world.is_main),
         evaluator=evaluator,
         pool=pool,
         logger=logger,

@@ -18,20 +18,15 @@ from flowtrain.report.loggers import Logger, open_loggers, rollout_texts
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Measured
-from flowtrain.run.evidence_stats import evidence_metrics
 from flowtrain.run.memory_plan import MemoryPlan
-from flowtrain.run.mismatch import Mismatch
-from flowtrain.run.parsing_stats import parsing_metrics
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.replay_log import ReplayLog
-from flowtrain.run.reward_stats import reward_metrics
-from flowtrain.run.sampling_stats import sampling_metrics
-from flowtrain.run.verdict_stats import verdict_metrics
+from flowtrain.run.step_counts import Counted, count_step
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.token_scores import with_training_stats
-from flowtrain.types import Group, TokenAccount, TrainBatch, Trajectory
+from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable
 
 
@@ -96,28 +91,51 @@ class RunLogger:
     def close(self) -> None:
         self._cleanup.close()
 
+    def count(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        prepared: Prepared,
+        trained: Trained,
+        sampled: int | None,
+    ) -> Counted:
+        """Count a step over all ranks; collective.
+
+        `sampled`: tokens that this rank's engine has returned; None: nodes have sampled.
+        """
+        judge = {} if self._judge is None else self._judge.metrics()
+        return count_step(
+            step,
+            rollouts,
+            prepared,
+            trained,
+            config=self._config,
+            sampled=sampled,
+            spent={**self._chats.metrics(), **judge},
+            peak_bytes=self._memory.num_bytes(),
+            world=self._placement.world,
+        )
+
     def log(
         self,
         step: int,
         rollouts: Rollouts,
         prepared: Prepared,
         *,
-        tokens: TokenAccount,
         trained: Trained,
-        mismatch: Mismatch,
+        counted: Counted,
         weights: Mapping[str, float | str],
         evaluation: Measured | None,
         seconds: Mapping[str, float],
     ) -> None:
-        """Write a step down; collective.
+        """Write a step down.
 
         Args:
             rollouts, prepared: this rank's.
-            tokens, mismatch: of all ranks.
             weights: metrics of publishing and loading them.
             seconds: by stage.
         """
-        world, batch = self._placement.world, prepared.batch
+        batch, mismatch = prepared.batch, counted.mismatch
         replay = self._replay.log(step, rollouts, batch)
         measured = {}
         if evaluation is not None:
@@ -132,37 +150,16 @@ class RunLogger:
         if self._metrics is not None and (num := self._config.log.rollouts):
             chars = self._config.log.rollout_chars
             self._metrics.log_rollouts(step, rollout_texts(step, rollouts.groups, num, chars))
-        trajectories = [t for group in rollouts.groups for t in group.trajectories]
-        parts = reward_metrics(trajectories, world, bool(self._config.reward.function))
-        kept = sampling_metrics(trajectories, self._config, world)
-        rescued = {}
-        if self._config.agent.parsing == "lenient":
-            rescued = parsing_metrics(trajectories, world)
-        verdicts = {}
-        if "verifier" in self._config.policy_names:
-            verdicts = verdict_metrics(trajectories, self._config, world)
-        evidence = {}
-        if "refiner" in self._config.policy_names:
-            evidence = evidence_metrics(trajectories, world)
         self.write(
             {
                 "step": step,
                 "version": step,
-                **prepared.stats.metrics(),
-                **parts,
-                **kept,
-                **rescued,
-                **verdicts,
-                **evidence,
+                **counted.metrics,
                 **measured,
-                **self._counts(batch),
-                **tokens.metrics(),
                 **rollouts.metrics,
                 **trained.metrics,
-                **mismatch.metrics(),
                 **self._speed(trained.metrics, seconds["train_s"]),
                 **weights,
-                **self._chat_metrics(),
                 **replay,
                 **seconds,
             }
@@ -192,19 +189,6 @@ class RunLogger:
         rank, size = self._placement.samplers.rank, self._placement.samplers.size
         groups = [Group(rank + n * size, (each,)) for n, each in enumerate(trajectories)]
         self._held_out.log(version, version, groups)
-
-    def _counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Groups and samples left out, over all ranks, and the most memory that a rank took."""
-        reasons = list(batch.num_filtered)
-        numbers = [batch.num_groups_dropped, *batch.num_filtered.values()]
-        sums, (peak_bytes,) = self._placement.world.reduce(numbers, [self._memory.num_bytes()])
-        left_out = dict(zip((f"num_excluded/{name}" for name in reasons), sums[1:], strict=True))
-        return {"num_groups_dropped": sums[0], **left_out, "peak_memory_gb": peak_bytes / 1e9}
-
-    def _chat_metrics(self) -> dict[str, float]:
-        judge = {} if self._judge is None else self._judge.metrics()
-        own = {**self._chats.metrics(), **judge}
-        return dict(zip(own, self._placement.world.sum(list(own.values())), strict=True))
 
     def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
         """Compute the speed of a step; nothing on ranks that do not train.

@@ -5,24 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from flowtrain.run.sums import Tally
 from flowtrain.training.tree import PackedRow
-from flowtrain.training.world import World
-from flowtrain.types import FilterReason, Group, PolicyName, TokenAccount, TrainBatch
-from flowtrain.types.token_account import FAILED, LOST, NO_SIGNAL, NO_WEIGHT, TRAINED
+from flowtrain.types import FilterReason, Group, PolicyName, TokenAccount, TrainBatch, account_of
+from flowtrain.types.token_account import (
+    FAILED,
+    LOST,
+    NO_SIGNAL,
+    NO_WEIGHT,
+    SKIPPED,
+    TRAINED,
+)
 
 _log = logging.getLogger(__name__)
 
 
-def account(
+def count_tokens(
+    tally: Tally,
     groups: Sequence[Group],
     batch: TrainBatch,
     rows: Sequence[Sequence[PackedRow]],
     *,
     policy: PolicyName,
     sampled: int | None,
-    world: World,
-) -> TokenAccount:
-    """Account for the tokens of a policy in a step's rollouts, over all ranks; collective.
+) -> None:
+    """Count this rank's tokens of a policy.
 
     Args:
         groups: this rank's rollouts, `batch` what is trained of them, `rows` what was packed of
@@ -34,25 +41,34 @@ def account(
     num_tokens = sum(each.num_tokens(policy) for each in rollouts)
     shared = sum(each.num_shared(policy) for each in rollouts)
     failed = sum(each.num_tokens(policy) for each in rollouts if each.error)
-    trained = sum(int((row.loss_weight_T != 0).sum()) for part in rows for row in part)
+    samples = sum(len(sample.response_ids) for sample in batch.samples)
     packed = sum(len(row.target_ids_T) for part in rows for row in part)
-    left_out = [batch.num_filtered_tokens.get(reason, 0) for reason in FilterReason]
+    left_out = {str(reason): batch.num_filtered_tokens.get(reason, 0) for reason in FilterReason}
     fates = {
-        TRAINED: trained,
         FAILED: failed,
-        NO_SIGNAL: num_tokens
-        - failed
-        - sum(len(s.response_ids) for s in batch.samples)
-        - sum(left_out),
-        NO_WEIGHT: packed - trained,
-        **dict(zip((str(reason) for reason in FilterReason), left_out, strict=True)),
+        NO_SIGNAL: num_tokens - failed - samples - sum(left_out.values()),
+        NO_WEIGHT: packed,  # until it is known what was trained
+        **left_out,
         LOST: 0 if sampled is None else sampled - (num_tokens - shared),
     }
-    own = [num_tokens - shared if sampled is None else sampled, shared, *fates.values()]
-    every = [int(number) for number in world.sum(own)]
-    totals = dict(zip(fates, every[2:], strict=True))
+    own = num_tokens - shared if sampled is None else sampled
+    tally.add({"tokens/sampled": own, "tokens/shared": shared})
+    tally.add({f"tokens/to/{name}": num for name, num in fates.items()})
+
+
+def account(total: Tally, trained: int, skipped: int) -> TokenAccount:
+    """Make the account of what all ranks have counted.
+
+    Args:
+        trained: tokens with a weight in optimizer steps that were taken.
+        skipped: those in optimizer steps that were not, because something was not finite.
+    """
+    counted = account_of(total.sums)
+    rest = counted.fates.get(NO_WEIGHT, 0) - trained - skipped
+    fates = {**counted.fates, TRAINED: trained, SKIPPED: skipped, NO_WEIGHT: rest}
     # Fewer than 0 are lost where an agent has recorded tokens that no engine returned.
-    found = TokenAccount(every[0], every[1], 0, {name: n for name, n in totals.items() if n > 0})
+    positive = {name: num for name, num in fates.items() if num > 0}
+    found = TokenAccount(counted.sampled, counted.shared, 0, positive)
     if found.difference:
         _log.warning("the tokens of this step do not add up: %s", found.text())
     return found

@@ -20,22 +20,28 @@ class StepMetrics:
         self.num_skipped = 0
         self._open: list[dict[str, Tensor]] = []
         self._stats: list[dict[str, Tensor]] = []
+        self._skipped: list[Tensor] = []
         self._num_packed = self._num_unshared = self._num_rows = 0
         self.num_flops = 0.0
 
-    def add(self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: PackedRow) -> None:
+    def add(
+        self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: PackedRow | None
+    ) -> None:
+        """Add a row; None: one that only kept step with other ranks."""
         is_first_step = not self.grad_norms
         first = {"first_tokens_sum": stats["num_tokens_sum"], "first_mismatch_sum": mismatch}
         zeros = {name: torch.zeros_like(value) for name, value in first.items()}
         self._open.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
-        self._num_packed += len(row.input_ids_N)
-        self._num_unshared += row.num_unshared_tokens
-        self._num_rows += 1
+        if row is not None:
+            self._num_packed += len(row.input_ids_N)
+            self._num_unshared += row.num_unshared_tokens
+            self._num_rows += 1
 
     def close_step(self, grad_norm: float | None) -> None:
         """End an optimizer step; without a norm it was skipped, and its statistics are dropped."""
         if grad_norm is None:
             self.num_skipped += 1
+            self._skipped += [stats["num_tokens_sum"] for stats in self._open]
         else:
             self.grad_norms.append(grad_norm)
             self._stats += self._open
@@ -44,9 +50,10 @@ class StepMetrics:
     def reduce(self, world: World, lr: float) -> dict[str, float]:
         sums, maxima = self._to_host()
         names = sorted(sums)
-        counts = [self._num_packed, self._num_unshared, self._num_rows, self.num_flops]
+        num_skipped = float(torch.stack(self._skipped).double().sum()) if self._skipped else 0.0
+        counts = [self._num_packed, self._num_unshared, self._num_rows, self.num_flops, num_skipped]
         (
-            (num_packed, num_unshared, num_rows, num_flops, *summed),
+            (num_packed, num_unshared, num_rows, num_flops, num_skipped, *summed),
             (ratio_max, negative_ratio_min),
         ) = world.reduce([*counts, *(sums[n] for n in names)], maxima)
         sums = dict(zip(names, summed, strict=True))
@@ -54,6 +61,7 @@ class StepMetrics:
         num_steps, num_tokens = max(len(self.grad_norms), 1), max(sums["num_tokens_sum"], 1)
         return {
             "num_tokens": sums["num_tokens_sum"],
+            "num_tokens_skipped": num_skipped,
             "num_packed_tokens": num_packed,
             "num_rows": num_rows,
             "train_tflop": num_flops / 1e12,

@@ -211,7 +211,8 @@ class Trainer:
             if scores is not None:
                 scores.add(row, out.logprob_T)
             losses.append(out.loss.detach() / self._world.size)
-            step_metrics.add(out.stats, losses[-1], _mismatch(out.logprob_T, row), row)
+            mismatch, own = _mismatch(out.logprob_T, row), row if index < len(rows) else None
+            step_metrics.add(out.stats, losses[-1], mismatch, own)
         return torch.stack(losses).sum()
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
-import pytest
-import torch
-
-from flowtrain.run.reward_stats import reward_metrics
-from flowtrain.training.world import World
+from flowtrain.run.part_stats import count_rewards, part_metrics
+from flowtrain.run.sums import Tally
 from flowtrain.types import Task, Trajectory
 
 NONE = {f"reward_failures/{reason}": 0.0 for reason in ("exception", "timeout", "value")}
@@ -27,6 +21,12 @@ def failed(reason: str) -> Trajectory:
     return rollout(f"mine.py:score: {reason}", "gone")
 
 
+def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    tally = Tally()
+    count_rewards(tally, trajectories)
+    return part_metrics(tally)
+
+
 def test_means_are_over_the_rollouts_that_have_a_part() -> None:
     found = reward_metrics(
         [
@@ -37,7 +37,6 @@ def test_means_are_over_the_rollouts_that_have_a_part() -> None:
             failed("value"),
             rollout("", "generator: gone"),
         ],
-        World(0, 1, torch.device("cpu")),
     )
     assert found == {
         **NONE,
@@ -49,55 +48,42 @@ def test_means_are_over_the_rollouts_that_have_a_part() -> None:
 
 
 def test_without_rollouts_there_is_no_mean() -> None:
-    assert reward_metrics([], World(0, 1, torch.device("cpu"))) == NONE
+    assert reward_metrics([]) == NONE
 
 
-@dataclass
-class Ranks:
-    """The collective calls of two threads."""
+class Told:
+    """A world in which ranks speak one after the other."""
 
-    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60))
-    given: dict[int, Any] = field(default_factory=dict)
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self.given[rank] = value
-        self.barrier.wait()
-        both = [self.given[0], self.given[1]]
-        self.barrier.wait()
-        return both
-
-
-@dataclass
-class Rank:
-    ranks: Ranks
-    rank: int
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
 
     def gather_text(self, text: str) -> list[str]:
-        return self.ranks.exchange(self.rank, text)
-
-    def sum(self, values: list[float]) -> list[float]:
-        first, second = self.ranks.exchange(self.rank, values)
-        return [a + b for a, b in zip(first, second, strict=True)]
+        self.texts.append(text)
+        return self.texts
 
 
 def test_every_rank_has_the_means_over_all_of_them() -> None:
-    ranks = Ranks()
-    parts = [[rollout(a=1.0, c=3.0)], [rollout(b=2.0), rollout(a=0.0), failed("exception")]]
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(
-            lambda rank: reward_metrics(parts[rank], Rank(ranks, rank)),  # type: ignore[arg-type]
-            range(2),
-        )
-    assert (
-        first
-        == second
-        == pytest.approx(
-            {
-                **NONE,
-                "reward/a": 0.5,
-                "reward/b": 2.0,
-                "reward/c": 3.0,
-                "reward_failures/exception": 1.0,
-            }
-        )
-    )
+    texts = list[str]()
+    for part in ([rollout(a=1.0, c=3.0)], [rollout(b=2.0), rollout(a=0.0), failed("exception")]):
+        tally = Tally()
+        count_rewards(tally, part)
+        total = tally.of_all(Told(texts))  # type: ignore[arg-type]
+    assert part_metrics(total) == {
+        **NONE,
+        "reward/a": 0.5,
+        "reward/b": 2.0,
+        "reward/c": 3.0,
+        "reward_failures/exception": 1.0,
+    }
+
+
+def test_a_tally_keeps_the_highest_and_all_that_was_said() -> None:
+    texts = list[str]()
+    for number in (-3.0, -2.0, -7.0):
+        tally = Tally()
+        tally.highest("x", number)
+        tally.say("said", [number])
+        tally.add({"sum": number})
+        total = tally.of_all(Told(texts))  # type: ignore[arg-type]
+    assert (total.maxima, total.sums) == ({"x": -2.0}, {"sum": -12.0})
+    assert total.said == {"said": [[-3.0], [-2.0], [-7.0]]}

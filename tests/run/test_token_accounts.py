@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +13,9 @@ from flowtrain.algorithms import filter_samples
 from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import NoEngine
-from flowtrain.run.token_accounts import account
+from flowtrain.run.sums import Tally
+from flowtrain.run.token_accounts import account, count_tokens
 from flowtrain.training.tree import pack
-from flowtrain.training.world import World
 from flowtrain.types import (
     BranchPoint,
     Call,
@@ -32,9 +31,8 @@ from flowtrain.types import (
     Verdict,
     account_of,
 )
-from flowtrain.types.token_account import FAILED, LOST, NO_SIGNAL, TRAINED
+from flowtrain.types.token_account import FAILED, LOST, NO_SIGNAL, NO_WEIGHT, SKIPPED, TRAINED
 
-WORLD = World(0, 1, torch.device("cpu"))
 TASK = Task("t", "question", ("answer",))
 MAX_POSITIONS, VOCAB_SIZE = 12, 50
 
@@ -62,11 +60,17 @@ def rollout(*turns: Turn, reward: float = 0.0, error: str = "") -> Trajectory:
     return Trajectory(TASK, turns, "", 0.0, 0, reward=None if error else reward, error=error)
 
 
-def found(groups: list[Group], sampled: int | None = None) -> TokenAccount:
-    """Account for the groups as a step does."""
+def found(groups: list[Group], sampled: int | None = None, **lost: int) -> TokenAccount:
+    """Account for the groups as a step does; of what has a weight, `dropped` tokens leave the loss,
+    and an optimizer step of `skipped` is not taken.
+    """
     batch = filter_samples(flow_grpo(groups), MAX_POSITIONS, VOCAB_SIZE)
     rows = pack(batch.samples, 1, 64)
-    return account(groups, batch, rows, policy="planner", sampled=sampled, world=WORLD)
+    tally = Tally()
+    count_tokens(tally, groups, batch, rows, policy="planner", sampled=sampled)
+    weighted = sum(int((row.loss_weight_T != 0).sum()) for part in rows for row in part)
+    skipped = lost.get("skipped", 0)
+    return account(tally, weighted - skipped - lost.get("dropped", 0), skipped)
 
 
 ROLLOUT = st.tuples(
@@ -118,6 +122,12 @@ def test_branches_share_tokens_of_their_root() -> None:
     result = found([Group(0, (root, branch))], sampled=9 + 4)
     assert result == TokenAccount(13, 6, 0, {TRAINED: 19})
     assert found([Group(0, (root, branch))]) == result  # nodes' rollouts tell it themselves
+
+
+def test_what_the_trainer_drops_or_skips_is_not_trained() -> None:
+    group = Group(0, (rollout(turn(4), reward=1.0), rollout(turn(5))))
+    result = found([group], sampled=9, dropped=2, skipped=3)
+    assert result.fates == {TRAINED: 4, NO_WEIGHT: 2, SKIPPED: 3} and result.difference == 0
 
 
 def test_it_says_what_no_engine_has_returned(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from flowtrain.config import Config
-from flowtrain.run.verdict_stats import verdict_metrics
-from flowtrain.training.world import World
+from flowtrain.run.part_stats import count_verdicts, part_metrics
+from flowtrain.run.sums import Tally
 from flowtrain.types import (
     Action,
     BranchPoint,
@@ -22,7 +21,6 @@ from flowtrain.types import (
     Verdict,
 )
 
-WORLD = World(0, 1, torch.device("cpu"))
 CALL = Call((1,), (2,), (-1.0,), (), FinishReason.STOP)
 
 
@@ -56,8 +54,14 @@ ROLLOUTS = [
 ]
 
 
+def verdict_metrics(trajectories: list[Trajectory], config: Config) -> dict[str, float]:
+    tally = Tally()
+    count_verdicts(tally, trajectories, config)
+    return part_metrics(tally)
+
+
 def test_shares_by_hand() -> None:
-    assert verdict_metrics(ROLLOUTS, Config(), WORLD) == pytest.approx(
+    assert verdict_metrics(ROLLOUTS, Config()) == pytest.approx(
         {
             "verifier/malformed_share": 1 / 4,
             "verifier/stop_share": 2 / 4,
@@ -69,15 +73,15 @@ def test_shares_by_hand() -> None:
 
 def test_a_branch_sampled_no_verdict_before_it_left() -> None:
     branch = replace(ROLLOUTS[0], branch=BranchPoint(parent=0, turn=1, token=0, score=0.0))
-    found = verdict_metrics([ROLLOUTS[0], branch], Config(), WORLD)
+    found = verdict_metrics([ROLLOUTS[0], branch], Config())
     assert found["verifier/num_sampled_tokens"] == 3 + 2
 
 
 def test_tasks_without_a_rule_have_nothing_to_agree_with() -> None:
     config = Config.model_validate({"tasks": {"name": "file", "path": "x.jsonl"}})
-    assert set(verdict_metrics(ROLLOUTS, config, WORLD)) == {
+    assert set(verdict_metrics(ROLLOUTS, config)) == {
         "verifier/malformed_share",
         "verifier/stop_share",
         "verifier/num_sampled_tokens",
     }
-    assert set(verdict_metrics([], config, WORLD).values()) == {0.0}
+    assert set(verdict_metrics([], config).values()) == {0.0}
