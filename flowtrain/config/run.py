@@ -92,13 +92,6 @@ class Log(Section):
     """rollouts of each step that TensorBoard, W&B and other loggers show as texts or a table"""
     rollout_chars: int = Field(2000, ge=10, le=100_000)
     """longest question, answer and text of all turns of log.rollouts; the rest is cut"""
-    metrics_port: int = Field(0, ge=0, le=65535)
-    """answer /metrics, for Prometheus, and /health at this port; 0: do not (pip install
-    'flowtrain[serve]'; docs/metrics.md)"""
-    metrics_host: str = "127.0.0.1"
-    """address for log.metrics_port; the default answers this machine alone"""
-    open_metrics: bool = False
-    """answer /metrics without the token FLOWTRAIN_TOKEN, too"""
     format: Literal["plain", "json"] = "plain"
     """of what the run prints: for people, or a JSON object a line"""
     replay: bool = False

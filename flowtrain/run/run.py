@@ -35,7 +35,6 @@ from flowtrain.run.profiler import profiled
 from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.step_counts import Counted
-from flowtrain.run.trainer_metrics import TrainerMonitor
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -251,8 +250,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     )
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
-    monitor = TrainerMonitor(config, world)
-    cleanup.callback(monitor.close)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
     components = RunComponents.prepare(config, world)
@@ -301,7 +298,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         judge=judge,
         memory=memory,
         start_step=state["step"],
-        loggers=monitor.logger(config.train.num_steps, state["step"]),
     )
     cleanup.callback(logger.close)
     evaluator = Evaluator(

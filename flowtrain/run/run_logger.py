@@ -14,7 +14,7 @@ from flowtrain import report
 from flowtrain.config import Config
 from flowtrain.report.curves import plot_curves, read_series, total_seconds, total_tokens
 from flowtrain.report.jsonl import append_lines, cut_lines
-from flowtrain.report.loggers import Logger, open_loggers, rollout_texts
+from flowtrain.report.loggers import open_loggers, rollout_texts
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Measured
@@ -42,12 +42,10 @@ class RunLogger:
         judge: Judge | None,
         memory: MemoryPeak,
         start_step: int,
-        loggers: Sequence[Logger] = (),
     ) -> None:
         """Open the logs; a run that resumes goes on after the lines of `start_step`.
 
-        `memory` has watched this process from before the model was loaded. `loggers` get the
-        metrics beside those that the config names.
+        `memory` has watched this process from before the model was loaded.
         """
         config = components.config
         self._config = config
@@ -60,10 +58,10 @@ class RunLogger:
         self._peak_flops = 1e12 * tflops * placement.trainers.size
         self._cleanup = ExitStack()
         with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
-            self._open(start_step, loggers, cleanup)
+            self._open(start_step, cleanup)
             self._cleanup = cleanup.pop_all()
 
-    def _open(self, start_step: int, loggers: Sequence[Logger], cleanup: ExitStack) -> None:
+    def _open(self, start_step: int, cleanup: ExitStack) -> None:
         config, path, samplers = self._config, self._run_dir.path, self._placement.samplers
         last_step = start_step or -1  # from the start also means: without the line of step 0
         is_main = self._placement.world.is_main
@@ -77,7 +75,7 @@ class RunLogger:
                 path,
                 last_step,
                 config.log.tensorboard,
-                [*loggers, *open_loggers(config, path, last_step)],
+                open_loggers(config, path, last_step),
             )
             cleanup.callback(self._metrics.close)
         own = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
