@@ -14,7 +14,9 @@ from flowtrain.training.world import World
 class StepMetrics:
     """Statistics of one batch, summed on the device and brought to the host once."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_reference: bool = False) -> None:
+        """`has_reference`: the KL is that to a reference policy, else to the old policy."""
+        self._kl = "kl_ref" if has_reference else "kl_old"
         self.grad_norms: list[float] = []
         self.ratio_bounds: list[float] = []
         self.num_skipped = 0
@@ -61,7 +63,6 @@ class StepMetrics:
         num_steps, num_tokens = max(len(self.grad_norms), 1), max(sums["num_tokens_sum"], 1)
         return {
             "num_tokens": sums["num_tokens_sum"],
-            "num_tokens_skipped": num_skipped,
             "num_packed_tokens": num_packed,
             "num_rows": num_rows,
             "train_tflop": num_flops / 1e12,
@@ -71,7 +72,7 @@ class StepMetrics:
             "loss": sums["loss_sum"] / num_steps,
             "grad_norm": sum(self.grad_norms) / num_steps,
             "lr": lr,
-            "kl": sums["kl_sum"] / num_tokens,
+            self._kl: sums["kl_sum"] / num_tokens,
             "entropy": sums["entropy_sum"] / num_tokens,
             "clip_fraction": (sums["clipped_low_sum"] + sums["clipped_high_sum"]) / num_tokens,
             "clip_fraction_low": sums["clipped_low_sum"] / num_tokens,
@@ -80,6 +81,7 @@ class StepMetrics:
             "ratio_max": ratio_max if has_tokens else 1.0,
             "ratio_min": -negative_ratio_min if has_tokens else 1.0,
             "logprob_mismatch": sums["first_mismatch_sum"] / max(sums["first_tokens_sum"], 1),
+            **({"num_tokens_skipped": num_skipped} if num_skipped else {}),
             **(
                 {"ratio_bound": sum(self.ratio_bounds) / len(self.ratio_bounds)}
                 if self.ratio_bounds

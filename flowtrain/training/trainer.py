@@ -152,7 +152,7 @@ class Trainer:
 
         Raises UserError when MOST_SKIPPED optimizer steps in a row were skipped.
         """
-        step_metrics = StepMetrics()
+        step_metrics = StepMetrics(has_reference=self._loss.kl_coef > 0)
         step_metrics.num_flops = self._needed_flops(minibatches)
         prepared = [self._prepare(rows) for rows in minibatches]
         for rows in prepared:
