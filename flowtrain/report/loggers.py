@@ -10,9 +10,10 @@ import importlib
 import logging
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,7 +94,7 @@ def _makers(config: Config, context: LoggerContext) -> Iterator[Callable[[], Log
     if config.log.format == "json":
         yield JsonSteps
     if config.log.wandb_project:
-        yield lambda: wandb(context)
+        yield lambda: Background("wandb", wandb(context))
     for name in config.log.loggers:
         yield lambda name=name: Background(name, _load(name, config, context))  # type: ignore[misc]
 
@@ -303,13 +304,15 @@ class Background:
 
     def close(self) -> None:
         """Wait until it is done, for half a minute at most."""
-        self._put(self._logger.close)
-        self._put(None)
-        self._thread.join(_END_S)
+        end_s = time.monotonic() + _END_S
+        with suppress(queue.Full):  # of a logger that is stuck, as is told below
+            for work in (self._logger.close, None):
+                self._waiting.put(work, timeout=max(end_s - time.monotonic(), 0))
+        self._thread.join(max(end_s - time.monotonic(), 0))
         if self._thread.is_alive():
             _log.warning("the logger %r has not ended within %g s", self._name, _END_S)
 
-    def _put(self, work: Callable[[], None] | None) -> None:
+    def _put(self, work: Callable[[], None]) -> None:
         try:
             self._waiting.put_nowait(work)
         except queue.Full:

@@ -92,15 +92,17 @@ def test_wandb_shows_late_numbers_at_their_step(wandb: ScriptedRun, tmp_path: Pa
     (logger,) = open_loggers(config(wandb_project="p"), tmp_path, 0)
     logger.log(7, {"a": 1.0})
     logger.log(4, {"eval_reward": 0.5})
-    assert wandb.calls[-2:] == [{"a": 1.0, "step": 7}, {"eval_reward": 0.5, "step": 4}]
+    logger.close()
+    assert wandb.calls[-3:-1] == [{"a": 1.0, "step": 7}, {"eval_reward": 0.5, "step": 4}]
 
 
 def test_wandb_shows_rollouts_as_a_table(wandb: ScriptedRun, tmp_path: Path) -> None:
     (logger,) = open_loggers(config(wandb_project="p"), tmp_path, 0)
     logger.log_rollouts(3, [ROLLOUT])
+    logger.close()
     columns = ["step", "question", "turns", "answer", "reward"]
     row = [3, "What?", "1. look\n-> found", "42", 0.5]
-    assert wandb.calls[-1] == {"rollouts": {"columns": columns, "data": [row]}, "step": 3}
+    assert wandb.calls[-2] == {"rollouts": {"columns": columns, "data": [row]}, "step": 3}
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,12 +235,44 @@ def test_a_logger_that_is_slow_keeps_no_step_waiting(caplog: pytest.LogCaptureFi
     for step in range(1200):
         logger.log(step, {})
     gate.set()
-    while not logger._waiting.empty():
-        threading.Event().wait(0.01)
     logger.close()
     assert 1000 <= len([call for call in slow.calls if call != "close"]) <= 1001
     assert slow.calls[-1] == "close"
     assert [r.getMessage() for r in caplog.records if "too slow" in r.getMessage()]
+
+
+def test_a_logger_is_closed_though_it_has_much_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.report.loggers._END_S", 10.0)
+    gate = threading.Event()
+
+    class Slow(Kept):
+        def log(self, step: int, numbers: Mapping[str, float]) -> None:
+            gate.wait(20)
+            super().log(step, numbers)
+
+    slow = Slow()
+    logger = Background("mine", slow)
+    for step in range(1200):
+        logger.log(step, {})
+    closing = threading.Thread(target=logger.close)
+    closing.start()
+    threading.Timer(0.2, gate.set).start()
+    closing.join()
+    assert slow.calls[-1] == "close" and not logger._thread.is_alive()
+
+
+def test_wandb_ends_no_run(
+    wandb: ScriptedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(values: object) -> None:
+        raise ConnectionError("the service has died")
+
+    wandb.log = fail  # type: ignore[method-assign,assignment]
+    log = MetricsLog(tmp_path, 0, False, open_loggers(config(wandb_project="p"), tmp_path, 0))
+    log.log({"step": 1, "a": 0.5})
+    log.close()
+    assert "the logger 'wandb' is left out from now on: ConnectionError" in caplog.text
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 0.5}\n'
 
 
 # ---- rollouts
