@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from flowtrain.types import UserError
 from flowtrain.utils.files import sync, writing
 
@@ -33,17 +35,24 @@ def json_value(value: Any) -> Any:
     return number if math.isfinite(number) else None
 
 
+def _line(record: Mapping[str, Any]) -> bytes:
+    """Write a record as a line; a number that is not finite becomes null."""
+    try:
+        return msgspec.json.format(_ENCODER.encode(record), indent=0) + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate: backslashreplace makes JSON's own escape of it
+        text = json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n"
+        return text.encode("utf-8", "backslashreplace")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=json_value)
+
+
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per record, all of them or none: on a full disk the file is cut back.
 
     They are on the disk when this returns, so that no checkpoint is newer than its step's lines.
     """
-    lines = [
-        json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n"
-        for record in records
-    ]
-    # What backslashreplace makes of a lone surrogate is JSON's own escape of it.
-    data = "".join(lines).encode("utf-8", "backslashreplace")
+    data = b"".join(_line(record) for record in records)
     with writing(path):
         is_new = not path.exists()
         size = 0 if is_new else path.stat().st_size

@@ -13,6 +13,7 @@ from typing import Any
 from flowtrain.report.jsonl import append_lines, cut_lines, json_value, read_lines
 from flowtrain.report.loggers import Logger, RolloutText, TensorBoard
 from flowtrain.types import Call, Group, ToolCall, ToolResult, Trajectory, Turn
+from flowtrain.utils.prefixes import num_shared
 
 
 class MetricsLog:
@@ -143,8 +144,8 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
     planner's prompt only those ids are written that the turn before has not.
     """
     call = turn.calls["planner"]
-    num_shared = (
-        0 if before is None else _num_shared(before.calls["planner"].prompt_ids, call.prompt_ids)
+    num_before = (
+        0 if before is None else num_shared(before.calls["planner"].prompt_ids, call.prompt_ids)
     )
     used = turn.tool_calls
     return {
@@ -156,8 +157,8 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
         "verdict": turn.verdict.value,
         "verdict_text": turn.verdict_text,
         **_call_record(call),
-        "prompt_shared": num_shared,
-        "prompt_ids": list(call.prompt_ids[num_shared:]),
+        "prompt_shared": num_before,
+        "prompt_ids": list(call.prompt_ids[num_before:]),
         "seconds": round(turn.seconds, 3),
         "plan_s": round(turn.plan_s, 3),
         # Calls of one response run at once.
@@ -205,11 +206,3 @@ def _call_record(call: Call) -> dict[str, Any]:
             "logprobs": [round(logprob, 5) for logprob in training.logprobs],
         },
     }
-
-
-def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Count the ids that both begin with."""
-    return next(
-        (index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-        min(len(a), len(b)),
-    )
