@@ -24,8 +24,8 @@ class Run(Section):
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: the cores divided by the ranks of this machine"""
     profile: int = Field(0, ge=0)
-    """profile so many steps after the first one, on the main rank: run.dir/profile gets a flame
-    graph, a Chrome trace and a table of operators; 0: none"""
+    """profile so many steps after the first one, on the main rank: run.dir/profile gets a
+    Chrome trace and a table of operators; 0: none"""
 
 
 class Eval(Section):

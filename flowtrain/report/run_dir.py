@@ -7,7 +7,7 @@ runs/texts/
   weights/           made by the weight store
   tokenizer.json     of the ids in the logs
   replay/            what steps were trained from, with log.replay
-  profile/           flame.html, trace.json.gz and operators.txt, with run.profile
+  profile/           trace.json.gz and operators.txt, with run.profile
   metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
   worst_tokens.jsonl where trainer and sampler disagree most
 """

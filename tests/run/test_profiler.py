@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from flowtrain.report.flame import Frame, flame_html
 from flowtrain.run import run as runs
 from flowtrain.run.profiler import profiled
 from flowtrain.run.run import Run
@@ -47,24 +46,9 @@ def test_the_trace_has_the_stages(folder: Path) -> None:
     assert {"stage collect", "stage train"} <= {each.get("name") for each in trace["traceEvents"]}
 
 
-def test_the_flame_graph_has_calls_and_operators_of_all_threads(folder: Path) -> None:
-    page = (folder / "flame.html").read_text()
-    titles = re.findall(r'title="([^"]*): [\d.]+ s,', page)
-    assert sum(title.endswith(": multiply") for title in titles) == 2, "on both threads"
-    assert titles.count("aten::mm") == 4, "forward and backward"
-    assert " at 0x" not in page, "calls of one method on many objects are one frame"
-    assert "http" not in page, "it opens without a network"
-
-
-def test_the_table_says_how_stages_spend_their_time(folder: Path) -> None:
-    head, *lines = (folder / "operators.txt").read_text().splitlines()
-    assert re.split(r" {2,}", head.strip())[:3] == ["stage", "seconds", "matrix products"]
-    stages = {line.split()[0]: line.split()[1:] for line in lines[:2]}
-    assert list(stages) == ["collect", "train"]
-    for _, *shares in stages.values():
-        assert float(shares[0].rstrip("%")) > 0
-        assert sum(float(share.rstrip("%")) for share in shares) == pytest.approx(100, abs=0.5)
-    assert any(line.split()[1:] == ["6", "aten::mm"] for line in lines), "three in each stage"
+def test_the_table_has_operators_of_all_threads(folder: Path) -> None:
+    lines = (folder / "operators.txt").read_text().splitlines()
+    assert any(re.match(r" *aten::mm .* 6 *$", line) for line in lines), "three in each stage"
 
 
 @pytest.mark.parametrize(
@@ -101,15 +85,3 @@ def test_the_steps_after_the_first_are_profiled_on_the_main_rank(
     seen = [(step, is_on) for step in Run.steps(run)]
     assert [step for step, _ in seen] == list(range(start + 1, 6))
     assert [step for step, was_on in seen if was_on] == expected and not is_on
-
-
-def test_a_frame_is_as_wide_as_its_share_of_its_caller() -> None:
-    root = Frame()
-    step = root.add("step <1>", 4.0)
-    step.add("train", 3.0)
-    step.add("train", 0.5)
-    step.add("tiny", 1e-6)
-    page = flame_html("A & B", root)
-    assert "<title>A &amp; B</title>" in page and "step &lt;1&gt;: 4.000 s, 100.0%" in page
-    assert "train: 3.500 s, 87.5%" in page and "--share:0.87500" in page
-    assert "tiny" not in page
