@@ -21,7 +21,6 @@ from flowtrain.evals.records import Entry, RecordLog
 from flowtrain.evals.summary import Row, as_json, summarise
 from flowtrain.evals.system import System, check_planner, open_system
 from flowtrain.evals.tables import accuracy_by_turns, system_label, tables
-from flowtrain.report.curves import plot_turns
 from flowtrain.report.pins import check_same
 from flowtrain.report.run_dir import is_used
 from flowtrain.rewards import score
@@ -238,6 +237,8 @@ def _report(
     print("\n".join(map(report.aligned, found)), end="")
     files = "trajectories.jsonl, summary.json, summary.md, manifest.json"
     if len(request.max_turns) > 1:
+        from flowtrain.report.curves import plot_turns  # which is slow to load
+
         plot_turns(accuracy_by_turns(rows), request.out / "turns.png")
         files += ", turns.png"
     _warn_of_failures(rows, entries)

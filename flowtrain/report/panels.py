@@ -1,178 +1,132 @@
-"""How the curves look. Imported only when a picture is drawn, because matplotlib is slow to load.
-
-Figures are made without pyplot, so nothing global remains open and the Agg canvas needs no display.
-"""
+"""Which metrics of a run share a panel, in the picture of a run and on its page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from flowtrain.report.jsonl import read_lines
+from flowtrain.types import TokenAccount, UserError, account_of
 
-from flowtrain.report.curves import PANELS, Curve, Panel, Series
-
-# Okabe and Ito's palette: told apart with any kind of colour vision.
-BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8A8A8A",
-)  # fmt: skip
-PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW)
-TEXT = "#262626"
-
-_NUM_COLUMNS = 3
-
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 11,
-    "text.color": TEXT,
-    "axes.titlesize": 12.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.labelsize": 11,
-    "axes.labelcolor": TEXT,
-    "axes.edgecolor": "#9A9A9A",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.8,
-    "xtick.color": "#5A5A5A",
-    "ytick.color": "#5A5A5A",
-    "xtick.labelsize": 10,
-    "ytick.labelsize": 10,
-    "legend.fontsize": 9.5,
-    "legend.frameon": False,
-    "lines.linewidth": 2.0,
-    "lines.solid_capstyle": "round",
-    "figure.dpi": 120,
-    "savefig.dpi": 120,
-}
+Series = tuple[list[int], list[float]]
+"""(steps, values) of one metric."""
 
 
-def style() -> AbstractContextManager[None]:
-    """The look of all pictures, for the time of a with block."""
-    context: AbstractContextManager[None] = matplotlib.rc_context(_STYLE)
-    return context
+STAGES = ("collect", "branch", "train", "publish", "load", "eval", "other")
 
 
-def run_figure(series: Mapping[str, Series], title: str) -> Figure:
-    """The panels of one run for which something was logged."""
-    shown = [(panel, curves) for panel in PANELS if (curves := panel.curves(series))]
-    figure, num_rows = _grid(len(shown))
-    figure.suptitle(title, fontsize=15, fontweight="bold", x=0.012, ha="left")
-    for place, (panel, curves) in enumerate(shown, 1):
-        _draw(figure.add_subplot(num_rows, _NUM_COLUMNS, place), panel, curves)
-    return figure
+class Curve(NamedTuple):
+    """A metric in a panel."""
+
+    label: str
+    series: Series
+    is_sparse: bool = False
+    """It is not measured at every step: its points are marked."""
 
 
-def comparison_figure(rewards: Mapping[str, Series]) -> Figure:
-    """Held-out sampled reward against step, one line per run."""
-    figure = Figure(figsize=(9.5, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    curves = [
-        Curve(f"{label} ({values[-1]:.3f} at step {steps[-1]})", (steps, values), is_sparse=True)
-        for label, (steps, values) in rewards.items()
-    ]
-    axes = figure.add_subplot()
-    _draw(axes, Panel("Held-out reward (sampled)", {}), curves)
-    axes.set_ylim(-0.02, 1.02)
-    return figure
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Metrics that one picture shows."""
 
-
-def turns_figure(
-    points: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]],
-) -> Figure:
-    """Accuracy against the budget of turns, with the spread of the trials as bars."""
-    num_columns = max(1, min(len(points), _NUM_COLUMNS))
-    figure, num_rows = _grid(len(points), num_columns)
-    for place, (benchmark, lines) in enumerate(points.items(), 1):
-        axes = figure.add_subplot(num_rows, num_columns, place)
-        axes.set_title(benchmark)
-        axes.set_xlabel("turns at most")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xticks(sorted({turns for line in lines.values() for turns, _, _ in line}))
-        for number, (planner, line) in enumerate(lines.items()):
-            turns, shares, spreads = zip(*sorted(line), strict=True)
-            color = PALETTE[number % len(PALETTE)]
-            axes.errorbar(turns, shares, spreads, label=planner, color=color, marker="o", capsize=4)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.6)
-    return figure
-
-
-def _grid(num_panels: int, num_columns: int = _NUM_COLUMNS) -> tuple[Figure, int]:
-    """A figure with room for the panels, and their rows."""
-    num_rows = max(math.ceil(num_panels / num_columns), 1)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    figure = Figure(figsize=(16 * num_columns / _NUM_COLUMNS, 4.5 * num_rows), layout=layout)
-    FigureCanvasAgg(figure)
-    return figure, num_rows
-
-
-def _draw(axes: Any, panel: Panel, curves: Sequence[Curve]) -> None:
-    axes.set_title(panel.title)
-    axes.set_xlabel("training step")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-    if panel.form == "share":
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    if panel.is_stack:
-        _stack(axes, curves)
-    else:
-        for place, curve in enumerate(curves):
-            linestyle = "-" if place < len(PALETTE) else "--"
-            _plot(axes, curve, color=PALETTE[place % len(PALETTE)], linestyle=linestyle)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.6)
-
-
-def _plot(axes: Any, curve: Curve, **look: str) -> None:
-    """Draw points where they are few; else a thin line as measured and a thick trailing mean."""
-    steps, values = curve.series
-    window = 1 if curve.is_sparse else _window(len(values))
-    if window == 1:
-        axes.plot(
-            steps,
-            values,
-            label=curve.label,
-            marker="o",
-            markersize=5,
-            markeredgecolor="white",
-            zorder=3,
-            **look,
-        )
-        return
-    axes.plot(steps, values, linewidth=0.8, alpha=0.3, **look)
-    label = f"{curve.label}, mean of {window}"
-    axes.plot(steps, trailing_mean(values, window), label=label, **look)
-
-
-def _stack(axes: Any, curves: Sequence[Curve]) -> None:
-    """Stack trailing means; a curve that has no value at a step counts as 0 there."""
-    steps = sorted({step for curve in curves for step in curve.series[0]})
-    values = [dict(zip(*curve.series, strict=True)) for curve in curves]
-    window = _window(len(steps))
-    columns = [trailing_mean([each.get(step, 0.0) for step in steps], window) for each in values]
-    edges: list[float] = list(steps)
-    if len(steps) == 1:
-        edges, columns = [steps[0] - 0.4, steps[0] + 0.4], [column * 2 for column in columns]
-    labels = [curve.label for curve in curves]
-    axes.stackplot(edges, columns, labels=labels, colors=[*PALETTE, GREY], alpha=0.85)
-
-
-def _window(num_values: int) -> int:
-    """How many values a trailing mean takes: 1, so none, where there are few enough to show each
-    with a marker.
+    title: str
+    lines: Mapping[str, str]
+    """Key to label; a key that ends in "/" means every metric that begins so, labelled by the rest.
     """
-    return 1 if num_values <= 20 else max(10, num_values // 25)
+    form: Literal["number", "share", "seconds"] = "number"
+    """How values are written."""
+    is_stack: bool = False
+    """The values are parts of a whole."""
+
+    def curves(self, series: Mapping[str, Series]) -> list[Curve]:
+        """Return those of its metrics that were logged."""
+        return [
+            Curve(label or name.removeprefix(key), series[name], key.startswith("eval_"))
+            for key, label in self.lines.items()
+            for name in series
+            if name == key or (key.endswith("/") and name.startswith(key))
+        ]
 
 
-def trailing_mean(values: list[float], window: int) -> list[float]:
-    """Mean of each value and up to `window - 1` before it."""
-    parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in parts]
+PANELS = (
+    Panel(
+        "Reward",
+        {
+            "reward_mean": "training",
+            "eval_reward": "held-out",
+            "eval_true_score": "true score, held-out",
+            "eval_reward_entities": "entities",
+            "eval_reward_forms": "forms",
+        },
+    ),
+    Panel("Accuracy on benchmarks", {"eval_accuracy/": ""}, "share"),
+    Panel("Parts of the reward", {"reward/": ""}),
+    Panel("KL", {"kl_ref": "to the reference", "kl_old": "to the old policy", "kl": "KL"}),
+    Panel("Token entropy", {"entropy": "nats"}),
+    Panel("Clipped tokens", {"clip_fraction_high": "above", "clip_fraction_low": "below"}, "share"),
+    Panel(
+        "Importance ratio", {"ratio_max": "largest", "ratio_mean": "mean", "ratio_min": "smallest"}
+    ),
+    Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|"}),
+    Panel("KL of trainer and sampler", {"mismatch_kl": "nats per token"}),
+    Panel("Tokens by mismatch in nats", {"mismatch_tokens/": ""}, is_stack=True),
+    Panel("Turns per rollout", {"turns_mean": "turns"}),
+    Panel("Tokens per response", {"response_len_mean": "tokens"}),
+    Panel("Tokens per prompt", {"prompt_len_mean": "tokens"}),
+    Panel("Where sampled tokens go", {"tokens/to/": ""}, is_stack=True),
+    Panel("Tool use", {"tool_share/": ""}, "share", is_stack=True),
+    Panel(
+        "What goes wrong",
+        {
+            "malformed_share": "malformed",
+            "tool_error_share": "tool errors",
+            "out_of_turns_share": "out of turns",
+            "out_of_time_share": "out of time",
+        },
+        "share",
+    ),
+    Panel("Replies read leniently", {"rescued_share/": ""}, "share"),
+    Panel("Loss and gradient norm", {"loss": "loss", "grad_norm": "gradient"}),
+    Panel(
+        "Seconds per step",
+        {f"{stage}_s": stage for stage in STAGES},
+        "seconds",
+        is_stack=True,
+    ),
+)
+
+
+def read_series(run_dir: Path) -> dict[str, Series]:
+    """Read every numeric metric of a run by key, steps ascending. The later of two lines for a step
+    counts.
+    """
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        raise UserError(f"{path} does not exist: name the folder of a run that has logged a step")
+    values: dict[str, dict[int, float]] = {}
+    for record in read_lines(path):
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float) and math.isfinite(value):
+                values.setdefault(key, {})[record["step"]] = value
+    if not values:
+        raise UserError(f"{path} holds no metrics yet: wait for the first step of the run")
+    return {
+        key: (sorted(by_step), [by_step[step] for step in sorted(by_step)])
+        for key, by_step in values.items()
+    }
+
+
+def total_seconds(series: Mapping[str, Series]) -> dict[str, float]:
+    """Sum the seconds of all steps, by what took them."""
+    return {
+        key.removesuffix("_s"): round(sum(values), 3)
+        for key, (_, values) in series.items()
+        if key.endswith("_s") and key != "tokens_per_s"
+    }
+
+
+def total_tokens(series: Mapping[str, Series]) -> TokenAccount:
+    """Add up what became of the tokens of all steps."""
+    return account_of({key: sum(values) for key, (_, values) in series.items()})

@@ -12,9 +12,9 @@ import torch
 
 from flowtrain import report
 from flowtrain.config import Config
-from flowtrain.report.curves import plot_curves, read_series, total_seconds, total_tokens
 from flowtrain.report.jsonl import append_lines, cut_lines
 from flowtrain.report.loggers import open_loggers, rollout_texts
+from flowtrain.report.panels import read_series, total_seconds, total_tokens
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Measured
@@ -219,6 +219,8 @@ class RunLogger:
             signal: steps that had nothing to learn from; empty where all had.
             tokens: where all tokens went, as the dataflow knows it; None: as the log does.
         """
+        from flowtrain.report.curves import plot_curves  # which is slow to load
+
         self.progress.close()
         (peak_bytes,) = self._placement.world.max([self._memory.num_bytes()])
         if not self._placement.world.is_main:

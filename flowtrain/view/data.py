@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from flowtrain.report.curves import (
+from flowtrain.report.jsonl import json_value
+from flowtrain.report.panels import (
     PANELS,
     STAGES,
     Series,
@@ -16,7 +17,6 @@ from flowtrain.report.curves import (
     total_seconds,
     total_tokens,
 )
-from flowtrain.report.jsonl import json_value
 from flowtrain.types import UserError
 from flowtrain.view.log import LOGS, Place, choose, find_rollouts, spread
 from flowtrain.view.rollouts import rollout_record

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from matplotlib import image, pyplot
 
-from flowtrain.report import curves, panels
-from flowtrain.report.curves import main, plot_comparison, plot_curves, plot_turns, read_series
+from flowtrain.report import curves
+from flowtrain.report.curves import main, plot_comparison, plot_curves, plot_turns
+from flowtrain.report.panels import read_series
 from flowtrain.types import UserError
 
 
@@ -52,7 +53,7 @@ def coloured_share(pixels: np.ndarray) -> float:
 
 
 def titles(series: dict[str, curves.Series]) -> list[str]:
-    return [axes.get_title() for axes in panels.run_figure(series, "run").axes]
+    return [axes.get_title() for axes in curves.run_figure(series, "run").axes]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 60])
@@ -88,7 +89,7 @@ def test_a_panel_without_a_logged_metric_is_left_out(tmp_path: Path) -> None:
 
 def test_each_line_shows_its_metric(tmp_path: Path) -> None:
     series = read_series(make_run(tmp_path, [row(step) for step in range(6)]))
-    reward = panels.run_figure(series, "run").axes[0]
+    reward = curves.run_figure(series, "run").axes[0]
     lines = {
         line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
         for line in reward.get_lines()
@@ -107,7 +108,7 @@ def test_benchmarks_and_lengths_have_panels_of_their_own() -> None:
         "prompt_len_mean": ([1, 2], [900.0, 950.0]),
         "tool_error_share": ([1, 2], [0.5, 0.25]),
     }
-    figure = panels.run_figure(series, "run")
+    figure = curves.run_figure(series, "run")
     shown = {
         axes.get_title(): {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
         for axes in figure.axes
@@ -129,7 +130,7 @@ def test_accuracy_against_turns_has_a_panel_per_benchmark_and_a_line_per_planner
         "nq": {"policy": [(10, 0.5, 0.1), (3, 0.25, 0.0)], "gpt": [(3, 0.1, 0.0), (10, 0.2, 0.0)]},
         "average": {"policy": [(3, 0.3, 0.0)]},
     }
-    first, second = panels.turns_figure(points).axes
+    first, second = curves.turns_figure(points).axes
     assert (first.get_title(), second.get_title()) == ("nq", "average")
     lines = {each.get_label(): each.lines[0].get_xydata().tolist() for each in first.containers}
     assert lines == {"policy": [[3, 0.25], [10, 0.5]], "gpt": [[3, 0.1], [10, 0.2]]}
@@ -140,19 +141,19 @@ def test_accuracy_against_turns_has_a_panel_per_benchmark_and_a_line_per_planner
 
 def test_many_steps_get_a_moving_average(tmp_path: Path) -> None:
     series = read_series(make_run(tmp_path, [row(step) for step in range(60)]))
-    raw, smooth = panels.run_figure({"entropy": series["entropy"]}, "run").axes[0].get_lines()
+    raw, smooth = curves.run_figure({"entropy": series["entropy"]}, "run").axes[0].get_lines()
     assert list(raw.get_ydata()) == series["entropy"][1]
     assert smooth.get_ydata()[-1] == pytest.approx(sum(series["entropy"][1][-10:]) / 10)
     assert smooth.get_label() == "nats, mean of 10"
 
 
 def test_trailing_mean() -> None:
-    assert panels.trailing_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
+    assert curves.trailing_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
 
 
 def test_a_tool_that_appears_later_had_no_share_before(tmp_path: Path) -> None:
     rows = [{"step": 1, "tool_share/a": 1.0}, {"step": 2, "tool_share/a": 0.5, "tool_share/b": 0.5}]
-    (axes,) = panels.run_figure(read_series(make_run(tmp_path, rows)), "run").axes
+    (axes,) = curves.run_figure(read_series(make_run(tmp_path, rows)), "run").axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
     tops = [max(y for _, y in area.get_paths()[0].vertices) for area in axes.collections]
     assert tops == [1.0, 1.0]
@@ -200,7 +201,7 @@ def test_comparison_draws_each_run(tmp_path: Path) -> None:
     path = plot_comparison(runs, tmp_path / "c.png")
     assert coloured_share(image.imread(path)[..., :3]) > 0.001
     rewards = {name: read_series(run)["eval_reward"] for name, run in runs.items()}
-    axes = panels.comparison_figure(rewards).axes[0]
+    axes = curves.comparison_figure(rewards).axes[0]
     assert [line.get_label() for line in axes.get_lines()] == [
         "trained (0.400 at step 10)",
         "control (0.400 at step 10)",
@@ -209,7 +210,7 @@ def test_comparison_draws_each_run(tmp_path: Path) -> None:
 
 
 def test_comparison_of_more_runs_than_colours_keeps_them_apart() -> None:
-    axes = panels.comparison_figure(
+    axes = curves.comparison_figure(
         {f"run {index}": ([0, 1], [0.1, 0.2]) for index in range(9)}
     ).axes[0]
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 9
