@@ -348,7 +348,6 @@ def _imitate(
         progress.update({"step": step, "loss": stats["loss"]})
         if step % 10 == 0 and world.max([interrupt.requested])[0]:
             break
-    progress.close()
     if metrics is not None:
         metrics.close()
     return step

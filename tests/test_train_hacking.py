@@ -53,6 +53,9 @@ def test_the_true_score_tells_a_hacked_reward_from_an_honest_one(tmp_path: Path)
     assert [each["step"] for each in evaluated] == [0, 5, 10, 15]
     assert all(each["eval_true_score_error"] >= 0 for each in evaluated)
 
+    rewards = [each["reward"] for each in read(tmp_path / "hacked" / "trained.jsonl")]
+    assert sum(rewards) / len(rewards) == pytest.approx(trained["eval_reward"]), "its own rollouts"
+
     held_out = {each["question"] for each in read(tmp_path / "hacked" / "held_out.jsonl")}
     trained_on = {each["question"] for each in read(tmp_path / "hacked" / "trajectories.jsonl")}
     assert not held_out & trained_on

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -14,15 +13,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from flowtrain.utils.terminal import bar, bare
+from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
 
 _BAR_FORMAT = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
-_STANDS_S = 5.0
-"""Time that the line of a step stands on a terminal at least before it is one to keep."""
-_LOGGED_S = 10.0
-"""Least time between two lines of a log file."""
+_EVERY_S = 5.0
+"""Least time between two lines about steps."""
 
 
 class ProgressLine:
@@ -39,7 +36,10 @@ class ProgressLine:
         self._started_s = time.monotonic()
         self._printed_tenths = -1
         is_bar = enabled and sys.stderr.isatty()
-        self._bar: Any = _make_bar(total_steps, start_step) if is_bar else None
+        self._bar: Any = None
+        if is_bar:
+            form = {"bar_format": _BAR_FORMAT, "dynamic_ncols": True}
+            self._bar = bar(total=total_steps, initial=start_step, **form)
 
     def show(self, step: int, text: str) -> None:
         """The state after `step` steps."""
@@ -82,20 +82,15 @@ class ProgressLine:
 
 
 class Progress:
-    """The line of a training step: step of steps, reward, length, seconds by stage, time left.
-
-    On a terminal it is as wide as that and written over by the next one, unless it has stood for
-    `_STANDS_S`, so that steps of seconds leave a line each and faster ones no wall of text. A log
-    file gets a line at most every `_LOGGED_S`, and the first and the last one.
+    """Prints a line about a training step: step of steps, reward, length, seconds by stage, time
+    left. There is one at most every `_EVERY_S`, and for the first and the last step.
     """
 
     def __init__(self, total_steps: int, start_step: int, enabled: bool) -> None:
         """`start_step` steps are done already; `enabled` is true on one rank only."""
         self._total_steps, self._start_step, self._enabled = total_steps, start_step, enabled
-        self._is_terminal = enabled and sys.stderr.isatty()
         self._started_s = time.monotonic()
-        self._kept_s = float("-inf")
-        self._open_width = 0
+        self._printed_s = float("-inf")
         self._latest: dict[str, float] = {}
 
     def remember(self, metrics: Mapping[str, float | int]) -> None:
@@ -105,76 +100,42 @@ class Progress:
     def update(self, metrics: Mapping[str, float | int]) -> None:
         """Shows the state after step `metrics["step"]`."""
         self.remember(metrics)
-        if not self._enabled:
-            return
         step, now = int(metrics["step"]), time.monotonic()
-        patience_s = _STANDS_S if self._is_terminal else _LOGGED_S
-        is_kept = now - self._kept_s >= patience_s or step >= self._total_steps
-        if is_kept:
-            self._kept_s = now
-        parts = [*self._parts(metrics), f"ETA {self._eta(step)}"]
-        head = f"step {step}/{self._total_steps}"
-        if self._is_terminal:
-            self._write_over(_fitted(head, parts, shutil.get_terminal_size().columns - 1), is_kept)
-        elif is_kept:
-            print(" · ".join([head, *filter(None, parts)]), file=sys.stderr, flush=True)
+        if now - self._printed_s < _EVERY_S and step < self._total_steps:
+            return
+        self._printed_s = now
+        self.note(" · ".join(filter(None, self._parts(step, metrics))))
 
     def note(self, text: str) -> None:
-        """Prints a line of text of its own."""
+        """Prints a line of text."""
         if self._enabled:
-            self.close()
             print(text, file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Leaves the line as it stands; a second call does nothing."""
-        if self._open_width:
-            self._open_width = 0
-            print(file=sys.stderr, flush=True)
-
-    def _write_over(self, line: str, is_kept: bool) -> None:
-        blank = " " * max(self._open_width - len(line), 0)
-        self._open_width = 0 if is_kept else len(line)
-        stream = bare(sys.stderr)  # which lets a carriage return of our own through
-        stream.write(f"\r{printable(line, keep='')}{blank}{chr(10) if is_kept else ''}")
-        stream.flush()
-
-    def _parts(self, metrics: Mapping[str, float | int]) -> list[str]:
-        """Return what the line says between step and time left, the most important first."""
-        latest = self._latest
-        parts = [
-            form.format(latest[key])
-            for key, form in (
-                ("reward_mean", "reward {:.3f}"),
-                ("loss", "loss {:.3g}"),
-                ("eval_reward", "held-out {:.3f}"),
-                ("response_len_mean", "{:.0f} tokens"),
-            )
-            if key in latest and not (key == "loss" and "reward_mean" in latest)
+    def _parts(self, step: int, metrics: Mapping[str, float | int]) -> list[str]:
+        forms = {
+            "reward_mean": "reward {:.3f}",
+            "loss": "loss {:.3g}",
+            "eval_reward": "held-out {:.3f}",
+            "response_len_mean": "{:.0f} tokens",
+        }
+        shown = [
+            form.format(self._latest[key])
+            for key, form in forms.items()
+            if key in self._latest and not (key == "loss" and "reward_mean" in self._latest)
         ]
         stages = [
             f"{stage} {_short(float(metrics[f'{stage}_s']))}"
             for stage in ("collect", "train", "publish", "eval")
             if _is_number(metrics.get(f"{stage}_s")) and metrics[f"{stage}_s"]
         ]
-        return [*parts, ", ".join(stages)]
+        return [f"step {step}/{self._total_steps}", *shown, ", ".join(stages), self._eta(step)]
 
     def _eta(self, step: int) -> str:
         done = step - self._start_step
         if done <= 0:
-            return "unknown"
-        return _short((time.monotonic() - self._started_s) / done * (self._total_steps - step))
-
-
-def _fitted(head: str, parts: list[str], width: int) -> str:
-    """Return a line of at most `width` characters: the time left stays, then goes what stands last
-    before it.
-    """
-    *middle, eta = parts
-    while True:
-        line = " · ".join([head, *filter(None, middle), eta])
-        if len(line) <= width or not middle:
-            return line[: max(width, 0)]
-        middle.pop()
+            return "ETA unknown"
+        seconds = (time.monotonic() - self._started_s) / done * (self._total_steps - step)
+        return f"ETA {_short(seconds)}"
 
 
 def _short(seconds: float) -> str:
@@ -185,15 +146,6 @@ def _short(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _make_bar(total_steps: int, start_step: int) -> Any:
-    return bar(
-        total=total_steps,
-        initial=start_step,
-        bar_format=_BAR_FORMAT,
-        dynamic_ncols=True,
-    )
 
 
 def _is_number(value: Any) -> bool:

@@ -9,6 +9,7 @@ runs/texts/
   replay/            what steps were trained from, with log.replay
   profile/           trace.json.gz and operators.txt, with run.profile
   metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
+  trained.jsonl      the held-out rollouts behind "trained" in summary.json
   worst_tokens.jsonl where trainer and sampler disagree most
 """
 

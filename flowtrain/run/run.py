@@ -5,7 +5,6 @@ need several of them. The parts never change once the run is open; what a verb m
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -95,11 +94,11 @@ class Run(Learner):
         return self.agent.with_hints(self.algorithm.hints(step))
 
     def waiting_for_rollouts(self, step: int) -> AbstractContextManager[Callable[[], None]]:
-        """Tell a person how many rollouts of a step this rank has made, where that takes long; in a
-        log file of the first step alone. Not collective.
+        """Tell a person how many rollouts of the first step this rank has made, where that takes
+        long. Not collective.
         """
         samplers, rollout = self.placement.samplers, self.config.rollout
-        is_shown = samplers.rank == 0 and (sys.stderr.isatty() or step == self.start_step + 1)
+        is_shown = samplers.rank == 0 and step == self.start_step + 1
         total = rollout.num_questions // samplers.size * self.algorithm.num_roots
         return waiting(f"rollouts of step {step}", is_shown, total=total)
 
@@ -183,7 +182,10 @@ class Run(Learner):
             self.pool.wait_until_asked()  # or nodes would hear that there is nothing left to do
             self.batch_source.report_progress(last_step, last_step, is_done=True)
             self._log_evaluations(self.pool.wait())
-        trained, _ = self._compare(last_step) if self.config.eval.at_ends else ({}, ())
+        trained: dict[str, Any] = {}
+        if self.config.eval.at_ends:
+            trained, trajectories = self._compare(last_step)
+            self.logger.log_trained(trajectories)
         tokens = None
         if self.batch_source is not None and self.placement.world.is_main:
             tokens = self.batch_source.token_account()

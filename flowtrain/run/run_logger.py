@@ -66,7 +66,6 @@ class RunLogger:
         last_step = start_step or -1  # from the start also means: without the line of step 0
         is_main = self._placement.world.is_main
         self.progress = report.Progress(config.train.num_steps, start_step, is_main)
-        cleanup.callback(self.progress.close)
         self._replay = ReplayLog(self._run_dir, config, self._placement, start_step)
         self._metrics = None
         if is_main:
@@ -183,10 +182,20 @@ class RunLogger:
             self._metrics.log(metrics)
 
     def log_held_out(self, version: int, trajectories: Sequence[Trajectory]) -> None:
-        """Write this rank's rollouts of the main held-out split, as groups of one."""
+        """Write this rank's rollouts of the main held-out split."""
+        self._held_out.log(version, version, self._groups_of_one(trajectories))
+
+    def log_trained(self, trajectories: Sequence[Trajectory]) -> None:
+        """Write this rank's rollouts of the main held-out split that the trained policy is compared
+        by; those of the same step in the other log are of another draw.
+        """
+        samplers, step = self._placement.samplers, self._config.train.num_steps
+        log = report.TrajectoryLog(self._run_dir.path, samplers.rank, -1, "trained", samplers.size)
+        log.log(step, step, self._groups_of_one(trajectories))
+
+    def _groups_of_one(self, trajectories: Sequence[Trajectory]) -> list[Group]:
         rank, size = self._placement.samplers.rank, self._placement.samplers.size
-        groups = [Group(rank + n * size, (each,)) for n, each in enumerate(trajectories)]
-        self._held_out.log(version, version, groups)
+        return [Group(rank + n * size, (each,)) for n, each in enumerate(trajectories)]
 
     def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
         """Compute the speed of a step; nothing on ranks that do not train.
@@ -221,7 +230,6 @@ class RunLogger:
         """
         from flowtrain.report.curves import plot_curves  # which is slow to load
 
-        self.progress.close()
         (peak_bytes,) = self._placement.world.max([self._memory.num_bytes()])
         if not self._placement.world.is_main:
             return
