@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from bench.delta_weights import U16, Step
 from bench.model_folder import ModelFolder
-from flowtrain.report import ProgressLine
+from flowtrain.metrics import ProgressLine
 from flowtrain.training.model import ShardSpec, named_weights, shard
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows

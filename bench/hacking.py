@@ -1,4 +1,4 @@
-"""Show a hacked reward beside the true score.  python -m bench.hacking --dir runs/hacking [--json F]
+"""Show a hacked reward beside the truth.  python -m bench.hacking --dir runs/hacking [--json F]
 
 A tiny planner is warmed up until it is mostly right, and then trained twice: by a reward that likes
 long rollouts (examples/reward_hacking/likes_length.py), and by exact match. Both runs are scored by

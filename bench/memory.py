@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from bench import model_folder
 from bench.measure import extra_bytes, print_table, write_json
 from flowtrain.config import Config, Lora
-from flowtrain.report import ProgressLine
+from flowtrain.metrics import ProgressLine
 from flowtrain.run.memory_plan import head, plan_memory
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak

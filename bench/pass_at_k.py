@@ -10,7 +10,7 @@ from statistics import fmean
 
 from bench.sampling import open_agent
 from flowtrain.agents.collect import collect
-from flowtrain.report import atomic_write_text
+from flowtrain.metrics import atomic_write_text
 from flowtrain.rewards import score
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint

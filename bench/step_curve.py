@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.step_batches import agentflow
 from bench.step_paths import Work, measure, work
-from flowtrain.report import ProgressLine
+from flowtrain.metrics import ProgressLine
 from flowtrain.training.world import World
 
 GOALS = (10, 40)

@@ -19,7 +19,7 @@ One step, top to bottom, is the system:
     evaluate    run/evaluation.py          reward on held-out questions
     log         run/run_logger.py          metrics, rollouts, progress
     checkpoint  training/checkpoint.py     what a run resumes from
-    watch       run/learning_signal.py     a warning where there is nothing to learn from, or
+    watch       metrics/learning_signal.py     a warning where there is nothing to learn from, or
                                            trainer and sampler disagree
 
 With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while this trains:
@@ -35,10 +35,10 @@ from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
+from flowtrain.metrics.mismatch import MismatchGate
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
 from flowtrain.run.learner import Learner
-from flowtrain.run.mismatch import MismatchGate
 from flowtrain.run.records import Prepared, Rollouts
 from flowtrain.run.run import Run, open_run
 from flowtrain.training.token_scores import attach_logprobs

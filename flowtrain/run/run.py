@@ -12,25 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.tool_states import Snapshots
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
+from flowtrain.metrics import RunDir, atomic_write_text
+from flowtrain.metrics.learning_signal import LearningSignal
+from flowtrain.metrics.profiler import profiled
 from flowtrain.rewards import Judge
 from flowtrain.run.banner import train_banner
 from flowtrain.run.batch_source import BatchSource, open_batch_source
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.evaluation import Evaluator, Found, Measured, held_out_name, load_benchmarks
 from flowtrain.run.learner import Learner
-from flowtrain.run.learning_signal import LearningSignal
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.pool_evaluations import PoolEvaluations
-from flowtrain.run.profiler import profiled
 from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.step_counts import Counted
@@ -69,7 +69,7 @@ class Run(Learner):
     pool: PoolEvaluations | None
     """What nodes are asked with `dataflow.url`; None where this run asks by itself."""
     logger: RunLogger
-    run_dir: report.RunDir
+    run_dir: RunDir
     memory_plan: MemoryPlan
     start_step: int
     """The step of the checkpoint that the run resumes; 0: it begins."""
@@ -205,7 +205,7 @@ class Run(Learner):
         if not self.start_step:
             self.logger.log_held_out(0, trajectories)
         if self.placement.world.is_main:
-            report.atomic_write_text(path, json.dumps(warm))
+            atomic_write_text(path, json.dumps(warm))
             if not self.start_step:
                 seconds = time.monotonic() - started
                 measured = self.evaluator.logged(warm)
@@ -276,7 +276,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     run_dir = components.open_run_dir({"memory_plan": memory_plan.parts})
     if world.is_main:  # turns the ids in the logs into words
         tokenizer = components.policies["planner"].tokenizer
-        report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
+        atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
     policy_trainer = None
     if placement.trainers.is_member:
         policy_trainer = PolicyTrainer.make(components, placement.trainers, store)
@@ -341,7 +341,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
 
 
 def _resume(
-    config: Config, run_dir: report.RunDir, policy_trainer: PolicyTrainer | None, world: World
+    config: Config, run_dir: RunDir, policy_trainer: PolicyTrainer | None, world: World
 ) -> dict[str, Any]:
     """Load the newest checkpoint, if the run is to be resumed; return the state of the loop."""
 

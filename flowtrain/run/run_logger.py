@@ -10,11 +10,18 @@ from typing import Any
 
 import torch
 
-from flowtrain import report
 from flowtrain.config import Config
-from flowtrain.report.jsonl import append_lines, cut_lines
-from flowtrain.report.loggers import open_loggers, rollout_texts
-from flowtrain.report.panels import read_series, total_seconds, total_tokens
+from flowtrain.metrics import (
+    MetricsLog,
+    Progress,
+    RunDir,
+    TrajectoryLog,
+    comparison_table,
+    write_summary,
+)
+from flowtrain.metrics.jsonl import append_lines, cut_lines
+from flowtrain.metrics.loggers import open_loggers, rollout_texts
+from flowtrain.metrics.panels import read_series, total_seconds, total_tokens
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Measured
@@ -37,7 +44,7 @@ class RunLogger:
         self,
         components: RunComponents,
         placement: Placement,
-        run_dir: report.RunDir,
+        run_dir: RunDir,
         *,
         judge: Judge | None,
         memory: MemoryPeak,
@@ -65,12 +72,12 @@ class RunLogger:
         config, path, samplers = self._config, self._run_dir.path, self._placement.samplers
         last_step = start_step or -1  # from the start also means: without the line of step 0
         is_main = self._placement.world.is_main
-        self.progress = report.Progress(config.train.num_steps, start_step, is_main)
+        self.progress = Progress(config.train.num_steps, start_step, is_main)
         self._replay = ReplayLog(self._run_dir, config, self._placement, start_step)
         self._metrics = None
         if is_main:
             cut_lines(self._run_dir.worst_tokens, last_step)
-            self._metrics = report.MetricsLog(
+            self._metrics = MetricsLog(
                 path,
                 last_step,
                 config.log.tensorboard,
@@ -81,7 +88,7 @@ class RunLogger:
         self.evaluated = int(self._placement.world.max([own])[0])
         """Newest step whose evaluation is in the log; those of earlier steps are, too."""
         self._trajectories, self._held_out = (
-            report.TrajectoryLog(path, samplers.rank, step, name, samplers.size)
+            TrajectoryLog(path, samplers.rank, step, name, samplers.size)
             for name, step in (("trajectories", last_step), ("held_out", self.evaluated))
         )
 
@@ -190,7 +197,7 @@ class RunLogger:
         by; those of the same step in the other log are of another draw.
         """
         samplers, step = self._placement.samplers, self._config.train.num_steps
-        log = report.TrajectoryLog(self._run_dir.path, samplers.rank, -1, "trained", samplers.size)
+        log = TrajectoryLog(self._run_dir.path, samplers.rank, -1, "trained", samplers.size)
         log.log(step, step, self._groups_of_one(trajectories))
 
     def _groups_of_one(self, trajectories: Sequence[Trajectory]) -> list[Group]:
@@ -228,7 +235,7 @@ class RunLogger:
             signal: steps that had nothing to learn from; empty where all had.
             tokens: where all tokens went, as the dataflow knows it; None: as the log does.
         """
-        from flowtrain.report.curves import plot_curves  # which is slow to load
+        from flowtrain.metrics.curves import plot_curves  # which is slow to load
 
         (peak_bytes,) = self._placement.world.max([self._memory.num_bytes()])
         if not self._placement.world.is_main:
@@ -244,10 +251,10 @@ class RunLogger:
             "planned_memory_gb": plan.num_bytes / 1e9,
             "peak_memory_gb": peak_bytes / 1e9,
         }
-        report.write_summary(path / "summary.json", summary)
+        write_summary(path / "summary.json", summary)
         plot_curves(path)
         if trained:
-            print(report.comparison_table(warm, trained))
+            print(comparison_table(warm, trained))
         if idle_steps := signal.get("idle_steps"):
             cause = printable(signal["last_cause"])
             print(f"{len(idle_steps)} steps had no signal; the last: {cause}")

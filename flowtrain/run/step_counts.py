@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flowtrain.config import Config
-from flowtrain.run.learning_signal import count_signal
-from flowtrain.run.mismatch import Mismatch, compare, merge
-from flowtrain.run.part_stats import count_parts, part_metrics
+from flowtrain.metrics.learning_signal import count_signal
+from flowtrain.metrics.mismatch import Mismatch, compare, merge
+from flowtrain.metrics.parts import count_parts, part_metrics
+from flowtrain.metrics.rollouts import Outcome, RolloutStats, count_rollouts
+from flowtrain.metrics.sums import Tally
+from flowtrain.metrics.tokens import account, count_tokens
 from flowtrain.run.records import Prepared, Rollouts, Trained
-from flowtrain.run.rollout_stats import Outcome, RolloutStats, count_rollouts
-from flowtrain.run.sums import Tally
-from flowtrain.run.token_accounts import account, count_tokens
 from flowtrain.training.world import World
 from flowtrain.types import TokenAccount
 

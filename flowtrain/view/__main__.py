@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowtrain.report.run_dir import atomic_write_text
+from flowtrain.metrics.run_dir import atomic_write_text
 from flowtrain.types import UserError
 from flowtrain.utils.commands import number
 from flowtrain.utils.terminal import protect_output

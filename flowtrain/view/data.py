@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from flowtrain.report.jsonl import json_value
-from flowtrain.report.panels import (
+from flowtrain.metrics.jsonl import json_value
+from flowtrain.metrics.panels import (
     PANELS,
     STAGES,
     Series,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowtrain.report.tables import comparison_rows
+from flowtrain.metrics.tables import comparison_rows
 from flowtrain.types import UserError
 
 _MARKS = ("manifest.json", "metrics.jsonl", "trajectories.jsonl")

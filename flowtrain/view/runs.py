@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowtrain.report.jsonl import json_value
-from flowtrain.report.panels import STAGES, Series, read_series, total_seconds
-from flowtrain.report.pins import flat
+from flowtrain.metrics.jsonl import json_value
+from flowtrain.metrics.panels import STAGES, Series, read_series, total_seconds
+from flowtrain.metrics.pins import flat
 from flowtrain.types import UserError
 from flowtrain.utils.lock import Lock
 from flowtrain.view.log import spread

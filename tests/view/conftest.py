@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from flowtrain.report import MetricsLog, RunDir, TrajectoryLog, atomic_write_text
+from flowtrain.metrics import MetricsLog, RunDir, TrajectoryLog, atomic_write_text
 from flowtrain.types import (
     Action,
     BranchPoint,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import TrajectoryLog
+from flowtrain.metrics import TrajectoryLog
 from flowtrain.view.page import build_page
 from tests.view.browser import Browser, needs_chromium
 

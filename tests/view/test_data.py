@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import MetricsLog, TrajectoryLog
+from flowtrain.metrics import MetricsLog, TrajectoryLog
 from flowtrain.types import Action, FinishReason, Group, ToolCall, ToolResult
 from flowtrain.view.data import Run
 from flowtrain.view.rollouts import LONGEST_TEXT

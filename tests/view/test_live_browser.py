@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import MetricsLog, TrajectoryLog
+from flowtrain.metrics import MetricsLog, TrajectoryLog
 from flowtrain.view import server as module
 from flowtrain.view.server import Server
 from tests.view.browser import Browser, needs_chromium

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import MetricsLog
+from flowtrain.metrics import MetricsLog
 from flowtrain.utils.lock import Lock
 from flowtrain.view.__main__ import main
 from flowtrain.view.runs import RunTable, differences, find_runs, run_state

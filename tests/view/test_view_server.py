@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import MetricsLog
+from flowtrain.metrics import MetricsLog
 from flowtrain.view import server as module
 from flowtrain.view.__main__ import main
 from flowtrain.view.server import Pages, Server

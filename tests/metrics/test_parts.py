@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain.run.part_stats import count_rewards, part_metrics
-from flowtrain.run.sums import Tally
+from flowtrain.metrics.parts import count_rewards, part_metrics
+from flowtrain.metrics.sums import Tally
 from flowtrain.types import Task, Trajectory
 
 NONE = {f"reward_failures/{reason}": 0.0 for reason in ("exception", "timeout", "value")}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.run.mismatch import NUM_WORST, Mismatch, compare, merge
+from flowtrain.metrics.mismatch import NUM_WORST, Mismatch, compare, merge
 from flowtrain.types import (
     Call,
     FinishReason,

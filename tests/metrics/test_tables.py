@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import comparison_table, markdown, write_summary
+from flowtrain.metrics import comparison_table, markdown, write_summary
 from flowtrain.types import UserError
 
 WARM: dict[str, Any] = {

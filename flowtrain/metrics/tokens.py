@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from flowtrain.run.sums import Tally
+from flowtrain.metrics.sums import Tally
 from flowtrain.training.tree import PackedRow
 from flowtrain.types import FilterReason, Group, PolicyName, TokenAccount, TrainBatch, account_of
 from flowtrain.types.token_account import (

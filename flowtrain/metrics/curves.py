@@ -1,7 +1,7 @@
 """Draw the curves of a run as a picture; of several runs, their held-out rewards side by side.
 
-python -m flowtrain.report.curves runs/texts
-python -m flowtrain.report.curves runs/texts runs/shuffled_rewards --out control.png
+python -m flowtrain.metrics.curves runs/texts
+python -m flowtrain.metrics.curves runs/texts runs/shuffled_rewards --out control.png
 
 Import it only where a picture is drawn, because matplotlib is slow to load. Figures are made
 without pyplot, so nothing global remains open and the Agg canvas needs no display.
@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from flowtrain.report.panels import PANELS, Curve, Panel, Series, read_series
-from flowtrain.report.run_dir import atomic_write_bytes
+from flowtrain.metrics.panels import PANELS, Curve, Panel, Series, read_series
+from flowtrain.metrics.run_dir import atomic_write_bytes
 from flowtrain.types import UserError
 from flowtrain.utils.terminal import protect_output
 
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     protect_output()
     parser = argparse.ArgumentParser(
-        prog="python -m flowtrain.report.curves",
+        prog="python -m flowtrain.metrics.curves",
         description="Draw the curves of a training run as a PNG.",
     )
     parser.add_argument(

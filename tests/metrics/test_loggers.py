@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.report import MetricsLog
-from flowtrain.report.loggers import (
+from flowtrain.metrics import MetricsLog
+from flowtrain.metrics.loggers import (
     Background,
     RolloutText,
     TensorBoard,
@@ -242,7 +242,7 @@ def test_a_logger_that_is_slow_keeps_no_step_waiting(caplog: pytest.LogCaptureFi
 
 
 def test_a_logger_is_closed_though_it_has_much_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowtrain.report.loggers._END_S", 10.0)
+    monkeypatch.setattr("flowtrain.metrics.loggers._END_S", 10.0)
     gate = threading.Event()
 
     class Slow(Kept):

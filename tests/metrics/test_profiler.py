@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from flowtrain.metrics.profiler import profiled
 from flowtrain.run import run as runs
-from flowtrain.run.profiler import profiled
 from flowtrain.run.run import Run
 from flowtrain.utils.step_timer import StepTimer
 

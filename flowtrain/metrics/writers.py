@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flowtrain.report.jsonl import append_lines, cut_lines, json_value, read_lines
-from flowtrain.report.loggers import Logger, RolloutText, TensorBoard
+from flowtrain.metrics.jsonl import append_lines, cut_lines, json_value, read_lines
+from flowtrain.metrics.loggers import Logger, RolloutText, TensorBoard
 from flowtrain.types import Call, Group, ToolCall, ToolResult, Trajectory, Turn
 from flowtrain.utils.prefixes import num_shared
 

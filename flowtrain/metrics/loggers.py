@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flowtrain.config import Config
-from flowtrain.report.run_dir import atomic_write_text
+from flowtrain.metrics.run_dir import atomic_write_text
 from flowtrain.types import Group, Trajectory, UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import foreign, one_line
@@ -28,7 +28,7 @@ from flowtrain.utils.json_lines import say
 from flowtrain.utils.text import printable
 
 GROUP = "flowtrain.loggers"
-BUILT_IN = plugins.built_in(GROUP, "flowtrain.report", {"trackio": "loggers:trackio"})
+BUILT_IN = plugins.built_in(GROUP, "flowtrain.metrics", {"trackio": "loggers:trackio"})
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 1000
 _END_S = 30.0

@@ -12,8 +12,8 @@ from flowtrain.agents.lenient import RULES
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.verdicts import read_verdict
 from flowtrain.config import Config
+from flowtrain.metrics.sums import Tally
 from flowtrain.rewards.functions import FAILURES, failure_of
-from flowtrain.run.sums import Tally
 from flowtrain.types import Trajectory, Turn, Verdict
 
 _RESCUED = "rescued_share/"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowtrain.report import trajectory_record
-from flowtrain.run.rollout_stats import Outcome, RolloutStats
+from flowtrain.metrics import trajectory_record
+from flowtrain.metrics.rollouts import Outcome, RolloutStats
 from flowtrain.types import (
     Action,
     Call,

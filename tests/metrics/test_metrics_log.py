@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.report import MetricsLog, TrajectoryLog, trajectory_record
-from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.metrics import MetricsLog, TrajectoryLog, trajectory_record
+from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
 from flowtrain.types import (
     Call,
     FinishReason,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from flowtrain.report.jsonl import read_lines
+from flowtrain.metrics.jsonl import read_lines
 from flowtrain.types import TokenAccount, UserError, account_of
 
 Series = tuple[list[int], list[float]]

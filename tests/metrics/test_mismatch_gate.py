@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.run.mismatch import Mismatch, MismatchGate, expected_mismatch
+from flowtrain.metrics.mismatch import Mismatch, MismatchGate, expected_mismatch
 from flowtrain.types import UserError
 
 LIMIT = 0.01

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.run.part_stats import count_verdicts, part_metrics
-from flowtrain.run.sums import Tally
+from flowtrain.metrics.parts import count_verdicts, part_metrics
+from flowtrain.metrics.sums import Tally
 from flowtrain.types import (
     Action,
     BranchPoint,

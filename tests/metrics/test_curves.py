@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from matplotlib import image, pyplot
 
-from flowtrain.report import curves
-from flowtrain.report.curves import main, plot_comparison, plot_curves, plot_turns
-from flowtrain.report.panels import read_series
+from flowtrain.metrics import curves
+from flowtrain.metrics.curves import main, plot_comparison, plot_curves, plot_turns
+from flowtrain.metrics.panels import read_series
 from flowtrain.types import UserError
 
 
@@ -257,7 +257,7 @@ def test_command_line_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_command_line_help_is_clean() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "flowtrain.report.curves", "--help"],
+        [sys.executable, "-m", "flowtrain.metrics.curves", "--help"],
         capture_output=True,
         text=True,
         check=True,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.run.sums import Tally
+from flowtrain.metrics.sums import Tally
 from flowtrain.types import Group, TrainBatch, Trajectory, UserError
 
 _log = logging.getLogger(__name__)

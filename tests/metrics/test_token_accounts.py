@@ -13,8 +13,8 @@ from flowtrain.algorithms import filter_samples
 from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import NoEngine
-from flowtrain.run.sums import Tally
-from flowtrain.run.token_accounts import account, count_tokens
+from flowtrain.metrics.sums import Tally
+from flowtrain.metrics.tokens import account, count_tokens
 from flowtrain.training.tree import pack
 from flowtrain.types import (
     BranchPoint,

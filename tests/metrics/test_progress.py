@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from flowtrain.report import Progress, ProgressLine, progress
+from flowtrain.metrics import Progress, ProgressLine, progress
 
 METRICS = {
     "reward_mean": 0.5,
