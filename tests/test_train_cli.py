@@ -551,7 +551,7 @@ def full(*_, **__):
 @pytest.mark.parametrize(
     ("module", "owner", "name", "what"),
     [
-        ("training", "checkpoint", "_save", "checkpoints"),
+        ("training", "checkpoint", "HuggingFaceStorageWriter.write_data", "checkpoints"),
         ("weights.store", "WeightStore", "collect_garbage", "weights"),
         ("weights.store", "WeightStore", "rollback", "weights"),
     ],

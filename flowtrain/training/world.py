@@ -143,7 +143,7 @@ class World:
         padded = bytearray(len(data).to_bytes(8, "little") + data + bytes(longest - len(data)))
         own = torch.frombuffer(padded, dtype=torch.uint8)
         gathered = torch.empty(self.size, len(own), dtype=torch.uint8)
-        dist.all_gather_into_tensor(gathered.flatten(), own, group=self.control)
+        dist.all_gather(list(gathered), own, group=self.control)
         rows = [row.numpy().tobytes() for row in gathered]
         return [row[8 : 8 + int.from_bytes(row[:8], "little")] for row in rows]
 
