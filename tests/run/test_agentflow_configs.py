@@ -36,7 +36,7 @@ CHANGED = {
     "agentflow-7b-split": {"rollout.num_engine_ranks", "vllm.gpu_memory_utilization"},
     "agentflow-7b-released": {
         *("agent.prompt_order", "tasks.path", "tasks.mixture", "algorithm.mode"),
-        *("algorithm.clip_high", "algorithm.dual_clip"),
+        *("algorithm.clip_high", "algorithm.dual_clip", "algorithm.kl"),
         *("train.num_minibatches", "train.minibatch_size", "train.beta2"),
         *("rollout.top_p", "rollout.frequency_penalty", "train.rescore"),
     },
