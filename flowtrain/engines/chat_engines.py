@@ -50,6 +50,14 @@ class ChatEngines:
             for key, value in chat.meter.metrics().items()
         }
 
+    def sleep(self) -> None:
+        """Let the models that vLLM runs here give up memory until the next request; the policy's
+        engine belongs to the caller of `bind`.
+        """
+        for name, chat in self.started.items():
+            if name != POLICY and isinstance(chat, TokenChat) and chat.engine is not None:
+                chat.engine.sleep()
+
     def close(self) -> None:
         """Close all engines but the policy's, which belongs to the caller of `bind`."""
         for name, chat in self.started.items():

@@ -232,14 +232,13 @@ def _slots(adapters: AdapterSpec, number: int) -> dict[str, Any]:
 
 
 def sampling_args(sampling: Sampling, stop_ids: frozenset[int], num_vocab: int) -> dict[str, Any]:
-    """Return the arguments that vLLM samples a request with."""
+    """Return the arguments that vLLM samples a request with, but for its seed."""
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "frequency_penalty": sampling.frequency_penalty,
-        "seed": sampling.seed,
         # Those of the sampled token alone, or of all tokens that could be sampled: more than top_k,
         # because vLLM keeps tokens that tie with the last.
         "logprobs": min(2 * sampling.top_k + 8, num_vocab) if sampling.is_truncated else 0,

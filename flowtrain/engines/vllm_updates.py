@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from flowtrain.engines.vllm_process import VllmModel
 from flowtrain.utils.errors import user_error
 from flowtrain.weights.adapters import AdapterSpec
 from flowtrain.weights.manifest import StoreError
@@ -158,6 +159,36 @@ class AdapterUpdates:
             method, kwargs={"number": self.number, **arguments}
         )
         return answers
+
+
+@dataclass(slots=True)
+class Weights:
+    """What one policy samples with."""
+
+    updates: Updates | None = None
+    """None: the weights of the model's folder, for good."""
+    label: int | None = None
+    """The version; None before the first load."""
+    salt: str = "0"
+    """Tells the prefixes in vLLM's cache that these weights computed from others."""
+    adapter: Any = None
+    """vLLM's request for the policy's LoRA slot; None: the model without an adapter."""
+    labels: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """(version, first token) of each span, by the name of a request under way."""
+    bare: set[str] = field(default_factory=set)
+    """Names of those that began before the first adapter, and go on without one."""
+
+
+def policies(llm: Any, model: VllmModel) -> dict[str, Weights]:
+    """Return the weights of every policy that this vLLM samples for."""
+    if model.adapters is None:
+        sparse = SparseUpdates(llm, model.store, model.verify_every) if model.store else None
+        return {"": Weights(sparse)}
+    found = {}
+    for number, (name, location) in enumerate(model.adapter_stores.items(), 1):
+        updates = AdapterUpdates(llm, number, name, location, model.adapters, model.verify_every)
+        found[name] = Weights(updates if location else None)
+    return found
 
 
 def _accepted(function: Any, **options: Any) -> dict[str, Any]:

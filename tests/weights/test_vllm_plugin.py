@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,9 +196,7 @@ class Engine:
             {"prompt_token_ids": PROMPTS[i % 3], "cache_salt": str(version)} for i in range(number)
         ]
         params = [
-            SamplingParams(
-                **sampling_args(replace(sampling, seed=i), frozenset(), SMALL["vocab_size"])
-            )
+            SamplingParams(**sampling_args(sampling, frozenset(), SMALL["vocab_size"]), seed=i)
             for i in range(number)
         ]
         outputs = [out.outputs[0] for out in self.llm.generate(prompts, params, use_tqdm=False)]
