@@ -85,7 +85,6 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             make_app,
             options.host,
             options.port,
-            per_address=options.connections_per_address,
             has_tokens=token_file is not None,
         )
     return 0

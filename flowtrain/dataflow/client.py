@@ -54,8 +54,8 @@ from flowtrain.dataflow.wire import (
     Problem,
 )
 from flowtrain.utils import serving
+from flowtrain.utils.answers import SLOWEST
 from flowtrain.utils.retries import GaveUp, Transient, retried, retry_after_s
-from flowtrain.utils.serving import SLOWEST
 from flowtrain.utils.threads import Ended, LoopThread
 
 _log = logging.getLogger(__name__)

@@ -111,7 +111,6 @@ def _serve(options: argparse.Namespace, _cache: Path) -> int:
             store,
             options.host,
             options.port,
-            per_address=options.connections_per_address,
             tokens=TokenFile(options.tokens) if options.tokens else None,
             open_metrics=options.open_metrics,
         )
@@ -131,7 +130,6 @@ def _relay(options: argparse.Namespace, _cache: Path) -> int:
             options.host,
             options.port,
             origin_token=os.environ.get(options.origin_token_env, ""),
-            per_address=options.connections_per_address,
             tokens=TokenFile(options.tokens) if options.tokens else None,
             open_metrics=options.open_metrics,
         )

@@ -69,7 +69,6 @@ def serve(
     port: int,
     *,
     origin_token: str,
-    per_address: int,
     tokens: TokenFile | None,
     open_metrics: bool,
 ) -> None:
@@ -87,7 +86,6 @@ def serve(
             app_for,
             host,
             port,
-            per_address=per_address,
             has_tokens=tokens is not None,
         )
     finally:
