@@ -96,11 +96,11 @@ attack: setup
 
 # Tests of packages that others import, and that print, wherever they are: here they are in a folder of their own.
 $(VENV)/optional/.done: $(VENV)/.done
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/optional 'torchao>=0.18' 'bitsandbytes>=0.48'
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/optional 'torchao>=0.18'
 	touch $@
 
 test-optional: $(VENV)/optional/.done
-	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py tests/training/test_lora.py
+	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py
 
 # Loggers with the real wandb, trackio and mlflow, offline, in an environment that sees this one.
 $(VENV)/loggers/.done: $(VENV)/.done

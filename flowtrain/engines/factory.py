@@ -33,7 +33,6 @@ from flowtrain.training.lora import (
     add_adapter,
     fingerprint,
     is_adapter,
-    quantization,
 )
 from flowtrain.training.model_check import load_config
 from flowtrain.types import PolicyName, UserError
@@ -146,8 +145,7 @@ def make_engine(
         return VllmEngine(vllm_model, model.tokenizer, options)
     dtype = getattr(torch, config.model.dtype)
     if store is None or has_adapter:
-        quantised = quantization(config.lora, dtype) if has_adapter else {}
-        network = models.load_model(model.path, dtype, "sdpa", model.key, **quantised)
+        network = models.load_model(model.path, dtype, "sdpa", model.key)
         if has_adapter:
             add_adapter(network, config.lora, model.path, dtype)
     else:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config, Lora, Train
 from flowtrain.training import attention
-from flowtrain.training.lora import add_adapter, frozen_bytes
+from flowtrain.training.lora import add_adapter
 from flowtrain.training.model import is_sharded_by_layer, recompute_layers
 from flowtrain.training.optimizers import KINDS
 from flowtrain.types import UserError
@@ -100,14 +100,14 @@ def plan_memory(
     size = dtype.itemsize
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_frozen = model.num_parameters() - num_trained
+    frozen_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     lora = config.lora if config.lora.rank else None
     kind = KINDS[train.optimizer]
     is_away = train.offload == "all" and on_gpu
     is_sharded = num_ranks > 1 or dtype != torch.float32 or train.offload == "all"
-    is_sharded = is_sharded and config.lora.quantize == "none"
     share = 0 if is_away else num_trained // num_ranks
     own = kind.weight_dtype.itemsize * share
-    frozen = 0 if is_away else frozen_bytes(model) // num_ranks
+    frozen = 0 if is_away else frozen_bytes // num_ranks
     moments = round(kind.moment_bytes * share)
     if train.offload == "optimizer" and on_gpu:  # one parameter at a time
         largest = max(p.numel() for p in model.parameters() if p.requires_grad)

@@ -65,34 +65,26 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFas
 
 
 def load_model(
-    path: str,
-    dtype: torch.dtype,
-    attn: str = attention.NAME,
-    key: str = "model.path",
-    **quantization: Any,
+    path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path"
 ) -> PreTrainedModel:
     """A causal language model on the CPU, with a saved adapter merged into it. `attn` is the
-    attention of packed rows for training, "sdpa" for sampling; `quantization` are arguments of
-    `lora.quantization`. What cannot be trained is refused before weights are read.
+    attention of packed rows for training, "sdpa" for sampling. What cannot be trained is refused
+    before weights are read.
     """
     if lora.is_adapter(path):
-        if quantization:
-            raise UserError(f"{key}={path!r} holds an adapter: lora.quantize needs a whole model")
         base = load_model(lora.base_of(path), torch.float32, attn, key)
         return lora.merge_saved(base, path).to(dtype)
     config = load_config(path, key)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attn, **quantization
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attn
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"{key}={path!r} is no causal language model that transformers can load: "
             f"{_first_line(error)}"
         ) from error
-    model.config.__dict__.pop("quantization_config", None)  # copies of the config are of any model
-    # On a CPU, what of bitsandbytes has run in eval mode has no gradients any more.
-    return model.train() if quantization else model
+    return model
 
 
 def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -176,18 +168,10 @@ class ShardSpec:
 
 
 def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedModel:
-    """FSDP2: master weights sharded over the ranks. One rank in fp32, or with frozen layers of 4
-    bits, stays as it is.
-    """
-    if lora.is_quantised(model) and (world.size > 1 or spec.offload):
-        raise UserError(
-            f"lora.quantize='nf4' trains on one rank without train.offload, not on {world.size}: "
-            "FSDP cannot shard weights of 4 bits"
-        )
+    """FSDP2: master weights sharded over the ranks. One rank in fp32 stays as it is."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():  # those of 4 bits are not
-            dtype = spec.weight_dtype if parameter.requires_grad else spec.dtype
-            parameter.data = parameter.data.to(dtype)
+        dtype = spec.weight_dtype if parameter.requires_grad else spec.dtype
+        parameter.data = parameter.data.to(dtype)
     lm_head.equip(model)
     model.set_attn_implementation(attention.name_of(spec.attention, world.device))
     if spec.exact:
@@ -198,7 +182,7 @@ def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedMo
         compile_layers(model)
     if not spec.offload:
         model.to(world.device)
-        if lora.is_quantised(model) or (world.size == 1 and spec.dtype == torch.float32):
+        if world.size == 1 and spec.dtype == torch.float32:
             return model
     options: dict[str, Any] = {
         "mesh": world.mesh,
