@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <system_error>
-#include <thread>
 
 #include "block.h"
+#include "pool.h"
 #include "xxh3.h"
 
 namespace flowtrain {
@@ -126,29 +125,20 @@ template <class Task>
 void parallel(std::size_t shares, std::size_t count, Task task) {
     if (shares == 1) return task(std::size_t(0), std::size_t(0), count);
     std::vector<std::exception_ptr> errors(shares);
-    std::vector<std::thread> running;
-    running.reserve(shares);
-    for (std::size_t t = 0; t < shares; ++t) {
-        const auto run = [&, t] {
-            try {
-                task(t, count * t / shares, count * (t + 1) / shares);
-            } catch (...) {
-                errors[t] = std::current_exception();
-            }
-        };
+    const auto run = [&](std::size_t t) {
         try {
-            running.emplace_back(run);
-        } catch (const std::system_error&) {
-            run();  // no more threads are available: run the share here
+            task(t, count * t / shares, count * (t + 1) / shares);
+        } catch (...) {
+            errors[t] = std::current_exception();
         }
-    }
-    for (std::thread& thread : running) thread.join();
+    };
+    Pool::of_process().run(shares, run);
     for (const std::exception_ptr& error : errors) {
         if (error) std::rethrow_exception(error);
     }
 }
 
-// A workspace is larger than a megabyte, so each thread keeps its own.
+// A workspace is larger than a megabyte, so each thread of the pool keeps its own.
 Workspace& workspace() {
     thread_local std::unique_ptr<Workspace> mine(new Workspace);
     return *mine;

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -400,3 +402,27 @@ def test_the_gil_is_released(name: str) -> None:
 
 def test_a_call_that_keeps_the_gil_would_be_seen() -> None:
     assert not lets_others_run(lambda: sum(range(1000)))
+
+
+def test_threads_are_started_once(tmp_path: Path) -> None:
+    """And anew in a forked child, which has none of its parent's."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys\n"
+        "import numpy as np\n"
+        "from flowtrain import _delta\n"
+        "words = np.arange(8 << 16, dtype=np.uint16)\n"
+        "def threads():\n"
+        "    _delta.digest(words, num_threads=4)\n"
+        "    return set(os.listdir('/proc/self/task'))\n"
+        "before = set(os.listdir('/proc/self/task'))\n"
+        "first = threads()\n"
+        "assert len(first - before) == 3, first - before\n"
+        "assert all(threads() == first for _ in range(50))\n"
+        "if (child := os.fork()) == 0:\n"
+        "    signal.alarm(20)\n"
+        "    os._exit(0 if len(threads()) == 4 else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
