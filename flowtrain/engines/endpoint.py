@@ -37,7 +37,7 @@ _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
 """Status of a wrong key, model or address."""
 _MOST_TOKENS = 1 << 40
-"""Of a request; an endpoint that claims more, or less than none, is not believed."""
+"""Most tokens of a request; an endpoint that claims more, or less than none, is not believed."""
 
 
 class _Dead(Transient):

@@ -68,7 +68,7 @@ class VllmModel:
     verify_every: int = 0
     """See `WeightReader`."""
     adapters: AdapterSpec | None = None
-    """What the policies of `adapter_stores` have over the weights of `source`; None: this is the
+    """The layers of the policies of `adapter_stores`, over those of `source`; None: this is the
     model of one policy alone."""
     adapter_stores: Mapping[str, str] = field(default_factory=dict)
     """Folder or URL of the store of each policy's adapter; empty: `source` without an adapter."""

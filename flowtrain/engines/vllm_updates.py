@@ -1,4 +1,4 @@
-"""How a version of the weights gets into a running vLLM: as sparse deltas of its weights, or as an
+"""Bring a version of the weights into a running vLLM: as sparse deltas of its weights, or as an
 adapter in a LoRA slot. What can be done while vLLM samples is done before it pauses.
 """
 
@@ -163,7 +163,7 @@ class AdapterUpdates:
 
 @dataclass(slots=True)
 class Weights:
-    """What one policy samples with."""
+    """The weights that one policy samples with."""
 
     updates: Updates | None = None
     """None: the weights of the model's folder, for good."""

@@ -16,7 +16,7 @@ SLOWEST = 16 << 10
 """Bytes per second; what comes or is read slower counts as cut, so that no peer can hold another
 for ever."""
 ACCEPT_ENCODING = "gzip, deflate"
-"""What `read_body` undoes, as a request header."""
+"""The encodings that `read_body` undoes, as a request header."""
 _PLAIN = ("", "identity")
 _COMPRESSED = ("gzip", "x-gzip", "deflate")
 

@@ -39,7 +39,7 @@ _OTHER_FILES = 128
 
 
 class Rank(IntEnum):
-    """How dear a connection is: the lowest rank is closed first, in it the oldest."""
+    """The worth of a connection: the lowest rank is closed first, in it the oldest."""
 
     STRANGER = 0
     """It has not shown a token."""

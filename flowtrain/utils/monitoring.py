@@ -1,4 +1,4 @@
-"""What a long-lived process says about itself: `/health` to supervisors, `/metrics` to Prometheus.
+"""Let a long-lived process tell of itself: `/health` to supervisors, `/metrics` to Prometheus.
 
 Each server has a `Monitor` and a registry of its own, so that two servers of one process do not mix
 theirs. Labels have values from closed lists only: names that others choose would grow without end.

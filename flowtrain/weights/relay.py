@@ -51,7 +51,7 @@ _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})")
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
-    """How a relay keeps what it fetches."""
+    """The room that a relay has for what it fetches."""
 
     cache_bytes: int
     """Most bytes of data files."""

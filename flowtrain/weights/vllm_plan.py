@@ -57,7 +57,7 @@ class LoaderWatch(TorchDispatchMode):
         self.touched: set[int] = set()
         """Memories that the loader writes to, with anything."""
         self.obstacle = ""
-        """Why the tensor is dense; empty when it is not."""
+        """The reason for which the tensor is dense; empty when it is not."""
         self._dtype = stand_in.dtype
         self._source = _memory(stand_in)
         self._memories = memories
