@@ -37,8 +37,8 @@ from bench.measure import print_table, time_in_turn, write_json
 from flowtrain.config import Lora, Vllm
 from flowtrain.engines.factory import ModelSpec
 from flowtrain.engines.protocol import Engine
-from flowtrain.engines.vllm_engine import AdapterEngine, VllmEngine
-from flowtrain.engines.vllm_process import VllmModel, cpu_environment
+from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
+from flowtrain.engines.vllm.process import VllmModel, cpu_environment
 from flowtrain.types import Completion, Sampling
 from flowtrain.weights import Publisher, WeightStore
 from flowtrain.weights.adapters import AdapterSpec

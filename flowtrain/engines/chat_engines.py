@@ -157,7 +157,7 @@ def _start(name: str, config: Config, device: torch.device) -> Endpoint | TokenC
     if options.kind == "openai":
         return Endpoint(name, options)
     from flowtrain.engines.factory import ModelSpec, make_engine
-    from flowtrain.engines.vllm_process import check_installed
+    from flowtrain.engines.vllm.process import check_installed
 
     if options.kind == "vllm":
         check_installed(f"engines.{name}.kind")

@@ -19,8 +19,8 @@ from flowtrain.config import Chat, Config, Lora, Vllm
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.engines.vllm_engine import AdapterEngine, VllmEngine
-from flowtrain.engines.vllm_process import (
+from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
+from flowtrain.engines.vllm.process import (
     INVARIANT,
     VllmModel,
     check_invariant,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowtrain.engines.sampler_entropies import decode, record
+from flowtrain.engines.vllm.sampler_entropies import decode, record
 from flowtrain.types import UserError
 
 LOGITS_BV = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3

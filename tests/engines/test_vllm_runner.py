@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from flowtrain.config import Vllm
-from flowtrain.engines import vllm_engine, vllm_runner
 from flowtrain.engines.protocol import EngineError
-from flowtrain.engines.vllm_engine import AdapterEngine, VllmEngine
-from flowtrain.engines.vllm_process import INVARIANT, VllmModel
+from flowtrain.engines.vllm import engine as vllm_engine
+from flowtrain.engines.vllm import runner as vllm_runner
+from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
+from flowtrain.engines.vllm.process import INVARIANT, VllmModel
 from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
 from flowtrain.weights import StoreError
 from flowtrain.weights.adapters import AdapterSpec

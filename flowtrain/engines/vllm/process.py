@@ -207,8 +207,8 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": "uni"
         if options.tensor_parallel_size == 1
-        else "flowtrain.engines.vllm_executor.Executor",
-        "worker_extension_cls": "flowtrain.engines.vllm_worker.Worker",
+        else "flowtrain.engines.vllm.executor.Executor",
+        "worker_extension_cls": "flowtrain.engines.vllm.worker.Worker",
         "disable_log_stats": True,
         **device,
     }

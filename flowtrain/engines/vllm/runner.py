@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from flowtrain.config import Vllm
 from flowtrain.engines.requests import Decodes, completion, kept_sets, stop_place
-from flowtrain.engines.sampler_entropies import decode
-from flowtrain.engines.vllm_process import (
+from flowtrain.engines.vllm.process import (
     ERROR_FILE,
     INVARIANT,
     VllmModel,
@@ -31,7 +30,8 @@ from flowtrain.engines.vllm_process import (
     sampling_args,
     without_main,
 )
-from flowtrain.engines.vllm_updates import Weights, policies
+from flowtrain.engines.vllm.sampler_entropies import decode
+from flowtrain.engines.vllm.updates import Weights, policies
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError
 from flowtrain.utils.threads import LoopThread
 from flowtrain.weights.manifest import StoreError

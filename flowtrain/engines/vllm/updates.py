@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flowtrain.engines.vllm_process import VllmModel
+from flowtrain.engines.vllm.process import VllmModel
 from flowtrain.utils.errors import user_error
 from flowtrain.weights.adapters import AdapterSpec
 from flowtrain.weights.manifest import StoreError
@@ -47,7 +47,7 @@ class Updates(Protocol):
 
 @dataclass(slots=True)
 class SparseUpdates:
-    """All weights of the model, by the plug-in `weights.vllm_plugin`; it raises what is wrong with
+    """All weights of the model, by the plug-in `plugin`; it raises what is wrong with
     a version in `apply`, and then the weights are as before.
     """
 
@@ -101,7 +101,7 @@ class SparseUpdates:
 
 @dataclass(slots=True)
 class AdapterUpdates:
-    """The adapter of one policy, by `weights.vllm_adapters`; it raises what is wrong with a version
+    """The adapter of one policy, by `adapters`; it raises what is wrong with a version
     in `stage`.
     """
 

@@ -20,8 +20,8 @@ from typing import TypeVar
 from flowtrain.config import Vllm
 from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.requests import Decodes, check_request, completion
-from flowtrain.engines.vllm_process import VllmModel, check_installed
-from flowtrain.engines.vllm_runner import AsyncLLMRunner, EngineDied
+from flowtrain.engines.vllm.process import VllmModel, check_installed
+from flowtrain.engines.vllm.runner import AsyncLLMRunner, EngineDied
 from flowtrain.types import Completion, FinishReason, Sample, Sampling
 from flowtrain.utils.errors import on_failure
 from flowtrain.utils.threads import Ended, background, within
