@@ -40,9 +40,9 @@ from flowtrain.agents.gateway.server import new_key
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.session import Session
 from flowtrain.config import Config
+from flowtrain.net import serving
 from flowtrain.training.model import new_tokenizer
 from flowtrain.types import Completion, FinishReason, Sampling, Task, VersionSpan
-from flowtrain.utils import serving
 
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "

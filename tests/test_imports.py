@@ -233,7 +233,7 @@ ALLOWED = {
 ORDER = (
     ("types",),
     ("utils",),
-    ("config",),
+    ("net", "config"),
     ("weights",),
     ("training",),
     ("engines",),

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
 from flowtrain.dataflow.wire import METHODS, PREFIX
+from flowtrain.net.credentials import Access
+from flowtrain.net.monitoring import OTHER, Cached, Monitor, counter, gauge
 from flowtrain.types import UserError, account_of
-from flowtrain.utils.monitoring import OTHER, Cached, Monitor, counter, gauge
-from flowtrain.utils.tokens import Access
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

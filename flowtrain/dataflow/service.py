@@ -36,10 +36,10 @@ from flowtrain.dataflow.wire import (
     RUN_HEADER,
     Problem,
 )
+from flowtrain.net import serving
+from flowtrain.net.credentials import Access, Caller, Role, TokenFile
+from flowtrain.net.serving import Rejected
 from flowtrain.types import UserError
-from flowtrain.utils import serving
-from flowtrain.utils.serving import Rejected
-from flowtrain.utils.tokens import Access, Caller, Role, TokenFile
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram

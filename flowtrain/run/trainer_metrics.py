@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from flowtrain.config import Config
+from flowtrain.net.credentials import Access
+from flowtrain.net.monitoring import Monitor, Place, counter, gauge
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.report.loggers import RolloutText
 from flowtrain.training.world import World
 from flowtrain.types import UserError, account_of
-from flowtrain.utils.monitoring import Monitor, Place, counter, gauge
-from flowtrain.utils.serving import TOKEN_VARIABLE
 from flowtrain.utils.step_timer import STAGES
-from flowtrain.utils.tokens import Access
 from flowtrain.weights.ranks import together
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flowtrain.net.serving import check_url
 from flowtrain.report.run_dir import atomic_write_text
 from flowtrain.types import UserError
 from flowtrain.utils.commands import number
-from flowtrain.utils.serving import check_url
 from flowtrain.utils.terminal import protect_output
 from flowtrain.view.page import build_page, build_table
 from flowtrain.view.run import is_run

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError, account_of
-from flowtrain.utils.serving import TOKEN_VARIABLE
 
 _EVERY_S = 1.0
 """Least time between two questions to a service, however many browsers look."""

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from flowtrain.net.serving import check_token
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
-from flowtrain.utils.serving import check_token
 from flowtrain.view.flow import DataflowWatch, check_own
 from flowtrain.view.live import Cursor, LiveRun, to_json
 from flowtrain.view.page import live_page

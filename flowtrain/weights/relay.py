@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flowtrain.net import serving
+from flowtrain.net.credentials import Access, TokenFile
 from flowtrain.types import UserError
-from flowtrain.utils import serving
 from flowtrain.utils.errors import on_failure
 from flowtrain.utils.files import make_folder, replace_file
 from flowtrain.utils.lock import Lock
-from flowtrain.utils.tokens import Access, TokenFile
 from flowtrain.weights.cache import FileCache, Opened
 from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.listing import AGE, ORIGIN_S, Head, Listing

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowtrain.utils import serving
-from flowtrain.utils.tokens import Access, TokenFile
+from flowtrain.net import serving
+from flowtrain.net.credentials import Access, TokenFile
 from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.measures import monitor

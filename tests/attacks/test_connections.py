@@ -15,8 +15,8 @@ from http_servers import running
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.service import Service
-from flowtrain.utils import connections
-from flowtrain.utils.connections import Rank, Room, places
+from flowtrain.net import connections
+from flowtrain.net.connections import Rank, Room, places
 from tests.dataflow.fake_groups import ledger as make_ledger
 
 TOKEN = b"a-token"

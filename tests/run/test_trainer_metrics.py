@@ -11,10 +11,10 @@ import pytest
 from prometheus_text import samples
 
 from flowtrain.config import Config
+from flowtrain.net.monitoring import Monitor
 from flowtrain.run.trainer_metrics import TrainerMetrics, TrainerMonitor
 from flowtrain.training.world import World
 from flowtrain.types import UserError
-from flowtrain.utils.monitoring import Monitor
 
 _NAME = "flowtrain_trainer"
 

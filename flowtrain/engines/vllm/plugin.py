@@ -47,9 +47,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from flowtrain.engines.vllm.plan import make_plan, prove
 from flowtrain.engines.vllm.sharded_target import LoadPlan, ShardedTarget
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
 from flowtrain.utils.errors import text_of
-from flowtrain.utils.serving import TOKEN_VARIABLE
 from flowtrain.weights.layout import Digest, add, digest_hex
 from flowtrain.weights.ranks import Alone, Ranks, together
 from flowtrain.weights.reader import Loaded, WeightReader

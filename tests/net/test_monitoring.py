@@ -15,9 +15,9 @@ import pytest
 from http_servers import running
 from prometheus_text import samples
 
+from flowtrain.net.credentials import Access
+from flowtrain.net.monitoring import Cached, Monitor, Place, counter, gauge
 from flowtrain.types import UserError
-from flowtrain.utils.monitoring import Cached, Monitor, Place, counter, gauge
-from flowtrain.utils.tokens import Access
 
 TOKEN = {"Authorization": "Bearer t"}
 

@@ -18,7 +18,7 @@ import h11
 from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flowtrain.utils.answers import SLOWEST
+from flowtrain.net.bodies import SLOWEST
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from flowtrain.net import bodies
+from flowtrain.net.bodies import SLOWEST, TooLong
 from flowtrain.types import UserError
-from flowtrain.utils import answers
-from flowtrain.utils.answers import SLOWEST, TooLong
 from flowtrain.utils.errors import user_error
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def serve(
     printed. Where the application `has_tokens` of its own none is made, and it may be empty.
     """
     require("starlette.responses", "uvicorn")
-    from flowtrain.utils.connections import allow_files
+    from flowtrain.net.connections import allow_files
 
     allow_files()
     given = os.environ.get(TOKEN_VARIABLE, "")
@@ -95,7 +95,7 @@ def make_server(
     require("starlette.responses", "uvicorn")
     import uvicorn
 
-    from flowtrain.utils.connections import MAX_HEAD_BYTES, Room, places, protocol
+    from flowtrain.net.connections import MAX_HEAD_BYTES, Room, places, protocol
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with user_error(f"cannot listen at {host} port {port}", OSError, OverflowError):
@@ -142,7 +142,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if length > max_bytes:
             raise TooLong
         async with asyncio.timeout(BODY_S) as patience:
-            return await answers.read_body(_parts(request, length, patience), "", max_bytes)
+            return await bodies.read_body(_parts(request, length, patience), "", max_bytes)
     except TooLong:
         raise Rejected(413, f"a request of more than {max_bytes} bytes") from None
     except TimeoutError:
