@@ -116,7 +116,7 @@ test-loggers: $(VENV)/loggers/.done
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py \
 		tests/engines/test_sampler_entropies.py
-	$(BIN)/python -m pytest tests/engines/test_vllm_plugin.py
+	$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py
 
 # Both distributions in dist/, as the index takes them, and their pages checked.
 $(VENV)/release/.done:
