@@ -96,11 +96,11 @@ attack: setup
 
 # Tests of packages that others import, and that print, wherever they are: here they are in a folder of their own.
 $(VENV)/optional/.done: $(VENV)/.done
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/optional 'torchao>=0.18' 'bitsandbytes>=0.48'
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/optional 'torchao>=0.18'
 	touch $@
 
 test-optional: $(VENV)/optional/.done
-	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py tests/training/test_lora.py
+	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py
 
 # Loggers with the real wandb, trackio and mlflow, offline, in an environment that sees this one.
 $(VENV)/loggers/.done: $(VENV)/.done
@@ -114,7 +114,8 @@ test-loggers: $(VENV)/loggers/.done
 
 # In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm
-	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py tests/engines/test_vllm_reads_checkpoints.py
+	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py \
+		tests/engines/test_sampler_entropies.py tests/engines/test_vllm_reads_checkpoints.py
 	$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py
 
 # Both distributions in dist/, as the index takes them, and their pages checked.

@@ -153,7 +153,7 @@ def _our_bytes(step: Step, level: int) -> int:
     num_bytes = 0
     for old, new in zip(step.old, step.new, strict=True):
         delta = _delta.encode(old, new, level=level)
-        back = _delta.invert(delta, old)
+        back = _delta.encode(new, old)
         _delta.apply([delta], [old])
         assert np.array_equal(old, new), "a delta did not lead to the new weights"
         _delta.apply([back], [old])
@@ -215,7 +215,7 @@ def _speed(
     """
     base = _delta.digest(old)
     delta = _delta.encode(old, new, level=level, base_digest=base)
-    back = _delta.invert(delta, old, level=level)
+    back = _delta.encode(new, old, level=level, base_digest=_delta.digest(new))
 
     def pack(isa: str, num_threads: int) -> None:
         assert _delta.use_isa(isa)
@@ -258,7 +258,7 @@ def memory_rows(step: Step) -> Iterator[dict[str, Any]]:
     cpu = torch.device("cpu")
     for level in (1, 2):
         delta = _delta.encode(old, new, level=level)
-        back = _delta.invert(delta, old, level=level)
+        back = _delta.encode(new, old, level=level)
         extra = {
             "encode": extra_bytes(partial(_delta.encode, old, new, level=level), cpu),
             "apply": extra_bytes(partial(_delta.apply, [delta], [old]), cpu),

@@ -35,8 +35,8 @@ from bench.model_folder import ModelFolder, questions
 from flowtrain.config import Vllm
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.engines.vllm_engine import VllmEngine
-from flowtrain.engines.vllm_process import VllmModel, cpu_environment
+from flowtrain.engines.vllm.engine import VllmEngine
+from flowtrain.engines.vllm.process import VllmModel, cpu_environment
 from flowtrain.training.model import export, full_weights, new_model, new_tokenizer
 from flowtrain.types import Sampling
 from flowtrain.weights.store import WeightStore

@@ -171,7 +171,7 @@ def _start(folder: Path, is_plugged: bool) -> Any:
     }
     if is_plugged:
         options["weight_transfer_config"] = WeightTransferConfig(backend="sparse_delta")
-        options["worker_extension_cls"] = "flowtrain.weights.vllm_plugin.WeightReports"
+        options["worker_extension_cls"] = "flowtrain.engines.vllm.plugin.WeightReports"
     return AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), dtype="bfloat16", **options))
 
 

@@ -189,19 +189,6 @@ PYBIND11_MODULE(_delta, m) {
           "delta"_a.noconvert(), "base"_a.noconvert() = py::none(), "Ascending positions (uint64) and wrap differences (uint16).");
     m.def("compose", &compose_all, "deltas"_a.noconvert(), "base"_a.noconvert() = py::none(), py::kw_only(), "level"_a = 1, "num_threads"_a = 1,
           "One delta for several that follow each other.");
-    m.def("invert",
-          [](const Octets& delta, const std::optional<Words>& base, int level, int num_threads) {
-              at_least_one(num_threads);
-              const std::uint16_t* const words = base_of(base, view(delta));
-              Bytes out;
-              {
-                  GilFree free;
-                  out = invert(view(delta), words, level, num_threads);
-              }
-              return to_array(std::move(out));
-          },
-          "delta"_a.noconvert(), "base"_a.noconvert() = py::none(), py::kw_only(), "level"_a = 1, "num_threads"_a = 1,
-          "The delta that undoes this one.");
     m.def("digest",
           [](const Words& words, std::uint64_t first, int num_threads) {
               at_least_one(num_threads);
@@ -211,7 +198,6 @@ PYBIND11_MODULE(_delta, m) {
           },
           "words"_a.noconvert(), py::kw_only(), "first"_a = 0, "num_threads"_a = 1,
           "Two sums mod 2^64 over the words; additive over the pieces of a tensor.");
-    m.def("worst_case_size", &worst_case_size, "num_words"_a, "The largest size of a delta of so many words.");
     m.def("xxh3",
           [](const Octets& bytes) {
               const View all = view(bytes);

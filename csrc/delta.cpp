@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <system_error>
-#include <thread>
 
 #include "block.h"
+#include "pool.h"
 #include "xxh3.h"
 
 namespace flowtrain {
@@ -126,29 +125,20 @@ template <class Task>
 void parallel(std::size_t shares, std::size_t count, Task task) {
     if (shares == 1) return task(std::size_t(0), std::size_t(0), count);
     std::vector<std::exception_ptr> errors(shares);
-    std::vector<std::thread> running;
-    running.reserve(shares);
-    for (std::size_t t = 0; t < shares; ++t) {
-        const auto run = [&, t] {
-            try {
-                task(t, count * t / shares, count * (t + 1) / shares);
-            } catch (...) {
-                errors[t] = std::current_exception();
-            }
-        };
+    const auto run = [&](std::size_t t) {
         try {
-            running.emplace_back(run);
-        } catch (const std::system_error&) {
-            run();  // no more threads are available: run the share here
+            task(t, count * t / shares, count * (t + 1) / shares);
+        } catch (...) {
+            errors[t] = std::current_exception();
         }
-    }
-    for (std::thread& thread : running) thread.join();
+    };
+    Pool::of_process().run(shares, run);
     for (const std::exception_ptr& error : errors) {
         if (error) std::rethrow_exception(error);
     }
 }
 
-// A workspace is larger than a megabyte, so each thread keeps its own.
+// A workspace is larger than a megabyte, so each thread of the pool keeps its own.
 Workspace& workspace() {
     thread_local std::unique_ptr<Workspace> mine(new Workspace);
     return *mine;
@@ -325,8 +315,8 @@ void require_apart(const std::vector<Patch>& patches) {
     }
 }
 
-// Shared by compose and invert: add the deltas to each block of the base (or to zeros), then encode the change, or its inverse.
-Bytes recode(const std::vector<Parsed>& deltas, const u16* base, bool back, const EncodeOptions& options) {
+// Add the deltas to each block of the base (or to zeros), then encode the change.
+Bytes recode(const std::vector<Parsed>& deltas, const u16* base, const EncodeOptions& options) {
     const std::size_t num_words = deltas[0].header.num_words;
     std::vector<Part> parts(shares_of(options.num_threads, deltas[0].num_blocks()));
     parallel(parts.size(), deltas[0].num_blocks(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
@@ -345,18 +335,16 @@ Bytes recode(const std::vector<Parsed>& deltas, const u16* base, bool back, cons
                     word = u16(word + changes->diffs[i]);
                 }
             }
-            const u16* const from = back ? ws.new_words : ws.old_words;
-            find_changes(from, back ? ws.old_words : ws.new_words, n, ws);
+            find_changes(ws.old_words, ws.new_words, n, ws);
             const Changes& found = ws.changes;
             if (base) {
                 const u64 first = options.first + u64(b) * kBlockWords;
                 parts[thread].change += kernels().change(first, found.positions, ws.old_of_changes, found.diffs, found.n);
             }
-            parts[thread].add_block(options.level == 2 ? from : nullptr, n, ws);
+            parts[thread].add_block(options.level == 2 ? ws.old_words : nullptr, n, ws);
         }
     });
-    const Digest there = deltas.back().header.target - deltas.front().header.base;
-    const Digest change = back ? Digest{} - there : there;
+    const Digest change = deltas.back().header.target - deltas.front().header.base;
     Digest found;
     for (const Part& part : parts) found += part.change;
     if (base && !(found == change)) wrong_base();
@@ -365,10 +353,6 @@ Bytes recode(const std::vector<Parsed>& deltas, const u16* base, bool back, cons
 }
 
 }  // namespace
-
-std::size_t worst_case_size(std::size_t num_words) {
-    return sizeof(Header) + kEntry * std::size_t(blocks_of(num_words)) + 2 * num_words;
-}
 
 Bytes encode(const u16* old_words, const u16* new_words, std::size_t num_words, const EncodeOptions& options) {
     check_level(options.level);
@@ -552,16 +536,7 @@ Bytes compose(const std::vector<View>& views, const u16* base, int level, int nu
         }
     }
     const Header& h = deltas[0].header;
-    return recode(deltas, base, false, {h.first, level, h.base, num_threads});
-}
-
-Bytes invert(View view, const u16* base, int level, int num_threads) {
-    check_level(level);
-    if (level == 2 && !base) throw std::invalid_argument("level 2 needs the base weights");
-    std::vector<Parsed> delta{parse(view)};
-    require_base(delta[0], base);
-    const Header& h = delta[0].header;
-    return recode(delta, base, true, {h.first, level, h.target, num_threads});
+    return recode(deltas, base, {h.first, level, h.base, num_threads});
 }
 
 Digest digest(const u16* words, std::size_t num_words, u64 first, int num_threads) {

@@ -80,9 +80,6 @@ struct Patch {
     std::size_t num_words;
 };
 
-// The largest size of a delta of `num_words` words.
-std::size_t worst_case_size(std::size_t num_words);
-
 // Encode the delta from `old_words` to `new_words`, in one pass over both.
 Bytes encode(const std::uint16_t* old_words, const std::uint16_t* new_words, std::size_t num_words, const EncodeOptions& options);
 
@@ -106,9 +103,6 @@ Pairs decode(View delta, const std::uint16_t* base);
 // Compose consecutive deltas into one. With `base`, the words before the first, level 2 can be read and written, and a wrong base is
 // refused.
 Bytes compose(const std::vector<View>& deltas, const std::uint16_t* base, int level, int num_threads);
-
-// Return the delta that undoes this one. `base` as in `compose`.
-Bytes invert(View delta, const std::uint16_t* base, int level, int num_threads);
 
 Digest digest(const std::uint16_t* words, std::size_t num_words, std::uint64_t first, int num_threads);
 

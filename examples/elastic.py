@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Unavailable
-from flowtrain.utils.serving import TOKEN_VARIABLE
+from flowtrain.net.serving import TOKEN_VARIABLE
 
 _CONFIG = "configs/verifier.toml"
 _END_S = 30.0

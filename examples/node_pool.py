@@ -41,8 +41,8 @@ from typing import Any
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
+from flowtrain.net import serving
 from flowtrain.types import UserError
-from flowtrain.utils import serving
 
 _LOW, _HIGH = 0.05, 0.10
 """The band of w."""

@@ -80,7 +80,7 @@ SLOW = (
     "test_learning.py",
     "test_learning_refiner.py",
     "test_learning_verifier.py",
-    "test_objects.py",
+    "net/test_objects.py",
     "test_one_trainer.py",
     "test_real_model.py",
     "test_rft.py",

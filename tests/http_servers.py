@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from flowtrain.utils.serving import address, make_server
+from flowtrain.net.serving import address, make_server
 
 
 @contextlib.contextmanager

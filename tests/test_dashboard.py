@@ -22,10 +22,10 @@ from http_servers import running
 
 from flowtrain.dataflow.measures import Measures
 from flowtrain.dataflow.service import Service
+from flowtrain.net.credentials import Access
+from flowtrain.net.monitoring import Monitor
 from flowtrain.node.measures import collect
 from flowtrain.node.progress import NodeProgress
-from flowtrain.utils.monitoring import Monitor
-from flowtrain.utils.tokens import Access
 from flowtrain.weights import WeightStore
 from flowtrain.weights.measures import monitor as weights_monitor
 from flowtrain.weights.serve import make_app

@@ -24,6 +24,3 @@ class Lora(Section):
     sync: Literal["merged", "adapter"] = "merged"
     """what a version holds for the engines: merged: the model's weights with the adapter added;
     adapter: the adapter alone, over the model that every engine has loaded from model.path"""
-    quantize: Literal["none", "nf4"] = "none"
-    """nf4: hold the frozen linear layers in 4 bits (QLoRA), on one rank and with sync = "adapter";
-    needs bitsandbytes"""

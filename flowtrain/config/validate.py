@@ -293,18 +293,6 @@ def _check_lora(config: Config) -> None:
             f"lora.rank={lora.rank} needs a model that was trained before: model.path='tiny' "
             "has random weights"
         )
-    if lora.quantize == "none":
-        return
-    if lora.sync != "adapter":
-        raise ValueError(
-            f"lora.quantize={lora.quantize!r} needs lora.sync = 'adapter': weights of 4 bits "
-            "cannot hold the sum with an adapter"
-        )
-    if config.rollout.engine == "vllm" and not config.train.rescore:
-        raise ValueError(
-            f"lora.quantize={lora.quantize!r} with rollout.engine='vllm' needs train.rescore = "
-            "true: vLLM samples with the weights before they were quantised"
-        )
 
 
 def _check_exact(config: Config) -> None:

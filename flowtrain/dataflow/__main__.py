@@ -24,13 +24,13 @@ from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.dataflow.measures import Measures
 from flowtrain.dataflow.service import Service
 from flowtrain.dataflow.show import status_text
+from flowtrain.net import credentials, serving
+from flowtrain.net.credentials import Access, Role, TokenFile
 from flowtrain.types import UserError
-from flowtrain.utils import serving, tokens
 from flowtrain.utils.commands import Commands, add_server, add_tokens
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
 from flowtrain.utils.terminal import bare, protect_output
-from flowtrain.utils.tokens import Access, Role, TokenFile
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -85,7 +85,6 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             make_app,
             options.host,
             options.port,
-            per_address=options.connections_per_address,
             has_tokens=token_file is not None,
         )
     return 0
@@ -96,12 +95,12 @@ def _token(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if (options.action == "list") != (options.name is None):
         raise UserError("token issue and token revoke take a NAME, token list takes none")
     if options.action == "list":
-        for entry in tokens.read(options.tokens):
+        for entry in credentials.read(options.tokens):
             print(f"{entry.role:8} {entry.name:30} issued {entry.issued} UTC")
     elif options.action == "revoke":
-        tokens.revoke(options.tokens, options.name)
+        credentials.revoke(options.tokens, options.name)
     else:
-        print(tokens.issue(options.tokens, options.name, Role(options.role)))
+        print(credentials.issue(options.tokens, options.name, Role(options.role)))
     return 0
 
 

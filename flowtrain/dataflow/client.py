@@ -53,9 +53,9 @@ from flowtrain.dataflow.wire import (
     RUN_HEADER,
     Problem,
 )
-from flowtrain.utils import serving
-from flowtrain.utils.retries import GaveUp, Transient, retried, retry_after_s
-from flowtrain.utils.serving import SLOWEST
+from flowtrain.net import serving
+from flowtrain.net.bodies import SLOWEST
+from flowtrain.net.retries import GaveUp, Transient, retried, retry_after_s
 from flowtrain.utils.threads import Ended, LoopThread
 
 _log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
 from flowtrain.dataflow.wire import METHODS, PREFIX
+from flowtrain.net.credentials import Access
+from flowtrain.net.monitoring import OTHER, Cached, Monitor, counter, gauge
 from flowtrain.types import UserError, account_of
-from flowtrain.utils.monitoring import OTHER, Cached, Monitor, Seconds, counter, gauge
-from flowtrain.utils.tokens import Access
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -60,8 +60,7 @@ class Measures:
             _NAME, access, value_of=_method, is_healthy=lambda: self._status.get() is not None
         )
         text = "Seconds that the ledger, with its database, worked on a request."
-        self.ledger_seconds = Seconds(f"{_NAME}_ledger_seconds", text, "method")
-        self.monitor.add(self.ledger_seconds.collect)
+        self.ledger_seconds = self.monitor.seconds(f"{_NAME}_ledger_seconds", text, "method")
         self.monitor.add(self._ledger)
 
     def _ledger(self) -> Iterator[Metric]:

@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from flowtrain.dataflow.contract import Batch, Refused, StoredPayload, Unavailable
 from flowtrain.dataflow.wire import MAX_PUSH_BYTES
+from flowtrain.net.objects import MissingObject, StoreSilent, open_objects, read_object
 from flowtrain.types import UserError
-from flowtrain.utils.objects import MissingObject, StoreSilent, open_objects, read_object
 
 _NAME = re.compile(r"(-?[0-9]{1,18})-([0-9]{1,18})-[0-9a-f]{32}")
 _BROKEN = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{8}}")

@@ -36,13 +36,13 @@ from flowtrain.dataflow.wire import (
     RUN_HEADER,
     Problem,
 )
+from flowtrain.net import serving
+from flowtrain.net.credentials import Access, Caller, Role, TokenFile
+from flowtrain.net.serving import Rejected
 from flowtrain.types import UserError
-from flowtrain.utils import serving
-from flowtrain.utils.monitoring import Seconds
-from flowtrain.utils.serving import Rejected
-from flowtrain.utils.tokens import Access, Caller, Role, TokenFile
 
 if TYPE_CHECKING:
+    from prometheus_client import Histogram
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
@@ -82,7 +82,7 @@ class Service:
         run: str,
         token: str,
         tokens: TokenFile | None = None,
-        seconds: Seconds | None = None,
+        seconds: Histogram | None = None,
     ) -> None:
         """
         Args:
@@ -208,4 +208,4 @@ class Service:
             return getattr(self._ledger, name)(*request)
         finally:
             if self._seconds is not None:
-                self._seconds.add(name, time.monotonic() - began)
+                self._seconds.labels(name).observe(time.monotonic() - began)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flowtrain.dataflow.contract import PROTOCOL, Dataflow
-from flowtrain.utils.tokens import Role
+from flowtrain.net.credentials import Role
 
 PREFIX = f"/v{PROTOCOL}/"
 MEDIA_TYPE = "application/vnd.msgpack"

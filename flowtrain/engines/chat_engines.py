@@ -50,6 +50,14 @@ class ChatEngines:
             for key, value in chat.meter.metrics().items()
         }
 
+    def sleep(self) -> None:
+        """Let the models that vLLM runs here give up memory until the next request; the policy's
+        engine belongs to the caller of `bind`.
+        """
+        for name, chat in self.started.items():
+            if name != POLICY and isinstance(chat, TokenChat) and chat.engine is not None:
+                chat.engine.sleep()
+
     def close(self) -> None:
         """Close all engines but the policy's, which belongs to the caller of `bind`."""
         for name, chat in self.started.items():
@@ -149,7 +157,7 @@ def _start(name: str, config: Config, device: torch.device) -> Endpoint | TokenC
     if options.kind == "openai":
         return Endpoint(name, options)
     from flowtrain.engines.factory import ModelSpec, make_engine
-    from flowtrain.engines.vllm_process import check_installed
+    from flowtrain.engines.vllm.process import check_installed
 
     if options.kind == "vllm":
         check_installed(f"engines.{name}.kind")

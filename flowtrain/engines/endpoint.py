@@ -22,9 +22,9 @@ import httpx2
 from flowtrain.config import Chat
 from flowtrain.engines.chat import Meter
 from flowtrain.engines.protocol import EngineError
+from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
+from flowtrain.net.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 from flowtrain.types import UserError
-from flowtrain.utils.answers import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
-from flowtrain.utils.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 from flowtrain.utils.text import encodable
 from flowtrain.utils.threads import Ended, LoopThread
 
@@ -37,7 +37,7 @@ _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
 """Status of a wrong key, model or address."""
 _MOST_TOKENS = 1 << 40
-"""Of a request; an endpoint that claims more, or less than none, is not believed."""
+"""Most tokens of a request; an endpoint that claims more, or less than none, is not believed."""
 
 
 class _Dead(Transient):

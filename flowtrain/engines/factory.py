@@ -19,8 +19,8 @@ from flowtrain.config import Chat, Config, Lora, Vllm
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.engines.vllm_engine import AdapterEngine, VllmEngine
-from flowtrain.engines.vllm_process import (
+from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
+from flowtrain.engines.vllm.process import (
     INVARIANT,
     VllmModel,
     check_invariant,
@@ -33,7 +33,6 @@ from flowtrain.training.lora import (
     add_adapter,
     fingerprint,
     is_adapter,
-    quantization,
 )
 from flowtrain.training.model_check import load_config
 from flowtrain.types import PolicyName, UserError
@@ -147,8 +146,7 @@ def make_engine(
         return VllmEngine(vllm_model, model.tokenizer, options)
     dtype = getattr(torch, config.model.dtype)
     if store is None or has_adapter:
-        quantised = quantization(config.lora, dtype) if has_adapter else {}
-        network = models.load_model(model.path, dtype, "sdpa", model.key, **quantised)
+        network = models.load_model(model.path, dtype, "sdpa", model.key)
         if has_adapter:
             add_adapter(network, config.lora, model.path, dtype)
     else:

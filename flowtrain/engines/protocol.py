@@ -43,7 +43,9 @@ class Engine(Scorer, Protocol):
         """Bring the weights to a version of the store."""
 
     def sleep(self) -> None:
-        """Give up memory until the next `load`, if the engine can; it samples nothing meanwhile."""
+        """Give up memory until the next load or request, if the engine can; no request may be under
+        way.
+        """
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last load and the counts of failures so far."""

@@ -5,10 +5,14 @@ completion holds.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
 from flowtrain.types import Completion, FinishReason, Sampling, SamplingMask, UserError, VersionSpan
+
+_SLACK = 8
+"""Tokens that a tokenizer may decode otherwise for standing first."""
 
 
 class Decodes(Protocol):
@@ -47,11 +51,19 @@ def stop_ids(generation_config: object, tokenizer: Decodes) -> frozenset[int]:
 
 
 def hits_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer: Decodes) -> bool:
-    """Return whether the decoded response contains a stop string; the prompt does not count."""
+    """Return whether the last token of a response completes a stop string; the prompt does not
+    count.
+    """
     if not stop_strings:
         return False
-    text = tokenizer.decode(ids)
-    return any(stop in text for stop in stop_strings)
+    # A token has at least one byte of the text. To decode all of it at every token would take
+    # quadratic time; it is decoded once its end shows that it is worth it.
+    num_last = max(len(stop.encode()) for stop in stop_strings) + _SLACK
+    for part in (ids[-num_last:], ids):
+        text = tokenizer.decode(part)
+        if not any(stop in text for stop in stop_strings):
+            return False
+    return True
 
 
 def stop_place(
@@ -66,7 +78,7 @@ def stop_place(
 
 class FlatLogprobs(Protocol):
     """vLLM's log-probs: for each sampled token its own entry, then one for each of the most likely
-    tokens.
+    tokens, from likely to unlikely.
     """
 
     start_indices: list[int]
@@ -76,12 +88,14 @@ class FlatLogprobs(Protocol):
 
 
 def kept_sets(flat: FlatLogprobs) -> list[list[int]]:
-    """Return the tokens that could be sampled at each position; others have log-prob -inf."""
-    spans = zip(flat.start_indices, flat.end_indices, strict=True)
-    return [
-        [flat.token_ids[i] for i in range(start + 1, end) if flat.logprobs[i] > -math.inf]
-        for start, end in spans
-    ]
+    """Return the tokens that could be sampled at each position; the others, which come after them,
+    have log-prob -inf.
+    """
+    kept = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        stop = bisect_left(flat.logprobs, True, start + 1, end, key=(-math.inf).__eq__)
+        kept.append(flat.token_ids[start + 1 : stop])
+    return kept
 
 
 def completion(

@@ -36,7 +36,7 @@ _ROOM = 32
 
 @dataclass(slots=True)
 class _Layer:
-    """What one layer holds: keys, then values."""
+    """The keys of one layer, then its values."""
 
     prompt_2QKPD: Tensor
     own_2BKTD: Tensor

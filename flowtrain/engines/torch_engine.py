@@ -45,7 +45,7 @@ class _Request:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     deadline: float
-    """When the request must be answered, by time.monotonic()."""
+    """The time by which the request must be answered, of time.monotonic()."""
     answer: asyncio.Future[Completion]
     version: int
     """Version of the weights that sample it."""
@@ -280,7 +280,7 @@ class TorchEngine:
 
 
 class _FrequencyPenalties:
-    """What the logits of a batch lose for tokens that their responses have already."""
+    """Take from the logits of a batch what tokens cost that their responses have already."""
 
     def __init__(self, requests: Sequence[_Request], like_BV: Tensor) -> None:
         penalties = [request.sampling.frequency_penalty for request in requests]

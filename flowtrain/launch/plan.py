@@ -12,9 +12,9 @@ from pydantic import Field, PositiveInt, ValidationError, field_validator
 
 from flowtrain.config.options import explain
 from flowtrain.config.section import Section
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
-from flowtrain.utils.serving import TOKEN_VARIABLE
 
 POLICIES = ("planner", "verifier")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")

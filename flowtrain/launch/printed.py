@@ -13,8 +13,8 @@ import yaml
 from flowtrain.config.options import parse, to_toml
 from flowtrain.launch.plan import Plan
 from flowtrain.launch.roles import Commands, Kind, Role, plain_script, secrets_of
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
-from flowtrain.utils.serving import TOKEN_VARIABLE
 
 _FOLDER, _CONFIG = "/srv/flowtrain", "/plan/run.toml"
 """Where the containers have their working folder, and the config."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from flowtrain.launch.plan import Host, Nodes, Plan, Service, Trainer
-from flowtrain.utils.serving import TOKEN_VARIABLE
+from flowtrain.net.serving import TOKEN_VARIABLE
 
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 _GPUS = "CUDA_VISIBLE_DEVICES"

@@ -23,9 +23,9 @@ from flowtrain.launch.roles import (
     exports,
     secrets_of,
 )
+from flowtrain.net.serving import check_token
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
-from flowtrain.utils.serving import check_token
 
 _TICK_S = 0.1
 _READY_S = 120.0

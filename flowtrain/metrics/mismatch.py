@@ -294,6 +294,4 @@ def expected_mismatch(config: Config) -> str:
     """Return the key of an option by which the two differ on purpose; "" where none does."""
     if config.rollout.frequency_penalty and config.train.policy == "planner":
         return "rollout.frequency_penalty"
-    if config.lora.quantize != "none" and config.rollout.engine == "vllm":
-        return "lora.quantize"
     return ""

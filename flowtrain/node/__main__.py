@@ -25,10 +25,10 @@ from typing import get_args
 from flowtrain.config.options import check_allowed
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import PolicyName, UserError
 from flowtrain.utils.commands import number
 from flowtrain.utils.json_lines import print_json, say
-from flowtrain.utils.serving import TOKEN_VARIABLE
 from flowtrain.utils.terminal import protect_output
 
 _COMMAND = "python -m flowtrain.node"

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flowtrain.net.credentials import Access
+from flowtrain.net.monitoring import Monitor, Place, counter, gauge
 from flowtrain.node.progress import NodeProgress
-from flowtrain.utils.monitoring import Monitor, Place, counter, gauge
-from flowtrain.utils.tokens import Access
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

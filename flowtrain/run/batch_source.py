@@ -34,12 +34,12 @@ from flowtrain.dataflow.contract import (
     Unavailable,
 )
 from flowtrain.dataflow.payloads import PayloadStore
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.run.components import RunComponents
 from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.run.records import Rollouts
 from flowtrain.training.world import World
 from flowtrain.types import Group, PolicyName, TokenAccount, UserError, account_of
-from flowtrain.utils.serving import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from flowtrain.dataflow.client import Client

@@ -22,7 +22,7 @@ from flowtrain.agents.flow import Flow
 from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError, NoEngine
-from flowtrain.engines.vllm_process import check_installed
+from flowtrain.engines.vllm.process import check_installed
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import load_benchmarks

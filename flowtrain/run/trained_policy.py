@@ -10,7 +10,7 @@ from flowtrain.config import Config
 from flowtrain.engines.factory import ModelSpec
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.training import model as models
-from flowtrain.training.lora import add_adapter, quantization
+from flowtrain.training.lora import add_adapter
 from flowtrain.utils.seeds import derive_seed
 
 
@@ -37,8 +37,7 @@ def _load(
         if not with_weights:
             return spec.tokenizer, spec.without_weights()
         dtype = getattr(torch, config.model.dtype) if config.lora.rank else torch.float32
-        quantised = quantization(config.lora, dtype)
-        return spec.tokenizer, models.load_model(path, dtype, **quantised)
+        return spec.tokenizer, models.load_model(path, dtype)
     tiny = config.tiny
     talks = config.agent.name not in ("agentflow", "single")
     corpus = _chat_corpus(tasks) if talks else _tokenizer_corpus(config, tasks)

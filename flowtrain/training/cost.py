@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from flowtrain.training.tree import PackedRow
@@ -41,10 +39,10 @@ class ForwardCost:
             p.requires_grad for p in model.get_output_embeddings().parameters()
         )
         return cls(
-            per_token=2.0 * sum(map(_num_weights, layers)),
+            per_token=2.0 * sum(p.numel() for p in layers),
             per_pair=4.0 * config.num_hidden_layers * config.num_attention_heads * head_dim,
             per_target=per_target,
-            per_frozen_token=2.0 * sum(_num_weights(p) for p in layers if not p.requires_grad),
+            per_frozen_token=2.0 * sum(p.numel() for p in layers if not p.requires_grad),
             per_frozen_target=per_target * has_frozen_head,
         )
 
@@ -61,8 +59,3 @@ class ForwardCost:
         """Forward and backward pass, without what is recomputed to spare memory."""
         frozen = self.per_frozen_token * len(row.input_ids_N)
         return 3 * self.flops(row) - frozen - self.per_frozen_target * len(row.target_ids_T)
-
-
-def _num_weights(parameter: Tensor) -> int:
-    """Count weights, of which a byte of a quantised layer holds two."""
-    return parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1)

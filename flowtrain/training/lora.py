@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flowtrain.config import Lora
 from flowtrain.types import UserError
@@ -75,37 +74,6 @@ def has_adapter(model: nn.Module) -> bool:
 
 def _layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-
-
-def quantization(lora: Lora, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that quantise frozen layers as `lora.quantize` asks.
-
-    NF4 (QLoRA, arXiv:2305.14314) holds 4 bits per weight and fp32 for each 64 of them; products
-    are in `dtype`. Raises UserError where bitsandbytes is missing.
-    """
-    if lora.quantize == "none":
-        return {}
-    if find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"lora.quantize={lora.quantize!r} needs bitsandbytes: pip install 'flowtrain[qlora]'"
-        )
-    return {
-        "quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type=lora.quantize, bnb_4bit_compute_dtype=dtype
-        )
-    }
-
-
-def is_quantised(model: nn.Module) -> bool:
-    """Tell whether the model's frozen layers have 4 bits."""
-    return bool(getattr(model, "is_loaded_in_4bit", False))
-
-
-def frozen_bytes(model: nn.Module) -> int:
-    """Count the bytes of what is not trained, with the scales of quantised layers."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    states = [p.quant_state for p in frozen if hasattr(p, "quant_state")]
-    return sum(p.nbytes for p in frozen) + sum(state.absmax.nbytes for state in states)
 
 
 @contextmanager

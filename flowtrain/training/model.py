@@ -63,34 +63,26 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFas
 
 
 def load_model(
-    path: str,
-    dtype: torch.dtype,
-    attn: str = attention.NAME,
-    key: str = "model.path",
-    **quantization: Any,
+    path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path"
 ) -> PreTrainedModel:
     """A causal language model on the CPU, with a saved adapter merged into it. `attn` is the
-    attention of packed rows for training, "sdpa" for sampling; `quantization` are arguments of
-    `lora.quantization`. What cannot be trained is refused before weights are read.
+    attention of packed rows for training, "sdpa" for sampling. What cannot be trained is refused
+    before weights are read.
     """
     if lora.is_adapter(path):
-        if quantization:
-            raise UserError(f"{key}={path!r} holds an adapter: lora.quantize needs a whole model")
         base = load_model(lora.base_of(path), torch.float32, attn, key)
         return lora.merge_saved(base, path).to(dtype)
     config = load_config(path, key)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attn, **quantization
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=attn
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"{key}={path!r} is no causal language model that transformers can load: "
             f"{_first_line(error)}"
         ) from error
-    model.config.__dict__.pop("quantization_config", None)  # copies of the config are of any model
-    # On a CPU, what of bitsandbytes has run in eval mode has no gradients any more.
-    return model.train() if quantization else model
+    return model
 
 
 def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from flowtrain.utils.serving import PER_ADDRESS
-
 
 class Commands:
     """An argument parser; each command gets one of its own, with an example in its help."""
@@ -42,17 +40,6 @@ def add_server(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument("--host", default="127.0.0.1", help=text)
     text = f"0: any free one (default: {port})"
     parser.add_argument("--port", type=number(0, 65535), default=port, help=text)
-    text = (
-        f"at a time (default: {PER_ADDRESS}); more where many nodes share an address, as behind a "
-        "proxy on another machine; for 127.0.0.1 there is no such limit"
-    )
-    parser.add_argument(
-        "--connections-per-address",
-        type=number(1, 1 << 20),
-        default=PER_ADDRESS,
-        metavar="N",
-        help=text,
-    )
     text = "answer /metrics without a token, too"
     parser.add_argument("--open-metrics", action="store_true", help=text)
     add_tokens(parser, required=False)

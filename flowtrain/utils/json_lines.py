@@ -7,7 +7,6 @@ of the logging module also "logger" and, where there is one, "exception"; `say` 
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -19,14 +18,14 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, TextIO, cast
 
-from flowtrain.utils.terminal import bare
+from flowtrain.utils.terminal import Wrapped, bare
 
 
-class JsonLines(io.TextIOBase):
+class JsonLines(Wrapped):
     """Writes each line of text to a stream as an object. Threads may share it."""
 
     def __init__(self, stream: TextIO, process: str) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._head = {"process": process}
         if rank := os.environ.get("RANK", ""):
             self._head["rank"] = rank
@@ -46,25 +45,12 @@ class JsonLines(io.TextIOBase):
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         record = {"time": now, "level": level, **self._head, "message": message, **(more or {})}
         with self._lock:
-            self._stream.write(f"{json.dumps(record, default=str)}\n")
-            self._stream.flush()
-
-    def flush(self) -> None:
-        self._stream.flush()
+            self.stream.write(f"{json.dumps(record, default=str)}\n")
+            self.stream.flush()
 
     def isatty(self) -> bool:
         """Return False: bars draw themselves on terminals."""
         return False
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
 
 
 class _Handler(logging.Handler):

@@ -3,8 +3,7 @@
 It is a record lock of POSIX (`fcntl`). The system releases it when its holder dies, however that
 happens, and forked children do not get it, so that a server which outlives its trainer holds
 nothing. It holds between the hosts of a shared file system that has such locks (NFS with lockd or
-from version 4, Lustre with -o flock, CephFS, GPFS). Where there are none the existence of a second
-file is the lock; that of a dead process of this machine is taken over, any other is refused.
+from version 4, Lustre with -o flock, CephFS, GPFS); where there are none it is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -29,13 +29,13 @@ from flowtrain.utils.files import make_folder, writing
 
 NAME = "lock"
 """The lock of a folder, within it."""
-_PATIENCE_S = 10.0
+_PATIENCE_S = 1.0
 """Longest wait for a holder that is about to end, or about to write its name."""
 _TICK_S = 0.01
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_EXITING = 4
-"""PF_EXITING among the flags of /proc/PID/stat."""
+_WHOLE_FILE = "hhqqi0q"
+"""The C struct `flock`: type, whence, start, length, process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,7 @@ class Holder:
 
     command: str
     host: str
-    machine: str
-    """Boot and namespace of its process number, which means nothing outside of them."""
     pid: int
-    started: str
-    """When it started, in ticks of its machine, because numbers are used again; "" if unknown."""
     since: str
     """Time at which it took the lock."""
 
@@ -57,32 +53,12 @@ class Holder:
         """Describe this process."""
         spec = sys.modules["__main__"].__spec__
         module = spec.name.removesuffix(".__main__") if spec else ""
-        return cls(
-            command=f"python {f'-m {module}' if module else Path(sys.argv[0]).name}".strip(),
-            host=socket.gethostname(),
-            machine=_machine(),
-            pid=os.getpid(),
-            started=_started(os.getpid()),
-            since=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
+        command = f"python {f'-m {module}' if module else Path(sys.argv[0]).name}".strip()
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(command, socket.gethostname(), os.getpid(), since)
 
     def __str__(self) -> str:
         return f"{self.command} on host {self.host}, process {self.pid}, since {self.since}"
-
-    @property
-    def has_ended(self) -> bool:
-        """Tell whether it is a process of this machine that is no more, or about to be."""
-        if self.machine != _machine():
-            return False
-        if self.started:
-            return _started(self.pid) != self.started
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        return False
 
 
 class Lock:
@@ -100,7 +76,8 @@ class Lock:
             cure: what its reader can do.
 
         Raises:
-            UserError: "<subject> is in use by <holder>; <cure>", or the file cannot be written.
+            UserError: "<subject> is in use by <holder>; <cure>", the file cannot be written, or
+                its file system has no locks.
         """
         with writing(path):
             made = make_folder(path.parent)
@@ -109,10 +86,10 @@ class Lock:
         with _guard:
             held = _held.get(self._path)
             if held is None:
-                try:
-                    held = _held[self._path] = _Held.take(self._path)
-                except _Taken as taken:
-                    raise UserError(f"{subject} is in use by {taken}; {cure}") from None
+                taken = _take(self._path)
+                if not isinstance(taken, _Held):
+                    raise UserError(f"{subject} is in use by {taken}; {cure}")
+                held = _held[self._path] = taken
             held.count += 1
         self._release = weakref.finalize(self, _release, self._path, os.getpid(), made)
 
@@ -123,17 +100,17 @@ class Lock:
 
     @staticmethod
     def holder(folder: Path) -> Holder | None:
-        """Return the process that has the lock of a folder, by its name in the file, as far as this
-        machine can tell; None: nobody has it. For readers: nothing is locked or written.
+        """Return the process that has the lock of a folder; None: nobody has it, or its file cannot
+        be read. For readers: nothing is locked or written.
         """
-        for name in (NAME, f"{NAME}.held"):
-            path = folder.resolve() / name
-            if path in _held:  # closing the file here would release it
-                return Holder.here()
-            with suppress(OSError):
-                found = _parse(path.read_bytes())
-                if found is not None and not found.has_ended:
-                    return found
+        path = folder.resolve() / NAME
+        if path in _held:  # closing the file here would release it
+            return Holder.here()
+        with suppress(OSError), path.open("rb") as file:
+            asked = struct.pack(_WHOLE_FILE, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, *_ = struct.unpack(_WHOLE_FILE, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            if kind != fcntl.F_UNLCK:
+                return _parse(file.read())
         return None
 
     def check(self) -> None:
@@ -178,10 +155,6 @@ def _release(path: Path, pid: int, made: list[Path]) -> None:
             folder.rmdir()
 
 
-class _Taken(Exception):
-    """Another process holds the lock; the text says who."""
-
-
 @dataclass(slots=True)
 class _Held:
     """A lock of this process. Closing its file elsewhere in the process would release it, so a path
@@ -189,54 +162,8 @@ class _Held:
     """
 
     path: Path
-    """The locked file; where the file system has no locks, the file whose existence is the lock."""
     descriptor: int
     count: int = 0
-
-    @classmethod
-    def take(cls, path: Path) -> _Held:
-        end = time.monotonic() + _PATIENCE_S
-        by_name = path.with_name(f"{path.name}.held")
-        while True:
-            with writing(path):
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            held = cls(path, descriptor)
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                text = os.pread(descriptor, 1 << 12, 0)
-                os.close(descriptor)
-                if error.errno in _NO_LOCKS:
-                    if text:  # somebody has locks here
-                        _take_over(path, end)
-                    path.unlink(missing_ok=True)
-                    return cls._take_by_name(by_name, end)
-                if error.errno not in _TAKEN:
-                    raise
-                _wait_for(text, end)
-                continue
-            if not held.is_in_place:  # its holder has deleted it since it was opened
-                os.close(descriptor)
-            elif by_name.exists():  # somebody has no locks here
-                held.free()
-                _take_over(by_name, end)
-            else:
-                held.sign()
-                return held
-
-    @classmethod
-    def _take_by_name(cls, path: Path, end: float) -> _Held:
-        while True:
-            try:
-                with writing(path):
-                    held = cls(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644))
-            except UserError as error:
-                if not isinstance(error.__cause__, FileExistsError):
-                    raise
-                _take_over(path, end)
-                continue
-            held.sign()
-            return held
 
     def sign(self) -> None:
         """Write the holder's name, in one piece, since others may read it at any time."""
@@ -264,35 +191,33 @@ class _Held:
         os.close(self.descriptor)
 
 
-def _take_over(path: Path, end: float) -> None:
-    """Delete the file of a process that has ended, for want of locks. Raises _Taken."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return
-    holder = _parse(text)
-    if holder is None or not holder.has_ended:
-        cure = f"{holder or 'another process'} (if it has ended, delete {path})"
-        if holder is not None or time.monotonic() > end:
-            raise _Taken(cure)
-        time.sleep(_TICK_S)
-        return
-    # Of several that have read this text one renames it; whoever finds another's puts it back.
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        path.rename(aside)
-        if aside.read_bytes() == text:
-            aside.unlink()
-        else:
-            aside.rename(path)
-
-
-def _wait_for(text: bytes, end: float) -> None:
-    """Wait a moment for a holder that is ending, or has no name yet; raise _Taken for others."""
-    holder = _parse(text)
-    if (holder is not None and not holder.has_ended) or time.monotonic() > end:
-        raise _Taken(str(holder or "another process"))
-    time.sleep(_TICK_S)
+def _take(path: Path) -> _Held | str:
+    """Lock the file; returns who has it where another process does not give it back in time."""
+    end = time.monotonic() + _PATIENCE_S
+    while True:
+        with writing(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        held = _Held(path, descriptor)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _parse(os.pread(descriptor, 1 << 12, 0))
+            os.close(descriptor)
+            if error.errno in _NO_LOCKS:
+                raise UserError(
+                    f"cannot lock {path}: {error.strerror}; mount its file system with locks, or "
+                    "use another"
+                ) from error
+            if error.errno not in _TAKEN:
+                raise
+            if time.monotonic() > end:
+                return str(holder or "another process")
+            time.sleep(_TICK_S)
+            continue
+        if held.is_in_place:
+            held.sign()
+            return held
+        os.close(descriptor)  # its holder has deleted it since it was opened
 
 
 def _parse(text: bytes) -> Holder | None:
@@ -300,25 +225,6 @@ def _parse(text: bytes) -> Holder | None:
         return Holder(**json.loads(text))
     except (ValueError, TypeError):
         return None
-
-
-def _machine() -> str:
-    """Identify this boot of this machine, and the namespace of process numbers."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _started(pid: int) -> str:
-    """The start of a process in ticks; "" for one that is no more, is ending, or is unknown."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return ""
-    fields = text.rpartition(")")[2].split()  # the name before may hold anything
-    return "" if int(fields[6]) & _EXITING else fields[19]
 
 
 _guard = threading.RLock()

@@ -1,4 +1,4 @@
-"""What every user of a SQLite file in write-ahead mode needs."""
+"""Open SQLite files in write-ahead mode."""
 
 from __future__ import annotations
 

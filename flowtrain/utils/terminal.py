@@ -4,8 +4,8 @@ servers and nodes have a say in it, and a terminal obeys what it is sent.
 
 from __future__ import annotations
 
-import io
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO, cast
 
 from tqdm import tqdm
@@ -13,35 +13,29 @@ from tqdm import tqdm
 from flowtrain.utils.text import printable
 
 
-class Printable(io.TextIOBase):
-    """Writes to a stream what is safe to show: see `printable`."""
+class Wrapped:
+    """A stream in front of another one, which is asked whatever is not about text."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
+        raise NotImplementedError
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class Printable(Wrapped):
+    """Writes to a stream what is safe to show: see `printable`."""
+
+    def write(self, text: str) -> int:
         self.stream.write(printable(text))
         return len(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def isatty(self) -> bool:
-        return self.stream.isatty()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.stream.encoding
-
-    @property
-    def buffer(self) -> Any:
-        return self.stream.buffer
 
     def __eq__(self, other: object) -> bool:
         # tqdm asks whether a bar is on the terminal that a line of text goes to.

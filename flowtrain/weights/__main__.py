@@ -15,15 +15,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from flowtrain.net.credentials import TokenFile
+from flowtrain.net.objects import SCHEMES, MissingObject, StoreSilent, open_objects
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
 from flowtrain.utils.commands import Commands, add_server, number
 from flowtrain.utils.files import make_folder
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
-from flowtrain.utils.objects import SCHEMES, MissingObject, StoreSilent, open_objects
-from flowtrain.utils.serving import TOKEN_VARIABLE
 from flowtrain.utils.terminal import protect_output
-from flowtrain.utils.tokens import TokenFile
 from flowtrain.weights import relay, serve, show
 from flowtrain.weights.bucket import BucketStore
 from flowtrain.weights.manifest import StoreError
@@ -111,7 +111,6 @@ def _serve(options: argparse.Namespace, _cache: Path) -> int:
             store,
             options.host,
             options.port,
-            per_address=options.connections_per_address,
             tokens=TokenFile(options.tokens) if options.tokens else None,
             open_metrics=options.open_metrics,
         )
@@ -131,7 +130,6 @@ def _relay(options: argparse.Namespace, _cache: Path) -> int:
             options.host,
             options.port,
             origin_token=os.environ.get(options.origin_token_env, ""),
-            per_address=options.connections_per_address,
             tokens=TokenFile(options.tokens) if options.tokens else None,
             open_metrics=options.open_metrics,
         )

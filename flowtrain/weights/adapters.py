@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flowtrain.weights.layout import Layout
 
 PREFIX = "base_model.model."
-"""What peft puts before the names of an adapter's tensors."""
+"""The text that peft puts before the names of an adapter's tensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A weight store in a bucket: the layout of store.py under keys, see utils/objects.py.
+"""A weight store in a bucket: the layout of store.py under keys, see net/objects.py.
 
 A download that was cut continues, and is checked against its manifest before it gets its name.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flowtrain.utils.objects import MissingObject, Objects, StoreSilent, read_object
+from flowtrain.net.objects import MissingObject, Objects, StoreSilent, read_object
 from flowtrain.weights.checksums import mismatch
 from flowtrain.weights.manifest import File, Manifest, NotThere, StoreError
 

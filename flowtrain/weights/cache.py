@@ -43,7 +43,7 @@ class _Entry:
     num_bytes: int
     """Size of the whole file."""
     inode: Future[int] | None = None
-    """Of the checked file; None: nobody has asked since this process began, or a fetch failed."""
+    """That of the checked file; None: nobody has asked since this process began, or it failed."""
 
     @property
     def is_under_way(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a version consists of: tensors by name, dtype and shape, and digests of their words. Without
+"""The parts of a version: tensors by name, dtype and shape, and digests of their words. Without
 torch, so that a server of files starts at once.
 """
 
@@ -19,7 +19,7 @@ Digest = tuple[int, int]
 docs/delta-format.md."""
 _MASK = (1 << 64) - 1
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1}
-"""Of an element: whoever only serves files need not import torch to count them."""
+"""Bytes of an element: whoever only serves files need not import torch to count them."""
 
 
 def add(*digests: Digest) -> Digest:

@@ -1,4 +1,4 @@
-"""What HEAD says: the newest version, and the checksums of manifests, which make their addresses.
+"""The content of HEAD: the newest version, and checksums of manifests, which make their addresses.
 
 A version that is rolled back and published again has another manifest at the same path, but not at
 the same address: so HEAD alone has to be asked for anew, and all else may be kept for ever.
@@ -66,11 +66,12 @@ class Head:
 
     listing: Listing
     asked_at: float
-    """When the store itself was asked, by this machine's `time.time()`: it says no older thing."""
+    """The time at which the store itself was asked, by this machine's `time.time()`: it says no
+    older thing."""
     said_at: float
-    """When it had answered at the latest."""
+    """The time by which it had answered."""
     seconds: float
-    """How long the answer took, without what a relay needed for its own question."""
+    """Seconds that the answer took, without what a relay needed for its own question."""
 
     @classmethod
     def received(cls, listing: Listing, headers: Message, asked_at: float) -> Head:

@@ -76,7 +76,7 @@ class Manifest:
     num_changed: int
     """Words that differ from the version before; all of them when there is none."""
     reason: str
-    """Why there is a full snapshot; empty when there is none."""
+    """The reason for a full snapshot; empty when there is none."""
 
     @property
     def root(self) -> str:

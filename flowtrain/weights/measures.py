@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from flowtrain.utils.monitoring import OTHER, Cached, Monitor, gauge
-from flowtrain.utils.tokens import Access
+from flowtrain.net.credentials import Access
+from flowtrain.net.monitoring import OTHER, Cached, Monitor, gauge
 from flowtrain.weights.manifest import StoreError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 
-from flowtrain.utils.objects import MissingObject, Objects, StoreSilent, read_object
+from flowtrain.net.objects import MissingObject, Objects, StoreSilent, read_object
 from flowtrain.weights.bucket import MAX_MANIFEST, folder_of, read_head
 from flowtrain.weights.manifest import Manifest, StoreError
 from flowtrain.weights.store import WeightStore

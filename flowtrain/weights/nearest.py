@@ -51,7 +51,7 @@ class NearestStore:
         self._is_fresh = False
         """HEAD was asked for since the last load."""
         self._seconds: dict[Server, float] = {}
-        """How far away sources are."""
+        """Seconds that sources took to answer."""
         self._rests: dict[Server, float] = {}
         """Sources that failed, with the time at which they are asked again."""
         self._used: Server | None = None

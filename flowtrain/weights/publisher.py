@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    """How a publisher encodes."""
+    """The ways in which a publisher encodes."""
 
     dtype: torch.dtype | None = None
     """The dtype that weights are cast to; None: their own."""
@@ -57,7 +57,7 @@ class Published:
     """Size of the delta files without skips; 0 when there are none."""
     snapshot_bytes: int
     reason: str
-    """Why there is a full snapshot; empty when there is none."""
+    """The reason for a full snapshot; empty when there is none."""
 
     def metrics(self) -> dict[str, float | str]:
         metrics: dict[str, float | str] = {
@@ -93,7 +93,7 @@ class _Draft:
     num_changed: int
     """Changed words of all ranks."""
     reason: str
-    """Why there is a full snapshot; empty when there is none."""
+    """The reason for a full snapshot; empty when there is none."""
     blobs: dict[str, Blob] = field(default_factory=dict)
     """Deltas of this rank's shards from their baselines, by tensor; of a sample when dense."""
     deltas: dict[int, dict[str, Blob]] = field(default_factory=dict)

@@ -39,7 +39,7 @@ class Loaded:
     mode: str
     """"delta", "snapshot" or "none"."""
     reason: str = ""
-    """Why a full snapshot was loaded and not deltas; empty when it was not."""
+    """The reason for loading a full snapshot and not deltas; empty when it was not."""
     num_bytes: int = 0
     """Bytes read from the store."""
     num_deltas: int = 0
@@ -71,7 +71,7 @@ class UpdatePath:
     num_deltas: int = 0
     """Batches before they were composed."""
     obstacle: str = ""
-    """Why deltas do not lead to the target; empty when they do."""
+    """The reason for which deltas do not lead to the target; empty when they do."""
 
 
 class WeightReader:

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flowtrain.net import serving
+from flowtrain.net.credentials import Access, TokenFile
 from flowtrain.types import UserError
-from flowtrain.utils import serving
 from flowtrain.utils.errors import on_failure
 from flowtrain.utils.files import make_folder, replace_file
 from flowtrain.utils.lock import Lock
-from flowtrain.utils.tokens import Access, TokenFile
 from flowtrain.weights.cache import FileCache, Opened
 from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.listing import AGE, ORIGIN_S, Head, Listing
@@ -51,7 +51,7 @@ _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})")
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
-    """How a relay keeps what it fetches."""
+    """The room that a relay has for what it fetches."""
 
     cache_bytes: int
     """Most bytes of data files."""
@@ -69,7 +69,6 @@ def serve(
     port: int,
     *,
     origin_token: str,
-    per_address: int,
     tokens: TokenFile | None,
     open_metrics: bool,
 ) -> None:
@@ -87,7 +86,6 @@ def serve(
             app_for,
             host,
             port,
-            per_address=per_address,
             has_tokens=tokens is not None,
         )
     finally:

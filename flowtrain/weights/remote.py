@@ -18,9 +18,10 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from flowtrain.utils.objects import SCHEMES, open_objects
-from flowtrain.utils.retries import may_pass, pause_s
-from flowtrain.utils.serving import SLOWEST, check_token, check_url
+from flowtrain.net.bodies import SLOWEST
+from flowtrain.net.objects import SCHEMES, open_objects
+from flowtrain.net.retries import may_pass, pause_s
+from flowtrain.net.serving import check_token, check_url
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
 from flowtrain.weights.bucket import BucketStore

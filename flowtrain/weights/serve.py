@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowtrain.utils import serving
-from flowtrain.utils.tokens import Access, TokenFile
+from flowtrain.net import serving
+from flowtrain.net.credentials import Access, TokenFile
 from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.measures import monitor
@@ -42,12 +42,12 @@ def serve(
     host: str,
     port: int,
     *,
-    per_address: int,
     tokens: TokenFile | None,
     open_metrics: bool,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; clients resume downloads that are cut. `per_address`:
-    connections that one address may have at a time. `open_metrics`: they need no token.
+    """Serve until Ctrl-C or SIGTERM; clients resume downloads that are cut.
+
+    `open_metrics`: they need no token.
     """
 
     def app_for(token: str) -> ASGIApp:
@@ -59,7 +59,6 @@ def serve(
         app_for,
         host,
         port,
-        per_address=per_address,
         has_tokens=tokens is not None,
     )
 

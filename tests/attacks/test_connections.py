@@ -15,8 +15,8 @@ from http_servers import running
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.service import Service
-from flowtrain.utils import connections
-from flowtrain.utils.connections import Rank, Room, places
+from flowtrain.net import connections
+from flowtrain.net.connections import Rank, Room, places
 from tests.dataflow.fake_groups import ledger as make_ledger
 
 TOKEN = b"a-token"
@@ -251,20 +251,6 @@ def test_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
         assert answer(known)[0] == 200 and answer(under_way)[:2] == (200, b"x")
 
 
-def test_one_address_has_so_many_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_HEAD_S", 60.0)
-    with running(app, per_address=2) as url, contextlib.ExitStack() as stack:
-        port = int(url.rpartition(":")[2])
-        first, other, second, third = (
-            stack.enter_context(connected(port, f"127.0.0.{host}")) for host in (2, 3, 2, 2)
-        )
-        assert ended(first) == b""
-        local = [stack.enter_context(connected(port)) for _ in range(5)]
-        for connection in (other, second, third, *local):
-            connection.sendall(EMPTY)
-            assert answer(connection)[0] == 200
-
-
 def test_a_client_whose_idle_connection_was_closed_does_not_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,42 +270,30 @@ def test_a_client_whose_idle_connection_was_closed_does_not_notice(
 class Fake:
     """A connection, as far as places are concerned."""
 
-    def __init__(self, address: str) -> None:
-        self.address, self.rank, self.is_closed, self.transport = (
-            address,
-            Rank.STRANGER,
-            False,
-            self,
-        )
+    def __init__(self) -> None:
+        self.rank, self.is_closed, self.transport = Rank.STRANGER, False, self
 
     def abort(self) -> None:
         self.is_closed = True
 
 
 def test_places_are_given_up_from_the_lowest_rank_and_the_oldest() -> None:
-    room: Any = Room(4, 3)
-    fakes = [Fake("a"), Fake("a"), Fake("b"), Fake("")]
+    room: Any = Room(4)
+    fakes = [Fake() for _ in range(4)]
     assert all(map(room.enter, fakes))
     room.move(fakes[0], Rank.UNDER_WAY)
     room.move(fakes[1], Rank.KNOWN)
     order = []
     for _ in range(3):
-        new = Fake("c")
+        new = Fake()
         assert room.enter(new)
         order.append([number for number, fake in enumerate(fakes) if fake.is_closed])
         room.move(new, Rank.UNDER_WAY)
     assert order == [[2], [2, 3], [1, 2, 3]]
-    assert not room.enter(Fake("d")), "all are under way"
+    assert not room.enter(Fake()), "all are under way"
     room.leave(fakes[0])
     room.leave(fakes[0])
-    assert room.enter(Fake("d"))
-
-
-def test_networks_of_ipv6_count_as_one_address() -> None:
-    client = connections._client
-    assert client("2001:db8::1") == client("2001:db8::ffff:1") != client("2001:db8:0:1::1")
-    assert client("fe80::1%eth0") == client("fe80::2")
-    assert client("127.0.0.1") == client("::1") == "" != client("127.0.0.2")
+    assert room.enter(Fake())
 
 
 @pytest.mark.parametrize(("num_files", "most"), [(20_000, 4096), (1024, 320), (256, 32), (16, 1)])

@@ -17,7 +17,7 @@ from http_servers import running
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.service import Service
-from flowtrain.utils import connections, serving
+from flowtrain.net import connections, serving
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.remote import HttpStore
 from flowtrain.weights.serve import make_app

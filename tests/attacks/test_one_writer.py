@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +18,7 @@ import pytest
 import torch
 
 from flowtrain.types import UserError
-from flowtrain.utils import lock as locks
-from flowtrain.utils.lock import Holder, Lock
+from flowtrain.utils.lock import Lock
 from flowtrain.weights import Publisher, WeightStore
 from tests.attacks.tally import Tally
 
@@ -29,8 +27,10 @@ RACER = """
 import sys
 from pathlib import Path
 from flowtrain.types import UserError
+from flowtrain.utils import lock as locks
 from flowtrain.utils.lock import Lock
 
+locks._PATIENCE_S = 0.1
 lock = None
 print("ready", flush=True)
 for line in sys.stdin:
@@ -93,25 +93,11 @@ def start(racers: list[Racer], before: str = "") -> Racer:
     return racers[-1]
 
 
-NO_LOCKS = """
-import errno, fcntl
-def lockf(*_):
-    raise OSError(errno.ENOLCK, "No locks available")
-fcntl.lockf = lockf
-"""
-"""A file system without locks."""
-
-with_and_without_locks = pytest.mark.parametrize(
-    "before", ["", NO_LOCKS], ids=["with locks", "without locks"]
-)
-
-
-@with_and_without_locks
 def test_of_two_processes_exactly_one_gets_a_folder(
-    racers: list[Racer], tmp_path: Path, tally: Tally, before: str
+    racers: list[Racer], tmp_path: Path, tally: Tally
 ) -> None:
     """The folder is new each time, or a dead process's, or was just given back."""
-    pair, num_both, wins = [start(racers, before) for _ in range(2)], 0, [0, 0]
+    pair, num_both, wins = [start(racers) for _ in range(2)], 0, [0, 0]
     for race in range(NUM_RACES):
         folder = tmp_path / f"run{race // 2}"
         order = pair if race % 2 else pair[::-1]
@@ -126,7 +112,7 @@ def test_of_two_processes_exactly_one_gets_a_folder(
         wins[pair.index(winners[0])] += 1
         if race % 3 == 0:
             winners[0].kill()
-            pair[pair.index(winners[0])] = start(racers, before)
+            pair[pair.index(winners[0])] = start(racers)
             assert loser.take(folder) == "held", "a dead process holds nothing"
             winners = [loser]
         winners[0].tell("release")
@@ -137,11 +123,8 @@ def test_of_two_processes_exactly_one_gets_a_folder(
     assert min(wins) > 0
 
 
-@with_and_without_locks
-def test_the_message_says_who_where_and_since_when(
-    racers: list[Racer], tmp_path: Path, before: str
-) -> None:
-    holder, other = start(racers, before), start(racers, before)
+def test_the_message_says_who_where_and_since_when(racers: list[Racer], tmp_path: Path) -> None:
+    holder, other = start(racers), start(racers)
     assert holder.take(tmp_path) == "held"
     line = other.take(tmp_path)
     assert line.startswith(
@@ -149,12 +132,10 @@ def test_the_message_says_who_where_and_since_when(
         f"process {holder.pid}, since 20"
     )
     assert line.endswith("end it or give another --run.dir") and "\n" not in line
-    assert ("if it has ended, delete" in line) == bool(before)
 
 
-@with_and_without_locks
-def test_a_stopped_process_still_holds_it(racers: list[Racer], tmp_path: Path, before: str) -> None:
-    holder, other = start(racers, before), start(racers, before)
+def test_a_stopped_process_still_holds_it(racers: list[Racer], tmp_path: Path) -> None:
+    holder, other = start(racers), start(racers)
     assert holder.take(tmp_path) == "held"
     os.kill(holder.pid, signal.SIGSTOP)
     assert f"process {holder.pid}" in other.take(tmp_path)
@@ -287,82 +268,40 @@ def test_a_publisher_that_is_refused_leaves_the_other_ones_files(
     assert scratch.is_dir() and store.head() == 1
 
 
-# ---- a file system without locks
-
-
-def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def lockf(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-
-
-@pytest.mark.parametrize(
-    ("change", "is_taken_over"),
-    [
-        pytest.param({}, False, id="alive"),
-        pytest.param({"pid": 0x3FFFFF}, True, id="dead"),
-        pytest.param({"started": "1"}, True, id="its number was used again"),
-        pytest.param({"machine": "another"}, False, id="on another host of the same name"),
-        pytest.param({"machine": "another", "pid": 0x3FFFFF}, False, id="elsewhere"),
-    ],
-)
-def test_without_locks_only_the_dead_of_this_machine_are_taken_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, object], is_taken_over: bool
-) -> None:
-    without_locks(monkeypatch)
-    with Lock.of_folder(tmp_path, "end it"):
-        text = json.loads((tmp_path / "lock.held").read_text())
-    (tmp_path / "lock.held").write_text(json.dumps({**text, **change}))
-    if is_taken_over:
-        with Lock.of_folder(tmp_path, "end it"):
-            assert json.loads((tmp_path / "lock.held").read_text())["pid"] == os.getpid()
-        return
-    with pytest.raises(UserError, match=r"is in use by .* \(if it has ended, delete .*lock\.held"):
+    with pytest.raises(UserError, match=r"cannot lock .*lock: No locks available; mount its file"):
         Lock.of_folder(tmp_path, "end it")
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_one_that_has_locks_and_one_that_has_none_see_each_other(
-    racers: list[Racer], tmp_path: Path, is_first: bool
-) -> None:
-    """As when the service for locks of one host is down."""
-    first, second = (start(racers, NO_LOCKS if each else "") for each in (is_first, not is_first))
-    for _ in range(2):
-        assert first.take(tmp_path) == "held"
-        assert f"process {first.pid}, since" in second.take(tmp_path)
-        first.kill()
-        assert second.take(tmp_path) == "held"
-        second.tell("release")
-        assert second.answer() == "held" and not list(tmp_path.iterdir())
-        first = start(racers, NO_LOCKS if is_first else "")
 
 
 def test_a_holder_without_a_name_is_waited_for_and_then_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    racers: list[Racer], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(locks, "_PATIENCE_S", 0.05)
-    without_locks(monkeypatch)
-    (tmp_path / "lock.held").write_bytes(b"")
-    before = time.monotonic()
-    with pytest.raises(UserError, match="in use by another process"):
-        Lock.of_folder(tmp_path, "end it")
-    assert time.monotonic() - before > 0.05
-
-
-def test_a_process_that_is_ending_has_ended() -> None:
-    """A zombie's locks are free, though its number is not."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    here = Holder.here()
-    of_child = Holder(
-        "x", here.host, here.machine, child.pid, locks._started(child.pid), here.since
+    holder, other = start(racers), start(racers)
+    assert holder.take(tmp_path) == "held"
+    os.truncate(tmp_path / "lock", 0)
+    assert other.take(tmp_path) == (
+        f"{tmp_path} is in use by another process; end it or give another --run.dir"
     )
-    assert of_child.started and not of_child.has_ended and not here.has_ended
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert Path(f"/proc/{child.pid}").exists() and of_child.has_ended
-    child.wait()
-    assert of_child.has_ended
+
+
+def test_a_reader_sees_who_holds_it_and_takes_nothing(racers: list[Racer], tmp_path: Path) -> None:
+    holder, other = start(racers), start(racers)
+    assert Lock.holder(tmp_path) is None and not list(tmp_path.iterdir())
+    assert holder.take(tmp_path) == "held"
+    found = Lock.holder(tmp_path)
+    assert found is not None and found.pid == holder.pid
+    holder.kill()
+    assert (tmp_path / "lock").exists() and Lock.holder(tmp_path) is None
+    with Lock.of_folder(tmp_path, "end it"):
+        found = Lock.holder(tmp_path)
+        assert found is not None and found.pid == os.getpid()
+        assert "in use" in other.take(tmp_path), "to look is not to release"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(

@@ -15,7 +15,7 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import BatchRequest, Progress, Release, Unavailable
 from flowtrain.dataflow.measures import Measures
 from flowtrain.dataflow.service import Service
-from flowtrain.utils.tokens import Access, Role, TokenFile, issue
+from flowtrain.net.credentials import Access, Role, TokenFile, issue
 
 TOKEN = "a-token-of-the-tests"
 _NAME = "flowtrain_dataflow"

@@ -40,8 +40,8 @@ from flowtrain.dataflow.contract import (
 )
 from flowtrain.dataflow.service import Service
 from flowtrain.dataflow.wire import METHODS, Problem
+from flowtrain.net import serving
 from flowtrain.types import UserError
-from flowtrain.utils import serving
 
 TOKEN = "a-token-of-the-tests"
 JOIN = pack(Join("n1", "a"))

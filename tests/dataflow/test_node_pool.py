@@ -27,8 +27,8 @@ from examples.node_pool import (
     window_between,
 )
 from flowtrain.dataflow.service import Service
+from flowtrain.net import serving
 from flowtrain.types import UserError
-from flowtrain.utils import serving
 
 POOL = Path(__file__).parents[2] / "examples" / "node_pool.py"
 

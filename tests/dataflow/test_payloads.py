@@ -32,9 +32,9 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.ledger import Ledger, audit_database
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.payloads import PayloadStore
+from flowtrain.net.objects import Folder, open_objects
 from flowtrain.node.membership import Membership
 from flowtrain.types import UserError
-from flowtrain.utils.objects import Folder, open_objects
 from tests.s3_server import ENVIRONMENT, s3_server
 
 OLD_S = 10_000.0

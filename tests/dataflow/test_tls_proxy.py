@@ -21,7 +21,7 @@ from http_servers import running
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Join, LeaseRequest, NotAllowed, Unavailable
 from flowtrain.dataflow.service import Service
-from flowtrain.utils.tokens import Role, TokenFile, issue
+from flowtrain.net.credentials import Role, TokenFile, issue
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
 from flowtrain.weights.remote import HttpStore
 from flowtrain.weights.serve import make_app

@@ -39,8 +39,8 @@ from flowtrain.dataflow.contract import (
 )
 from flowtrain.dataflow.service import Service
 from flowtrain.dataflow.wire import METHODS, Problem
+from flowtrain.net.credentials import Access, Role, TokenFile, issue, read, revoke
 from flowtrain.types import UserError
-from flowtrain.utils.tokens import Access, Role, TokenFile, issue, read, revoke
 
 SHARED = "a-token-of-the-tests"
 REQUESTS: dict[str, Any] = {

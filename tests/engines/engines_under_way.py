@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from flowtrain.engines.vllm_engine import VllmEngine
+from flowtrain.engines.vllm.engine import VllmEngine
 
 
 async def under_way(engine: VllmEngine, number: int, num_tokens: int = 10) -> None:

@@ -247,6 +247,30 @@ def test_a_frozen_model_loads_no_version(policy: TorchEngine) -> None:
         policy.load(1)
 
 
+class Sleeper:
+    """An engine that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def sleep(self) -> None:
+        self.told.append("sleep")
+
+
+def test_frozen_models_sleep_and_the_policy_is_left_to_its_owner() -> None:
+    options = Config.model_validate({"engines": {"a": {"kind": "openai", "model": "m"}}}).engines
+    sleepers: Any = {name: Sleeper() for name in ("frozen", "policy")}
+    chats: Any = {
+        name: TokenChat(name, options["a"], None, engine)  # type: ignore[arg-type]
+        for name, engine in sleepers.items()
+    }
+    ChatEngines({**chats, "endpoint": object()}, {}).sleep()
+    assert {name: engine.told for name, engine in sleepers.items()} == {
+        "frozen": ["sleep"],
+        "policy": [],
+    }
+
+
 def test_close_leaves_the_policys_engine_open(
     policy: TorchEngine, tokenizer: PreTrainedTokenizerFast
 ) -> None:

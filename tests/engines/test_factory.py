@@ -19,7 +19,7 @@ from flowtrain.config import Chat, Config, Lora, Vllm
 from flowtrain.engines import factory
 from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import NoEngine
-from flowtrain.engines.vllm_process import VllmModel, engine_args, gpu_environment
+from flowtrain.engines.vllm.process import VllmModel, engine_args, gpu_environment
 from flowtrain.run.components import RunComponents
 from flowtrain.training import model as models
 from flowtrain.training.lora import adapter_weights, add_adapter, save_adapter

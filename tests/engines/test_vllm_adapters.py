@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from flowtrain.config import Lora, Vllm
 from flowtrain.engines.factory import ModelSpec
 from flowtrain.engines.requests import stop_ids
-from flowtrain.engines.vllm_engine import AdapterEngine
-from flowtrain.engines.vllm_process import VllmModel, cpu_environment
+from flowtrain.engines.vllm.engine import AdapterEngine
+from flowtrain.engines.vllm.process import VllmModel, cpu_environment
 from flowtrain.training import model as models
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, VersionSpan
 from flowtrain.weights import Publisher, StoreError, WeightStore

@@ -37,8 +37,8 @@ from flowtrain.agents.registry import load_kind
 from flowtrain.config import Config, Vllm
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.engines.vllm_engine import VllmEngine
-from flowtrain.engines.vllm_process import (
+from flowtrain.engines.vllm.engine import VllmEngine
+from flowtrain.engines.vllm.process import (
     VllmModel,
     check_version,
     cpu_environment,
@@ -589,7 +589,7 @@ def test_missing_vllm_is_reported_with_its_cure(
     monkeypatch: pytest.MonkeyPatch, tiny_path: str
 ) -> None:
     monkeypatch.setattr(
-        "flowtrain.engines.vllm_process.importlib.util.find_spec", lambda name: None
+        "flowtrain.engines.vllm.process.importlib.util.find_spec", lambda name: None
     )
     with pytest.raises(UserError, match=r"pip install 'flowtrain\[vllm\]'"):
         VllmEngine(

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowtrain.config import Vllm
-from flowtrain.engines.vllm_engine import VllmEngine
-from flowtrain.engines.vllm_process import VllmModel, cpu_environment
+from flowtrain.engines.vllm.engine import VllmEngine
+from flowtrain.engines.vllm.process import VllmModel, cpu_environment
 from flowtrain.training import model as models
 from flowtrain.types import Completion, Sampling, VersionSpan
 from flowtrain.weights import Publisher, StoreError, WeightStore

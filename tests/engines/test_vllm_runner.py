@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from threading import Event
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 import torch
 
 from flowtrain.config import Vllm
-from flowtrain.engines import vllm_engine, vllm_runner
 from flowtrain.engines.protocol import EngineError
-from flowtrain.engines.vllm_engine import AdapterEngine, VllmEngine
-from flowtrain.engines.vllm_process import VllmModel
-from flowtrain.types import Completion, FinishReason, Sampling, UserError
+from flowtrain.engines.vllm import engine as vllm_engine
+from flowtrain.engines.vllm import runner as vllm_runner
+from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
+from flowtrain.engines.vllm.process import INVARIANT, VllmModel
+from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
 from flowtrain.weights import StoreError
 from flowtrain.weights.adapters import AdapterSpec
 
@@ -28,6 +30,8 @@ OPTIONS = Vllm(start_timeout_s=5, load_timeout_s=0.5, hang_timeout_s=0.2)
 
 class FakeLLM:
     """Samples as many tokens as asked for, each of them the version of its weights."""
+
+    is_v2 = True
 
     def __init__(self) -> None:
         self.version = 0
@@ -45,6 +49,9 @@ class FakeLLM:
         self.go_on.set()
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 280)
         self.output_processor = SimpleNamespace(request_states={})
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
+        self.vllm_config = SimpleNamespace(use_v2_model_runner=self.is_v2)
+        self.seeds: list[int | None] = []
 
     def kill(self) -> None:
         """Stand in for the process of vLLM."""
@@ -53,6 +60,7 @@ class FakeLLM:
     async def generate(
         self, prompt: Any, params: Any, name: str, lora_request: Any
     ) -> AsyncIterator[Any]:
+        self.seeds.append(params.seed)
         while not self.go_on.is_set() and name not in self.aborted and not self.errored:
             await asyncio.sleep(0.005)
         if self.errored:
@@ -350,6 +358,97 @@ def test_a_closed_engine_has_shut_vllm_down(llms: list[FakeLLM]) -> None:
     engine = start()
     engine.close()
     assert llms[0].is_shut_down and llms[0].errored
+
+
+def test_an_engine_that_is_closed_while_vllm_starts_leaves_none_behind(
+    engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, may_start = vllm_runner._make_llm, Event()
+
+    def slow(model: VllmModel, options: Vllm) -> Any:
+        assert may_start.wait(10)
+        return make(model, options)
+
+    monkeypatch.setattr(vllm_runner, "_make_llm", slow)
+    engine.supervisor.replace(engine.supervisor.runner.result(), "it died")
+    engine.close()
+    may_start.set()
+    wait_for(lambda: len(llms) == 2 and llms[1].is_shut_down and llms[1].errored)
+    engine.supervisor.replace(engine.supervisor.runner.result(), "it died")
+    assert engine.metrics()["engine_restarts"] == 1, "nothing is started after the end"
+
+
+def test_tokens_that_are_on_their_way_at_an_update_have_the_version_before(
+    engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM had sampled them, but its front end has not handed them out yet."""
+    (llm,) = llms
+    llm.go_on.clear()
+    count = [0]
+    state = SimpleNamespace(
+        external_req_id="1", detokenizer=SimpleNamespace(num_output_tokens=lambda: count[0])
+    )
+    llm.output_processor.request_states["1"] = state
+
+    async def late(**_: Any) -> None:
+        async def hand_out() -> None:
+            await asyncio.sleep(0.05)
+            count[0] = 2
+            llm.engine_core.outputs_queue.get_nowait()
+
+        llm.engine_core.outputs_queue.put_nowait("two tokens")
+        tasks.append(asyncio.create_task(hand_out()))
+
+    tasks: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(llm, "pause_generation", late)
+
+    async def scenario() -> Completion:
+        request = asyncio.create_task(engine.generate((5,), Sampling(3)))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(engine.load, 4)
+        llm.go_on.set()
+        return await request
+
+    assert asyncio.run(scenario()).spans == (VersionSpan(0, 2, 0), VersionSpan(2, 3, 4))
+
+
+def test_an_engine_that_sleeps_wakes_for_a_load_and_for_a_request(llms: list[FakeLLM]) -> None:
+    """A frozen policy loads nothing."""
+    engine = start(OPTIONS.model_copy(update={"sleep": True}))
+    engine.sleep()
+    engine.load(1)
+    engine.sleep()
+    assert sample(engine).ids == (1, 1, 1) and sample(engine).ids == (1, 1, 1)
+    called = [name for name in llms[0].called if name in ("sleep", "wake_up")]
+    assert called == ["sleep", "wake_up"] * 2
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("is_v2", "is_cpu", "environment", "is_seeded"),
+    [
+        (True, False, {}, True),
+        (False, True, {}, True),
+        (False, False, INVARIANT, True),
+        (False, False, {}, False),
+    ],
+)
+def test_a_seed_per_request_is_left_out_where_it_costs_a_kernel_per_request(
+    llms: list[FakeLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    is_v2: bool,
+    is_cpu: bool,
+    environment: dict[str, str],
+    is_seeded: bool,
+) -> None:
+    monkeypatch.setattr(FakeLLM, "is_v2", is_v2)
+    model = VllmModel(
+        "folder", "float32", 64, frozenset({1}), is_cpu=is_cpu, environment=environment
+    )
+    engine = VllmEngine(model, tokenizer=None, options=OPTIONS)  # type: ignore[arg-type]
+    asyncio.run(engine.generate((5, 6), Sampling(3, seed=7)))
+    assert llms[0].seeds[-1] == (7 if is_seeded else None)
+    engine.close()
 
 
 def test_start_errors_are_user_errors_or_explained(

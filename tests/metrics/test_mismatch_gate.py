@@ -65,9 +65,6 @@ def test_nothing_is_watched_where_it_is_off_or_differences_are_wanted() -> None:
     one = gate(**penalty)
     assert expected_mismatch(one.config) == "rollout.frequency_penalty"
     watched(one, 5.0)
-    quantised = {"model": {"path": "m"}, "lora": {"rank": 8, "quantize": "nf4", "sync": "adapter"}}
-    config = gate(**quantised, rollout={"engine": "vllm"}, train={"rescore": True}).config
-    assert expected_mismatch(config) == "lora.quantize"
     assert expected_mismatch(Config()) == ""
 
 

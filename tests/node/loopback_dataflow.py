@@ -24,11 +24,11 @@ from flowtrain.dataflow.contract import BatchRequest, Progress, Register
 from flowtrain.dataflow.ledger import Ledger, open_ledger
 from flowtrain.dataflow.service import Service
 from flowtrain.engines.factory import ModelSpec
+from flowtrain.net import serving
+from flowtrain.net.credentials import TokenFile
 from flowtrain.training import model as models
 from flowtrain.training.lora import add_adapter
 from flowtrain.types import Group
-from flowtrain.utils import serving
-from flowtrain.utils.tokens import TokenFile
 from flowtrain.weights import Publisher, WeightStore
 
 TOKEN = "of-the-tests"

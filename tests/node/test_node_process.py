@@ -33,10 +33,10 @@ from loopback_dataflow import (
 )
 
 from flowtrain.algorithms import load_algorithm
+from flowtrain.net.credentials import Role, TokenFile, issue, revoke
 from flowtrain.training import model as models
 from flowtrain.training.row_loss import score_row
 from flowtrain.types import Group
-from flowtrain.utils.tokens import Role, TokenFile, issue, revoke
 from flowtrain.weights import WeightStore
 
 pytest_plugins = ("cli_runs",)

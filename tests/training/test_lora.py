@@ -4,7 +4,6 @@ Run as a script, this file is the training on two ranks.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flowtrain.config import Config, Lora
-from flowtrain.engines.factory import ModelSpec, make_engine
+from flowtrain.config import Lora
 from flowtrain.training import checkpoint, lora, sharding
 from flowtrain.training import model as models
 from flowtrain.training.cost import ForwardCost
@@ -30,8 +28,7 @@ from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack_rows
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Sample, Sampling, UserError
-from flowtrain.weights import Publisher, WeightStore
+from flowtrain.types import Sample, UserError
 
 MakeSamples = Callable[..., list[Sample]]
 LORA = Lora(rank=4, alpha=8.0)
@@ -238,97 +235,6 @@ def test_a_backward_pass_spares_the_products_of_frozen_weights(
     head = plain.config.vocab_size * plain.config.hidden_size
     expected = 2 * frozen * len(row.input_ids_N) + 2 * head * len(row.target_ids_T)
     assert spared == pytest.approx(expected)
-
-
-# ---- four bits
-
-
-@pytest.fixture
-def wide(tmp_path: Path) -> str:
-    """A model whose layers are wide enough for bitsandbytes on a CPU: multiples of 64."""
-    pytest.importorskip("bitsandbytes")
-    texts = ["What is the capital of Chad?", "Sub-Goal: capital of Chad"]
-    tokenizer = models.new_tokenizer(texts, vocab_size=280)
-    torch.manual_seed(0)
-    model = models.new_model(
-        tokenizer, hidden_size=192, num_layers=2, num_heads=4, max_positions=64
-    )
-    models.export(model, tokenizer, models.full_weights(model), tmp_path / "wide")
-    return str(tmp_path / "wide")
-
-
-QLORA = Lora(rank=4, alpha=8.0, sync="adapter", quantize="nf4")
-
-
-def four_bits(path: str) -> PreTrainedModel:
-    return models.load_model(path, torch.float32, **lora.quantization(QLORA, torch.float32))
-
-
-def test_an_adapter_over_four_bits_trains_what_it_trains_over_their_values(
-    wide: str, alone: World, rows: list[list[PackedRow]]
-) -> None:
-    """And the frozen layers take an eighth of the bytes, with a scale in fp32 for 64 weights."""
-    import bitsandbytes
-
-    quantised, plain = four_bits(wide), models.load_model(wide, torch.float32)
-    before = dict(plain.named_parameters())
-    change = 0.0
-    with torch.no_grad():
-        for name, weight in quantised.named_parameters():
-            if weight.dtype == torch.uint8:
-                values = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
-                change = max(change, float((values - before[name]).abs().max()))
-                before[name].copy_(values)
-    assert change > 1e-3 and lora.is_quantised(quantised)
-    whole = ForwardCost.of(plain)
-    trainers = []
-    for model in (quantised, plain):
-        torch.manual_seed(3)
-        lora.add_adapter(model, QLORA, wide)
-        model = sharding.shard(model, alone, sharding.ShardSpec(torch.float32))
-        trainers.append(trainer_of(model, alone))
-    num_layer = sum(p.numel() for p in before.values() if p.dim() == 2) - 280 * 192
-    saved = lora.frozen_bytes(plain) - lora.frozen_bytes(quantised)
-    assert saved == pytest.approx(num_layer * (4 - 0.5 - 4 / 64), rel=0.02)
-    assert ForwardCost.of(quantised).per_frozen_token == whole.per_token
-    for _ in range(3):
-        one, two = (trainer.step(rows) for trainer in trainers)
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-4)
-        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3)
-
-
-def test_the_torch_engine_samples_over_the_same_four_bits(
-    wide: str, alone: World, tmp_path: Path
-) -> None:
-    sections = {"model": {"path": wide}, "lora": QLORA.model_dump()}
-    config = Config.model_validate(sections)
-    trained, plain = four_bits(wide), models.load_model(wide, torch.float32)
-    lora.add_adapter(trained, QLORA, wide)
-    with torch.no_grad():
-        for weight in lora.adapter_weights(trained).values():
-            weight.normal_(std=0.1)
-    store = WeightStore(tmp_path / "store")
-    Publisher(store).publish(lora.adapter_weights(trained), 0)
-    engine = make_engine(config, ModelSpec.load("model.path", wide), alone.device, store)
-    engine.load(0)
-    prompt = tuple(range(5, 15))
-    sampling = Sampling(6, temperature=1.0, seed=0, ignore_end=True)
-    done = asyncio.run(engine.generate(prompt, sampling))
-    engine.close()
-    zeros = (0.0,) * len(done.ids)
-    row = pack_rows([Sample(prompt, done.ids, done.logprobs, zeros, zeros)], 30)
-    (found,) = trainer_of(trained, alone).score(trained, row)
-    # On some CPUs bitsandbytes samples in bf16.
-    torch.testing.assert_close(found.logprob_T, torch.tensor(done.logprobs), rtol=0, atol=1e-2)
-    (other,) = trainer_of(plain, alone).score(plain, row)
-    assert (other.logprob_T - found.logprob_T).abs().max() > 0.1, "the adapter matters"
-
-
-def test_four_bits_are_for_one_rank(wide: str) -> None:
-    with pytest.raises(UserError, match=r"lora\.quantize='nf4' trains on one rank.*not on 2"):
-        sharding.shard(
-            four_bits(wide), World(0, 2, torch.device("cpu")), sharding.ShardSpec(torch.float32)
-        )
 
 
 # ---- two ranks

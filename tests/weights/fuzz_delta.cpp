@@ -144,7 +144,6 @@ void try_case(Case& c, const Vec& mutated) {
     attempt([&] { validate(view, base, threads); });
     attempt([&] { decode(view, base); });
     attempt([&] { compose({view, view}, base, 1, threads); });
-    attempt([&] { invert(view, base, base ? 2 : 1, threads); });
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ import torch
 from http_servers import running
 from torch import Tensor
 
-from flowtrain.utils.serving import address
+from flowtrain.net.serving import address
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.__main__ import main
 from flowtrain.weights.files import seal, write_snapshot

@@ -32,8 +32,6 @@ def refused(
         _delta.validate(delta, words, num_threads=num_threads)
     with pytest.raises(error):
         _delta.compose([delta], words)
-    with pytest.raises(error):
-        _delta.invert(delta, words)
 
 
 def test_the_errors_have_one_parent() -> None:
@@ -240,7 +238,7 @@ def test_compose_refuses_a_wrong_base(level: int) -> None:
     with pytest.raises(_delta.WrongBase):
         _delta.compose(deltas, wrong)
     with pytest.raises(_delta.WrongBase):
-        _delta.invert(deltas[0], wrong, level=2)
+        _delta.compose(deltas, wrong, level=2)
 
 
 def test_level_2_needs_its_base() -> None:
@@ -248,14 +246,13 @@ def test_level_2_needs_its_base() -> None:
     calls: list[Callable[[Any], Any]] = [
         _delta.decode,
         _delta.validate,
-        _delta.invert,
         lambda delta: _delta.compose([delta]),
     ]
     for call in calls:
         with pytest.raises(_delta.WrongBase, match="base weights"):
             call(delta)
     with pytest.raises(ValueError, match="level 2 needs the base"):
-        _delta.invert(delta_of(OLD, NEW), level=2)
+        _delta.compose([delta_of(OLD, NEW)], level=2)
     assert _delta.info(delta)["level"] == 2
 
 

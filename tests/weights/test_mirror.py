@@ -15,9 +15,9 @@ import pytest
 import torch
 from http_stores import LAST, fill, same, weights_at
 
+from flowtrain.net.objects import Folder, Objects, open_objects
 from flowtrain.types import UserError
 from flowtrain.utils.lock import Lock
-from flowtrain.utils.objects import Folder, Objects, open_objects
 from flowtrain.weights import (
     Publisher,
     PublishOptions,

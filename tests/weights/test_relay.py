@@ -25,7 +25,7 @@ from http_stores import LAST, TOKEN, Misbehaving, same, weights_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.utils.tokens import Role, TokenFile, issue
+from flowtrain.net.credentials import Role, TokenFile, issue
 from flowtrain.weights import HttpStore, Publisher, StoreError, WeightReader, WeightStore, pull
 from flowtrain.weights.cache import FileCache, NoRoom
 from flowtrain.weights.checksums import checksum_of

@@ -15,9 +15,9 @@ import pytest
 from http_servers import running
 from http_stores import LAST, TOKEN
 
+from flowtrain.net.credentials import Role, TokenFile, issue, revoke
+from flowtrain.net.serving import address, make_server
 from flowtrain.types import UserError
-from flowtrain.utils.serving import address, make_server
-from flowtrain.utils.tokens import Role, TokenFile, issue, revoke
 from flowtrain.weights import WeightStore
 from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.listing import Listing

@@ -17,6 +17,8 @@ from toy_model import SHAPES, Toy, held_by, toy_weights
 from weight_samples import same_bits
 
 from flowtrain import _delta
+from flowtrain.engines.vllm.plan import make_plan, prove
+from flowtrain.engines.vllm.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.weights import (
     Publisher,
     PublishOptions,
@@ -27,9 +29,7 @@ from flowtrain.weights import (
 )
 from flowtrain.weights.layout import Layout
 from flowtrain.weights.ranks import Alone, Ranks
-from flowtrain.weights.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.weights.tensor_shards import spec_of
-from flowtrain.weights.vllm_plan import make_plan, prove
 
 NUM_VERSIONS = 12
 

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +36,9 @@ from transformers import (
 
 from flowtrain import _delta
 from flowtrain.engines.requests import kept_sets
-from flowtrain.engines.vllm_process import sampling_args
+from flowtrain.engines.vllm.plan import make_plan, prove
+from flowtrain.engines.vllm.process import sampling_args
+from flowtrain.engines.vllm.sharded_target import ShardedTarget
 from flowtrain.training import attention, sharding
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -54,9 +55,7 @@ from flowtrain.weights import (
     pull,
 )
 from flowtrain.weights.layout import digest_hex
-from flowtrain.weights.sharded_target import ShardedTarget
 from flowtrain.weights.target import HostTensors
-from flowtrain.weights.vllm_plan import make_plan, prove
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -105,7 +104,7 @@ def in_process() -> Iterator[None]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_PLUGINS", "")
-        from flowtrain.weights.vllm_plugin import register
+        from flowtrain.engines.vllm.plugin import register
 
         register()
         register()
@@ -151,7 +150,7 @@ class Engine:
             logprobs_mode="processed_logprobs",
             max_logprobs=-1,
             weight_transfer_config=WeightTransferConfig(backend="sparse_delta"),
-            worker_extension_cls="flowtrain.weights.vllm_plugin.WeightReports",
+            worker_extension_cls="flowtrain.engines.vllm.plugin.WeightReports",
         )
 
     def connect(self, store: WeightStore, **options: Any) -> None:
@@ -197,9 +196,7 @@ class Engine:
             {"prompt_token_ids": PROMPTS[i % 3], "cache_salt": str(version)} for i in range(number)
         ]
         params = [
-            SamplingParams(
-                **sampling_args(replace(sampling, seed=i), frozenset(), SMALL["vocab_size"])
-            )
+            SamplingParams(**sampling_args(sampling, frozenset(), SMALL["vocab_size"]), seed=i)
             for i in range(number)
         ]
         outputs = [out.outputs[0] for out in self.llm.generate(prompts, params, use_tqdm=False)]
@@ -628,7 +625,7 @@ def test_a_model_of_another_kind_is_refused_by_name(at_work: Any, tmp_path: Path
             model_config=SimpleNamespace(use_mla=attribute == "use_mla"),
             lora_config=attribute == "lora_config" or None,
         )
-        from flowtrain.weights.vllm_plugin import refuse_unsupported
+        from flowtrain.engines.vllm.plugin import refuse_unsupported
 
         with pytest.raises(UserError, match=message):
             refuse_unsupported(engine.transfer.model, config)
@@ -661,7 +658,7 @@ def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flowtrain-entry\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nflowtrain = flowtrain.weights.vllm_plugin:register\n"
+        "[vllm.general_plugins]\nflowtrain = flowtrain.engines.vllm.plugin:register\n"
     )
     paths = [
         str(tmp_path / "site"),
@@ -681,7 +678,7 @@ def test_the_entry_point_is_declared() -> None:
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         "vllm.general_plugins"
     ]
-    assert points == {"flowtrain": "flowtrain.weights.vllm_plugin:register"}
+    assert points == {"flowtrain": "flowtrain.engines.vllm.plugin:register"}
 
 
 def test_a_request_in_flight_goes_on_across_updates_and_failures(
@@ -716,7 +713,7 @@ async def _serve(
         "dtype": "bfloat16",
     }
     transfer = WeightTransferConfig(backend="sparse_delta")
-    extension = "flowtrain.weights.vllm_plugin.WeightReports"
+    extension = "flowtrain.engines.vllm.plugin.WeightReports"
     llm = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             str(path), weight_transfer_config=transfer, worker_extension_cls=extension, **options

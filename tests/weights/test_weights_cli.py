@@ -26,7 +26,7 @@ from http_stores import (
 )
 from safetensors.numpy import load_file, save_file
 
-from flowtrain.utils.tokens import Role, issue
+from flowtrain.net.credentials import Role, issue
 from flowtrain.weights import HttpStore, StoreError, WeightStore, pull, remote
 from flowtrain.weights.files import write_delta
 

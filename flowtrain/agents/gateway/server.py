@@ -21,8 +21,8 @@ from flowtrain.agents.gateway import requests, responses
 from flowtrain.agents.gateway.requests import Refusal
 from flowtrain.agents.gateway.rollout import Outcome, Rollout, over
 from flowtrain.agents.gateway.workers import Waiting
-from flowtrain.utils import serving
-from flowtrain.utils.tokens import Access
+from flowtrain.net import serving
+from flowtrain.net.credentials import Access
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -51,7 +51,7 @@ class Gateway:
         """
         serving.require("starlette.requests", "starlette.responses")
         responses.prepare()
-        from flowtrain.utils.connections import allow_files
+        from flowtrain.net.connections import allow_files
 
         allow_files()
         # Otherwise every full collection from now on would walk all that has been imported, and

@@ -21,7 +21,7 @@ import mcp_types
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
-from flowtrain.utils.answers import no_cookies
+from flowtrain.net.bodies import no_cookies
 
 MAX_BYTES = 8 << 20
 """Bytes of a message."""

@@ -1,4 +1,4 @@
-"""What a long-lived process says about itself: `/health` to supervisors, `/metrics` to Prometheus.
+"""Let a long-lived process tell of itself: `/health` to supervisors, `/metrics` to Prometheus.
 
 Each server has a `Monitor` and a registry of its own, so that two servers of one process do not mix
 theirs. Labels have values from closed lists only: names that others choose would grow without end.
@@ -10,17 +10,15 @@ import asyncio
 import contextlib
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from flowtrain.utils import serving
-from flowtrain.utils.tokens import Access
+from flowtrain.net import serving
+from flowtrain.net.credentials import Access
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric
+    from prometheus_client import Histogram, Metric
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 T = TypeVar("T")
@@ -61,39 +59,6 @@ class Cached(Generic[T]):
             return self._value
 
 
-class Seconds:
-    """A histogram of durations by one label. Threads may share it."""
-
-    def __init__(self, name: str, text: str, label: str) -> None:
-        """`name` ends in `_seconds`."""
-        self._head = (name, text, (label,))
-        self._lock = threading.Lock()
-        self._counts: dict[str, list[int]] = {}
-        self._sums: defaultdict[str, float] = defaultdict(float)
-
-    def add(self, value: str, seconds: float) -> None:
-        """Count one duration; `value` of the label must come from a closed list."""
-        with self._lock:
-            counts = self._counts.setdefault(value, [0] * (len(_BUCKETS_S) + 1))
-            counts[bisect_left(_BUCKETS_S, seconds)] += 1
-            self._sums[value] += seconds
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the histogram."""
-        from prometheus_client.core import HistogramMetricFamily
-
-        name, text, labels = self._head
-        family = HistogramMetricFamily(name, text, labels=labels)
-        with self._lock:
-            for value, counts in self._counts.items():
-                total, buckets = 0, []
-                for bound, num in zip((*map(str, _BUCKETS_S), "+Inf"), counts, strict=True):
-                    total += num
-                    buckets.append((bound, total))
-                family.add_metric((value,), buckets, sum_value=self._sums[value])
-        yield family
-
-
 class Monitor:
     """Answers `/health` and `/metrics` in front of an application, whose requests it counts."""
 
@@ -117,20 +82,28 @@ class Monitor:
             UserError: a package is missing.
         """
         serving.require("prometheus_client", "starlette.responses")
-        from prometheus_client import CollectorRegistry
+        from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 
+        disable_created_metrics()
         self.registry = CollectorRegistry()
-        self._prefix, self._access, self._label = prefix, access, label
-        self._value_of, self._is_healthy = value_of, is_healthy
+        self._access, self._value_of, self._is_healthy = access, value_of, is_healthy
         # One thread: scrapes, however many, keep no other thread or connection busy.
         self._thread = ThreadPoolExecutor(1, "metrics")
         text = "Seconds from the head of a request to the end of its answer."
-        self._seconds = Seconds(f"{prefix}_request_seconds", text, label)
-        self._num_requests: Counter[tuple[str, str]] = Counter()
-        self._num_bytes: Counter[str] = Counter()
-        self._num_open: Counter[str] = Counter()
-        self.add(self._seconds.collect)
-        self.add(self._requests)
+        self._seconds = self.seconds(f"{prefix}_request_seconds", text, label)
+        text = f"Requests by {label} and status of the answer; none: cut before it."
+        both, registry = (label, "status"), self.registry
+        self._requests = Counter(f"{prefix}_requests", text, both, registry=registry)
+        text = f"Bytes of answers by {label}, without their heads."
+        self._bytes = Counter(f"{prefix}_sent_bytes", text, (label,), registry=registry)
+        text = f"Requests under way by {label}."
+        self._open = Gauge(f"{prefix}_requests_open", text, (label,), registry=registry)
+
+    def seconds(self, name: str, text: str, label: str) -> Histogram:
+        """Make a histogram of durations by one label, whose values must come from a closed list."""
+        from prometheus_client import Histogram
+
+        return Histogram(name, text, (label,), registry=self.registry, buckets=_BUCKETS_S)
 
     def add(self, collect: Collect) -> None:
         """Add what `collect` yields to every scrape."""
@@ -189,26 +162,14 @@ class Monitor:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-            self._num_bytes[value] += len(message.get("body", b""))
+            self._bytes.labels(value).inc(len(message.get("body", b"")))
             await send(message)
 
-        began = time.monotonic()
-        self._num_open[value] += 1
-        try:
-            await app(scope, receive, counting)
-        finally:
-            self._num_open[value] -= 1
-            self._num_requests[value, status] += 1
-            self._seconds.add(value, time.monotonic() - began)
-
-    def _requests(self) -> Iterator[Metric]:
-        label, name = self._label, self._prefix
-        text = f"Requests by {label} and status of the answer; none: cut before it."
-        yield counter(f"{name}_requests", text, self._num_requests, (label, "status"))
-        text = f"Bytes of answers by {label}, without their heads."
-        yield counter(f"{name}_sent_bytes", text, self._num_bytes, (label,))
-        text = f"Requests under way by {label}."
-        yield gauge(f"{name}_requests_open", text, self._num_open, (label,))
+        with self._open.labels(value).track_inprogress(), self._seconds.labels(value).time():
+            try:
+                await app(scope, receive, counting)
+            finally:
+                self._requests.labels(value, status).inc()
 
 
 class Place:

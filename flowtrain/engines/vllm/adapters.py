@@ -27,9 +27,9 @@ from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
 from flowtrain.utils.errors import text_of
-from flowtrain.utils.serving import TOKEN_VARIABLE
 from flowtrain.weights.layout import TensorSpec
 from flowtrain.weights.reader import Loaded, WeightReader
 from flowtrain.weights.remote import open_source

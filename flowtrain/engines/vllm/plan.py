@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flowtrain.engines.vllm.sharded_target import LoadPlan, RegionDigests, sum_regions
 from flowtrain.weights.layout import Digest, Layout
 from flowtrain.weights.ranks import Ranks, gather, together
-from flowtrain.weights.sharded_target import LoadPlan, RegionDigests, sum_regions
 from flowtrain.weights.strided_view import StridedView, digest_of
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -57,7 +57,7 @@ class LoaderWatch(TorchDispatchMode):
         self.touched: set[int] = set()
         """Memories that the loader writes to, with anything."""
         self.obstacle = ""
-        """Why the tensor is dense; empty when it is not."""
+        """The reason for which the tensor is dense; empty when it is not."""
         self._dtype = stand_in.dtype
         self._source = _memory(stand_in)
         self._memories = memories

@@ -14,15 +14,15 @@ import signal
 import sys
 from typing import Any
 
-from flowtrain.engines.sampler_entropies import record
-from flowtrain.engines.vllm_process import ERROR_FILE
-from flowtrain.weights import vllm_plugin
-from flowtrain.weights.vllm_adapters import WorkerAdapters
+from flowtrain.engines.vllm import plugin
+from flowtrain.engines.vllm.adapters import WorkerAdapters
+from flowtrain.engines.vllm.process import ERROR_FILE
+from flowtrain.engines.vllm.sampler_entropies import record
 
 _PR_SET_PDEATHSIG = 1
 
 
-class Worker(vllm_plugin.WeightReports, WorkerAdapters):
+class Worker(plugin.WeightReports, WorkerAdapters):
     """Methods that vLLM's worker gets, called through `collective_rpc`."""
 
     model_runner: Any
@@ -40,7 +40,7 @@ def set_up(error_file: str) -> None:
     handler = logging.FileHandler(error_file)
     handler.setLevel(logging.ERROR)
     logging.getLogger("vllm").addHandler(handler)
-    vllm_plugin.register()
+    plugin.register()
 
 
 if ERROR_FILE in os.environ:

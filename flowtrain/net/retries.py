@@ -30,7 +30,7 @@ class GaveUp(Exception):
     def __init__(self, text: str, problem: str, failure: Transient | None = None) -> None:
         super().__init__(text)
         self.problem = problem
-        """What was wrong the last time."""
+        """The problem of the last time."""
         self.failure = failure
         """The last attempt's; None where that was cut off by the deadline."""
 

@@ -15,9 +15,9 @@ import pytest
 from http_servers import running
 from prometheus_text import samples
 
+from flowtrain.net.credentials import Access
+from flowtrain.net.monitoring import Cached, Monitor, Place, counter, gauge
 from flowtrain.types import UserError
-from flowtrain.utils.monitoring import Cached, Monitor, Place, Seconds, counter, gauge
-from flowtrain.utils.tokens import Access
 
 TOKEN = {"Authorization": "Bearer t"}
 
@@ -92,11 +92,10 @@ def test_two_servers_of_a_process_count_apart(client: httpx2.Client) -> None:
 
 
 def test_a_histogram_is_cumulative_and_has_its_sum() -> None:
-    seconds = Seconds("x_seconds", "Seconds.", "method")
     monitor = made()
-    monitor.add(seconds.collect)
+    seconds = monitor.seconds("x_seconds", "Seconds.", "method")
     for value in (0.001, 0.002, 0.3, 99.0):
-        seconds.add("a", value)
+        seconds.labels("a").observe(value)
     found = samples(monitor.text())
     buckets = [value for key, value in found.items() if key.startswith("x_seconds_bucket")]
     assert buckets == [1, 2, 2, 2, 3, 3, 3, 3, 4]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import resource
 from collections.abc import Callable
 from enum import IntEnum
@@ -19,7 +18,7 @@ import h11
 from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flowtrain.utils.serving import SLOWEST
+from flowtrain.net.bodies import SLOWEST
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,12 +36,10 @@ _MOST = 4096
 _BACKLOG = 2048
 _OTHER_FILES = 128
 """Descriptors for the database, for modules, for the event loop."""
-_PROXIES = ("127.0.0.1", "::1")
-"""Addresses behind which are many clients: those of a proxy on this machine."""
 
 
 class Rank(IntEnum):
-    """How dear a connection is: the lowest rank is closed first, in it the oldest."""
+    """The worth of a connection: the lowest rank is closed first, in it the oldest."""
 
     STRANGER = 0
     """It has not shown a token."""
@@ -52,65 +49,37 @@ class Rank(IntEnum):
     """A request with a token is being answered; it is never closed to make room."""
 
 
-class _Group:
-    """Connections by rank, in the order in which they came to it."""
-
-    def __init__(self) -> None:
-        self._ranks: tuple[dict[Connection, None], ...] = tuple({} for _ in Rank)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._ranks))
-
-    def put(self, connection: Connection, rank: Rank) -> None:
-        self.drop(connection)
-        self._ranks[rank][connection] = None
-
-    def drop(self, connection: Connection) -> None:
-        for connections in self._ranks:
-            connections.pop(connection, None)
-
-    def to_close(self) -> Connection | None:
-        """Return the connection that is missed the least; None where all are under way."""
-        idle = self._ranks[Rank.STRANGER] or self._ranks[Rank.KNOWN]
-        return next(iter(idle), None)
-
-
 class Room:
     """The places of a server."""
 
-    def __init__(self, most: int, most_per_address: int) -> None:
-        self._most, self._most_per_address = most, most_per_address
-        self._all = _Group()
-        self._by_address: dict[str, _Group] = {}
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._ranks: tuple[dict[Connection, None], ...] = tuple({} for _ in Rank)
+        """Connections in the order in which they came to their rank."""
 
     def enter(self, connection: Connection) -> bool:
         """Take a place for a new connection, where need be that of another one, which is closed.
         Returns whether there was one.
         """
-        local = self._by_address.setdefault(connection.address, _Group())
-        most_here = self._most_per_address if connection.address else self._most
-        for group, most in ((local, most_here), (self._all, self._most)):
-            if len(group) >= most:
-                if (closed := group.to_close()) is None:
-                    return False
-                self.leave(closed)
-                closed.transport.abort()
-        self._by_address[connection.address] = local  # its last one may have left just now
+        if sum(map(len, self._ranks)) >= self._most:
+            idle = self._ranks[Rank.STRANGER] or self._ranks[Rank.KNOWN]
+            if not idle:
+                return False
+            closed = next(iter(idle))
+            self.leave(closed)
+            closed.transport.abort()
         self.move(connection, Rank.STRANGER)
         return True
 
     def move(self, connection: Connection, rank: Rank) -> None:
         """Give a connection another rank, in which it is the youngest."""
+        self.leave(connection)
         connection.rank = rank
-        self._all.put(connection, rank)
-        self._by_address[connection.address].put(connection, rank)
+        self._ranks[rank][connection] = None
 
     def leave(self, connection: Connection) -> None:
-        self._all.drop(connection)
-        if (local := self._by_address.get(connection.address)) is not None:
-            local.drop(connection)
-            if not local:
-                del self._by_address[connection.address]
+        for connections in self._ranks:
+            connections.pop(connection, None)
 
 
 class Connection(H11Protocol):
@@ -126,52 +95,64 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rank = Rank.STRANGER
-        self.address = ""
-        """Which others count as the same client; empty for a proxy."""
         self._application: ASGIApp = self.app
         self.app = self._answer
         self._answer_began = 0.0
         self._num_sent = 0
         self._num_left = 0
         """Bytes that were not read when reading was looked at."""
+        self._for_head: asyncio.TimerHandle | None = None
+        self._for_reading: asyncio.TimerHandle | None = None
 
     # ---- what the event loop tells
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # so that `pause_writing` tells of every delay
-        self.address = _client(self.client[0] if self.client else "")
-        self._for_head = _Deadline(self.loop, transport.abort)
-        self._for_reading = _Deadline(self.loop, self._check_reading)
-        self._for_head.set(_HEAD_S)
+        self._expect_head()
         if not self.room.enter(self):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._for_head.clear()
-        self._for_reading.clear()
+        self._has_head()
+        self._has_read()
         self.room.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_idle and not self._for_head.is_set:
-            self._for_head.set(_HEAD_S)
+        if self._is_idle and self._for_head is None:
+            self._expect_head()
         super().data_received(data)
         if not self._is_idle:
-            self._for_head.clear()
+            self._has_head()
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        self._for_reading.clear()
+        self._has_read()
         super().resume_writing()
+
+    def _expect_head(self) -> None:
+        self._for_head = self.loop.call_later(_HEAD_S, self.transport.abort)
+
+    def _has_head(self) -> None:
+        if self._for_head is not None:
+            self._for_head.cancel()
+            self._for_head = None
 
     def _expect_reading(self) -> None:
         """Look again after the longest pause, or when the answer should have been read."""
+        self._has_read()
         self._num_left = self.transport.get_write_buffer_size()
-        self._for_reading.set(_PATIENCE_S + min(0.0, self._time_left_s))
+        wait_s = _PATIENCE_S + min(0.0, self._time_left_s)
+        self._for_reading = self.loop.call_later(wait_s, self._check_reading)
+
+    def _has_read(self) -> None:
+        if self._for_reading is not None:
+            self._for_reading.cancel()
+            self._for_reading = None
 
     def _check_reading(self) -> None:
         has_stopped = self.transport.get_write_buffer_size() == self._num_left
@@ -223,27 +204,6 @@ class Connection(H11Protocol):
     def _admit(self) -> None:
         if not self.transport.is_closing():
             self.room.move(self, Rank.UNDER_WAY)
-
-
-class _Deadline:
-    """Does something when its time is over, unless it is cleared before."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, at_end: Callable[[], None]) -> None:
-        self._loop, self._at_end = loop, at_end
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_set(self) -> bool:
-        return self._timer is not None
-
-    def set(self, seconds: float) -> None:
-        self.clear()
-        self._timer = self._loop.call_later(seconds, self._at_end)
-
-    def clear(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class _Exchange:
@@ -306,16 +266,6 @@ def allow_files() -> None:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _client(host: str) -> str:
-    """Return the address, of IPv6 the network, that counts as one client; empty for a proxy."""
-    if not host or host in _PROXIES:
-        return ""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if address.version == 6:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return host
 
 
 def _problem(scope: Scope) -> str:

@@ -68,7 +68,7 @@ class VllmModel:
     verify_every: int = 0
     """See `WeightReader`."""
     adapters: AdapterSpec | None = None
-    """What the policies of `adapter_stores` have over the weights of `source`; None: this is the
+    """The layers of the policies of `adapter_stores`, over those of `source`; None: this is the
     model of one policy alone."""
     adapter_stores: Mapping[str, str] = field(default_factory=dict)
     """Folder or URL of the store of each policy's adapter; empty: `source` without an adapter."""
@@ -207,8 +207,8 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": "uni"
         if options.tensor_parallel_size == 1
-        else "flowtrain.engines.vllm_executor.Executor",
-        "worker_extension_cls": "flowtrain.engines.vllm_worker.Worker",
+        else "flowtrain.engines.vllm.executor.Executor",
+        "worker_extension_cls": "flowtrain.engines.vllm.worker.Worker",
         "disable_log_stats": True,
         **device,
     }
@@ -232,14 +232,13 @@ def _slots(adapters: AdapterSpec, number: int) -> dict[str, Any]:
 
 
 def sampling_args(sampling: Sampling, stop_ids: frozenset[int], num_vocab: int) -> dict[str, Any]:
-    """Return the arguments that vLLM samples a request with."""
+    """Return the arguments that vLLM samples a request with, but for its seed."""
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "frequency_penalty": sampling.frequency_penalty,
-        "seed": sampling.seed,
         # Those of the sampled token alone, or of all tokens that could be sampled: more than top_k,
         # because vLLM keeps tokens that tie with the last.
         "logprobs": min(2 * sampling.top_k + 8, num_vocab) if sampling.is_truncated else 0,

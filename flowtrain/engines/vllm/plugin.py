@@ -45,16 +45,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from flowtrain.engines.vllm.plan import make_plan, prove
+from flowtrain.engines.vllm.sharded_target import LoadPlan, ShardedTarget
+from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
 from flowtrain.utils.errors import text_of
-from flowtrain.utils.serving import TOKEN_VARIABLE
 from flowtrain.weights.layout import Digest, add, digest_hex
 from flowtrain.weights.ranks import Alone, Ranks, together
 from flowtrain.weights.reader import Loaded, WeightReader
 from flowtrain.weights.remote import open_source
-from flowtrain.weights.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.weights.target import HostTensors, Target
-from flowtrain.weights.vllm_plan import make_plan, prove
 
 BACKEND = "sparse_delta"
 PATCHED = range(25, 33)
@@ -240,7 +240,7 @@ class SparseDeltaEngine(WeightTransferEngine):
 
 class WeightReports:
     """Adds methods for `collective_rpc` to a vLLM worker: pass
-    `worker_extension_cls="flowtrain.weights.vllm_plugin.WeightReports"`.
+    `worker_extension_cls="flowtrain.engines.vllm.plugin.WeightReports"`.
     """
 
     weight_transfer_engine: Any

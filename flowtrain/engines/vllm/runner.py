@@ -13,15 +13,14 @@ import logging
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flowtrain.config import Vllm
 from flowtrain.engines.requests import Decodes, completion, kept_sets, stop_place
-from flowtrain.engines.sampler_entropies import decode
-from flowtrain.engines.vllm_process import (
+from flowtrain.engines.vllm.process import (
     ERROR_FILE,
+    INVARIANT,
     VllmModel,
     check_version,
     children,
@@ -31,7 +30,8 @@ from flowtrain.engines.vllm_process import (
     sampling_args,
     without_main,
 )
-from flowtrain.engines.vllm_updates import AdapterUpdates, SparseUpdates, Updates
+from flowtrain.engines.vllm.sampler_entropies import decode
+from flowtrain.engines.vllm.updates import Weights, policies
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError
 from flowtrain.utils.threads import LoopThread
 from flowtrain.weights.manifest import StoreError
@@ -47,24 +47,6 @@ _CLOSE_S = 10.0
 
 class EngineDied(Exception):
     """A running vLLM has ended, and its requests are lost."""
-
-
-@dataclass(slots=True)
-class _Weights:
-    """What one policy samples with."""
-
-    updates: Updates | None = None
-    """None: the weights of the model's folder, for good."""
-    label: int | None = None
-    """The version; None before the first load."""
-    salt: str = "0"
-    """Tells the prefixes in vLLM's cache that these weights computed from others."""
-    adapter: Any = None
-    """vLLM's request for the policy's LoRA slot; None: the model without an adapter."""
-    labels: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """(version, first token) of each span, by the name of a request under way."""
-    bare: set[str] = field(default_factory=set)
-    """Names of those that began before the first adapter, and go on without one."""
 
 
 class AsyncLLMRunner:
@@ -85,10 +67,12 @@ class AsyncLLMRunner:
         self._processes: set[Any] = set()
         self._thread = LoopThread("vllm-engine")
         self._names = itertools.count()
-        self._weights: dict[str, _Weights] = {}
+        self._weights: dict[str, Weights] = {}
         """By policy."""
         self._loading = asyncio.Lock()
         self._is_asleep = False
+        self._has_seeds = True
+        """Each request draws from a generator of its own."""
         self._aborts: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -124,7 +108,7 @@ class AsyncLLMRunner:
         return self._run(self._load(version, policy), f"version {version} was not loaded")
 
     def sleep(self) -> None:
-        """Give weights and cache up until the next `load`; no request may be under way."""
+        """Give weights and cache up until the next load or request; none may be under way."""
         self._run(self._sleep(), "it did not go to sleep")
 
     def _run(self, work: Coroutine[Any, Any, T], failure: str) -> T:
@@ -168,7 +152,11 @@ class AsyncLLMRunner:
         variables = {ERROR_FILE: str(self._errors), **self._model.environment}
         with environment(variables), without_main():
             self._llm = _make_llm(self._model, self._options)
-        self._weights = _policies(self._llm, self._model)
+        self._weights = policies(self._llm, self._model)
+        # For every token of a seeded request vLLM's older runner starts a kernel of its own.
+        config, is_invariant = self._llm.vllm_config, INVARIANT.items() <= variables.items()
+        is_v2 = getattr(config, "use_v2_model_runner", False)
+        self._has_seeds = is_v2 or is_invariant or self._model.is_cpu
         if self._model.records_entropies:
             await self._llm.collective_rpc("record_entropies")
         # Otherwise every full collection from now on would walk all that vLLM has imported, which
@@ -216,9 +204,7 @@ class AsyncLLMRunner:
         updates = weights.updates
         assert updates is not None, "a frozen policy has no versions"
         async with self._loading:
-            if self._is_asleep:  # an update would write to memory that is not there
-                await llm.wake_up()
-                self._is_asleep = False
+            await self._wake_up()  # an update would write to memory that is not there
             stays = f"vLLM stays at version {weights.label}"
             try:
                 await updates.stage(version)
@@ -246,9 +232,22 @@ class AsyncLLMRunner:
             return {**await updates.metrics(), "weights_pause_s": pause_s}
 
     async def _sleep(self) -> None:
-        if not self._is_asleep:  # where nodes sample, many steps pass between two loads
-            await self._llm.sleep(level=1)
-        self._is_asleep = True
+        async with self._loading:
+            if not self._is_asleep:  # where nodes sample, many steps pass between two loads
+                await self._llm.sleep(level=1)
+            self._is_asleep = True
+
+    async def _wake_up(self) -> None:
+        """Do so if need be; `_loading` is held."""
+        if self._is_asleep:
+            await self._llm.wake_up()
+            self._is_asleep = False
+
+    async def _be_awake(self) -> None:
+        """Wake up for a request: an engine whose weights never change is never loaded."""
+        if self._is_asleep:
+            async with self._loading:
+                await self._wake_up()
 
     def _abort(self, llm: Any, name: str) -> None:
         """End a request with the tokens that it has. Repeats itself, because vLLM ignores the abort
@@ -261,7 +260,7 @@ class AsyncLLMRunner:
             task.add_done_callback(self._aborts.discard)
             loop.call_later(0.05, self._abort, llm, name)
 
-    async def _begin_spans(self, weights: _Weights, version: int) -> None:
+    async def _begin_spans(self, weights: Weights, version: int) -> None:
         """Note how many tokens each request of the policy has at the update; a request that vLLM is
         still taking in has none.
         """
@@ -270,9 +269,10 @@ class AsyncLLMRunner:
         while True:
             counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states.values()}
             now = {name: counts.get(name, 0) for name in weights.labels.keys() - weights.bare}
-            if now == before:
+            # vLLM may still be handing out what it sampled before the pause.
+            if now == before and self._llm.engine_core.outputs_queue.empty():
                 break
-            before = now  # vLLM may still be handing out what it sampled before the pause
+            before = now
             await asyncio.sleep(0.001)
         for name, count in before.items():
             weights.labels[name].append((version, count))
@@ -283,11 +283,13 @@ class AsyncLLMRunner:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
+        await self._be_awake()
         llm, weights = self._llm, self._weights[policy]
         name = str(next(self._names))
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=weights.salt)
         params = SamplingParams(
             **sampling_args(sampling, self._model.stop_ids, llm.model_config.get_vocab_size()),
+            seed=sampling.seed if self._has_seeds else None,
             # A message per token costs vLLM a seventh of its speed.
             output_kind=RequestOutputKind.DELTA
             if sampling.stop_strings
@@ -335,6 +337,7 @@ class AsyncLLMRunner:
         self, samples: Sequence[Sample], policy: str
     ) -> tuple[int, list[tuple[float, ...]]]:
         """Score until no update of the weights came in between."""
+        await self._be_awake()
         weights = self._weights[policy]
         while True:
             version = weights.label
@@ -343,7 +346,7 @@ class AsyncLLMRunner:
             if version == weights.label and not self._loading.locked():
                 return version or 0, found
 
-    async def _prompt_logprobs(self, weights: _Weights, sample: Sample) -> tuple[float, ...]:
+    async def _prompt_logprobs(self, weights: Weights, sample: Sample) -> tuple[float, ...]:
         """Log-probs of a response, which vLLM reads as the end of a prompt and then samples once
         more: the last of all positions has no room for that, its token keeps the sampler's.
         """
@@ -386,14 +389,3 @@ def _make_llm(model: VllmModel, options: Vllm) -> Any:
 
     check_version(vllm.__version__)
     return AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**engine_args(model, options)))
-
-
-def _policies(llm: Any, model: VllmModel) -> dict[str, _Weights]:
-    if model.adapters is None:
-        sparse = SparseUpdates(llm, model.store, model.verify_every) if model.store else None
-        return {"": _Weights(sparse)}
-    policies = {}
-    for number, (name, location) in enumerate(model.adapter_stores.items(), 1):
-        updates = AdapterUpdates(llm, number, name, location, model.adapters, model.verify_every)
-        policies[name] = _Weights(updates if location else None)
-    return policies

@@ -1,4 +1,4 @@
-"""How a version of the weights gets into a running vLLM: as sparse deltas of its weights, or as an
+"""Bring a version of the weights into a running vLLM: as sparse deltas of its weights, or as an
 adapter in a LoRA slot. What can be done while vLLM samples is done before it pauses.
 """
 
@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from flowtrain.engines.vllm.process import VllmModel
 from flowtrain.utils.errors import user_error
 from flowtrain.weights.adapters import AdapterSpec
 from flowtrain.weights.manifest import StoreError
@@ -46,7 +47,7 @@ class Updates(Protocol):
 
 @dataclass(slots=True)
 class SparseUpdates:
-    """All weights of the model, by the plug-in `weights.vllm_plugin`; it raises what is wrong with
+    """All weights of the model, by the plug-in `plugin`; it raises what is wrong with
     a version in `apply`, and then the weights are as before.
     """
 
@@ -100,7 +101,7 @@ class SparseUpdates:
 
 @dataclass(slots=True)
 class AdapterUpdates:
-    """The adapter of one policy, by `weights.vllm_adapters`; it raises what is wrong with a version
+    """The adapter of one policy, by `adapters`; it raises what is wrong with a version
     in `stage`.
     """
 
@@ -158,6 +159,36 @@ class AdapterUpdates:
             method, kwargs={"number": self.number, **arguments}
         )
         return answers
+
+
+@dataclass(slots=True)
+class Weights:
+    """The weights that one policy samples with."""
+
+    updates: Updates | None = None
+    """None: the weights of the model's folder, for good."""
+    label: int | None = None
+    """The version; None before the first load."""
+    salt: str = "0"
+    """Tells the prefixes in vLLM's cache that these weights computed from others."""
+    adapter: Any = None
+    """vLLM's request for the policy's LoRA slot; None: the model without an adapter."""
+    labels: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """(version, first token) of each span, by the name of a request under way."""
+    bare: set[str] = field(default_factory=set)
+    """Names of those that began before the first adapter, and go on without one."""
+
+
+def policies(llm: Any, model: VllmModel) -> dict[str, Weights]:
+    """Return the weights of every policy that this vLLM samples for."""
+    if model.adapters is None:
+        sparse = SparseUpdates(llm, model.store, model.verify_every) if model.store else None
+        return {"": Weights(sparse)}
+    found = {}
+    for number, (name, location) in enumerate(model.adapter_stores.items(), 1):
+        updates = AdapterUpdates(llm, number, name, location, model.adapters, model.verify_every)
+        found[name] = Weights(updates if location else None)
+    return found
 
 
 def _accepted(function: Any, **options: Any) -> dict[str, Any]:

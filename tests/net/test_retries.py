@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.utils.retries import GaveUp, Transient, may_pass, pause_s, retried, retry_after_s
+from flowtrain.net.retries import GaveUp, Transient, may_pass, pause_s, retried, retry_after_s
 
 
 def run(attempt: Callable[[], Awaitable[Any]], limit_s: float = 5.0, **options: Any) -> Any:

@@ -23,16 +23,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from flowtrain.net.serving import check_token
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import replace_file
-from flowtrain.utils.serving import check_token
 
 _log = logging.getLogger(__name__)
 
 
 class Role(StrEnum):
-    """What the owner of a token may do; everybody may read weights and ask for the status."""
+    """A right of the owner of a token; everybody may read weights and ask for the status."""
 
     ALL = "all"
     """Everything: the owner of the shared token."""
@@ -61,7 +61,7 @@ class Entry:
     name: str
     role: Role
     sha256: str
-    """Of the token, in hexadecimal."""
+    """The hash of the token, in hexadecimal."""
     issued: str
     """Day and time in UTC."""
 

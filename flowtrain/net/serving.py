@@ -10,10 +10,12 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from flowtrain.net import bodies
+from flowtrain.net.bodies import SLOWEST, TooLong
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 
@@ -29,11 +31,6 @@ _GRACE_S = 3
 _KEEP_ALIVE_S = 60
 _ACCEPTS = 16
 """Connections accepted at a time: two thousand at once would keep all others waiting."""
-PER_ADDRESS = 256
-"""Connections that one address may have at a time."""
-SLOWEST = 16 << 10
-"""Bytes per second; what comes or is read slower counts as cut, so that no peer can hold another
-for ever."""
 BODY_S = 20.0
 """Seconds to receive a body, plus the time that its length may take."""
 
@@ -53,22 +50,20 @@ def serve(
     host: str,
     port: int,
     *,
-    per_address: int,
     has_tokens: bool,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
     `make_app` gets the token that opens everything: FLOWTRAIN_TOKEN, or else a new one, which is
     printed. Where the application `has_tokens` of its own none is made, and it may be empty.
-    `per_address`: connections that one address may have at a time.
     """
     require("starlette.responses", "uvicorn")
-    from flowtrain.utils.connections import allow_files
+    from flowtrain.net.connections import allow_files
 
     allow_files()
     given = os.environ.get(TOKEN_VARIABLE, "")
     token = given or ("" if has_tokens else secrets.token_urlsafe(24))
-    server, listener = make_server(make_app(token), host, port, per_address)
+    server, listener = make_server(make_app(token), host, port)
     with listener:
         print(f"serving {what} at {address(listener)}", flush=True)
         if token and not given:
@@ -86,7 +81,7 @@ def serve(
 
 
 def make_server(
-    app: ASGIApp, host: str = "127.0.0.1", port: int = 0, per_address: int = PER_ADDRESS
+    app: ASGIApp, host: str = "127.0.0.1", port: int = 0
 ) -> tuple[uvicorn.Server, socket.socket]:
     """Return a server, to be run with `run(sockets=[socket])`, and its socket, which accepts
     connections from now on. Port 0 is any free one.
@@ -100,7 +95,7 @@ def make_server(
     require("starlette.responses", "uvicorn")
     import uvicorn
 
-    from flowtrain.utils.connections import MAX_HEAD_BYTES, Room, places, protocol
+    from flowtrain.net.connections import MAX_HEAD_BYTES, Room, places, protocol
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with user_error(f"cannot listen at {host} port {port}", OSError, OverflowError):
@@ -127,7 +122,7 @@ def make_server(
         use_colors=False,  # which would be escaped, see terminal.py
         access_log=False,
         server_header=False,
-        http=protocol(Room(most, per_address)),
+        http=protocol(Room(most)),
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         backlog=_ACCEPTS,  # to asyncio, also how many it accepts before it serves the others again
         timeout_graceful_shutdown=_GRACE_S,
@@ -141,27 +136,31 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Receive the body of a request. Raises Rejected when it is too long, too slow or cut."""
     from starlette.requests import ClientDisconnect
 
-    too_long = Rejected(413, f"a request of more than {max_bytes} bytes")
     # The number is one, and not long: the server has seen to that.
     length = int(request.headers.get("content-length", 0))
-    if length > max_bytes:
-        raise too_long
-    data = bytearray()
     try:
+        if length > max_bytes:
+            raise TooLong
         async with asyncio.timeout(BODY_S) as patience:
-            async for part in request.stream():
-                data += part
-                if len(data) > max_bytes:
-                    raise too_long
-                if len(data) != length:  # there is more to come, and a timer is not free
-                    patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
+            return await bodies.read_body(_parts(request, length, patience), "", max_bytes)
+    except TooLong:
+        raise Rejected(413, f"a request of more than {max_bytes} bytes") from None
     except TimeoutError:
         raise Rejected(
             408, f"the request came slower than {SLOWEST >> 10} KiB per second"
         ) from None
     except ClientDisconnect:
         raise Rejected(400, "the request was cut") from None
-    return bytes(data)
+
+
+async def _parts(request: Request, length: int, patience: asyncio.Timeout) -> AsyncIterator[bytes]:
+    """Yield the parts of a body, each of which brings the time for as many more bytes."""
+    num_received = 0
+    async for part in request.stream():
+        num_received += len(part)
+        if num_received != length:  # there is more to come, and a timer is not free
+            patience.reschedule((patience.when() or 0.0) + len(part) / SLOWEST)
+        yield part
 
 
 def require(*modules: str) -> None:

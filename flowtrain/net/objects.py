@@ -291,7 +291,7 @@ def _record(found: Any) -> ObjectRecord:
 
 
 def _line(error: Exception) -> str:
-    """What the library says, without the source of the error that follows after an empty line."""
+    """Return the library's message, without the source of the error, which an empty line parts."""
     lines = takewhile(str.strip, str(error).splitlines())
     return printable(" ".join(lines))[:400] or type(error).__name__
 

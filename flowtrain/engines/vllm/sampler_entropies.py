@@ -26,16 +26,27 @@ def decode(rank: int) -> float:
 
 
 def record(sampler: Any) -> None:
-    """Change a sampler of vLLM's (`vllm.v1.sample.sampler.Sampler`) so that it tells entropies.
+    """Change a sampler of vLLM's so that it tells entropies: that of its older runner, `v1.sample`,
+    or that of the newer one, `v1.worker.gpu.sample`.
 
     Raises UserError for another kind of sampler.
     """
-    if not all(callable(getattr(sampler, name, None)) for name in ("sample", "gather_logprobs")):
+    if _has(sampler, "sample", "gather_logprobs"):
+        _record_older(sampler)
+    elif _has(sampler, "__call__", "apply_sampling_params"):
+        sampler.__class__ = _telling(type(sampler))
+    else:
         raise UserError(
             f"this vLLM samples by {type(sampler).__name__}, which is not known to tell entropies; "
-            "take the runner that it had before (VLLM_USE_V2_MODEL_RUNNER=0), or rollout.engine = "
-            "'torch'"
+            "take rollout.engine = 'torch'"
         )
+
+
+def _has(sampler: Any, *names: str) -> bool:
+    return all(callable(getattr(sampler, name, None)) for name in names)
+
+
+def _record_older(sampler: Any) -> None:
     sample, gather = sampler.sample, sampler.gather_logprobs
     drawn: list[Tensor] = []
     """The entropies of the batch whose log-probs are gathered next."""
@@ -46,16 +57,38 @@ def record(sampler: Any) -> None:
 
     def telling(*args: Any, **options: Any) -> Any:
         found = gather(*args, **options)
-        if not drawn:  # log-probs of a prompt
-            return found
-        ranks = (drawn.pop() / _UNIT).round().to(found.selected_token_ranks.dtype)
-        return found._replace(selected_token_ranks=ranks)
+        return _with_entropies(found, drawn.pop()) if drawn else found  # of a prompt: none
 
     sampler.sample, sampler.gather_logprobs = noting, telling
 
 
+def _telling(kind: type[Any]) -> type[Any]:
+    """Return the newer kind of sampler with entropies. It applies temperatures in a method of its
+    own, before top-k and top-p, and never gathers log-probs of a prompt.
+    """
+
+    class Telling(kind):
+        def __call__(self, logits: Tensor, input_batch: Any) -> Any:
+            output = super().__call__(logits, input_batch)
+            if (found := output.logprobs_tensors) is not None:
+                output.logprobs_tensors = _with_entropies(found, self.drawn_B)
+            return output
+
+        def apply_sampling_params(self, *args: Any, **options: Any) -> Any:
+            logits: Tensor = super().apply_sampling_params(*args, **options)
+            self.drawn_B = _entropies(logits.float(), None)
+            return logits
+
+    return Telling
+
+
+def _with_entropies(found: Any, entropy_B: Tensor) -> Any:
+    ranks = (entropy_B / _UNIT).round().to(found.selected_token_ranks.dtype)
+    return found._replace(selected_token_ranks=ranks)
+
+
 def _entropies(logits_BV: Tensor, temperature_B: Tensor | None) -> Tensor:
-    """Return the entropy of each row in nats, [B]; None: all rows are greedy."""
+    """Return the entropy of each row in nats, [B]; None: the logits are at their temperatures."""
     if temperature_B is not None:
         divisor_B = temperature_B.where(temperature_B >= _SMALLEST_TEMPERATURE, 1.0)
         logits_BV = logits_BV / divisor_B[:, None]

@@ -20,8 +20,8 @@ from typing import TypeVar
 from flowtrain.config import Vllm
 from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.requests import Decodes, check_request, completion
-from flowtrain.engines.vllm_process import VllmModel, check_installed
-from flowtrain.engines.vllm_runner import AsyncLLMRunner, EngineDied
+from flowtrain.engines.vllm.process import VllmModel, check_installed
+from flowtrain.engines.vllm.runner import AsyncLLMRunner, EngineDied
 from flowtrain.types import Completion, FinishReason, Sample, Sampling
 from flowtrain.utils.errors import on_failure
 from flowtrain.utils.threads import Ended, background, within
@@ -38,6 +38,7 @@ class Supervisor:
     def __init__(self, start: Callable[[], AsyncLLMRunner]) -> None:
         self._start = start
         self._lock = threading.Lock()
+        self._is_closed = False
         self.num_restarts = 0
         self.runner = self._next()
         """The current runner, or what kept it from starting."""
@@ -46,7 +47,9 @@ class Supervisor:
         """Start the next runner, once: every request that finds the current one dead calls this."""
         with self._lock:
             current = self.runner
-            if not current.done() or current.exception() or current.result() is not dead:
+            if self._is_closed or not current.done() or current.exception():
+                return
+            if current.result() is not dead:
                 return
             self.num_restarts += 1
             _log.warning("restart %d: %s", self.num_restarts, reason)
@@ -54,12 +57,21 @@ class Supervisor:
             self.runner = self._next()
 
     def close(self) -> None:
+        """End the runner; one that is starting ends as soon as it has, and no other is started."""
         with self._lock:
-            if self.runner.done() and self.runner.exception() is None:
-                self.runner.result().close()
+            self._is_closed = True
+            if self.runner.done():
+                _end(self.runner)
+            else:
+                self.runner.add_done_callback(_end)
 
     def _next(self) -> Future[AsyncLLMRunner]:
         return background(self._start, "engine-start")
+
+
+def _end(runner: Future[AsyncLLMRunner]) -> None:
+    if runner.exception() is None:
+        runner.result().close()
 
 
 class VllmEngine:
@@ -87,7 +99,8 @@ class VllmEngine:
         self._load_metrics: dict[str, dict[str, float]] = {}
         """By policy."""
         self.supervisor = Supervisor(self._start)
-        self.supervisor.runner.result()
+        with on_failure(self.close):
+            self.supervisor.runner.result()
 
     @property
     def version(self) -> int:
@@ -121,7 +134,9 @@ class VllmEngine:
         self._versions[policy] = version
 
     def sleep(self) -> None:
-        """Move vLLM's weights to the host and drop its cache until `load`, if vllm.sleep is set."""
+        """Move vLLM's weights to the host and drop its cache until the next load or request, if
+        vllm.sleep is set.
+        """
         if self._options.sleep:
             self._twice(AsyncLLMRunner.sleep, "it went to sleep")
 
@@ -227,7 +242,7 @@ class AdapterEngine:
         self.shared.load(version, self.policy)
 
     def sleep(self) -> None:
-        """All policies sleep until the next load of one of them."""
+        """All policies sleep until the next load of one of them, or the next request to one."""
         self.shared.sleep()
 
     def metrics(self) -> dict[str, float]:

@@ -1,5 +1,5 @@
-"""Answers of HTTP servers, any of which may be hostile: bodies are decompressed here, in bounded
-pieces, and no cookie is kept.
+"""Bodies of HTTP requests and answers, any of which may be hostile: they are read here under a
+limit, decompressed in bounded pieces, and no cookie is kept.
 
 httpx2 would decompress by itself, but undoes up to five compressions one in the other: a few
 hundred bytes then keep its loop busy for hours without yielding a byte that a limit could count,
@@ -12,8 +12,11 @@ import zlib
 from collections.abc import AsyncIterator
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
+SLOWEST = 16 << 10
+"""Bytes per second; what comes or is read slower counts as cut, so that no peer can hold another
+for ever."""
 ACCEPT_ENCODING = "gzip, deflate"
-"""What `read_body` undoes, as a request header."""
+"""The encodings that `read_body` undoes, as a request header."""
 _PLAIN = ("", "identity")
 _COMPRESSED = ("gzip", "x-gzip", "deflate")
 

@@ -1,0 +1,1 @@
+"""Whatever is a server or a client."""

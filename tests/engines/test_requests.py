@@ -1,0 +1,67 @@
+"""Rules that all engines share: where a response ends, and which tokens could be sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowtrain.engines.requests import hits_stop_string, kept_sets, stop_place
+
+
+class Letters:
+    """A tokenizer whose tokens are the bytes of a text; it counts what it decodes."""
+
+    eos_token_id = None
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.num_decoded += len(token_ids)
+        return bytes(token_ids).decode(errors="replace")
+
+
+def test_a_stop_string_is_looked_for_in_the_last_tokens_alone() -> None:
+    tokenizer, ids = Letters(), list(b"a" * 5000)
+    for end in range(1, len(ids) + 1):
+        assert not hits_stop_string(ids[:end], ("b", "Observation:"), tokenizer)
+    assert tokenizer.num_decoded < 30 * len(ids)
+
+
+@pytest.mark.parametrize("stop", ["</é>", "🙂", "xy", "b", ""])
+def test_the_token_that_completes_a_stop_string_is_found(stop: str) -> None:
+    text = "é🙂" * 40 + "ax" + stop + "after"
+    ids, tokenizer = list(text.encode()), Letters()
+    first = next(
+        end for end in range(1, len(ids) + 1) if stop in bytes(ids[:end]).decode(errors="replace")
+    )
+    assert stop_place(ids, 0, (stop, "never there"), tokenizer) == first
+
+
+class Counted(list[float]):
+    """Counts how often an item is read by itself."""
+
+    num_read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.num_read += 1
+        return super().__getitem__(place)
+
+
+def test_the_tokens_that_could_be_sampled_are_found_without_reading_all() -> None:
+    """The first entry of a position is the sampled token, the others go from likely to unlikely."""
+    rows = [[-1.0 - i if i < kept else -math.inf for i in range(264)] for kept in (1, 100, 264)]
+    logprobs = Counted(value for row in rows for value in [row[0], *row])
+    starts = [265 * row for row in range(len(rows))]
+    flat: Any = SimpleNamespace(
+        start_indices=starts,
+        end_indices=[start + 265 for start in starts],
+        token_ids=[place for _ in rows for place in (0, *range(1000, 1264))],
+        logprobs=logprobs,
+    )
+    assert kept_sets(flat) == [list(range(1000, 1000 + kept)) for kept in (1, 100, 264)]
+    assert logprobs.num_read <= 10 * len(rows)
