@@ -19,7 +19,7 @@ from typing import Any
 from bench.measure import print_table, write_json
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
-from flowtrain.rft import rft
+from flowtrain.rft.loop import rft
 from flowtrain.train import train
 
 FOLDER = Path(__file__).parents[1] / "examples" / "reward_hacking"

@@ -14,7 +14,7 @@ import torch
 from bench.measure import print_table, write_json
 from flowtrain.config import Config
 from flowtrain.config.options import parse
-from flowtrain.rft import rft
+from flowtrain.rft.loop import rft
 from flowtrain.train import train
 from flowtrain.utils.step_timer import STAGES
 

@@ -21,7 +21,7 @@ import pytest
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
-from flowtrain.rft import _run as fine_tune
+from flowtrain.rft.loop import _run as fine_tune
 from flowtrain.run.components import RunComponents
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.train import train

@@ -19,7 +19,7 @@ from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.config.command import Interrupt
 from flowtrain.rewards import score
-from flowtrain.rft import _run as fine_tune
+from flowtrain.rft.loop import _run as fine_tune
 from flowtrain.run.components import RunComponents
 from flowtrain.run.learner import Learner
 from flowtrain.run.placement import Placement

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from flowtrain import rft as command
 from flowtrain.config.options import parse
+from flowtrain.rft import loop as command
 from flowtrain.types import Trajectory, Turn, UserError
 
 Spoil = Callable[[Turn], list[Turn]]

@@ -15,18 +15,10 @@ from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tools import Tool
-from flowtrain.types import BranchPoint, PolicyName, Task, Trajectory
+from flowtrain.types import BranchStart, PolicyName, Task, Trajectory
 
 if TYPE_CHECKING:
     from flowtrain.agents.tool_states import Snapshots
-
-
-@dataclass(frozen=True, slots=True)
-class BranchStart:
-    """The point within a finished rollout at which a branch begins."""
-
-    parent: Trajectory
-    point: BranchPoint
 
 
 class Agent(Protocol):

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any, TypeVar
 
-from flowtrain.agents.base import Agent, BranchStart
+from flowtrain.agents.base import Agent
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.engines.protocol import EngineError
-from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
+from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 
 T = TypeVar("T")

@@ -177,7 +177,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """What the template writes before a response, the beginning of the reply included."""
+    """The text that the template writes before a response, the beginning of the reply included."""
 
     text: str
     ids: tuple[int, ...]

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from flowtrain.agents.analyst import Analyst
-from flowtrain.agents.base import BranchStart
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.executor import NO_COMMAND, Executed, Executor
 from flowtrain.agents.generator import Answer, Generator
@@ -41,6 +40,7 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import Tool
 from flowtrain.types import (
     Action,
+    BranchStart,
     Call,
     PolicyName,
     Task,

@@ -159,13 +159,15 @@ _NOT_BOTH = r"(?!\W{0,3}(?:[|/]|or\b))(?!\s+(?:is|would\s+be|seems)\s+(?:not|pre
 _WRAP = r"(?:\W|\\(?:boxed|text|textbf|mathbf|fbox)\b){0,16}?"
 _VERDICTS = {
     "determination": re.compile(
-        r"\b(?:conclusion|determination|decision|verdict|recommendation|signal|judge?ment)(?:\s+is)?"
+        r"\b(?:conclusion|determination|decision|verdict|recommendation|"
+        r"signal|judge?ment)(?:\s+is)?"
         rf"{_WRAP}\b{_WORD}{_NOT_BOTH}",
         re.IGNORECASE,
     ),
     "boxed": re.compile(rf"\\(?:boxed|fbox)\s*\{{{_WRAP}\b{_WORD}(?=\W{{0,4}}\}})", re.IGNORECASE),
     "conclude_with": re.compile(
-        rf"\bconclud\w+\s+(?:with|by|that\s+we\s+(?:should|can|must))\W{{0,6}}(?P<word>STOP|CONTINUE)\b"
+        rf"\bconclud\w+\s+(?:with|by|that\s+we\s+(?:should|can|must))"
+        rf"\W{{0,6}}(?P<word>STOP|CONTINUE)\b"
         rf"{_NOT_BOTH}"
     ),
 }

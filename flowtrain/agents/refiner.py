@@ -42,7 +42,7 @@ class Finding:
 
 
 class Evidence(NamedTuple):
-    """What a refiner makes of a finding."""
+    """The evidence that a refiner makes of a finding."""
 
     text: str
     """A few lines, and perhaps what to do next; "": there is none, and the passages stay."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.base import AgentContext
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
@@ -25,6 +25,7 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, run_tool
 from flowtrain.types import (
     MAX_TOOL_CALLS,
+    BranchStart,
     Call,
     FinishReason,
     PolicyName,

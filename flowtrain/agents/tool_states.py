@@ -16,10 +16,9 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain.agents.base import BranchStart
 from flowtrain.config import Agent as Options
 from flowtrain.tools import Snapshot, StatefulTool, Tool, ToolCard, ToolSession
-from flowtrain.types import ToolResult
+from flowtrain.types import BranchStart, ToolResult
 from flowtrain.utils.errors import foreign
 
 _log = logging.getLogger(__name__)

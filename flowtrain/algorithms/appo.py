@@ -81,7 +81,8 @@ class Appo(Algorithm):
         from flowtrain.algorithms.branching import branch
 
         assert trainer is not None, "ranks that branch train"
-        return branch(self, step, groups, trainer, tokenizer)
+        against_reference = self.branches_against_reference
+        return branch(self, step, groups, trainer, tokenizer, against_reference=against_reference)
 
     @property
     def needs_node_reference(self) -> bool:

@@ -42,7 +42,7 @@ class Branches(NamedTuple):
 
 
 class NodeSampler(NamedTuple):
-    """What a rollout node has to choose branch points with, beside the rollouts themselves."""
+    """The means of a rollout node to choose branch points with, beside the rollouts themselves."""
 
     tokenizer: PreTrainedTokenizerFast
     vocab_size: int

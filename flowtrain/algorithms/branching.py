@@ -16,7 +16,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from flowkernels import BranchingScore, branch_points, branching_score
@@ -24,16 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.algorithms.advantages import make_sample
-from flowtrain.algorithms.base import Branches
+from flowtrain.algorithms.base import Algorithm, Branches
 from flowtrain.config import Appo as Options
 from flowtrain.training.token_scores import Scored
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import in_order, pack_rows
 from flowtrain.types import BranchPoint, Call, Group, Sample, SampleId
 from flowtrain.utils.seeds import derive_seed, derive_uniform
-
-if TYPE_CHECKING:
-    from flowtrain.algorithms.appo import Appo
 
 _ARPO_TOKENS = 20
 _ARPO_BASE = 0.5
@@ -57,20 +53,25 @@ class ResponseScores:
 
 
 def branch(
-    algorithm: Appo,
+    algorithm: Algorithm,
     step: int,
     groups: Sequence[Group],
     trainer: Trainer,
     tokenizer: PreTrainedTokenizerFast,
+    *,
+    against_reference: bool,
 ) -> Branches:
-    """Score the roots of a step and choose where to branch from them; collective."""
+    """Score the roots of a step and choose where to branch from them; collective.
+
+    `against_reference`: the future ratio divides by the reference policy, not by the sampler.
+    """
     config = algorithm.config
     samples, entropies = root_samples(groups)
     scores = score_samples(
         trainer,
         samples,
         config.train.token_budget,
-        against_reference=algorithm.branches_against_reference,
+        against_reference=against_reference,
         entropies=entropies if algorithm.records_entropies else None,
     )
     points = find_points(

@@ -52,6 +52,16 @@ class Algorithm(Section):
     shuffle_rewards: bool = False
     """control experiment: deal the rewards of a step out at random; nothing should be learnt"""
 
+    @property
+    def scores_sub_goals(self) -> bool:
+        """Rollouts come with a score of their sub-goals."""
+        return self.name == "infoflow"
+
+    @property
+    def places_branches(self) -> bool:
+        """Rollouts leave others where a score says so."""
+        return self.name == "appo"
+
 
 class Appo(Section):
     num_roots: PositiveInt = 4

@@ -1,4 +1,4 @@
-"""What other trainers call an option, for those who type it from habit."""
+"""Names that other trainers have for options, for those who type it from habit."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class PayloadStore:
 
 @contextmanager
 def _available() -> Iterator[None]:
-    """What a person can mend, missing rights, may be mended while others wait."""
+    """Take missing rights for an outage, too: a person may mend them while others wait."""
     try:
         yield
     except (StoreSilent, UserError) as error:

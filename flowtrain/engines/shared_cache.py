@@ -24,7 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flowtrain.training.attention import Forest, TreeAttention
+from flowtrain.training.attention import TreeAttention
+from flowtrain.training.forest import Forest
 from flowtrain.training.tree import pack_row
 from flowtrain.types import Sample
 

@@ -140,14 +140,14 @@ class Nodes(Section):
 
 
 class Slurm(Section):
-    """What `--print slurm` adds, [slurm]."""
+    """Options that `--print slurm` adds, [slurm]."""
 
     options: tuple[str, ...] = ()
     """options of sbatch, such as "--time=24:00:00", each a line of the script"""
 
 
 class Kubernetes(Section):
-    """What `--print kubernetes` needs, [kubernetes]."""
+    """Options that `--print kubernetes` needs, [kubernetes]."""
 
     image: str = ""
     """image that has flowtrain"""
@@ -198,7 +198,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def _problems(plan: Plan) -> Iterator[str]:
-    """What does not fit together, each in a line with a key and its value."""
+    """List what does not fit together, each in a line with a key and its value."""
     hosts = plan.hosts
     for section, names in (("hosts", hosts), ("nodes", plan.nodes)):
         for name in names:

@@ -15,7 +15,7 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class Kind(StrEnum):
-    """What a process does, in the order in which they start."""
+    """Kinds of processes, in the order in which they start."""
 
     SERVICE = "service"
     WEIGHTS = "weights"

@@ -77,7 +77,7 @@ class WorstToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """What the comparison of a step's tokens found, the same on every rank."""
+    """Findings of the comparison of a step's tokens, the same on every rank."""
 
     sums: Mapping[str, float]
     """Sums over the compared tokens, with d = trainer - sampler and s = sampler."""

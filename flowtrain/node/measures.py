@@ -19,7 +19,7 @@ _NAME = "flowtrain_node"
 
 @dataclass(frozen=True, slots=True)
 class MetricsAddress:
-    """Where a node answers `/health` and `/metrics`."""
+    """The address at which a node answers `/health` and `/metrics`."""
 
     host: str
     port: int

@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.agents.base import BranchStart
 from flowtrain.agents.collect import missing
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import EvalSettings, Lease, Leases, NotAllowed, Pushed, Refused
@@ -29,7 +28,7 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.node.membership import LeaseKey, Membership, key_of
 from flowtrain.node.progress import BusyClock, NodeProgress
 from flowtrain.node.weight_syncer import WeightSyncer
-from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
+from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 
 _log = logging.getLogger(__name__)

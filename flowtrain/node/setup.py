@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flowtrain.agents.base import Agent, BranchStart
+from flowtrain.agents.base import Agent
 from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms import load_algorithm
 from flowtrain.algorithms.base import NodeSampler
@@ -29,7 +29,7 @@ from flowtrain.rewards import Judge, score_one
 from flowtrain.run import evaluation
 from flowtrain.run.components import RunComponents
 from flowtrain.training.world import World
-from flowtrain.types import BranchPoint, Group, Task, Trajectory, UserError
+from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.weights import Source, open_source
 
 

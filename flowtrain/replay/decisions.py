@@ -15,7 +15,7 @@ from flowtrain.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What the ledger says about a run."""
+    """Decisions of the ledger about a run."""
 
     text: str
     """What was looked at."""

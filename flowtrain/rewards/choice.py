@@ -14,7 +14,8 @@ _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[*_`${}]")
 _LETTER = re.compile(r"(?:(?:option|choice|answer)[\s:(]*)?([a-z])", re.IGNORECASE)
 _LABEL = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?\(?([A-Z]|[a-z](?=\)))(?:\)|[.:]|\s+-)\s+(.*)")
 _NAMED = re.compile(
-    r"\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\b(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!['\u2019]|\)?\s*(?:,|/|and|or)\s*\(?[A-Z]\b)"
+    r"\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\b(?:\s+is)?\s*:?\s*\(?([A-Z])\b"
+    r"(?!['\u2019]|\)?\s*(?:,|/|and|or)\s*\(?[A-Z]\b)"
 )
 _PLACE = re.compile(
     r"(?:(?:the )?answer is )?(?:the )?"
@@ -24,14 +25,17 @@ _PLACE = re.compile(
     re.IGNORECASE,
 )
 _DENIED = re.compile(
-    r"\b(?:not|isn['\u2019]?t|never|except|neither|exclude|eliminate)\s+(?:the\s+)?(?:option|choice|answer|\(?[A-Z]\b)"
-    r"|\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+\(?[A-Z]\)?\s+(?:is|was|seems)\s+(?:not|wrong|incorrect|false)\b"
+    r"\b(?:not|isn['\u2019]?t|never|except|neither|exclude|eliminate)\s+(?:the\s+)?"
+    r"(?:option|choice|answer|\(?[A-Z]\b)"
+    r"|\b(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+\(?[A-Z]\)?\s+"
+    r"(?:is|was|seems)\s+(?:not|wrong|incorrect|false)\b"
 )
 _CONTRAST = re.compile(
     r"(?:it(?:'s| is) )?not (?P<denied>.+?),? but (?:rather )?(?P<named>.+)", re.IGNORECASE
 )
 _DENIAL = re.compile(
-    r"\b(?:not|no|never|except|unlikely|rather|instead|or|neither|nor|isnt|cannot|wrong|incorrect|false)\b"
+    r"\b(?:not|no|never|except|unlikely|rather|instead|or|"
+    r"neither|nor|isnt|cannot|wrong|incorrect|false)\b"
 )
 
 

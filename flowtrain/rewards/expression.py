@@ -32,8 +32,10 @@ _BELOW_ZERO = NUM_POINTS
 _CONSTANTS = ("e", "\\pi", "\\infty")
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?(?![0-9._]))"
-    r"|(?P<command>\\[A-Za-z]+)|(?P<symbol>[A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]{1,8}\}))?)|(?P<sign>[-+*/^(){}\[\]]))\s*"
+    r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?(?![0-9._]))"
+    r"|(?P<command>\\[A-Za-z]+)|(?P<symbol>[A-Za-z](?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]{1,8}\}))?)"
+    r"|(?P<sign>[-+*/^(){}\[\]]))\s*"
 )
 _WORD = re.compile(
     r"(?<![A-Za-z\\])(?:[A-Za-z]{3,}|ln|lg|no|on|or|if|to|is|of|as|at|by|in)(?![A-Za-z])"
@@ -41,7 +43,8 @@ _WORD = re.compile(
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SIGNS = {"\\cdot": "*", "\\times": "*", "\\div": "/"}
 _UNKNOWN = re.compile(
-    r"[A-Za-z].*|\\(?:alpha|beta|[gG]amma|[dD]elta|(?:var)?epsilon|zeta|eta|[tT]heta|iota|kappa|[lL]ambda|mu|nu|xi|rho|sigma|tau"
+    r"[A-Za-z].*|\\(?:alpha|beta|[gG]amma|[dD]elta|(?:var)?epsilon|"
+    r"zeta|eta|[tT]heta|iota|kappa|[lL]ambda|mu|nu|xi|rho|sigma|tau"
     r"|(?:var)?phi|Phi|chi|psi|[oO]mega|pi|infty)"
 )
 

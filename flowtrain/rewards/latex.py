@@ -40,7 +40,8 @@ _RULES = tuple(
             " ",
         ),
         (
-            r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}",
+            r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|"
+            r"mathit|mbox|operatorname)\s*\{([^{}]*)\}",
             r" \1 ",
         ),
         (r" \^", "^"),

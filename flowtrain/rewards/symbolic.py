@@ -45,7 +45,8 @@ _BEYOND = re.compile(
     r"(?![A-Za-z])|[!|<>\u2264\u2265]|(?<![A-Za-z\\])i(?![A-Za-z])"
 )
 _NOT_FOR_IT = re.compile(
-    r"(?<![A-Za-z\\])(?!(?:degrees?|[pbv]?matrix|Bmatrix|Vmatrix|cases|mathbb)(?![A-Za-z]))[A-Za-z]{3,}"
+    r"(?<![A-Za-z\\])(?!(?:degrees?|[pbv]?matrix|Bmatrix|Vmatrix|"
+    r"cases|mathbb)(?![A-Za-z]))[A-Za-z]{3,}"
     r"|[%$=:]|_\{?[0-9]+\}?$"
 )
 """Words, of which the parser makes products of letters; per cents, money, equations, bases."""

@@ -237,7 +237,7 @@ class _Shown:
 
 
 def _deeds(turn: Turn) -> Iterator[str]:
-    """What a turn did with its response."""
+    """Say what a turn did with its response."""
     for used in turn.tool_calls:
         yield f"tool {used.name}({used.arguments}): {used.result.text}"
     if turn.action is not None:

@@ -82,7 +82,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What an evaluation in training found, over all ranks."""
+    """Findings of an evaluation in training, over all ranks."""
 
     held_out: Evaluation
     """Of the main split."""

@@ -88,7 +88,7 @@ class Learner:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """What a version holds, as shards; only on ranks that train, and collective there."""
+        """The tensors of a version, as shards; only on ranks that train, and collective there."""
         return published_weights(self.components.model, self.config.lora.sync)
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class _Asked:
 
 
 class PoolEvaluations:
-    """What this run asks nodes. All methods but `close` are collective."""
+    """Evaluations that this run asks of nodes. All methods but `close` are collective."""
 
     def __init__(
         self, source: BatchSource, config: Config, world: World, note: Callable[[str], None]

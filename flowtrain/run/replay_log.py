@@ -1,4 +1,4 @@
-"""What a run keeps with `log.replay`, so that `python -m flowtrain.replay` can make it again.
+"""Files that a run keeps with `log.replay`, so that `python -m flowtrain.replay` can make it again.
 
     replay/steps.jsonl                            a line per step, and one where the run was opened
     replay/config.step_00000000.toml              the options from that step on

@@ -1,4 +1,4 @@
-"""What all ranks count of a step, put together in one exchange."""
+"""Counts of a step on all ranks, put together in one exchange."""
 
 from __future__ import annotations
 

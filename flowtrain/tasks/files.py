@@ -28,7 +28,7 @@ _Read = Callable[[Sequence[str] | None], Iterator[tuple[int, str, Row]]]
 
 @dataclass(frozen=True, slots=True)
 class TaskSource:
-    """What was loaded from a file, a folder or the Hub."""
+    """Tasks that were loaded from a file, a folder or the Hub."""
 
     path: str
     preset: str

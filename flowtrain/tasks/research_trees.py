@@ -28,7 +28,7 @@ _PASSAGES = ("context", "paragraphs", "passages")
 
 
 class Finding(NamedTuple):
-    """What has to be found out on the way to an answer."""
+    """A fact that has to be found out on the way to an answer."""
 
     names: tuple[str, ...]
     importance: float

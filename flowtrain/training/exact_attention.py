@@ -14,16 +14,14 @@ G: key heads, R: query heads per key head, D: head size, E: columns of values, X
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowtrain.training.forest import Block, Forest
 from flowtrain.types import UserError
-
-if TYPE_CHECKING:
-    from flowtrain.training.attention import Block, Forest
 
 KEYS = 32
 """Keys of a block."""

@@ -30,7 +30,7 @@ _FLASH: dict[str, Any] = {"BACKEND": "FLASH"}
 
 @dataclass(frozen=True, slots=True)
 class FlexTree:
-    """The structure of a row, as `attention.Forest`. Made once per row, used by every layer."""
+    """The structure of a row, as `forest.Forest`. Made once per row, used by every layer."""
 
     mask: BlockMask
     flash: bool = False

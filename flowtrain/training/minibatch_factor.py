@@ -1,6 +1,6 @@
-"""What an algorithm multiplies advantages by where it depends on a whole mini-batch under the
-weights that its update starts from: on all turns of a rollout, which lie in different rows and on
-different ranks, or on how many tokens are left.
+"""Factors by which an algorithm multiplies advantages, which may depend on a whole mini-batch under
+the weights that its update starts from: on all turns of a rollout, which lie in different rows and
+on different ranks, or on how many tokens are left.
 
 Suffixes: T target tokens, S samples; of all ranks where nothing else is said.
 """

@@ -172,7 +172,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def published_weights(model: nn.Module, sync: str) -> dict[str, Tensor]:
-    """What a version holds, as `lora.sync` says; as collective as `named_weights`."""
+    """Return the tensors of a version, as `lora.sync` says; as collective as `named_weights`."""
     return lora.adapter_weights(model) if sync == "adapter" else named_weights(model)
 
 

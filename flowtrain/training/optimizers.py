@@ -42,7 +42,7 @@ _BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:
-    """What a value of `train.optimizer` stands for."""
+    """The optimizer that a value of `train.optimizer` stands for."""
 
     is_8bit: bool
     """Moments are codes of 8 bits; tensors below 4096 numbers stay as they are."""

@@ -184,3 +184,11 @@ class Group:
     def finished(self) -> tuple[Trajectory, ...]:
         """The trajectories that did not fail: these have a reward, and algorithms read them."""
         return tuple(trajectory for trajectory in self.trajectories if not trajectory.error)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchStart:
+    """The point within a finished rollout at which a branch begins."""
+
+    parent: Trajectory
+    point: BranchPoint

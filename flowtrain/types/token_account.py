@@ -1,4 +1,4 @@
-"""Where every sampled token of a policy went."""
+"""An account of where every sampled token of a policy went."""
 
 from __future__ import annotations
 

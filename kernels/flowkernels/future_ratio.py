@@ -95,7 +95,7 @@ def future_factor(
     leaves_mean: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """What the advantages are multiplied by, fp32 [T]: 1 + coef A_fut, and 0 in sequences that take
+    """Return the factor of the advantages, fp32 [T]: 1 + coef A_fut, and 0 in sequences that take
     no part in the policy term; anything where a token has no weight. No gradient.
 
     Args:

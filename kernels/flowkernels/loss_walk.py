@@ -111,8 +111,8 @@ class LossWalk:
         return self.spec.loss_type == "gspo" and len(self.targets) > self.head.chunk_rows
 
     def _numbers(self, is_walked_T: Tensor) -> Tensor:
-        """What the host must know, in one tensor: the number of rows to walk, that of the ids of
-        their sampling masks, and where their sequences begin and end if chunks are cut there.
+        """Put what the host must know into one tensor: the number of rows to walk, that of the ids
+        of their sampling masks, and where their sequences begin and end if chunks are cut there.
         """
         before_T1 = pad(is_walked_T.cumsum(0), (1, 0))
         numbers = [before_T1[-1:], torch.zeros_like(before_T1[-1:])]

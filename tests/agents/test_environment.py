@@ -12,7 +12,7 @@ import pytest
 import shop
 from chat_templates import TEMPLATES, styled
 
-from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.registry import load_kind
@@ -23,6 +23,7 @@ from flowtrain.config import Config
 from flowtrain.rewards import score
 from flowtrain.types import (
     BranchPoint,
+    BranchStart,
     Completion,
     FinishReason,
     Group,

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain.agents.base import BranchStart
 from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
 from flowtrain.agents.flow import MALFORMED, Flow, FlowLimits
 from flowtrain.agents.generator import Answer, RuleGenerator, last_result
@@ -23,6 +22,7 @@ from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import (
     Action,
     BranchPoint,
+    BranchStart,
     Call,
     Completion,
     FinishReason,

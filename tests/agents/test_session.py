@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from char_tokenizer import CharTokenizer
 
-from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
 from flowtrain.agents.deadlines import Cutoff
@@ -26,6 +26,7 @@ from flowtrain.tools import Tool, ToolCard
 from flowtrain.tools.base import Parameter
 from flowtrain.types import (
     BranchPoint,
+    BranchStart,
     Completion,
     FinishReason,
     Group,

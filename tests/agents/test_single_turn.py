@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from char_tokenizer import CharTokenizer
 
-from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
 from flowtrain.agents.deadlines import Cutoff
@@ -18,6 +18,7 @@ from flowtrain.config import Config
 from flowtrain.rewards import score
 from flowtrain.types import (
     BranchPoint,
+    BranchStart,
     Completion,
     FinishReason,
     Sampling,

@@ -11,7 +11,7 @@ import pytest
 from chat_templates import R1, SMOLLM2, TEMPLATES, styled, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
-from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.expert import ScriptedCaller
 from flowtrain.agents.prompts import CHAT_TEMPLATE
@@ -22,6 +22,7 @@ from flowtrain.config import Config
 from flowtrain.tools.base import Parameter, ToolCard, ToolError
 from flowtrain.types import (
     BranchPoint,
+    BranchStart,
     Completion,
     FinishReason,
     PlanStep,

@@ -15,7 +15,7 @@ import pytest
 from char_tokenizer import CharTokenizer
 from test_session import Engine
 
-from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.agents.executor import RuleExecutor
@@ -35,6 +35,7 @@ from flowtrain.tools import StatefulTool, Tool, ToolCard, ToolContext, ToolError
 from flowtrain.types import (
     Action,
     BranchPoint,
+    BranchStart,
     Call,
     Completion,
     FinishReason,

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from loopback_dataflow import make_config
 
-from flowtrain.agents.base import BranchStart
 from flowtrain.agents.collect import user_errors
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
@@ -43,6 +42,7 @@ from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import (
     Action,
     BranchPoint,
+    BranchStart,
     Call,
     FinishReason,
     Group,

@@ -20,7 +20,7 @@ from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
 from flowtrain.config.options import parse
-from flowtrain.rft import rft
+from flowtrain.rft.loop import rft
 from flowtrain.train import train
 from flowtrain.training import model as models
 

@@ -24,7 +24,7 @@ from test_agentflow_configs import CONFIGS, HERE, config_of, model
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
 from flowtrain.config.options import parse
-from flowtrain.rft import rft
+from flowtrain.rft.loop import rft
 from flowtrain.tasks.annotate import main as annotate
 from flowtrain.train import train
 

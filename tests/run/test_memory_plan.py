@@ -19,8 +19,8 @@ from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.run.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
 from flowtrain.training import attention, sharding
-from flowtrain.training.attention import Forest
 from flowtrain.training.devices import MemoryPeak
+from flowtrain.training.forest import Forest
 from flowtrain.training.sharding import ShardSpec
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows

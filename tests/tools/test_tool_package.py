@@ -100,7 +100,7 @@ def test_the_docs_show_the_example_as_it_is() -> None:
 
 REGISTERS = """
 import asyncio, json
-from flowtrain.agents.base import BranchStart
+from flowtrain.types import BranchStart
 from flowtrain.agents.tool_states import Snapshots, rollout_tools
 from flowtrain.config.options import parse
 from flowtrain.tasks.sets import TaskSet

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from flowtrain.training import attention
-from flowtrain.training.attention import Forest, forest_attention
+from flowtrain.training.attention import forest_attention
+from flowtrain.training.forest import Forest
 
 
 def random_forest(num_tokens: int, seed: int, deep: float = 0.5) -> Tensor:

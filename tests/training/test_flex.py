@@ -18,8 +18,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flowtrain.training import attention, flex, sharding
 from flowtrain.training import model as models
-from flowtrain.training.attention import Forest, forest_attention, name_of, structure_of
+from flowtrain.training.attention import forest_attention, name_of, structure_of
 from flowtrain.training.flex import BLOCK, FlexTree, padded
+from flowtrain.training.forest import Forest
 from flowtrain.training.row_loss import forward_rows
 from flowtrain.training.tree import pack_row
 from flowtrain.training.world import World

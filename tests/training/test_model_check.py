@@ -18,7 +18,8 @@ from flowtrain.engines.factory import ModelSpec
 from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import activations
 from flowtrain.training import model as models
-from flowtrain.training.attention import Forest, forest_attention
+from flowtrain.training.attention import forest_attention
+from flowtrain.training.forest import Forest
 from flowtrain.training.model_check import check_config, load_config
 from flowtrain.training.world import World
 from flowtrain.types import UserError

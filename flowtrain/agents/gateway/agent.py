@@ -13,7 +13,7 @@ import threading
 import weakref
 from contextvars import ContextVar
 
-from flowtrain.agents.base import AgentContext, BranchStart
+from flowtrain.agents.base import AgentContext
 from flowtrain.agents.conversation import ChatTemplate, TemplateRewrites
 from flowtrain.agents.deadlines import Cutoff, TurnsEnded
 from flowtrain.agents.gateway import shared
@@ -29,7 +29,7 @@ from flowtrain.agents.tool_calling import choose_format
 from flowtrain.config import Config
 from flowtrain.config.gateway import Gateway as Options
 from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.types import Task, Trajectory, UserError
+from flowtrain.types import BranchStart, Task, Trajectory, UserError
 
 _claim: ContextVar[Claim] = ContextVar("_claim")
 """That of the rollout that the running task makes, where workers solve tasks."""

@@ -70,7 +70,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What chats and texts have in common."""
+    """Options that chats and texts have in common."""
 
     model: str
     max_new_tokens: int | None

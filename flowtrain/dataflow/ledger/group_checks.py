@@ -67,7 +67,7 @@ class GroupTokens:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the ledger keeps about a group that passed."""
+    """Facts that the ledger keeps about a group that passed."""
 
     task: Task
     rewards: tuple[float, ...]
@@ -161,7 +161,7 @@ class GroupLimits:
                 if problem := part_problem(parts):
                     return f"the reward: {problem}"
             sub_goals = trajectory.sub_goals
-            is_missing = sub_goals is None and self.config.algorithm.name == "infoflow"
+            is_missing = sub_goals is None and self.config.algorithm.scores_sub_goals
             if is_missing or not _is_share(sub_goals or 0.0):
                 return f"sub_goals is {sub_goals}, it must be from 0 to 1"
         if any(len(turn.tool_calls) > MAX_TOOL_CALLS for turn in turns):
@@ -180,7 +180,7 @@ class GroupLimits:
             return f"it cannot have left another at {branch}"
         newest = _newest_version(group.trajectories[branch.parent])
         scorer = self.config.appo.node_scorer
-        if self.config.algorithm.name == "appo" and branch.scorer != scorer:
+        if self.config.algorithm.places_branches and branch.scorer != scorer:
             return f"it left another where {branch.scorer!r} says, in this run {scorer!r} does"
         if branch.version < newest:
             return f"it left tokens of version {newest} where version {branch.version} says"

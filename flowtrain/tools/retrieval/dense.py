@@ -58,7 +58,7 @@ class Embedder:
 
     @property
     def stamp(self) -> str:
-        """What the vectors of an index depend on."""
+        """Name what the vectors of an index depend on."""
         return f"{self.name}, {self._passage_prefix!r}" if self._passage_prefix else self.name
 
     def as_query(self, text: str) -> str:

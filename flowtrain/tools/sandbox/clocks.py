@@ -62,7 +62,7 @@ class TimeLimit:
 
     @property
     def wall_s(self) -> float:
-        """Of everything.
+        """Return the seconds that have passed.
 
         It ends what the other two cannot, so it may be generous: only a run that keeps asking for a
         core and gets less than a thirtieth of one comes so far.

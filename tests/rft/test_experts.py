@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.run.experts import asked_policies
+from flowtrain.rft.experts import asked_policies
 
 OWN = {"roles": {"verifier": "own"}}
 ENGINES = {"engines": {"gpt": {"model": "m"}}}

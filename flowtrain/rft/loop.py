@@ -6,7 +6,7 @@ scored, and imitate what `train.policy` said in them (also as the refiner, with
 `roles.refiner = "policy"`). The flow, the tools, the scorer, the packing and the trainer are those
 of `train.py`; only the loss is -log p.
 
-A teacher's rollouts are written down as they end (`run/demonstrations.py`): `--resume auto` asks
+A teacher's rollouts are written down as they end (`rft/demonstrations.py`): `--resume auto` asks
 for the others alone, and begins the training anew.
 """
 
@@ -31,20 +31,20 @@ from flowtrain.agents.flow import Flow
 from flowtrain.agents.teacher import is_readable
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
-from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
+from flowtrain.config.command import INTERRUPTED, Interrupt
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY
 from flowtrain.metrics import MetricsLog, Progress, ProgressLine, RunDir, atomic_write_text
 from flowtrain.rewards.shortcuts import REASONS, shortcut
-from flowtrain.run.banner import rft_banner
-from flowtrain.run.components import RunComponents, lock_run_dir
-from flowtrain.run.demonstrations import (
+from flowtrain.rft.demonstrations import (
     DemonstrationLog,
     collect_demonstrations,
     cost_text,
     open_log,
 )
-from flowtrain.run.experts import asked_policies, demonstrate, draw_tasks, make_expert
+from flowtrain.rft.experts import asked_policies, demonstrate, draw_tasks, make_expert
+from flowtrain.run.banner import rft_banner
+from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.learner import make_trainer, publish_start
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
@@ -52,7 +52,7 @@ from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.model import export, full_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
 from flowtrain.types import (
     Call,
     FilterReason,
@@ -378,7 +378,3 @@ def _batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[
             queue += order.sample(samples, len(samples))
         yield queue[:batch_size]
         queue = queue[batch_size:]
-
-
-if __name__ == "__main__":
-    end_process(run_command("flowtrain.rft", rft, goes_on=GOES_ON))

@@ -10,7 +10,7 @@ import pytest
 
 from flowtrain.config import Config
 from flowtrain.engines.chat import Usage
-from flowtrain.run.demonstrations import PINS, DemonstrationLog, open_log, pins
+from flowtrain.rft.demonstrations import PINS, DemonstrationLog, open_log, pins
 from flowtrain.types import (
     Action,
     Call,

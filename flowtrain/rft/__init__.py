@@ -1,0 +1,1 @@
+"""Rejection-sampling fine-tuning: demonstrations, the good ones among them, and their imitation."""
