@@ -22,8 +22,8 @@ from transformers import (
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.training import attention
 from flowtrain.training import model as models
-from flowtrain.training.model import ShardSpec
-from flowtrain.training.trainer import row_loss
+from flowtrain.training.row_loss import row_loss
+from flowtrain.training.sharding import ShardSpec, shard
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, Sampling
@@ -81,7 +81,7 @@ class Pair:
         sampling = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         sampling.load_state_dict(model.state_dict())
         engine = TorchEngine(sampling, tiny_tokenizer(), None, exact=exact)
-        return cls(engine, models.shard(model, world, ShardSpec(dtype, exact=exact)).train())
+        return cls(engine, shard(model, world, ShardSpec(dtype, exact=exact)).train())
 
 
 @dataclass(frozen=True)

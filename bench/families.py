@@ -22,7 +22,7 @@ from bench.measure import print_table, write_json
 from flowtrain.training import attention
 from flowtrain.training.lm_head import equip, fused_head
 from flowtrain.training.model_check import check_config
-from flowtrain.training.trainer import score_row
+from flowtrain.training.row_loss import score_row
 from flowtrain.training.tree import in_order, pack_rows
 from flowtrain.types import Sample, UserError
 

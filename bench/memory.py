@@ -38,8 +38,9 @@ from flowtrain.run.memory_plan import head, plan_memory
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.lora import add_adapter
-from flowtrain.training.model import ShardSpec, load_model, shard
+from flowtrain.training.model import load_model
 from flowtrain.training.optimizers import KINDS
+from flowtrain.training.sharding import ShardSpec, shard
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World

@@ -10,7 +10,7 @@ from pathlib import Path
 from flowtrain.agents.base import Agent
 from flowtrain.config.options import parse
 from flowtrain.run.components import RunComponents
-from flowtrain.run.policy_trainer import publish_start
+from flowtrain.run.learner import publish_start
 from flowtrain.training.world import World
 from flowtrain.weights import WeightStore
 

@@ -31,7 +31,7 @@ from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.config.options import parse
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
-from flowtrain.run.policy_trainer import publish_start
+from flowtrain.run.learner import publish_start
 from flowtrain.training import attention
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World

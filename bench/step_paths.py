@@ -24,7 +24,7 @@ from bench.step_rivals import Transformers, Trl
 from flowtrain.report import ProgressLine
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.devices import peak_tflops
-from flowtrain.training.model import ShardSpec, shard
+from flowtrain.training.sharding import ShardSpec, shard
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack_rows

@@ -45,7 +45,7 @@ from flowtrain.run.demonstrations import (
     open_log,
 )
 from flowtrain.run.experts import asked_policies, demonstrate, draw_tasks, make_expert
-from flowtrain.run.policy_trainer import make_trainer, publish_start
+from flowtrain.run.learner import make_trainer, publish_start
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lr_schedule import learning_rate
@@ -73,7 +73,7 @@ REJECTIONS = ("failed", "reward", *REASONS)
 def rft(config: Config) -> int:
     """Collect demonstrations, keep the good ones, imitate them, export to `run.dir`/model."""
     with ExitStack() as cleanup:
-        world = World.join(config.run.device)
+        world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)
         cleanup.enter_context(lock_run_dir(config, world))
         if config.rft.batch_size % world.size:

@@ -13,6 +13,9 @@ One step, top to bottom, is the system:
     advantages  algorithms/                an advantage and a loss weight for every token
     pack        training/tree.py           all turns as token trees
     account     run/token_accounts.py      what became of every sampled token
+    balance     training/balance.py        to each rank rows that cost as much
+    old_logprobs  training/trainer.py      of the policy before the step, with train.rescore
+    ref_logprobs  training/trainer.py      of the reference policy, for the KL term
     train       training/trainer.py        clipped ratio + KL, backward, AdamW
     compare     run/mismatch_gate.py       how far the trainer's log-probs are from the sampler's
     publish     weights/publisher.py       what changed in the weights, as an immutable version
@@ -41,7 +44,9 @@ from flowtrain.run.dry_run import dry_run
 from flowtrain.run.learner import Learner
 from flowtrain.run.mismatch_gate import MismatchGate
 from flowtrain.run.records import Prepared, Rollouts
+from flowtrain.run.rollout_stats import measure
 from flowtrain.run.run import Run, open_run
+from flowtrain.training.minibatches import split
 from flowtrain.training.token_scores import attach_logprobs
 from flowtrain.training.tree import pack
 from flowtrain.training.world import end_process
@@ -49,14 +54,16 @@ from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
 
 
-def prepare(run: Learner, rollouts: Rollouts) -> Prepared:
+def prepare(learner: Learner, rollouts: Rollouts) -> Prepared:
     """Turn this rank's rollouts of a step into what is trained; a replay calls this too."""
-    stats = run.measure(rollouts.groups)
-    batch = run.algorithm.advantages(rollouts.groups)
-    batch = filter_samples(batch, run.max_positions, run.vocab_size)
-    batch, num_minibatches = run.minibatches(batch)
+    components, world = learner.components, learner.placement.world
+    config, shape = components.config, components.model.config
+    stats = measure(rollouts.groups, config.agent.tools, world)
+    batch = components.algorithm.advantages(rollouts.groups)
+    batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size)
+    batch, num_minibatches = split(batch, config.train, world)
     samples = attach_logprobs(batch.samples, rollouts.logprobs)
-    rows = pack(samples, num_minibatches, run.config.train.token_budget)
+    rows = pack(samples, num_minibatches, config.train.token_budget)
     return Prepared(stats, replace(batch, samples=tuple(samples)), rows)
 
 
@@ -69,22 +76,26 @@ def train(config: Config) -> int:
         gather = next_batch if config.dataflow.url else sample
         warm = run.evaluate_warm()
         interrupt.defer()
-        saved_step = run.start_step
+        learner = run.learner
         gate = MismatchGate(config, run.placement.world)
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
             if rollouts is None:
-                run.checkpoint(step - 1)
+                run.end(step - 1)
                 return INTERRUPTED
             with timer("collect"):
-                prepared = prepare(run, rollouts)
+                prepared = prepare(learner, rollouts)
             with timer("train"):
                 tokens = run.account(rollouts.groups, prepared)
-                trained = run.train(step, prepared.rows)
+                run.sleep()
+                rows = learner.balance(prepared.rows)
+                rows = learner.old_logprobs(rows)
+                rows = learner.ref_logprobs(rows)
+                trained = learner.train(step, rows, sampled=prepared.rows)
                 mismatch = gate.compare(step, rollouts.groups, prepared.batch, trained)
             with timer("publish"):
-                published = run.publish(step, saved_step, tokens)
+                published = run.publish(step, tokens)
             with timer("load"):
                 loaded = run.load(step)
             with timer("eval"):
@@ -105,11 +116,10 @@ def train(config: Config) -> int:
             if run.is_checkpoint_due(step):
                 with timer("checkpoint"):
                     run.checkpoint(step)
-                saved_step = step
             run.signal.watch(step, rollouts.groups, prepared.batch)
             gate.watch(step, mismatch)
             if run.is_interrupted():
-                run.checkpoint(step)
+                run.end(step)
                 return INTERRUPTED
         run.finish(warm)
     return 0
@@ -135,7 +145,8 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
                 on_done=tick,
             )
         with timer("branch"):
-            branches = run.algorithm.branch(step, groups, run.trainer, run.components.tokenizer)
+            trainer, tokenizer = run.learner.trainer, run.components.tokenizer
+            branches = run.algorithm.branch(step, groups, trainer, tokenizer)
         with timer("collect"):
             groups = collect_branches(
                 agent,

@@ -384,7 +384,7 @@ def check_same_run(run: Path, full: Path, num_steps: int = NUM_STEPS) -> None:
     summaries = [timeless(json.loads((each / "summary.json").read_text())) for each in (run, full)]
     assert alike(*summaries)
     weights = [
-        load_file(each / "checkpoints" / f"step_{num_steps:08d}" / "model.safetensors")
+        load_file(each / "checkpoints" / f"step_{num_steps:08d}" / "model" / "model.safetensors")
         for each in (run, full)
     ]
     assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[1])

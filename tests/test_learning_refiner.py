@@ -21,8 +21,8 @@ from flowtrain.config.command import Interrupt
 from flowtrain.rewards import score
 from flowtrain.rft import _run as fine_tune
 from flowtrain.run.components import RunComponents
-from flowtrain.run.policy_trainer import PolicyTrainer
-from flowtrain.training.token_scores import TokenScores
+from flowtrain.run.learner import Learner
+from flowtrain.run.placement import Placement
 from flowtrain.training.tree import pack
 from flowtrain.training.world import World
 from flowtrain.types import Group
@@ -93,8 +93,10 @@ def test_the_refiner_learns_what_was_looked_for(
         for engine in engines.values():
             cleanup.callback(engine.close)
         flow = scripted(components, components.make_flow(engines, 1))
-        policy_trainer = PolicyTrainer.make(components, components.world, store)
-        policy_trainer.publish(0)
+        world = components.world
+        placement = Placement(world, world, world)
+        learner = Learner.make(components, placement, store, Path("checkpoints"))
+        learner.publish(0)
         order = random.Random(0)
         for step in range(NUM_STEPS + 1):
             engines["refiner"].load(step)
@@ -105,8 +107,8 @@ def test_the_refiner_learns_what_was_looked_for(
                 components.config.train.num_minibatches,
                 components.config.train.token_budget,
             )
-            policy_trainer.train(step + 1, rows, TokenScores())
-            policy_trainer.publish(step + 1)
+            learner.train(step + 1, learner.ref_logprobs(learner.old_logprobs(rows)), sampled=[])
+            learner.publish(step + 1)
     print(
         [
             (t.turns[0].result.output, t.turns[0].retrieved, t.turns[0].action)

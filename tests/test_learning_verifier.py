@@ -21,8 +21,8 @@ from flowtrain.config.command import Interrupt
 from flowtrain.rewards import score
 from flowtrain.rft import _run as fine_tune
 from flowtrain.run.components import RunComponents
-from flowtrain.run.policy_trainer import PolicyTrainer
-from flowtrain.training.token_scores import TokenScores
+from flowtrain.run.learner import Learner
+from flowtrain.run.placement import Placement
 from flowtrain.training.tree import pack
 from flowtrain.training.world import World
 from flowtrain.types import Group, Verdict
@@ -102,8 +102,10 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
         for engine in engines.values():
             cleanup.callback(engine.close)
         flow = scripted(components, components.make_flow(engines, 4))
-        policy_trainer = PolicyTrainer.make(components, components.world, store)
-        policy_trainer.publish(0)
+        world = components.world
+        placement = Placement(world, world, world)
+        learner = Learner.make(components, placement, store, Path("checkpoints"))
+        learner.publish(0)
         order = random.Random(0)
         for step in range(NUM_STEPS + 1):
             engines["verifier"].load(step)
@@ -117,8 +119,8 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
                 components.config.train.num_minibatches,
                 components.config.train.token_budget,
             )
-            policy_trainer.train(step + 1, rows, TokenScores())
-            policy_trainer.publish(step + 1)
+            learner.train(step + 1, learner.ref_logprobs(learner.old_logprobs(rows)), sampled=[])
+            learner.publish(step + 1)
     first, last = seen[0], [group for groups in seen[-3:] for group in groups]
     assert stop_share(first, "Base_Generator") > 0.4 and stop_share(first, "Search") > 0.8, (
         "there is something to learn"

@@ -103,17 +103,18 @@ def test_a_store_in_use_is_not_cleaned_up(full: Path, tmp_path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    data = bytearray((path / "model.safetensors").read_bytes())
+    data = bytearray((path / "model" / "model.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
-    (path / "model.safetensors").write_bytes(data)
+    (path / "model" / "model.safetensors").write_bytes(data)
 
 
 def cut(path: Path) -> None:
-    os.truncate(path / "optimizer.safetensors", 1000)
+    (shard,) = (path / "state").glob("*.safetensors")
+    os.truncate(shard, 1000)
 
 
 def lose(path: Path) -> None:
-    (path / "tokenizer.json").unlink()
+    (path / "model" / "tokenizer.json").unlink()
 
 
 def empty(path: Path) -> None:

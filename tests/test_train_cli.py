@@ -342,7 +342,7 @@ def test_a_checkpoint_is_a_model_for_anyone(full: Path, warm: Path) -> None:
             print(json.dumps([ids[0].tolist(), tokenizer.eos_token_id, is_longer]))
         assert not any(name.startswith("flowtrain") for name in sys.modules)
     """
-    paths = [str(full / "checkpoints" / "step_00000006"), str(warm / "model")]
+    paths = [str(full / "checkpoints" / "step_00000006" / "model"), str(warm / "model")]
     done = subprocess.run(
         [sys.executable, "-c", code, *paths],
         env={**os.environ, **ENV},
@@ -551,7 +551,7 @@ def full(*_, **__):
 @pytest.mark.parametrize(
     ("module", "owner", "name", "what"),
     [
-        ("training", "checkpoint", "save_file", "checkpoints"),
+        ("training", "checkpoint", "HuggingFaceStorageWriter.write_data", "checkpoints"),
         ("weights.store", "WeightStore", "collect_garbage", "weights"),
         ("weights.store", "WeightStore", "rollback", "weights"),
     ],
@@ -656,7 +656,7 @@ def test_two_ranks_train_for_one_and_then_one_for_two(
         )
         ranks(server, 3, *words, *argv)
     ours, theirs = (
-        load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model.safetensors")
+        load_file(each / "checkpoints" / f"step_{NUM_STEPS:08d}" / "model" / "model.safetensors")
         for each in (run, full)
     )
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)

@@ -21,7 +21,7 @@ import torch
 import flowtrain.train as loop
 from flowtrain.config import Config
 from flowtrain.engines.torch_engine import TorchEngine, _FrequencyPenalties
-from flowtrain.run import policy_trainer
+from flowtrain.run import learner
 from flowtrain.train import train
 from flowtrain.training import model as models
 from flowtrain.training import tree
@@ -89,7 +89,7 @@ def other_temperature(ratio: float) -> Provoked:
         def __init__(self, *args: Any, temperature: float = 1.0, **options: Any) -> None:
             super().__init__(*args, temperature=ratio * temperature, **options)
 
-    return lambda: mock.patch.object(policy_trainer, "Trainer", Warmer)
+    return lambda: mock.patch.object(learner, "Trainer", Warmer)
 
 
 def unknown_penalty() -> contextlib.AbstractContextManager[Any]:
@@ -187,7 +187,7 @@ def test_a_provoked_cause_is_named_first(
     last = json.loads(lines[-1])
     assert last["mismatch_kl"] > 1e-6 and f"step {last['step']}: " in told
     newest = tmp_path / "run" / "checkpoints" / f"step_{last['step']:08d}"
-    assert (newest / "model.safetensors").is_file(), "the run can be resumed"
+    assert (newest / "state" / "state.json").is_file(), "the run can be resumed"
     worst = [json.loads(x) for x in (tmp_path / "run" / "worst_tokens.jsonl").open()]
     assert {each["step"] for each in worst} <= set(range(1, last["step"] + 1))
     assert all(abs(each["trainer"] - each["sampler"]) > 9e-4 for each in worst)

@@ -93,7 +93,7 @@ def test_one_policy_is_trained_and_the_other_stays(run: Path, models: dict[str, 
     for step in steps:
         assert step["logprob_mismatch"] < 1e-4, "the trainer's model is the one that sampled"
         assert 0 <= step["refiner/empty_share"] < 0.5 and 0 < step["refiner/kept_share"] < 1
-    saved, before = run / "checkpoints" / "step_00000002", models[policy]
+    saved, before = run / "checkpoints" / "step_00000002" / "model", models[policy]
     assert (saved / "tokenizer.json").read_text() == (before / "tokenizer.json").read_text()
     ours, theirs = (load_file(each / "model.safetensors") for each in (saved, before))
     assert any((ours[name] != theirs[name]).any() for name in theirs)

@@ -34,13 +34,17 @@ pytest_plugins = ("cli_runs",)
         ),
         pytest.param(
             "flowtrain.training.checkpoint",
-            "save_file",
+            "_save",
             2,
             True,
             id="inside the checkpoint of step 4",
         ),
         pytest.param(
-            "flowtrain.training.checkpoint", "save", 2, True, id="after the checkpoint of step 4"
+            "flowtrain.training.checkpoint",
+            "Checkpoints._write",
+            2,
+            True,
+            id="after the checkpoint of step 4",
         ),
         pytest.param(
             "flowtrain.weights.store",

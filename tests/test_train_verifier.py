@@ -106,7 +106,7 @@ def test_one_policy_is_trained_and_the_other_stays(run: Path) -> None:
 
 def test_what_is_left_is_the_trained_policys_model(run: Path, models: dict[str, Path]) -> None:
     policy = run.name.removeprefix("only_")
-    saved = run / "checkpoints" / "step_00000002"
+    saved = run / "checkpoints" / "step_00000002" / "model"
     assert (saved / "tokenizer.json").read_text() == (models[policy] / "tokenizer.json").read_text()
     before, after = (
         load_file(models[policy] / "model.safetensors"),

@@ -21,7 +21,7 @@ from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import Engine
 from flowtrain.training import attention, lm_head
 from flowtrain.training.model import load_model, load_tokenizer
-from flowtrain.training.trainer import score_row
+from flowtrain.training.row_loss import score_row
 from flowtrain.training.tree import in_order, pack_rows
 from flowtrain.types import Completion, Sample, Sampling, UserError
 

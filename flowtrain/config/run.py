@@ -21,6 +21,9 @@ class Run(Section):
     """auto: continue the run in run.dir from its newest checkpoint, or start it if there is none"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device on which the ranks compute; auto: CUDA where there is one"""
+    collective_timeout_s: PositiveFloat = 600.0
+    """seconds after which a collective of the training pass that hangs ends the run; ranks wait for
+    each other's rollouts, engines and evaluations however long these take"""
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: the cores divided by the ranks of this machine"""
     profile: int = Field(0, ge=0)

@@ -62,16 +62,18 @@ class Train(Section):
     """adamw: fp32 weights and moments; 8bit: moments of 8 bits; bf16_sr: weights, gradients and
     moments in bf16, with weights rounded stochastically, for model.dtype = "bfloat16"; the last
     three need torchao (docs/memory.md)"""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """what is kept in the memory of the CPU: optimizer: the moments, which come to the GPU one
-    parameter at a time; all: master weights, gradients, moments and the reference, and AdamW steps
-    there"""
+    offload: Literal["none", "all"] = "none"
+    """what is kept in the memory of the CPU: all: master weights, gradients, moments and the
+    reference, and AdamW steps there"""
     offload_reference: bool = False
     """keep the reference policy's weights in the memory of the CPU, from where each scoring pass
     fetches them layer by layer"""
     peak_tflops: float = Field(0.0, ge=0)
     """dense TFLOP/s of a rank's device in model.dtype, for MFU; 0: known for common GPUs in
     bfloat16, else no MFU"""
+    fp32_logits: Literal["auto", "on", "off"] = "auto"
+    """keep the logits of a 16-bit head in fp32 until log-probs are taken, whose error is then 1e-5
+    and not 0.01 nats, for an eighth more of the head's time (docs/kernels.md); auto: on a GPU"""
     exact: bool = False
     """the sampler's log-probs are those of training bit for bit, whatever shares a batch or a row;
     slower (docs/exact.md)"""

@@ -107,6 +107,7 @@ class ModelSpec:
         """Build the model on the meta device."""
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(self.shape))
+        model.generation_config = copy.deepcopy(self.generation)
         return model
 
 

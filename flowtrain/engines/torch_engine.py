@@ -29,7 +29,7 @@ from flowtrain.engines.shared_cache import NAME, SharedCache
 from flowtrain.training import attention
 from flowtrain.training.exact import make_exact
 from flowtrain.training.lora import adapter_weights
-from flowtrain.training.trainer import score_row
+from flowtrain.training.row_loss import score_row
 from flowtrain.training.tree import in_order, pack_rows
 from flowtrain.types import Completion, FinishReason, Sample, Sampling
 from flowtrain.weights import Loaded, Source, WeightReader
@@ -85,7 +85,7 @@ class TorchEngine:
         self._cache: type[SharedCache] = SharedCache
         self._tree_attention = attention.NAME
         if exact:
-            make_exact(model, model.dtype)
+            make_exact(model, model.dtype, model.device)
             self._cache, self._tree_attention = ExactCache, attention.NAMES["exact"]
         model.set_attn_implementation(NAME)
         self._tokenizer = tokenizer

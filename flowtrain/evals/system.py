@@ -18,7 +18,7 @@ from flowtrain.rewards import Judge
 from flowtrain.rewards.judge import judge_prompt
 from flowtrain.run.components import RunComponents, make_judge
 from flowtrain.run.evaluation import with_rules_of
-from flowtrain.run.policy_trainer import publish_start
+from flowtrain.run.learner import publish_start
 from flowtrain.tasks.sets import task_set
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
@@ -56,7 +56,7 @@ def open_system(
     """
     check_planner(config, planner)
     with ExitStack() as cleanup:
-        world = World.join(config.run.device)
+        world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)
         if planner == POLICY:
             components = RunComponents.prepare(config, world)

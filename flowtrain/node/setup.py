@@ -83,7 +83,7 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
             policy: open_source(location, cache / policy, token)
             for policy, location in locations.items()
         }
-        world = World.join(config.run.device)
+        world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)
         components = RunComponents.for_node(config, world)
         cleanup.callback(components.close)

@@ -18,11 +18,10 @@ from flowtrain.run.batch_checks import difference, left_out, missing
 from flowtrain.run.components import RunComponents
 from flowtrain.run.learner import Learner
 from flowtrain.run.placement import Placement
-from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.records import Prepared
 from flowtrain.train import prepare
 from flowtrain.training import checkpoint
-from flowtrain.training.model import published_weights, whole
+from flowtrain.training.model import whole
 from flowtrain.training.world import World
 from flowtrain.types import SampleId, UserError
 from flowtrain.weights import WeightStore
@@ -116,7 +115,9 @@ class Session:
         prepared = prepare(self.learner, self.recorded.rollouts(step, self.world))
         if text := self._batch_difference(step, prepared):
             return self._differs(f"step {step}: the batch differs: {text}")
-        self.learner.train(step, prepared.rows)
+        rows = self.learner.balance(prepared.rows)
+        rows = self.learner.ref_logprobs(self.learner.old_logprobs(rows))
+        self.learner.train(step, rows, sampled=prepared.rows)
         prepared_at = time.monotonic()
         if not self._check_version(step):
             return False
@@ -173,12 +174,10 @@ class Session:
     def _digests(self) -> dict[str, str]:
         """Compute the digests of the weights by tensor, on every rank."""
         learner, own = self.learner, {}
-        if learner.policy_trainer is not None:
-            config = learner.config
-            weights = published_weights(learner.components.model, config.lora.sync)
-            dtype = getattr(torch, config.model.dtype)
+        if learner.trainer is not None:
+            dtype = getattr(torch, learner.config.model.dtype)
             ranks, threads = learner.placement.trainers, torch.get_num_threads()
-            found = digests_of(weights, dtype, ranks, threads)
+            found = digests_of(learner.weights, dtype, ranks, threads)
             own = {name: digest_hex(digest) for name, digest in found.items()}
         digests: dict[str, str] = json.loads(self.world.gather_text(json.dumps(own))[0])
         return digests
@@ -187,8 +186,8 @@ class Session:
         """Look for the first word that differs, where the run still has the version."""
         learner, config = self.learner, self.learner.config
         ours = {}
-        if learner.policy_trainer is not None:
-            ours = whole(published_weights(learner.components.model, config.lora.sync))
+        if learner.trainer is not None:
+            ours = whole(learner.weights)
         found = unknown(step, names)
         if self.world.is_main:
             theirs = recorded_weights(self.recorded.run, config, step)
@@ -268,28 +267,15 @@ def _open(recorded: Recorded, steps: range) -> Iterator[tuple[Learner, list[str]
     """Build the half of the run that learns, with the weights and moments before the first step."""
     config = recorded.config(recorded.life_of(steps.start))
     start = _start(recorded, steps.start)
-    world = World.join(config.run.device)
+    world = World.join(config.run.device, config.run.collective_timeout_s)
     try:
         components = RunComponents.for_replay(config, world)
         placement, notes = _placement(recorded, components, steps)
-        policy_trainer = None
-        if placement.trainers.is_member:
-            store = WeightStore(recorded.run / "weights")
-            policy_trainer = PolicyTrainer.make(components, placement.trainers, store)
-            if start is not None:
-                policy_trainer.restore(start)
-        else:
-            components.model.to("meta")  # its memory is not needed here
-        yield (
-            Learner(
-                config=components.config,
-                components=components,
-                algorithm=components.algorithm,
-                placement=placement,
-                policy_trainer=policy_trainer,
-            ),
-            notes,
-        )
+        store = WeightStore(recorded.run / "weights")
+        learner = Learner.make(components, placement, store, recorded.run / "checkpoints")
+        if start is not None:
+            learner.resume(start)
+        yield learner, notes
     finally:
         world.leave()
 
@@ -300,10 +286,8 @@ def _start(recorded: Recorded, first: int) -> Path | None:
         return None
     root = recorded.run / "checkpoints"
     path = checkpoint.place(root, first - 1)
-    if not (path / "state.json").is_file():
-        others = sorted(
-            int(each.parent.name[5:]) + 1 for each in root.glob("step_????????/state.json")
-        )
+    if not (path / "state" / "state.json").is_file():
+        others = sorted(int(each.name[5:]) + 1 for each in root.glob("step_????????"))
         raise UserError(
             f"--from {first} needs the weights and moments after step {first - 1}, and {path} is "
             f"not there; what can be begun with: {sorted({1, *others} & recorded.steps.keys())} "

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -57,11 +56,10 @@ def recorded_weights(run: Path, config: Config, step: int) -> dict[str, Tensor] 
             return pull(store, step)
     except StoreError:  # what remains of a version that was collected, or that was damaged
         pass
-    path = checkpoint.place(run / "checkpoints", step) / "model.safetensors"
-    if config.lora.rank or not path.is_file():
+    files = sorted((checkpoint.place(run / "checkpoints", step) / "model").glob("*.safetensors"))
+    if config.lora.rank or not files:
         return None
-    dtype = getattr(torch, config.model.dtype)
-    return {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def compare(

@@ -63,8 +63,9 @@ class RunComponents:
     tasks: TaskSet
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
-    """The policy that is trained, on the CPU and not sharded yet: fp32 master weights or, with
-    [lora], frozen ones in model.dtype and an adapter in fp32."""
+    """The policy that is trained, not sharded yet: on the main rank fp32 master weights on the CPU
+    or, with [lora], frozen ones in model.dtype and an adapter in fp32; on others the meta device.
+    """
     policies: Mapping[PolicyName, ModelSpec]
     """All policies of the flow."""
     chats: ChatEngines
@@ -101,10 +102,15 @@ class RunComponents:
         functions = RewardFunctions.load(config.reward)
         with waiting("reading the questions", world.is_main):
             tasks = task_set(config, fictional)
-        _check_tasks(tasks, functions, has_judge=config.roles.judge != "none")
+        has_judge = config.roles.judge != "none"
+        together(
+            world,
+            lambda: _check_tasks(tasks, functions, has_judge) if world.is_main else None,
+            other_failed=UserError,
+        )
         true_scorer = TrueScorer.load(config, tasks.held_out.get(MAIN_SPLIT, ()))
         with waiting(f"loading {config.model.path}", world.is_main):
-            tokenizer, model = load_trained_policy(config, tasks, with_weights)
+            tokenizer, model = load_trained_policy(config, tasks, with_weights and world.is_main)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
@@ -147,7 +153,7 @@ class RunComponents:
         config = algorithm.config
         _set_up_cpu(config.run.threads, world.device)
         tasks = task_set(config) if config.model.path == "tiny" else TaskSet((), {}, ())
-        tokenizer, model = load_trained_policy(config, tasks, with_weights=True)
+        tokenizer, model = load_trained_policy(config, tasks, with_weights=world.is_main)
         return cls(
             config=config,
             world=world,
@@ -185,7 +191,9 @@ class RunComponents:
             tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
             for tool in tools.values():
                 cleanup.callback(tool.close)
-            config = _with_tools(config, tools)
+            # Each tool by its name, where `agent.tools` names all of an MCP server.
+            agent = config.agent.model_copy(update={"tools": tuple(tools)})
+            config = config.model_copy(update={"agent": agent})
             if tasks.train:  # a node is given its tasks one by one
                 algorithm.check_inputs(tasks, tools)
             agent_kind.check(config, planner_tokenizer)
@@ -365,12 +373,6 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
 
 
-def _with_tools(config: Config, tools: Mapping[str, Tool]) -> Config:
-    """Write each tool by its name, where `agent.tools` names all of an MCP server."""
-    agent = config.agent.model_copy(update={"tools": tuple(tools)})
-    return config.model_copy(update={"agent": agent})
-
-
 def _set_up_cpu(threads: int, device: torch.device) -> None:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // ranks_here))
@@ -380,7 +382,7 @@ def _set_up_cpu(threads: int, device: torch.device) -> None:
 
 def _check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: bool) -> None:
     """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
-    use the task's answers, before the run; and check sub-goals, and sources by their own solutions.
+    use the task's answers, before the run. Check sub-goals, and sources by their own solutions.
     Functions of the user's own are not called.
     """
     every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))

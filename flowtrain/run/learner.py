@@ -1,74 +1,307 @@
-"""The half of a run that learns: from the rollouts of a step to new weights. It needs no engine, no
-agent and no service, so a replay (`flowtrain.replay`) has this half alone.
+"""The half of a run that learns: the sharded policy with its optimizer, the versions that it
+publishes, and its checkpoints. A replay has this half alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from flowtrain.algorithms import Algorithm
+import torch
+from flowkernels import LossSpec, TokenLossFn
+
 from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
-from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.records import Trained
-from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.training import checkpoint
 from flowtrain.training.balance import balance, return_logprobs
+from flowtrain.training.checkpoint import Checkpoints
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.minibatches import split_by_size
+from flowtrain.training.lora import has_adapter
+from flowtrain.training.lr_schedule import learning_rate
+from flowtrain.training.minibatch_factor import MinibatchFactor
+from flowtrain.training.model import published_weights
+from flowtrain.training.optimizers import KINDS
+from flowtrain.training.sharding import ShardSpec, named_tensors, shard, skeleton
 from flowtrain.training.token_scores import TokenScores
-from flowtrain.training.trainer import Trainer
+from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow
-from flowtrain.types import Group, TrainBatch
+from flowtrain.training.world import World
+from flowtrain.types import UserError
+from flowtrain.utils.seeds import derive_seed
+from flowtrain.weights import Publisher, PublishOptions, WeightStore
+from flowtrain.weights.files import writing_tensors
+from flowtrain.weights.ranks import Alone, Ranks, together
+
+Rows = Sequence[Sequence[PackedRow]]
+"""Rows of a step, by mini-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
     """The parts that learn. Methods are collective over all ranks."""
 
-    config: Config
     components: RunComponents
-    algorithm: Algorithm
     placement: Placement
-    policy_trainer: PolicyTrainer | None
-    """None on a rank that only samples."""
+    store: WeightStore
+    trainer: Trainer | None
+    """The trainer of the policy; None, as the two below, on a rank that only samples."""
+    publisher: Publisher | None
+    checkpoints: Checkpoints | None
+
+    @classmethod
+    def make(
+        cls, components: RunComponents, placement: Placement, store: WeightStore, folder: Path
+    ) -> Learner:
+        """Shard the model of `components` over the ranks that train; checkpoints go to `folder`."""
+        trainer = publisher = checkpoints = None
+        ranks = placement.trainers
+        if ranks.is_member:
+            algorithm, keep = components.algorithm, components.config.checkpoint.keep
+            trainer = make_trainer(
+                components,
+                ranks,
+                loss=algorithm.loss_spec(),
+                optim=optim_spec(components),
+                needs_reference=algorithm.needs_reference,
+                token_loss=algorithm.token_loss,
+                factor=algorithm.minibatch_factor(),
+            )
+            publisher = make_publisher(components, store, ranks)
+            checkpoints = Checkpoints(folder, ranks, keep=keep)
+        else:
+            components.model.to("meta")  # its memory is not needed here
+        return cls(
+            components=components,
+            placement=placement,
+            store=store,
+            trainer=trainer,
+            publisher=publisher,
+            checkpoints=checkpoints,
+        )
 
     @property
-    def trainer(self) -> Trainer | None:
-        """The trainer of the policy; None on a rank that only samples."""
-        return None if self.policy_trainer is None else self.policy_trainer.trainer
+    def config(self) -> Config:
+        return self.components.config
 
     @property
-    def max_positions(self) -> int:
-        """Tokens of a sample that the model has positions for."""
-        return int(self.components.model.config.max_position_embeddings)
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What a version holds, as shards; only on ranks that train, and collective there."""
+        return published_weights(self.components.model, self.config.lora.sync)
 
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that the model knows."""
-        return int(self.components.model.config.vocab_size)
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, and free what the publisher holds."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
-    def measure(self, groups: Sequence[Group]) -> RolloutStats:
-        """Compute the statistics of a step's rollouts."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        return RolloutStats.of(trajectories, self.config.agent.tools, self.placement.world)
+    # ---- the verbs of a step
 
-    def minibatches(self, batch: TrainBatch) -> tuple[TrainBatch, int]:
-        """Return the batch with every sample's optimizer step, and how many steps there are."""
-        train = self.config.train
-        if not train.minibatch_size:
-            return batch, train.num_minibatches
-        return split_by_size(batch, train.minibatch_size, self.placement.world)
-
-    def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
-        """Take one optimizer step per mini-batch."""
-        world = self.placement.world
+    def balance(self, minibatches: Rows) -> Rows:
+        """Return the rows that this rank trains, given those that it sampled."""
         cost = ForwardCost.of(self.components.model).flops
-        rows = balance(minibatches, cost, world, num_takers=self.placement.trainers.size)
-        metrics: dict[str, float] = {}
+        takers = self.placement.trainers.size
+        return balance(minibatches, cost, self.placement.world, num_takers=takers)
+
+    def old_logprobs(self, rows: Rows) -> Rows:
+        """Have the policy score the rows before its first step, with `train.rescore`."""
+        return rows if self.trainer is None else self.trainer.old_logprobs(rows)
+
+    def ref_logprobs(self, rows: Rows) -> Rows:
+        """Have the reference policy score the rows, where the loss has a KL term."""
+        return rows if self.trainer is None else self.trainer.ref_logprobs(rows)
+
+    def train(self, step: int, rows: Rows, sampled: Rows) -> Trained:
+        """Take one optimizer step per mini-batch of rows.
+
+        Returns statistics, and the log-probs of the rows that this rank has `sampled`.
+        """
+        metrics: Mapping[str, float] = {}
         scores = TokenScores()
-        if self.policy_trainer is not None:
-            metrics = self.policy_trainer.train(step, rows, scores)
-        sample_ids = [each for part in minibatches for row in part for each in row.sample_ids]
-        return Trained(metrics, return_logprobs(scores.by_sample(), sample_ids, world))
+        if self.trainer is not None:
+            t, lora = self.config.train, self.config.lora
+            lr = learning_rate(t.lr, step, t.num_steps, t.warmup_steps, t.lr_schedule)
+            self.trainer.set_lr(lr)
+            if lora.dropout:  # a resumed run drops what it would have dropped
+                rank = self.placement.trainers.rank
+                torch.manual_seed(derive_seed(self.config.run.seed, "dropout", step, rank))
+            metrics = self.trainer.optimize(rows, step, scores)
+            if self.config.vllm.sleep:
+                torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps
+        ids = [each for part in sampled for row in part for each in row.sample_ids]
+        return Trained(metrics, return_logprobs(scores.by_sample(), ids, self.placement.world))
+
+    def publish(self, version: int) -> dict[str, float | str]:
+        """Publish the policy's weights; done on every rank when it returns the metrics."""
+        metrics: dict[str, float | str] = {}
+        if self.publisher is not None:
+            ranks, keep = self.placement.trainers, num_versions_kept(self.config)
+            with writing_tensors(self.store.root):
+                metrics = self.publisher.publish(self.weights, version).metrics()
+                together(
+                    ranks,
+                    lambda: self.store.collect_garbage(keep) if ranks.is_main else None,
+                    other_failed=OSError,
+                )
+        self.placement.wait()
+        return metrics
+
+    # ---- the beginning and the end
+
+    def resume(self, path: Path) -> None:
+        """Load model and optimizer from a checkpoint of any number of ranks."""
+        if self.trainer is not None:
+            model, optimizer = self.components.model, self.trainer.optimizer
+            checkpoint.restore(path, model, optimizer, self.placement.trainers)
+
+    def republish(self, version: int) -> None:
+        """Bring the store to `version`, where the run starts or resumes; later versions go."""
+        is_there = False
+        if self.publisher is not None:
+            self._roll_back(version)
+            is_there = self.publisher.resume(self.weights, version)
+            if not is_there:
+                self._roll_back(version - 1)
+        if self.publisher is not None and not is_there:
+            self.publish(version)
+        else:
+            self.placement.wait()
+
+    def _roll_back(self, version: int) -> None:
+        ranks = self.placement.trainers
+        with writing_tensors(self.store.root):
+            together(
+                ranks,
+                lambda: self.store.rollback(version) if ranks.is_main else None,
+                other_failed=OSError,
+            )
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, int | str],
+        on_saved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write the checkpoint of `step` with the `state` of the run, beside what comes next.
+
+        `on_saved` is called by a thread of each rank that trains, once it is on the disk.
+        """
+        self.wait_for_checkpoint()
+        if self.checkpoints is not None and self.trainer is not None:
+            components = self.components
+            self.checkpoints.save(
+                step,
+                components.model,
+                components.tokenizer,
+                self.trainer.optimizer,
+                state,
+                dtype=getattr(torch, components.config.model.dtype),
+                on_saved=on_saved,
+            )
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the newest checkpoint is on the disk, and raise what was raised there."""
+        checkpoints = self.checkpoints
+        wait = (lambda: None) if checkpoints is None else checkpoints.wait
+        together(self.placement.world, wait, other_failed=UserError)
+
+
+def optim_spec(components: RunComponents) -> OptimSpec:
+    """Describe the optimizer as `[train]` and the algorithm ask for it."""
+    train, algorithm = components.config.train, components.algorithm
+    return OptimSpec(
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        weight_decay=train.weight_decay,
+        grad_clip=train.grad_clip,
+        rescore=train.rescore and not algorithm.has_old_logprobs,
+        m2po=components.config.algorithm.m2po,
+        has_ref=algorithm.has_ref_logprobs,
+    )
+
+
+def make_trainer(
+    components: RunComponents,
+    ranks: World,
+    *,
+    loss: LossSpec,
+    optim: OptimSpec,
+    needs_reference: bool = False,
+    token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
+    factor: MinibatchFactor | None = None,
+) -> Trainer:
+    """Shard the model over the ranks that train.
+
+    The reference policy is a frozen copy, or the model itself with its adapter off.
+    """
+    config = components.config
+    train = config.train
+    dtype = getattr(torch, config.model.dtype)
+    optim = replace(optim, kind=train.optimizer)
+    spec = ShardSpec(
+        dtype,
+        recompute=train.recompute,
+        compile=train.compile,
+        reshard=train.reshard,
+        offload=train.offload == "all",
+        attention=train.attention,
+        weight_dtype=KINDS[optim.kind].weight_dtype,
+        fp32_logits={"on": True, "off": False}.get(train.fp32_logits, ranks.device.type == "cuda"),
+        exact=train.exact,
+    )
+    reference = None
+    if needs_reference and not has_adapter(components.model):
+        frozen = skeleton(components.model).requires_grad_(False).eval()
+        # In the dtype of its passes, which read nothing more exact of it.
+        of_reference = replace(spec, recompute=False, weight_dtype=dtype, exact=False)
+        if train.offload_reference:
+            of_reference = replace(of_reference, offload=True)
+        reference = shard(frozen, ranks, of_reference, dict(named_tensors(components.model)))
+    model = shard(components.model, ranks, spec)
+    if needs_reference and reference is None:
+        reference = model
+    _, temperature = config.sampling_of(train.policy)
+    return Trainer(
+        model,
+        ranks,
+        loss,
+        optim=optim,
+        temperature=temperature,
+        reference=reference,
+        token_loss=token_loss,
+        factor=factor,
+    )
+
+
+def make_publisher(components: RunComponents, store: WeightStore, ranks: Ranks) -> Publisher:
+    """Build the publisher of the ranks that train; it casts to the engines' dtype."""
+    config = components.config
+    dtype = getattr(torch, config.model.dtype)
+    num_threads = torch.get_num_threads()
+    weights = config.weights
+    options = PublishOptions(dtype, weights.level, num_threads, weights.baseline == "cpu")
+    return Publisher(store, options, ranks)
+
+
+def publish_start(components: RunComponents, store: WeightStore) -> None:
+    """Publish the policy as it was loaded, as version 0: the main rank does; collective."""
+    world = components.world
+
+    def publish() -> None:
+        if world.is_main:
+            publisher = make_publisher(components, store, Alone())
+            publisher.publish(published_weights(components.model, components.config.lora.sync), 0)
+            publisher.close()
+
+    with writing_tensors(store.root):
+        together(world, publish)
+
+
+def num_versions_kept(config: Config) -> int:
+    """Count the versions that stay in the store: with nodes, all that they may sample with."""
+    if not config.dataflow.url:
+        return config.weights.keep
+    return max(config.weights.keep, config.dataflow.max_staleness + 1)

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from flowtrain.config import Config, Lora, Train
+from flowtrain.config import Config, Lora
 from flowtrain.training import attention
 from flowtrain.training.lora import add_adapter
-from flowtrain.training.model import is_sharded_by_layer, recompute_layers
 from flowtrain.training.optimizers import KINDS
+from flowtrain.training.sharding import is_sharded_by_layer, recompute_layers
 from flowtrain.types import UserError
 
 _CPU_CHUNK = 2**25
@@ -46,6 +46,11 @@ class MemoryPlan:
     """Bytes that vLLM takes of the same GPU."""
     gpu_bytes: int = 0
     """0: there is no GPU."""
+    loading: int = 0
+    """Bytes of this process on its device at the peak of loading: shards, and what is whole before
+    it is cut into the last of them."""
+    host: int = 0
+    """Bytes of the weights that the main rank reads into the memory of its host, once."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +59,8 @@ class MemoryPlan:
     def text(self) -> str:
         return (
             f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g} GB "
-            f"({_listed(self.parts)})"
+            f"({_listed(self.parts)}); while it loads: {self.loading / 1e9:.3g} GB, and "
+            f"{self.host / 1e9:.3g} GB of the main rank's host"
         )
 
     def check(self, config: Config) -> None:
@@ -66,6 +72,12 @@ class MemoryPlan:
         needed = sum(sure.values()) - (
             min(sure["gradients"], self.vllm) if config.vllm.sleep else 0
         )
+        if self.gpu_bytes and self.loading + self.vllm > self.gpu_bytes >= needed:
+            raise UserError(
+                f"the GPU of a rank has {self.gpu_bytes / 1e9:.3g} GB and takes "
+                f"{self.loading / 1e9:.3g} GB while the model is loaded, beside vLLM's "
+                f"{self.vllm / 1e9:.3g}: {', or '.join(_cures(config, self.vllm > 0))}"
+            )
         if self.gpu_bytes and needed > self.gpu_bytes:
             raise UserError(
                 f"the GPU of a rank has {self.gpu_bytes / 1e9:.3g} GB and training needs "
@@ -100,18 +112,14 @@ def plan_memory(
     size = dtype.itemsize
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_frozen = model.num_parameters() - num_trained
-    frozen_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     lora = config.lora if config.lora.rank else None
     kind = KINDS[train.optimizer]
     is_away = train.offload == "all" and on_gpu
     is_sharded = num_ranks > 1 or dtype != torch.float32 or train.offload == "all"
     share = 0 if is_away else num_trained // num_ranks
     own = kind.weight_dtype.itemsize * share
-    frozen = 0 if is_away else frozen_bytes // num_ranks
+    frozen = 0 if is_away else size * num_frozen // num_ranks
     moments = round(kind.moment_bytes * share)
-    if train.offload == "optimizer" and on_gpu:  # one parameter at a time
-        largest = max(p.numel() for p in model.parameters() if p.requires_grad)
-        moments = round(kind.moment_bytes * largest / num_ranks)
     has_reference = has_reference and lora is None and not (train.offload_reference and on_gpu)
     is_merged = lora is not None and lora.sync == "merged"
     words = 0 if is_away else size * (num_frozen if is_merged else num_trained) // num_ranks
@@ -140,7 +148,23 @@ def plan_memory(
         if has_vllm and on_gpu
         else 0
     )
-    return MemoryPlan(parts, vllm, gpu_bytes)
+    # Each parameter is whole for a moment, in the dtype of its master weights.
+    whole = _whole_at_once(model) if is_sharded else 0
+    bytes_of = kind.weight_dtype.itemsize if lora is None else size
+    loading = (
+        parts["weights"] + parts["reference"] + whole * bytes_of * (num_ranks - 1) // num_ranks
+    )
+    host = 4 * num_trained + num_frozen * size
+    return MemoryPlan(parts, vllm, gpu_bytes, loading, host)
+
+
+def _whole_at_once(model: PreTrainedModel) -> int:
+    """Count the parameters that are whole on a device when the last of them are sharded."""
+    if not is_sharded_by_layer(model):
+        return model.num_parameters()
+    layers = model.get_decoder().layers
+    num_layer = sum(p.numel() for p in layers[0].parameters())
+    return max(num_layer, model.num_parameters() - num_layer * len(layers))
 
 
 def _vllm_bytes(config: Config, weights: int, gpu_bytes: int) -> int:
@@ -156,7 +180,7 @@ def _cures(config: Config, has_vllm: bool) -> list[str]:
     cures = ["start more ranks"] + ["algorithm.kl_coef = 0"] * (config.algorithm.kl_coef > 0)
     train = config.train
     cures += ["train.optimizer = 'adamw_8bit'"] * (train.optimizer == "adamw")
-    cures += [f"train.offload = '{way}'" for way in ("optimizer", "all") if _frees(train, way)]
+    cures += ["train.offload = 'all'"] * (train.offload == "none")
     cures += ["train.offload_reference = true"] * (
         config.algorithm.kl_coef > 0 and not train.offload_reference and train.offload != "all"
     )
@@ -168,10 +192,6 @@ def _cures(config: Config, has_vllm: bool) -> list[str]:
             not options.sleep
         )
     return cures
-
-
-def _frees(train: Train, way: str) -> bool:
-    return train.offload not in (way, "all")
 
 
 def _listed(parts: Mapping[str, int]) -> str:

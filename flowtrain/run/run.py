@@ -16,6 +16,7 @@ from typing import Any
 from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.tool_states import Snapshots
+from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
@@ -29,10 +30,9 @@ from flowtrain.run.learner import Learner
 from flowtrain.run.learning_signal import LearningSignal
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
-from flowtrain.run.policy_trainer import PolicyTrainer
 from flowtrain.run.pool_evaluations import PoolEvaluations
 from flowtrain.run.profiler import profiled
-from flowtrain.run.records import Prepared, Trained
+from flowtrain.run.records import Prepared
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.token_accounts import account
 from flowtrain.run.trainer_metrics import TrainerMonitor
@@ -41,7 +41,6 @@ from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 from flowtrain.types import Group, TokenAccount, Trajectory, UserError
 from flowtrain.utils.files import writing
@@ -51,9 +50,14 @@ from flowtrain.weights.ranks import together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run(Learner):
+class Run:
     """The parts of an open run. Methods are collective unless they say otherwise."""
 
+    config: Config
+    components: RunComponents
+    algorithm: Algorithm
+    placement: Placement
+    learner: Learner
     interrupt: Interrupt
     engines: dict[str, Engine]
     """Engines by policy; the trained policy's engine follows the published versions."""
@@ -88,8 +92,15 @@ class Run(Learner):
         yield from steps[end:]
 
     def is_interrupted(self) -> bool:
-        """Tell whether some rank was asked to end."""
-        return bool(self.placement.world.max([self.interrupt.requested])[0])
+        """Tell whether some rank was asked to end. Raises what a checkpoint could not be written
+        for, on every rank.
+        """
+        checkpoints = self.learner.checkpoints
+        has_failed = checkpoints is not None and checkpoints.has_failed
+        asked, failed = self.placement.world.max([self.interrupt.requested, has_failed])
+        if failed:
+            self.learner.wait_for_checkpoint()
+        return bool(asked)
 
     def agent_of(self, step: int) -> Agent:
         """Return the agent of a training step, with its hints. Not collective."""
@@ -116,25 +127,24 @@ class Run(Learner):
         rows = prepared.rows
         return account(groups, prepared.batch, rows, policy=policy, sampled=sampled, world=world)
 
-    def train(self, step: int, minibatches: Sequence[Sequence[PackedRow]]) -> Trained:
-        """Take one optimizer step per mini-batch, while the engine sleeps."""
-        if self.policy_trainer is not None:
-            self.engines[self.config.train.policy].sleep()
-        return Learner.train(self, step, minibatches)
+    def sleep(self) -> None:
+        """Have the engines of a rank that trains give their memory back, with `vllm.sleep`."""
+        if self.learner.trainer is not None:
+            for engine in self.engines.values():
+                engine.sleep()
 
-    def publish(
-        self, version: int, saved_step: int, tokens: TokenAccount
-    ) -> dict[str, float | str]:
+    def publish(self, version: int, tokens: TokenAccount) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics.
 
-        Nodes are told `saved_step`, where a run that breaks off would resume, and the account of
-        the step's `tokens`.
+        Nodes are told where a run that breaks off would resume, and the account of the step's
+        `tokens`.
         """
-        metrics = {} if self.policy_trainer is None else self.policy_trainer.publish(version)
-        self.placement.wait()
+        metrics = self.learner.publish(version)
         if self.batch_source is not None and self.pool is not None:
+            checkpoints, evaluated = self.learner.checkpoints, self.pool.saved
+            saved = self.start_step if checkpoints is None else checkpoints.saved_step
             self.batch_source.report_progress(
-                version, saved_step, evaluated=self.pool.saved, tokens=tokens.fates
+                version, saved, evaluated=evaluated, tokens=tokens.fates
             )
         return metrics
 
@@ -162,14 +172,17 @@ class Run(Learner):
             self.logger.log_evaluation(step, self.evaluator.measured(step, found, versions))
 
     def checkpoint(self, step: int) -> None:
-        """Write a checkpoint of `step`."""
+        """Write a checkpoint of `step`, beside what comes next."""
         state: dict[str, int | str] = {"cursor": self.cursor.position, "version": step}
         if self.batch_source is not None:
             state["dataflow"] = self.batch_source.run
-        if self.policy_trainer is not None:
-            self.policy_trainer.save(self.run_dir.checkpoints, step, state)
-        if self.pool is not None:
-            self.pool.on_checkpoint(self.logger.evaluated)
+        pool, evaluated = self.pool, self.logger.evaluated
+        self.learner.save(step, state, lambda: pool.on_checkpoint(evaluated) if pool else None)
+
+    def end(self, step: int) -> None:
+        """Write a checkpoint of `step` and wait until it is on the disk."""
+        self.checkpoint(step)
+        self.learner.wait_for_checkpoint()
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Tell whether `checkpoint.every` asks for one after `step`; the last has its own."""
@@ -179,7 +192,7 @@ class Run(Learner):
     def finish(self, warm: dict[str, Any]) -> None:
         """Save, evaluate the trained policy as the warm one was, and write the report."""
         last_step = self.config.train.num_steps
-        self.checkpoint(last_step)
+        self.end(last_step)
         if self.batch_source is not None and self.pool is not None:
             if self.config.eval.at_ends:
                 self.pool.ask_at_end(last_step, self.evaluator.parts_of_ends())
@@ -198,9 +211,12 @@ class Run(Learner):
         """Measure the policy that training starts from, once per run; {} where ends are not."""
         if not self.config.eval.at_ends:
             return {}
-        path = self.run_dir.path / "warm.json"
-        if self.start_step and path.exists():
-            return dict(json.loads(path.read_text()))
+        path, world = self.run_dir.path / "warm.json", self.placement.world
+        # The main rank's word counts: others may have no file system in common with it.
+        if self.start_step:
+            saved = path.read_text() if world.is_main and path.exists() else ""
+            if warm_text := world.gather_text(saved)[0]:
+                return dict(json.loads(warm_text))
         started = time.monotonic()
         warm, trajectories = self._compare(self.start_step)
         if not self.start_step:
@@ -247,10 +263,7 @@ def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run
 
 
 def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
-    # Where some ranks only train, they wait for whole rollouts and evaluations of the others.
-    world = World.join(
-        config.run.device, timeout_s=3600.0 if config.rollout.num_engine_ranks else 600.0
-    )
+    world = World.join(config.run.device, config.run.collective_timeout_s)
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
     monitor = TrainerMonitor(config, world)
@@ -280,18 +293,13 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     if world.is_main:  # turns the ids in the logs into words
         tokenizer = components.policies["planner"].tokenizer
         report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
-    policy_trainer = None
-    if placement.trainers.is_member:
-        policy_trainer = PolicyTrainer.make(components, placement.trainers, store)
-        cleanup.callback(policy_trainer.publisher.close)
-    else:
-        components.model.to("meta")  # its memory is not needed here
+    world.barrier()  # an engine may start for minutes, and sharding has a short clock
+    learner = Learner.make(components, placement, store, run_dir.checkpoints)
+    cleanup.callback(learner.close)
     with waiting("reading the checkpoint", world.is_main):
-        state = _resume(config, run_dir, policy_trainer, world)
+        state = _resume(config, run_dir, learner, world)
     with waiting("publishing and loading the weights", world.is_main):
-        if policy_trainer is not None:
-            policy_trainer.republish(state["step"])
-        placement.wait()
+        learner.republish(state["step"])
         load(engines[config.train.policy], state["step"], placement)
     if world.is_main:  # now that nothing can be refused any more
         print(train_banner(components, placement, state["step"]), memory_plan.text(), sep="\n")
@@ -331,7 +339,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         meter=meter,
         snapshots=snapshots,
         judge=judge,
-        policy_trainer=policy_trainer,
+        learner=learner,
         batch_source=batch_source,
         cursor=components.tasks.cursor(config.run.seed, state["cursor"]),
         signal=LearningSignal(config, world),
@@ -345,7 +353,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
 
 
 def _resume(
-    config: Config, run_dir: report.RunDir, policy_trainer: PolicyTrainer | None, world: World
+    config: Config, run_dir: report.RunDir, learner: Learner, world: World
 ) -> dict[str, Any]:
     """Load the newest checkpoint, if the run is to be resumed; return the state of the loop."""
 
@@ -361,8 +369,9 @@ def _resume(
         return {"step": 0, "cursor": 0, "dataflow": ""}
     path = Path(chosen)
     state = {"dataflow": "", **checkpoint.load_state(path)}
-    if policy_trainer is not None:
-        policy_trainer.restore(path)
+    learner.resume(path)
+    if learner.checkpoints is not None:
+        learner.checkpoints.saved_step = state["step"]
     if state["dataflow"] and not config.dataflow.url:
         raise UserError(
             f"dataflow.url is empty, but {path} was trained from the dataflow "

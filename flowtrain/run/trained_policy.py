@@ -18,7 +18,8 @@ def load_trained_policy(
     config: Config, tasks: TaskSet, with_weights: bool
 ) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
     """Load the tokenizer and the model that `[model]` names, or make new ones; with the adapter of
-    `[lora]`, if it asks for one. Without weights, the model is on the meta device.
+    `[lora]`, if it asks for one. Without weights, the model is on the meta device, and what it
+    computes in the end is the same.
     """
     tokenizer, model = _load(config, tasks, with_weights)
     if config.lora.rank:

@@ -102,7 +102,9 @@ def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
         json.loads(text) for text in world.gather_text(json.dumps([len(each) for each in data]))
     ]
     ours = [size[world.rank] for size in sizes]
-    sending = torch.tensor(bytearray(b"".join(data)), dtype=torch.uint8, device=world.device)
+    joined = bytearray(b"".join(data))
+    sending = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0).byte()
+    sending = sending.to(world.device)
     receiving = torch.empty(sum(ours), dtype=torch.uint8, device=world.device)
     dist.all_to_all_single(receiving, sending, ours, sizes[world.rank], group=world.group)
     return [part.numpy().tobytes() for part in receiving.cpu().split(ours)]

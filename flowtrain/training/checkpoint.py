@@ -1,15 +1,15 @@
-"""Checkpoints: one folder per step that transformers loads, with the optimizer and the state of the
-loop beside the model.
+"""Checkpoints: a folder per step, of which the world reads one half and a resumed run the other.
 
     checkpoints/step_00000050/
-        config.json, tokenizer.json, model.safetensors   a Hugging Face model; of one with LoRA
-            adapter_config.json, adapter_model.safetensors   the adapter alone, as peft saves it
-        optimizer.safetensors     "<parameter>/exp_avg" and so on, whole tensors; of an 8-bit
-                                  optimizer each rank's codes and scales (`optimizers.py`)
-        state.json                step, version, cursor, dataflow; checksums of the others
+        model/    config, generation config, tokenizer, chat template and weights in model.dtype,
+                  as Hugging Face has them; of a run with [lora] the adapter alone, as peft has it
+        state/    master weights and optimizer: each rank's rows, by torch.distributed.checkpoint,
+                  which gives them to any number of ranks; safetensors, so nothing is unpickled
+            state.json    step, version, cursor, dataflow; checksums of all files
 
-The folder is written under another name and renamed, so one that exists was whole; the checksums
-tell whether it still is.
+Ranks copy their part to the memory of the host and go on with training. A thread of each writes,
+flushes and checks it; the main rank's renames the folder once all have. So a folder that exists was
+whole, and its checksums tell whether it still is.
 """
 
 from __future__ import annotations
@@ -17,95 +17,268 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain import _delta
 from flowtrain.training import lora
 from flowtrain.training import model as models
-from flowtrain.training.optimizers import ShardOptimizer
+from flowtrain.training.model import ModelFiles
+from flowtrain.training.optimizers import Part, ShardOptimizer, part_of
 from flowtrain.training.world import World
 from flowtrain.types import UserError
-from flowtrain.utils.errors import on_failure
 from flowtrain.utils.files import make_folder, put_folder, remove, share, sync_tree
-from flowtrain.weights.checksums import check, record
+from flowtrain.weights.checksums import check, checksum_of, record
+from flowtrain.weights.files import writing_tensors
 from flowtrain.weights.manifest import File, StoreError
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import gather, together
 
 _log = logging.getLogger(__name__)
+# It is meant so: a lone rank writes alone, and every rank reads its rows by itself.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+T = TypeVar("T")
 _SCRATCH = ".writing"
+_FILE_BYTES = 2**28
+"""Bytes of a file of the state that a rank writes: torch makes each in memory before it writes."""
 
 
-def save(
-    root: Path,
-    step: int,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    optimizer: ShardOptimizer,
-    state: dict[str, int | str],
-    world: World,
-    keep: int,
-) -> None:
-    """Write the checkpoint of `step` and delete all but the newest `keep`; collective."""
-    has_adapter = lora.has_adapter(model)
-    weights = (
-        models.whole(lora.adapter_weights(model)) if has_adapter else models.full_weights(model)
-    )
-    moments = optimizer.moments()
+class Checkpoints:
+    """Writes the checkpoints of a run, one at a time, beside its training."""
 
-    def write() -> None:
-        target = place(root, step)
+    def __init__(self, root: Path, world: World, *, keep: int, saved_step: int = 0) -> None:
+        """Collective.
+
+        Args:
+            keep: how many of the newest stay on the disk.
+            saved_step: where a run that broke off now would resume.
+        """
+        self.root, self.saved_step, self._keep = root, saved_step, keep
+        # The threads talk to each other while the run does, so not in its group.
+        self._world = world.apart()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[None] | None = None
+
+    def save(
+        self,
+        step: int,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        optimizer: ShardOptimizer,
+        state: Mapping[str, int | str],
+        *,
+        dtype: torch.dtype,
+        on_saved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write the checkpoint of `step` once the one before is done, and delete all but the newest
+        `keep`; collective. Returns when model and optimizer may change again.
+
+        Args:
+            dtype: of the weights in `model/`.
+            on_saved: called by a thread on every rank when the checkpoint is on the disk.
+        """
+        self.wait()
+        files = models.gather_files(model, dtype, self._world)
+        tensors = {
+            name: _wrapped(_copied(local), size, self._world)
+            for name, (local, size) in _state_of(model, optimizer).items()
+        }
+
+        def write_shape(folder: Path) -> list[Path]:
+            return models.export_shape(model, tokenizer, folder, dtype)
+
+        def write() -> None:
+            with writing_tensors(self.root):
+                self._write(step, write_shape, files, tensors, state)
+            self.saved_step = step
+            on_saved()
+
+        self._written = self._thread.submit(write)
+
+    def wait(self) -> None:
+        """Wait for what is being written, and raise what was raised there."""
+        if self._written is not None:
+            written, self._written = self._written, None
+            written.result()
+
+    @property
+    def has_failed(self) -> bool:
+        """Tell whether the newest checkpoint could not be written. Not collective."""
+        written = self._written
+        return written is not None and written.done() and written.exception() is not None
+
+    def close(self) -> None:
+        """Wait for what is being written, and raise what was raised there."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def _write(
+        self,
+        step: int,
+        write_shape: Callable[[Path], list[Path]],
+        files: ModelFiles,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, int | str],
+    ) -> None:
+        world, target = self._world, place(self.root, step)
         scratch = target.with_suffix(_SCRATCH)
-        remove(scratch)
-        make_folder(root)
-        # Why it could not be written matters more than why its rest could not be deleted.
-        with on_failure(lambda: shutil.rmtree(scratch, ignore_errors=True)):
-            if has_adapter:
-                models.export_shape(model, tokenizer, scratch)
-                lora.save_adapter(model, weights, scratch)
-            else:
-                models.export(model, tokenizer, weights, scratch)
-            save_file(moments, scratch / "optimizer.safetensors")
-            _seal(scratch, {"step": step, **state})
-        put_folder(scratch, target)
-        for old in [*sorted(root.glob("step_????????"))[:-keep], *root.glob(f"*{_SCRATCH}")]:
-            remove(old)
 
-    together(world, lambda: write() if world.is_main else None, other_failed=OSError)
+        def begin() -> list[Path]:
+            if not world.is_main:
+                return []
+            remove(scratch)
+            make_folder(self.root)
+            (scratch / "model").mkdir(parents=True)
+            (scratch / "state").mkdir()
+            return write_shape(scratch / "model")
 
+        def end() -> None:
+            if world.is_main:
+                _seal(scratch, {"step": step, **state}, [each for own in every for each in own])
+                put_folder(scratch, target)
+                others = sorted(self.root.glob("step_????????"))[: -self._keep]
+                for old in [*others, *self.root.glob(f"*{_SCRATCH}")]:
+                    remove(old)
 
-def _seal(folder: Path, state: dict[str, int | str]) -> None:
-    """Write state.json, with the checksums of all other files, and flush everything."""
-    paths = sorted(folder.iterdir())
-    for path in paths:
-        share(path)
-    files = {
-        file.name: {"num_bytes": file.num_bytes, "xxh3": file.xxh3} for file in map(record, paths)
-    }
-    whole = {**state, "files": files}
-    text = json.dumps({**whole, "xxh3": _checksum_of(whole)}, indent=1)
-    (folder / "state.json").write_text(text)
-    sync_tree(folder)
+        try:
+            own = together(world, begin, other_failed=OSError)
+            own += together(world, lambda: files.write(scratch / "model"), other_failed=OSError)
+            _save(tensors, scratch / "state", world)
+            own += sorted((scratch / "state").glob(f"shard-{world.rank + 1:05d}-*"))
+            records = together(world, lambda: _records(scratch, own), other_failed=OSError)
+            every: list[list[list[Any]]] = gather(world, records)
+            together(world, end, other_failed=OSError)
+        except BaseException:
+            # Why it could not be written matters more than why its rest could not be deleted.
+            if world.is_main:
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise
 
 
 def place(root: Path, step: int) -> Path:
-    """The folder of the checkpoint of `step`."""
+    """Return the folder of the checkpoint of `step`."""
     return root / f"step_{step:08d}"
 
 
+# ---- what is saved
+
+
+def _state_of(model: PreTrainedModel, optimizer: ShardOptimizer) -> dict[str, Part]:
+    """Name this rank's parts of what is trained and of the optimizer's state."""
+    weights = {name: part_of(weight) for name, weight in _weights(model).items()}
+    return _named("model.", weights) | _named("optimizer.", optimizer.tensors())
+
+
+def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    return lora.adapter_weights(model) if lora.has_adapter(model) else models.named_weights(model)
+
+
+def _named(prefix: str, parts: Mapping[str, T]) -> dict[str, T]:
+    return {prefix + name: part for name, part in parts.items()}
+
+
+def _within(prefix: str, parts: Mapping[str, T]) -> dict[str, T]:
+    return {n.removeprefix(prefix): part for n, part in parts.items() if n.startswith(prefix)}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
+
+
+def _wrapped(local: Tensor, size: torch.Size | None, world: World) -> Tensor:
+    """Make rows a part of a whole tensor as torch.distributed.checkpoint knows them."""
+    if size is None or world.size == 1:
+        return local.detach()
+    stride = torch.empty(size, device="meta").stride()
+    mesh = world.control_mesh(local.device.type)
+    return DTensor.from_local(
+        local.detach(), mesh, [Shard(0)], run_check=False, shape=size, stride=stride
+    )
+
+
+# ---- files
+
+
+def _save(tensors: Mapping[str, Tensor], folder: Path, world: World) -> None:
+    """Write the ranks' parts of tensors; collective."""
+    is_alone = world.size == 1
+    # A rank's own tensors (an 8-bit optimizer's) have names that others do not know.
+    sizes = dict(pair for own in gather(world, _sizes(tensors)) for pair in own)
+    index, num_bytes = {}, 0
+    for name, size in sizes.items():
+        num_bytes += size
+        index[name] = 1 + num_bytes // (_FILE_BYTES * world.size)
+    writer = HuggingFaceStorageWriter(str(folder), index, save_distributed=True)
+    try:
+        dcp.state_dict_saver.save(
+            dict(tensors), storage_writer=writer, process_group=world.control, no_dist=is_alone
+        )
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        if isinstance(reason, OSError):
+            raise OSError(reason.errno, reason.strerror or str(reason)) from error
+        raise reason from error
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+    return [(name, tensor.numel() * tensor.itemsize) for name, tensor in tensors.items()]
+
+
+def _records(folder: Path, own: Sequence[Path]) -> list[list[Any]]:
+    """Record the files that this rank has written, each as name, bytes and checksum."""
+    records = []
+    for path in own:
+        share(path)
+        file = record(path)
+        records.append([str(path.relative_to(folder)), file.num_bytes, file.xxh3])
+    return records
+
+
+def _seal(folder: Path, state: Mapping[str, Any], files: list[list[Any]]) -> None:
+    """Write state.json, with the checksums of all other files, and flush everything."""
+    whole = {
+        **state,
+        "files": {name: {"num_bytes": size, "xxh3": xxh3} for name, size, xxh3 in sorted(files)},
+    }
+    text = json.dumps({**whole, "xxh3": _checksum_of(whole)}, indent=1)
+    (folder / "state" / "state.json").write_text(text)
+    sync_tree(folder)
+
+
+def _checksum_of(state: Mapping[str, Any]) -> str:
+    return checksum_of(json.dumps(state).encode())
+
+
+# ---- what is found
+
+
 def latest(root: Path) -> Path | None:
-    """The newest checkpoint that is whole; damaged ones are passed over with a warning. Reads all
-    of it.
+    """Return the newest checkpoint that is whole; damaged ones are passed over with a warning.
+    Reads all of it.
 
     One that was about to replace another of its step may still have the name that it was written
-    under.
+    under. Raises UserError for one of an older version, which alone can resume it.
     """
     for path in _newest_first(root):
+        if (path / "state.json").exists():
+            raise UserError(
+                f"{path} has the layout of an older version of flowtrain: resume it with the one "
+                f"that manifest.json names, or begin a new run with --model.path {path}"
+            )
         try:
             verify(path)
             return path
@@ -146,7 +319,7 @@ def _newest_first(root: Path) -> list[Path]:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """The state of the loop that was saved in `path`."""
+    """Return the state of the loop that was saved in `path`."""
     state = _read_state(path)
     del state["files"]
     return state
@@ -154,50 +327,70 @@ def load_state(path: Path) -> dict[str, Any]:
 
 def verify(path: Path) -> None:
     """Raise StoreError where a file of a checkpoint is not as it was written. Reads all of it."""
-    for name, file in _read_state(path)["files"].items():
-        check(path / name, File(name, file["num_bytes"], file["xxh3"]))
+    with ThreadPoolExecutor() as threads:
+        for _ in threads.map(lambda file: check(path / file.name, file), _files(path)):
+            pass
+
+
+def _files(path: Path) -> list[File]:
+    files = _read_state(path)["files"].items()
+    return [File(name, file["num_bytes"], file["xxh3"]) for name, file in files]
 
 
 def _read_state(path: Path) -> dict[str, Any]:
     """Raises StoreError when the text is not what was written."""
+    file = path / "state" / "state.json"
     try:
-        state: dict[str, Any] = json.loads((path / "state.json").read_bytes())
+        state: dict[str, Any] = json.loads(file.read_bytes())
         xxh3 = state.pop("xxh3")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(
-            f"{path / 'state.json'} is damaged: {type(error).__name__}: {error}"
-        ) from error
+        raise StoreError(f"{file} is damaged: {type(error).__name__}: {error}") from error
     if xxh3 != _checksum_of(state):
-        raise StoreError(f"{path / 'state.json'} does not have the checksum that it names")
+        raise StoreError(f"{file} does not have the checksum that it names")
     return state
 
 
-def _checksum_of(state: dict[str, Any]) -> str:
-    return f"{_delta.xxh3(np.frombuffer(json.dumps(state).encode(), np.uint8)):016x}"
+# ---- what is resumed
 
 
-def restore(path: Path, model: PreTrainedModel, optimizer: ShardOptimizer) -> None:
-    """Load model and optimizer from a checkpoint, for any number of ranks; collective."""
-    if lora.has_adapter(model) != lora.is_adapter(path):
-        held = "an adapter" if lora.is_adapter(path) else "a whole model"
-        raise UserError(f"{path} holds {held}: lora.rank is not what it was trained with")
-    weights = lora.read_adapter(path, model) if lora.has_adapter(model) else _read(path, model)
-    optimizer.load_moments(load_file(path / "optimizer.safetensors"))
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(model, weights, options=options)
+def restore(path: Path, model: PreTrainedModel, optimizer: ShardOptimizer, world: World) -> None:
+    """Load model and optimizer from a checkpoint of any number of ranks; collective.
+
+    Raises UserError for a checkpoint of another model.
+    """
+    sizes = _saved_sizes(path)
+    weights = _weights(model)
+    _check_model(path, {name: tensor.shape for name, tensor in weights.items()}, sizes)
+    _load(path, _named("model.", {name: part_of(x) for name, x in weights.items()}), world)
+    saved = _within("optimizer.", sizes)
+    if saved:
+        optimizer.load(saved, lambda parts: _load(path, _named("optimizer.", parts), world))
 
 
-def _read(path: Path, model: PreTrainedModel) -> dict[str, Any]:
-    """Read the weights of a checkpoint. Raises UserError for those of another model."""
-    weights: dict[str, Any] = dict(load_file(path / "model.safetensors"))
-    for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
-        if source in weights:
-            weights[tied] = weights[source]
-    own, saved = (
-        {name: tensor.shape for name, tensor in each.items()}
-        for each in (model.state_dict(), weights)
+def _saved_sizes(path: Path) -> dict[str, torch.Size]:
+    found = HuggingFaceStorageReader(str(path / "state")).read_metadata().state_dict_metadata
+    return {name: each.size for name, each in found.items() if hasattr(each, "size")}
+
+
+def _load(path: Path, parts: Mapping[str, Part], world: World) -> None:
+    """Fill this rank's rows of tensors from a checkpoint. Not collective: each reads for itself."""
+    dcp.state_dict_loader.load(
+        {name: _wrapped(local, size, world) for name, (local, size) in parts.items()},
+        storage_reader=HuggingFaceStorageReader(str(path / "state")),
+        no_dist=True,
     )
+
+
+def _check_model(
+    path: Path, own: Mapping[str, torch.Size], sizes: Mapping[str, torch.Size]
+) -> None:
+    saved = _within("model.", sizes)
+    are_adapters = [any(map(lora.is_adapter_name, names)) for names in (own, saved)]
+    if are_adapters[0] != are_adapters[1]:
+        held = "an adapter" if are_adapters[1] else "a whole model"
+        raise UserError(f"{path} holds {held}: lora.rank is not what it was trained with")
     if own != saved:
-        differing = sorted(name for name in own | saved if own.get(name) != saved.get(name))
-        raise UserError(f"{path} holds another model: {differing[:3]} differ")
-    return weights
+        differing = sorted(name for name in {**own, **saved} if own.get(name) != saved.get(name))
+        cure = "; are lora.rank and lora.targets as they were?" if are_adapters[0] else ""
+        held = "adapter" if are_adapters[0] else "model"
+        raise UserError(f"{path} holds another {held}: {differing[:3]} differ{cure}")

@@ -44,12 +44,12 @@ _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
 
 @torch.no_grad()
-def make_exact(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def make_exact(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
     """Patch a model in place, before it is sharded; its weights and their names stay as they are.
 
-    `dtype`: of its forward passes. Raises UserError where a token's results depend on others here.
+    `dtype` and `device` are those of its forward passes. Raises UserError where a token's results
+    depend on others here.
     """
-    device = model.device
     for module in model.modules():
         kind = type(module)
         if isinstance(module, FusedLMHead):

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from flowtrain.training import attention
 from flowtrain.training.flex import padded
-from flowtrain.training.tree import PackedRow, empty_row
+from flowtrain.training.tree import PackedRow
 
 HeadFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(hidden states [T, D], weight [V, D], bias [V] or None) -> anything; it comes back in the place
@@ -29,6 +30,13 @@ class FusedLMHead(nn.Linear):
     head_fn: HeadFn | None = None
     batch_invariant = False
     """Functions of the hidden states give a row the same bits in any batch (`exact.py`)."""
+    fp32_logits = False
+    """Logits of a 16-bit head are not rounded to 16 bits before they are read."""
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Options that the kernels of the head take."""
+        return {"batch_invariant": self.batch_invariant, "fp32_logits": self.fp32_logits}
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (
@@ -46,9 +54,9 @@ class FusedLMHead(nn.Linear):
             self.head_fn = None
 
 
-def equip(model: PreTrainedModel) -> None:
+def equip(model: PreTrainedModel, fp32_logits: bool = False) -> None:
     """Make the output layer a `FusedLMHead` where logits are just its product; before the
-    model is sharded.
+    model is sharded, whether or not it has weights yet.
 
     A model that does something to its logits afterwards (caps or scales them) keeps its layer, and
     `fused_head` gives None for it: a loss taken within would go through that as well.
@@ -60,12 +68,18 @@ def equip(model: PreTrainedModel) -> None:
     )
     head = fused_head(model)
     assert head is not None
-    with torch.no_grad():
-        given = run_head(
-            model, head, empty_row(), lambda hidden, weight, bias: torch.full_like(hidden, 100.0)
-        )
+    decoder, hidden = model.get_decoder(), torch.zeros(1, 1, model.config.hidden_size)
+    with head.running(lambda hidden, weight, bias: torch.full_like(hidden, 100.0)):
+        # Not through its layers, which are large, and on the meta device on most ranks.
+        decoder.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+        try:
+            given = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+        finally:
+            del decoder.forward
     if not bool((given == 100).all()):
         model.get_output_embeddings().__class__ = nn.Linear
+        return
+    head.fp32_logits = fp32_logits
 
 
 def fused_head(model: PreTrainedModel) -> FusedLMHead | None:

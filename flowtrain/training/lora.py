@@ -9,7 +9,7 @@ peft is imported where an adapter is made or read, because that takes seconds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from flowtrain.types import UserError
 from flowtrain.weights.adapters import PREFIX
 
 _NAME = "default"  # peft leaves this one out of the names of saved tensors
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def add_adapter(
@@ -158,17 +157,14 @@ def _sum(frozen: Tensor, b: Tensor, a: Tensor, scaling: float) -> Tensor:
     return torch.addmm(frozen.float(), b.float(), a.float(), alpha=scaling).to(frozen.dtype)
 
 
-def save_adapter(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write the files of an adapter that `PeftModel.from_pretrained` reads into a folder.
-
-    `weights`: the whole ones, by the names of `adapter_weights`.
-    """
+def save_config(model: nn.Module, path: Path) -> None:
+    """Write what `PeftModel.from_pretrained` reads of an adapter besides its weights."""
     model.peft_config[_NAME].save_pretrained(str(path))  # type: ignore[union-attr, index]
-    save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
-        path / _WEIGHTS,
-        metadata={"format": "pt"},
-    )
+
+
+def is_adapter_name(name: str) -> bool:
+    """Tell whether a saved tensor is A or B of an adapter, by its name."""
+    return name.startswith(PREFIX)
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -208,23 +204,3 @@ def merge_saved(model: PreTrainedModel, path: str) -> PreTrainedModel:
 
     merged: PreTrainedModel = PeftModel.from_pretrained(model, path).merge_and_unload()
     return merged.requires_grad_(True)
-
-
-def read_adapter(path: Path, model: PreTrainedModel) -> dict[str, Any]:
-    """Read a saved adapter, by the names that the model's own tensors have.
-
-    Raises UserError for an adapter of other layers or another rank.
-    """
-    saved, own = load_file(path / _WEIGHTS), adapter_weights(model)
-    differing = sorted(
-        name
-        for name in own | saved
-        if getattr(own.get(name), "shape", None) != getattr(saved.get(name), "shape", None)
-    )
-    if differing:
-        raise UserError(
-            f"{path} holds another adapter: {differing[:3]} differ; are lora.rank and lora.targets "
-            "as they were?"
-        )
-    names = {name.removeprefix(PREFIX).removesuffix("weight"): name for name in saved}
-    return {f"{name}{_NAME}.weight": saved[full] for name, full in names.items()}

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from flowkernels import LogProbs
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -34,15 +33,15 @@ class MinibatchFactor:
     """The sequences are whole rollouts, their turns one after the other; else they are turns."""
 
     def scale(
-        self, rows: Sequence[PackedRow], scores: Sequence[LogProbs], world: World
+        self, rows: Sequence[PackedRow], logprobs: Sequence[Tensor], world: World
     ) -> list[PackedRow]:
         """Multiply the advantages of this rank's rows; collective.
 
         Args:
             rows: of one mini-batch; their samples have ids.
-            scores: of the rows, under the weights that the update starts from.
+            logprobs: [T] of each row, under the weights that the update starts from.
         """
-        parts = [load(data) for data in world.gather_bytes(_encode(rows, scores))]
+        parts = [load(data) for data in world.gather_bytes(_encode(rows, logprobs))]
         ids_S3, length_S, value_3T = (
             torch.cat([part[name] for part in parts], dim=-1 if name == "value" else 0)
             for name in ("sample_id", "length", "value")
@@ -65,13 +64,13 @@ class MinibatchFactor:
         ]
 
 
-def _encode(rows: Sequence[PackedRow], scores: Sequence[LogProbs]) -> bytes:
+def _encode(rows: Sequence[PackedRow], logprobs: Sequence[Tensor]) -> bytes:
     """Write what the others need of this rank's rows."""
     for row in rows:
         assert len(row.sample_ids) == len(row.cu_targets_S1) - 1, "samples of rollouts have ids"
     values = [
-        torch.stack([score.logprob_T - row.old_logprob_T, row.advantage_T, row.loss_weight_T])
-        for row, score in zip(rows, scores, strict=True)
+        torch.stack([logprob_T - row.old_logprob_T, row.advantage_T, row.loss_weight_T])
+        for row, logprob_T in zip(rows, logprobs, strict=True)
     ]
     ids = [each for row in rows for each in row.sample_ids]
     lengths = [row.cu_targets_S1.diff().cpu() for row in rows]

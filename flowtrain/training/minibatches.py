@@ -5,8 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from flowtrain.config import Train
 from flowtrain.training.world import World
 from flowtrain.types import SampleId, TrainBatch
+
+
+def split(batch: TrainBatch, train: Train, world: World) -> tuple[TrainBatch, int]:
+    """Return the batch with every sample's optimizer step, and how many there are, as [train] asks;
+    collective.
+    """
+    if not train.minibatch_size:
+        return batch, train.num_minibatches
+    return split_by_size(batch, train.minibatch_size, world)
 
 
 def split_by_size(batch: TrainBatch, size: int, world: World) -> tuple[TrainBatch, int]:

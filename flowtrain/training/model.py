@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -28,8 +28,7 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from flowtrain.training import attention, lm_head, lora
-from flowtrain.training.exact import make_exact
+from flowtrain.training import attention, lora
 from flowtrain.training.model_check import load_config
 from flowtrain.training.world import World
 from flowtrain.types import UserError
@@ -39,10 +38,9 @@ from flowtrain.weights.tensor_shards import spec_of
 # loading a model is not what a person waits for here
 transformers.utils.logging.disable_progress_bar()
 
+_FILE_BYTES = 2**28
+"""Bytes from which a model is written as several files."""
 END, PAD = "<|end|>", "<|pad|>"
-_SMALL = 50_000_000
-"""Parameters up to which a model is gathered at once: collectives of single layers would cost more
-than the memory they spare."""
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 
 
@@ -144,79 +142,6 @@ def new_model(
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """How the ranks hold a model and compute with it."""
-
-    dtype: torch.dtype
-    """The dtype of the forward and backward pass."""
-    recompute: bool = False
-    """Keep the inputs of layers alone for the backward pass."""
-    compile: bool = False
-    """Compile each layer."""
-    reshard: bool = True
-    """Layers give gathered weights back after the forward pass, and gather them again for the
-    backward pass."""
-    offload: bool = False
-    """Weights, gradients and moments are in the memory of the CPU."""
-    attention: str = "auto"
-    """One of `attention.NAMES`."""
-    weight_dtype: torch.dtype = torch.float32
-    """The dtype of master weights, and of their gradients once they are reduced."""
-    exact: bool = False
-    """A token's log-prob has the same bits whatever shares its row; `attention` has no say then."""
-
-
-def shard(model: PreTrainedModel, world: World, spec: ShardSpec) -> PreTrainedModel:
-    """FSDP2: master weights sharded over the ranks. One rank in fp32 stays as it is."""
-    for parameter in model.parameters():
-        dtype = spec.weight_dtype if parameter.requires_grad else spec.dtype
-        parameter.data = parameter.data.to(dtype)
-    lm_head.equip(model)
-    model.set_attn_implementation(attention.name_of(spec.attention, world.device))
-    if spec.exact:
-        make_exact(model, spec.dtype)
-    if spec.recompute:
-        recompute_layers(model)
-    if spec.compile:
-        compile_layers(model)
-    if not spec.offload:
-        model.to(world.device)
-        if world.size == 1 and spec.dtype == torch.float32:
-            return model
-    options: dict[str, Any] = {
-        "mesh": world.mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32),
-    }
-    if spec.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    if is_sharded_by_layer(model):
-        for layer in model.get_decoder().layers:
-            fully_shard(layer, reshard_after_forward=spec.reshard, **options)
-    return fully_shard(model, **options)
-
-
-def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
-    """One graph for all layers and any number of tokens."""
-    for layer in model.get_decoder().layers:
-        layer.compile(dynamic=True, backend=backend)
-
-
-def recompute_layers(model: PreTrainedModel) -> None:
-    """Keep the inputs of layers alone for the backward pass."""
-    # The name changed within transformers 5.
-    enable = (
-        getattr(model, "activation_checkpointing_enable", None)
-        or model.gradient_checkpointing_enable
-    )
-    enable({"use_reentrant": False})
-
-
-def is_sharded_by_layer(model: PreTrainedModel) -> bool:
-    """Or whole."""
-    return model.num_parameters() > _SMALL
-
-
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """The whole weights on the CPU of rank 0, a tied tensor once, with the adapter added if there
     is one; empty elsewhere. Collective: every rank must call it.
@@ -288,20 +213,83 @@ def export(
     weights: Mapping[str, Tensor],
     path: Path,
 ) -> None:
-    """Write a folder that `from_pretrained` loads."""
-    export_shape(model, tokenizer, path)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
-        path / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-
-
-def export_shape(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Write config and tokenizer into a folder."""
+    """Write a folder that `from_pretrained` loads, in the dtype of the weights."""
+    dtype = next(iter(weights.values())).dtype
     path.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(path)
+    export_shape(model, tokenizer, path, dtype)
+    ModelFiles("model.safetensors", dict(weights), {}, "model.safetensors").write(path)
+
+
+def export_shape(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path, dtype: torch.dtype
+) -> list[Path]:
+    """Write what a model's folder holds besides weights of `dtype`; of an adapter, what peft reads.
+
+    The generation config has every token that ends a response, of which the tokenizer knows one.
+    Returns the files.
+    """
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(path)
+    # Not by save_pretrained, which refuses what many a published model says of its sampling.
+    model.generation_config.to_json_file(path / "generation_config.json")
     tokenizer.save_pretrained(path)
+    if lora.has_adapter(model):
+        lora.save_config(model, path)
+    return sorted(path.iterdir())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The file of a model's weights that a rank writes, whole tensors on the CPU."""
+
+    name: str
+    tensors: dict[str, Tensor]
+    """Empty where the rank has no file."""
+    index: dict[str, str]
+    """Names of the files by tensor, where there are several."""
+    first: str
+    """Name of the first file, whose rank writes the index."""
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the file into a folder, as Hugging Face names it; return what was written."""
+        written = []
+        if self.tensors:
+            contiguous = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+            written.append(folder / self.name)
+            save_file(contiguous, written[-1], metadata={"format": "pt"})
+        if self.index and self.name == self.first:
+            text = json.dumps({"metadata": {}, "weight_map": self.index}, indent=1)
+            written.append(folder / "model.safetensors.index.json")
+            written[-1].write_text(text)
+        return written
+
+
+def gather_files(model: PreTrainedModel, dtype: torch.dtype, world: World) -> ModelFiles:
+    """Gather the whole weights in `dtype`, each on the CPU of the rank that writes it; collective.
+
+    A large model has a file for each rank. An adapter keeps its dtype, as peft does.
+    """
+    has_adapter = lora.has_adapter(model)
+    weights = lora.adapter_weights(model) if has_adapter else named_weights(model)
+    num_bytes = sum(weight.numel() for weight in weights.values()) * dtype.itemsize
+    num_files = 1 if has_adapter or num_bytes < _FILE_BYTES else world.size
+    pattern = "model-{:05d}-of-{:05d}.safetensors" if num_files > 1 else "model.safetensors"
+    names = [pattern.format(number + 1, num_files) for number in range(num_files)]
+    if has_adapter:
+        names = [lora.WEIGHTS]
+    own, index, before = {}, {}, 0
+    for name, weight in weights.items():
+        owner = before * num_files // num_bytes
+        before += weight.numel() * dtype.itemsize
+        index[name] = names[owner]
+        weight = weight.detach() if has_adapter else weight.detach().to(dtype)
+        tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if owner == world.rank:
+            # A copy: training goes on while it is written.
+            own[name] = torch.empty_like(tensor, device="cpu").copy_(tensor)
+    name = names[world.rank] if own else ""
+    return ModelFiles(name, own, index if num_files > 1 else {}, names[0])
 
 
 def _first_line(error: Exception) -> str:

@@ -63,6 +63,8 @@ def _check_there(path: str, key: str) -> None:
     """Raise UserError unless there is such a folder, or such a model in the hub or its cache. The
     hub is asked once, where transformers would try for most of a minute.
     """
+    if (Path(path) / "model" / "config.json").is_file():
+        raise UserError(f"{key}={path!r} is a checkpoint, whose model is {path}/model")
     if Path(path).is_dir():
         return
     if path.startswith((".", "/", "~")) or path.count("/") > 1:

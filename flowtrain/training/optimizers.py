@@ -20,13 +20,12 @@ hold the state itself, codes and scales of each rank; another number of ranks de
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -34,6 +33,9 @@ from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.utils.seeds import derive_seed
 
+Part = tuple[Tensor, torch.Size | None]
+"""This rank's rows of a tensor and the size of the whole; None: there is no more of it."""
+_PIECES = {"codes": torch.uint8, "scale": torch.float32, "plain": torch.float32}
 _BLOCK = 256
 """Numbers that share a scale in torchao's 8-bit state."""
 
@@ -73,12 +75,8 @@ class ShardOptimizer:
         lr: float,
         betas: tuple[float, float],
         weight_decay: float,
-        offload: bool = False,
     ) -> None:
-        """`offload`: moments wait in the memory of the CPU, and come to the device of the weights
-        one parameter at a time.
-        """
-        self._world, self._kind, self._offload = world, kind, offload
+        self._world, self._kind = world, kind
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._shards = {n: nn.Parameter(_local(p.detach())) for n, p in self._parameters.items()}
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
@@ -115,28 +113,12 @@ class ShardOptimizer:
         self._step(gradients)
 
     def _step(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        parts = [{s: g} for s, g in gradients.items()] if self._offload else [gradients]
-        with self._rounding():
-            for part in parts:
-                for shard, gradient in part.items():
-                    shard.grad = gradient
-                with self._on_device(part), self._compiling():
-                    self._inner.step()
-                for shard in part:
-                    shard.grad = None
-
-    @contextmanager
-    def _on_device(self, shards: Mapping[Tensor, Tensor]) -> Iterator[None]:
-        if not self._offload:
-            yield
-            return
-        hosts = {shard: dict(self._inner.state[shard]) for shard in shards}
-        for shard, host in hosts.items():
-            self._inner.state[shard].update({k: x.to(shard.device) for k, x in host.items()})
-        yield
-        for shard, host in hosts.items():
-            state = self._inner.state[shard]
-            state.update({k: _to_host(x, host.get(k)) for k, x in state.items()})
+        for shard, gradient in gradients.items():
+            shard.grad = gradient
+        with self._rounding(), self._compiling():
+            self._inner.step()
+        for shard in gradients:
+            shard.grad = None
 
     def _compiling(self) -> AbstractContextManager[None]:
         """torchao compiles a step for each shape, in every process: on a CPU that takes longer than
@@ -162,49 +144,86 @@ class ShardOptimizer:
 
     # ---- checkpoints
 
-    def moments(self) -> dict[str, Tensor]:
-        """The state on the CPU of rank 0, and nothing on others; collective.
+    def tensors(self) -> dict[str, Part]:
+        """Name this rank's parts of the state: "parameter.exp_avg" and so on.
 
-        "parameter/exp_avg": a whole tensor. Of an 8-bit optimizer, the piece of each rank:
-        "parameter/exp_avg.RANK.codes" and ".scale", or ".plain" where it is too small for codes.
+        An 8-bit optimizer has names for each rank, because blocks of codes do not end with rows:
+        "parameter.exp_avg.RANK.codes" and ".scale", or ".plain" where it is too small for codes.
         """
-        found: dict[str, Tensor] = {}
-        for name, state in self.state.items():
+        return {
+            place: part
+            for name, state in self.state.items()
+            for key, value in state.items()
+            for place, part in self._parts(name, key, value).items()
+        }
+
+    def _parts(self, name: str, key: str, value: Any) -> dict[str, Part]:
+        if not (KINDS[self._kind].is_8bit and value.dim()):
             parameter = self._parameters[name]
-            for key, value in state.items():
-                if KINDS[self._kind].is_8bit and value.dim():
-                    parts = self._pieces(value)
-                else:
-                    parts = {"": _whole(parameter, value)}
-                if self._world.is_main:
-                    found |= {f"{name}/{key}{part}": x.contiguous() for part, x in parts.items()}
-                del parts
-        return found
+            is_sharded = value.dim() and isinstance(parameter, DTensor)
+            return {f"{name}.{key}": (value, parameter.shape if is_sharded else None)}
+        place = f"{name}.{key}.{self._world.rank}"
+        if not hasattr(value, "codes"):
+            return {f"{place}.plain": (value, None)}
+        return {f"{place}.codes": (value.codes, None), f"{place}.scale": (value.scale, None)}
 
-    def _pieces(self, value: Any) -> dict[str, Tensor]:
-        codes = getattr(value, "codes", None)
-        own = {"plain": value} if codes is None else {"codes": codes, "scale": value.scale}
-        data = save({part: x.detach().cpu().contiguous() for part, x in own.items()})
-        every = self._world.gather_bytes(data)
-        if not self._world.is_main:
-            return {}
-        return {f".{r}.{p}": x for r, blob in enumerate(every) for p, x in load(blob).items()}
+    def load(
+        self, saved: Mapping[str, torch.Size], read: Callable[[Mapping[str, Part]], None]
+    ) -> None:
+        """Take the state of a checkpoint, of any number of ranks and any kind of optimizer;
+        collective.
 
-    def load_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Take the state of a checkpoint, of any number of ranks and any kind of optimizer."""
-        if not moments:
-            return
+        Args:
+            saved: the sizes of its tensors by name.
+            read: fills parts with what the checkpoint has under their names.
+        """
         self._make_state()
+        own: dict[str, Part] = {}
+        others: list[tuple[str, str, Any]] = []
         for name, state in self.state.items():
-            parameter = self._parameters[name]
             for key, value in state.items():
-                if (whole := moments.get(f"{name}/{key}")) is not None:
-                    value.copy_(_slice(parameter, whole) if value.dim() else whole)
+                parts = self._parts(name, key, value)
+                size = self._world.size
+                is_alike = len(_ranks_in(saved, f"{name}.{key}")) in (0, size)
+                if is_alike and all(
+                    saved.get(place) == (whole or part.shape)
+                    for place, (part, whole) in parts.items()
+                ):
+                    own |= parts
                 else:
-                    pieces = _pieces_of(moments, name, key)
-                    if not self._took_own_piece(value, pieces):
-                        parts = [_dequantised(piece, key == "exp_avg") for piece in pieces]
-                        value.copy_(_slice(parameter, torch.cat(parts).view(parameter.shape)))
+                    others.append((name, key, value))
+        read(own)
+        for name, key, value in others:
+            self._take(name, key, value, saved, read)
+
+    def _take(
+        self,
+        name: str,
+        key: str,
+        value: Any,
+        saved: Mapping[str, torch.Size],
+        read: Callable[[Mapping[str, Part]], None],
+    ) -> None:
+        """Take a state that was laid out otherwise."""
+        parameter = self._parameters[name]
+        if f"{name}.{key}" in saved:
+            found = torch.empty(value.shape)
+            whole = parameter.shape if isinstance(parameter, DTensor) else None
+            read({f"{name}.{key}": (found, whole)})
+            value.copy_(found)
+            return
+        pieces = _ranks_in(saved, f"{name}.{key}")
+        if not pieces:
+            raise UserError(f"the checkpoint has no {key!r} of the optimizer for {name!r}")
+        flat = []
+        for piece in pieces:
+            found_parts = {
+                part: torch.empty(saved[place], dtype=_PIECES[part])
+                for part, place in piece.items()
+            }
+            read({piece[part]: (found, None) for part, found in found_parts.items()})
+            flat.append(_dequantised(found_parts, key == "exp_avg"))
+        value.copy_(_slice(parameter, torch.cat(flat).view(parameter.shape)))
 
     def _make_state(self) -> None:
         """Step on zeros with a learning rate of 0, which changes no weight."""
@@ -213,16 +232,6 @@ class ShardOptimizer:
         zeros: dict[Tensor, Tensor] = {x: torch.zeros_like(x) for x in self._shards.values()}
         self._step(zeros)
         self.set_lr(lr)
-
-    def _took_own_piece(self, value: Any, pieces: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Take this rank's piece bit by bit, where it was made by as many ranks."""
-        own = pieces[self._world.rank] if len(pieces) == self._world.size else {}
-        parts = ("codes", "scale") if hasattr(value, "codes") else ("plain",)
-        if set(own) != set(parts) or own[parts[0]].shape != value.shape:
-            return False
-        for part in parts:
-            (value if part == "plain" else getattr(value, part)).copy_(own[part])
-        return True
 
 
 def _make(kind: str, shards: list[nn.Parameter], options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -236,33 +245,13 @@ def _make(kind: str, shards: list[nn.Parameter], options: dict[str, Any]) -> tor
     return made
 
 
+def part_of(tensor: Tensor) -> Part:
+    """Return this rank's rows of a tensor, sharded or not, with the size of the whole."""
+    return _local(tensor), tensor.shape if isinstance(tensor, DTensor) else None
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _to_host(value: Tensor, host: Tensor | None) -> Tensor:
-    if value.device.type == "cpu":
-        return value
-    return value.cpu() if host is None else host.copy_(value)
-
-
-def _whole(parameter: Tensor, value: Tensor) -> Tensor:
-    """A state as large as its parameter, on the CPU; collective."""
-    if not (value.dim() and isinstance(parameter, DTensor)):
-        return value.detach().cpu()
-    mesh = parameter.device_mesh
-    return (
-        DTensor.from_local(
-            value.to(mesh.device_type),
-            mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        .full_tensor()
-        .cpu()
-    )
 
 
 def _slice(parameter: Tensor, whole: Tensor) -> Tensor:
@@ -273,19 +262,15 @@ def _slice(parameter: Tensor, whole: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
-def _pieces_of(moments: Mapping[str, Tensor], name: str, key: str) -> list[dict[str, Tensor]]:
-    """The pieces of a state, rank by rank."""
-    pieces: list[dict[str, Tensor]] = []
-    parts = ("codes", "scale", "plain")
+def _ranks_in(saved: Mapping[str, torch.Size], place: str) -> list[dict[str, str]]:
+    """List the names of an 8-bit state's pieces, rank by rank."""
+    ranks: list[dict[str, str]] = []
     while True:
-        first = f"{name}/{key}.{len(pieces)}"
-        piece = {p: moments[f"{first}.{p}"] for p in parts if f"{first}.{p}" in moments}
+        names = {part: f"{place}.{len(ranks)}.{part}" for part in _PIECES}
+        piece = {part: name for part, name in names.items() if name in saved}
         if not piece:
-            break
-        pieces.append(piece)
-    if not pieces:
-        raise UserError(f"the checkpoint has no {key!r} of the optimizer for {name!r}")
-    return pieces
+            return ranks
+        ranks.append(piece)
 
 
 def _dequantised(piece: Mapping[str, Tensor], is_signed: bool) -> Tensor:

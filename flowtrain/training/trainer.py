@@ -7,39 +7,32 @@ gradient is not finite is skipped, by all ranks alike.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from flowkernels import (
     LogProbs,
     LossSpec,
-    PolicyLoss,
     TokenLossFn,
     correct_for_sampler,
     divergent_log_ratios,
-    linear_logprobs,
-    linear_policy_loss,
-    logprobs,
     m2po_clip,
-    policy_loss,
 )
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.lm_head import forward, fused_head, run_head
 from flowtrain.training.lora import adapter_off, dropout_off
 from flowtrain.training.minibatch_factor import MinibatchFactor
-from flowtrain.training.model import is_sharded_by_layer
 from flowtrain.training.optimizers import ShardOptimizer
+from flowtrain.training.row_loss import row_loss, score_row
+from flowtrain.training.sharding import is_sharded_by_layer
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.tree import PackedRow, empty_row
@@ -47,7 +40,6 @@ from flowtrain.training.world import World
 from flowtrain.types import UserError
 
 _log = logging.getLogger(__name__)
-R = TypeVar("R", LogProbs, PolicyLoss)
 
 MOST_SKIPPED = 3
 """Optimizer steps in a row that are skipped before the run ends."""
@@ -60,8 +52,6 @@ class OptimSpec:
     lr: float
     kind: str = "adamw"
     """One of `optimizers.KINDS`."""
-    offload: bool = False
-    """Moments wait in the memory of the CPU."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     grad_clip: float = 1.0
@@ -107,7 +97,6 @@ class Trainer:
             lr=optim.lr,
             betas=optim.betas,
             weight_decay=optim.weight_decay,
-            offload=optim.offload,
         )
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
@@ -137,7 +126,44 @@ class Trainer:
     def set_lr(self, lr: float) -> None:
         self.optimizer.set_lr(lr)
 
+    def old_logprobs(self, minibatches: Sequence[Sequence[PackedRow]]) -> list[list[PackedRow]]:
+        """Score rows under the policy as it is, if ratios are taken against that and not against
+        the sampler's log-probs; collective.
+        """
+        if not self._optim.rescore:
+            return [list(rows) for rows in minibatches]
+        return [
+            [
+                replace(row, old_logprob_T=old.logprob_T)
+                for row, old in zip(rows, self.score(self.model, rows), strict=True)
+            ]
+            for rows in minibatches
+        ]
+
+    def ref_logprobs(self, minibatches: Sequence[Sequence[PackedRow]]) -> list[list[PackedRow]]:
+        """Score rows under the reference policy, if the loss has a KL term; collective."""
+        if not self._scores_reference:
+            return [list(rows) for rows in minibatches]
+        with self.reference() as reference:
+            return [
+                [
+                    replace(row, ref_logprob_T=ref.logprob_T)
+                    for row, ref in zip(rows, self.score(reference, rows), strict=True)
+                ]
+                for rows in minibatches
+            ]
+
     def step(
+        self,
+        minibatches: Sequence[Sequence[PackedRow]],
+        number: int = 0,
+        scores: TokenScores | None = None,
+    ) -> dict[str, float]:
+        """Score rows as the loss asks, and `optimize` on them; collective."""
+        rows = self.ref_logprobs(self.old_logprobs(minibatches))
+        return self.optimize(rows, number, scores)
+
+    def optimize(
         self,
         minibatches: Sequence[Sequence[PackedRow]],
         number: int = 0,
@@ -146,7 +172,8 @@ class Trainer:
         """Take one optimizer step per mini-batch and return statistics of all ranks; collective.
 
         Args:
-            minibatches: the rows that this rank trains, as `balance` returns them.
+            minibatches: the rows that this rank trains, as `balance` returns them, with the
+                log-probs of other policies that the loss asks for.
             number: of the training step, for messages.
             scores: collects the log-probs of the trained tokens.
 
@@ -154,15 +181,14 @@ class Trainer:
         """
         step_metrics = StepMetrics()
         step_metrics.num_flops = self._needed_flops(minibatches)
-        prepared = [self._prepare(rows) for rows in minibatches]
-        for rows in prepared:
-            (normaliser,), (num_rows,) = self._world.reduce(
-                [sum(float(row.loss_weight_T.sum()) for row in rows)], [len(rows)]
-            )
+        has_stepped = False
+        for rows in [self._prepare(rows) for rows in minibatches]:
+            (normaliser,), (num_rows,) = self._world.reduce([_weight(rows)], [len(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
             token_loss = None
-            found = self.score(self.model, rows) if self._scores_minibatch else []
+            found = self._scores_of(rows, has_stepped) if self._scores_minibatch else []
+            has_stepped = True
             if self._optim.m2po is not None:
                 trusted = self._within_region(rows, found, self._optim.m2po)
                 step_metrics.ratio_bounds.append(1 + trusted.clip_high)
@@ -222,10 +248,11 @@ class Trainer:
         """
         limit = self._optim.grad_clip or math.inf
         sharded_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        norm = float(
-            sharded_norm.full_tensor() if isinstance(sharded_norm, DTensor) else sharded_norm
-        )
-        whole_loss, sum_of_norms = self._world.sum([float(loss), norm])  # one decision on all ranks
+        norm_0 = sharded_norm.full_tensor() if isinstance(sharded_norm, DTensor) else sharded_norm
+        own_loss, norm = torch.stack(
+            [loss.to(norm_0), norm_0]
+        ).tolist()  # waits for the device once
+        whole_loss, sum_of_norms = self._world.sum([own_loss, norm])  # one decision on all ranks
         is_finite = math.isfinite(whole_loss) and math.isfinite(sum_of_norms)
         if is_finite:
             self.optimizer.step()
@@ -262,15 +289,21 @@ class Trainer:
             scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
         return scores[: len(rows)]
 
+    def _scores_of(self, rows: Sequence[PackedRow], has_stepped: bool) -> list[Tensor]:
+        """Return the log-probs [T] of rows under the current weights; collective."""
+        if self._optim.rescore and not has_stepped:
+            return [row.old_logprob_T for row in rows]  # they were scored with these weights
+        return [scores.logprob_T for scores in self.score(self.model, rows)]
+
     def _within_region(
-        self, rows: Sequence[PackedRow], scores: Sequence[LogProbs], threshold: float
+        self, rows: Sequence[PackedRow], logprobs: Sequence[Tensor], threshold: float
     ) -> LossSpec:
         """The loss with M2PO's clip, which depends on all tokens of the mini-batch under the
-        current weights, which the `scores` are of; collective.
+        current weights, which the `logprobs` are of; collective.
         """
         found = [
-            divergent_log_ratios(s.logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
-            for s, r in zip(scores, rows, strict=True)
+            divergent_log_ratios(logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
+            for logprob_T, r in zip(logprobs, rows, strict=True)
         ]
         mine = torch.cat([torch.zeros(0, device=self._world.device), *found])
         every = b"".join(self._world.gather_bytes(mine.cpu().numpy().tobytes()))
@@ -289,20 +322,8 @@ class Trainer:
         )
 
     def _prepare(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
-        """The rows on the device, with the log-probs of other policies that the loss asks for."""
+        """Return the rows on the device, with the weights that their tokens have in the loss."""
         rows = [row.to(self._world.device) for row in rows]
-        if self._optim.rescore:
-            rows = [
-                replace(row, old_logprob_T=old.logprob_T)
-                for row, old in zip(rows, self.score(self.model, rows), strict=True)
-            ]
-        if self._scores_reference:
-            with self.reference() as reference:
-                scores = self.score(reference, rows)
-            rows = [
-                replace(row, ref_logprob_T=ref.logprob_T)
-                for row, ref in zip(rows, scores, strict=True)
-            ]
         return [replace(row, loss_weight_T=self._kept_weights(row)) for row in rows]
 
     def _kept_weights(self, row: PackedRow) -> Tensor:
@@ -312,68 +333,10 @@ class Trainer:
         )[1]
 
 
-def forward_rows(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """Logits [T, V] of the row's targets; the head runs on the target rows alone."""
-    # A view whose backward pass, unlike that of [0], copies nothing.
-    return forward(model, row).squeeze(0)
-
-
-def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> LogProbs:
-    """Log-probs, entropies [T] of the row's targets, among what each was sampled from."""
-    options = {"temperature": temperature, "sampling_mask": row.sampling_mask}
-    return _at_head(model, row, (logprobs, linear_logprobs), "logprob_T", options)
-
-
-def row_loss(
-    model: PreTrainedModel,
-    row: PackedRow,
-    spec: LossSpec | TokenLossFn,
-    scale: float,
-    temperature: float,
-) -> PolicyLoss:
-    """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the
-    model's head allows.
-    """
-    tokens: dict[str, Any] = {
-        "spec": spec,
-        "advantage_T": row.advantage_T,
-        "weight_T": row.loss_weight_T * scale,
-        "old_logprob_T": row.old_logprob_T,
-        "ref_logprob_T": row.ref_logprob_T,
-        "sampler_logprob_T": row.sampler_logprob_T,
-        "cu_seqlens_S1": row.cu_targets_S1,
-        "temperature": temperature,
-        "sampling_mask": row.sampling_mask,
-    }
-    functions = (functools.partial(policy_loss, inplace=True), linear_policy_loss)
-    return _at_head(model, row, functions, "loss", tokens)
-
-
-def _at_head(
-    model: PreTrainedModel,
-    row: PackedRow,
-    functions: tuple[Callable[..., R], Callable[..., R]],
-    field: str,
-    options: dict[str, Any],
-) -> R:
-    """The result of a function of the row's logits or, where the head is fused, of one of its
-    hidden states; its `field` comes as the model returns it, because FSDP has put its hooks there.
-    """
-    of_logits, of_hidden = functions
-    head = fused_head(model)
-    if head is None:
-        return of_logits(forward_rows(model, row), row.target_ids_T, **options)
-    found: list[Any] = []
-    options["batch_invariant"] = head.batch_invariant
-
-    def task(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        found.append(of_hidden(hidden_TD, weight_VD, row.target_ids_T, bias_V=bias_V, **options))
-        result: Tensor = getattr(found[0], field)
-        return result
-
-    value = run_head(model, head, row, task)
-    result: R = replace(found[0], **{field: value})
-    return result
+def _weight(rows: Sequence[PackedRow]) -> float:
+    """Sum the loss weights of rows, in fp64 on the CPU, where it waits for the device once."""
+    sums = [row.loss_weight_T.sum() for row in rows]
+    return sum(torch.stack(sums).tolist()) if sums else 0.0
 
 
 def _mismatch(logprob_T: Tensor, row: PackedRow) -> Tensor:

@@ -23,6 +23,9 @@ from torch import Tensor
 
 from flowtrain.types import Sample, SampleId
 
+Inputs = tuple[int, ...]
+"""Token ids of a sample but the last, which is a target alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
@@ -119,31 +122,33 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
     never an input, so a sample takes len(prompt) + len(response) - 1 tokens, less what it shares
     with the one before it. `share=False` is for comparison.
     """
-    rows: list[list[Sample]] = []
+    inputs = [_inputs(sample) for sample in samples]
+    rows: list[list[int]] = []
     num_tokens = 0
-    previous: tuple[int, ...] = ()
-    for index in _packing_order(samples):
-        sample = samples[index]
-        inputs = _inputs(sample)
-        num_new = len(inputs) - (_num_shared(previous, inputs) if share else 0)
+    previous: Inputs = ()
+    for index in _packing_order(inputs):
+        num_new = len(inputs[index]) - (_num_shared(previous, inputs[index]) if share else 0)
         if not rows or num_tokens + num_new > token_budget:
             rows.append([])
-            num_tokens, num_new = 0, len(inputs)
-        rows[-1].append(sample)
-        num_tokens, previous = num_tokens + num_new, inputs
-    return [pack_row(members, share) for members in rows]
+            num_tokens, num_new = 0, len(inputs[index])
+        rows[-1].append(index)
+        num_tokens, previous = num_tokens + num_new, inputs[index]
+    return [
+        _pack_row([samples[i] for i in row], [inputs[i] for i in row], range(len(row)), share)
+        for row in rows
+    ]
 
 
-def _packing_order(samples: Sequence[Sample]) -> list[int]:
+def _packing_order(inputs: Sequence[Inputs]) -> list[int]:
     """The samples in the order of their targets over all rows of `pack_rows`."""
-    return sorted(range(len(samples)), key=lambda index: _inputs(samples[index]))
+    return sorted(range(len(inputs)), key=inputs.__getitem__)
 
 
 def in_order(samples: Sequence[Sample], parts: Sequence[Tensor]) -> list[Tensor]:
     """Cut values of the targets of all rows of `pack_rows`, [T] each, into one tensor per sample,
     in the order of the samples.
     """
-    order = _packing_order(samples)
+    order = _packing_order([_inputs(sample) for sample in samples])
     if not order:
         return []
     lengths = [len(samples[index].response_ids) for index in order]
@@ -154,12 +159,19 @@ def in_order(samples: Sequence[Sample], parts: Sequence[Tensor]) -> list[Tensor]
 def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
     """The trie of the samples' inputs, depth first; targets are in the order of the samples."""
     inputs = [_inputs(sample) for sample in samples]
+    return _pack_row(samples, inputs, _packing_order(inputs), share)
+
+
+def _pack_row(
+    samples: Sequence[Sample], inputs: Sequence[Inputs], order: Sequence[int], share: bool
+) -> PackedRow:
+    """`order`: the samples by their inputs, whose comparison takes long where much is shared."""
     input_ids: list[int] = []
     position_ids: list[int] = []
     rows_of: dict[int, list[int]] = {}
     path: list[int] = []  # where the tokens of the sequence before are
-    previous: tuple[int, ...] = ()
-    for index in sorted(range(len(samples)), key=inputs.__getitem__):
+    previous: Inputs = ()
+    for index in order:
         sequence = inputs[index]
         num_shared = _num_shared(previous, sequence) if share else 0
         path = [
@@ -242,11 +254,11 @@ def segments(subtree_end: Sequence[int]) -> list[Segment]:
     return found
 
 
-def _inputs(sample: Sample) -> tuple[int, ...]:
+def _inputs(sample: Sample) -> Inputs:
     return sample.prompt_ids + sample.response_ids[:-1]
 
 
-def _num_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def _num_shared(a: Inputs, b: Inputs) -> int:
     """Tokens that both begin with; by halving, because slices compare fast."""
     low, high = 0, min(len(a), len(b))
     while low < high:

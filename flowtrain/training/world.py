@@ -1,11 +1,11 @@
-"""The ranks of a run: started by torchrun or alone, gloo on CPU and NCCL on GPU."""
+"""The ranks of a run, started by torchrun or alone."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -15,54 +15,62 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flowtrain.types import UserError
 
+PATIENCE = timedelta(days=7)
+"""How long ranks wait for one another between passes: for a straggler's rollouts, an engine that
+compiles, an evaluation. A rank that dies is noticed at once, because its connections close."""
+
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among its peers. With one rank the reductions below are the identity."""
+    """This process among its peers. With one rank the reductions below are the identity.
+
+    Its two groups have clocks of their own. Collectives of training, of which every rank is in the
+    middle at the same time, end the run where one hangs. What the methods below say to each other
+    goes over gloo, and waits for as long as another rank is busy.
+    """
 
     rank: int
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    """None: all that torchrun started."""
+    """Collectives of training: NCCL on a GPU. None: all that torchrun started."""
+    control: dist.ProcessGroup | None = None
+    """Messages between the ranks, on gloo; None where there is one rank."""
+    clock: timedelta = timedelta(seconds=600)
+    """How long a collective of training may take."""
 
     @classmethod
     def join(cls, device: str, timeout_s: float = 600.0) -> World:
         """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK), or be the only one.
 
-        `device` is "cpu", "cuda" or "auto". A collective that waits longer than `timeout_s` ends
-        the run instead of hanging it.
+        `device` is "cpu", "cuda" or "auto". A collective of training that takes longer than
+        `timeout_s` ends the run instead of hanging it.
         """
         size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        place = torch.device(kind)
         if kind == "cuda":
             if not torch.cuda.is_available():
                 raise UserError(
                     "run.device='cuda' but torch finds no CUDA device; use 'auto' or 'cpu'"
                 )
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            place = torch.device(kind, torch.cuda.current_device())
         # A lone rank gets a group too: FSDP2 wants one, and so the code below it has one path.
         store = dist.HashStore() if size == 1 else None  # type: ignore[attr-defined]
-        backend = (
-            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        )  # what is offloaded is reduced on the CPU
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-        )
-        return cls(
-            rank,
-            size,
-            torch.device(kind, torch.cuda.current_device())
-            if kind == "cuda"
-            else torch.device(kind),
-        )
+        # What is offloaded is reduced on the CPU.
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        clock = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=clock)
+        return cls(rank, size, place, dist.group.WORLD, _control(range(size)), clock)
 
     def part(self, ranks: Sequence[int]) -> World:
-        """These of the ranks as a world of their own; collective. Elsewhere its rank is -1, and
+        """Make these of the ranks a world of their own; collective. Elsewhere its rank is -1, and
         nothing may be reduced in it.
         """
         rank = ranks.index(self.rank) if self.rank in ranks else -1
-        return World(rank, len(ranks), self.device, dist.new_group(list(ranks)))
+        group = dist.new_group(list(ranks), timeout=self.clock)
+        return World(rank, len(ranks), self.device, group, _control(ranks), self.clock)
 
     @property
     def is_member(self) -> bool:
@@ -70,9 +78,23 @@ class World:
         return self.rank >= 0
 
     @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh that FSDP shards over; None: all ranks."""
-        return None if self.group is None else DeviceMesh.from_group(self.group, self.device.type)
+    def mesh(self) -> DeviceMesh:
+        """The mesh that FSDP shards over, on the run's device also where there is another."""
+        group = self.group or dist.group.WORLD
+        assert group is not None, "torch.distributed is not initialised"
+        return DeviceMesh.from_group(group, self.device.type)
+
+    def control_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return the mesh of the ranks for tensors that only tell whose rows they hold."""
+        return None if self.control is None else DeviceMesh.from_group(self.control, device_type)
+
+    def apart(self) -> World:
+        """Return these ranks with messages of their own, for threads beside those that run;
+        collective.
+        """
+        if self.control is None:
+            return self
+        return replace(self, control=_control(dist.get_process_group_ranks(self.control)))
 
     def leave(self) -> None:
         """Several ranks keep their group to the end of the process (see `end_process`); a lone one
@@ -103,11 +125,8 @@ class World:
             return [float(value) for value in sums], [float(value) for value in maxima]
         slots = torch.zeros(self.size, len(maxima), dtype=torch.float64)
         slots[self.rank] = torch.tensor(maxima, dtype=torch.float64)
-        tensor = torch.cat([torch.tensor(sums, dtype=torch.float64), slots.flatten()]).to(
-            self.device
-        )
-        dist.all_reduce(tensor, group=self.group)
-        reduced = tensor.cpu()
+        reduced = torch.cat([torch.tensor(sums, dtype=torch.float64), slots.flatten()])
+        dist.all_reduce(reduced, group=self.control)
         return reduced[: len(sums)].tolist(), reduced[len(sums) :].view(slots.shape).amax(
             0
         ).tolist()
@@ -122,17 +141,24 @@ class World:
             return [data]
         longest = int(self.max([len(data)])[0])
         padded = bytearray(len(data).to_bytes(8, "little") + data + bytes(longest - len(data)))
-        own = torch.frombuffer(padded, dtype=torch.uint8).to(self.device)
-        gathered = torch.empty(self.size, len(own), dtype=torch.uint8, device=self.device)
-        dist.all_gather_into_tensor(gathered.flatten(), own, group=self.group)
-        rows = [row.numpy().tobytes() for row in gathered.cpu()]
+        own = torch.frombuffer(padded, dtype=torch.uint8)
+        gathered = torch.empty(self.size, len(own), dtype=torch.uint8)
+        dist.all_gather(list(gathered), own, group=self.control)
+        rows = [row.numpy().tobytes() for row in gathered]
         return [row[8 : 8 + int.from_bytes(row[:8], "little")] for row in rows]
 
     def barrier(self) -> None:
-        """Every rank gets here before any goes on. An all-reduce, because NCCL's own barrier
-        guesses the device.
-        """
+        """Wait until every rank is here."""
         self.sum([0.0])
+
+
+def _control(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    if len(ranks) == 1 and dist.get_world_size() == 1:
+        return None
+    # The ranks of a part may make one more without the others.
+    return dist.new_group(
+        list(ranks), timeout=PATIENCE, backend="gloo", use_local_synchronization=True
+    )
 
 
 def end_process(code: int) -> NoReturn:

@@ -28,7 +28,7 @@ from flowtrain.engines.protocol import EngineError, Scorer
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.training import attention
 from flowtrain.training import model as models
-from flowtrain.training.trainer import score_row
+from flowtrain.training.row_loss import score_row
 from flowtrain.types import (
     BranchPoint,
     Call,

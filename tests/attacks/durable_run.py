@@ -97,11 +97,14 @@ class DurableRun:
         mark(f"logged {self.step}")
 
     def save(self) -> None:
-        world = World(0, 1, torch.device("cpu"))
-        with writing_tensors(self.dir.checkpoints):
-            checkpoint.save(
-                self.dir.checkpoints, self.step, *self._parts, {"cursor": self.step}, world, keep=1
-            )
+        model, tokenizer, optimizer = self._parts
+        checkpoints = checkpoint.Checkpoints(
+            self.dir.checkpoints, World(0, 1, torch.device("cpu")), keep=1
+        )
+        state, step = {"cursor": self.step}, self.step
+        checkpoints.save(step, model, tokenizer, optimizer, state, dtype=torch.bfloat16)
+        checkpoints.wait()
+        checkpoints.close()
         mark(f"saved {self.step}")
 
     def close(self) -> None:

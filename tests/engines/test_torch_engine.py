@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.engines.torch_engine import TorchEngine, _choose
 from flowtrain.training import model as models
-from flowtrain.training.trainer import forward_rows
+from flowtrain.training.row_loss import forward_rows
 from flowtrain.training.tree import pack_rows
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
 from flowtrain.weights import Publisher, PublishOptions, WeightStore

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowtrain.config import Lora
 from flowtrain.training.lora import adapter_weights
-from flowtrain.training.trainer import score_row
+from flowtrain.training.row_loss import score_row
 from flowtrain.training.tree import pack_row
 from flowtrain.types import Call, Group, Sample
 

@@ -35,7 +35,7 @@ from loopback_dataflow import (
 from flowtrain.algorithms import load_algorithm
 from flowtrain.net.credentials import Role, TokenFile, issue, revoke
 from flowtrain.training import model as models
-from flowtrain.training.trainer import score_row
+from flowtrain.training.row_loss import score_row
 from flowtrain.types import Group
 from flowtrain.weights import WeightStore
 

@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.run.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
-from flowtrain.training import attention
-from flowtrain.training import model as models
+from flowtrain.training import attention, sharding
 from flowtrain.training.attention import Forest
 from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.model import ShardSpec
+from flowtrain.training.sharding import ShardSpec
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
@@ -136,6 +135,19 @@ def test_recomputing_keeps_the_inputs_of_layers_and_one_layer_whole() -> None:
     assert peak == pytest.approx(at_head + one_layer + (whole_peak - whole), rel=0.15)
 
 
+def test_what_is_whole_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(CONFIGS["Llama"])
+    num, layers = model.num_parameters(), model.model.layers
+    half = settings(model={"dtype": "bfloat16"}, algorithm={"kl_coef": 0.001})
+    at_once = plan(half, model, 2)
+    assert at_once.host == 4 * num, "the main rank reads fp32, once"
+    assert at_once.loading == (4 + 2) * num // 2 + 4 * num // 2
+    monkeypatch.setattr(sharding, "_SMALL", 0)
+    rest = num - len(layers) * sum(p.numel() for p in layers[0].parameters())
+    by_layer = plan(half, model, 2)
+    assert by_layer.loading == (4 + 2) * num // 2 + 4 * max(rest, (num - rest) // 5) // 2
+
+
 def test_bf16_takes_less_and_more_tokens_take_more() -> None:
     config = CONFIGS["Qwen2"]
     full, half, twice = (
@@ -165,7 +177,7 @@ def test_shares_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         2 * num,
     )
     assert (whole["published"], whole["engine"]) == (num, 2 * num)
-    monkeypatch.setattr(models, "_SMALL", 0)
+    monkeypatch.setattr(sharding, "_SMALL", 0)
     layers = plan(two, model, 2).parts
     num_layer = sum(p.numel() for p in model.model.layers[0].parameters())
     assert layers["gathered"] == 2 * (num - 3 * num_layer)
@@ -213,14 +225,6 @@ def test_what_stays_on_the_cpu_takes_nothing_of_the_gpu(options: dict[str, Any],
     assert {**before, gone: 0} == after
     on_a_cpu = plan(changed(config, **options), model, 1).parts
     assert on_a_cpu[gone] == before[gone], "the memory of the CPU is the device's own there"
-
-
-def test_moments_on_the_cpu_come_one_parameter_at_a_time() -> None:
-    model = build(CONFIGS["Llama"])
-    away = settings(train={"offload": "optimizer"})
-    largest = max(parameter.numel() for parameter in model.parameters())
-    assert plan(away, model, 1, GB_80).parts["moments"] == 8 * largest
-    assert plan(away, model, 1).parts["moments"] == 8 * model.num_parameters()
 
 
 def test_ranks_that_only_train_have_no_engine() -> None:
@@ -337,6 +341,18 @@ def test_what_is_needed_for_sure_is_compared_to_the_byte(
         MemoryPlan(parts, vllm * BILLION, needed * BILLION - 1).check(config)
 
 
+def test_a_model_that_fits_in_a_step_and_not_while_it_loads_is_refused() -> None:
+    """Beside a vLLM that only sleeps later."""
+    parts = {name: number * BILLION for name, number in SURE.items()}
+    config = settings(rollout={"engine": "vllm"}, vllm={"sleep": True})
+    plan = MemoryPlan(parts, 8 * BILLION, 41 * BILLION, loading=33 * BILLION)
+    plan.check(config)
+    with pytest.raises(
+        UserError, match=r"takes 33\.1 GB while the model is loaded, beside vLLM's 8:"
+    ):
+        MemoryPlan(parts, 8 * BILLION, 41 * BILLION, loading=33_100_000_000).check(config)
+
+
 def test_a_refusal_names_the_numbers_the_keys_and_the_cures() -> None:
     parts = {
         **{name: number * BILLION for name, number in SURE.items()},
@@ -354,13 +370,13 @@ def test_a_refusal_names_the_numbers_the_keys_and_the_cures() -> None:
         "the GPU of a rank has 24 GB and training needs 50 GB before any activation (weights 8, "
         "gradients 8, moments 16, reference 4, "
         "published 2, vLLM 12): start more ranks, or algorithm.kl_coef = 0, or train.optimizer = "
-        "'adamw_8bit', or train.offload = 'optimizer', or train.offload = 'all', "
+        "'adamw_8bit', or train.offload = 'all', "
         "or train.offload_reference = true, or weights.baseline = 'cpu', "
         "or vllm.gpu_memory_utilization < 0.5, or vllm.sleep = true"
     )
     with pytest.raises(UserError, match=r"or vllm.kv_cache_gb < 9.0, or vllm.sleep = true$"):
         MemoryPlan(parts, 12 * BILLION, GB_24).check(changed(config, vllm={"kv_cache_gb": 9.0}))
-    small = {"optimizer": "adamw_8bit", "offload": "optimizer"}
+    small = {"optimizer": "adamw_8bit"}
     done = settings(train=small, weights={"baseline": "cpu"})
     with pytest.raises(UserError, match=r": start more ranks, or train.offload = 'all'$"):
         MemoryPlan(parts, 0, GB_24).check(done)
@@ -390,9 +406,8 @@ def grown_in_a_step() -> tuple[int, int]:
     peak = MemoryPeak(alone.device)
     parts = plan(settings(train={"token_budget": 8192}), model, 1).parts
     planned = sum(number for name, number in parts.items() if name not in ("published", "engine"))
-    trainer = Trainer(
-        models.shard(model, alone, ShardSpec(torch.float32)), alone, LossSpec(), OptimSpec(lr=1e-4)
-    )
+    sharded = sharding.shard(model, alone, ShardSpec(torch.float32))
+    trainer = Trainer(sharded, alone, LossSpec(), OptimSpec(lr=1e-4))
     ids = tuple(range(64)) * 8
     samples = [
         Sample(

@@ -5,17 +5,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import save, saved_state
 from flowkernels import LossSpec
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+from flowtrain.engines.factory import ModelSpec
+from flowtrain.engines.requests import stop_ids
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -23,6 +28,9 @@ from flowtrain.training.tree import PackedRow, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
 
+ALONE = World(0, 1, torch.device("cpu"))
+STATE = "state/shard-00001-model-00001-of-00001.safetensors"
+"""The file of a lone rank."""
 MakeSamples = Callable[..., list[Sample]]
 
 
@@ -49,18 +57,9 @@ class Setup:
         return [pack_rows(self.make_samples(4, seed=seed), 30)]
 
     def save(self, step: int, keep: int = 10, **state: int) -> Path:
-        trainer = self.trainer
-        checkpoint.save(
-            self.root,
-            step,
-            trainer.model,
-            self.tokenizer,
-            trainer.optimizer,
-            state,
-            self.world,
-            keep,
+        return save(
+            self.root, step, self.trainer, self.tokenizer, self.world, state=state, keep=keep
         )
-        return self.root / f"step_{step:08d}"
 
     def restored(self, path: Path) -> Trainer:
         """A new trainer whose weights are nothing like the saved ones, restored."""
@@ -68,7 +67,7 @@ class Setup:
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.add_(1.0)
-        checkpoint.restore(path, trainer.model, trainer.optimizer)
+        checkpoint.restore(path, trainer.model, trainer.optimizer, ALONE)
         return trainer
 
     def names(self) -> list[str]:
@@ -128,14 +127,14 @@ def test_the_hyper_parameters_are_those_of_the_config(setup: Setup) -> None:
         LossSpec(),
         OptimSpec(lr=0.5, weight_decay=0.25),
     )
-    checkpoint.restore(path, trainer.model, trainer.optimizer)
+    checkpoint.restore(path, trainer.model, trainer.optimizer, ALONE)
     (group,) = trainer.optimizer.param_groups
     assert group["lr"] == 0.5 and group["weight_decay"] == 0.25
 
 
 def test_transformers_loads_the_folder(setup: Setup) -> None:
     setup.trainer.step(setup.rows(0))
-    path = setup.save(1)
+    path = setup.save(1) / "model"
     ids = torch.arange(20)[None]
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
     setup.trainer.model.set_attn_implementation("sdpa")
@@ -216,7 +215,8 @@ def test_an_interrupted_write_is_ignored_and_then_replaced(setup: Setup) -> None
     path = setup.save(1)
     left_over = setup.root / "step_00000002.writing"
     left_over.mkdir()
-    (left_over / "model.safetensors").write_bytes(b"half")
+    (left_over / "model").mkdir()
+    (left_over / "model" / "model.safetensors").write_bytes(b"half")
     (left_over / "no_such_file.bin").write_bytes(b"")
     assert checkpoint.latest(setup.root) == path
     setup.trainer.step(setup.rows(0))
@@ -241,8 +241,8 @@ def test_a_full_disk_leaves_no_half_checkpoint(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint, "save_file", fail)
-    with pytest.raises(type(error)):
+    monkeypatch.setattr(models, "save_file", fail)
+    with pytest.raises(UserError, match=r"cannot write .*; (free|check)"):
         setup.save(2, keep=1)
     assert setup.names() == ["step_00000001"] and checkpoint.latest(setup.root) == path
 
@@ -260,26 +260,155 @@ def test_a_checkpoint_of_another_model_is_refused(
     with pytest.raises(
         UserError, match=r"step_00000001 holds another model: \['.*model\.layers\.\d"
     ):
-        checkpoint.restore(path, trainer.model, trainer.optimizer)
+        checkpoint.restore(path, trainer.model, trainer.optimizer, ALONE)
     assert_same(everything(trainer), before)
 
 
-def test_a_checkpoint_that_lacks_the_embedding_is_refused(setup: Setup) -> None:
-    path = setup.save(1)
-    weights = checkpoint.load_file(path / "model.safetensors")
-    del weights["model.embed_tokens.weight"]
-    checkpoint.save_file(weights, path / "model.safetensors")
+def test_a_checkpoint_that_lacks_the_embedding_is_refused(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sizes = setup.save(1), checkpoint._saved_sizes
+    monkeypatch.setattr(
+        checkpoint,
+        "_saved_sizes",
+        lambda path: {
+            n: x for n, x in sizes(path).items() if n != "model.model.embed_tokens.weight"
+        },
+    )
     with pytest.raises(UserError, match="another model"):
-        checkpoint.restore(path, setup.trainer.model, setup.trainer.optimizer)
+        checkpoint.restore(path, setup.trainer.model, setup.trainer.optimizer, ALONE)
 
 
 def test_a_tied_head_is_written_once(setup: Setup) -> None:
     path = setup.save(1)
-    assert "lm_head.weight" not in checkpoint.load_file(path / "model.safetensors")
-    assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in load_file(path / "model" / "model.safetensors")
+    assert not any("lm_head" in name for name in saved_state(path))
+    assert json.loads((path / "model" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+# ---- what others read
+
+
+def test_the_models_folder_is_a_models_and_nothing_else(setup: Setup) -> None:
+    """vLLM reads every *.safetensors in it, so the optimizer's must lie elsewhere."""
+    setup.trainer.step(setup.rows(0))
+    path = setup.save(1)
+    assert sorted(each.name for each in path.iterdir()) == ["model", "state"]
+    names = {each.name for each in (path / "model").iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    own = {name for name, _ in setup.trainer.model.named_parameters()}
+    assert set(load_file(path / "model" / "model.safetensors")) == own
+
+
+def test_every_token_that_ends_a_response_is_kept(setup: Setup) -> None:
+    """A chat model ends with another token than its tokenizer names."""
+    setup.trainer.model.generation_config.eos_token_id = [0, 5]
+    setup.trainer.model.generation_config.temperature = 0.6  # without sampling, as many have it
+    path = setup.save(1) / "model"
+    spec = ModelSpec.load("model.path", str(path))
+    assert stop_ids(spec.generation, spec.tokenizer) == {0, 5}
+    assert AutoModelForCausalLM.from_pretrained(path).generation_config.eos_token_id == [0, 5]
+
+
+def test_the_chat_template_is_kept(setup: Setup) -> None:
+    setup.tokenizer.chat_template = "{{ messages[0].content }}"
+    path = setup.save(1) / "model"
+    assert AutoTokenizer.from_pretrained(path).chat_template == setup.tokenizer.chat_template
+
+
+def test_the_model_is_in_the_dtype_of_the_run_and_the_state_in_fp32(setup: Setup) -> None:
+    setup.trainer.step(setup.rows(0))
+    trainer = setup.trainer
+    path = save(setup.root, 1, trainer, setup.tokenizer, ALONE, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(path / "model")
+    assert model.dtype == torch.bfloat16
+    ours = dict(trainer.model.named_parameters())
+    for name, weight in load_file(path / "model" / "model.safetensors").items():
+        assert torch.equal(weight, ours[name].to(torch.bfloat16))
+    assert_same(everything(setup.restored(path)), everything(trainer))
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    old = tmp_path / "step_00000003"
+    old.mkdir()
+    for name in ("config.json", "model.safetensors", "optimizer.safetensors", "state.json"):
+        (old / name).write_text("{}")
+    with pytest.raises(
+        UserError, match=r"step_00000003 has the layout of an older .*--model\.path"
+    ):
+        checkpoint.settle(tmp_path)
+    assert (old / "model.safetensors").exists()
+
+
+# ---- beside training
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it changes meanwhile is not in the checkpoint."""
+    may_write, write, saved = threading.Event(), checkpoint._save, []
+
+    def wait_and_write(*arguments: Any) -> None:
+        assert may_write.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_save", wait_and_write)
+    trainer = setup.trainer
+    trainer.step(setup.rows(0))
+    before = everything(trainer)
+    checkpoints = checkpoint.Checkpoints(setup.root, ALONE, keep=1)
+    model, optimizer = trainer.model, trainer.optimizer
+    checkpoints.save(
+        1,
+        model,
+        setup.tokenizer,
+        optimizer,
+        {},
+        dtype=torch.float32,
+        on_saved=lambda: saved.append(1),
+    )
+    trainer.step(setup.rows(1))
+    assert checkpoint.latest(setup.root) is None and checkpoints.saved_step == 0 and not saved
+    may_write.set()
+    checkpoints.close()
+    assert checkpoints.saved_step == 1 and saved == [1]
+    path = checkpoint.latest(setup.root)
+    assert path is not None
+    assert_same(everything(setup.restored(path)), before)
+    weights = load_file(path / "model" / "model.safetensors")
+    assert all(torch.equal(weights[name], before[name]) for name in weights)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_later(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "_save", fail)
+    trainer, tokenizer = setup.trainer, setup.tokenizer
+    checkpoints = checkpoint.Checkpoints(setup.root, ALONE, keep=1)
+    checkpoints.save(1, trainer.model, tokenizer, trainer.optimizer, {}, dtype=torch.float32)
+    checkpoints._thread.submit(lambda: None).result()
+    assert checkpoints.has_failed and not setup.names()
+    with pytest.raises(UserError, match="No space left on device; free some space"):
+        checkpoints.save(2, trainer.model, tokenizer, trainer.optimizer, {}, dtype=torch.float32)
+    checkpoints.close()
 
 
 # ---- damage
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """List what flowtrain logged, and not torch.distributed.checkpoint."""
+    return [each.getMessage() for each in caplog.records if each.name.startswith("flowtrain")]
 
 
 def test_a_checkpoint_cut_at_any_byte_is_passed_over_for_the_one_before(
@@ -289,9 +418,9 @@ def test_a_checkpoint_cut_at_any_byte_is_passed_over_for_the_one_before(
     setup.trainer.step(setup.rows(0))
     before = setup.save(1)
     newest = setup.save(2)
-    assert checkpoint.latest(setup.root) == newest and not caplog.records
+    assert checkpoint.latest(setup.root) == newest and not said(caplog)
     cuts = 0
-    for path in sorted(newest.iterdir()):
+    for path in sorted(each for each in newest.rglob("*") if each.is_file()):
         data = path.read_bytes()
         for size in {0, 1, len(data) // 3, len(data) // 2, len(data) - 1}:
             path.write_bytes(data[:size])
@@ -301,11 +430,11 @@ def test_a_checkpoint_cut_at_any_byte_is_passed_over_for_the_one_before(
         assert checkpoint.latest(setup.root) == before, path.name
         path.write_bytes(data)
     assert cuts >= 20 and checkpoint.latest(setup.root) == newest
-    assert all(f"{newest} is passed over" in record.getMessage() for record in caplog.records)
+    assert said(caplog) and all(f"{newest} is passed over" in text for text in said(caplog))
 
 
 @pytest.mark.parametrize(
-    "name", ["state.json", "model.safetensors", "optimizer.safetensors", "tokenizer.json"]
+    "name", ["state/state.json", STATE, "model/model.safetensors", "model/tokenizer.json"]
 )
 def test_a_flipped_bit_anywhere_is_seen(setup: Setup, name: str) -> None:
     setup.trainer.step(setup.rows(0))
@@ -325,14 +454,14 @@ def test_a_flipped_bit_anywhere_is_seen(setup: Setup, name: str) -> None:
 
 def test_with_every_checkpoint_damaged_there_is_none(setup: Setup) -> None:
     for step in (1, 2):
-        (setup.save(step) / "model.safetensors").unlink()
+        (setup.save(step) / STATE).unlink()
     assert checkpoint.latest(setup.root) is None
 
 
 def test_a_damaged_one_that_was_passed_over_does_not_count_as_kept(setup: Setup) -> None:
     for step in (40, 50):
         path = setup.save(step)
-    (path / "model.safetensors").unlink()
+    (path / STATE).unlink()
     found = checkpoint.settle(setup.root)
     assert found == setup.root / "step_00000040"
     assert setup.names() == ["step_00000040", "step_00000050.damaged"]
@@ -347,7 +476,7 @@ def test_one_that_was_about_to_replace_another_is_put_in_its_place(setup: Setup)
     path = setup.save(2, cursor=7)
     scratch = path.rename(path.with_suffix(".writing"))
     path.mkdir()
-    (path / "config.json").write_text("{}")
+    (path / "model").mkdir()
     assert checkpoint.latest(setup.root) == scratch
     assert checkpoint.settle(setup.root) == path and checkpoint.load_state(path)["cursor"] == 7
     assert setup.names() == ["step_00000001", "step_00000002"]
@@ -355,7 +484,7 @@ def test_one_that_was_about_to_replace_another_is_put_in_its_place(setup: Setup)
 
 def test_where_none_is_whole_the_run_does_not_begin_again(setup: Setup) -> None:
     assert checkpoint.settle(setup.root) is None
-    (setup.save(1) / "state.json").unlink()
+    (setup.save(1) / "state" / "state.json").unlink()
     with pytest.raises(UserError, match=r"no checkpoint in .*checkpoints is whole; bring one back"):
         checkpoint.settle(setup.root)
     assert setup.names() == ["step_00000001"]

@@ -29,11 +29,12 @@ from bench.exact_cases import (
     tiny_model,
     tiny_tokenizer,
 )
-from flowtrain.training import exact
+from flowtrain.training import exact, sharding
 from flowtrain.training import model as models
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.trainer import OptimSpec, Trainer, row_loss
+from flowtrain.training.row_loss import row_loss
+from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World, end_process
 from flowtrain.types import Sampling, UserError
@@ -82,8 +83,8 @@ def test_the_gradient_is_that_of_the_plain_model(recompute: bool) -> None:
     samples = draw_calls(pair("qwen2", "fp32").engine, Sampling(9, ignore_end=True), rng)
     found = []
     for is_exact in (False, True):
-        spec = models.ShardSpec(torch.float32, recompute=recompute, exact=is_exact)
-        model = models.shard(tiny_model("qwen2", tiny_tokenizer()), alone, spec)
+        spec = sharding.ShardSpec(torch.float32, recompute=recompute, exact=is_exact)
+        model = sharding.shard(tiny_model("qwen2", tiny_tokenizer()), alone, spec)
         for row in pack_rows(samples, 200):
             row_loss(model, row, LossSpec(), 1.0, 1.0).loss.backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -103,12 +104,12 @@ def run_steps(dtype: str) -> None:
     """Sample, exchange rows, train and load, three times; layers are sharded one by one."""
     torch.set_num_threads(1)
     world, rng = World.join("cpu"), random.Random(int(torch.distributed.get_rank()))
-    models._SMALL = 0
+    sharding._SMALL = 0
     model = tiny_model("qwen3", tiny_tokenizer())
     cost = ForwardCost.of(model).flops
     engine = Pair.of(copy.deepcopy(model), DTYPES[dtype], World(0, 1, world.device), True).engine
-    spec = models.ShardSpec(DTYPES[dtype], recompute=True, exact=True)
-    trainer = Trainer(models.shard(model, world, spec), world, LossSpec(), OptimSpec(lr=1e-2))
+    spec = sharding.ShardSpec(DTYPES[dtype], recompute=True, exact=True)
+    trainer = Trainer(sharding.shard(model, world, spec), world, LossSpec(), OptimSpec(lr=1e-2))
     for _ in range(3):
         samples = draw_calls(engine, Sampling(9, top_k=20, ignore_end=True), rng)
         weighted = [replace(s, loss_weights=(1.0,) * len(s.response_ids)) for s in samples]
@@ -159,7 +160,7 @@ def test_a_model_whose_tokens_see_their_neighbours_is_refused() -> None:
     norm = model.get_decoder().norm
     norm.register_forward_hook(lambda _, __, out: out * (1 + out.shape[1] * 2**-20))
     with pytest.raises(UserError, match="hidden states of a 'llama' model depend"):
-        exact.make_exact(model, torch.float32)
+        exact.make_exact(model, torch.float32, model.device)
 
 
 if __name__ == "__main__":

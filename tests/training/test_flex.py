@@ -14,11 +14,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from flowtrain.training import flex
+from flowtrain.training import flex, sharding
 from flowtrain.training import model as models
 from flowtrain.training.attention import Forest, forest_attention
 from flowtrain.training.flex import BLOCK, FlexTree, padded
-from flowtrain.training.trainer import forward_rows
+from flowtrain.training.row_loss import forward_rows
 from flowtrain.training.tree import pack_row
 from flowtrain.training.world import World
 from flowtrain.types import Sample
@@ -151,11 +151,11 @@ def test_compiled_layers_compute_the_same_and_share_their_graphs(
     torch._dynamo.reset()
     grads, counts = [], []
     for is_compiled in (False, True):
-        model = models.shard(
-            models.load_model(tiny_path, torch.float32), alone, models.ShardSpec(torch.float32)
+        model = sharding.shard(
+            models.load_model(tiny_path, torch.float32), alone, sharding.ShardSpec(torch.float32)
         )
         if is_compiled:
-            models.compile_layers(model, backend="aot_eager")
+            sharding.compile_layers(model, backend="aot_eager")
         for seed, number in enumerate((3, 9, 5, 14)):
             forward_rows(
                 model, pack_row(random_samples(number, seed=seed))

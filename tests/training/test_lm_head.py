@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from flowtrain.training import attention, lm_head
 from flowtrain.training import model as models
-from flowtrain.training.trainer import forward_rows, row_loss, score_row
+from flowtrain.training.row_loss import forward_rows, row_loss, score_row
 from flowtrain.training.tree import pack_row
 from flowtrain.types import Sample
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import save
 from flowkernels import LossSpec
 from peft import PeftModel
 from ranks import fork, launch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flowtrain.config import Lora
-from flowtrain.training import checkpoint, lora
+from flowtrain.training import checkpoint, lora, sharding
 from flowtrain.training import model as models
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.step_metrics import StepMetrics
@@ -146,7 +147,7 @@ def test_peft_reads_a_checkpoint_and_merges_it_as_we_do(
     model = adapted(tiny_path)
     trainer = trainer_of(model, alone)
     trainer.step(rows)
-    path = saved(trainer, tiny_path, tmp_path, alone)
+    path = saved(trainer, tiny_path, tmp_path, alone) / "model"
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
     theirs = PeftModel.from_pretrained(base, str(path)).merge_and_unload().state_dict()
     ours = models.named_weights(models.load_model(str(path), torch.float32))
@@ -163,8 +164,7 @@ def test_peft_reads_a_checkpoint_and_merges_it_as_we_do(
 
 def saved(trainer: Trainer, model_path: str, root: Path, world: World) -> Path:
     tokenizer = models.load_tokenizer(model_path)
-    checkpoint.save(root, 1, trainer.model, tokenizer, trainer.optimizer, {}, world=world, keep=1)
-    return root / "step_00000001"
+    return save(root, 1, trainer, tokenizer, world, dtype=torch.bfloat16)
 
 
 def test_restore_is_exact_and_so_are_the_steps_after_it(
@@ -173,13 +173,13 @@ def test_restore_is_exact_and_so_are_the_steps_after_it(
     trainer = trainer_of(adapted(tiny_path), alone, kl_coef=0.1)
     trainer.step(rows)
     path = saved(trainer, tiny_path, tmp_path, alone)
-    files = {file.name for file in path.iterdir()}
+    files = {file.name for file in (path / "model").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
     model = models.load_model(tiny_path, torch.float32)
     torch.manual_seed(9)
     lora.add_adapter(model, LORA, tiny_path)
     restored = trainer_of(model, alone, kl_coef=0.1)
-    checkpoint.restore(path, model, restored.optimizer)
+    checkpoint.restore(path, model, restored.optimizer, alone)
     for _ in range(2):
         assert restored.step(rows) == trainer.step(rows)
     ours, theirs = lora.adapter_weights(model), lora.adapter_weights(trainer.model)
@@ -193,11 +193,11 @@ def test_a_checkpoint_of_another_kind_is_refused(
     path = saved(trainer, tiny_path, tmp_path, alone)
     other = trainer_of(adapted(tiny_path, Lora(rank=2)), alone)
     with pytest.raises(UserError, match=r"another adapter.*lora\.rank"):
-        checkpoint.restore(path, other.model, other.optimizer)
+        checkpoint.restore(path, other.model, other.optimizer, alone)
     plain = models.load_model(tiny_path, torch.float32)
     whole = Trainer(plain, alone, LossSpec(), OptimSpec(lr=1e-2))
     with pytest.raises(UserError, match=r"holds an adapter: lora\.rank"):
-        checkpoint.restore(path, plain, whole.optimizer)
+        checkpoint.restore(path, plain, whole.optimizer, alone)
 
 
 def test_targets(tiny_path: str) -> None:
@@ -262,25 +262,25 @@ def train(path: str, folder: str, dtype: str) -> None:
     """Train, save, restore into a fresh model, train on; write what came out."""
     world = World.join("cpu")
     root = Path(folder)
-    spec = models.ShardSpec(getattr(torch, dtype))
+    spec = sharding.ShardSpec(getattr(torch, dtype))
     options = OptimSpec(lr=1e-2, weight_decay=0.0)
 
     def fresh() -> Trainer:
         # Layers are sharded one by one, as those of large models are.
-        model = models.shard(adapted(path, dtype=spec.dtype), world, spec)
+        model = sharding.shard(adapted(path, dtype=spec.dtype), world, spec)
         trainer = Trainer(model, world, LossSpec(kl_coef=0.1), options, reference=model)
         for group in trainer.optimizer.param_groups:
             group["eps"] = 1e-3
         return trainer
 
-    models._SMALL = 0
+    sharding._SMALL = 0
     samples = [s for s in every_sample() if (s.minibatch, s.minibatch) == (0, 0)]
     mine = [pack_rows(samples[world.rank :: world.size], 30)]
     first = fresh()
     first.step(mine)
     path_1 = saved(first, path, root, world)
     second = fresh()
-    checkpoint.restore(path_1, second.model, second.optimizer)
+    checkpoint.restore(path_1, second.model, second.optimizer, world)
     for _ in range(2):
         assert second.step(mine) == first.step(mine), "a restored trainer goes on exactly"
     assert world.size == 1 or isinstance(

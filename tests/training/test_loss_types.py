@@ -13,8 +13,9 @@ import torch
 from flowkernels import LossSpec
 from torch import Tensor
 
+from flowtrain.training.row_loss import forward_rows
 from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.trainer import Trainer, forward_rows
+from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow, pack_row, pack_rows
 from flowtrain.types import Sample
 

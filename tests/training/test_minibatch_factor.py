@@ -18,7 +18,8 @@ from gradients import TOLERANCE, distance, gradient_of, reference_of
 from torch import Tensor
 
 from flowtrain.training.minibatch_factor import MinibatchFactor
-from flowtrain.training.trainer import Trainer, forward_rows
+from flowtrain.training.row_loss import forward_rows
+from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.types import Sample, SampleId
 

@@ -15,8 +15,9 @@ from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, refere
 from torch import Tensor
 
 from flowtrain.training import model as models
+from flowtrain.training.row_loss import forward_rows
 from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.trainer import OptimSpec, Trainer, forward_rows
+from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowtrain.training import model as models
+from flowtrain.training import sharding
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.training.world import World
@@ -174,10 +175,10 @@ def test_recomputing_the_layers_changes_nothing_but_the_memory(
     samples = make_samples(GROUPS["turns that extend each other"])
     grads, calls = [], []
     for recompute in (False, True):
-        model = models.shard(
+        model = sharding.shard(
             models.load_model(tiny_path, torch.float32),
             alone,
-            models.ShardSpec(torch.float32, recompute),
+            sharding.ShardSpec(torch.float32, recompute),
         )
         trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2, grad_clip=0.0))
         seen: list[int] = []

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import save, saved_state
 from flowkernels import FutureRatio, LossSpec, future_factor
 from ranks import fork, launch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from flowtrain.training import checkpoint
+from flowtrain.training import checkpoint, sharding
 from flowtrain.training import model as models
 from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.cost import ForwardCost
@@ -107,6 +109,14 @@ def rows_of(step: int, rank: int, size: int) -> list[list[PackedRow]]:
     return pack(mine, 2, token_budget=12)
 
 
+def load_model(path: str, world: World) -> PreTrainedModel:
+    """Load the model where the weights are given out, and its shape alone elsewhere."""
+    model = models.load_model(path, torch.float32)
+    if not world.is_main:
+        sharding.take_weights(model)
+    return model
+
+
 def make_trainer(
     path: str,
     world: World,
@@ -118,14 +128,12 @@ def make_trainer(
 ) -> Trainer:
     reference = None
     if loss.kl_coef:
-        frozen = models.load_model(path, torch.float32).requires_grad_(False).eval()
+        frozen = load_model(path, world).requires_grad_(False).eval()
         with torch.no_grad():
             for parameter in frozen.parameters():
                 parameter.mul_(1.05)
-        reference = models.shard(frozen, world, models.ShardSpec(dtype))
-    model = models.shard(
-        models.load_model(path, torch.float32), world, models.ShardSpec(dtype, **how)
-    )
+        reference = sharding.shard(frozen, world, sharding.ShardSpec(dtype))
+    model = sharding.shard(load_model(path, world), world, sharding.ShardSpec(dtype, **how))
     trainer = Trainer(
         model,
         world,
@@ -184,7 +192,7 @@ def run(path: str, out: Path, num_samplers: int) -> None:
         run_case(path, out, name, ranks)
     if not num_samplers:
         world = ranks.world
-        models._SMALL = 0
+        sharding._SMALL = 0
         trainer = make_trainer(path, world, LossSpec(), {"grad_clip": 0.0}, torch.bfloat16)
         stats, _ = ranks.train(trainer, ranks.rows_of(0))
         write(out / "bf16.safetensors", trainer, world)
@@ -196,7 +204,7 @@ def run(path: str, out: Path, num_samplers: int) -> None:
 
 def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
     loss, options = CASES[name]
-    models._SMALL = 50_000_000 if name == "whole" else 0
+    sharding._SMALL = 50_000_000 if name == "whole" else 0
     trainer, tokenizer = None, models.load_tokenizer(path)
     stats: list[dict[str, float]] = []
     passes, scores = [0] * len(GROUPS), []
@@ -208,16 +216,8 @@ def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
         )
     for step in range(len(GROUPS)):
         if trainer is not None and step == len(GROUPS) - 1:
-            checkpoint.save(
-                out / f"{name}.checkpoints",
-                step,
-                trainer.model,
-                tokenizer,
-                trainer.optimizer,
-                {"cursor": 7},
-                ranks.trainers,
-                keep=1,
-            )
+            folder, state = out / f"{name}.checkpoints", {"cursor": 7}
+            save(folder, step, trainer, tokenizer, ranks.trainers, state=state, keep=1)
         told, found = ranks.train(trainer, ranks.rows_of(step))
         stats.append(told)
         scores.append(sorted(found.items()))
@@ -427,7 +427,7 @@ def test_a_checkpoint_restores_on_another_number_of_ranks(
     trainer = make_trainer(tiny_path, alone, loss, options)
     path = checkpoint.latest(results[size] / f"{name}.checkpoints")
     assert path is not None and checkpoint.load_state(path) == {"step": 3, "cursor": 7}
-    checkpoint.restore(path, trainer.model, trainer.optimizer)
+    checkpoint.restore(path, trainer.model, trainer.optimizer, alone)
     for group in trainer.optimizer.param_groups:
         group["eps"] = 1e-3
     trainer.step(rows_of(3, 0, 1))
@@ -437,8 +437,8 @@ def test_a_checkpoint_restores_on_another_number_of_ranks(
 def test_checkpoints_of_one_and_two_ranks_hold_the_same(results: dict[int, Path]) -> None:
     for name in CASES:
         one, two = (checkpoint.latest(results[size] / f"{name}.checkpoints") for size in (1, 2))
-        for file in ("model.safetensors", "optimizer.safetensors"):
-            close(load_file(two / file), load_file(one / file))
+        close(saved_state(two), saved_state(one))
+        close(*(load_file(each / "model" / "model.safetensors") for each in (two, one)))
 
 
 def test_bf16_keeps_fp32_master_weights(

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flowtrain.training import model as models
+from flowtrain.training import sharding
 from flowtrain.training.world import World, end_process
 from flowtrain.weights import Publisher, PublishOptions, WeightStore, pull
 from flowtrain.weights import publisher as module
@@ -43,9 +44,9 @@ def run(path: str, out: Path) -> None:
     world = World.join("cpu", timeout_s=60)
     gathered = world.gather_text(TEXTS[world.rank])
     texts = world.gather_text(TEXTS[2 - world.rank])
-    models._SMALL = 0  # layer by layer
-    model = models.shard(
-        models.load_model(path, torch.float32), world, models.ShardSpec(torch.bfloat16)
+    sharding._SMALL = 0  # layer by layer
+    model = sharding.shard(
+        models.load_model(path, torch.float32), world, sharding.ShardSpec(torch.bfloat16)
     )
     store = WeightStore(out / "weights")
     publisher = Publisher(store, PublishOptions(torch.bfloat16), world)

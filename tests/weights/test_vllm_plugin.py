@@ -39,7 +39,7 @@ from flowtrain.engines.requests import kept_sets
 from flowtrain.engines.vllm.plan import make_plan, prove
 from flowtrain.engines.vllm.process import sampling_args
 from flowtrain.engines.vllm.sharded_target import ShardedTarget
-from flowtrain.training import attention
+from flowtrain.training import attention, sharding
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack, pack_rows
@@ -357,7 +357,7 @@ def trained(
         policy.get_input_embeddings().weight.mul_(
             0.15
         )  # the head too: logits of the size of a new model's, and their rounding with them
-    models.shard(policy, World(0, 1, torch.device("cpu")), models.ShardSpec(torch.bfloat16))
+    sharding.shard(policy, World(0, 1, torch.device("cpu")), sharding.ShardSpec(torch.bfloat16))
     publisher = Publisher(store, PublishOptions(torch.bfloat16))
     publisher.publish(models.named_weights(policy), 0)
     engine.connect(store)

@@ -1,0 +1,86 @@
+"""A row through the model: its logits, the log-probs of its targets, its loss.
+
+Log-probs and losses are taken within the output layer where the model allows it (`lm_head.py`), so
+that logits exist a chunk at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from flowkernels import (
+    LogProbs,
+    LossSpec,
+    PolicyLoss,
+    TokenLossFn,
+    linear_logprobs,
+    linear_policy_loss,
+    logprobs,
+    policy_loss,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flowtrain.training.lm_head import forward, fused_head, run_head
+from flowtrain.training.tree import PackedRow
+
+
+def forward_rows(model: PreTrainedModel, row: PackedRow) -> Tensor:
+    """Logits [T, V] of the row's targets; the head runs on the target rows alone."""
+    # A view whose backward pass, unlike that of [0], copies nothing.
+    return forward(model, row).squeeze(0)
+
+
+def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> LogProbs:
+    """Log-probs, entropies [T] of the row's targets, among what each was sampled from."""
+    options: dict[str, Any] = {"temperature": temperature, "sampling_mask": row.sampling_mask}
+    head = fused_head(model)
+    if head is None:
+        return logprobs(forward_rows(model, row), row.target_ids_T, **options)
+    found: list[LogProbs] = []
+
+    def score_at_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        ids_T = row.target_ids_T
+        every = options | head.options
+        found.append(linear_logprobs(hidden_TD, weight_VD, ids_T, bias_V=bias_V, **every))
+        return found[0].logprob_T
+
+    logprob_T = run_head(model, head, row, score_at_head)
+    return replace(found[0], logprob_T=logprob_T)  # as the model returns it: FSDP's hooks are there
+
+
+def row_loss(
+    model: PreTrainedModel,
+    row: PackedRow,
+    spec: LossSpec | TokenLossFn,
+    scale: float,
+    temperature: float,
+) -> PolicyLoss:
+    """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the
+    model's head allows.
+    """
+    tokens: dict[str, Any] = {
+        "spec": spec,
+        "advantage_T": row.advantage_T,
+        "weight_T": row.loss_weight_T * scale,
+        "old_logprob_T": row.old_logprob_T,
+        "ref_logprob_T": row.ref_logprob_T,
+        "sampler_logprob_T": row.sampler_logprob_T,
+        "cu_seqlens_S1": row.cu_targets_S1,
+        "temperature": temperature,
+        "sampling_mask": row.sampling_mask,
+    }
+    head = fused_head(model)
+    if head is None:
+        return policy_loss(forward_rows(model, row), row.target_ids_T, inplace=True, **tokens)
+    found: list[PolicyLoss] = []
+
+    def loss_at_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        ids_T = row.target_ids_T
+        every = tokens | head.options
+        found.append(linear_policy_loss(hidden_TD, weight_VD, ids_T, bias_V=bias_V, **every))
+        return found[0].loss
+
+    loss = run_head(model, head, row, loss_at_head)
+    return replace(found[0], loss=loss)  # as the model returns it: FSDP's hooks are there

@@ -1,0 +1,200 @@
+"""Sharding a model over the ranks by FSDP2, its weights given out by one of them.
+
+The main rank alone reads the weights, into the memory of its host. The others have a model without
+any. A layer at a time is then whole on every device, until each rank has cut its shard from it: no
+device ever holds the model whole, and one host holds it once, frozen reference or not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from flowtrain.training import attention, lm_head
+from flowtrain.training.exact import make_exact
+from flowtrain.training.world import World
+
+_SMALL = 50_000_000
+"""Parameters up to which a model is gathered at once: collectives of single layers would cost more
+than the memory they spare."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """How the ranks hold a model and compute with it."""
+
+    dtype: torch.dtype
+    """The dtype of the forward and backward pass."""
+    recompute: bool = False
+    """Keep the inputs of layers alone for the backward pass."""
+    compile: bool = False
+    """Compile each layer."""
+    reshard: bool = True
+    """Layers give gathered weights back after the forward pass, and gather them again for the
+    backward pass."""
+    offload: bool = False
+    """Weights, gradients and moments are in the memory of the CPU."""
+    attention: str = "auto"
+    """One of `attention.NAMES`."""
+    weight_dtype: torch.dtype = torch.float32
+    """The dtype of master weights, and of their gradients once they are reduced."""
+    fp32_logits: bool = False
+    """The head's logits stay in fp32, whatever `dtype` is, until log-probs are taken of them."""
+    exact: bool = False
+    """A token's log-prob has the same bits whatever shares its row; `attention` has no say then."""
+
+
+def shard(
+    model: PreTrainedModel,
+    world: World,
+    spec: ShardSpec,
+    weights: Mapping[str, Tensor] | None = None,
+) -> PreTrainedModel:
+    """Shard the master weights of a model over the ranks, in place; collective.
+
+    Those of the main rank count: elsewhere the model may be on the meta device. One rank in fp32
+    is not sharded.
+
+    Args:
+        weights: those of the main rank by name, which stay as they are, for a model on the meta
+            device; None: the model's own, which it gives away one by one.
+    """
+    for parameter in model.parameters():
+        dtype = spec.weight_dtype if parameter.requires_grad else spec.dtype
+        parameter.data = parameter.data.to(dtype)
+    lm_head.equip(model, spec.fp32_logits)
+    model.set_attn_implementation(attention.name_of(spec.attention, world.device))
+    if spec.exact:
+        make_exact(model, spec.dtype, world.device)
+    if spec.recompute:
+        recompute_layers(model)
+    if spec.compile:
+        compile_layers(model)
+    source = take_weights(model) if weights is None else weights
+    giver = _Giver(model, world, source if world.is_main else {}, keeps=weights is not None)
+    del source
+    if world.size == 1 and spec.dtype == torch.float32 and not spec.offload:
+        giver.fill(model)
+        return model
+    world.barrier()  # the main rank may have read for minutes, and FSDP's clock is short
+    options: dict[str, Any] = {
+        "mesh": world.mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32),
+    }
+    if spec.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    if is_sharded_by_layer(model):
+        for layer in model.get_decoder().layers:
+            giver.fill(layer)
+            fully_shard(layer, reshard_after_forward=spec.reshard, **options)
+    giver.fill(model)
+    return fully_shard(model, **options)
+
+
+def skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model to the meta device: its shape, its options and no weights."""
+    memo: dict[int, Any] = {id(tensor): _on_meta(tensor) for _, tensor in named_tensors(model)}
+    return copy.deepcopy(model, memo)
+
+
+def take_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Take weights and buffers out of a model, which is on the meta device then; a tied one once.
+
+    They are those of `named_tensors`.
+    """
+    taken = dict(named_tensors(model))
+    metas = {id(tensor): _on_meta(tensor) for tensor in taken.values()}
+    for places, name, tensor in _places(model):
+        places[name] = metas[id(tensor)]
+    return {name: tensor.detach() for name, tensor in taken.items()}
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by name, each once, also buffers that no file holds."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    meta = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    return meta
+
+
+def _places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield where a module and those in it have parameters and buffers: tied ones at each place."""
+    for each in module.modules():
+        for places in (each._parameters, each._buffers):
+            for name, tensor in list(places.items()):
+                if tensor is not None:
+                    yield places, name, tensor
+
+
+class _Giver:
+    """Gives the main rank's tensors to all ranks."""
+
+    def __init__(
+        self, model: nn.Module, world: World, source: Mapping[str, Tensor], keeps: bool
+    ) -> None:
+        """`keeps`: the source is used afterwards, so its tensors are copied."""
+        self._world, self._source, self._keeps = world, dict(source), keeps
+        self._missing = {id(tensor): (name, tensor) for name, tensor in named_tensors(model)}
+        self._num_places = Counter(id(tensor) for *_, tensor in _places(model))
+        self._given: dict[int, Tensor] = {}
+        """By what was in its place: tensors that have places left, because they are tied."""
+
+    def fill(self, module: nn.Module) -> None:
+        """Put weights into a module that has none yet; collective."""
+        for places, name, tensor in _places(module):
+            key = id(tensor)
+            if key in self._missing:
+                if key not in self._given:
+                    self._given[key] = self._receive(*self._missing[key])
+                places[name] = self._given[key]
+                self._num_places[key] -= 1
+                if not self._num_places[key]:
+                    del self._given[key]
+
+    def _receive(self, name: str, like: Tensor) -> Tensor:
+        device = self._world.device
+        if self._world.is_main:
+            found = self._source.pop(name)
+            tensor = found.to(device, like.dtype, copy=self._keeps).contiguous()
+        else:
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
+        if self._world.size > 1:
+            dist.broadcast(tensor, group=self._world.group, group_src=0)
+        if isinstance(like, nn.Parameter):
+            return nn.Parameter(tensor, requires_grad=like.requires_grad)
+        return tensor
+
+
+def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
+    """Compile each layer, with one graph for all of them and any number of tokens."""
+    for layer in model.get_decoder().layers:
+        layer.compile(dynamic=True, backend=backend)
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Keep the inputs of layers alone for the backward pass."""
+    # The name changed within transformers 5.
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
+    enable({"use_reentrant": False})
+
+
+def is_sharded_by_layer(model: PreTrainedModel) -> bool:
+    """Tell whether a model's layers are gathered one by one; else it is gathered whole."""
+    return model.num_parameters() > _SMALL

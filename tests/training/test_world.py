@@ -1,0 +1,72 @@
+"""Ranks wait for each other's rollouts as long as it takes, and for a hung collective of training
+only a while. Run as a script, this file is the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fork, launch
+
+from flowtrain.training.world import World, end_process
+
+pytestmark = pytest.mark.dist
+
+CLOCK_S = 1.0
+SIZE = 3
+
+
+def run(out: Path) -> None:
+    """Keep the others waiting in every way, longer than the clock of training."""
+    world = World.join("cpu", timeout_s=CLOCK_S)
+    pair = world.part([0, 1])
+    assert world.mesh.device_type == "cpu", "not that of an accelerator which nobody asked for"
+    found: dict[str, object] = {}
+    for name, late, wait in (
+        ("sum", 2, lambda: world.sum([world.rank])[0]),
+        ("gather", 0, lambda: world.gather_text(str(world.rank))),
+        ("barrier", 1, lambda: world.barrier()),
+        ("part", 1, lambda: pair.sum([1.0])[0] if pair.is_member else 2.0),
+    ):
+        if world.rank == late:
+            time.sleep(2 * CLOCK_S)  # a rollout that takes longer
+        found[name] = wait()
+    for name, each in (("part_hangs", pair), ("hangs", world)):
+        world.barrier()
+        if each.rank == 0:
+            started = time.monotonic()
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(1), group=each.group)
+            found[name] = time.monotonic() - started < 20 * CLOCK_S
+    (out / f"{world.rank}.json").write_text(json.dumps(found))
+    world.barrier()
+    end_process(0)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    out = tmp_path_factory.mktemp("world")
+    launch(__file__, [(SIZE, (str(out),))])
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+
+def test_ranks_wait_longer_for_each_other_than_the_clock_of_training(
+    found: list[dict[str, object]],
+) -> None:
+    for each in found:
+        assert each["sum"] == 3.0 and each["gather"] == ["0", "1", "2"] and each["part"] == 2.0
+
+
+def test_a_collective_of_training_that_hangs_ends_the_rank(
+    found: list[dict[str, object]],
+) -> None:
+    assert found[0]["hangs"] and found[0]["part_hangs"]
+
+
+if __name__ == "__main__":
+    fork(lambda out: run(Path(out)))
