@@ -33,7 +33,7 @@ TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.torchrun --nproc_per_no
 # vLLM's attention on a CPU takes no heads of 16.
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-loggers test-optional test-vllm attack dist try-dist lint typecheck bench docs docs-serve
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-loggers test-optional test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -66,7 +66,7 @@ controls: run-setup
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/shuffled --model.path $(RUN)/warm/model --algorithm.shuffle_rewards true
 	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(RUN)/warm/model --rft.num_steps 1500
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/longer_eval --model.path $(RUN)/longer/model --train.num_steps 0
-	$(BIN)/python -m flowtrain.report.curves $(RUN)/train $(RUN)/shuffled --out $(RUN)/controls.png
+	$(BIN)/python -m flowtrain.metrics.curves $(RUN)/train $(RUN)/shuffled --out $(RUN)/controls.png
 
 # A planner and a verifier learn at once from nodes of which two are killed and two join, all on this machine. The warm-ups are short: it is the nodes
 # that there is to see.
@@ -85,7 +85,7 @@ smollm2: run-setup
 
 # In the loop of work: the linters, and those tests of the changed packages that take no time.
 check: lint
-	PYTHONPATH=. $(BIN)/python .ci/check.py
+	$(BIN)/python .ci/check.py
 
 test: setup
 	$(BIN)/python -m pytest -m 'not vllm' -n $(JOBS) --dist worksteal
@@ -110,12 +110,12 @@ $(VENV)/loggers/.done: $(VENV)/.done
 
 test-loggers: $(VENV)/loggers/.done
 	PYTHONPATH=kernels:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
-		$(VENV)/loggers/bin/python -m pytest tests/report/test_loggers.py
+		$(VENV)/loggers/bin/python -m pytest tests/metrics/test_loggers.py
 
 # In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py \
-		tests/engines/test_vllm_reads_checkpoints.py tests/engines/test_sampler_entropies.py
+		tests/engines/test_sampler_entropies.py tests/engines/test_vllm_reads_checkpoints.py
 	$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py
 
 # Both distributions in dist/, as the index takes them, and their pages checked.
@@ -135,6 +135,10 @@ dist: $(VENV)/release/.done
 # What is in dist/ in new environments, as people will use it.
 try-dist:
 	$(PYTHON) .ci/try_wheels.py dist --torch '$(TORCH)'
+
+# The GPU benchmark where there is nothing but torch, Triton and pytest; on a CPU.
+try-bench-gpu:
+	PYTHON=$(PYTHON) TORCH='$(TORCH)' TRITON='$(TRITON)' .ci/try_bench_gpu.sh
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The tests that a change touches:  PYTHONPATH=. python .ci/check.py [BASE]
+"""The tests that a change touches:  python .ci/check.py [BASE]
 
 The change is what differs from where this branch left BASE (default: main), with files that are not
 committed; on main itself, what is not committed, or else the last commit. For a module, those tests
@@ -13,8 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-from bench.house import Checkout
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,7 +88,7 @@ def users_of(module: str, tests: Mapping[Path, set[str]]) -> list[Path]:
     modules = {module}
     while True:
         users = [path for path, used in tests.items() if used & modules]
-        importers = {edge.importer for edge in HOUSE.edges if edge.target in modules} - modules
+        importers = {importer for importer, targets in EDGES.items() if targets & modules} - modules
         if len(users) > 1 or not importers:
             return users
         modules |= importers
@@ -108,10 +106,32 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-HOUSE = Checkout(ROOT)
+def targets(module: str) -> set[str]:
+    """What a module of ours imports, within functions too; a submodule by its own name."""
+    parts = module.split(".")
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            depth = len(parts) - node.level + (MODULES[module].name == "__init__.py")
+            base = parts[:depth] if node.level else []
+            package = ".".join([*base, *([node.module] if node.module else [])])
+            names = {f"{package}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else package for name in names}
+    return found
+
+
+MODULES = {
+    ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): path
+    for base in (ROOT, ROOT / "kernels")
+    for path in sorted(base.glob("flow*/**/*.py"))
+}
+"""The files of flowtrain and flowkernels by their dotted names."""
+EDGES = {module: targets(module) for module in MODULES}
 ORIGIN = {
     f"{package}.{alias.asname or alias.name}": node.module
-    for package, path in HOUSE.modules.items()
+    for package, path in MODULES.items()
     if path.name == "__init__.py"
     for node in ast.parse(path.read_text(encoding="utf-8")).body
     if isinstance(node, ast.ImportFrom) and node.module

@@ -28,7 +28,7 @@ from flowkernels import (
     rows_triton,
     sparse_delta_triton,
 )
-from flowkernels.statistics import BIN_WIDTH, NUM_BINS, NUM_STATISTICS
+from flowkernels.statistics import NAMES
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
@@ -149,14 +149,13 @@ def _row(task: tuple[int, str, bool]) -> dict[str, Any]:
 
 def variants() -> Iterator[Variant]:
     yield from _row_variants()
-    statistics = {"BIN_WIDTH": BIN_WIDTH, "NUM_BINS": NUM_BINS, **policy_loss_triton.STATISTICS}
-    merge = {"NUM": NUM_STATISTICS, **policy_loss_triton.MERGE}
+    merge = {"NUM": len(NAMES), **policy_loss_triton.MERGE}
     of_loss, of_tree, of_delta = policy_loss_triton, branching_triton, sparse_delta_triton
     scatter = {"WRITES": True, **of_delta.SCATTER}
     others: list[_Other] = [
         ("scale", "bf16", of_loss.scale_kernel, of_loss.SCALE, roofline.SCALE),
         ("scale", "fp32", of_loss.scale_kernel, of_loss.SCALE, roofline.SCALE),
-        ("statistics", "fp32", of_loss.statistics_kernel, statistics, roofline.STATISTICS),
+        ("statistics", "fp32", of_loss.statistics_kernel, of_loss.STATISTICS, roofline.STATISTICS),
         ("merge", "fp32", of_loss.merge_kernel, merge, roofline.MERGE),
         ("scan", "fp32", of_tree.scan_kernel, of_tree.LAUNCH, roofline.SCAN),
         ("branching", "fp32", of_tree.score_kernel, of_tree.LAUNCH, roofline.BRANCHING),

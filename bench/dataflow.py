@@ -4,8 +4,6 @@ In virtual time, with SIMULATED latencies of models and tools and a simulated tr
 ledger: training steps per hour in the synchronous loop and through the dataflow, over how long the
 trainer takes; the trainer's idle share by size of the pool, and once it has the advised size; pools
 of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback.
-With --learning, instead of all that: reward per sampled token, through the dataflow and not, in
-real training runs.
 
 What is assumed. Rollouts are those of `bench.flow`: 150 s on average and 500 s at most, as
 AgentFlow's trainer expects, with a long tail; latencies do not depend on the load. 32 questions
@@ -31,7 +29,7 @@ from typing import Any
 
 import matplotlib
 
-from bench import dataflow_learning, dataflow_service
+from bench import dataflow_service
 from bench.measure import print_table, write_json
 from bench.simulated_pool import (
     Node,
@@ -91,28 +89,7 @@ def main() -> None:
         default=2048,
         help="groups that the service gets at once (default: 2048)",
     )
-    parser.add_argument(
-        "--learning",
-        nargs="+",
-        metavar="WARM",
-        help="only train the quickstart, from these models of flowtrain.rft",
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="of that (default: 3)")
-    parser.add_argument(
-        "--dir",
-        type=Path,
-        default=Path("runs/dataflow"),
-        help="folder of its runs (default: runs/dataflow)",
-    )
-    args, words = parser.parse_known_args()
-    if args.learning:
-        rows = dataflow_learning.rows(args.learning, args.seeds, args.dir, words)
-        print_table(rows)
-        if args.json:
-            write_json(args.json, rows)
-        return
-    if words:
-        parser.error(f"{words[0]}: options of the run go with --learning")
+    args = parser.parse_args()
     found: list[dict[str, Any]] = []
     for part in _parts(args.steps, args.groups, args.postgres):
         rows = list(part)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from bench.delta_weights import U16, Step
 from bench.model_folder import ModelFolder
-from flowtrain.report import ProgressLine
+from flowtrain.metrics import ProgressLine
 from flowtrain.training.model import named_weights
 from flowtrain.training.sharding import ShardSpec, shard
 from flowtrain.training.trainer import OptimSpec, Trainer

@@ -1,23 +1,24 @@
-"""All that a first half hour on one GPU must answer:  python -m bench.gpu --out DIR [--minutes M]
+"""All that a first half hour on one GPU must answer:
 
-Stages run in order of worth, each in a process of its own with a time limit, until the minutes are
-used up. What each found lies in DIR as it comes: `STAGE.json` (rows, and the versions they were
-measured under), `STAGE.log`, and `report.md` with every goal, its figure and a verdict. A second
-call goes on where the first stopped; `--again` runs named stages once more. The first half of the
-stages needs torch, Triton and this package alone; a stage that lacks something says what. Without a
-GPU the same stages run at a small size, to see that they do, and no goal is judged.
+    python -m bench.gpu --out DIR [--minutes M] [--dry-run]
+
+Stages run in the order of what they tell, each in a process of its own with a time limit, until the
+minutes are used up. Every case of a stage fails alone. What each found lies in DIR as it comes:
+`STAGE.json` (rows, and the versions they were measured under), `STAGE.log`, `report.md`, and at a
+stage's end `STAGE.tar` with all of that. A second call goes on where the first stopped; when no
+stage is left it tries the broken ones anew. PyTorch and Triton are enough; a stage that needs more
+says what. --dry-run takes tiny shapes, on a CPU as well, to see that every stage runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,26 +26,32 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu_cases import AGAIN, keep_good_rows, read_rows
 from bench.gpu_report import write_report
 
-_LEAST_S = 20
+ROOT = Path(__file__).resolve().parents[1]
+_CHILD = ("-m", "bench.gpu_stages")
+_LEAST_S = 15
 """A stage is not begun with less time than this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A question, and the command that answers it."""
-
-    name: str
-    command: str
-    """Arguments of python; {json} is where its rows go, {xml} where pytest's report goes."""
-    limit_s: int
-    small: str | None
-    """The command without a GPU; None: it makes no sense there."""
-    packages: tuple[str, ...] = ()
-    """Needed beside torch and Triton."""
-    program: str | None = None
-    """Needed on the PATH."""
+LIMITS_S = {
+    "environment": 60,
+    "gpu_tests": 120,
+    "profile": 120,
+    "steps": 300,
+    "attention": 200,
+    "head_chunks": 90,
+    "losses": 90,
+    "delta": 60,
+    "memory": 200,
+    "collectives": 60,
+    "checkpoint": 120,
+    "kernel_tests": 300,
+    "rivals": 300,
+    "runs": 500,
+    "vllm": 400,
+}
+"""The stages, functions of `bench/gpu_stages.py` and `bench/gpu_runs.py`, in the order of what they
+tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,136 +59,106 @@ class Outcome:
     """What became of a stage."""
 
     status: str
-    """done, failed, timed out or skipped"""
+    """done, broken (some cases failed), failed, timed out or skipped."""
     seconds: float
     reason: str = ""
-
-
-_LOGITS = "-m bench.losses --json {json} --heads= --peers torch,compile,trl,liger"
-_HEADS = "-m bench.losses --json {json} --tokens= --peers torch,compile,trl,cce,gemm"
-_STEP = "-m bench.step --json {json}"
-_PYTEST = "-m pytest -q -p no:cacheprovider --junitxml {xml}"
-_KERNEL_TESTS = "tests/kernels --ignore tests/kernels/test_aot.py"
-_TESTS = ("pytest", "hypothesis", "pytest_timeout", "xdist")
-_FLOW = ("transformers", "pydantic", "bm25s", "httpx2", "msgspec", "tomli_w", "trafilatura")
-
-STAGES = (
-    Stage("environment", "-m bench.gpu_stages environment {json}", 60, ""),
-    Stage(
-        "logits",
-        f"{_LOGITS} --tokens 1024,8192 --vocab 151936,128256,50257 --repeats 15",
-        120,
-        f"{_LOGITS} --tokens 64 --vocab 4099 --repeats 2",
-    ),
-    Stage("gpu_tests", f"{_PYTEST} -m gpu tests", 150, f"{_PYTEST} -m gpu tests/training", _TESTS),
-    Stage(
-        "heads",
-        f"{_HEADS} --heads 896x151936,1536x151936,3584x152064,576x49152 --head-tokens 8192"
-        " --repeats 9",
-        120,
-        f"{_HEADS} --heads 64x4096 --head-tokens 128 --repeats 2",
-    ),
-    Stage(
-        "attention",
-        "-m bench.attention --json {json}",
-        150,
-        "-m bench.attention --json {json} --tokens 512 --repeats 2",
-        ("transformers",),
-    ),
-    Stage("delta", "-m bench.gpu_stages delta {json}", 60, ""),
-    Stage(
-        "step_05b",
-        f"{_STEP} --shape 0.5b --scale 1 --batch-size 2",
-        150,
-        f"{_STEP} --scale 0.02 --repeats 1",
-        _FLOW,
-    ),
-    Stage(
-        "kernel_tests",
-        f"{_PYTEST} -n 8 --dist worksteal {_KERNEL_TESTS} --ignore tests/kernels/test_roofline.py",
-        200,
-        f"{_PYTEST} tests/kernels/test_m2po.py",
-        _TESTS,
-    ),
-    Stage("memory", "-m bench.memory --json {json}", 120, "-m bench.memory --json {json}", _FLOW),
-    Stage("step_15b", f"{_STEP} --shape 1.5b --scale 1 --batch-size 1", 200, None, _FLOW),
-    Stage("l2", "-m bench.gpu_stages l2 {json}", 60, None, program="ncu"),
-    Stage("launches", "-m bench.launches --json {json}", 90, None),
-    Stage("quickstart", "-m bench.gpu_stages quickstart {json}", 420, "", _FLOW),
-    Stage("vllm_pause", "-m bench.weights --json {json}", 240, None, ("vllm", *_FLOW)),
-)
+    clocks: str = ""
+    """Of the device when the stage ended."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results")
-    parser.add_argument(
-        "--minutes", type=float, default=30.0, help="for all stages (default: %(default)s)"
-    )
-    names = ", ".join(stage.name for stage in STAGES)
-    parser.add_argument("--stages", default="", metavar="S,S", help=f"only these of: {names}")
-    parser.add_argument("--again", default="", metavar="S,S", help="stages to run once more")
-    args = parser.parse_args()
-    only, again = (_chosen(text) for text in (args.stages, args.again))
+    args = _arguments()
+    if not torch.cuda.is_available() and not args.dry_run:
+        raise SystemExit("torch finds no GPU here; --dry-run takes tiny shapes on the CPU")
     args.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * args.minutes
-    on_gpu = torch.cuda.is_available()
     outcomes = _read(args.out)
-    for stage in STAGES:
-        known = outcomes.get(stage.name)
-        is_settled = known is not None and known.status == "done" and stage.name not in again
-        if is_settled or (only and stage.name not in only):
-            continue
-        left = ends - time.monotonic()
-        if left < _LEAST_S:
-            print(f"no time is left for {stage.name}; the same command goes on with it")
+    left = _left(outcomes, _chosen(args.stages), _chosen(args.again))
+    for name in left:
+        left_s = ends - time.monotonic()
+        if left_s < _LEAST_S:
+            print(f"no time is left for {name}; the same command goes on with it")
             break
-        print(f"{stage.name} ...", end=" ", flush=True)
-        outcome = run(stage, args.out, min(left, stage.limit_s), on_gpu)
-        print(f"{outcome.status} in {outcome.seconds:.0f} s {outcome.reason}".rstrip())
-        outcomes[stage.name] = outcome
-        _write(args.out, outcomes)
-        write_report(args.out, {name: asdict(x) for name, x in outcomes.items()}, on_gpu)
+        print(f"{name} ...", end=" ", flush=True)
+        if name in _chosen(args.again):
+            (args.out / f"{name}.json").unlink(missing_ok=True)
+        outcome = run(name, args.out, min(left_s, LIMITS_S[name]), args.dry_run)
+        print(f"{outcome.status} in {outcome.seconds:.0f} s {outcome.reason}".rstrip(), flush=True)
+        outcomes[name] = outcome
+        _keep(args.out, name, outcomes, is_judged=not args.dry_run)
+    else:
+        print("no stage is left" if not left else "every stage has run")
     print(f"report: {args.out / 'report.md'}")
 
 
-def run(stage: Stage, folder: Path, limit_s: float, on_gpu: bool) -> Outcome:
-    """Run one stage in a process group of its own, which its limit ends."""
-    lacks = _lacks(stage, on_gpu)
-    if lacks:
-        return Outcome("skipped", 0.0, lacks)
-    for suffix in ("json", "xml"):  # an older result must not pass for this one's
-        (folder / f"{stage.name}.{suffix}").unlink(missing_ok=True)
-    command = stage.command if on_gpu or not stage.small else stage.small
-    paths = {suffix: str(folder / f"{stage.name}.{suffix}") for suffix in ("json", "xml")}
-    arguments = [part.format(**paths) for part in command.split()]
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="for the results")
+    add("--minutes", type=float, default=9.0, help="for this call (default: %(default)s)")
+    add("--stages", default="", metavar="S,S", help=f"only these of: {', '.join(LIMITS_S)}")
+    add("--again", default="", metavar="S,S", help="stages to begin from nothing")
+    add("--dry-run", action="store_true", help="tiny shapes, and no goal is judged")
+    return parser.parse_args()
+
+
+def _left(outcomes: dict[str, Outcome], only: Sequence[str], again: Sequence[str]) -> list[str]:
+    """Stages that have not ended, then those that broke."""
+    statuses = {name: outcomes[name].status if name in outcomes else "" for name in LIMITS_S}
+    wanted = [name for name in LIMITS_S if name in (*only, *again) or not (only or again)]
+    begun = [name for name in wanted if statuses[name] in ("", "timed out") or name in again]
+    broken = [name for name in wanted if statuses[name] in ("broken", "failed", "skipped")]
+    return [*begun, *(name for name in broken if name not in begun)]
+
+
+def run(name: str, folder: Path, limit_s: float, is_small: bool) -> Outcome:
+    """Run a stage, as often as a case takes its process down."""
+    path = folder / f"{name}.json"
+    keep_good_rows(path)
     started = time.monotonic()
-    with (folder / f"{stage.name}.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return Outcome("timed out", limit_s, f"after {limit_s:.0f} s")
-        finally:
-            _end(process)
+    with (folder / f"{name}.log").open("w") as log:
+        while True:
+            num_rows = len(read_rows(path))
+            left_s = limit_s - (time.monotonic() - started)
+            code = _process(name, path, left_s, is_small, log.fileno())
+            if not (code == AGAIN or (code or 0) < 0) or len(read_rows(path)) == num_rows:
+                break
     seconds = time.monotonic() - started
+    return Outcome(*_judge(name, code, path, seconds), clocks=_clocks())
+
+
+def _judge(name: str, code: int | None, path: Path, seconds: float) -> tuple[str, float, str]:
+    if code is None:
+        return "timed out", seconds, f"after {seconds:.0f} s"
     if code:
-        return Outcome("failed", seconds, f"exit status {code}, see {stage.name}.log")
-    return Outcome("done", seconds)
+        return "failed", seconds, f"exit status {code}, see {name}.log"
+    rows = read_rows(path)
+    failed = [row["case"] for row in rows if "error" in row]
+    lacking = sorted({row["needs"] for row in rows if "needs" in row})
+    reason = f"{len(failed)} failed: {', '.join(failed)}" if failed else ""
+    if lacking:
+        reason = "; ".join(filter(None, [reason, f"needs {', '.join(lacking)}"]))
+    is_empty = lacking and all("needs" in row for row in rows)
+    return "broken" if failed else "skipped" if is_empty else "done", seconds, reason
 
 
-def _lacks(stage: Stage, on_gpu: bool) -> str:
-    """What keeps the stage from running here; empty: nothing."""
-    if not on_gpu and stage.small is None:
-        return "needs a GPU"
-    if stage.program is not None and shutil.which(stage.program) is None:
-        return f"needs {stage.program}"
-    missing = [name for name in stage.packages if importlib.util.find_spec(name) is None]
-    return f"needs {', '.join(missing)}" if missing else ""
+def _process(name: str, path: Path, limit_s: float, is_small: bool, log: int) -> int | None:
+    """The exit status of a process of the stage; None: the time was up."""
+    command = [sys.executable, *_CHILD, name, str(path)]
+    paths = (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(
+        [*command, *(["--small"] if is_small else [])],
+        cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True,
+    )  # fmt: skip
+    try:
+        return process.wait(max(limit_s, 0))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -193,12 +170,35 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _clocks() -> str:
+    """What nvidia-smi says of clocks, power and what holds them back; empty without it."""
+    fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def _keep(folder: Path, name: str, outcomes: dict[str, Outcome], is_judged: bool) -> None:
+    """Write outcomes and report, and one archive of all that the stage left."""
+    found = {stage: asdict(outcome) for stage, outcome in outcomes.items()}
+    (folder / "stages.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_report(folder, found, is_judged)
+    with tarfile.open(folder / f"{name}.tar", "w") as archive:
+        for path in (*sorted(folder.glob(f"{name}.*")), folder / name):
+            if path.exists() and path.suffix != ".tar":
+                archive.add(path, path.name)
+        for kept in ("stages.json", "report.md"):
+            archive.add(folder / kept, kept)
+
+
 def _chosen(text: str) -> Sequence[str]:
     names = [name for name in text.split(",") if name]
-    known = [stage.name for stage in STAGES]
     for name in names:
-        if name not in known:
-            raise SystemExit(f"{name!r} is not a stage: {', '.join(known)}")
+        if name not in LIMITS_S:
+            raise SystemExit(f"{name!r} is not a stage: {', '.join(LIMITS_S)}")
     return names
 
 
@@ -206,11 +206,6 @@ def _read(folder: Path) -> dict[str, Outcome]:
     path = folder / "stages.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     return {name: Outcome(**fields) for name, fields in known.items()}
-
-
-def _write(folder: Path, outcomes: dict[str, Outcome]) -> None:
-    text = json.dumps({name: asdict(x) for name, x in outcomes.items()}, indent=1)
-    (folder / "stages.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

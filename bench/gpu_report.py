@@ -1,251 +1,168 @@
-"""The report of `bench.gpu`: every goal with its figure and a verdict, and what became of the
-stages.
+"""The report of `bench.gpu`: every goal with its figure and a verdict, what failed, and what became
+of the stages.
 
-Goals hold on a GPU. Bytes and FLOPs are those that must move and be done, beside a copy and a bare
-product of the same run.
+Goals hold on a GPU, beside a copy and a bare product of the same run. A figure without a goal
+stands in the stage's own table.
 """
 
 from __future__ import annotations
 
 import json
 import operator
-import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.linear_cost import linear_cost
-
 Row = Mapping[str, Any]
-Rows = Sequence[Row]
 _RELATIONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
     "=": operator.eq,
 }
-_PEERS = ("torch", "compile", "trl", "liger", "cce")
+_PEERS = ("torch", "compile", "trl", "liger", "liger_grpo", "cce", "quack", "verl")
+_HIDDEN = ("nvidia-smi", "case")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report."""
 
-    stage: str
     text: str
     figure: float
-    relation: str = ""
-    goal: float | None = None
-    """None: a figure without a goal."""
+    relation: str
+    goal: float
 
-    def verdict(self, is_judged: bool) -> str:
-        if self.goal is None:
-            return ""
-        if not is_judged:
-            return "not judged"
-        return "met" if _RELATIONS[self.relation](self.figure, self.goal) else "**missed**"
+    def line(self, is_judged: bool) -> str:
+        is_met = _RELATIONS[self.relation](self.figure, self.goal)
+        verdict = ("met" if is_met else "**missed**") if is_judged else "not judged"
+        goal = f"{self.relation} {self.goal:.4g}"
+        return f"| {self.text} | {self.figure:.4g} | {goal} | {verdict} |"
 
 
-def write_report(folder: Path, outcomes: Mapping[str, Mapping[str, Any]], on_gpu: bool) -> None:
+def write_report(folder: Path, outcomes: Mapping[str, Mapping[str, Any]], is_judged: bool) -> None:
     """Write `report.md` from the results in the folder."""
-    lines = ["# Report of `python -m bench.gpu`", "", *_facts(folder), ""]
-    if not on_gpu:
-        lines += ["**No GPU**: stages ran at a small size on the CPU, and no goal is judged.", ""]
-    lines += ["| | figure | goal | verdict |", "|---|---|---|---|"]
-    for finding in findings(folder):
-        goal = "" if finding.goal is None else f"{finding.relation} {finding.goal:.4g}"
-        cells = (finding.text, f"{finding.figure:.4g}", goal, finding.verdict(on_gpu))
+    lines = ["# Report of `python -m bench.gpu`", ""]
+    if not is_judged:
+        lines += ["**A dry run**: tiny shapes, and no goal is judged.", ""]
+    lines += ["| stage | | seconds | | clocks |", "|---|---|---|---|---|"]
+    for name, found in outcomes.items():
+        cells = (name, found["status"], f"{found['seconds']:.0f}", found["reason"], found["clocks"])
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| stage | | seconds | |", "|---|---|---|---|"]
-    for name, outcome in outcomes.items():
-        cells = (name, outcome["status"], f"{outcome['seconds']:.0f}", outcome["reason"])
-        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| goal | figure | goal | verdict |", "|---|---|---|---|"]
+    rows = {name: _rows(folder, name) for name in outcomes}
+    lines += [finding.line(is_judged) for finding in findings(rows)]
+    for name, all_rows in rows.items():
+        good = [row for row in all_rows if "error" not in row]
+        failed = [f"- **failed**: {x['case']}: {x['error']}" for x in all_rows if "error" in x]
+        lines += ["", f"## {name}", *_table(good), "", *failed]
     (folder / "report.md").write_text("\n".join(lines) + "\n")
 
 
-def findings(folder: Path) -> Iterator[Finding]:
-    """What the results in the folder say, in the order of the stages."""
-    readers: dict[str, Callable[[Rows], Iterator[Finding]]] = {
-        "logits": _logits,
-        "heads": _heads,
-        "attention": _attention,
+def findings(rows: Mapping[str, Sequence[Row]]) -> Iterator[Finding]:
+    """The figures that have a goal, in the order of the stages."""
+    readers: dict[str, Callable[[Row], Iterator[Finding]]] = {
+        "gpu_tests": _tests,
+        "kernel_tests": _tests,
+        "steps": _steps,
+        "losses": _losses,
         "delta": _delta,
-        "step_05b": _step,
         "memory": _memory,
-        "step_15b": _step,
-        "l2": _l2,
-        "quickstart": _quickstart,
-        "vllm_pause": _pause,
+        "checkpoint": _checkpoint,
+        "runs": _runs,
     }
-    for stage in ("gpu_tests", "kernel_tests"):
-        if (folder / f"{stage}.xml").exists():
-            yield from _tests(stage, folder / f"{stage}.xml")
     for stage, read in readers.items():
-        if rows := _rows(folder, stage):
-            yield from read(rows)
+        for row in rows.get(stage, ()):
+            if not row.keys() & {"error", "needs"}:
+                yield from read(row)
+    good = {name: [row for row in found if "error" not in row] for name, found in rows.items()}
+    yield from _attention(good.get("attention", ()))
+    yield from _rivals(good.get("rivals", ()))
 
 
-def _tests(stage: str, path: Path) -> Iterator[Finding]:
-    root = ET.parse(path).getroot()  # of our own test run
-    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in root.iter("testsuite"):
-        for name in counts:
-            counts[name] += int(suite.get(name, 0))
-    ran = counts["tests"] - counts["skipped"]
-    failed = counts["failures"] + counts["errors"]
-    yield Finding(stage, f"{stage}: failures in {ran} tests", failed, "=", 0)
+def _tests(row: Row) -> Iterator[Finding]:
+    failed = row["failures"] + row["errors"]
+    yield Finding(
+        f"{row['case']}: failures in {row['tests'] - row['skipped']} tests", failed, "=", 0
+    )
 
 
-def _logits(rows: Rows) -> Iterator[Finding]:
-    """Every size; the goals are those of T = 8192 and V = 151,936 or 128,256."""
-    copies = {_case(row): row for row in rows if row["path"] == "copy"}
-    for row in copies.values():
-        yield Finding("logits", f"copy, GB/s, {_name(row)}", row["gb_s"])
-    for path, goal in (("logprobs", 0.88), ("policy_loss", 1 / 1.3)):
-        for row in rows:
-            if row["path"] == path and row["impl"] == "flowkernels":
-                judged = goal if row["T"] >= 8192 and row["V"] > 1e5 else None
-                text = f"`{path}`, share of a copy, {_name(row)}"
-                yield Finding("logits", text, row["of copy"], ">=", judged)
-                yield from _against_peers("logits", row, rows)
-    for row in rows:
-        if row["path"] == "branching":
-            yield Finding("logits", f"`branching_score`, ms, {_name(row)}", row["ms"])
+def _steps(row: Row) -> Iterator[Finding]:
+    if "useful_mfu" in row:
+        yield Finding(f"step, useful MFU, {row['case']}", row["useful_mfu"], ">=", 0.35)
 
 
-def _heads(rows: Rows) -> Iterator[Finding]:
-    """The time of the linear loss beside the sum of its parts, and what fp32 logits cost."""
-    bare = {
-        _case(row): row["ms"]
+def _losses(row: Row) -> Iterator[Finding]:
+    goal = {"logprobs": 0.88, "policy_loss": 1 / 1.3, "policy_loss in place": 1 / 1.3}
+    if row["path"] in goal and row["V"] > 1e5:
+        text = f"`{row['path']}`, share of a copy, V={row['V']}"
+        yield Finding(text, row["of copy"], ">=", goal[row["path"]])
+
+
+def _delta(row: Row) -> Iterator[Finding]:
+    if row["kernel"] in ("diff", "digest"):
+        text = f"sparse delta, {row['kernel']}, share of a copy"
+        yield Finding(text, row["of copy"], ">=", 0.8)
+
+
+def _memory(row: Row) -> Iterator[Finding]:
+    if "predicted_of_measured" in row:
+        text = f"memory, predicted over measured, {row['case']}"
+        yield Finding(text, row["predicted_of_measured"], ">=", 0.9)
+
+
+def _checkpoint(row: Row) -> Iterator[Finding]:
+    yield Finding(f"checkpoint, {row['case']}: the same bits", row["same bits"], "=", 1)
+
+
+def _runs(row: Row) -> Iterator[Finding]:
+    if row["case"] == "quickstart" and row.get("step") and "eval_reward" in row:
+        text = f"quickstart, held-out reward at step {row['step']}"
+        yield Finding(text, row["eval_reward"], ">=", 0.9)
+
+
+def _attention(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Flex on a chain beside torch's own causal attention; the split of groups beside none."""
+    ms = {
+        (row["heads"], row["layout"], row["way"]): row["forward_ms"] + row["backward_ms"]
         for row in rows
-        if row["path"] == "linear_policy_loss" and row["impl"] == "gemm"
+        if "backward_ms" in row
+    }
+    for (heads, layout, way), taken in ms.items():
+        if way == "flex" and (heads, layout, "causal") in ms:
+            text = f"attention, time over causal SDPA's, {heads}, {layout}"
+            yield Finding(text, taken / ms[heads, layout, "causal"], "<=", 1.5)
+        if way == "split" and (heads, layout, "flex") in ms:
+            text = f"attention, groups split over none, {heads}, {layout}"
+            yield Finding(text, taken / ms[heads, layout, "flex"], "<=", 1.0)
+
+
+def _rivals(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Ours beside the rival that was timed in turn with it."""
+    ours = {
+        (row["case"], row.get("path")): row["ms"]
+        for row in rows
+        if row.get("impl") == "flowkernels"
     }
     for row in rows:
-        if row["path"] != "linear_policy_loss":
-            continue
-        name, case = _name(row), _case(row)
-        if row["impl"] == "flowkernels":
-            yield from _against_peers("heads", row, rows)
-            if case in bare and row["device"] == "cuda":
-                products = 6e-9 * row["T"] * row["D"] * row["V"] / bare[case]
-                cost = linear_cost(row["T"], row["D"], row["V"], tflops=products)
-                text = f"`linear_policy_loss`, time over the sum of its parts, {name}"
-                yield Finding("heads", text, row["ms"] / cost["sum"], "<=", 1.1)
-        if row["impl"] == "flowkernels fp32":
-            plain = next(
-                x["ms"]
-                for x in rows
-                if _case(x) == case and x["path"] == row["path"] and x["impl"] == "flowkernels"
-            )
-            text = f"`fp32_logits`, time over 16-bit logits, {name}"
-            yield Finding("heads", text, row["ms"] / plain, "<=", 1.1 if row["D"] > 1000 else None)
+        key = (row["case"], row.get("path"))
+        if row.get("impl") in _PEERS and key in ours:
+            text = f"`{row['path']}`, times faster than {row['impl']}, D={row['D']} V={row['V']}"
+            yield Finding(text, row["ms"] / ours[key], ">=", 1.0)
 
 
-def _against_peers(stage: str, ours: Row, rows: Rows) -> Iterator[Finding]:
-    peers = {
-        row["impl"]: row["ms"]
-        for row in rows
-        if row["path"] == ours["path"] and _case(row) == _case(ours) and row["impl"] in _PEERS
-    }
-    if peers:
-        best = min(peers, key=peers.__getitem__)
-        text = f"`{ours['path']}`, times faster than the best peer ({best}), {_name(ours)}"
-        yield Finding(stage, text, peers[best] / ours["ms"], ">=", 1.0)
-
-
-def _attention(rows: Rows) -> Iterator[Finding]:
-    """Ours on a chain beside torch's own causal attention, and the ways beside each other."""
+def _table(rows: Sequence[Row]) -> list[str]:
+    """Markdown, with a new head where the columns change."""
+    lines: list[str] = []
+    head: list[str] = []
     for row in rows:
-        where = f"{row['heads']}, {row['layout']}"
-        for part in ("forward", "backward"):
-            text = f"attention `{row['way']}`, {part}, TFLOP/s, {where}"
-            yield Finding("attention", text, row[f"{part}_tflops"])
-    for causal in rows:
-        if causal["way"] != "causal":
-            continue
-        same = [
-            row
-            for row in rows
-            if (row["heads"], row["layout"]) == (causal["heads"], causal["layout"])
-            and row["way"] != "causal"
-        ]
-        if not same:
-            continue
-        best = min(same, key=_both_ms)
-        text = (
-            f"attention `{best['way']}`, time over causal SDPA's, "
-            f"{causal['heads']}, {causal['layout']}"
-        )
-        yield Finding("attention", text, _both_ms(best) / _both_ms(causal), "<=", 1.5)
-
-
-def _both_ms(row: Row) -> float:
-    return float(row["forward_ms"] + row["backward_ms"])
-
-
-def _delta(rows: Rows) -> Iterator[Finding]:
-    for row in rows:
-        if row["kernel"] in ("diff", "digest"):
-            text = f"sparse delta, {row['kernel']}, share of a copy"
-            yield Finding("delta", text, row["of copy"], ">=", 0.8)
-        else:
-            yield Finding("delta", f"sparse delta, {row['kernel']}, ms", row["ms"])
-
-
-def _step(rows: Rows) -> Iterator[Finding]:
-    for row in rows:
-        if row["path"] == "tree":
-            if "mfu" in row:
-                yield Finding("step", f"step, MFU, {row['batch']}", row["mfu"], ">=", 0.35)
-            yield Finding("step", f"step, ms, {row['batch']}", row["ms"])
-        else:
-            text = f"step, time of {row['path']} over the tree's, {row['batch']}"
-            yield Finding("step", text, row["time_of_tree"], ">=", 1.0)
-
-
-def _memory(rows: Rows) -> Iterator[Finding]:
-    for row in rows:
-        shape = f"{row['num_layers']} layers of {row['hidden_size']}"
-        recompute = ", recompute" if row["recompute"] else ""
-        text = f"memory, predicted over measured, {shape}{recompute}"
-        yield Finding("memory", text, row["predicted_of_measured"], ">=", 0.9)
-
-
-def _l2(rows: Rows) -> Iterator[Finding]:
-    for row in rows:
-        yield Finding("l2", f"L2 hit rate of reads, `{row['kernel']}`", row["hit_rate"])
-        text = f"DRAM bytes per bf16 logit, `{row['kernel']}`"
-        yield Finding("l2", text, row["dram_bytes_per_element"])
-
-
-def _quickstart(rows: Rows) -> Iterator[Finding]:
-    first, last = rows[0], rows[-1]
-    yield Finding("quickstart", "quickstart, held-out reward before", first["eval_reward"])
-    yield Finding("quickstart", "quickstart, held-out reward after", last["eval_reward"], ">=", 0.9)
-
-
-def _pause(rows: Rows) -> Iterator[Finding]:
-    for row in rows:
-        for key, value in row.items():
-            if isinstance(value, float) and "pause" in key:
-                yield Finding("vllm_pause", f"vLLM, {key}, {row.get('path', '')}", value)
-
-
-def _case(row: Row) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("T", "D", "V", "dtype"))
-
-
-def _name(row: Row) -> str:
-    head = f" D={row['D']}" if row["D"] else ""
-    return f"T={row['T']}{head} V={row['V']} {row['dtype']}"
-
-
-def _facts(folder: Path) -> list[str]:
-    path = folder / "environment.json"
-    if not path.exists():
-        return []
-    rows = json.loads(path.read_text())["rows"]
-    return [", ".join(f"{row['fact']} {row['value']}" for row in rows)]
+        names = ["case", *(name for name in row if name not in _HIDDEN)]
+        if names != head:
+            head = names
+            lines += ["", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        cells = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in map(row.get, head)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _rows(folder: Path, stage: str) -> list[dict[str, Any]]:

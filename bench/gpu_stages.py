@@ -1,167 +1,403 @@
-"""Stages of `bench.gpu` that no other benchmark answers:  python -m bench.gpu_stages STAGE FILE"""
+"""Stages of `bench.gpu` that need torch and Triton alone:  python -m bench.gpu_stages STAGE FILE
+[--small]
+
+`bench/gpu_runs.py` has the others. A stage is a function that measures its cases.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
+import argparse
+import importlib.util
+import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
+import time
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from flowkernels import LossSpec, logprobs, policy_loss
-from flowkernels.sparse_delta import diff_words, digest_words, scatter_words_
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from bench.loss_rivals import Batch
-from bench.measure import installed_version, print_table, seconds_of, write_json
+from bench.gpu_cases import Cases, Needs, Row
+from bench.measure import extra_bytes, installed_version, seconds_of
 
-Rows = list[dict[str, Any]]
-_COUNTERS = {
-    "lts__t_sectors_op_read_lookup_hit.sum": "read_hits",
-    "lts__t_sectors_op_read.sum": "reads",
-    "dram__bytes_read.sum": "dram_read",
-    "dram__bytes_write.sum": "dram_written",
-}
-_L2_SHAPE = (1056, 151936)
-"""Eight rows for each multiprocessor of an H200."""
-
-
-def environment() -> Rows:
-    """The machine and the packages that decide which stages run."""
-    rows: Rows = [{"fact": "python", "value": platform.python_version()}]
-    names = ("torch", "triton", "transformers", "trl", "liger_kernel", "flash_attn_4", "vllm")
-    rows += [{"fact": name, "value": installed_version(name) or "missing"} for name in names]
-    if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        rows += [
-            {"fact": "device", "value": found.name},
-            {"fact": "capability", "value": f"{found.major}.{found.minor}"},
-            {"fact": "multiprocessors", "value": found.multi_processor_count},
-            {"fact": "memory_gb", "value": found.total_memory / 1e9},
-            {"fact": "l2_mb", "value": found.L2_cache_size / 1e6},
-            {"fact": "cuda", "value": torch.version.cuda},
-        ]
-    return rows
+# They collect with torch, Triton and pytest alone.
+_KERNEL_TESTS = (
+    "host_reads",
+    "operators",
+    "policy_loss",
+    "logprobs",
+    "linear_loss",
+    "fused_lm_head",
+    "linear_operators",
+    "alignment",
+    "arguments",
+    "batch_invariance",
+    "callers",
+    "future_ratio",
+    "rows_exact",
+    "statistics",
+    "z_loss",
+)
+_VOCABS = (151936, 128256, 50257)
+_HEADS = ((896, 151936), (3584, 152064))
+_PACKAGES = (
+    "torch", "triton", "numpy", "transformers", "pydantic", "trl", "liger_kernel",
+    "cut_cross_entropy", "quack-kernels", "flash_attn_4", "nvidia-cudnn-frontend", "vllm",
+)  # fmt: skip
 
 
-def delta() -> Rows:
-    """The three sparse-delta kernels on the device, beside a copy of the same words; 1 % change."""
-    on_gpu = torch.cuda.is_available()
-    device, num_words = ("cuda", 2**30) if on_gpu else ("cpu", 2**22)
-    rng = torch.Generator(device).manual_seed(0)
-    old = torch.randint(-(2**15), 2**15, (num_words,), generator=rng, device=device).short()
-    is_changed = torch.rand(num_words, generator=rng, device=device) < 0.01
-    new = torch.where(is_changed, old ^ 1, old)
-    found = diff_words(old, new)
-    target, work = torch.empty_like(old), old.clone()
-    runs: dict[str, tuple[Callable[[], Any], int]] = {
-        "copy": (lambda: target.copy_(old), 4),
-        "diff": (lambda: diff_words(old, new), 4),
-        "digest": (lambda: digest_words(new), 2),
-        # every run adds the changes once more, which is the same work
-        "scatter": (
-            lambda: scatter_words_(work, found.counts, found.positions, found.diffs),
-            0,
-        ),
+def environment(cases: Cases) -> None:
+    """The machine, its clocks, and the packages that decide which cases run."""
+    cases.run("packages", lambda: {name: installed_version(name) or "" for name in _PACKAGES})
+    cases.run("python", lambda: {"python": platform.python_version(), "cpus": os.cpu_count()})
+    if cases.device == "cuda":
+        cases.run("device", _device)
+        cases.run("clocks", _clocks)
+
+
+def _device() -> Row:
+    found = torch.cuda.get_device_properties(0)
+    return {
+        "device": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count,
+        "memory_gb": found.total_memory / 1e9,
+        "l2_mb": found.L2_cache_size / 1e6,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
-    rows: Rows = []
-    for name, (run, word_bytes) in runs.items():
-        run()
-        seconds = statistics.median([seconds_of(run) for _ in range(7)])
-        row: dict[str, Any] = {"kernel": name, "words": num_words, "ms": 1e3 * seconds}
-        if word_bytes:
-            row["gb_s"] = word_bytes * num_words / seconds / 1e9
-            row["of copy"] = row["gb_s"] / rows[0]["gb_s"] if rows else 1.0
-        rows.append(row)
-    return rows
 
 
-def l2() -> Rows:
-    """How much of the loss's second read of a row the L2 cache serves, by the hardware counters
-    that ncu reads.
-    """
-    command = [
-        "ncu", "--csv", "--clock-control", "none", "--metrics", ",".join(_COUNTERS),
-        "--kernel-name", "regex:score_kernel|loss_kernel",
-        sys.executable, "-m", "bench.gpu_stages", "one_loss", "-",
-    ]  # fmt: skip
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    table = text[text.index('"ID"') :]
-    kernels: dict[str, dict[str, Any]] = {}
-    for line in csv.DictReader(io.StringIO(table)):
-        row = kernels.setdefault(line["ID"], {"kernel": line["Kernel Name"]})
-        unit = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}.get(line["Metric Unit"], 1.0)
-        value = float(line["Metric Value"].replace(",", "")) * unit
-        row[_COUNTERS[line["Metric Name"]]] = value
-    num = _L2_SHAPE[0] * _L2_SHAPE[1]
-    for row in kernels.values():
-        row["hit_rate"] = row["read_hits"] / row["reads"]
-        row["dram_bytes_per_element"] = (row["dram_read"] + row["dram_written"]) / num
-    return list(kernels.values())
+def _clocks() -> Row:
+    command = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE"]
+    return {"nvidia-smi": subprocess.run(command, capture_output=True, text=True).stdout}
 
 
-def one_loss() -> Rows:
-    """One launch of each row kernel, for ncu."""
-    batch = Batch.make(*_L2_SHAPE, torch.bfloat16, "cuda")
-    logprobs(batch.logits_TV, batch.target_ids_T)
-    tokens: dict[str, Any] = {
-        "advantage_T": batch.advantage_T,
-        "weight_T": batch.weight_T,
-        "old_logprob_T": batch.old_logprob_T,
-    }
-    logits_TV = batch.logits_TV.requires_grad_()
-    policy_loss(logits_TV, batch.target_ids_T, spec=LossSpec(), **tokens)
-    torch.cuda.synchronize()
-    return []
-
-
-def quickstart() -> Rows:
-    """The quickstart on one device, warm-up and Flow-GRPO, as its two commands; a few steps of it
-    without a GPU.
-    """
-    options = ["--config", "configs/quickstart.toml"]
-    short_rft: Sequence[str] = ()
-    short_train: Sequence[str] = ()
-    if not torch.cuda.is_available():
-        short_rft = ("--rft.num_rollouts", "200", "--rft.num_steps", "10")
-        short_train = ("--train.num_steps", "2", "--eval.num_tasks", "10")
-    with tempfile.TemporaryDirectory() as folder:
-        warm, train = f"{folder}/warm", f"{folder}/train"
-        _python("-m", "flowtrain.rft", *options, "--run.dir", warm, *short_rft)
-        _python(
-            "-m", "flowtrain.train", *options, "--run.dir", train,
-            "--model.path", f"{warm}/model", *short_train,
-        )  # fmt: skip
-        text = Path(train, "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    return [
-        {key: x for key, x in line.items() if key == "step" or key.startswith("eval")}
-        for line in lines
-        if "eval_reward" in line
+def gpu_tests(cases: Cases) -> None:
+    """Tests that a CPU cannot run. Without a GPU they are collected and skipped."""
+    files = [
+        f"tests/kernels/test_{name}.py" for name in _KERNEL_TESTS[: 99 if cases.is_small else 2]
     ]
+    cases.run("kernels", partial(_pytest, cases, "-m", "gpu", *files))
+    cases.run("attention", partial(_attention_tests, cases))
 
 
-def _python(*arguments: str) -> None:
-    subprocess.run([sys.executable, *arguments], check=True)
+def _attention_tests(cases: Cases) -> Row:
+    for package in ("transformers", "pydantic"):
+        if importlib.util.find_spec(package) is None:
+            raise Needs(package)
+    return _pytest(cases, "-m", "gpu", "tests/training/test_flex.py")
 
 
-STAGES: dict[str, Callable[[], Rows]] = {
-    stage.__name__: stage for stage in (environment, delta, l2, one_loss, quickstart)
-}
+def kernel_tests(cases: Cases) -> None:
+    """Tests of kernels on the device, a process for each file."""
+    for name in ("z_loss", "linear_loss") if cases.is_small else _KERNEL_TESTS:
+        run = partial(_pytest, cases, "-m", "not gpu", f"tests/kernels/test_{name}.py")
+        cases.run(name, run, limit_s=240)
+
+
+def _pytest(cases: Cases, *arguments: str) -> Row:
+    cases.folder.mkdir(exist_ok=True)
+    report = cases.folder / "tests.xml"
+    report.unlink(missing_ok=True)
+    options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}")
+    code = subprocess.run([sys.executable, "-m", "pytest", *options, *arguments]).returncode
+    if not report.exists():
+        raise RuntimeError(f"pytest ended with status {code} before it ran a test")
+    row: Row = {"status": code, "tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    for suite in ET.parse(report).getroot().iter("testsuite"):  # of our own test run
+        for name in list(row)[1:]:
+            row[name] += int(suite.get(name, 0))
+    if code:
+        row["error"] = f"pytest ended with status {code}: {row['failures'] + row['errors']} failed"
+    return row
+
+
+def attention(cases: Cases) -> None:
+    """Each way on each layout, then the options of Flex's kernels on trees of 3 turns."""
+    from bench import attention as bench
+
+    kinds = ("flex", "split") if cases.is_small else ("flex", "split", "flash", "causal")
+    repeats, num_tokens = (1, 256) if cases.is_small else (9, 16384)
+    device = torch.device(cases.device)
+    for heads, shape in bench.HEADS.items():
+        for case in bench.cases(num_tokens, shape, device, cases.device == "cuda"):
+            sweep = bench.SWEEP if case.layout == "3 turns" and not cases.is_small else ()
+            for kind in (*kinds, *sweep):
+                if kind == "causal" and case.chain is None:
+                    continue
+                run = partial(bench.measure_way, case, kind, heads, repeats)
+                cases.run(f"{heads}, {case.layout}: {kind}", run)
+
+
+def head_chunks(cases: Cases) -> None:
+    """The linear loss with its gradients by the rows of a chunk; the last takes all at once."""
+    from bench.loss_rivals import HeadBatch, head_gradient
+
+    num_tokens, chunks = (64, (16,)) if cases.is_small else (8192, (2048, 3584, 4096, 4736))
+    dtype = torch.float32 if cases.is_small else torch.bfloat16
+    for size, num_vocab in ((16, 257),) if cases.is_small else (*_HEADS, (1536, 151936)):
+
+        def measure(num_rows: int, size: int = size, num_vocab: int = num_vocab) -> Row:
+            batch = HeadBatch.make(num_tokens, size, num_vocab, dtype, cases.device)
+            budget = num_rows * num_vocab * batch.hidden_TD.element_size()
+            run = partial(head_gradient, batch, memory_budget=budget)
+            row: Row = {"T": num_tokens, "D": size, "V": num_vocab, "chunk_rows": num_rows}
+            row["extra_mb"] = extra_bytes(run, batch.hidden_TD.device) / 1e6
+            return row | {"ms": _median_ms(run)}
+
+        for num_rows in (*chunks, num_tokens):
+            cases.run(f"D={size}, {num_rows} rows", partial(measure, num_rows))
+
+
+def losses(cases: Cases) -> None:
+    """Row kernels on logits beside a copy; the loss with its gradient beside and over them."""
+    num_tokens = 64 if cases.is_small else 8192
+    dtype = torch.float32 if cases.is_small else torch.bfloat16
+    for num_vocab in (257,) if cases.is_small else _VOCABS:
+        for path in ("copy", "logprobs", "policy_loss", "policy_loss in place"):
+            run = partial(_loss, path, num_tokens, num_vocab, dtype, cases.device)
+            cases.run(f"V={num_vocab}: {path}", run)
+
+
+def _loss(path: str, num_tokens: int, num_vocab: int, dtype: torch.dtype, device: str) -> Row:
+    from flowkernels import logprobs
+
+    from bench.loss_rivals import Batch, flowkernels_gradient
+
+    batch = Batch.make(num_tokens, num_vocab, dtype, device)
+    logits_TV = batch.logits_TV
+    source_TV, target_TV = logits_TV.clone(), torch.empty_like(logits_TV)
+    runs: dict[str, Callable[[], Any]] = {
+        "copy": lambda: target_TV.copy_(source_TV),
+        "logprobs": lambda: logprobs(logits_TV, batch.target_ids_T),
+        "policy_loss": lambda: flowkernels_gradient(batch),
+        "policy_loss in place": lambda: flowkernels_gradient(batch, inplace=True),
+    }
+    # A loss in place leaves no logits behind.
+    ms = _median_ms(runs[path], before=lambda: logits_TV.copy_(source_TV))
+    copy_ms = _median_ms(runs["copy"])
+    share = copy_ms / ms / (2 if path == "logprobs" else 1)
+    return {"path": path, "T": num_tokens, "V": num_vocab, "ms": ms, "of copy": share}
+
+
+def delta(cases: Cases) -> None:
+    """The sparse-delta kernels beside a copy of the same words; 1 % of them change."""
+    from flowkernels.sparse_delta import diff_words, digest_words, scatter_words_
+
+    num_words = 2**12 if cases.is_small else 2**30
+
+    def measure(kernel: str) -> Row:
+        rng = torch.Generator(cases.device).manual_seed(0)
+        make: dict[str, Any] = {"generator": rng, "device": cases.device}
+        old = torch.randint(-(2**15), 2**15, (num_words,), **make).short()
+        new = torch.where(torch.rand(num_words, **make) < 0.01, old ^ 1, old)
+        found, target = diff_words(old, new), torch.empty_like(old)
+        runs: dict[str, tuple[Callable[[], Any], int]] = {
+            "copy": (lambda: target.copy_(old), 4),
+            "diff": (lambda: diff_words(old, new), 4),
+            "digest": (lambda: digest_words(new), 2),
+            # every run adds the changes once more, which is the same work
+            "scatter": (
+                lambda: scatter_words_(old, found.counts, found.positions, found.diffs),
+                0,
+            ),
+        }
+        run, word_bytes = runs[kernel]
+        ms, copy_ms = _median_ms(run), _median_ms(runs["copy"][0])
+        share = {"of copy": word_bytes / 4 * copy_ms / ms} if word_bytes else {}
+        return {"kernel": kernel, "words": num_words, "ms": ms, **share}
+
+    for kernel in ("copy", "diff", "digest", "scatter"):
+        cases.run(kernel, partial(measure, kernel))
+
+
+def collectives(cases: Cases) -> None:
+    """What FSDP and a run ask of NCCL, on the one rank that there is; gloo without a GPU."""
+    _join(cases.device)
+    numbers = torch.arange(8, device=cases.device)
+    runs: dict[str, Callable[[], Any]] = {
+        "all_reduce fp32": lambda: dist.all_reduce(numbers.float()),
+        "all_reduce fp64": lambda: dist.all_reduce(numbers.double()),
+        "all_reduce max int64": lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX),
+        "all_reduce max bool": lambda: dist.all_reduce(numbers > 3, dist.ReduceOp.MAX),
+        "all_gather bf16": lambda: dist.all_gather_into_tensor(
+            numbers.bfloat16(), numbers.bfloat16()
+        ),
+        "all_gather uint8": lambda: dist.all_gather_into_tensor(numbers.byte(), numbers.byte()),
+        "reduce_scatter fp32": lambda: dist.reduce_scatter_tensor(numbers.float(), numbers.float()),
+        "broadcast bf16": lambda: dist.broadcast(numbers.bfloat16(), 0),
+        "all_to_all int64": lambda: dist.all_to_all_single(numbers.clone(), numbers),
+        "all_gather_object": lambda: dist.all_gather_object([None], {"a": 1}),
+        "barrier": dist.barrier,
+        "second group, gloo": lambda: dist.all_reduce(
+            torch.ones(2), group=dist.new_group([0], backend="gloo")
+        ),
+        "FSDP2 step": lambda: _fsdp_step(cases.device),
+    }
+    for name, run in runs.items():
+        cases.run(name, partial(_timed, run, cases.device))
+    dist.destroy_process_group()
+
+
+def _timed(run: Callable[[], Any], device: str) -> Row:
+    run()  # makes the communicator
+    started = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return {"ms": 1e3 * (time.perf_counter() - started)}
+
+
+def _join(device: str) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def _sharded(device: str, width: int, num_layers: int) -> nn.Module:
+    """Random layers under FSDP2, bf16 passes over fp32 weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with torch.device(device):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device, (1,)),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    }
+    for layer in (*model, model):
+        fully_shard(layer, **options)
+    return model
+
+
+def _fsdp_step(device: str) -> None:
+    model = _sharded(device, 64, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(8, 64, device=device)).sum().backward()
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert float(norm.full_tensor()) > 0
+    optimizer.step()
+
+
+def checkpoint(cases: Cases) -> None:
+    """Weights and moments of a sharded model through torch.distributed.checkpoint: the time that
+    training stands still, the time until they are on the disk, and the bits when they come back.
+    """
+    _join(cases.device)
+    width, num_layers = (64, 2) if cases.is_small else (4096, 24)  # 0.4 G parameters
+    for name in ("save", "async_save"):
+        cases.run(name, partial(_checkpoint, cases, name, width, num_layers))
+    dist.destroy_process_group()
+
+
+def _checkpoint(cases: Cases, name: str, width: int, num_layers: int) -> Row:
+    import torch.distributed.checkpoint as dcp
+
+    model = _sharded(cases.device, width, num_layers)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(8, width, device=cases.device)).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    tensors = [x for x in _tensors(state) if x.numel() > 1]
+    before = [x.clone() for x in tensors]
+    folder = cases.folder / name
+    started = time.perf_counter()
+    pending: Any = getattr(dcp, name)(state, checkpoint_id=folder)
+    blocked_s = time.perf_counter() - started
+    if name == "async_save":
+        pending.result()
+    whole_s = time.perf_counter() - started
+    for tensor in tensors:
+        tensor.zero_()
+    load: Any = getattr(dcp, "load")  # noqa: B009 - not among its declared names
+    load(state, checkpoint_id=folder)
+    is_same = all(map(torch.equal, tensors, before))
+    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    shutil.rmtree(folder.parent)
+    gb_s = num_bytes / whole_s / 1e9
+    return {"bytes": num_bytes, "blocked_s": blocked_s, "whole_s": whole_s, "gb_s": gb_s} | {
+        "same bits": is_same
+    }
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The local tensors of a state, in order."""
+    if isinstance(value, Tensor):
+        return [value.to_local() if hasattr(value, "to_local") else value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [tensor for each in values for tensor in _tensors(each)]
+
+
+def rivals(cases: Cases) -> None:
+    """Each rival beside ours, timed in turn: the linear loss from hidden states, then logits."""
+    from bench import losses as bench
+    from bench.head_peers import missing
+    from bench.loss_rivals import PEERS, Batch, HeadBatch
+
+    num_tokens, heads = (64, ((16, 257),)) if cases.is_small else (8192, _HEADS)
+    dtype = torch.float32 if cases.is_small else torch.bfloat16
+    repeats = 1 if cases.is_small else 9
+
+    def check(peer: str) -> None:
+        reason = missing(peer, cases.device)
+        if reason is not None:
+            print(f"{peer}: {reason}")
+            raise Needs("a GPU" if "a GPU" in reason else peer)
+
+    def head(peer: str, size: int, num_vocab: int) -> Sequence[Row]:
+        check(peer)
+        batch = HeadBatch.make(num_tokens, size, num_vocab, dtype, cases.device)
+        return bench.measure_head(batch, ["gemm", peer], repeats)
+
+    def logits(peer: str) -> Sequence[Row]:
+        check(peer)
+        num_vocab = heads[0][1]
+        return bench.measure_logits(
+            Batch.make(num_tokens, num_vocab, dtype, cases.device), [peer], repeats
+        )
+
+    peers = [
+        peer for peer in PEERS if peer != "gemm" and not (cases.is_small and peer == "compile")
+    ]
+    for size, num_vocab in heads:
+        for peer in peers:
+            cases.run(f"D={size}: {peer}", partial(head, peer, size, num_vocab))
+    for peer in ("torch", "compile", "trl", "liger"):
+        if peer in peers:
+            cases.run(f"logits: {peer}", partial(logits, peer))
+
+
+def _median_ms(
+    run: Callable[[], Any], repeats: int = 9, before: Callable[[], Any] = lambda: None
+) -> float:
+    """Median of several runs after two that warm up."""
+    seconds = []
+    for _ in range(repeats + 2):
+        before()
+        seconds.append(seconds_of(run))
+    return 1e3 * statistics.median(seconds[2:])
 
 
 def main() -> None:
-    name, path = sys.argv[1:]
-    rows = STAGES[name]()
-    if rows:
-        print_table(rows)
-        write_json(path, rows)
+    from bench import gpu_runs
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stage")
+    parser.add_argument("path", type=Path, metavar="FILE")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    args = parser.parse_args()
+    stage = globals().get(args.stage) or getattr(gpu_runs, args.stage)
+    stage(Cases(args.path, args.small))
 
 
 if __name__ == "__main__":

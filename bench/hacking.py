@@ -1,10 +1,10 @@
-"""What do the alarms see of a hacked reward?  python -m bench.hacking --dir runs/hacking [--json F]
+"""Show a hacked reward beside the truth.  python -m bench.hacking --dir runs/hacking [--json F]
 
 A tiny planner is warmed up until it is mostly right, and then trained twice: by a reward that likes
 long rollouts (examples/reward_hacking/likes_length.py), and by exact match. Both runs are scored by
 exact match on held-out questions, of which training sees nothing; curves.png in each folder shows
 the two scores. "reward" and "true score" are the held-out ones before training and after the last
-step; "alarm" is the first, with its step. Runs that are there already are taken as they are.
+step. Runs that are there already are taken as they are.
 """
 
 from __future__ import annotations
@@ -66,13 +66,10 @@ def row(name: str, folder: Path) -> dict[str, Any]:
     """What a run came to."""
     summary = json.loads((folder / "summary.json").read_text())
     ends = summary["warm"], summary["trained"]
-    first = next(iter(summary.get("alarms", ())), None)
     return {
         "reward trained": name,
         "reward": " -> ".join(f"{end['eval_reward']:.2f}" for end in ends),
         "true score": " -> ".join(f"{end['eval_true_score']:.2f}" for end in ends),
-        "alarm": "none" if first is None else f"{first['cause']} (step {first['step']})",
-        "alarms": len(summary.get("alarms", ())),
         "steps": len((folder / "metrics.jsonl").read_text().splitlines()) - 1,
         "seconds": round(summary["seconds"]["step"]),
     }

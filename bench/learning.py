@@ -7,18 +7,14 @@ the same number of sampled response tokens, the most that every run has reached:
 ("final"), and on average on the way there ("mean"), each as mean and 95 % interval (Student's t)
 over seeds. "gain" is how much the mean is above that of the first arm, seed by seed; "to level" are
 the tokens, in thousands, until the reward is at --level for the first time, of the runs that get
-there ("reached"). --pass-at-k asks the trained policies too: pass@1, 4 and 8 of 8 answers to each
-of 40 held-out questions, from where each run ended.
-
---study omega trains nothing: it draws SYNTHETIC long rollouts and asks by gamma how much is left of
-the second factor of APPO's branching score, which is clipped.
+there ("reached").
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +25,6 @@ import matplotlib
 import numpy as np
 from tqdm import tqdm
 
-from bench import omega, pass_at_k
 from bench.measure import print_table, write_json
 from bench.studies import STUDIES
 from flowtrain.config.command import run_command
@@ -52,11 +47,10 @@ def main() -> None:
     parser.add_argument(
         "--warm",
         nargs="+",
+        required=True,
         help="model folders of flowtrain.rft; seed i starts from number i mod their number",
     )
-    parser.add_argument(
-        "--study", choices=[*STUDIES, "omega"], default="appo", help="default: appo"
-    )
+    parser.add_argument("--study", choices=STUDIES, default="appo", help="default: appo")
     parser.add_argument("--arms", nargs="+", help="default: all of the study")
     parser.add_argument(
         "--seeds", type=int, default=5, choices=list(T_95), metavar="N", help="2 to 10 (default: 5)"
@@ -68,18 +62,9 @@ def main() -> None:
         default=Path("runs/learning"),
         help="folder of the runs (default: runs/learning)",
     )
-    parser.add_argument("--pass-at-k", action="store_true", help="ask the trained policies too")
     parser.add_argument("--plot", metavar="PNG", help="draw the curves into this file")
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     args = parser.parse_args()
-    if args.study == "omega":
-        rows = omega.rows()
-        print_table(rows)
-        if args.json:
-            write_json(args.json, rows)
-        return
-    if not args.warm:
-        parser.error(f"--warm is needed for the study {args.study!r}")
     study = STUDIES[args.study]
     if unknown := set(args.arms or study) - set(study):
         parser.error(
@@ -88,20 +73,13 @@ def main() -> None:
         )
     arms = {arm: study[arm] for arm in args.arms or study}
     curves: dict[str, list[Curve]] = {arm: [] for arm in arms}
-    passes: dict[str, list[dict[int, float]]] = {arm: [] for arm in arms}
     for seed, arm in tqdm([(seed, arm) for seed in range(args.seeds) for arm in arms], desc="runs"):
         folder = args.dir / args.study / arm.replace(", ", "-").replace(" ", "_") / str(seed)
         curves[arm].append(curve(run(folder, arms[arm], seed, args.warm[seed % len(args.warm)])))
-        if args.pass_at_k:
-            right = pass_at_k.of_run(folder, [*CONFIG, *SHORT, *arms[arm]], seed)
-            passes[arm].append(pass_at_k.mean_passes(right))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     first = next(iter(curves.values()))
     grid = coarsest([run for runs in curves.values() for run in runs], budget)
-    rows = [
-        row(arm, runs, first, grid, args.level) | pass_columns(passes[arm])
-        for arm, runs in curves.items()
-    ]
+    rows = [row(arm, runs, first, grid, args.level) for arm, runs in curves.items()]
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
@@ -169,15 +147,6 @@ def row(
         "to level": fmean(reached) / 1000 if reached else None,
         "reached": len(reached),
     }
-
-
-def pass_columns(passes: Sequence[Mapping[int, float]]) -> dict[str, float]:
-    """Mean over runs, with its interval, of pass@k by k; nothing without runs."""
-    columns: dict[str, float] = {}
-    for k in passes[0] if passes else ():
-        values = [each[k] for each in passes]
-        columns |= {f"pass@{k}": fmean(values), f"pass@{k} +-": half_width(values)}
-    return columns
 
 
 def reward_at(tokens: float, run: Curve) -> float:

@@ -222,7 +222,7 @@ def _chosen(runs: Runs, peers: list[str]) -> Runs:
     return {name: run for name, run in runs.items() if name.split()[0] in ("flowkernels", *peers)}
 
 
-def flowkernels_gradient(batch: Batch) -> Tensor:
+def flowkernels_gradient(batch: Batch, inplace: bool = False) -> Tensor:
     logits_TV = batch.logits_TV.detach().requires_grad_()
     spec = LossSpec(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
     tokens: dict[str, Any] = {
@@ -230,8 +230,13 @@ def flowkernels_gradient(batch: Batch) -> Tensor:
         "weight_T": batch.weight_T,
         "old_logprob_T": batch.old_logprob_T,
     }
-    out = policy_loss(logits_TV, batch.target_ids_T, spec=spec, **tokens)
+    out = policy_loss(logits_TV, batch.target_ids_T, spec=spec, inplace=inplace, **tokens)
     return torch.autograd.grad(out.loss, logits_TV)[0]
+
+
+def head_gradient(batch: HeadBatch, memory_budget: int) -> Tensor:
+    """Ours with its gradients, in chunks of so many bytes of logits."""
+    return _head_gradient(partial(_flowkernels_head_loss, memory_budget=memory_budget), batch)
 
 
 def _logits_gradient(loss: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -323,7 +328,7 @@ def _flowkernels_head_loss(
     advantage: Tensor,
     token_weight: Tensor,
     old: Tensor,
-    fp32_logits: bool = False,
+    **options: Any,
 ) -> Tensor:
     spec = LossSpec(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
     tokens: dict[str, Any] = {
@@ -331,9 +336,7 @@ def _flowkernels_head_loss(
         "weight_T": token_weight,
         "old_logprob_T": old,
     }
-    return linear_policy_loss(
-        hidden, weight, targets, spec=spec, fp32_logits=fp32_logits, **tokens
-    ).loss
+    return linear_policy_loss(hidden, weight, targets, spec=spec, **tokens, **options).loss
 
 
 def _naive_head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: Tensor) -> Tensor:

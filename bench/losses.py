@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from bench import loss_rivals as rivals
 from bench.head_peers import missing
@@ -89,10 +88,8 @@ def main() -> None:
     logits_cases = [(t, 0, v, dtype) for dtype in dtypes for v in vocabs for t in tokens]
     head_cases = [(t, d, v, dtype) for dtype in dtypes for d, v in heads for t in head_tokens]
     rows: list[dict[str, Any]] = []
-    for num_tokens, size, num_vocab, dtype in tqdm(
-        [*logits_cases, *head_cases], desc="cases", disable=None
-    ):
-        case = (num_vocab, getattr(torch, dtype), device)
+    for num_tokens, size, num_vocab, dtype in [*logits_cases, *head_cases]:
+        case = (num_vocab, getattr(torch, str(dtype)), device)
         if size:
             rows += measure_head(HeadBatch.make(num_tokens, size, *case), peers, args.repeats)
         else:

@@ -112,7 +112,8 @@ def _status_bytes(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def write_json(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_json(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows, and what they were measured under, as one step."""
     device = (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
@@ -124,8 +125,11 @@ def write_json(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
         "device": device,
         "threads": torch.get_num_threads(),
     }
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"facts": facts, "rows": list(rows)}, indent=1) + "\n")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps({"facts": facts, "rows": list(rows)}, indent=1) + "\n")
+    new.replace(path)
 
 
 def installed_version(package: str) -> str | None:

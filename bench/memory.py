@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from bench import model_folder
 from bench.measure import extra_bytes, print_table, write_json
 from flowtrain.config import Config, Lora
-from flowtrain.report import ProgressLine
+from flowtrain.metrics import ProgressLine
 from flowtrain.run.memory_plan import head, plan_memory
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak
@@ -108,7 +108,6 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 )
 _OFFLOADED: tuple[dict[str, Any], ...] = (
     {"dtype": "bfloat16", "reference": "cpu"},
-    {"dtype": "bfloat16", "offload": "optimizer"},
     {"dtype": "bfloat16", "offload": "all"},
 )
 """On a CPU these take what the others take: it is the same memory."""
@@ -263,7 +262,7 @@ def _train(case: Case | FolderCase, world: World) -> dict[str, int]:
         reference = sharded
     if not case.linear_loss:
         sharded.get_output_embeddings().__class__ = nn.Linear  # as a head that cannot be fused has
-    optim = OptimSpec(lr=1e-4, kind=case.optimizer, offload=case.offload == "optimizer")
+    optim = OptimSpec(lr=1e-4, kind=case.optimizer)
     loss = LossSpec(kl_coef=0.1 if case.reference else 0.0)
     trainer = Trainer(sharded, world, loss, optim, reference=reference)
     rows = pack_rows(

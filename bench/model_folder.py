@@ -20,7 +20,7 @@ from flowtrain.algorithms.advantages import normalise
 from flowtrain.config import GymSet
 from flowtrain.engines.token_chat import encode_chat
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.report import ProgressLine
+from flowtrain.metrics import ProgressLine
 from flowtrain.rewards import gym
 from flowtrain.tasks.gym import gym_tasks
 from flowtrain.training import attention

@@ -1,5 +1,5 @@
 """One optimizer step on trees, on packed samples and on padded ones:  python -m bench.step [--json
-F] [--model FOLDER] [--curve]
+F] [--model FOLDER]
 
 Batches: AgentFlow's shape with 3 and with 10 turns, and one of the main job
 (`bench/step_batches.py`). Paths: our trees; our rows without sharing (what a packed trainer
@@ -12,9 +12,6 @@ layout needs. Minutes on one core; on a GPU: --shape 0.5b --scale 1.
 --model takes one batch in place of these: 8 rollouts of that model on a question of reasoning-gym,
 with responses of at most 24 tokens. Every path has a model and moments of its own: SmolLM2-135M
 takes 8 GB, and 2 minutes of one core with --repeats 2.
-
---curve counts, and where it is small measures, how much sharing spares by turns and group size
-(`bench/step_curve.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +20,10 @@ import argparse
 
 import torch
 
-from bench import model_folder, step_curve
+from bench import model_folder
+from bench.agentflow_shape import SHAPES
 from bench.measure import print_table, write_json
-from bench.step_batches import SHAPES, agentflow, main_job, recorded
+from bench.step_batches import agentflow, main_job, recorded
 from bench.step_paths import measure
 from flowtrain.training.world import World
 
@@ -33,24 +31,17 @@ from flowtrain.training.world import World
 def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)
-    if args.curve:
-        rows, goals = step_curve.curve(args)
-        print_table(rows)
-        print()
-        print_table(goals)
-        rows = [*rows, *goals]
+    if args.model:
+        batches = [recorded(args.model, args.questions, args.new_tokens)]
     else:
-        if args.model:
-            batches = [recorded(args.model, args.questions, args.new_tokens)]
-        else:
-            batches = [
-                *(agentflow(turns, args.shape, args.scale) for turns in (3, 10)),
-                main_job(args.warm),
-            ]
-        world = World.join(args.device)
-        rows = measure(batches, world, args)
-        world.leave()
-        print_table(rows)
+        batches = [
+            *(agentflow(turns, args.shape, args.scale) for turns in (3, 10)),
+            main_job(args.warm),
+        ]
+    world = World.join(args.device)
+    rows = measure(batches, world, args)
+    world.leave()
+    print_table(rows)
     if args.json:
         write_json(args.json, rows)
 
@@ -106,7 +97,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--new-tokens", type=int, default=24, help="of its responses, at most (default: 24)"
     )
-    step_curve.add_options(parser)
     return parser.parse_args()
 
 

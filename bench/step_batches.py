@@ -1,7 +1,6 @@
 """Batches for `bench.step`: a model and samples.
 
-AgentFlow's shape is a group of 8 rollouts of random tokens: a long prompt that is constant for the
-question, a memory that grows with the turns, a response a tenth as long as its prompt. The main
+AgentFlow's shape is a group of 8 rollouts of random tokens (`bench/agentflow_shape.py`). The main
 job's batch is recorded from its own flow, with the rewards that its rollouts get: those of a
 planner that is warmed up already, or else of the scripted expert that the quickstart warms up on.
 A model in a folder answers questions of reasoning-gym itself (`bench/model_folder.py`).
@@ -18,8 +17,9 @@ from pathlib import Path
 
 import torch
 from flowkernels import LossSpec
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel
 
+from bench.agentflow_shape import agentflow_samples, random_model
 from bench.model_folder import ModelFolder
 from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
@@ -32,19 +32,10 @@ from flowtrain.config.options import parse
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
 from flowtrain.run.learner import publish_start
-from flowtrain.training import attention
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Sample
 from flowtrain.weights.store import WeightStore
-
-SHAPES = {
-    "small": (192, 512, 4, 3, 1, 2000),
-    "0.5b": (896, 4864, 24, 14, 2, 151936),
-    "1.5b": (1536, 8960, 28, 12, 2, 151936),
-}
-"""Width, width of the MLP, layers, heads, key heads, words; random weights. The larger two are
-Qwen2.5's and want a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,38 +52,13 @@ class Batch:
 def agentflow(
     num_turns: int, shape: str, scale: float, group_size: int = 8, device: str = "cpu"
 ) -> Batch:
-    """Unscaled: 3,000 constant tokens (tools 2,300, template 300, question and analysis 400), 500
-    of memory per turn, 20 that close the prompt, and responses of 200 to 400.
-
-    `device`: where the model is; on "meta" it has no weights, which is enough to count.
+    """Random samples and weights; `device`: where the model is made. On "meta" it has no weights,
+    which is enough to count.
     """
-    rng = random.Random(0)
-
-    def ids(number: float) -> tuple[int, ...]:
-        return tuple(
-            rng.randrange(SHAPES["small"][-1]) for _ in range(max(1, round(scale * number)))
-        )
-
-    constant, closing, samples = ids(3000), ids(20), []
-    for _ in range(group_size):
-        memory: tuple[int, ...] = ()
-        advantage = rng.uniform(-1, 1)
-        for _ in range(num_turns):
-            response = ids(rng.uniform(200, 400))
-            logprobs = tuple(-7.6 + rng.gauss(0, 0.1) for _ in response)
-            samples.append(
-                Sample(
-                    constant + memory + closing,
-                    response,
-                    logprobs,
-                    (advantage,) * len(response),
-                    (1 / len(response),) * len(response),
-                )
-            )
-            memory += ids(500)
+    samples = agentflow_samples(num_turns, scale, group_size)
     longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
     with torch.device(device):
-        model = _random_model(shape, longest)
+        model = random_model(shape, longest)
     return Batch(f"AgentFlow shape, {num_turns} turns", model, samples)
 
 
@@ -169,19 +135,3 @@ def _as_if_sampled(samples: Sequence[Sample], components: RunComponents) -> list
         replace(s, logprobs=tuple(logprobs.tolist()))
         for s, logprobs in zip(samples, each, strict=True)
     ]
-
-
-def _random_model(shape: str, max_positions: int) -> PreTrainedModel:
-    width, mlp, layers, heads, key_heads, vocab = SHAPES[shape]
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=True,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)

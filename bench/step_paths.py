@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from bench.measure import extra_bytes, median_ratio, time_in_turn
 from bench.step_batches import Batch
 from bench.step_rivals import Transformers, Trl
-from flowtrain.report import ProgressLine
+from flowtrain.metrics import ProgressLine
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.devices import peak_tflops
 from flowtrain.training.sharding import ShardSpec, shard

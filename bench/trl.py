@@ -54,7 +54,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.measure import installed_version, median_ratio, print_table, write_json
-from bench.trl_sides import STAGES, Job, Result
+from bench.trl_records import STAGES, Job, Result
 from flowtrain.config.options import parse
 
 OURS = "flowtrain"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.trl_sides import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
+from bench.trl_records import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
 from flowtrain.agents.single_turn import QuestionPrompt
 from flowtrain.config import Config
 from flowtrain.tasks.sets import task_set

@@ -116,7 +116,7 @@ class Demo:
         self._client = self._cleanup.enter_context(Client(self.url, self._token, 60.0))
         self._trainers = [self._start_trainer(policy) for policy in ("planner", "verifier")]
         page = self._start("page", ("flowtrain.view", str(self._dir / "planner"), "--serve"))
-        print(f"watch the planner, the nodes and the leases: {_printed(page, 'open ').split()[0]}")
+        print(f"watch the planner: {_printed(page, 'open ').split()[0]}")
         return self
 
     def __exit__(self, *_: object) -> None:

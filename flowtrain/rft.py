@@ -25,7 +25,6 @@ from typing import Any
 
 from flowkernels import LossSpec
 
-from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.flow import Flow
@@ -35,6 +34,7 @@ from flowtrain.config import Config
 from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY
+from flowtrain.metrics import MetricsLog, Progress, ProgressLine, RunDir, atomic_write_text
 from flowtrain.rewards.shortcuts import REASONS, shortcut
 from flowtrain.run.banner import rft_banner
 from flowtrain.run.components import RunComponents, lock_run_dir
@@ -144,7 +144,7 @@ def _run(
 
 def _open(
     components: RunComponents, facts: Mapping[str, Any], cleanup: ExitStack
-) -> tuple[Agent, report.RunDir]:
+) -> tuple[Agent, RunDir]:
     """Start the engines, make the run folder, and load the weights through a store in it."""
     config = components.config
     policy, asked = config.train.policy, asked_policies(config)
@@ -158,7 +158,7 @@ def _open(
     run_dir = components.open_run_dir(facts)
     if facts and components.world.is_main:  # for the viewer, of the rollouts that are logged
         tokenizer = components.policies["planner"].tokenizer
-        report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
+        atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
     if policy in asked:
         publish_start(components, store)
         engines[policy].load(0)
@@ -301,7 +301,7 @@ def _learn_from_teacher(
     log.check(tasks)
     if missing:
         num_done = len(tasks) - len(missing)
-        with closing(report.ProgressLine(len(tasks), num_done, True, unit="rollout")) as progress:
+        with closing(ProgressLine(len(tasks), num_done, True, unit="rollout")) as progress:
             collect_demonstrations(
                 agent,
                 {number: tasks[number] for number in missing},
@@ -320,7 +320,7 @@ def _imitate(
     components: RunComponents,
     samples: Sequence[Sample],
     num_steps: int,
-    run_dir: report.RunDir,
+    run_dir: RunDir,
     interrupt: Interrupt,
 ) -> int:
     """Fine-tune with a warm-up and a linear decay; return the last step."""
@@ -336,8 +336,8 @@ def _imitate(
     batches = _batches(samples, rft.batch_size // world.size, seed)
     metrics = None
     if world.is_main:
-        metrics = report.MetricsLog(run_dir.path, tensorboard=config.log.tensorboard)
-    progress = report.Progress(num_steps, 0, world.is_main)
+        metrics = MetricsLog(run_dir.path, tensorboard=config.log.tensorboard)
+    progress = Progress(num_steps, 0, world.is_main)
     step = 0
     for step in range(1, num_steps + 1):
         trainer.set_lr(learning_rate(rft.lr, step, num_steps, rft.warmup_steps, "linear"))
@@ -348,7 +348,6 @@ def _imitate(
         progress.update({"step": step, "loss": stats["loss"]})
         if step % 10 == 0 and world.max([interrupt.requested])[0]:
             break
-    progress.close()
     if metrics is not None:
         metrics.close()
     return step

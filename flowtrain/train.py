@@ -9,21 +9,20 @@ One step, top to bottom, is the system:
     collect     agents/collect.py          rollouts of each: planner, executor, verifier, generator
     branch      algorithms/                APPO: where further rollouts leave those at hand
     score       rewards/                   one reward per rollout, from its final answer
-    measure     run/rollout_stats.py       statistics of the rollouts
     advantages  algorithms/                an advantage and a loss weight for every token
     pack        training/tree.py           all turns as token trees
-    account     run/token_accounts.py      what became of every sampled token
     balance     training/balance.py        to each rank rows that cost as much
     old_logprobs  training/trainer.py      of the policy before the step, with train.rescore
     ref_logprobs  training/trainer.py      of the reference policy, for the KL term
     train       training/trainer.py        clipped ratio + KL, backward, AdamW
-    compare     run/mismatch_gate.py       how far the trainer's log-probs are from the sampler's
+    count       run/step_counts.py         what the rollouts were like, what became of every token,
+                                           how far the trainer's log-probs are from the sampler's
     publish     weights/publisher.py       what changed in the weights, as an immutable version
     load        weights/reader.py          the engine samples with that version from now on
     evaluate    run/evaluation.py          reward on held-out questions
     log         run/run_logger.py          metrics, rollouts, progress
     checkpoint  training/checkpoint.py     what a run resumes from
-    watch       run/learning_signal.py     a warning where there is nothing to learn from, or
+    watch       metrics/learning_signal.py  a warning where there is nothing to learn from, or
                                            trainer and sampler disagree
 
 With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while this trains:
@@ -39,12 +38,11 @@ from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
+from flowtrain.metrics.mismatch import MismatchGate
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
 from flowtrain.run.learner import Learner
-from flowtrain.run.mismatch_gate import MismatchGate
 from flowtrain.run.records import Prepared, Rollouts
-from flowtrain.run.rollout_stats import measure
 from flowtrain.run.run import Run, open_run
 from flowtrain.training.minibatches import split
 from flowtrain.training.token_scores import attach_logprobs
@@ -58,13 +56,12 @@ def prepare(learner: Learner, rollouts: Rollouts) -> Prepared:
     """Turn this rank's rollouts of a step into what is trained; a replay calls this too."""
     components, world = learner.components, learner.placement.world
     config, shape = components.config, components.model.config
-    stats = measure(rollouts.groups, config.agent.tools, world)
     batch = components.algorithm.advantages(rollouts.groups)
     batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size)
     batch, num_minibatches = split(batch, config.train, world)
     samples = attach_logprobs(batch.samples, rollouts.logprobs)
     rows = pack(samples, num_minibatches, config.train.token_budget)
-    return Prepared(stats, replace(batch, samples=tuple(samples)), rows)
+    return Prepared(replace(batch, samples=tuple(samples)), rows)
 
 
 def train(config: Config) -> int:
@@ -77,7 +74,7 @@ def train(config: Config) -> int:
         warm = run.evaluate_warm()
         interrupt.defer()
         learner = run.learner
-        gate = MismatchGate(config, run.placement.world)
+        gate = MismatchGate(config, run.placement.world.is_main)
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
@@ -87,15 +84,14 @@ def train(config: Config) -> int:
             with timer("collect"):
                 prepared = prepare(learner, rollouts)
             with timer("train"):
-                tokens = run.account(rollouts.groups, prepared)
                 run.sleep()
                 rows = learner.balance(prepared.rows)
                 rows = learner.old_logprobs(rows)
                 rows = learner.ref_logprobs(rows)
                 trained = learner.train(step, rows, sampled=prepared.rows)
-                mismatch = gate.compare(step, rollouts.groups, prepared.batch, trained)
+            counted = run.count(step, rollouts, prepared, trained)
             with timer("publish"):
-                published = run.publish(step, tokens)
+                published = run.publish(step, counted.tokens)
             with timer("load"):
                 loaded = run.load(step)
             with timer("eval"):
@@ -104,9 +100,8 @@ def train(config: Config) -> int:
                 step,
                 rollouts,
                 prepared,
-                tokens=tokens,
                 trained=trained,
-                mismatch=mismatch,
+                counted=counted,
                 weights={**published, **loaded},
                 evaluation=evaluation,
                 seconds=timer.metrics(),
@@ -116,8 +111,8 @@ def train(config: Config) -> int:
             if run.is_checkpoint_due(step):
                 with timer("checkpoint"):
                     run.checkpoint(step)
-            run.signal.watch(step, rollouts.groups, prepared.batch)
-            gate.watch(step, mismatch)
+            run.signal.watch(step, counted.total)
+            gate.watch(step, counted.mismatch)
             if run.is_interrupted():
                 run.end(step)
                 return INTERRUPTED

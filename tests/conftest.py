@@ -5,18 +5,22 @@ folder that transformers loads.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
-# A busy machine is no failure.
-settings.register_profile("flowtrain", deadline=None)
-settings.load_profile("flowtrain")
+# `bench.gpu` runs tests of kernels where torch, Triton and pytest are all there is.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
 
-if not Path("/dev/nvidia0").exists():
+    # A busy machine is no failure.
+    settings.register_profile("flowtrain", deadline=None)
+    settings.load_profile("flowtrain")
+
+if not Path("/dev/nvidia0").exists() and importlib.util.find_spec("numpy"):
     # Triton reads this when it is first imported: its kernels then run, value for value, in numpy.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Tests run in several processes side by side, and their arrays are small.

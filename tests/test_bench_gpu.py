@@ -1,126 +1,176 @@
-"""`bench.gpu` with stages that take no time: what it runs, keeps, goes on with and judges."""
+"""`bench.gpu` with stages of a few cases: what it runs, keeps, goes on with and judges."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import gpu, gpu_report
-from bench.gpu import Stage
+from bench import gpu, gpu_report, gpu_runs, gpu_stages
+
+STAGES = '''
+import os, signal, sys, time
+from pathlib import Path
+from bench.gpu_cases import Cases, Needs
 
 
-def command(code: str) -> str:
-    """Python's -c without a blank, since a stage's command is split at blanks."""
-    assert " " not in code
-    return f"-c {code} {{json}}"
+def note():
+    """Each run of a case leaves a line."""
+    with open(sys.argv[2] + ".runs", "a") as file:
+        file.write("ran\\n")
+    return {"ms": 1.0}
 
 
-QUICK = command(
-    "__import__('json').dump(dict(rows=[]),open(__import__('sys').argv[1],'a'))"  # appends
-)
-STAGES = (
-    Stage("quick", QUICK, 30, ""),
-    Stage("broken", command("__import__('sys').exit(3)"), 30, ""),
-    Stage("slow", command("__import__('time').sleep(600)"), 1, ""),
-    Stage("lacking", QUICK, 30, "", packages=("no_such_package",)),
-    Stage("gpu_alone", QUICK, 30, None),
-)
+def fail():
+    raise ValueError("no such size\\nand a long story")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> dict[str, Any]:
-    monkeypatch.setattr(gpu, "STAGES", STAGES)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(folder), *options])
-    gpu.main()
-    found: dict[str, Any] = json.loads((folder / "stages.json").read_text())
-    return found
+def lack():
+    import no_such_package
 
 
-def test_every_stage_says_what_became_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def lack_gpu():
+    raise Needs("a GPU")
+
+
+def quick(cases):
+    cases.run("one", note)
+
+
+def mixed(cases):
+    cases.run("before", note)
+    cases.run("wrong", fail)
+    cases.run("dies", lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    cases.run("hangs", lambda: time.sleep(600), limit_s=1)
+    cases.run("lacks", lack)
+    cases.run("after", note)
+
+
+def lacking(cases):
+    cases.run("package", lack)
+    cases.run("device", lack_gpu)
+
+
+def unclean(cases):
+    sys.exit(3)
+
+
+globals()[sys.argv[1]](Cases(Path(sys.argv[2]), True))
+'''
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Calls `bench.gpu` with stages of the test's own; gives what became of them."""
+    script = tmp_path / "stages.py"
+    script.write_text(STAGES)
+    monkeypatch.setattr(gpu, "_CHILD", (str(script),))
+
+    def run(limits: dict[str, int], *options: str) -> dict[str, Any]:
+        monkeypatch.setattr(gpu, "LIMITS_S", limits)
+        monkeypatch.setattr(
+            sys, "argv", ["gpu", "--dry-run", "--out", str(tmp_path / "out"), *options]
+        )
+        gpu.main()
+        found: dict[str, Any] = json.loads((tmp_path / "out" / "stages.json").read_text())
+        return found
+
+    return run
+
+
+def rows_of(tmp_path: Path, stage: str) -> dict[str, Any]:
+    rows = json.loads((tmp_path / "out" / f"{stage}.json").read_text())["rows"]
+    return {row["case"]: row for row in rows}
+
+
+def test_every_case_fails_alone_and_is_tried_anew(call: Any, tmp_path: Path) -> None:
+    outcome = call({"mixed": 60})["mixed"]
+    assert (outcome["status"], outcome["reason"]) == (
+        "broken", "3 failed: wrong, dies, hangs; needs no_such_package",
+    )  # fmt: skip
+    rows = rows_of(tmp_path, "mixed")
+    assert list(rows) == ["before", "wrong", "dies", "hangs", "lacks", "after"]
+    assert rows["before"]["ms"] == rows["after"]["ms"] == 1.0
+    assert rows["wrong"]["error"] == "ValueError: no such size"
+    assert "did not end" in rows["dies"]["error"] and "within 1 s" in rows["hangs"]["error"]
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "**failed**: wrong: ValueError: no such size" in report
+    call({"mixed": 60})
+    assert (tmp_path / "out" / "mixed.json.runs").read_text().split() == ["ran", "ran"]
+    assert len(rows_of(tmp_path, "mixed")) == 6
+
+
+def test_a_second_call_goes_on_behind_the_first(
+    call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    outcomes = run(monkeypatch, tmp_path)
-    assert {name: outcome["status"] for name, outcome in outcomes.items()} == {
-        "quick": "done",
-        "broken": "failed",
-        "slow": "timed out",
-        "lacking": "skipped",
-        "gpu_alone": "skipped",
-    }
-    assert outcomes["broken"]["reason"] == "exit status 3, see broken.log"
-    assert outcomes["lacking"]["reason"] == "needs no_such_package"
-    assert outcomes["gpu_alone"]["reason"] == "needs a GPU"
-    report = (tmp_path / "report.md").read_text()
-    assert "**No GPU**" in report and "| slow | timed out | 1 | after 1 s |" in report
+    limits = {"unclean": 60, "quick": 0, "lacking": 60}
+    first = call(limits, "--stages", "unclean,quick")
+    assert [x["status"] for x in first.values()] == ["failed", "timed out"]
+    assert first["unclean"]["reason"] == "exit status 3, see unclean.log"
+    capsys.readouterr()
+    second = call({**limits, "quick": 60})
+    begun = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " ... " in line]
+    assert begun == ["quick", "lacking", "unclean"], "what broke comes behind what has not ended"
+    assert second["quick"]["status"] == "done"
+    assert (second["lacking"]["status"], second["lacking"]["reason"]) == (
+        "skipped",
+        "needs a GPU, no_such_package",
+    )
+    with tarfile.open(tmp_path / "out" / "quick.tar") as archive:
+        names = set(archive.getnames())
+    assert {"quick.json", "quick.log", "stages.json", "report.md"} <= names
 
 
-def test_a_second_call_goes_on_and_again_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(monkeypatch, tmp_path, "--stages", "quick")
-    first = (tmp_path / "quick.json").stat().st_mtime_ns
-    run(monkeypatch, tmp_path, "--stages", "quick")
-    assert (tmp_path / "quick.json").stat().st_mtime_ns == first
-    run(monkeypatch, tmp_path, "--stages", "quick", "--again", "quick")
-    assert (tmp_path / "quick.json").stat().st_mtime_ns > first
-    assert json.loads((tmp_path / "quick.json").read_text()) == {"rows": []}, "the old one is gone"
+def test_a_stage_is_begun_from_nothing_when_asked(call: Any, tmp_path: Path) -> None:
+    for options in ((), (), ("--again", "quick")):
+        call({"quick": 30}, *options)
+    assert (tmp_path / "out" / "quick.json.runs").read_text().split() == ["ran", "ran"]
 
 
 def test_no_stage_begins_without_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "STAGES", STAGES)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path), "--minutes", "0.1"])
     started = time.monotonic()
-    gpu.main()
+    with pytest.raises(FileNotFoundError, match=r"stages\.json"):
+        call({"quick": 30}, "--minutes", "0.1")
     assert "no time is left for quick" in capsys.readouterr().out
-    assert not (tmp_path / "stages.json").exists() and time.monotonic() - started < 5
+    assert not (tmp_path / "out" / "quick.json").exists() and time.monotonic() - started < 5
 
 
-def test_an_unknown_stage_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="'fast' is not a stage: quick, broken"):
-        run(monkeypatch, tmp_path, "--stages", "fast")
+def test_an_unknown_stage_is_named(call: Any) -> None:
+    with pytest.raises(SystemExit, match="'fast' is not a stage: quick"):
+        call({"quick": 30}, "--stages", "fast")
 
 
-def losses(share: float, ours_ms: float) -> list[dict[str, Any]]:
-    case = {"T": 8192, "D": 0, "V": 151936, "dtype": "bfloat16", "device": "cuda"}
-    return [
-        {**case, "path": "copy", "impl": "torch", "gb_s": 4290.0, "ms": 1.16},
-        {**case, "path": "logprobs", "impl": "flowkernels", "of copy": share, "ms": ours_ms},
-        {**case, "path": "logprobs", "impl": "trl", "of copy": 0.5, "ms": 1.1},
-        {**case, "path": "logprobs", "impl": "compile", "of copy": 0.2, "ms": 3.2},
-    ]
+def test_without_a_gpu_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="--dry-run takes tiny shapes"):
+        gpu.main()
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(1.02, "met"), (0.87, "**missed**")])
-def test_goals_are_judged_on_a_gpu(tmp_path: Path, share: float, verdict: str) -> None:
-    (tmp_path / "logits.json").write_text(json.dumps({"rows": losses(share, 0.55)}))
-    gpu_report.write_report(tmp_path, {}, on_gpu=True)
+def test_every_stage_is_a_function() -> None:
+    for name in gpu.LIMITS_S:
+        assert callable(getattr(gpu_stages, name, None) or getattr(gpu_runs, name))
+
+
+def rivals(ours_ms: float) -> list[dict[str, Any]]:
+    case = {"case": "logits: trl", "T": 8192, "D": 0, "V": 151936, "path": "logprobs"}
+    return [{**case, "impl": "flowkernels", "ms": ours_ms}, {**case, "impl": "trl", "ms": 1.1}]
+
+
+@pytest.mark.parametrize(("ms", "verdict"), [(0.55, "met"), (1.2, "**missed**")])
+def test_goals_are_judged_on_a_gpu(tmp_path: Path, ms: float, verdict: str) -> None:
+    (tmp_path / "rivals.json").write_text(json.dumps({"rows": rivals(ms)}))
+    outcomes = {"rivals": {"status": "done", "seconds": 1.0, "reason": "", "clocks": ""}}
+    gpu_report.write_report(tmp_path, outcomes, is_judged=True)
     lines = (tmp_path / "report.md").read_text().splitlines()
-    (line,) = (line for line in lines if "`logprobs`, share" in line)
-    assert line.endswith(f"| {share:.4g} | >= 0.88 | {verdict} |")
-    (line,) = (line for line in lines if "best peer" in line)
-    assert "best peer (trl)" in line and line.endswith("| 2 | >= 1 | met |")
-
-
-def test_failed_tests_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "gpu_tests.xml").write_text(
-        '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2"/></testsuites>'
-    )
-    (finding,) = gpu_report.findings(tmp_path)
-    assert finding.text == "gpu_tests: failures in 7 tests" and finding.figure == 2
-    assert finding.verdict(True) == "**missed**" and finding.verdict(False) == "not judged"
-
-
-def test_the_commands_of_the_stages_are_those_of_benchmarks() -> None:
-    """Each module exists, and its rows go where the report looks for them."""
-    for stage in gpu.STAGES:
-        for text in filter(None, (stage.command, stage.small)):
-            module = text.split()[1]
-            assert module == "pytest" or Path(f"{module.replace('.', '/')}.py").exists()
-            assert ("{xml}" if module == "pytest" else "{json}") in text
+    (line,) = (line for line in lines if "times faster than trl" in line)
+    assert line.endswith(f"| {1.1 / ms:.4g} | >= 1 | {verdict} |")
+    gpu_report.write_report(tmp_path, outcomes, is_judged=False)
+    assert "not judged" in (tmp_path / "report.md").read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from bench import learning as bench
-from bench import omega
 from bench.studies import STUDIES
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
@@ -54,20 +53,6 @@ def test_a_run_with_more_evaluations_gains_nothing_by_them() -> None:
         "gain"
     ] == pytest.approx(0)
     assert bench.coarsest([fine, coarse], 1200.0) == [0, 1000, 1200]
-
-
-def test_equal_policies_leave_the_places_to_entropy() -> None:
-    row = omega.omega_row(0.0, 1.0, num_rollouts=2, num_tokens=300)
-    assert (row["between"], row["places of entropy"]) == (1.0, 1.0)
-
-
-def test_the_longer_the_sum_the_more_of_it_is_clipped() -> None:
-    rows = [omega.omega_row(0.002, g, num_rollouts=4, num_tokens=1000) for g in (0, 0.9, 0.99, 1)]
-    between = [row["between"] for row in rows]
-    assert between == sorted(between, reverse=True) and between[0] > 0.9 and between[-1] < 0.2
-    for row in rows:
-        assert row["at 0.8"] + row["at 1.2"] + row["between"] == pytest.approx(1)
-    assert rows[-1]["at 1.2"] > 3 * rows[-1]["at 0.8"], "what was sampled has become likelier"
 
 
 def test_curves_that_begin_after_tokens_are_averaged_over_their_own_width() -> None:

@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("zstandard", reason="needs pip install 'flowtrain[bench]'")
 
-from bench import delta, memory, model_folder, rollout, step, step_curve
+from bench import delta, memory, model_folder, rollout, step
 from bench.delta_updates import measure_updates
 from bench.delta_weights import Step
 from bench.model_folder import ModelFolder
@@ -124,54 +124,12 @@ def test_a_step_on_own_rollouts_has_the_same_gradient_on_every_path(
     assert tree["tokens"] < packed["tokens"] <= padded["tokens"]
 
 
-def curve_options(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    step_curve.add_options(parser)
-    options = {"shape": "small", "scale": 0.02, "token_budget": 16384, "batch_size": 8}
-    parser.set_defaults(**options, device="cpu", repeats=0, dtype="float32", peak_tflops=0.0)
-    return parser.parse_args(words)
-
-
-def test_the_curve_counts_what_the_shape_has() -> None:
-    args = curve_options("--turns", "1,2", "--groups", "3")
-    one, two = step_curve.curve(args)[0]
-    responses = [len(s.response_ids) for s in agentflow(1, "small", 0.02, 3, "meta").samples]
-    assert one["packed tokens"] == 3 * 61 + sum(responses) - 3
-    assert one["tree tokens"] == 61 + sum(responses) - 3, "the prompt is there once"
-    assert two["samples"] == 6 and two["packed FLOPs"] > 1
-    assert "tree ms" not in one, "--repeats 0 measures nothing"
-
-
 def test_what_is_counted_for_packed_samples_is_what_their_rows_need() -> None:
     batch = agentflow(3, "small", 0.02, 4, "meta")
     rows = pack_rows(batch.samples, token_budget=300, share=False)
-    counted = work(batch, curve_options())["packed"]
+    counted = work(batch, argparse.Namespace(token_budget=16384, batch_size=8))["packed"]
     assert counted.num_tokens == sum(len(row.input_ids_N) for row in rows)
     assert counted.flops == 3 * sum(map(ForwardCost.of(batch.model).flops, rows))
-
-
-def test_a_goal_is_the_fewest_turns_that_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_curve, "GOALS", (3, 5, 1000))
-    monkeypatch.setattr(step_curve, "_LONGER", (4, 8, 12))
-    args = curve_options("--turns", "1,2", "--groups", "2")
-    goals = {row["path"]: row for row in step_curve.curve(args)[1]}["packed"]
-    ratios = {}
-    for turns in (1, 2, 4, 8, 12):
-        counted = work(agentflow(turns, "small", 0.02, 2, "meta"), args)
-        ratios[turns] = counted["packed"].flops / counted["tree"].flops
-    for goal in (3, 5):
-        assert goals[f"{goal}x at turns"] == min(t for t, x in ratios.items() if x >= goal)
-    assert goals["1000x at turns"] == "> 12" and goals["FLOPs there"] == ratios[12]
-
-
-def test_small_shapes_of_the_curve_are_timed_and_all_are_plotted(tmp_path: Path) -> None:
-    args = curve_options("--turns", "1,2", "--groups", "2", "--png", str(tmp_path / "curve.png"))
-    counted, _ = step_curve.curve(args)
-    args.repeats, args.most_gflops = 1, counted[0]["all GFLOP"]
-    (one, two), _ = step_curve.curve(args)
-    assert one["packed time"] > 0 and one["transformers time"] > 0
-    assert "packed time" not in two
-    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # ---- delta

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench import trl as bench
+from bench import trl_records as records
 from bench import trl_sides as sides
 from flowtrain.rewards import gym
 from flowtrain.tasks.gym import Draw
@@ -32,18 +33,18 @@ SMALL = (
 )
 
 
-def result(*steps: float, prompts: Sequence[str] = ()) -> sides.Result:
+def result(*steps: float, prompts: Sequence[str] = ()) -> records.Result:
     """A run that trained all the time, 10 tokens a step."""
-    stages = dict.fromkeys(sides.STAGES, 0.0)
+    stages = dict.fromkeys(records.STAGES, 0.0)
     notes = {"tokens": 10.0, "reward_mean": 0.5}
     lines = [{**stages, "training": step, "step": step, **notes} for step in steps]
-    return sides.Result(lines, 2 * 10**9, list(prompts), "model")
+    return records.Result(lines, 2 * 10**9, list(prompts), "model")
 
 
 def test_time_goes_to_the_innermost_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(sides.time, "monotonic", lambda: now)
-    watch = sides.Stopwatch()
+    monkeypatch.setattr(records.time, "monotonic", lambda: now)
+    watch = records.Stopwatch()
     now = 1.0
     with watch("training"):
         now = 3.0
@@ -52,7 +53,7 @@ def test_time_goes_to_the_innermost_stage(monkeypatch: pytest.MonkeyPatch) -> No
         now = 14.0
     now = 15.0
     expected = {"training": 6.0, "sampling": 7.0, "rest": 2.0, "step": 15.0}
-    assert watch.lap() == {**dict.fromkeys(sides.STAGES, 0.0), **expected}
+    assert watch.lap() == {**dict.fromkeys(records.STAGES, 0.0), **expected}
     now = 17.0
     assert watch.lap()["step"] == 2
 
@@ -68,7 +69,7 @@ def test_steps_are_compared_in_pairs_without_the_first() -> None:
     assert (ours["side"], theirs["side"]) == ("flowtrain", "TRL")
     assert theirs["x flowtrain"] == 2.5, "the median of 2, 4, 3 and 2"
     assert ours["x flowtrain"] == 1 and ours["step s"] == 6 and ours["training s"] == 6
-    assert {f"{stage} s" for stage in (*sides.STAGES, "step")} < set(ours)
+    assert {f"{stage} s" for stage in (*records.STAGES, "step")} < set(ours)
     assert ours["peak GB"] == 2 and ours["tokens/s"] == pytest.approx((10 / 2 + 1) / 2)
     assert bench.ratio({key: result(3.0) for key in results}, "TRL") == 1, "one step is all"
 
@@ -95,7 +96,11 @@ def test_other_prompts_end_the_comparison() -> None:
     bench.check_prompts({"TRL": result(1.0, prompts="ab"), "flowtrain": result(2.0, prompts="ab")})
     with pytest.raises(SystemExit, match="prompts differ"):
         bench.check_prompts({"TRL": result(prompts="ab"), "flowtrain": result(prompts="ba")})
-    assert sides.digest([[1, 2], [3], [1, 2]]) == sides.digest([[3], [1, 2]]) != sides.digest([[3]])
+    assert (
+        records.digest([[1, 2], [3], [1, 2]])
+        == records.digest([[3], [1, 2]])
+        != records.digest([[3]])
+    )
 
 
 def test_a_rival_that_is_not_installed_is_left_out(
@@ -147,12 +152,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     answer's length is its reward, as a random model gives no right ones.
     """
 
-    def run(job: sides.Job, threads: int) -> sides.Result:
+    def run(job: records.Job, threads: int) -> records.Result:
         out = Path(job.out)
         out.mkdir(parents=True, exist_ok=True)
         (out / "job.json").write_text(json.dumps(asdict(job)))
         sides.main([str(out / "job.json")])
-        return sides.Result(**json.loads((out / "result.json").read_text()))
+        return records.Result(**json.loads((out / "result.json").read_text()))
 
     def made(draws: Sequence[Draw]) -> list[dict[str, Any]]:
         numbers = [draw.seed + index for draw in draws for index in range(draw.size)]
@@ -190,7 +195,7 @@ def test_both_sides_take_a_step_on_the_same_prompts(
     assert (theirs["side"], ours["side"]) == ("TRL", "flowtrain")
     assert settings["settings"]["options"]["rollout.group_size"] == "4"
     for row in (theirs, ours):
-        seconds = [row[f"{stage} s"] for stage in sides.STAGES]
+        seconds = [row[f"{stage} s"] for stage in records.STAGES]
         assert row["step s"] == pytest.approx(sum(seconds)) and min(seconds) >= 0
         assert min(row[f"{stage} s"] for stage in ("sampling", "reward", "training")) > 0
         assert 8 <= row["tokens"] <= 48 and 0 < row["reward"] < 1 and "held-out" in row

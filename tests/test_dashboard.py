@@ -26,7 +26,6 @@ from flowtrain.net.credentials import Access
 from flowtrain.net.monitoring import Monitor
 from flowtrain.node.measures import collect
 from flowtrain.node.progress import NodeProgress
-from flowtrain.run.trainer_metrics import TrainerMetrics
 from flowtrain.weights import WeightStore
 from flowtrain.weights.measures import monitor as weights_monitor
 from flowtrain.weights.serve import make_app
@@ -44,7 +43,7 @@ RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule
 
 @pytest.fixture(scope="module")
 def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Monitor, Any]]]:
-    """Monitors and applications of a service, a server of weights, a trainer and a node."""
+    """Monitors and applications of a service, a server of weights and a node."""
     folder = tmp_path_factory.mktemp("dashboard")
     ledger = fake_groups.ledger(folder / "flow.sqlite")
     ledger.register(fake_groups.planner())
@@ -53,16 +52,13 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[M
         fake_groups.push(ledger, lease)
     store, readers = WeightStore(folder), Access(TOKEN)
     measures = Measures(ledger, readers, 60.0)
-    weights, trainer = weights_monitor(store.head, readers), Monitor("flowtrain_trainer", readers)
+    weights = weights_monitor(store.head, readers)
     node, progress = Monitor("flowtrain_node", readers), NodeProgress()
     node.add(lambda: collect(progress, lambda: {"planner": 1}))
-    metrics = TrainerMetrics(9, 0, trainer)
-    metrics.log(1, {"reward_mean": 0.5, "train_s": 1.0, "tokens/to/trained": 7})
     service = Service(ledger, ledger.run, TOKEN, seconds=measures.ledger_seconds)
     yield {
         "dataflow": (measures.monitor, service),
         "weights": (weights, make_app(store, TOKEN)),
-        "trainer": (trainer, make_app(store, TOKEN)),
         "node": (node, make_app(store, TOKEN)),
     }
     ledger.close()
@@ -85,10 +81,10 @@ def named(expression: str) -> set[str]:
 
 def test_names_follow_the_conventions(apps: Any) -> None:
     names = exported(apps)
-    assert len(names) > 50
+    assert len(names) > 30
     for monitor, _ in apps.values():
         for family in monitor.registry.collect():
-            assert re.fullmatch(r"flowtrain_(dataflow|weights|trainer|node)_[a-z_]+", family.name)
+            assert re.fullmatch(r"flowtrain_(dataflow|weights|node)_[a-z_]+", family.name)
             assert family.documentation.endswith("."), family.name
             assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_s"))
 
@@ -104,7 +100,7 @@ def test_the_alerts_name_what_there_is(apps: Any) -> None:
     for rule in RULES:
         assert named(rule["expr"]) <= names, rule["alert"]
         assert rule["annotations"]["summary"].endswith(".")
-    assert sum(bool(named(rule["expr"])) for rule in RULES) >= 5
+    assert sum(bool(named(rule["expr"])) for rule in RULES) >= 4
 
 
 def test_the_dashboard_is_well_formed() -> None:
@@ -215,14 +211,12 @@ def test_a_real_prometheus_evaluates_every_expression(
 
         def is_scraped() -> bool:
             with contextlib.suppress(httpx2.ConnectError, KeyError, ValueError):
-                return len(query('up{job="flowtrain"} == 1')) == 3
+                return len(query('up{job="flowtrain"} == 1')) == 2
             return False
 
         wait_until(is_scraped)
         for expression in EXPRESSIONS:
             query(expression)
-        (found,) = query("flowtrain_trainer_reward")
-        assert found["value"][1] == "0.5"
         (found,) = query('flowtrain_dataflow_groups{state="waiting"}')
         assert found["value"][1] == "2"
         groups = client.get("/rules").json()["data"]["groups"]

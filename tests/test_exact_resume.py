@@ -190,7 +190,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     )
     assert len(ours) == 2
     for mine, other in zip(ours, theirs, strict=True):
-        compared = ("reward_mean", "turns_mean", "num_tokens", "loss", "grad_norm", "kl")
+        compared = ("reward_mean", "turns_mean", "num_tokens", "loss", "grad_norm", "kl_ref")
         assert alike({key: mine[key] for key in compared}, {key: other[key] for key in compared})
     seeds = [
         sorted(record["seed"] for name in each.glob("trajectories*.jsonl") for record in read(name))

@@ -114,7 +114,7 @@ def test_the_config_loads_neither_torch_nor_numpy_nor_transformers() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["algorithms", "tasks", "rewards", "agents.flow", "agents.build", "agents.collect", "report"],
+    ["algorithms", "tasks", "rewards", "agents.flow", "agents.build", "agents.collect", "metrics"],
 )
 def test_what_no_model_needs_loads_no_torch(module: str) -> None:
     assert not loaded_by(f"import flowtrain.{module}") & {
@@ -240,7 +240,8 @@ ORDER = (
     ("tasks",),
     ("tools",),
     ("agents",),
-    ("rewards", "algorithms", "report"),
+    ("rewards", "algorithms"),
+    ("metrics",),
     ("dataflow",),
     ("run",),
     ("node", "evals", "launch", "view"),
@@ -258,8 +259,8 @@ FORBIDDEN = {
     "flowtrain.rewards": (*_HEAVY, *_MODELS, "flowtrain.agents"),
     "flowtrain.dataflow": (*_HEAVY, *_MODELS, "flowtrain.agents"),
     "flowtrain.weights": ("flowtrain.config",),
-    "flowtrain.report": _MODELS,
     "flowtrain.algorithms": ("flowtrain.weights",),
+    "flowtrain.metrics": ("flowtrain.weights",),
 }
 """Imports that the order would allow and a package still does without."""
 COMMANDS = {"flowtrain.tasks.annotate": ("flowtrain.engines",)}
@@ -399,7 +400,7 @@ def test_the_walk_sees_the_house() -> None:
         "flowkernels.policy_loss",
     } <= set(MODULES)
     found = {(e.importer, e.target) for e in edges()}
-    assert ("flowtrain.run.run_logger", "flowtrain.report.curves") in found
+    assert ("flowtrain.run.run_logger", "flowtrain.metrics.curves") in found
     assert ("flowtrain.tools.registry", "flowtrain.tasks.sets") in found, (
         "under TYPE_CHECKING, but there"
     )

@@ -162,13 +162,13 @@ def test_two_ranks_branch_and_train_like_one(
         "num_sampled_tokens",
         "loss",
         "grad_norm",
-        "kl",
+        "kl_ref",
         "ratio_max",
     ):
         assert [step[name] for step in metrics[0]] == pytest.approx(
             [step[name] for step in metrics[1]], rel=1e-3, abs=1e-6
         ), name
-    assert metrics[0][-1]["kl"] > 0 and any(step["num_tokens"] > 0 for step in metrics[0])
+    assert metrics[0][-1]["kl_ref"] > 0 and any(step["num_tokens"] > 0 for step in metrics[0])
 
 
 def _place(record: dict[str, Any]) -> tuple[int, int]:

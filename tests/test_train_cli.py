@@ -80,7 +80,7 @@ def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
             *(
                 "loss",
                 "grad_norm",
-                "kl",
+                "kl_ref",
                 "entropy",
                 "clip_fraction",
                 "ratio_mean",

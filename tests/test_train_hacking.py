@@ -1,5 +1,5 @@
-"""A run that is made to hack its reward raises the alarm; the same run with an honest reward raises
-none.
+"""The true score falls in a run that is made to hack its reward, and rises in the same run with an
+honest one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_side_effects")
-def test_a_hacked_reward_raises_the_alarm_and_an_honest_one_does_not(tmp_path: Path) -> None:
+def test_the_true_score_tells_a_hacked_reward_from_an_honest_one(tmp_path: Path) -> None:
     write_questions(tmp_path)
     warm_up(tmp_path, seed=1)
     (tmp_path / "long.py").write_text(LONG)
@@ -43,19 +43,18 @@ def test_a_hacked_reward_raises_the_alarm_and_an_honest_one_does_not(tmp_path: P
     options: dict[str, Any] = {
         "eval": {"every": 5, "true_scorer": f"{tmp_path}/true.py:score"},
         "train": {"num_steps": 15, "lr": 1e-3},
-        "alarms": {"window": 5},
     }
     hack = {"function": f"{tmp_path}/long.py:score"}
     hacked = flow_grpo(tmp_path, "hacked", seed=1, reward=hack, **options)
     warm, trained = hacked["warm"], hacked["trained"]
     assert trained["eval_reward"] > warm["eval_reward"] + 0.4
     assert warm["eval_true_score"] > 0.2 > 0.05 > trained["eval_true_score"]
-    alarm = hacked["alarms"][0]
-    assert alarm["cause"] == "reward hacking" and 5 <= alarm["step"] <= 15
-    assert read(tmp_path / "hacked" / "alarms.jsonl") == hacked["alarms"]
     evaluated = [x for x in read(tmp_path / "hacked" / "metrics.jsonl") if "eval_reward" in x]
     assert [each["step"] for each in evaluated] == [0, 5, 10, 15]
     assert all(each["eval_true_score_error"] >= 0 for each in evaluated)
+
+    rewards = [each["reward"] for each in read(tmp_path / "hacked" / "trained.jsonl")]
+    assert sum(rewards) / len(rewards) == pytest.approx(trained["eval_reward"]), "its own rollouts"
 
     held_out = {each["question"] for each in read(tmp_path / "hacked" / "held_out.jsonl")}
     trained_on = {each["question"] for each in read(tmp_path / "hacked" / "trajectories.jsonl")}
@@ -64,8 +63,7 @@ def test_a_hacked_reward_raises_the_alarm_and_an_honest_one_does_not(tmp_path: P
     assert judged == held_out, "the true scorer sees held-out rollouts and no others"
 
     honest = flow_grpo(tmp_path, "honest", seed=1, **options)
-    assert honest["trained"]["eval_true_score"] > 0.6 and "alarms" not in honest
-    assert not (tmp_path / "honest" / "alarms.jsonl").exists()
+    assert honest["trained"]["eval_true_score"] > 0.6
     assert honest["trained"]["eval_true_score"] == honest["trained"]["eval_reward"]
 
 

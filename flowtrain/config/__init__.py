@@ -29,7 +29,7 @@ from flowtrain.config.lora import Lora
 from flowtrain.config.model import Model, Tiny
 from flowtrain.config.reward import Reward
 from flowtrain.config.rollout import Rollout, Vllm
-from flowtrain.config.run import Alarms, Checkpoint, Eval, Log, Run, Weights
+from flowtrain.config.run import Checkpoint, Eval, Log, Run, Weights
 from flowtrain.config.search import Corpus, WebReader, WebSearch, Wikipedia
 from flowtrain.config.section import Section
 from flowtrain.config.tasks import GymSet, Tasks
@@ -71,7 +71,6 @@ class Config(Section):
     lora: Lora = Lora()
     dataflow: Dataflow = Dataflow()
     eval: Eval = Eval()
-    alarms: Alarms = Alarms()
     checkpoint: Checkpoint = Checkpoint()
     weights: Weights = Weights()
     log: Log = Log()
@@ -113,7 +112,6 @@ __all__ = [
     "OWN",
     "OWN_ROLES",
     "Agent",
-    "Alarms",
     "Algorithm",
     "Appo",
     "Chat",

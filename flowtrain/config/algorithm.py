@@ -33,8 +33,9 @@ class Algorithm(Section):
     """questions whose rollouts all have one reward. drop: they leave the loss and what it is
     divided by; keep: their advantages are 0, and they count in the mean and in the KL term; unset:
     keep in mode released of flow_grpo and infoflow, else drop"""
-    kl: Literal["k1", "k2", "k3"] = "k3"
-    """estimator of the KL to the reference policy, the model that training started from"""
+    kl: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    """estimator of the KL to the reference policy, the model that training started from;
+    low_var_kl: verl's, which is k3 up to 10 and has no gradient beyond (AgentFlow's code)"""
     kl_coef: float = Field(0.001, ge=0)
     """weight of the KL term (AgentFlow: 0.001); 0 spares the reference policy"""
     entropy_coef: float = Field(0.0, ge=0)

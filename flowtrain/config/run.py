@@ -27,8 +27,8 @@ class Run(Section):
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: the cores divided by the ranks of this machine"""
     profile: int = Field(0, ge=0)
-    """profile so many steps after the first one, on the main rank: run.dir/profile gets a flame
-    graph, a Chrome trace and a table of operators; 0: none"""
+    """profile so many steps after the first one, on the main rank: run.dir/profile gets a
+    Chrome trace and a table of operators; 0: none"""
 
 
 class Eval(Section):
@@ -50,22 +50,8 @@ class Eval(Section):
     """of the policies for eval.benchmarks; 0: greedy; unset: that of training"""
     true_scorer: str = ""
     """a second scorer of the held-out questions, which training never sees: FILE.py:NAME or
-    PACKAGE.MODULE:NAME of a function (task, answer, trajectory), or a built-in scorer; an alarm
-    tells when the trained reward rises without it (docs/watching.md)"""
-
-
-class Alarms(Section):
-    window: PositiveInt = 10
-    """steps whose mean is compared: the first so many of the run with the last so many"""
-    num_errors: PositiveFloat = 3.0
-    """standard errors that a change must exceed, in steps and in evaluations"""
-    length_factor: float = Field(2.0, ge=0)
-    """how many times as long as at first responses may become; 0: any"""
-    entropy_share: float = Field(0.1, ge=0, lt=1)
-    """share of its first value to which the entropy of tokens may fall; 0: any"""
-    tool_share: float = Field(0.9, ge=0, lt=1)
-    """share of all calls that a tool may have which began below 0.7; 0: any, and tools may vanish
-    """
+    PACKAGE.MODULE:NAME of a function (task, answer, trajectory), or a built-in scorer
+    (docs/watching.md)"""
 
 
 class Checkpoint(Section):
@@ -109,13 +95,6 @@ class Log(Section):
     """rollouts of each step that TensorBoard, W&B and other loggers show as texts or a table"""
     rollout_chars: int = Field(2000, ge=10, le=100_000)
     """longest question, answer and text of all turns of log.rollouts; the rest is cut"""
-    metrics_port: int = Field(0, ge=0, le=65535)
-    """answer /metrics, for Prometheus, and /health at this port; 0: do not (pip install
-    'flowtrain[serve]'; docs/metrics.md)"""
-    metrics_host: str = "127.0.0.1"
-    """address for log.metrics_port; the default answers this machine alone"""
-    open_metrics: bool = False
-    """answer /metrics without the token FLOWTRAIN_TOKEN, too"""
     format: Literal["plain", "json"] = "plain"
     """of what the run prints: for people, or a JSON object a line"""
     replay: bool = False

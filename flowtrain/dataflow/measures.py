@@ -37,7 +37,7 @@ _FATES = frozenset(
             "no_trainer",
             "failed",
         ),
-        *("no_signal", "no_weight", "too_long", "token", "advantage", "logprob"),
+        *("no_signal", "no_weight", "skipped", "too_long", "token", "advantage", "logprob"),
         *("empty", "stale", "filtered", "surplus", "distrusted"),
     )
 )

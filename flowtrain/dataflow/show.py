@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flowtrain.report.tables import aligned
+from flowtrain.metrics.tables import aligned
 from flowtrain.types import account_of
 from flowtrain.utils.text import printable
 

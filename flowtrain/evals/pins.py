@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.report.pins import flat
+from flowtrain.metrics.pins import flat
 
 _DECIDING = ("model", "tiny", "tasks", "agent", "roles", "engines", "plugins", "rollout", "vllm")
 _NOT_DECIDING = (

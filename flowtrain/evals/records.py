@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowtrain.engines.chat import Usage
-from flowtrain.report import trajectory_record
-from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.run.rollout_stats import Outcome
+from flowtrain.metrics import trajectory_record
+from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.metrics.rollouts import Outcome
 from flowtrain.types import Trajectory
 
 FILE = "trajectories.jsonl"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain import report
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.evals.ask import Question, ask, questions
@@ -21,9 +20,17 @@ from flowtrain.evals.records import Entry, RecordLog
 from flowtrain.evals.summary import Row, as_json, summarise
 from flowtrain.evals.system import System, check_planner, open_system
 from flowtrain.evals.tables import accuracy_by_turns, system_label, tables
-from flowtrain.report.curves import plot_turns
-from flowtrain.report.pins import check_same
-from flowtrain.report.run_dir import is_used
+from flowtrain.metrics import (
+    ProgressLine,
+    RunDir,
+    aligned,
+    atomic_write_text,
+    manifest,
+    markdown,
+    write_summary,
+)
+from flowtrain.metrics.pins import check_same
+from flowtrain.metrics.run_dir import is_used
 from flowtrain.rewards import score
 from flowtrain.run.evaluation import family
 from flowtrain.tasks.benchmarks import AGENTFLOW, BenchmarkFile
@@ -80,7 +87,7 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
         planner: questions(planner, request.max_turns, tasks, request.trials)
         for planner in request.planners
     }
-    with report.RunDir.lock(request.out, "--out"):
+    with RunDir.lock(request.out, "--out"):
         _check_begun(config, request, pins)
         scratch = request.out.with_name(f".{request.out.name}.weights")
         for planner in request.planners:
@@ -149,7 +156,7 @@ def _ask_what_is_left(
 ) -> None:
     todo = [question for question in every[planner] if question.key not in log.done]
     total = sum(map(len, every.values()))
-    progress = report.ProgressLine(total, len(log.done), enabled=True, unit="rollout")
+    progress = ProgressLine(total, len(log.done), enabled=True, unit="rollout")
     try:
         ask(system, todo, log, config.run.seed, config.rollout.max_in_flight, progress)
     finally:
@@ -166,17 +173,17 @@ def _begin(
     """
     path = out / "manifest.json"
     if not path.exists():
-        manifest = report.manifest(config.run.seed, sys.argv, world_size=1)
-        report.RunDir.create(out, to_toml(config), {**manifest, "evaluation": {**pins}})
+        facts = manifest(config.run.seed, sys.argv, world_size=1)
+        RunDir.create(out, to_toml(config), {**facts, "evaluation": {**pins}})
     written = json.loads(path.read_text())
     systems = written["evaluation"].setdefault("systems", {})
     if planner in systems:
         check_same(out, systems[planner], system.pins)
     else:
         systems[planner] = {name: dict(values) for name, values in system.pins.items()}
-        report.write_summary(path, written)
+        write_summary(path, written)
     if system.tokenizer_json:
-        report.atomic_write_text(out / "tokenizer.json", system.tokenizer_json)
+        atomic_write_text(out / "tokenizer.json", system.tokenizer_json)
 
 
 def _check_begun(config: Config, request: Request, pins: Mapping[str, Any]) -> None:
@@ -233,11 +240,13 @@ def _report(
     """Print the tables, and write them, all numbers and, of several budgets, the picture."""
     rows = summarise(entries, request.rows_of_table, request.names, tool_names)
     found = tables(rows, references)
-    report.write_summary(request.out / "summary.json", as_json(rows))
-    report.atomic_write_text(request.out / "summary.md", "\n".join(map(report.markdown, found)))
-    print("\n".join(map(report.aligned, found)), end="")
+    write_summary(request.out / "summary.json", as_json(rows))
+    atomic_write_text(request.out / "summary.md", "\n".join(map(markdown, found)))
+    print("\n".join(map(aligned, found)), end="")
     files = "trajectories.jsonl, summary.json, summary.md, manifest.json"
     if len(request.max_turns) > 1:
+        from flowtrain.metrics.curves import plot_turns  # which is slow to load
+
         plot_turns(accuracy_by_turns(rows), request.out / "turns.png")
         files += ", turns.png"
     _warn_of_failures(rows, entries)

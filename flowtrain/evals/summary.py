@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowtrain.evals.records import Entry
-from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.metrics.rollouts import RolloutStats
 
 CONFIDENCE = 0.95
 METRICS = ("em", "f1", "judge")

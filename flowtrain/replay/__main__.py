@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowtrain.metrics.tables import aligned
 from flowtrain.replay.decisions import check_decisions
 from flowtrain.replay.recorded import Recorded, totals
 from flowtrain.replay.session import Outcome, replay
-from flowtrain.report.tables import aligned
 from flowtrain.training.world import end_process
 from flowtrain.types import UserError
 from flowtrain.utils.commands import number

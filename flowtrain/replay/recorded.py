@@ -11,7 +11,7 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
-from flowtrain.report.jsonl import read_lines
+from flowtrain.metrics.jsonl import read_lines
 from flowtrain.run.batch_checks import call_difference
 from flowtrain.run.records import Rollouts
 from flowtrain.run.replay_log import chained, config_path, step_folder

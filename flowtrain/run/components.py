@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain import report
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.build import make_agentflow, make_policy
 from flowtrain.agents.flow import Flow
@@ -34,6 +33,7 @@ from flowtrain.engines.factory import (
     shared_policies,
 )
 from flowtrain.engines.protocol import Engine, NoEngine
+from flowtrain.metrics import RunDir, manifest
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, score
 from flowtrain.rewards.references import check_source
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
@@ -241,7 +241,7 @@ class RunComponents:
             plan.check(config)
         return plan
 
-    def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> report.RunDir:
+    def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> RunDir:
         """Create the folder of the run, or open it to resume; collective, the same on every rank.
 
         `facts` are for the manifest.
@@ -252,11 +252,11 @@ class RunComponents:
 
         def create() -> None:
             if self.world.is_main and not resumes:
-                manifest = report.manifest(run.seed, sys.argv, self.world.size)
-                report.RunDir.create(path, to_toml(self.config), {**manifest, **(facts or {})})
+                begun = manifest(run.seed, sys.argv, self.world.size)
+                RunDir.create(path, to_toml(self.config), {**begun, **(facts or {})})
 
         together(self.world, create, other_failed=UserError)
-        return report.RunDir.open(path)
+        return RunDir.open(path)
 
     def make_policy_engines(
         self,
@@ -359,7 +359,7 @@ def lock_run_dir(config: Config, world: World) -> ExitStack:
 
     def lock() -> None:
         if world.is_main:
-            cleanup.enter_context(report.RunDir.lock(Path(config.run.dir), "--run.dir"))
+            cleanup.enter_context(RunDir.lock(Path(config.run.dir), "--run.dir"))
 
     together(world, lock, other_failed=UserError)
     return cleanup

@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import roll_out, run_to_end
 from flowtrain.config import Config
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import Refused
 from flowtrain.engines.chat import Usage, metered
-from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.report.pins import check_same
+from flowtrain.metrics import ProgressLine, trajectory_record
+from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.metrics.pins import check_same
 from flowtrain.rewards import Judge, RewardFunctions, score_one
 from flowtrain.types import Group, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
@@ -145,7 +145,7 @@ class DemonstrationLog:
         record = {
             "step": 1,
             "version": 0,
-            **report.trajectory_record(trajectory, number),
+            **trajectory_record(trajectory, number),
             "usage": asdict(usage),
             "group": base64.b64encode(pack_group(Group(number, (trajectory,)))).decode(),
         }
@@ -205,7 +205,7 @@ def collect_demonstrations(
     *,
     seed: int,
     max_in_flight: int,
-    progress: report.ProgressLine,
+    progress: ProgressLine,
     is_over: Callable[[], bool],
     judge: Judge | None = None,
     functions: RewardFunctions | None = None,

@@ -15,11 +15,11 @@ from flowtrain.agents.collect import collect
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.protocol import Engine
+from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.rewards import Judge, RewardFunctions, score
 from flowtrain.rewards.scorers import MAX_CHARS
 from flowtrain.rewards.squad import published_metrics
 from flowtrain.run.components import RunComponents
-from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.tasks.benchmarks import parse_benchmarks
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training.world import World

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.training.token_scores import Scored
 from flowtrain.training.tree import PackedRow
 from flowtrain.types import Group, SampleId, TrainBatch
@@ -24,7 +23,6 @@ class Rollouts(NamedTuple):
 class Prepared(NamedTuple):
     """This rank's part of what a step trains."""
 
-    stats: RolloutStats
     batch: TrainBatch
     """After filtering, with the log-probs that are known already."""
     rows: Sequence[Sequence[PackedRow]]

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from flowtrain import report
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
-from flowtrain.report.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.metrics import RunDir
+from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
 from flowtrain.run.batch_checks import checks_of
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Rollouts
@@ -41,7 +41,7 @@ class ReplayLog:
     """Writes the replay log of a run; does nothing without `log.replay`."""
 
     def __init__(
-        self, run_dir: report.RunDir, config: Config, placement: Placement, start_step: int
+        self, run_dir: RunDir, config: Config, placement: Placement, start_step: int
     ) -> None:
         """Go on after `start_step`, whose version is in the store; collective. Later steps go."""
         self._folder, self._is_on = run_dir.replay, config.log.replay

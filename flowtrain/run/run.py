@@ -5,15 +5,13 @@ need several of them. The parts never change once the run is open; what a verb m
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain import report
 from flowtrain.agents.base import Agent
 from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms.base import Algorithm
@@ -21,28 +19,28 @@ from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
+from flowtrain.metrics import RunDir, atomic_write_text
+from flowtrain.metrics.learning_signal import LearningSignal
+from flowtrain.metrics.profiler import profiled
 from flowtrain.rewards import Judge
 from flowtrain.run.banner import train_banner
 from flowtrain.run.batch_source import BatchSource, open_batch_source
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.evaluation import Evaluator, Found, Measured, held_out_name, load_benchmarks
 from flowtrain.run.learner import Learner
-from flowtrain.run.learning_signal import LearningSignal
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.pool_evaluations import PoolEvaluations
-from flowtrain.run.profiler import profiled
-from flowtrain.run.records import Prepared
+from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.run_logger import RunLogger
-from flowtrain.run.token_accounts import account
-from flowtrain.run.trainer_metrics import TrainerMonitor
+from flowtrain.run.step_counts import Counted
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.world import World
-from flowtrain.types import Group, TokenAccount, Trajectory, UserError
+from flowtrain.types import TokenAccount, Trajectory, UserError
 from flowtrain.utils.files import writing
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
@@ -75,7 +73,7 @@ class Run:
     pool: PoolEvaluations | None
     """What nodes are asked with `dataflow.url`; None where this run asks by itself."""
     logger: RunLogger
-    run_dir: report.RunDir
+    run_dir: RunDir
     memory_plan: MemoryPlan
     start_step: int
     """The step of the checkpoint that the run resumes; 0: it begins."""
@@ -107,11 +105,11 @@ class Run:
         return self.agent.with_hints(self.algorithm.hints(step))
 
     def waiting_for_rollouts(self, step: int) -> AbstractContextManager[Callable[[], None]]:
-        """Tell a person how many rollouts of a step this rank has made, where that takes long; in a
-        log file of the first step alone. Not collective.
+        """Tell a person how many rollouts of the first step this rank has made, where that takes
+        long. Not collective.
         """
         samplers, rollout = self.placement.samplers, self.config.rollout
-        is_shown = samplers.rank == 0 and (sys.stderr.isatty() or step == self.start_step + 1)
+        is_shown = samplers.rank == 0 and step == self.start_step + 1
         total = rollout.num_questions // samplers.size * self.algorithm.num_roots
         return waiting(f"rollouts of step {step}", is_shown, total=total)
 
@@ -119,19 +117,17 @@ class Run:
         """Keep the states of tools for a block in which rollouts branch, and free them then."""
         return nullcontext() if self.snapshots is None else self.snapshots.held()
 
-    def account(self, groups: Sequence[Group], prepared: Prepared) -> TokenAccount:
-        """Account for the tokens that were sampled for this step."""
-        policy = self.config.train.policy
-        sampled = self.meter.take(policy) if self.batch_source is None else None
-        world = self.placement.world
-        rows = prepared.rows
-        return account(groups, prepared.batch, rows, policy=policy, sampled=sampled, world=world)
-
     def sleep(self) -> None:
         """Have the engines of a rank that trains give their memory back, with `vllm.sleep`."""
         if self.learner.trainer is not None:
             for engine in self.engines.values():
                 engine.sleep()
+
+    def count(self, step: int, rollouts: Rollouts, prepared: Prepared, trained: Trained) -> Counted:
+        """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler."""
+        policy = self.config.train.policy
+        sampled = self.meter.take(policy) if self.batch_source is None else None
+        return self.logger.count(step, rollouts, prepared, trained, sampled)
 
     def publish(self, version: int, tokens: TokenAccount) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics.
@@ -199,7 +195,10 @@ class Run:
             self.pool.wait_until_asked()  # or nodes would hear that there is nothing left to do
             self.batch_source.report_progress(last_step, last_step, is_done=True)
             self._log_evaluations(self.pool.wait())
-        trained, _ = self._compare(last_step) if self.config.eval.at_ends else ({}, ())
+        trained: dict[str, Any] = {}
+        if self.config.eval.at_ends:
+            trained, trajectories = self._compare(last_step)
+            self.logger.log_trained(trajectories)
         tokens = None
         if self.batch_source is not None and self.placement.world.is_main:
             tokens = self.batch_source.token_account()
@@ -222,7 +221,7 @@ class Run:
         if not self.start_step:
             self.logger.log_held_out(0, trajectories)
         if self.placement.world.is_main:
-            report.atomic_write_text(path, json.dumps(warm))
+            atomic_write_text(path, json.dumps(warm))
             if not self.start_step:
                 seconds = time.monotonic() - started
                 measured = self.evaluator.logged(warm)
@@ -266,8 +265,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     world = World.join(config.run.device, config.run.collective_timeout_s)
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
-    monitor = TrainerMonitor(config, world)
-    cleanup.callback(monitor.close)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
     components = RunComponents.prepare(config, world)
@@ -292,8 +289,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     run_dir = components.open_run_dir({"memory_plan": memory_plan.parts})
     if world.is_main:  # turns the ids in the logs into words
         tokenizer = components.policies["planner"].tokenizer
-        report.atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
-    world.barrier()  # an engine may start for minutes, and sharding has a short clock
+        atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
     learner = Learner.make(components, placement, store, run_dir.checkpoints)
     cleanup.callback(learner.close)
     with waiting("reading the checkpoint", world.is_main):
@@ -311,7 +307,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         judge=judge,
         memory=memory,
         start_step=state["step"],
-        loggers=monitor.logger(config.train.num_steps, state["step"]),
     )
     cleanup.callback(logger.close)
     evaluator = Evaluator(
@@ -342,7 +337,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         learner=learner,
         batch_source=batch_source,
         cursor=components.tasks.cursor(config.run.seed, state["cursor"]),
-        signal=LearningSignal(config, world),
+        signal=LearningSignal(config, world.is_main),
         evaluator=evaluator,
         pool=pool,
         logger=logger,
@@ -352,9 +347,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     )
 
 
-def _resume(
-    config: Config, run_dir: report.RunDir, learner: Learner, world: World
-) -> dict[str, Any]:
+def _resume(config: Config, run_dir: RunDir, learner: Learner, world: World) -> dict[str, Any]:
     """Load the newest checkpoint, if the run is to be resumed; return the state of the loop."""
 
     def choose() -> str:

@@ -10,29 +10,30 @@ from typing import Any
 
 import torch
 
-from flowtrain import report
 from flowtrain.config import Config
-from flowtrain.report.curves import plot_curves, read_series, total_seconds, total_tokens
-from flowtrain.report.jsonl import append_lines, cut_lines
-from flowtrain.report.loggers import Logger, open_loggers, rollout_texts
+from flowtrain.metrics import (
+    MetricsLog,
+    Progress,
+    RunDir,
+    TrajectoryLog,
+    comparison_table,
+    write_summary,
+)
+from flowtrain.metrics.jsonl import append_lines, cut_lines
+from flowtrain.metrics.loggers import open_loggers, rollout_texts
+from flowtrain.metrics.panels import read_series, total_seconds, total_tokens
 from flowtrain.rewards import Judge
-from flowtrain.run.alarms import Alarms
 from flowtrain.run.components import RunComponents
-from flowtrain.run.evaluation import Evaluator, Measured
-from flowtrain.run.evidence_stats import evidence_metrics
+from flowtrain.run.evaluation import Measured
 from flowtrain.run.memory_plan import MemoryPlan
-from flowtrain.run.mismatch import Mismatch
-from flowtrain.run.parsing_stats import parsing_metrics
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.replay_log import ReplayLog
-from flowtrain.run.reward_stats import reward_metrics
-from flowtrain.run.sampling_stats import sampling_metrics
-from flowtrain.run.verdict_stats import verdict_metrics
+from flowtrain.run.step_counts import Counted, count_step
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.token_scores import with_training_stats
-from flowtrain.types import Group, TokenAccount, TrainBatch, Trajectory
+from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable
 
 
@@ -43,17 +44,15 @@ class RunLogger:
         self,
         components: RunComponents,
         placement: Placement,
-        run_dir: report.RunDir,
+        run_dir: RunDir,
         *,
         judge: Judge | None,
         memory: MemoryPeak,
         start_step: int,
-        loggers: Sequence[Logger] = (),
     ) -> None:
         """Open the logs; a run that resumes goes on after the lines of `start_step`.
 
-        `memory` has watched this process from before the model was loaded. `loggers` get the
-        metrics beside those that the config names.
+        `memory` has watched this process from before the model was loaded.
         """
         config = components.config
         self._config = config
@@ -66,45 +65,60 @@ class RunLogger:
         self._peak_flops = 1e12 * tflops * placement.trainers.size
         self._cleanup = ExitStack()
         with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
-            self._open(start_step, loggers, cleanup)
+            self._open(start_step, cleanup)
             self._cleanup = cleanup.pop_all()
 
-    def _open(self, start_step: int, loggers: Sequence[Logger], cleanup: ExitStack) -> None:
+    def _open(self, start_step: int, cleanup: ExitStack) -> None:
         config, path, samplers = self._config, self._run_dir.path, self._placement.samplers
         last_step = start_step or -1  # from the start also means: without the line of step 0
         is_main = self._placement.world.is_main
-        self.progress = report.Progress(config.train.num_steps, start_step, is_main)
-        cleanup.callback(self.progress.close)
+        self.progress = Progress(config.train.num_steps, start_step, is_main)
         self._replay = ReplayLog(self._run_dir, config, self._placement, start_step)
         self._metrics = None
-        self.alarms: Alarms | None = None
         if is_main:
             cut_lines(self._run_dir.worst_tokens, last_step)
-            self._metrics = report.MetricsLog(
+            self._metrics = MetricsLog(
                 path,
                 last_step,
                 config.log.tensorboard,
-                [*loggers, *open_loggers(config, path, last_step)],
+                open_loggers(config, path, last_step),
             )
             cleanup.callback(self._metrics.close)
-            self.alarms = self._open_alarms(last_step)
         own = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
         self.evaluated = int(self._placement.world.max([own])[0])
         """Newest step whose evaluation is in the log; those of earlier steps are, too."""
         self._trajectories, self._held_out = (
-            report.TrajectoryLog(path, samplers.rank, step, name, samplers.size)
+            TrajectoryLog(path, samplers.rank, step, name, samplers.size)
             for name, step in (("trajectories", last_step), ("held_out", self.evaluated))
-        )
-
-    def _open_alarms(self, last_step: int) -> Alarms:
-        config, folder = self._config, self._run_dir
-        is_true = not config.reward.function and config.roles.judge == "none"
-        return Alarms.open(
-            config.alarms, folder.alarms, folder.path / "metrics.jsonl", last_step, is_true
         )
 
     def close(self) -> None:
         self._cleanup.close()
+
+    def count(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        prepared: Prepared,
+        trained: Trained,
+        sampled: int | None,
+    ) -> Counted:
+        """Count a step over all ranks; collective.
+
+        `sampled`: tokens that this rank's engine has returned; None: nodes have sampled.
+        """
+        judge = {} if self._judge is None else self._judge.metrics()
+        return count_step(
+            step,
+            rollouts,
+            prepared,
+            trained,
+            config=self._config,
+            sampled=sampled,
+            spent={**self._chats.metrics(), **judge},
+            peak_bytes=self._memory.num_bytes(),
+            world=self._placement.world,
+        )
 
     def log(
         self,
@@ -112,22 +126,20 @@ class RunLogger:
         rollouts: Rollouts,
         prepared: Prepared,
         *,
-        tokens: TokenAccount,
         trained: Trained,
-        mismatch: Mismatch,
+        counted: Counted,
         weights: Mapping[str, float | str],
         evaluation: Measured | None,
         seconds: Mapping[str, float],
     ) -> None:
-        """Write a step down; collective.
+        """Write a step down.
 
         Args:
             rollouts, prepared: this rank's.
-            tokens, mismatch: of all ranks.
             weights: metrics of publishing and loading them.
             seconds: by stage.
         """
-        world, batch = self._placement.world, prepared.batch
+        batch, mismatch = prepared.batch, counted.mismatch
         replay = self._replay.log(step, rollouts, batch)
         measured = {}
         if evaluation is not None:
@@ -142,37 +154,16 @@ class RunLogger:
         if self._metrics is not None and (num := self._config.log.rollouts):
             chars = self._config.log.rollout_chars
             self._metrics.log_rollouts(step, rollout_texts(step, rollouts.groups, num, chars))
-        trajectories = [t for group in rollouts.groups for t in group.trajectories]
-        parts = reward_metrics(trajectories, world, bool(self._config.reward.function))
-        kept = sampling_metrics(trajectories, self._config, world)
-        rescued = {}
-        if self._config.agent.parsing == "lenient":
-            rescued = parsing_metrics(trajectories, world)
-        verdicts = {}
-        if "verifier" in self._config.policy_names:
-            verdicts = verdict_metrics(trajectories, self._config, world)
-        evidence = {}
-        if "refiner" in self._config.policy_names:
-            evidence = evidence_metrics(trajectories, world)
         self.write(
             {
                 "step": step,
                 "version": step,
-                **prepared.stats.metrics(),
-                **parts,
-                **kept,
-                **rescued,
-                **verdicts,
-                **evidence,
+                **counted.metrics,
                 **measured,
-                **self._counts(batch),
-                **tokens.metrics(),
                 **rollouts.metrics,
                 **trained.metrics,
-                **mismatch.metrics(),
                 **self._speed(trained.metrics, seconds["train_s"]),
                 **weights,
-                **self._chat_metrics(),
                 **replay,
                 **seconds,
             }
@@ -194,28 +185,24 @@ class RunLogger:
         self.progress.update(metrics)
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
-        if self._metrics is not None and self.alarms is not None:
+        if self._metrics is not None:
             self._metrics.log(metrics)
-            self.alarms.add(metrics)
 
     def log_held_out(self, version: int, trajectories: Sequence[Trajectory]) -> None:
-        """Write this rank's rollouts of the main held-out split, as groups of one."""
+        """Write this rank's rollouts of the main held-out split."""
+        self._held_out.log(version, version, self._groups_of_one(trajectories))
+
+    def log_trained(self, trajectories: Sequence[Trajectory]) -> None:
+        """Write this rank's rollouts of the main held-out split that the trained policy is compared
+        by; those of the same step in the other log are of another draw.
+        """
+        samplers, step = self._placement.samplers, self._config.train.num_steps
+        log = TrajectoryLog(self._run_dir.path, samplers.rank, -1, "trained", samplers.size)
+        log.log(step, step, self._groups_of_one(trajectories))
+
+    def _groups_of_one(self, trajectories: Sequence[Trajectory]) -> list[Group]:
         rank, size = self._placement.samplers.rank, self._placement.samplers.size
-        groups = [Group(rank + n * size, (each,)) for n, each in enumerate(trajectories)]
-        self._held_out.log(version, version, groups)
-
-    def _counts(self, batch: TrainBatch) -> dict[str, float]:
-        """Groups and samples left out, over all ranks, and the most memory that a rank took."""
-        reasons = list(batch.num_filtered)
-        numbers = [batch.num_groups_dropped, *batch.num_filtered.values()]
-        sums, (peak_bytes,) = self._placement.world.reduce(numbers, [self._memory.num_bytes()])
-        left_out = dict(zip((f"num_excluded/{name}" for name in reasons), sums[1:], strict=True))
-        return {"num_groups_dropped": sums[0], **left_out, "peak_memory_gb": peak_bytes / 1e9}
-
-    def _chat_metrics(self) -> dict[str, float]:
-        judge = {} if self._judge is None else self._judge.metrics()
-        own = {**self._chats.metrics(), **judge}
-        return dict(zip(own, self._placement.world.sum(list(own.values())), strict=True))
+        return [Group(rank + n * size, (each,)) for n, each in enumerate(trajectories)]
 
     def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
         """Compute the speed of a step; nothing on ranks that do not train.
@@ -248,35 +235,30 @@ class RunLogger:
             signal: steps that had nothing to learn from; empty where all had.
             tokens: where all tokens went, as the dataflow knows it; None: as the log does.
         """
-        self.progress.close()
+        from flowtrain.metrics.curves import plot_curves  # which is slow to load
+
         (peak_bytes,) = self._placement.world.max([self._memory.num_bytes()])
         if not self._placement.world.is_main:
             return
         path = self._run_dir.path
         tokens = tokens or total_tokens(read_series(path))
-        assert self.alarms is not None
-        if trained:
-            self.alarms.add({"step": self._config.train.num_steps, **Evaluator.logged(trained)})
         summary = {
             "warm": warm,
             "trained": trained,
             **signal,
             "tokens": {**tokens.metrics(), "text": tokens.text()},
-            **self.alarms.summary(),
             "seconds": self._seconds(),
             "planned_memory_gb": plan.num_bytes / 1e9,
             "peak_memory_gb": peak_bytes / 1e9,
         }
-        report.write_summary(path / "summary.json", summary)
+        write_summary(path / "summary.json", summary)
         plot_curves(path)
         if trained:
-            print(report.comparison_table(warm, trained))
+            print(comparison_table(warm, trained))
         if idle_steps := signal.get("idle_steps"):
             cause = printable(signal["last_cause"])
             print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
         print(f"tokens: {tokens.text()}")
-        for alarm in self.alarms.raised.values():
-            print(f"alarm in step {alarm.step}: {alarm.cause}: {printable(alarm.text)}")
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")

@@ -4,8 +4,8 @@ A row of N tokens is a forest (see `tree.py`). It falls into segments, runs of t
 branch; the queries of a segment see the keys of its ancestors and, causally, its own. Attention
 alone is computed on segments side by side, in blocks of similar shape padded to the largest of the
 block, so that no N x N mask exists and hardly a FLOP is spent on padding or between branches;
-everything else in the model runs on the row as it is. That is the way on a CPU; `flex.py` and
-`varlen.py` have those on a GPU.
+everything else in the model runs on the row as it is. That is the way on a CPU; `flex.py` has that
+on a GPU.
 
 S: segments of a block, Q: queries of its longest, K: keys of its longest, H: heads, D: head size.
 """
@@ -24,7 +24,6 @@ from transformers import AttentionInterface
 from flowtrain.training.exact_attention import KEYS, QUERIES, ExactForest
 from flowtrain.training.flex import FlexTree
 from flowtrain.training.tree import Segment, segments
-from flowtrain.training.varlen import VarlenTree
 from flowtrain.types import UserError
 
 NAMES = {
@@ -32,12 +31,11 @@ NAMES = {
     "sdpa": "flowtrain_sdpa",
     "flex": "flowtrain_flex",
     "flash": "flowtrain_fa4",  # transformers takes any name with "flash" in it for its own
-    "varlen": "flowtrain_varlen",
     "exact": "flowtrain_exact",
 }
 """Kinds of attention, as transformers knows them: on segments by torch's SDPA; by FlexAttention,
-with Triton's kernels or with FlashAttention 4's; by FlashAttention with variable lengths; on
-segments in fixed blocks (`train.exact`); auto: "flex" on a GPU, else "sdpa"."""
+with Triton's kernels or with FlashAttention 4's; on segments in fixed blocks (`train.exact`); auto:
+"flex" on a GPU, else "sdpa"."""
 NAME = NAMES["auto"]
 _SIMILAR = 4 / 3
 """Lengths in a block differ by less than this factor: more blocks mean less padding and more calls.
@@ -173,7 +171,7 @@ def _block(
     return Block(query_SQ, key_SK, num_before_S, mask_SQK)
 
 
-TreeAttention = Forest | FlexTree | VarlenTree | ExactForest
+TreeAttention = Forest | FlexTree | ExactForest
 
 
 def name_of(kind: str, device: torch.device) -> str:
@@ -191,8 +189,6 @@ def structure_of(name: str, subtree_end_N: Tensor) -> TreeAttention:
         return Forest.of(subtree_end_N)
     if name == NAMES["exact"]:
         return ExactForest(Forest.of(subtree_end_N, QUERIES, KEYS))
-    if name == NAMES["varlen"]:
-        return VarlenTree.of(subtree_end_N)
     assert name in NAMES.values(), f"{name}: any other attention would build an N x N mask"
     return FlexTree.of(subtree_end_N, flash=name == NAMES["flash"])
 

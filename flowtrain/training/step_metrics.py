@@ -14,28 +14,36 @@ from flowtrain.training.world import World
 class StepMetrics:
     """Statistics of one batch, summed on the device and brought to the host once."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_reference: bool = False) -> None:
+        """`has_reference`: the KL is that to a reference policy, else to the old policy."""
+        self._kl = "kl_ref" if has_reference else "kl_old"
         self.grad_norms: list[float] = []
         self.ratio_bounds: list[float] = []
         self.num_skipped = 0
         self._open: list[dict[str, Tensor]] = []
         self._stats: list[dict[str, Tensor]] = []
+        self._skipped: list[Tensor] = []
         self._num_packed = self._num_unshared = self._num_rows = 0
         self.num_flops = 0.0
 
-    def add(self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: PackedRow) -> None:
+    def add(
+        self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: PackedRow | None
+    ) -> None:
+        """Add a row; None: one that only kept step with other ranks."""
         is_first_step = not self.grad_norms
         first = {"first_tokens_sum": stats["num_tokens_sum"], "first_mismatch_sum": mismatch}
         zeros = {name: torch.zeros_like(value) for name, value in first.items()}
         self._open.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
-        self._num_packed += len(row.input_ids_N)
-        self._num_unshared += row.num_unshared_tokens
-        self._num_rows += 1
+        if row is not None:
+            self._num_packed += len(row.input_ids_N)
+            self._num_unshared += row.num_unshared_tokens
+            self._num_rows += 1
 
     def close_step(self, grad_norm: float | None) -> None:
         """End an optimizer step; without a norm it was skipped, and its statistics are dropped."""
         if grad_norm is None:
             self.num_skipped += 1
+            self._skipped += [stats["num_tokens_sum"] for stats in self._open]
         else:
             self.grad_norms.append(grad_norm)
             self._stats += self._open
@@ -44,9 +52,10 @@ class StepMetrics:
     def reduce(self, world: World, lr: float) -> dict[str, float]:
         sums, maxima = self._to_host()
         names = sorted(sums)
-        counts = [self._num_packed, self._num_unshared, self._num_rows, self.num_flops]
+        num_skipped = float(torch.stack(self._skipped).double().sum()) if self._skipped else 0.0
+        counts = [self._num_packed, self._num_unshared, self._num_rows, self.num_flops, num_skipped]
         (
-            (num_packed, num_unshared, num_rows, num_flops, *summed),
+            (num_packed, num_unshared, num_rows, num_flops, num_skipped, *summed),
             (ratio_max, negative_ratio_min),
         ) = world.reduce([*counts, *(sums[n] for n in names)], maxima)
         sums = dict(zip(names, summed, strict=True))
@@ -63,7 +72,7 @@ class StepMetrics:
             "loss": sums["loss_sum"] / num_steps,
             "grad_norm": sum(self.grad_norms) / num_steps,
             "lr": lr,
-            "kl": sums["kl_sum"] / num_tokens,
+            self._kl: sums["kl_sum"] / num_tokens,
             "entropy": sums["entropy_sum"] / num_tokens,
             "clip_fraction": (sums["clipped_low_sum"] + sums["clipped_high_sum"]) / num_tokens,
             "clip_fraction_low": sums["clipped_low_sum"] / num_tokens,
@@ -72,6 +81,7 @@ class StepMetrics:
             "ratio_max": ratio_max if has_tokens else 1.0,
             "ratio_min": -negative_ratio_min if has_tokens else 1.0,
             "logprob_mismatch": sums["first_mismatch_sum"] / max(sums["first_tokens_sum"], 1),
+            **({"num_tokens_skipped": num_skipped} if num_skipped else {}),
             **(
                 {"ratio_bound": sum(self.ratio_bounds) / len(self.ratio_bounds)}
                 if self.ratio_bounds

@@ -179,7 +179,7 @@ class Trainer:
 
         Raises UserError when MOST_SKIPPED optimizer steps in a row were skipped.
         """
-        step_metrics = StepMetrics()
+        step_metrics = StepMetrics(has_reference=self._loss.kl_coef > 0)
         step_metrics.num_flops = self._needed_flops(minibatches)
         has_stepped = False
         for rows in [self._prepare(rows) for rows in minibatches]:
@@ -237,7 +237,8 @@ class Trainer:
             if scores is not None:
                 scores.add(row, out.logprob_T)
             losses.append(out.loss.detach() / self._world.size)
-            step_metrics.add(out.stats, losses[-1], _mismatch(out.logprob_T, row), row)
+            mismatch, own = _mismatch(out.logprob_T, row), row if index < len(rows) else None
+            step_metrics.add(out.stats, losses[-1], mismatch, own)
         return torch.stack(losses).sum()
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:

@@ -22,6 +22,7 @@ from flowkernels import SamplingMask
 from torch import Tensor
 
 from flowtrain.types import Sample, SampleId
+from flowtrain.utils.prefixes import num_shared as _num_shared
 
 Inputs = tuple[int, ...]
 """Token ids of a sample but the last, which is a target alone."""
@@ -256,18 +257,6 @@ def segments(subtree_end: Sequence[int]) -> list[Segment]:
 
 def _inputs(sample: Sample) -> Inputs:
     return sample.prompt_ids + sample.response_ids[:-1]
-
-
-def _num_shared(a: Inputs, b: Inputs) -> int:
-    """Tokens that both begin with; by halving, because slices compare fast."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _subtree_ends(position_ids: Sequence[int]) -> list[int]:

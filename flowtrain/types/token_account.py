@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 TRAINED = "trained"
-"""Tokens in the loss of an optimizer step, with a weight that is not 0."""
+"""Tokens in the loss of an optimizer step that was taken, with a weight that is not 0."""
+SKIPPED = "skipped"
+"""Tokens in an optimizer step that was not taken, because its loss or gradient was not finite."""
 FAILED, NO_SIGNAL, NO_WEIGHT = "failed", "no_signal", "no_weight"
 """Left out: tokens of rollouts that failed; those that the algorithm made no sample of, as of
-groups of one reward; those whose loss weight is 0."""
+groups of one reward; those whose loss weight is 0, also because
+masked importance sampling drops them."""
 LOST = "lost"
 """Tokens that were sampled and are in no rollout: their turn, lease or node ended before."""
 

@@ -8,21 +8,19 @@ python -m flowtrain.view runs
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowtrain.net.serving import check_url
-from flowtrain.report.run_dir import atomic_write_text
+from flowtrain.metrics.run_dir import atomic_write_text
 from flowtrain.types import UserError
 from flowtrain.utils.commands import number
 from flowtrain.utils.terminal import protect_output
 from flowtrain.view.page import build_page, build_table
 from flowtrain.view.run import is_run
 from flowtrain.view.runs import find_runs
-from flowtrain.view.server import TOKEN_VARIABLE, Server, View, make_token
+from flowtrain.view.server import Pages, Server
 
 _PORT = 8450
 
@@ -36,8 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--rollouts {arguments.rollouts} must be 0 or more")
         if arguments.serve:
             return _serve(arguments)
-        if arguments.dataflow:
-            raise UserError("--dataflow is for the page that follows a run: add --serve")
         out = arguments.out or arguments.run / "view.html"
         is_table = not is_run(arguments.run) and find_runs(arguments.run)
         page = (
@@ -57,54 +53,40 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.view",
         description="Write a run, or a folder of runs, as one HTML file that needs nothing else; "
-        "or follow it in a browser while it goes on.",
+        "or serve it to a browser while it goes on.",
     )
     text = "run folder, what --run.dir named; or a folder of runs"
     parser.add_argument("run", type=Path, metavar="RUN", help=text)
     parser.add_argument("--out", type=Path, help="the page (default: RUN/view.html)")
     text = "rollouts to show, in whole groups (default: 500)"
     parser.add_argument("--rollouts", type=int, default=500, metavar="N", help=text)
-    text = "follow the run in a browser; it may begin later"
+    text = "serve the page on this machine, anew when files have changed; the run may begin later"
     parser.add_argument("--serve", action="store_true", help=text)
-    text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
-    parser.add_argument("--host", default="127.0.0.1", help=text)
     text = f"0: any free one (default: {_PORT}, or any free one where that is taken)"
     parser.add_argument("--port", type=number(0, 65535), help=text)
-    text = "service whose nodes the page shows (default: the dataflow.url of the run's config)"
-    parser.add_argument("--dataflow", default="", metavar="URL", help=text)
     return parser
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         raise UserError("--out is for the page as a file: leave --serve or --out out")
-    if arguments.dataflow:
-        check_url(arguments.dataflow)
-    token = make_token(os.environ.get(TOKEN_VARIABLE, ""), arguments.host)
-    view = View(arguments.run, arguments.rollouts, arguments.dataflow)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _listen(view, token, arguments) as server:
-            if not arguments.run.exists():
-                print(f"{arguments.run} does not exist yet: the page waits for it")
+        with _listen(Pages(arguments.run, arguments.rollouts), arguments.port) as server:
             print(f"open {server.url}  (Ctrl-C ends)", flush=True)
-            if arguments.host != "127.0.0.1":
-                print("this is plain HTTP: anybody on the way can read it, the token too")
             server.serve_forever()
     except KeyboardInterrupt:
         return 0
-    finally:
-        view.close()
     return 0
 
 
-def _listen(view: View, token: str, arguments: argparse.Namespace) -> Server:
-    if arguments.port is not None:
-        return Server(view, token, arguments.host, arguments.port)
+def _listen(pages: Pages, port: int | None) -> Server:
+    if port is not None:
+        return Server(pages, port)
     try:
-        return Server(view, token, arguments.host, _PORT)
+        return Server(pages, _PORT)
     except UserError:
-        return Server(view, token, arguments.host, 0)
+        return Server(pages, 0)
 
 
 if __name__ == "__main__":

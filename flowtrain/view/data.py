@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from flowtrain.report.curves import (
+from flowtrain.metrics.jsonl import json_value
+from flowtrain.metrics.panels import (
     PANELS,
     STAGES,
     Series,
@@ -16,7 +17,6 @@ from flowtrain.report.curves import (
     total_seconds,
     total_tokens,
 )
-from flowtrain.report.jsonl import json_value, read_lines
 from flowtrain.types import UserError
 from flowtrain.view.log import LOGS, Place, choose, find_rollouts, spread
 from flowtrain.view.rollouts import rollout_record
@@ -58,7 +58,6 @@ class Run:
         tokenizer = path / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
         self._note_what_is_missing()
-        self.notes += self._try([], alarm_notes, path)
 
     def data(self, num_rollouts: int) -> dict[str, Any]:
         """Bytes of a page with about so many rollouts."""
@@ -155,13 +154,6 @@ def _panel_records(series: Mapping[str, Series]) -> list[dict[str, Any]]:
         for panel in PANELS
         if (curves := panel.curves(series))
     ]
-
-
-def alarm_notes(run_dir: Path) -> list[str]:
-    """The alarms that the run has raised."""
-    path = run_dir / "alarms.jsonl"
-    alarms = read_lines(path) if path.is_file() else ()
-    return [f"Alarm in step {each['step']}: {each['cause']}: {each['text']}." for each in alarms]
 
 
 def _notes_on_training(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:

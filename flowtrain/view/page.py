@@ -25,9 +25,14 @@ MAX_BYTES = 18_000_000
 """Size of a page that browsers, mail and phones still take."""
 
 
-def build_page(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> str:
-    """The page of a run with at most `num_rollouts` rollouts, or fewer where it would be larger
-    than `max_bytes`.
+def build_page(run_dir: Path, num_rollouts: int) -> str:
+    """Build the page of a run with at most `num_rollouts` rollouts."""
+    return render(page_data(run_dir, num_rollouts))
+
+
+def page_data(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Return what the page of a run shows, with at most `num_rollouts` rollouts, or fewer where it
+    would be larger than `max_bytes`.
     """
     run = Run(run_dir)
     if run.places:  # a rollout takes about as much here as in the log
@@ -35,24 +40,22 @@ def build_page(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> 
         num_rollouts = min(num_rollouts, int(2 * max_bytes / mean_bytes) + 1)
     while True:
         data = run.data(num_rollouts)
-        page = render(data)
-        num_shown = len(data["rollouts"])
-        if len(page) <= max_bytes or not num_shown:
-            return page
-        num_rollouts = min(num_shown - 1, int(num_shown * 0.95 * max_bytes / len(page)))
+        num_bytes, num_shown = len(json_block(data)), len(data["rollouts"])
+        if num_bytes <= max_bytes or not num_shown:
+            return data
+        num_rollouts = min(num_shown - 1, int(num_shown * 0.95 * max_bytes / num_bytes))
 
 
 def build_table(root: Path) -> str:
-    """The page of a folder of runs."""
-    table = RunTable(root).answer()
-    return render(table, ("base.js", "table.js"))
+    """Build the page of a folder of runs."""
+    return render(RunTable(root).data(), ("base.js", "table.js"))
 
 
-def live_page(name: str, live: dict[str, Any]) -> str:
-    """A page without data, which asks the server that it comes from; `live` says for what."""
-    kind = "table" if live["kind"] == "table" else "page"
-    empty = {"name": name, "live": live}
-    return render(empty, ("base.js", f"{kind}.js", "live.js"), "connect-src 'self'; ")
+def live_page(name: str, is_table: bool, run: str) -> str:
+    """Build a page without data, which asks the server that it comes from for those of `run`."""
+    kind, live = "table" if is_table else "page", {"is_table": is_table, "run": run}
+    scripts = ("base.js", f"{kind}.js", "live.js")
+    return render({"name": name, "live": live}, scripts, "connect-src 'self'; ")
 
 
 def render(

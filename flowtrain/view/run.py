@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowtrain.report.tables import comparison_rows
+from flowtrain.metrics.tables import comparison_rows
 from flowtrain.types import UserError
 
 _MARKS = ("manifest.json", "metrics.jsonl", "trajectories.jsonl")
@@ -40,6 +41,15 @@ Config = Mapping[str, Mapping[str, Any]]
 def is_run(folder: Path) -> bool:
     """Tell whether something of a run is there."""
     return any((folder / mark).is_file() for mark in _MARKS)
+
+
+def signature(folder: Path) -> object:
+    """Return what changes with the files of a folder; those of folders within do not count."""
+    return {
+        entry.name: (found.st_size, found.st_mtime_ns)
+        for entry in (os.scandir(folder) if folder.is_dir() else ())
+        if entry.is_file() and (found := entry.stat())
+    }
 
 
 def check_run_dir(run_dir: Path) -> None:

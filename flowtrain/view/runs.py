@@ -4,28 +4,21 @@ configs differ.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowtrain.report.curves import STAGES
-from flowtrain.report.jsonl import json_value
-from flowtrain.report.pins import flat
+from flowtrain.metrics.jsonl import json_value
+from flowtrain.metrics.panels import STAGES, Series, read_series, total_seconds
+from flowtrain.metrics.pins import flat
 from flowtrain.types import UserError
-from flowtrain.view.run import is_run, read_config, read_json
-from flowtrain.view.series import Metrics
-from flowtrain.view.state import run_state
-from flowtrain.view.tail import Tail
+from flowtrain.utils.lock import Lock
+from flowtrain.view.log import spread
+from flowtrain.view.run import is_run, read_config, read_json, signature
 
-_EVERY_S = 1.0
-_SEARCH_S = 5.0
-"""Least times between two looks at the files of the runs, and for new runs."""
 _DEPTH = 3
 """Folders below the one that is named in which runs are looked for."""
 _INSIDE = ("checkpoints", "weights", "replay", "profile", "tensorboard", "model", "logs")
@@ -34,7 +27,7 @@ _MOST_RUNS = 500
 _MOST_POINTS = 200
 _LONGEST = 80
 """Characters of a config's value."""
-_STAGE_KEYS = frozenset(f"{stage}_s" for stage in (*STAGES, "checkpoint"))
+_CURVES = {"Reward, training": "reward_mean", "Held-out": "eval_reward"}
 _UNTOLD = ("run.dir", "dataflow.url", "dataflow.store")
 """Options that differ between any two runs."""
 
@@ -66,118 +59,84 @@ def _began(path: Path) -> float:
 
 
 class RunTable:
-    """The runs of a folder and what was read of them. Threads may share it."""
+    """The runs of a folder; one whose files have not changed is not read again."""
 
     def __init__(self, root: Path) -> None:
-        """Read nothing yet; the folder may come later."""
         self.root = root
-        self._lock = threading.Lock()
-        self._rows: dict[str, _Row] = {}
-        self._searched_s = self._read_s = float("-inf")
-        self._answer: dict[str, Any] = {}
+        self._read: dict[str, tuple[object, _Row]] = {}
 
-    def names(self) -> Sequence[str]:
-        """The runs that were found, the newest first."""
-        with self._lock:
-            self._search()
-            return list(self._rows)
-
-    def answer(self) -> dict[str, Any]:
-        """Return the table as JSON values; "id" changes with what it says."""
-        with self._lock:
-            self._search()
-            if time.monotonic() - self._read_s > _EVERY_S:
-                self._answer = self._read()
-                self._read_s = time.monotonic()
-            return self._answer
-
-    def _search(self) -> None:
-        if time.monotonic() - self._searched_s < _SEARCH_S:
-            return
-        names = find_runs(self.root)
-        self._rows = {name: self._rows.get(name) or _Row(self.root, name) for name in names}
-        self._searched_s = time.monotonic()
-
-    def _read(self) -> dict[str, Any]:
-        for row in self._rows.values():
-            row.read()
-        told = differences({name: row.config for name, row in self._rows.items()})
-        records = [row.record() | {"differs": told[name]} for name, row in self._rows.items()]
+    def data(self) -> dict[str, Any]:
+        """Return the table as JSON values."""
+        rows = {name: self._row(name) for name in find_runs(self.root)}
+        told = differences({name: row.config for name, row in rows.items()})
+        records = [
+            {**row.record, "state": run_state(self.root / name), "differs": told[name]}
+            for name, row in rows.items()
+        ]
         panels = [
             {"title": title, "form": "number", "is_stack": False, "lines": lines}
-            for title, key in (("Reward, training", "reward_mean"), ("Held-out", "eval_reward"))
-            if (lines := [line for row in self._rows.values() if (line := row.line(key))])
+            for title, key in _CURVES.items()
+            if (lines := [row.curves[key] for row in rows.values() if key in row.curves])
         ]
-        table = json_value({"name": self.root.resolve().name, "runs": records, "panels": panels})
-        checksum = hashlib.blake2b(json.dumps(table).encode(), digest_size=9).hexdigest()
-        return {"id": checksum, **table}
+        table = {"name": self.root.resolve().name, "runs": records, "panels": panels}
+        cleaned: dict[str, Any] = json_value(table)
+        return cleaned
+
+    def _row(self, name: str) -> _Row:
+        sign = signature(self.root / name)
+        known, row = self._read.get(name, (None, None))
+        if row is None or known != sign:
+            row = _Row(self.root / name, name)
+            self._read[name] = sign, row
+        return row
+
+
+def run_state(run_dir: Path) -> str:
+    """Tell whether a run is under way, has ended, or was broken off."""
+    if Lock.holder(run_dir) is not None:
+        return "running"
+    is_complete = (run_dir / "summary.json").exists() or (run_dir / "model" / "rft.json").exists()
+    return "ended" if is_complete else "stopped"
 
 
 class _Row:
-    """One run of the table."""
+    """One run of the table: its cells, its options, and its curves."""
 
-    def __init__(self, root: Path, name: str) -> None:
-        self.name, self.path = name, root / name
+    def __init__(self, path: Path, name: str) -> None:
         self.config: Mapping[str, Any] = {}
-        self._manifest: Mapping[str, Any] = {}
-        self._begin()
-
-    def _begin(self) -> None:
-        self._tail, self._metrics = Tail(self.path / "metrics.jsonl"), Metrics()
-        self._best: float | None = None
-        self._sign: object = None
-
-    def read(self) -> None:
-        """Take in what has changed."""
-        while True:
-            news = self._tail.read()
-            if news.is_restart:
-                self._begin()
-                continue
-            for line in news.lines:
-                self._metrics.add(line.record)
-                reward = line.record.get("reward_mean")
-                if isinstance(reward, int | float):
-                    self._best = reward if self._best is None else max(self._best, reward)
-            if not news.has_more:
-                break
-        sign = [path.stat().st_mtime_ns for path in self._about() if path.exists()]
-        if sign != self._sign:
-            self._sign = sign
-            try:
-                self.config, self._manifest = read_config(self.path), read_json(self._about()[1])
-            except UserError:
-                self.config = {}
-
-    def _about(self) -> tuple[Path, Path]:
-        return self.path / "config.toml", self.path / "manifest.json"
-
-    def record(self) -> dict[str, Any]:
-        """Return the cells of the row."""
-        metrics, totals = self._metrics, self._metrics.totals()
-        rewards, held_out = metrics.ends("reward_mean"), metrics.ends("eval_reward")
-        is_warm_up = metrics.num_records and not metrics.ends("version")
-        config = flat(self.config)
-        seconds = sum(value for key, value in totals.items() if key in _STAGE_KEYS)
-        return {
-            "name": self.name,
-            "began": self._manifest.get("time"),
-            "state": run_state(self.path).record(),
-            "step": metrics.step,
+        manifest: Mapping[str, Any] = {}
+        series: Mapping[str, Series] = {}
+        try:
+            self.config, manifest = read_config(path), read_json(path / "manifest.json")
+            series = read_series(path)
+        except UserError:  # it has logged nothing, or a file is damaged, as its own page says
+            pass
+        self.curves = {
+            key: {"label": name, "is_sparse": key.startswith("eval_"), "points": points}
+            for key in _CURVES.values()
+            if (points := _points(series, key))
+        }
+        config, seconds = flat(self.config), total_seconds(series)
+        is_warm_up = bool(series) and "version" not in series
+        _, rewards = series.get("reward_mean", ([], []))
+        _, held_out = series.get("eval_reward", ([], []))
+        took = sum(seconds.get(stage, 0.0) for stage in (*STAGES, "checkpoint"))
+        self.record = {
+            "name": name,
+            "began": manifest.get("time"),
+            "step": max((steps[-1] for steps, _ in series.values()), default=None),
             "num_steps": config.get("rft.num_steps" if is_warm_up else "train.num_steps"),
-            "reward": [*rewards, self._best] if rewards else [],
-            "held_out": held_out,
-            "seconds": round(seconds, 1) or None,
+            "reward": [rewards[0], rewards[-1], max(rewards)] if rewards else [],
+            "held_out": [held_out[0], held_out[-1]] if held_out else [],
+            "seconds": round(took, 1) or None,
             "model": config.get("model.path") or "",
             "algorithm": "rft" if is_warm_up else config.get("algorithm.name") or "",
-            "has_page": (self.path / "view.html").is_file(),
+            "has_page": (path / "view.html").is_file(),
         }
 
-    def line(self, key: str) -> dict[str, Any] | None:
-        """Return the curve of a metric; None where it was not logged."""
-        points = self._metrics.points(key, _MOST_POINTS)
-        is_sparse = key.startswith("eval_")
-        return {"label": self.name, "is_sparse": is_sparse, "points": points} if points else None
+
+def _points(series: Mapping[str, Series], key: str) -> list[tuple[int, float]]:
+    return spread(list(zip(*series.get(key, ((), ())), strict=True)), _MOST_POINTS)
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:

@@ -9,16 +9,16 @@ const chosen = new Map(); // run to true or false, where somebody has clicked
 const rows = new Map();
 let colors = new Map();
 
-const STATES = { running: "right", ended: "soft", stopped: "wrong", waiting: "soft" };
+const STATES = { running: "right", ended: "soft", stopped: "wrong" };
 const fixed = (value) => (value == null ? "–" : value.toFixed(3).replace("-", "−"));
-const address = (run) => (D.live ? `/run/${encodeURIComponent(run.name)}` : run.has_page ? `${run.name.split("/").map(encodeURIComponent).join("/")}/view.html` : null);
+const address = (run) => (D.live ? `/run/${encodeURIComponent(run.name)}#token=${token}` : run.has_page ? `${run.name.split("/").map(encodeURIComponent).join("/")}/view.html` : null);
 const hasCurve = (run) => run.reward.length > 0 || run.held_out.length > 0;
 
 function choose() {
   const free = D.runs.filter((run) => hasCurve(run) && !chosen.has(run.name)).slice(0, MOST_CHOSEN).map((run) => run.name);
   const names = D.runs.filter((run) => chosen.get(run.name) ?? free.includes(run.name)).map((run) => run.name);
   colors = new Map(names.map((name, index) => [name, COLORS[index % COLORS.length]]));
-  D.panels = (D.allPanels ?? []).map((panel) => ({ ...panel, lines: panel.lines.filter((line) => colors.has(line.label)).map((line) => ({ ...line, color: colors.get(line.label) })) }))
+  D.panels = D.allPanels.map((panel) => ({ ...panel, lines: panel.lines.filter((line) => colors.has(line.label)).map((line) => ({ ...line, color: colors.get(line.label) })) }))
     .filter((panel) => panel.lines.length);
 }
 
@@ -40,7 +40,7 @@ function runRow(run) {
     h("td", {}, h("label", { class: "pick" }, box, h("i"))),
     h("td", { class: "name" }, link ? h("a", { href: link }, name) : name),
     h("td", { class: "when" }, run.began ? visible(run.began.slice(0, 16).replace("T", " ")) : "–"),
-    h("td", { class: STATES[run.state.name] ?? "", title: visible(run.state.text) }, visible(run.state.name)),
+    h("td", { class: STATES[run.state] }, visible(run.state)),
     h("td", {}, steps), h("td", {}, fixed(first)), h("td", {}, fixed(last)), h("td", {}, fixed(best)),
     h("td", {}, heldLast == null ? "–" : heldFirst === heldLast ? fixed(heldLast) : `${fixed(heldFirst)} → ${fixed(heldLast)}`),
     h("td", {}, run.seconds == null ? "–" : seconds(run.seconds)),
@@ -64,7 +64,7 @@ function drawTable() {
 }
 
 function drawAll() {
-  if (D.allPanels == null || D.isNew) [D.allPanels, D.isNew] = [D.panels, false];
+  D.allPanels ??= D.panels;
   choose();
   if (!runsBox.childElementCount) {
     const heads = ["", "run", "began, UTC", "state", "step", "reward, first", "last", "best", "held-out", "time in steps", "model", "algorithm"];

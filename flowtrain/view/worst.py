@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from flowtrain.report.jsonl import read_lines
+from flowtrain.metrics.jsonl import read_lines
 from flowtrain.view.detokenize import text_of
 
 NUM_SHOWN = 30

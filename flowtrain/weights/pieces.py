@@ -1,7 +1,7 @@
 """A download in pieces, over several connections at a time.
 
 TCP gives a connection little where the way is long and loses packets: about 50 KB/s at 300 ms and 1
-%, however wide the link is. Several connections have several times as much (`bench/links.py`).
+%, however wide the link is. Several connections have several times as much.
 """
 
 from __future__ import annotations

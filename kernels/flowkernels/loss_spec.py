@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import Literal
 
 LossType = Literal["clip", "gspo", "cispo", "nll"]
-KL = Literal["k1", "k2", "k3"]
+KL = Literal["k1", "k2", "k3", "low_var_kl"]
 Level = Literal["token", "sequence"]
 LOSS_TYPES: tuple[LossType, ...] = ("clip", "gspo", "cispo", "nll")
-KLS: tuple[KL, ...] = ("k1", "k2", "k3")
+KLS: tuple[KL, ...] = ("k1", "k2", "k3", "low_var_kl")
 LEVELS: tuple[Level, ...] = ("token", "sequence")
 
 
@@ -21,7 +21,7 @@ class LossSpec:
     """Which token loss. Averaging is not part of it: it comes in as `weight_T` (see
     `token_weights`).
 
-    Example: LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.001) is the loss of
+    Example: LossSpec(clip_high=0.3, dual_clip=3.0, kl="low_var_kl", kl_coef=0.001) is the loss of
     AgentFlow's released code.
     """
 
@@ -41,7 +41,8 @@ class LossSpec:
     """beta of the KL term to the reference; 0 leaves it out."""
     kl: KL = "k3"
     """Estimator with u = logp_ref - logp: k1 = -u, k2 = u^2 / 2, k3 = exp(u) - u - 1 (Schulman,
-    "Approximating KL divergence")."""
+    "Approximating KL divergence"). "low_var_kl" is verl's k3: at most 10, and without a gradient
+    where it is bounded, which is beyond u = 2.6."""
     kl_ratio: bool = False
     """Multiply the KL term by r, as it stands before any clip, through which the gradient flows too
     (TRL's `use_bias_correction_kl`); for "gspo", by the ratio of the sequence, whose share of the

@@ -58,9 +58,8 @@ class PolicyLoss:
     """fp32, left on the device, over the tokens that count: the 0-d `num_tokens_sum`, `weight_sum`,
     `entropy_sum`, `kl_sum`, `ratio_sum`, `ratio_max`, `ratio_min` (all before clipping),
     `clipped_low_sum`, `clipped_high_sum` (by the side of 1 the ratio is on; the dual clip counts as
-    high), `mismatch_sum` (|logp - old|), and `ratio_histogram_sum` [16], see
-    `statistics.BIN_WIDTH`. `*_sum` add up over micro-batches and ranks, `*_max` and `*_min` reduce
-    so; where no token counts these are -inf and inf."""
+    high) and `mismatch_sum` (|logp - old|). `*_sum` add up over micro-batches and ranks, `*_max`
+    and `*_min` reduce so; where no token counts these are -inf and inf."""
 
     @classmethod
     def of(cls, loss: Tensor, column_7T: Tensor, stats: Tensor) -> PolicyLoss:
@@ -156,7 +155,7 @@ def fake_results(example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (
         example.new_empty((), dtype=torch.float32),
         example.new_empty((Column.NUM, example.shape[0]), dtype=torch.float32),
-        example.new_empty((statistics.NUM_STATISTICS,), dtype=torch.float32),
+        example.new_empty((len(statistics.NAMES),), dtype=torch.float32),
     )
 
 

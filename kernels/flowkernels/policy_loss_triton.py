@@ -20,9 +20,9 @@ from flowkernels.rows_triton import (
     store_all,
     two_passes,
 )
-from flowkernels.statistics import BIN_WIDTH, NAMES, NUM_BINS, NUM_STATISTICS, Column
+from flowkernels.statistics import NAMES, Column
 from flowkernels.targets import Targets
-from flowkernels.token_loss import TokenInputs
+from flowkernels.token_loss import KL_BOUND, TokenInputs
 
 STATISTICS = {"BLOCK": 512, "num_warps": 8}
 MERGE = {"BLOCK": 64, "num_warps": 4}
@@ -31,7 +31,8 @@ SCALE = {"BLOCK": 4096, "num_warps": 8}
 _LOSS_TYPES = {"clip": 0, "cispo": 1, "nll": 2}
 
 CISPO, NLL = tl.constexpr(_LOSS_TYPES["cispo"]), tl.constexpr(_LOSS_TYPES["nll"])
-K1, K2, K3 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as in `token_loss.KLS`
+K1, K2, K3, LOW_VAR_KL = (tl.constexpr(i) for i in range(4))  # as in `loss_spec.KLS`
+_KL_BOUND = tl.constexpr(KL_BOUND)
 LOSS = tl.constexpr(Column.LOSS)
 ENTROPY = tl.constexpr(Column.ENTROPY)
 LOG_RATIO = tl.constexpr(Column.LOG_RATIO)
@@ -59,6 +60,9 @@ def _kl(raw, limit, KL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
         kl, slope = u * u / 2, -u
     else:
         kl, slope = _expm1(u) - u, -_expm1(u)
+    if KL == LOW_VAR_KL:
+        slope = tl.where(kl > _KL_BOUND, 0.0, slope)
+        kl = tl.where(kl > _KL_BOUND, _KL_BOUND, kl)  # NaN stays
     return kl, tl.where(tl.abs(raw) > limit, 0.0, slope)
 
 
@@ -160,11 +164,10 @@ def loss_kernel(
 
 @triton.jit
 def statistics_kernel(
-    column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows,
-    BIN_WIDTH: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Sums over the rows that count, in the order of `statistics.NAMES`, then the histogram: those
-    of each program, so that no order is left to chance.
+    column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows, BLOCK: tl.constexpr
+) -> None:
+    """Sums over the rows that count, in the order of `statistics.NAMES`: those of each program, so
+    that no order is left to chance.
     """
     program = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
@@ -173,7 +176,6 @@ def statistics_kernel(
     ratios, low, high, mismatch = zeros, zeros, zeros, zeros
     ratio_max = tl.full([BLOCK], -float("inf"), tl.float32)
     ratio_min = tl.full([BLOCK], float("inf"), tl.float32)
-    histogram = tl.zeros([NUM_BINS], tl.float32)
     for start in range(program * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
         rows = start + offsets
         is_in = rows < num_rows
@@ -197,13 +199,8 @@ def statistics_kernel(
         low += tl.where(log_ratio < 0, is_clipped, 0.0)
         high += tl.where(log_ratio < 0, 0.0, is_clipped)
         mismatch += tl.abs(log_ratio)
-        # A NaN fails both comparisons and lands in no bin.
-        bins = tl.floor(clamp(log_ratio / BIN_WIDTH, -NUM_BINS / 2, NUM_BINS / 2 - 1))
-        bins += NUM_BINS // 2
-        is_bin = (bins[:, None] == tl.arange(0, NUM_BINS)[None, :].to(tl.float32)) & counts[:, None]
-        histogram += tl.sum(is_bin.to(tl.float32), axis=0)
     tl.store(loss_ptr + program, tl.sum(loss, axis=0))
-    out_ptr += program * (NUM_NAMES + NUM_BINS)
+    out_ptr += program * NUM_NAMES
     ratio_sum = tl.sum(ratios, axis=0)
     is_nan = ratio_sum != ratio_sum  # max and min over a block pass over NaN
     values = (
@@ -213,7 +210,6 @@ def statistics_kernel(
         tl.sum(high, axis=0), tl.sum(mismatch, axis=0),
     )  # fmt: skip
     store_all(out_ptr, 1, values, NUM_NAMES)
-    tl.store(out_ptr + NUM_NAMES + tl.arange(0, NUM_BINS), histogram)
 
 
 @triton.jit
@@ -293,7 +289,7 @@ def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[T
     """Launcher: (loss, statistics), see `statistics.reduce`."""
     num_parts = max(1, min(MERGE["BLOCK"], triton.cdiv(len(weight_T), STATISTICS["BLOCK"])))
     losses_P = torch.empty(num_parts, device=column_7T.device)
-    parts_PS = torch.empty(num_parts, NUM_STATISTICS, device=column_7T.device)
+    parts_PS = torch.empty(num_parts, len(NAMES), device=column_7T.device)
     statistics_kernel[(num_parts,)](
         column_ptr=column_7T,
         weight_ptr=weight_T,
@@ -301,14 +297,12 @@ def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[T
         loss_ptr=losses_P,
         out_ptr=parts_PS,
         num_rows=len(weight_T),
-        BIN_WIDTH=BIN_WIDTH,
-        NUM_BINS=NUM_BINS,
         **STATISTICS,
     )
     if num_parts == 1:
         return losses_P.view(()), parts_PS.view(-1)
-    loss, out = losses_P.new_empty(()), parts_PS.new_empty(NUM_STATISTICS)
-    merge_kernel[(1,)](losses_P, parts_PS, loss, out, num_parts, NUM=NUM_STATISTICS, **MERGE)
+    loss, out = losses_P.new_empty(()), parts_PS.new_empty(len(NAMES))
+    merge_kernel[(1,)](losses_P, parts_PS, loss, out, num_parts, NUM=len(NAMES), **MERGE)
     return loss, out
 
 

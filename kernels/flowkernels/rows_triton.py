@@ -86,7 +86,7 @@ def one_pass(softcap: float | None) -> Launch:
 def two_passes(logits_TV: Tensor, softcap: float | None) -> Launch:
     """The launch of the loss. All rows at work at once (132 of 304 kB on an H200, V = 152k) are to
     fit L2 until they are read again; smaller ones can be more, so that some read while others write
-    (measured by `python -m bench.launches`).
+    (measured: `bench/results/h200/launches.json`).
     """
     if softcap is not None:
         return CAPPED_TWO_PASSES

@@ -37,11 +37,6 @@ NAMES = (
     "clipped_high_sum",
     "mismatch_sum",
 )
-NUM_BINS = 16
-BIN_WIDTH = 0.05
-"""Bin i of the histogram holds the ratios in [exp(0.05 (i - 8)), exp(0.05 (i - 7))); the first and
-the last are open to their side."""
-NUM_STATISTICS = len(NAMES) + NUM_BINS
 
 
 def to_columns(token: TokenLoss, tokens: Tokens) -> Tensor:
@@ -64,7 +59,7 @@ def to_columns(token: TokenLoss, tokens: Tokens) -> Tensor:
 
 @with_launcher("flowkernels.policy_loss_triton")
 def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, statistics [26]) over the tokens that count."""
+    """(loss, statistics [10]) over the tokens that count."""
     counts_T = (weight_T != 0) & (target_ids_T >= 0)
     # where, not a product: 0 * inf of a masked row must stay 0.
     column_7T = torch.where(counts_T, column_7T, 0.0)
@@ -72,8 +67,6 @@ def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[T
     clipped_T = column_7T[Column.IS_CLIPPED]
     ratio_T = log_ratio_T.exp()
     infinity = ratio_T.new_full((1,), torch.inf)  # keeps max and min defined where no token counts
-    bins_T = (log_ratio_T / BIN_WIDTH).clamp(-NUM_BINS / 2, NUM_BINS / 2 - 1).floor()
-    is_bin_TB = (bins_T + NUM_BINS // 2)[:, None] == torch.arange(NUM_BINS, device=bins_T.device)
     is_low_T = log_ratio_T < 0
     values = {
         "num_tokens_sum": counts_T.sum(),
@@ -87,12 +80,10 @@ def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[T
         "clipped_high_sum": torch.where(is_low_T, 0.0, clipped_T).sum(),
         "mismatch_sum": log_ratio_T.abs().sum(),
     }
-    sums = torch.stack([values[name].float() for name in NAMES])
-    histogram = (is_bin_TB & counts_T[:, None]).sum(0)
-    return column_7T[Column.LOSS].sum(), torch.cat([sums, histogram.float()])
+    statistics = torch.stack([values[name].float() for name in NAMES])
+    return column_7T[Column.LOSS].sum(), statistics
 
 
 def by_name(statistics: Tensor) -> dict[str, Tensor]:
-    """Views of the statistics: 0-d by name, and `ratio_histogram_sum` [16]."""
-    named = dict(zip(NAMES, statistics[: len(NAMES)].unbind(), strict=True))
-    return {**named, "ratio_histogram_sum": statistics[len(NAMES) :]}
+    """Views of the statistics, 0-d."""
+    return dict(zip(NAMES, statistics.unbind(), strict=True))

@@ -32,6 +32,8 @@ _PER_TOKEN = (
     "ref_logprob_T",
     "sampler_logprob_T",
 )
+KL_BOUND = 10.0
+"""Of "low_var_kl"."""
 _FLAT = (*_PER_TOKEN[:4], "cu_seqlens_S1")
 INPUTS = (
     "Tensor advantage, Tensor token_weight, Tensor? old, Tensor? ref, Tensor? cu_seqlens, str spec"
@@ -307,4 +309,7 @@ def _kl(spec: LossSpec, logprob_T: Tensor, other_T: Tensor, estimator: KL) -> tu
             kl_T, dkl_T = u_T.square() / 2, -u_T
         case _:
             kl_T, dkl_T = u_T.expm1() - u_T, -u_T.expm1()
+    if estimator == "low_var_kl":
+        dkl_T = torch.where(kl_T > KL_BOUND, 0.0, dkl_T)
+        kl_T = kl_T.clamp(max=KL_BOUND)
     return kl_T, torch.where(raw_T.abs() > spec.log_ratio_limit, 0.0, dkl_T)

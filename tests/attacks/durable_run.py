@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.report import RunDir
-from flowtrain.report.jsonl import append_lines, cut_lines
+from flowtrain.metrics import RunDir
+from flowtrain.metrics.jsonl import append_lines, cut_lines
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.optimizers import ShardOptimizer

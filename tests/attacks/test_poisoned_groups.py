@@ -21,7 +21,7 @@ from flowtrain.algorithms.infoflow import infoflow
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import BatchRequest, Push, Refused
 from flowtrain.dataflow.ledger import Ledger
-from flowtrain.run.rollout_stats import RolloutStats
+from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.report.jsonl import cut_lines, read_lines
+from flowtrain.metrics.jsonl import cut_lines, read_lines
 from flowtrain.training import checkpoint
 from flowtrain.types import UserError
 from flowtrain.weights import WeightStore, pull

@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from flowtrain.config.command import run_command
 from flowtrain.dataflow.__main__ import main as dataflow
 from flowtrain.evals.__main__ import main as evals
+from flowtrain.metrics.curves import main as curves
+from flowtrain.metrics.progress import ProgressLine
+from flowtrain.metrics.tables import aligned
 from flowtrain.node.__main__ import main as node
 from flowtrain.node.progress import NodeProgress
-from flowtrain.report.curves import main as curves
-from flowtrain.report.progress import ProgressLine
-from flowtrain.report.tables import aligned
 from flowtrain.types import UserError
 from flowtrain.utils.terminal import Printable, protect_output
 from flowtrain.utils.text import printable
@@ -161,7 +161,7 @@ def test_a_log_file_and_a_terminal_get_none_either(tmp_path: Path, tally: Tally)
     """A process of its own, into a file and into a terminal, where bars draw themselves."""
     program = (
         "import logging, sys, warnings\n"
-        "from flowtrain.report.progress import ProgressLine\n"
+        "from flowtrain.metrics.progress import ProgressLine\n"
         "from flowtrain.utils.terminal import protect_output\n"
         "protect_output(); protect_output()\n"
         "text = '\\x1b[2Jfoe\\x9b31m\\x07\\ud800\\r'\n"

@@ -5,10 +5,8 @@ the parts.
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -136,19 +134,3 @@ def test_the_service_is_measured_by_all_its_parts() -> None:
         sum(1 / at_once[f"{part}_per_s"] for part in ("lease", "push", "batch"))
     )
     assert 4000 < alone["bytes_per_group"] < 10000
-
-
-def test_tokens_of_dropped_groups_count_as_sampled(tmp_path: Path) -> None:
-    run = tmp_path / "dataflow" / "0"
-    assert bench.dataflow_learning.sampled_per_trained(run) == 1, (
-        "the synchronous loop drops nothing"
-    )
-    groups = {
-        "assigned": {"num": 10, "tokens_mean": 100.0},
-        "stale": {"num": 2, "tokens_mean": 200.0},
-        "fresh": {"num": 1, "tokens_mean": 100.0},
-    }
-    beside = tmp_path / "dataflow" / "0-service"
-    beside.mkdir(parents=True)
-    (beside / "status.json").write_text(json.dumps({"policies": {"planner": {"groups": groups}}}))
-    assert bench.dataflow_learning.sampled_per_trained(run) == 1.5

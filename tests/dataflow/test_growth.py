@@ -9,8 +9,8 @@ from typing import Any
 
 import fake_groups as fake
 import pytest
+from grown_ledger import NUM_GROUPS, PER_LEASE, Size, grown
 
-from bench.dataflow_growth import NUM_GROUPS, PER_LEASE, Size, grown
 from bench.dataflow_service import group
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Push, Release, Renewal

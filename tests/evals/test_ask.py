@@ -22,7 +22,7 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.evals.ask import ask, questions
 from flowtrain.evals.records import RecordLog
 from flowtrain.evals.system import System
-from flowtrain.report import ProgressLine
+from flowtrain.metrics import ProgressLine
 from flowtrain.rewards import Judge, JudgeCache
 from flowtrain.types import Action, Task, Trajectory, UserError
 

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from flowtrain.evals.records import read_entries
 from flowtrain.evals.summary import summarise
 from flowtrain.evals.tables import tables
-from flowtrain.report import aligned
+from flowtrain.metrics import aligned
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
 from flowtrain.training.world import World

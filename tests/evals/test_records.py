@@ -11,7 +11,7 @@ from flowtrain.config.options import parse
 from flowtrain.engines.chat import Usage
 from flowtrain.evals.pins import config_pins
 from flowtrain.evals.records import Key, RecordLog, read_entries, rollout_record
-from flowtrain.report.pins import check_same
+from flowtrain.metrics.pins import check_same
 from flowtrain.types import (
     Action,
     Call,

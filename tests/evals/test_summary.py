@@ -13,7 +13,7 @@ from flowtrain.evals.paper import PAPER
 from flowtrain.evals.records import Entry
 from flowtrain.evals.summary import Row, Score, as_json, summarise, wilson
 from flowtrain.evals.tables import accuracy_by_turns, tables
-from flowtrain.report import aligned
+from flowtrain.metrics import aligned
 
 TOOLS = ("Search", "Python_Coder")
 USAGE = {"prompt_tokens": 1000, "reply_tokens": 50, "cost": 0.25}

@@ -4,13 +4,16 @@ and the device of an implementation.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 from flowkernels import LossSpec, PolicyLoss, SamplingMask, policy_loss
 from torch import Tensor
 
-IMPLS = ("torch", "triton")
+_RUNS_TRITON = torch.cuda.is_available() or importlib.util.find_spec("numpy") is not None
+IMPLS = ("torch", "triton") if _RUNS_TRITON else ("torch",)
+"""Triton's interpreter, which stands in for a GPU, needs numpy."""
 Batch = dict[str, Any]
 """Tensors on the CPU by the names of `policy_loss`'s arguments."""
 
@@ -154,7 +157,8 @@ def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, batch: Batch) -> T
                 advantage < 0, torch.minimum(loss, -spec.dual_clip * advantage), loss
             )
     u = ref - logp
-    kl = {"k1": -u, "k2": u**2 / 2, "k3": torch.exp(u) - 1 - u}[spec.kl]
+    k3 = torch.exp(u) - 1 - u
+    kl = {"k1": -u, "k2": u**2 / 2, "k3": k3, "low_var_kl": k3.clamp(-10, 10)}[spec.kl]
     return (weight * (loss + spec.kl_coef * kl - spec.entropy_coef * entropy)).sum()
 
 

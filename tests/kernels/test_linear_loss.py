@@ -277,8 +277,6 @@ def test_statistics_match_direct_computation(impl: str) -> None:
         "mismatch_sum": (logp - old).abs().sum().item(),
     }
     assert {key: out.stats[key].item() for key in expected} == pytest.approx(expected, rel=1e-4)
-    bins = torch.bucketize(ratio.log(), 0.05 * torch.arange(-7, 8, dtype=torch.float64), right=True)
-    assert out.stats["ratio_histogram_sum"].tolist() == torch.bincount(bins, minlength=16).tolist()
     assert expected["clipped_low_sum"] > 2 and expected["clipped_high_sum"] > 2
 
 

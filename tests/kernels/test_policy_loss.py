@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ SPECS = {
     "tis": LossSpec(tis=1.2),
     "mis": LossSpec(mis=(0.6, 1.5)),
     "mis-open": LossSpec(mis=(0.6, math.inf)),
-    "released": LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.001),
+    "released": LossSpec(
+        clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl="low_var_kl", kl_coef=0.001
+    ),
     "all": LossSpec(
         clip_low=0.1,
         clip_high=0.4,
@@ -79,6 +82,22 @@ def test_loss_and_gradient_match_fp64_autograd(name: str, impl: str, inplace: bo
         torch.testing.assert_close(
             out.entropy_T.cpu().double(), torch.where(rows, entropy, 0.0), rtol=1e-6, atol=4e-6
         )
+
+
+@pytest.mark.parametrize("loss_type", ["clip", "gspo"])
+def test_a_bounded_kl_has_a_gradient_within_its_bound_alone(
+    loss_type: Any, impl: str, inplace: bool
+) -> None:
+    """Log-probs of a reference on both sides of where k3 is 10; one kernel, and two passes."""
+    spec = LossSpec(loss_type, kl="low_var_kl", kl_coef=0.4)
+    batch = random_batch()
+    batch["ref_logprob_T"] = batch["old_logprob_T"] + torch.linspace(-12.5, 4.5, 20)
+    out, gradient = ours(spec, batch, impl, inplace=inplace)
+    true_loss, true_gradient = truth(spec, batch)
+    assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(gradient.double(), true_gradient, rtol=1e-4, atol=2e-6)
+    wide, _ = ours(replace(spec, kl="k3"), batch, impl)
+    assert wide.stats["kl_sum"] > out.stats["kl_sum"] + 10
 
 
 @pytest.mark.parametrize(

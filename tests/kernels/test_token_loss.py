@@ -81,7 +81,8 @@ def plain_loss(spec: LossSpec, tokens: Tokens, logp: Tensor, entropy: Tensor) ->
         most = torch.where(is_good, (1 + spec.clip_high) * one, (spec.dual_clip or math.inf) * one)
         loss = -advantage * ratio.clamp(least, most)
     u = (ref - logp).clamp(-limit, limit)
-    kl = {"k1": -u, "k2": u * u / 2, "k3": torch.exp(u) - 1 - u}[spec.kl]
+    k3 = torch.exp(u) - 1 - u
+    kl = {"k1": -u, "k2": u * u / 2, "k3": k3, "low_var_kl": k3.clamp(-10, 10)}[spec.kl]
     return loss + spec.kl_coef * kl - spec.entropy_coef * entropy
 
 
@@ -150,7 +151,7 @@ def test_loss_and_derivatives_match_the_plain_formula(name: str) -> None:
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(
     loss_type=st.sampled_from(["clip", "gspo", "cispo", "nll"]),
-    kl=st.sampled_from(["k1", "k2", "k3"]),
+    kl=st.sampled_from(["k1", "k2", "k3", "low_var_kl"]),
     clip_low=st.floats(0, 1),
     clip_high=st.floats(0, 3),
     dual_clip=st.none() | st.floats(1.01, 10),
@@ -343,14 +344,24 @@ def test_without_dual_clip_a_bad_token_has_no_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kl", "value", "derivative"),
+    ("kl", "ref", "value", "derivative"),
     # u = log_ref - logp = -1 - (-1.5) = 0.5; e^0.5 = 1.648721
-    [("k1", -0.5, 1.0), ("k2", 0.125, -0.5), ("k3", 0.1487213, -0.6487213)],
+    [
+        ("k1", -1.0, -0.5, 1.0),
+        ("k2", -1.0, 0.125, -0.5),
+        ("k3", -1.0, 0.1487213, -0.6487213),
+        ("low_var_kl", -1.0, 0.1487213, -0.6487213),
+        # Beyond u = 2.6 and below -11 the estimate is above 10: the bound, which has no gradient.
+        ("k3", 1.5, 16.0855369, -19.0855369),
+        ("low_var_kl", 1.5, 10.0, 0.0),
+        ("low_var_kl", 0.9, 7.6231764, -10.0231764),
+        ("low_var_kl", -13.5, 10.0, 0.0),
+    ],
 )
-def test_worked_examples_of_the_kl(kl: Any, value: float, derivative: float) -> None:
+def test_worked_examples_of_the_kl(kl: Any, ref: float, value: float, derivative: float) -> None:
     out = token_loss(
         LossSpec(kl=kl, kl_coef=2.0),
-        few(logprob_T=[-1.5], advantage_T=[0.0], old_logprob_T=[-1.5], ref_logprob_T=[-1.0]),
+        few(logprob_T=[-1.5], advantage_T=[0.0], old_logprob_T=[-1.5], ref_logprob_T=[ref]),
     )
     assert out.kl_T.item() == pytest.approx(value)
     assert out.loss_T.item() == pytest.approx(2 * value)

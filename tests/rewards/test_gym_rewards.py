@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from flowtrain.config import Agent, GymSet
+from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.rewards import gym, score, score_one
-from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.tasks.gym import gym_tasks
 from flowtrain.tools.sandbox import make_sandbox
 from flowtrain.tools.sandbox.host import Ran

@@ -36,7 +36,7 @@ CHANGED = {
     "agentflow-7b-split": {"rollout.num_engine_ranks", "vllm.gpu_memory_utilization"},
     "agentflow-7b-released": {
         *("agent.prompt_order", "tasks.path", "tasks.mixture", "algorithm.mode"),
-        *("algorithm.clip_high", "algorithm.dual_clip"),
+        *("algorithm.clip_high", "algorithm.dual_clip", "algorithm.kl"),
         *("train.num_minibatches", "train.minibatch_size", "train.beta2"),
         *("rollout.top_p", "rollout.frequency_penalty", "train.rescore"),
     },
@@ -257,6 +257,7 @@ def test_the_released_one_updates_as_the_released_code() -> None:
     config = config_of("agentflow-7b-released")
     algorithm, train_ = config.algorithm, config.train
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.3, 3.0)
+    assert algorithm.kl == "low_var_kl"
     assert (train_.minibatch_size, train_.num_minibatches) == (64, 0)
     assert (train_.beta1, train_.beta2, train_.weight_decay, train_.grad_clip) == (
         *(0.9, 0.999),

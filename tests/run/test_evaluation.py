@@ -18,8 +18,8 @@ from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.config import Config
+from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.run.evaluation import Evaluation, Evaluator, evaluate, load_benchmarks
-from flowtrain.run.rollout_stats import RolloutStats
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools

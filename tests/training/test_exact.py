@@ -12,14 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flowkernels import LossSpec
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
-from ranks import fork, launch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-from bench.exact_cases import (
+from exact_cases import (
     DTYPES,
     FAMILIES,
     Pair,
@@ -29,6 +22,13 @@ from bench.exact_cases import (
     tiny_model,
     tiny_tokenizer,
 )
+from flowkernels import LossSpec
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from ranks import fork, launch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from flowtrain.training import exact, sharding
 from flowtrain.training import model as models
 from flowtrain.training.balance import balance

@@ -4,24 +4,26 @@ only, which is enough for its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from forests import is_valid_tree
 from gradients import distance
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from flowtrain.training import flex, sharding
+from flowtrain.training import attention, flex, sharding
 from flowtrain.training import model as models
-from flowtrain.training.attention import Forest, forest_attention
+from flowtrain.training.attention import Forest, forest_attention, name_of, structure_of
 from flowtrain.training.flex import BLOCK, FlexTree, padded
 from flowtrain.training.row_loss import forward_rows
 from flowtrain.training.tree import pack_row
 from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.types import Sample, UserError
 
 
 def random_forest(num_tokens: int, seed: int, deep: float) -> torch.Tensor:
@@ -169,3 +171,57 @@ def test_compiled_layers_compute_the_same_and_share_their_graphs(
         and counts[-1] == counts[-2]
     ), counts
     torch._dynamo.reset()
+
+
+def attended(
+    kinds: Sequence[Any], ends: Tensor, dtype: torch.dtype, heads: tuple[int, int, int]
+) -> list[tuple[Tensor, ...]]:
+    """(output, gradients by query, key and value) of each kind, on the device of the ends."""
+    num_heads, num_kv_heads, size = heads
+    rng = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(1, number, len(ends), size, generator=rng).to(ends.device, dtype)
+        for number in (num_heads, num_kv_heads, num_kv_heads)
+    ]
+    upstream = torch.randn(1, len(ends), num_heads, size, generator=rng).to(ends.device, dtype)
+    found = []
+    for kind in kinds:
+        inputs = [x.clone().requires_grad_() for x in tensors]
+        out = forest_attention(nn.Module(), *inputs, None, forest=kind(ends), scaling=0.3)[0]
+        found.append((out.detach(), *torch.autograd.grad(out, inputs, upstream)))
+    return found
+
+
+def test_a_kind_for_gpus_is_refused_on_a_cpu() -> None:
+    cpu = torch.device("cpu")
+    assert name_of("auto", cpu) == attention.NAME and name_of("sdpa", cpu) == "flowtrain_sdpa"
+    for kind in ("flex", "flash"):
+        with pytest.raises(UserError, match=f"train.attention = '{kind}' needs a GPU"):
+            name_of(kind, cpu)
+    with pytest.raises(AssertionError, match="N x N"):
+        structure_of("eager", torch.arange(1, BLOCK + 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("heads", [(4, 2, 64), (2, 2, 128)])
+@pytest.mark.parametrize("kind", ["flex", "flash"])
+def test_every_kind_on_a_gpu_is_the_attention_of_the_cpu(
+    kind: str, heads: tuple[int, int, int]
+) -> None:
+    """Within a few roundings to bf16 of the same in fp32."""
+    if kind == "flash" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash-attn-4 is not installed")
+    torch._dynamo.reset()
+    for ends in FORESTS.values():
+        (truth,) = attended((Forest.of,), ends, torch.float32, heads)
+        on_gpu = ends.cuda()
+        (ours,) = attended(
+            (lambda x: structure_of(attention.NAMES[kind], x),), on_gpu, torch.bfloat16, heads
+        )
+        (plain,) = attended((Forest.of,), on_gpu, torch.bfloat16, heads)
+        for mine, other, true in zip(ours, plain, truth, strict=True):
+            scale = true.abs().max()
+            error = (mine.cpu().float() - true).abs().max() / scale
+            rounding = (other.cpu().float() - true).abs().max() / scale
+            assert error <= 2 * rounding + 2**-8, (kind, float(error), float(rounding))

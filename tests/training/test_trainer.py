@@ -275,8 +275,10 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
     among, without = marred.step([first, bad, second]), plain.step([first, second])
     assert (among["num_steps_skipped"], among["num_optim_steps"]) == (1, 2)
     assert all(map(math.isfinite, (*stats.values(), *among.values())))
+    assert stats["num_tokens_skipped"] == among["num_tokens_skipped"] > 0
     told = set(among) - {
         "num_steps_skipped",
+        "num_tokens_skipped",
         "num_rows",
         "num_packed_tokens",
         "shared_token_share",
@@ -405,7 +407,7 @@ def test_rescoring_takes_ratios_against_the_policy_before_the_batch(
     right = [pack_rows(scored(make_trainer(), each), 30) for each in samples]
     options = {"lr": 0.1, "rescore": True}
     stats, truth = make_trainer(**options).step(wrong), make_trainer(lr=0.1).step(right)
-    for name in ("loss", "ratio_mean", "ratio_max", "ratio_min", "clip_fraction", "kl"):
+    for name in ("loss", "ratio_mean", "ratio_max", "ratio_min", "clip_fraction", "kl_old"):
         assert stats[name] == pytest.approx(truth[name], rel=1e-3), name
     assert stats["ratio_max"] > 1.1, "the first step has moved the policy away"
     assert truth["logprob_mismatch"] < 1e-5 < 0.5 < stats["logprob_mismatch"], (
@@ -422,7 +424,7 @@ def test_the_kl_is_zero_until_the_policy_moves(
     plain = make_trainer(LossSpec())
     rows = pack_rows(random_samples(6), 30)
     assert distance(gradient_of(trainer, rows), gradient_of(plain, rows)) < TOLERANCE
-    first, second = trainer.step([rows])["kl"], trainer.step([rows])["kl"]
+    first, second = trainer.step([rows])["kl_ref"], trainer.step([rows])["kl_ref"]
     assert first == pytest.approx(0, abs=1e-10) and second > 1e-4
     assert all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True))
 
@@ -500,7 +502,7 @@ def test_statistics_are_means_over_the_trained_tokens(
             "loss": loss,
             "grad_norm": stats["grad_norm"],
             "lr": 1e-2,
-            "kl": sum(kls) / num_tokens,
+            "kl_ref": sum(kls) / num_tokens,
             "entropy": sum(entropies) / num_tokens,
             "clip_fraction": sum(clipped) / num_tokens,
             "clip_fraction_low": sum(clipped_low) / num_tokens,

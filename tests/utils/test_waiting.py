@@ -16,9 +16,8 @@ from flowtrain.utils.waiting import waiting
 class Screen(io.StringIO):
     """A stream that tells when it was written to."""
 
-    def __init__(self, is_terminal: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._is_terminal = is_terminal
         self.written = threading.Event()
 
     def write(self, text: str) -> int:
@@ -27,9 +26,6 @@ class Screen(io.StringIO):
             self.written.set()
         return count
 
-    def isatty(self) -> bool:
-        return self._is_terminal
-
     def next(self) -> None:
         """Wait for the next line."""
         self.written.clear()
@@ -37,14 +33,12 @@ class Screen(io.StringIO):
 
 
 @pytest.fixture
-def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
-    made = Screen(getattr(request, "param", False))
+def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    made = Screen()
     # Not sys.stderr, which pytest sets anew before it calls the test.
     monkeypatch.setattr(module, "sys", SimpleNamespace(stderr=made))
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     monkeypatch.setattr(module, "_AGAIN_S", 0.01)
-    monkeypatch.setattr(module, "_LOGGED_S", 0.01)
-    monkeypatch.setenv("COLUMNS", "40")
     return made
 
 
@@ -67,16 +61,6 @@ def test_a_log_file_gets_lines_with_the_count(screen: Screen) -> None:
     assert lines[0] == "rollouts: 0 of 3 ..."
     assert "rollouts: 2 of 3, 0 s ..." in lines
     assert re.fullmatch(r"rollouts: 3 of 3, done in \d s", lines[-1])
-
-
-@pytest.mark.parametrize("screen", [True], indirect=True)
-def test_a_terminal_keeps_nothing_of_it(screen: Screen) -> None:
-    with waiting("starting the engine " + "x" * 60):
-        screen.next()
-    drawn = screen.getvalue().split("\r")
-    assert "\n" not in screen.getvalue()
-    assert max(map(len, drawn)) == 39 and drawn[1].startswith("starting the engine xxx")
-    assert drawn[-2:] == [" " * 39, ""]
 
 
 def test_what_it_is_told_cannot_write_over_lines(screen: Screen) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import TrajectoryLog
+from flowtrain.metrics import TrajectoryLog
 from flowtrain.view.page import build_page
 from tests.view.browser import Browser, needs_chromium
 
@@ -55,7 +55,7 @@ def test_a_run_is_drawn(browser: Browser, page: Path) -> None:
     assert texts(browser, ".notes li") == []
     assert texts(browser, ".panel h3") == [
         "Reward",
-        "KL to the reference",
+        "KL",
         "Tool use",
         "Seconds per step",
     ]

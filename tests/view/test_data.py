@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.report import MetricsLog, TrajectoryLog
+from flowtrain.metrics import MetricsLog, TrajectoryLog
 from flowtrain.types import Action, FinishReason, Group, ToolCall, ToolResult
 from flowtrain.view.data import Run
 from flowtrain.view.rollouts import LONGEST_TEXT
@@ -269,7 +269,7 @@ def test_long_curves_are_thinned(run: Path) -> None:
     assert len(points) == 1000 and points[0] == [0, 0] and points[-1] == [4999, 4999]
 
 
-def test_worst_tokens_come_with_their_text_and_the_alarms_as_notes(run: Path, runs: Any) -> None:
+def test_worst_tokens_come_with_their_text(run: Path, runs: Any) -> None:
     before, after = runs.ids("the capital of"), runs.ids(" is far")
     (token,) = runs.ids("\n")
     place = {"group_index": 1, "member": 2, "turn": 0, "token": 3}
@@ -280,10 +280,7 @@ def test_worst_tokens_come_with_their_text_and_the_alarms_as_notes(run: Path, ru
     ]
     path = run / "worst_tokens.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    alarm = {"step": 3, "cause": "tools", "text": "of all calls Search has 99%"}
-    (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
     page = data(run)
-    assert page["notes"] == ["Alarm in step 3: tools: of all calls Search has 99%."]
     assert [each["step"] for each in page["worst"]] == [3, 2, 1]
     assert page["worst"][0] == {
         "rollout": "train.3.1.2",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from flowtrain.types import UserError
 from flowtrain.view.__main__ import main
-from flowtrain.view.page import build_page, json_block
+from flowtrain.view.page import build_page, json_block, page_data
 
 DataOf = Callable[[str], dict[str, Any]]
 HOSTILE = (
@@ -142,18 +142,14 @@ def test_the_script_makes_no_markup_of_text(run: Path) -> None:
     )
 
 
-def test_a_page_keeps_below_its_limit(run: Path, data_of: DataOf) -> None:
-    whole = build_page(run, 100)
-    few = build_page(run, 100, max_bytes=len(whole) - 1)
-    assert (
-        len(few) < len(whole)
-        and 0 < len(data_of(few)["rollouts"]) < len(data_of(whole)["rollouts"]) == 38
-    )
-    assert (
-        "were left out" in data_of(few)["shown"]
-        and data_of(whole)["shown"] == "All 38 logged rollouts."
-    )
-    assert data_of(build_page(run, 100, max_bytes=1000))["rollouts"] == []
+def test_a_page_keeps_below_its_limit(run: Path) -> None:
+    whole = page_data(run, 100)
+    size = len(json_block(whole))
+    few = page_data(run, 100, max_bytes=size - 1)
+    assert len(json_block(few)) < size
+    assert 0 < len(few["rollouts"]) < len(whole["rollouts"]) == 38
+    assert "were left out" in few["shown"] and whole["shown"] == "All 38 logged rollouts."
+    assert page_data(run, 100, max_bytes=1000)["rollouts"] == []
 
 
 def test_numbers_that_json_lacks_are_null(run: Path, data_of: DataOf) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowtrain.report import MetricsLog
-from flowtrain.view import runs as module
+from flowtrain.metrics import MetricsLog
+from flowtrain.utils.lock import Lock
 from flowtrain.view.__main__ import main
-from flowtrain.view.runs import RunTable, differences, find_runs
+from flowtrain.view.runs import RunTable, differences, find_runs, run_state
 
 
 @pytest.fixture
@@ -24,7 +25,6 @@ def folder(runs: Any) -> Path:
     MetricsLog(second, 4, tensorboard=False).log(
         {"step": 5, "version": 5, "reward_mean": 0.1, "eval_reward": 0.75}
     )
-    os.utime(second / "summary.json", (1, 1))
     (first / "checkpoints" / "x").mkdir(parents=True)
     (first / "checkpoints" / "x" / "manifest.json").write_text("{}")
     return Path(runs.root)
@@ -36,11 +36,10 @@ def test_runs_are_found_within_folders(folder: Path) -> None:
 
 
 def test_a_row_per_run(folder: Path) -> None:
-    table = RunTable(folder).answer()
+    table = RunTable(folder).data()
     two = {run["name"]: run for run in table["runs"]}["sweep/two"]
     assert two["reward"] == [0.1, 0.1, 0.4] and two["held_out"] == [0.75, 0.75]
     assert (two["step"], two["num_steps"], two["seconds"], two["model"]) == (5, 4, 8.0, "tiny")
-    assert two["state"]["name"] == "stopped", "something was logged after its summary"
     assert two["differs"] == [["train.num_minibatches", "2"]]
     labels = {
         panel["title"]: [each["label"] for each in panel["lines"]] for panel in table["panels"]
@@ -49,19 +48,42 @@ def test_a_row_per_run(folder: Path) -> None:
     assert labels["Held-out"] == ["sweep/two"]
 
 
-def test_a_table_follows_its_runs(folder: Path, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_EVERY_S", -1.0)
-    monkeypatch.setattr(module, "_SEARCH_S", -1.0)
+def test_a_table_follows_its_runs(folder: Path, runs: Any) -> None:
     table = RunTable(folder)
-    before = table.answer()
-    assert table.answer()["id"] == before["id"]
+    assert table.data() == table.data()
     log = MetricsLog(folder / "one", 4, tensorboard=False)
     log.log({"step": 5, "version": 5, "reward_mean": 0.9})
     runs.make(name="three")
-    after = {run["name"]: run for run in table.answer()["runs"]}
+    after = {run["name"]: run for run in table.data()["runs"]}
     assert after["one"]["reward"] == [0.1, 0.9, 0.9] and "three" in after
     MetricsLog(folder / "one", 2, tensorboard=False)
-    assert {run["name"]: run for run in table.answer()["runs"]}["one"]["reward"] == [0.1, 0.2, 0.2]
+    assert {run["name"]: run for run in table.data()["runs"]}["one"]["reward"] == [0.1, 0.2, 0.2]
+
+
+def test_the_states_of_a_run(run: Path) -> None:
+    assert run_state(run) == "ended"
+    (run / "summary.json").unlink()
+    assert run_state(run) == "stopped"
+    with Lock.of_folder(run, ""):
+        assert run_state(run) == "running"
+    code = (
+        "import sys; from pathlib import Path; from flowtrain.utils.lock import Lock\n"
+        f"lock = Lock.of_folder(Path({str(run)!r}), '')\n"
+        "print('taken', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"taken\n"
+        assert run_state(run) == "running"
+        process.kill()
+    assert run_state(run) == "stopped", "a process that was killed holds nothing"
+
+
+def test_a_run_that_cannot_be_read_is_a_row_too(folder: Path) -> None:
+    (folder / "one" / "config.toml").write_text("[")
+    rows = {run["name"]: run for run in RunTable(folder).data()["runs"]}
+    assert rows["one"]["reward"] == [] and rows["sweep/two"]["reward"] == [0.1, 0.1, 0.4]
 
 
 def test_only_what_differs_is_told() -> None:

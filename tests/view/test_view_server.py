@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,17 +16,15 @@ from typing import Any
 
 import pytest
 
-from flowtrain.types import UserError
+from flowtrain.metrics import MetricsLog
+from flowtrain.view import server as module
 from flowtrain.view.__main__ import main
-from flowtrain.view.server import TOKEN_VARIABLE, Server, View, make_token
-
-TOKEN = "a-token/of+its=own"
+from flowtrain.view.server import Pages, Server
 
 
 @contextmanager
-def served(root: Path, **options: Any) -> Iterator[Server]:
-    view = View(root, 100, **options)
-    with Server(view, TOKEN) as server:
+def served(root: Path) -> Iterator[Server]:
+    with Server(Pages(root, 100)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
@@ -35,15 +32,16 @@ def served(root: Path, **options: Any) -> Iterator[Server]:
         finally:
             server.shutdown()
             thread.join()
-            view.close()
 
 
 def ask(
-    server: Server, path: str, token: str | None = TOKEN, **headers: str
+    server: Server, path: str, token: str | None = "right", **headers: str
 ) -> tuple[int, bytes, http.client.HTTPMessage]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    token = server.token if token == "right" else token
     more = {} if token is None else {"Authorization": f"Bearer {token}"}
-    connection.request("GET", path, headers={**more, **headers})
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("GET", path, headers={**more, **names})
     answer = connection.getresponse()
     body = answer.read()
     connection.close()
@@ -57,17 +55,17 @@ def server(run: Path) -> Iterator[Server]:
 
 
 def test_data_needs_the_token(server: Server) -> None:
-    for path in ("/api/run", "/api/table", "/api/dataflow", "/api/none"):
-        for token in (None, "", "wrong", TOKEN[:-1], f"{TOKEN}x", "é"):
+    for path in ("/data", "/data?run=x"):
+        for token in (None, "", "wrong", server.token[:-1], f"{server.token}x", "é"):
             status, body, headers = ask(server, path, token)
             assert status == 401 and b"Chad" not in body and headers["WWW-Authenticate"] == "Bearer"
-        assert ask(server, path, None, Authorization=f"Basic {TOKEN}")[0] == 401
-        assert ask(server, f"{path}?token={TOKEN}", None)[0] == 401, "not from the address"
-    status, body, _ = ask(server, "/api/run")
-    assert status == 200 and json.loads(body)["head"]["step"] == 4 and b"Chad" in body
+        assert ask(server, path, None, Authorization=f"Basic {server.token}")[0] == 401
+        assert ask(server, f"{path}?token={server.token}", None)[0] == 401, "not from the address"
+    status, body, _ = ask(server, "/data")
+    assert status == 200 and json.loads(body)["step"] == 4 and b"Chad" in body
 
 
-def test_a_page_without_the_token_holds_nothing_of_the_run(server: Server, run: Path) -> None:
+def test_a_page_without_the_token_holds_nothing_of_the_run(server: Server) -> None:
     status, body, headers = ask(server, "/", None)
     assert status == 200 and b"Chad" not in body and b"num_questions" not in body
     assert headers["Referrer-Policy"] == "no-referrer" and headers["Cache-Control"] == "no-store"
@@ -76,34 +74,32 @@ def test_a_page_without_the_token_holds_nothing_of_the_run(server: Server, run: 
     (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', body.decode())
     assert policy.startswith("default-src 'none'; connect-src 'self'; script-src 'sha256-")
     assert "unsafe" not in policy and "http" not in policy
-    assert TOKEN.encode() not in body
+    assert server.token.encode() not in body
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8450", "127.0.0.1.evil.example", "", "[::1", "10.0.0.1"]
 )
 def test_another_name_is_refused(server: Server, host: str) -> None:
-    for path in ("/", "/api/run"):
+    for path in ("/", "/data"):
         status, body, _ = ask(server, path, Host=host)
         assert status == 403 and b"Chad" not in body
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9000", "[::1]:8450"])
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9000"])
 def test_names_of_this_machine_are_ours(server: Server, host: str) -> None:
-    assert ask(server, "/api/run", Host=host)[0] == 200
+    assert ask(server, "/data", Host=host)[0] == 200
 
 
 @pytest.mark.parametrize(
     ("path", "status"),
     [
         ("/run/..%2F..%2Fetc", 200),
-        ("/api/run?run=../secret", 404),
-        ("/api/run?run=%2Fetc", 404),
-        ("/api/run?epoch=x", 400),
-        (f"/api/run?epoch={'9' * 5000}", 400),
+        ("/data?run=../secret", 404),
+        ("/data?run=%2Fetc", 404),
         ("/page.js", 404),
         ("/run/", 404),
-        ("/api/", 404),
+        ("/data/", 404),
     ],
 )
 def test_odd_paths(server: Server, path: str, status: int) -> None:
@@ -114,36 +110,45 @@ def test_odd_paths(server: Server, path: str, status: int) -> None:
 
 def test_other_methods_are_refused_and_bodies_are_not_read_as_requests(server: Server) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-    connection.request("POST", "/api/run", body=b"x", headers={"Authorization": f"Bearer {TOKEN}"})
+    header = {"Authorization": f"Bearer {server.token}"}
+    connection.request("POST", "/data", body=b"x", headers=header)
     assert connection.getresponse().status == 501
     connection.close()
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-    smuggled = b"GET /api/run HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    smuggled = b"GET /data HTTP/1.1\r\nHost: localhost\r\n\r\n"
     connection.request("GET", "/", body=smuggled)
     answer = connection.getresponse()
     answer.read()
     assert answer.status == 200 and connection.sock is None, "closed after one answer"
 
 
+def test_data_are_made_anew_when_files_have_changed(
+    server: Server, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PAUSE", 0)
+    _, body, headers = ask(server, "/data")
+    tag = headers["ETag"]
+    assert ask(server, "/data", If_None_Match=tag)[:2] == (304, b"")
+    MetricsLog(run, 4, tensorboard=False).log({"step": 5, "version": 5, "reward_mean": 0.9})
+    status, after, headers = ask(server, "/data", If_None_Match=tag)
+    assert status == 200 and headers["ETag"] != tag
+    assert json.loads(body)["step"] == 4 and json.loads(after)["step"] == 5
+
+
 def test_a_run_that_does_not_exist_is_waited_for(tmp_path: Path, runs: Any) -> None:
     with served(tmp_path / "run") as server:
-        answer = json.loads(ask(server, "/api/run")[1])
-        assert answer["state"]["name"] == "waiting"
-        assert answer["state"]["text"].startswith(f"No run has begun in {tmp_path / 'run'} yet")
+        assert ask(server, "/data")[:2] == (503, f"there is no folder {tmp_path}/run\n".encode())
         runs.make()
-        server.view._runs.clear()  # looked at twice within half a second
-        answer = json.loads(ask(server, "/api/run")[1])
-        assert answer["state"]["name"] == "ended" and len(answer["rollouts"]) == 38
+        assert len(json.loads(ask(server, "/data")[1])["rollouts"]) == 38
 
 
 def test_a_folder_of_runs(tmp_path: Path, runs: Any) -> None:
     runs.make(name="a"), runs.make(name="b/c")
     with served(tmp_path) as server:
-        table = json.loads(ask(server, "/api/table")[1])
-        assert {run["name"] for run in table["runs"]} == {"a", "b/c"}
-        assert json.loads(ask(server, f"/api/table?id={table['id']}")[1]) == {"id": table["id"]}
-        assert json.loads(ask(server, "/api/run?run=b%2Fc")[1])["head"]["name"] == "c"
-        assert json.loads(ask(server, "/api/run")[1]) == {"kind": "table"}
+        _, body, headers = ask(server, "/data")
+        assert {run["name"] for run in json.loads(body)["runs"]} == {"a", "b/c"}
+        assert ask(server, "/data", If_None_Match=headers["ETag"])[0] == 304
+        assert json.loads(ask(server, "/data?run=b%2Fc")[1])["name"] == "c"
 
 
 def test_a_run_that_cannot_be_read_is_an_answer(
@@ -152,53 +157,27 @@ def test_a_run_that_cannot_be_read_is_an_answer(
     def fail(*_: object) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(server.view, "answer", fail)
-    status, body, _ = ask(server, "/api/run")
-    assert (status, body) == (503, b"the run cannot be read: not yours\n")
+    monkeypatch.setattr(server.pages, "data", fail)
+    status, body, _ = ask(server, "/data")
+    assert (status, body) == (503, b"not yours\n")
 
 
 def test_many_browsers_at_once(server: Server) -> None:
-    sizes = list[int]()
+    bodies = list[bytes]()
     threads = [
-        threading.Thread(target=lambda: sizes.append(len(json.loads(ask(server, "/api/run")[1]))))
-        for _ in range(12)
+        threading.Thread(target=lambda: bodies.append(ask(server, "/data")[1])) for _ in range(12)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(sizes) == 12 and len(set(sizes)) == 1
+    assert len(bodies) == 12 and len(set(bodies)) == 1
 
 
-def test_a_token_is_asked_for_where_others_can_reach_the_page() -> None:
-    assert len(make_token("", "127.0.0.1")) >= 32 != make_token("", "localhost")
-    assert make_token("mine", "0.0.0.0") == "mine"
-    with pytest.raises(UserError, match=f"--host 0.0.0.0 .* {TOKEN_VARIABLE}"):
-        make_token("", "0.0.0.0")
-    with pytest.raises(UserError, match="printable ASCII"):
-        make_token("with space", "127.0.0.1")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--serve", "--host", "0.0.0.0"], "set FLOWTRAIN_VIEW_TOKEN"),
-        (["--serve", "--out", "x.html"], "--out is for the page as a file"),
-        (["--serve", "--dataflow", "ftp://x"], "url must be like http://host:port/path"),
-        (["--dataflow", "http://x"], "--dataflow is for the page that follows a run"),
-    ],
-)
-def test_a_mistake_is_one_line_too(
-    run: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    message: str,
-) -> None:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    assert main([str(run), *arguments]) == 2
+def test_a_mistake_is_one_line_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--serve", "--out", "x.html"]) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert "--out is for the page as a file" in error and error.count("\n") == 1
 
 
 def test_the_command_serves_without_extras_and_ends_on_sigterm(run: Path) -> None:
@@ -212,14 +191,13 @@ def test_the_command_serves_without_extras_and_ends_on_sigterm(run: Path) -> Non
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, TOKEN_VARIABLE: ""},
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         line = process.stdout.readline()
         found = re.match(r"open http://127\.0\.0\.1:(\d+)/#token=([\w-]{32})  ", line)
         assert found, line
         connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=20)
-        connection.request("GET", "/api/run", headers={"Authorization": f"Bearer {found[2]}"})
+        connection.request("GET", "/data", headers={"Authorization": f"Bearer {found[2]}"})
         assert connection.getresponse().status == 200
         connection.close()
         process.send_signal(signal.SIGTERM)

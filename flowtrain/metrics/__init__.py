@@ -1,0 +1,25 @@
+"""What a run measures and shows: the sums of a step, its logs, tables, curves and progress.
+
+`flowtrain.metrics.curves` is a command of its own and is therefore not imported here, nor is what
+needs torch.
+"""
+
+from flowtrain.metrics.progress import Progress, ProgressLine
+from flowtrain.metrics.run_dir import RunDir, atomic_write_text, manifest
+from flowtrain.metrics.tables import aligned, comparison_table, markdown, write_summary
+from flowtrain.metrics.writers import MetricsLog, TrajectoryLog, trajectory_record
+
+__all__ = [
+    "MetricsLog",
+    "Progress",
+    "ProgressLine",
+    "RunDir",
+    "TrajectoryLog",
+    "aligned",
+    "atomic_write_text",
+    "comparison_table",
+    "manifest",
+    "markdown",
+    "trajectory_record",
+    "write_summary",
+]

@@ -1,0 +1,275 @@
+"""Draw the curves of a run as a picture; of several runs, their held-out rewards side by side.
+
+python -m flowtrain.metrics.curves runs/texts
+python -m flowtrain.metrics.curves runs/texts runs/shuffled_rewards --out control.png
+
+Import it only where a picture is drawn, because matplotlib is slow to load. Figures are made
+without pyplot, so nothing global remains open and the Agg canvas needs no display.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from flowtrain.metrics.panels import PANELS, Curve, Panel, Series, read_series
+from flowtrain.metrics.run_dir import atomic_write_bytes
+from flowtrain.types import UserError
+from flowtrain.utils.terminal import protect_output
+
+# Okabe and Ito's palette: told apart with any kind of colour vision.
+BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8A8A8A",
+)  # fmt: skip
+PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW)
+TEXT = "#262626"
+
+_NUM_COLUMNS = 3
+
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "text.color": TEXT,
+    "axes.titlesize": 12.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.labelsize": 11,
+    "axes.labelcolor": TEXT,
+    "axes.edgecolor": "#9A9A9A",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#5A5A5A",
+    "ytick.color": "#5A5A5A",
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 9.5,
+    "legend.frameon": False,
+    "lines.linewidth": 2.0,
+    "lines.solid_capstyle": "round",
+    "figure.dpi": 120,
+    "savefig.dpi": 120,
+}
+
+
+def _style() -> AbstractContextManager[None]:
+    """Give all pictures one look, for the time of a with block."""
+    context: AbstractContextManager[None] = matplotlib.rc_context(_STYLE)
+    return context
+
+
+def run_figure(series: Mapping[str, Series], title: str) -> Figure:
+    """The panels of one run for which something was logged."""
+    shown = [(panel, curves) for panel in PANELS if (curves := panel.curves(series))]
+    figure, num_rows = _grid(len(shown))
+    figure.suptitle(title, fontsize=15, fontweight="bold", x=0.012, ha="left")
+    for place, (panel, curves) in enumerate(shown, 1):
+        _draw(figure.add_subplot(num_rows, _NUM_COLUMNS, place), panel, curves)
+    return figure
+
+
+def comparison_figure(rewards: Mapping[str, Series]) -> Figure:
+    """Held-out sampled reward against step, one line per run."""
+    figure = Figure(figsize=(9.5, 5.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves = [
+        Curve(f"{label} ({values[-1]:.3f} at step {steps[-1]})", (steps, values), is_sparse=True)
+        for label, (steps, values) in rewards.items()
+    ]
+    axes = figure.add_subplot()
+    _draw(axes, Panel("Held-out reward (sampled)", {}), curves)
+    axes.set_ylim(-0.02, 1.02)
+    return figure
+
+
+def turns_figure(
+    points: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]],
+) -> Figure:
+    """Accuracy against the budget of turns, with the spread of the trials as bars."""
+    num_columns = max(1, min(len(points), _NUM_COLUMNS))
+    figure, num_rows = _grid(len(points), num_columns)
+    for place, (benchmark, lines) in enumerate(points.items(), 1):
+        axes = figure.add_subplot(num_rows, num_columns, place)
+        axes.set_title(benchmark)
+        axes.set_xlabel("turns at most")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xticks(sorted({turns for line in lines.values() for turns, _, _ in line}))
+        for number, (planner, line) in enumerate(lines.items()):
+            turns, shares, spreads = zip(*sorted(line), strict=True)
+            color = PALETTE[number % len(PALETTE)]
+            axes.errorbar(turns, shares, spreads, label=planner, color=color, marker="o", capsize=4)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.6)
+    return figure
+
+
+def _grid(num_panels: int, num_columns: int = _NUM_COLUMNS) -> tuple[Figure, int]:
+    """A figure with room for the panels, and their rows."""
+    num_rows = max(math.ceil(num_panels / num_columns), 1)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(16 * num_columns / _NUM_COLUMNS, 4.5 * num_rows), layout=layout)
+    FigureCanvasAgg(figure)
+    return figure, num_rows
+
+
+def _draw(axes: Any, panel: Panel, curves: Sequence[Curve]) -> None:
+    axes.set_title(panel.title)
+    axes.set_xlabel("training step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    if panel.form == "share":
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if panel.is_stack:
+        _stack(axes, curves)
+    else:
+        for place, curve in enumerate(curves):
+            linestyle = "-" if place < len(PALETTE) else "--"
+            _plot(axes, curve, color=PALETTE[place % len(PALETTE)], linestyle=linestyle)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.6)
+
+
+def _plot(axes: Any, curve: Curve, **look: str) -> None:
+    """Draw points where they are few; else a thin line as measured and a thick trailing mean."""
+    steps, values = curve.series
+    window = 1 if curve.is_sparse else _window(len(values))
+    if window == 1:
+        axes.plot(
+            steps,
+            values,
+            label=curve.label,
+            marker="o",
+            markersize=5,
+            markeredgecolor="white",
+            zorder=3,
+            **look,
+        )
+        return
+    axes.plot(steps, values, linewidth=0.8, alpha=0.3, **look)
+    label = f"{curve.label}, mean of {window}"
+    axes.plot(steps, trailing_mean(values, window), label=label, **look)
+
+
+def _stack(axes: Any, curves: Sequence[Curve]) -> None:
+    """Stack trailing means; a curve that has no value at a step counts as 0 there."""
+    steps = sorted({step for curve in curves for step in curve.series[0]})
+    values = [dict(zip(*curve.series, strict=True)) for curve in curves]
+    window = _window(len(steps))
+    columns = [trailing_mean([each.get(step, 0.0) for step in steps], window) for each in values]
+    edges: list[float] = list(steps)
+    if len(steps) == 1:
+        edges, columns = [steps[0] - 0.4, steps[0] + 0.4], [column * 2 for column in columns]
+    labels = [curve.label for curve in curves]
+    axes.stackplot(edges, columns, labels=labels, colors=[*PALETTE, GREY], alpha=0.85)
+
+
+def _window(num_values: int) -> int:
+    """How many values a trailing mean takes: 1, so none, where there are few enough to show each
+    with a marker.
+    """
+    return 1 if num_values <= 20 else max(10, num_values // 25)
+
+
+def trailing_mean(values: list[float], window: int) -> list[float]:
+    """Mean of each value and up to `window - 1` before it."""
+    parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def plot_curves(run_dir: Path, out: Path | None = None) -> Path:
+    """Draw the panels of a run into `out`, by default curves.png in its folder."""
+    run_dir = Path(run_dir)
+    series = read_series(run_dir)
+    last_step = max(steps[-1] for steps, _ in series.values())
+    with _style():
+        figure = run_figure(series, title=f"{run_dir.resolve().name}, up to step {last_step}")
+        return _save(figure, run_dir / "curves.png" if out is None else Path(out))
+
+
+def plot_comparison(runs: Mapping[str, Path], out: Path) -> Path:
+    """Draw the held-out sampled reward of several runs, label -> run folder, into one panel."""
+    rewards = {label: _eval_reward(Path(run_dir)) for label, run_dir in runs.items()}
+    with _style():
+        return _save(comparison_figure(rewards), Path(out))
+
+
+def plot_turns(
+    points: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]], out: Path
+) -> Path:
+    """Draw accuracy against the budget of turns, a panel per benchmark and a line per planner.
+
+    `points`: (turns, accuracy, spread or 0) by benchmark and planner.
+    """
+    with _style():
+        return _save(turns_figure(points), Path(out))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    protect_output()
+    parser = argparse.ArgumentParser(
+        prog="python -m flowtrain.metrics.curves",
+        description="Draw the curves of a training run as a PNG.",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run folder; with several, their held-out rewards are compared",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the picture (default: RUN/curves.png, comparison.png for several runs)",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        print(_picture(arguments.runs, arguments.out))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _picture(runs: list[Path], out: Path | None) -> Path:
+    if len(runs) == 1:
+        return plot_curves(runs[0], out)
+    names = [run.resolve().name for run in runs]
+    labels = names if len(set(names)) == len(names) else [str(run) for run in runs]
+    return plot_comparison(dict(zip(labels, runs, strict=True)), out or Path("comparison.png"))
+
+
+def _eval_reward(run_dir: Path) -> Series:
+    series = read_series(run_dir)
+    if "eval_reward" not in series:
+        raise UserError(
+            f"{run_dir / 'metrics.jsonl'} has no eval_reward: compare runs that were evaluated on "
+            "the held-out tasks"
+        )
+    return series["eval_reward"]
+
+
+def _save(figure: Any, out: Path) -> Path:
+    """Save the figure as a PNG, whole or not at all."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    atomic_write_bytes(out, picture.getvalue())
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Watch whether steps have anything to learn from: one without is told at once with its cause, and
+a run of them ends training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowtrain.config import Config
+from flowtrain.metrics.sums import Tally
+from flowtrain.types import Group, TrainBatch, Trajectory, UserError
+
+_log = logging.getLogger(__name__)
+
+MOST_BROKEN = 3
+"""Steps in a row after which a run ends where something is broken, not too easy or too hard."""
+_CHARS = 200
+"""Characters of a text that a message has."""
+
+
+@dataclass(slots=True)
+class LearningSignal:
+    """Counts the steps in a row that had nothing to learn from."""
+
+    config: Config
+    is_main: bool
+    num_idle: int = field(default=0, init=False)
+    num_broken: int = field(default=0, init=False)
+    idle_steps: list[int] = field(default_factory=list, init=False)
+    """All steps since this process began that had nothing to learn from."""
+    last_cause: str = field(default="", init=False)
+
+    def watch(self, step: int, total: Tally) -> None:
+        """Look at what all ranks have counted of a step.
+
+        Raises UserError, with the cause and a cure, when steps like this one do not end.
+        """
+        cause = _cause(total, self.config)
+        if cause is None:
+            self.num_idle = self.num_broken = 0
+            return
+        self.last_cause, cure, is_broken = cause
+        self.num_idle, self.num_broken = self.num_idle + 1, (self.num_broken + 1) * is_broken
+        self.idle_steps.append(step)
+        in_a_row = f" ({self.num_idle} steps in a row)" if self.num_idle > 1 else ""
+        text = f"nothing to learn from in step {step}{in_a_row}: {self.last_cause}. {cure}"
+        if self.num_broken >= MOST_BROKEN or 0 < self.config.train.max_idle_steps <= self.num_idle:
+            raise UserError(
+                f"{text}; weights are as before, and the same command with "
+                "run.resume = 'auto' goes on from the newest checkpoint"
+            )
+        # Of many in a row the 1st, 2nd, 3rd, 10th, 20th, 30th, ... are told.
+        if self.is_main and (self.num_idle <= 3 or self.num_idle % 10 == 0):
+            _log.warning("%s", text)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the idle steps and the cause of the last, for summary.json; {} without any."""
+        if not self.idle_steps:
+            return {}
+        return {"idle_steps": self.idle_steps, "last_cause": self.last_cause}
+
+
+def count_signal(tally: Tally, groups: Sequence[Group], batch: TrainBatch, low: float) -> None:
+    """Count what this rank's rollouts have to learn from; `low` is the reward of a wrong one."""
+    rollouts = [trajectory for group in groups for trajectory in group.trajectories]
+    found = {
+        "right": sum(each.reward is not None and each.reward > low for each in rollouts),
+        "outgrown": sum(each.truncated == "prompt" for each in rollouts),
+        "samples": len(batch.samples),
+        "signals": sum(any(sample.advantages) for sample in batch.samples),
+    }
+    tally.add(found)
+    if not found["signals"] and (example := _example(rollouts, low)):
+        tally.say("example", example)
+
+
+def _cause(total: Tally, config: Config) -> tuple[str, str, bool] | None:
+    """Return why no token is drawn to or from, a cure, and whether it does not pass by itself; None
+    where one is.
+    """
+    num = {name: int(number) for name, number in total.sums.items()}
+    num_failed = num["rollouts"] - num["finished"]
+    if num["signals"]:
+        return None
+    low, example = config.reward.low, next(iter(total.said.get("example", ())), "")
+    if not num["finished"]:
+        cure = "Mend that: rollouts that failed are not trained"
+        return f"all {num_failed} rollouts failed; {example}", cure, True
+    if not num["tokens/sampled"] + num["tokens/shared"]:
+        if num["outgrown"] == num["rollouts"]:
+            cure = "A model with more positions, fewer agent.max_turns or a smaller "
+            cure += "agent.max_result_chars would help"
+            return "all prompts outgrow the model", cure, True
+        cure = (
+            f"The engine was too slow for {config.agent.rollout_timeout_s=:g} or "
+            f"{config.rollout.request_timeout_s=:g}, or the policy ends at once"
+        ).replace("config.", "")
+        return "no response has a token", cure, True
+    left_out = [number for name, number in num.items() if name.startswith("num_excluded/")]
+    if sum(left_out) > num["num_excluded/empty"] and not num["samples"]:
+        cure = "The warning before this one names the first sample and what is wrong with it"
+        return f"all {sum(left_out)} samples were left out", cure, True
+    besides = f"; {num_failed} rollouts failed" if num_failed else ""
+    if num["malformed"]:
+        besides = f"; of {num['turns']} actions {num['malformed']} could not be read{besides}"
+    if not num["right"]:
+        cure = "Where such an answer is right, see how tasks are scored (docs/tasks.md); else "
+        cure += "easier tasks or a better start (python -m flowtrain.rft) would help"
+        return f"all {num['finished']} rewards are {low:g}{besides}; {example}", cure, False
+    if num["right"] == num["finished"]:
+        text = f"all {num['finished']} rewards are above {low:g}{besides}"
+        return text, "Harder tasks would help", False
+    cure = "More rollouts per question (rollout.group_size) or a higher temperature would help"
+    return f"the rollouts of each question have one reward{besides}", cure, False
+
+
+def _example(rollouts: Sequence[Trajectory], low: float) -> str:
+    """The first rollout that failed, or else that is wrong, in words; "" where none is."""
+    for each in rollouts:
+        if each.error:
+            return f"the first failed because of {each.error[:_CHARS]!r}"
+    for each in rollouts:
+        if each.reward == low:
+            return (
+                f"the first is for {each.answer[-_CHARS:]!r} to {each.task.question[:_CHARS]!r}, "
+                f"accepted: {each.task.answers[:3]!r}"
+            )
+    return ""

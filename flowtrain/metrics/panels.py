@@ -1,0 +1,132 @@
+"""Which metrics of a run share a panel, in the picture of a run and on its page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from flowtrain.metrics.jsonl import read_lines
+from flowtrain.types import TokenAccount, UserError, account_of
+
+Series = tuple[list[int], list[float]]
+"""(steps, values) of one metric."""
+
+
+STAGES = ("collect", "branch", "train", "publish", "load", "eval", "other")
+
+
+class Curve(NamedTuple):
+    """A metric in a panel."""
+
+    label: str
+    series: Series
+    is_sparse: bool = False
+    """It is not measured at every step: its points are marked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Metrics that one picture shows."""
+
+    title: str
+    lines: Mapping[str, str]
+    """Key to label; a key that ends in "/" means every metric that begins so, labelled by the rest.
+    """
+    form: Literal["number", "share", "seconds"] = "number"
+    """How values are written."""
+    is_stack: bool = False
+    """The values are parts of a whole."""
+
+    def curves(self, series: Mapping[str, Series]) -> list[Curve]:
+        """Return those of its metrics that were logged."""
+        return [
+            Curve(label or name.removeprefix(key), series[name], key.startswith("eval_"))
+            for key, label in self.lines.items()
+            for name in series
+            if name == key or (key.endswith("/") and name.startswith(key))
+        ]
+
+
+PANELS = (
+    Panel(
+        "Reward",
+        {
+            "reward_mean": "training",
+            "eval_reward": "held-out",
+            "eval_true_score": "true score, held-out",
+            "eval_reward_entities": "entities",
+            "eval_reward_forms": "forms",
+        },
+    ),
+    Panel("Accuracy on benchmarks", {"eval_accuracy/": ""}, "share"),
+    Panel("Parts of the reward", {"reward/": ""}),
+    Panel("KL", {"kl_ref": "to the reference", "kl_old": "to the old policy", "kl": "KL"}),
+    Panel("Token entropy", {"entropy": "nats"}),
+    Panel("Clipped tokens", {"clip_fraction_high": "above", "clip_fraction_low": "below"}, "share"),
+    Panel(
+        "Importance ratio", {"ratio_max": "largest", "ratio_mean": "mean", "ratio_min": "smallest"}
+    ),
+    Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|"}),
+    Panel("KL of trainer and sampler", {"mismatch_kl": "nats per token"}),
+    Panel("Tokens by mismatch in nats", {"mismatch_tokens/": ""}, is_stack=True),
+    Panel("Turns per rollout", {"turns_mean": "turns"}),
+    Panel("Tokens per response", {"response_len_mean": "tokens"}),
+    Panel("Tokens per prompt", {"prompt_len_mean": "tokens"}),
+    Panel("Where sampled tokens go", {"tokens/to/": ""}, is_stack=True),
+    Panel("Tool use", {"tool_share/": ""}, "share", is_stack=True),
+    Panel(
+        "What goes wrong",
+        {
+            "malformed_share": "malformed",
+            "tool_error_share": "tool errors",
+            "out_of_turns_share": "out of turns",
+            "out_of_time_share": "out of time",
+        },
+        "share",
+    ),
+    Panel("Replies read leniently", {"rescued_share/": ""}, "share"),
+    Panel("Loss and gradient norm", {"loss": "loss", "grad_norm": "gradient"}),
+    Panel(
+        "Seconds per step",
+        {f"{stage}_s": stage for stage in STAGES},
+        "seconds",
+        is_stack=True,
+    ),
+)
+
+
+def read_series(run_dir: Path) -> dict[str, Series]:
+    """Read every numeric metric of a run by key, steps ascending. The later of two lines for a step
+    counts.
+    """
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        raise UserError(f"{path} does not exist: name the folder of a run that has logged a step")
+    values: dict[str, dict[int, float]] = {}
+    for record in read_lines(path):
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float) and math.isfinite(value):
+                values.setdefault(key, {})[record["step"]] = value
+    if not values:
+        raise UserError(f"{path} holds no metrics yet: wait for the first step of the run")
+    return {
+        key: (sorted(by_step), [by_step[step] for step in sorted(by_step)])
+        for key, by_step in values.items()
+    }
+
+
+def total_seconds(series: Mapping[str, Series]) -> dict[str, float]:
+    """Sum the seconds of all steps, by what took them."""
+    return {
+        key.removesuffix("_s"): round(sum(values), 3)
+        for key, (_, values) in series.items()
+        if key.endswith("_s") and key != "tokens_per_s"
+    }
+
+
+def total_tokens(series: Mapping[str, Series]) -> TokenAccount:
+    """Add up what became of the tokens of all steps."""
+    return account_of({key: sum(values) for key, (_, values) in series.items()})

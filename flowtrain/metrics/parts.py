@@ -1,0 +1,120 @@
+"""Statistics of the parts of a rollout: rewards of functions, truncated sampling, lenient parsing,
+and verifiers and refiners that are policies of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from flowtrain.agents.build import most_kept, rule_verifier
+from flowtrain.agents.lenient import RULES
+from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.verdicts import read_verdict
+from flowtrain.config import Config
+from flowtrain.metrics.sums import Tally
+from flowtrain.rewards.functions import FAILURES, failure_of
+from flowtrain.types import Trajectory, Turn, Verdict
+
+_RESCUED = "rescued_share/"
+
+
+def count_parts(tally: Tally, trajectories: Sequence[Trajectory], config: Config) -> None:
+    """Count what the config has of these parts."""
+    count_rewards(tally, trajectories, bool(config.reward.function))
+    count_kept(tally, trajectories, most_kept(config))
+    if config.agent.parsing == "lenient":
+        count_rescued(tally, trajectories)
+    if "verifier" in config.policy_names:
+        count_verdicts(tally, trajectories, config)
+    if "refiner" in config.policy_names:
+        count_evidence(tally, trajectories)
+
+
+def part_metrics(total: Tally) -> dict[str, float]:
+    """Return metrics for the log; rules of parsing that rescued nothing are left out."""
+    means = total.all_means().items()
+    found = {name: mean for name, mean in means if mean or not name.startswith(_RESCUED)}
+    names = (*(f"reward_failures/{reason}" for reason in FAILURES), "verifier/num_sampled_tokens")
+    return found | {name: total.sums[name] for name in names if name in total.sums}
+
+
+def count_rewards(
+    tally: Tally, trajectories: Sequence[Trajectory], has_functions: bool = True
+) -> None:
+    """Count each part of the reward over the rollouts that have it, be it given by a function or
+    reported; with functions, the rollouts that they failed, by reason.
+    """
+    for trajectory in trajectories:
+        for part, value in trajectory.reward_parts.items():
+            tally.mean(f"reward/{part}", value, 1)
+    if has_functions:
+        failures = Counter(failure_of(each.scored_by) for each in trajectories if each.error)
+        tally.add({f"reward_failures/{reason}": failures[reason] for reason in FAILURES})
+
+
+def count_kept(tally: Tally, trajectories: Sequence[Trajectory], most: int) -> None:
+    """Count how many tokens the planner's were sampled from, and for how many tokens these were
+    `most`, the number allowed; 0: no limit.
+    """
+    calls = (turn.calls.get("planner") for each in trajectories for turn in each.turns)
+    masks = [call.sampling_mask for call in calls if call and call.sampling_mask]
+    counts = [count for mask in masks for count in mask.counts]
+    if most and counts:
+        tally.mean("kept_tokens_mean", sum(counts), len(counts))
+        tally.mean("kept_at_cap_share", sum(count >= most for count in counts), len(counts))
+
+
+def count_rescued(tally: Tally, trajectories: Sequence[Trajectory]) -> None:
+    """Count the turns, and for the generator the rollouts, that each rule of lenient parsing helped
+    to read.
+    """
+    used: Counter[str] = Counter()
+    for trajectory in trajectories:
+        used.update(trajectory.rescued)
+        for turn in trajectory.turns:
+            used.update(turn.rescued)
+    num_turns = sum(len(trajectory.turns) for trajectory in trajectories)
+    for rule in RULES:
+        num = len(trajectories) if rule.startswith("generator/") else num_turns
+        tally.mean(f"{_RESCUED}{rule}", used[rule], num)
+
+
+def count_verdicts(tally: Tally, trajectories: Sequence[Trajectory], config: Config) -> None:
+    """Count the verdicts of the verifier, and its tokens. Tasks from files and from reasoning-gym
+    have no rule to agree with.
+    """
+    rule = None if config.tasks.name in ("file", "reasoning-gym") else rule_verifier(config)
+    for name in ("malformed", "stop", *(() if rule is None else ("agreement",))):
+        tally.mean(f"verifier/{name}_share", 0, 0)
+    for trajectory in trajectories:
+        num_tokens = trajectory.num_tokens("verifier") - trajectory.num_shared("verifier")
+        tally.add({"verifier/num_sampled_tokens": num_tokens})
+        for turn, memory in _judged(trajectory):
+            tally.mean("verifier/malformed_share", read_verdict(turn.verdict_text) is None, 1)
+            tally.mean("verifier/stop_share", turn.verdict is Verdict.STOP, 1)
+            if rule is not None:
+                is_alike = turn.verdict is rule.verdict(trajectory.task.question, memory)
+                tally.mean("verifier/agreement_share", is_alike, 1)
+
+
+def _judged(trajectory: Trajectory) -> Iterator[tuple[Turn, Memory]]:
+    """Yield each turn that a verifier policy decided on, with the memory that the policy read."""
+    memory = Memory()
+    for turn in trajectory.turns:
+        memory = memory.add(MemoryEntry.of(turn.action, turn.command, turn.result))
+        if "verifier" in turn.calls:
+            yield turn, memory
+
+
+def count_evidence(tally: Tally, trajectories: Sequence[Trajectory]) -> None:
+    """Count the refiner's replies that left the passages as they were, and the characters of
+    evidence to those of the passages that it stands for.
+    """
+    tally.mean("refiner/empty_share", 0, 0)
+    tally.mean("refiner/kept_share", 0, 0)
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
+        if "refiner" in turn.calls:
+            tally.mean("refiner/empty_share", not turn.retrieved, 1)
+        if "refiner" in turn.calls and turn.retrieved:
+            tally.mean("refiner/kept_share", len(turn.result.output), len(turn.retrieved))

@@ -1,0 +1,244 @@
+"""Counts of a set of rollouts that add up over ranks, and the shares and means that people read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from flowtrain.rewards import gym
+from flowtrain.training.world import World
+from flowtrain.types import Group, Trajectory, Turn
+
+_COUNTS = (
+    *("rollouts", "finished", "reward", "squared_reward"),
+    *("turns", "malformed", "tool_errors", "stragglers"),
+    *("response_tokens", "sampled_tokens", "prompt_tokens", "sub_goals", "hinted"),
+    *("out_of_turns", "out_of_time"),
+    *gym.FAILURES,
+)
+_RATIOS = {
+    "reward_mean": ("reward", "finished"),
+    "turns_mean": ("turns", "rollouts"),
+    "malformed_share": ("malformed", "turns"),
+    "tool_error_share": ("tool_errors", "turns"),
+    "response_len_mean": ("response_tokens", "turns"),
+    "sub_goal_mean": ("sub_goals", "rollouts"),
+    "hinted_share": ("hinted", "rollouts"),
+    "prompt_len_mean": ("prompt_tokens", "turns"),
+    "out_of_turns_share": ("out_of_turns", "rollouts"),
+    "out_of_time_share": ("out_of_time", "rollouts"),
+}
+"""Name of a mean or share to the two counts that it divides."""
+
+
+class Pass(NamedTuple):
+    """The counts of one turn."""
+
+    tool_names: tuple[str, ...]
+    """The tools that it asked for."""
+    is_malformed: bool
+    """What it asked for could not be read."""
+    is_error: bool
+    """A tool gave an error."""
+    num_prompt_tokens: int
+    num_response_tokens: int
+    has_own_tools: bool = False
+    """Its tools may be those of an environment or a program, which no list names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The counts of one rollout."""
+
+    reward: float | None
+    """None when it failed."""
+    truncated: str
+    passes: tuple[Pass, ...]
+    num_sampled_tokens: int
+    """Response tokens, without what a branch took over."""
+    sub_goals: float = 0.0
+    is_hinted: bool = False
+    verifier_failure: str = ""
+    """Why the verifier of reasoning-gym could not score the answer; "" where it could."""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Outcome:
+        assert trajectory.reward is not None or trajectory.error
+        passes, sub_goals = tuple(map(_pass, trajectory.turns)), trajectory.sub_goals or 0.0
+        is_hinted = trajectory.hint_turn is not None
+        return cls(
+            trajectory.reward,
+            trajectory.truncated,
+            passes,
+            trajectory.num_sampled_tokens,
+            sub_goals,
+            is_hinted,
+            gym.failure_of(trajectory.scored_by),
+        )
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Outcome:
+        """Read the counts from a record of `report.trajectory_record`."""
+        passes = tuple(map(_pass_of_record, record["turns"]))
+        num_tokens = sum(each.num_response_tokens for each in passes)
+        return cls(
+            record["reward"],
+            record["truncated"],
+            passes,
+            num_tokens,
+            record.get("sub_goals", 0.0),
+            "hint_turn" in record,
+            gym.failure_of(record.get("scored_by", "")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """Shares and means over rollouts or turns."""
+
+    num_rollouts: int
+    failed_rollouts: int
+    """Those that a frozen module failed; they have no reward."""
+    straggler_rollouts: int
+    """Those that the others did not wait for; out of time, too."""
+    reward_mean: float
+    """Mean over rollouts that did not fail."""
+    reward_std: float
+    """Their population standard deviation."""
+    turns_mean: float
+    malformed_share: float
+    """Turns whose action could not be read or named no tool."""
+    tool_error_share: float
+    """Turns whose tool gave an error."""
+    response_len_mean: float
+    """Tokens per planner response."""
+    num_sampled_tokens: int
+    """Response tokens over all ranks, without what branches took over from other rollouts."""
+    sub_goal_mean: float
+    """Importance of the sub-goals that a rollout reached; 0 where tasks have none."""
+    reward_density: float
+    """Rewards of answers per 1000 response tokens (InfoFlow's rho)."""
+    hinted_share: float
+    """Rollouts that read a hint."""
+    prompt_len_mean: float
+    """Tokens per planner prompt."""
+    out_of_turns_share: float
+    """Rollouts that the turn limit ended."""
+    out_of_time_share: float
+    """Rollouts that time or the model's positions ended."""
+    tool_shares: dict[str, float]
+    """Calls of each tool by turn; what is missing to 1 was malformed or an answer."""
+    verifier_failures: dict[str, int] = field(default_factory=dict)
+    """Answers over all ranks that the verifier of reasoning-gym could not score, by reason."""
+
+    @property
+    def reward_error(self) -> float:
+        """The standard error of `reward_mean`, for rollouts of different tasks."""
+        return self.reward_std / math.sqrt(max(self.num_rollouts - self.failed_rollouts, 1))
+
+    @classmethod
+    def of(
+        cls, trajectories: Iterable[Trajectory], tool_names: Sequence[str], world: World
+    ) -> RolloutStats:
+        """Compute the statistics of the rollouts of all ranks; collective."""
+        counts = count_rollouts(map(Outcome.of, trajectories), tool_names)
+        total = dict(zip(counts, world.sum(list(counts.values())), strict=True))
+        return cls.of_counts(total, tool_names)
+
+    @classmethod
+    def of_outcomes(cls, outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> RolloutStats:
+        """Compute the statistics of rollouts that this process has."""
+        return cls.of_counts(count_rollouts(outcomes, tool_names), tool_names)
+
+    @classmethod
+    def of_counts(cls, total: Mapping[str, float], tool_names: Sequence[str]) -> RolloutStats:
+        """Compute the statistics from the sums of `count_rollouts`."""
+        num_finished = max(total["finished"], 1)
+        mean = total["reward"] / num_finished
+        ratios = {name: total[a] / max(total[b], 1) for name, (a, b) in _RATIOS.items()}
+        return cls(
+            num_rollouts=int(total["rollouts"]),
+            failed_rollouts=int(total["rollouts"] - total["finished"]),
+            straggler_rollouts=int(total["stragglers"]),
+            # Rounding may take the difference of rewards that are all alike below 0.
+            reward_std=math.sqrt(max(0.0, total["squared_reward"] / num_finished - mean**2)),
+            num_sampled_tokens=int(total["sampled_tokens"]),
+            reward_density=1000 * total["reward"] / max(total["response_tokens"], 1),
+            tool_shares={name: total[name] / max(total["turns"], 1) for name in tool_names},
+            verifier_failures={name: int(total[name]) for name in gym.FAILURES if total[name]},
+            **ratios,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return flat metrics for the log; tools as tool_share/<name>, answers that could not be
+        verified as verifier_failures/<reason>, where there are some.
+        """
+        plain = {
+            name: getattr(self, name)
+            for name in self.__slots__
+            if name not in ("tool_shares", "verifier_failures", "num_rollouts")
+        }
+        shares = {f"tool_share/{name}": share for name, share in self.tool_shares.items()}
+        failures = {
+            f"verifier_failures/{name.replace(' ', '_')}": float(number)
+            for name, number in self.verifier_failures.items()
+        }
+        return plain | shares | failures
+
+
+def count_rollouts(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, float]:
+    """Count what adds up over rollouts and over ranks."""
+    counts = dict.fromkeys([*_COUNTS, *tool_names], 0.0)
+    for outcome in outcomes:
+        counts["rollouts"] += 1
+        counts["finished"] += outcome.reward is not None
+        counts["reward"] += outcome.reward or 0.0
+        counts["squared_reward"] += (outcome.reward or 0.0) ** 2
+        counts["turns"] += len(outcome.passes)
+        counts["sampled_tokens"] += outcome.num_sampled_tokens
+        counts["sub_goals"] += outcome.sub_goals
+        counts["hinted"] += outcome.is_hinted
+        counts["out_of_turns"] += outcome.truncated == "turns"
+        counts["out_of_time"] += outcome.truncated in ("time", "prompt", "straggler")
+        counts["stragglers"] += outcome.truncated == "straggler"
+        if outcome.verifier_failure in gym.FAILURES:
+            counts[outcome.verifier_failure] += 1
+        for each in outcome.passes:
+            counts["prompt_tokens"] += each.num_prompt_tokens
+            counts["response_tokens"] += each.num_response_tokens
+            known = [name for name in each.tool_names if name in tool_names]
+            is_unknown = not each.has_own_tools and len(known) < len(each.tool_names)
+            is_malformed = each.is_malformed or is_unknown
+            counts["malformed"] += is_malformed
+            counts["tool_errors"] += each.is_error and (bool(known) or not is_malformed)
+            for name in known:
+                counts[name] += 1
+    return counts
+
+
+def _pass(turn: Turn) -> Pass:
+    call, is_error = turn.calls["planner"], turn.result.error is not None
+    lengths = len(call.prompt_ids), len(call.response_ids)
+    if turn.action is not None:
+        return Pass((turn.action.tool_name,), False, is_error, *lengths)
+    names = tuple(used.name for used in turn.tool_calls)
+    has_failed = any(used.result.error is not None for used in turn.tool_calls)
+    return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)
+
+
+def _pass_of_record(turn: Mapping[str, Any]) -> Pass:
+    is_error, lengths = turn["is_error"], (turn["num_prompt_tokens"], len(turn["response_ids"]))
+    if turn["action"] is not None:
+        return Pass((turn["action"]["tool_name"],), False, is_error, *lengths)
+    used = turn.get("tool_calls", ())
+    names = tuple(each["name"] for each in used)
+    has_failed = any(each["is_error"] for each in used)
+    return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)
+
+
+def measure(groups: Sequence[Group], tool_names: Sequence[str], world: World) -> RolloutStats:
+    """Compute the statistics of a step's rollouts; collective."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return RolloutStats.of(trajectories, tool_names, world)

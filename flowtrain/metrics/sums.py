@@ -1,0 +1,57 @@
+"""The one exchange of a step's metrics: what ranks count adds up by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowtrain.training.world import World
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one rank counts in a step, or all of them together. Ranks may have different names."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    """Numbers that add up over ranks."""
+    maxima: dict[str, float] = field(default_factory=dict)
+    """Numbers of which the greatest counts."""
+    said: dict[str, list[Any]] = field(default_factory=dict)
+    """JSON values of which all are kept, in the order of ranks."""
+    _means: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, numbers: Mapping[str, float]) -> None:
+        for name, number in numbers.items():
+            self.sums[name] = self.sums.get(name, 0.0) + number
+
+    def mean(self, name: str, total: float, num: float) -> None:
+        """Add to a mean: `total` of so many."""
+        old_total, old_num = self._means.get(name, (0.0, 0.0))
+        self._means[name] = old_total + total, old_num + num
+
+    def highest(self, name: str, number: float) -> None:
+        self.maxima[name] = max(self.maxima.get(name, number), number)
+
+    def say(self, name: str, value: Any) -> None:
+        self.said.setdefault(name, []).append(value)
+
+    def all_means(self) -> dict[str, float]:
+        """Return the means; one of nothing is 0."""
+        return {name: total / max(num, 1) for name, (total, num) in self._means.items()}
+
+    def of_all(self, world: World) -> Tally:
+        """Put the tallies of all ranks together, the same on every rank; collective."""
+        found = Tally()
+        own = json.dumps([self.sums, self._means, self.maxima, self.said])
+        for sums, means, maxima, said in map(json.loads, world.gather_text(own)):
+            found.add(sums)
+            for name, pair in means.items():
+                found.mean(name, *pair)
+            for name, number in maxima.items():
+                found.highest(name, number)
+            for name, values in said.items():
+                for value in values:
+                    found.say(name, value)
+        return found

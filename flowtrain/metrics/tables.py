@@ -1,0 +1,115 @@
+"""Plain-text tables and the summary file: what a person reads when a run has ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowtrain.metrics.jsonl import json_value
+from flowtrain.metrics.run_dir import atomic_write_text
+from flowtrain.utils.text import printable
+
+Row = tuple[str, str, str, str]
+
+
+def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
+    """The planner before and after training, side by side; "-" where one of them was not measured.
+
+    Both hold `splits` {split: {"sampled", "greedy"}}, `by_num_turns`, `by_kind`, `tool_shares`
+    (name -> number each) and `turns_mean`, and may hold `eval_reward_error` and `benchmarks`.
+    """
+    rows = [
+        (f"  {name}" if any(cells) else name, *cells)
+        for name, *cells in comparison_rows(warm, trained)
+    ]
+    return aligned([("", "frozen", "trained", "difference"), *rows])
+
+
+def comparison_rows(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> list[Row]:
+    """(name, frozen, trained, difference) of every row; that of a section's title has nothing but a
+    name.
+    """
+    table: list[Row] = []
+    after_by_title = _sections(trained)
+    for title, before in _sections(warm).items():
+        after = after_by_title[title]
+        rows = [_row(title, name, before, after) for name in {**before, **after}]
+        table += [(title, "", "", ""), *rows] if rows else []
+    return table
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Writes `summary` as JSON; a number that is not finite becomes null."""
+    text = json.dumps(json_value(summary), indent=2, ensure_ascii=False, allow_nan=False)
+    atomic_write_text(path, text + "\n")
+
+
+def aligned(table: Sequence[Sequence[str]]) -> str:
+    """Rows of equally many cells as text: the first is the heading, the first column flush left,
+    all others flush right. What would break a line or not be seen is escaped.
+    """
+    shown = [[printable(cell, keep="") for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = []
+    for name, *numbers in shown:
+        cells = [
+            name.ljust(widths[0]),
+            *(number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)),
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "-" * (sum(widths) + 2 * (len(widths) - 1)))
+    return "\n".join(lines) + "\n"
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """Rows of equally many cells as a table in Markdown: the first is the heading, the first column
+    flush left, all others flush right. What would break a row or not be seen is escaped.
+    """
+    shown = [[printable(cell, keep="").replace("|", "\\|") for cell in row] for row in table]
+    rule = ["---", *["---:"] * (len(shown[0]) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (shown[0], rule, *shown[1:])) + "\n"
+
+
+def _sections(side: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The numbers of one side by section and name."""
+    return {
+        "held-out reward": {
+            f"{split}, {mode}": reward
+            for split, rewards in side.get("splits", {}).items()
+            for mode, reward in rewards.items()
+            if mode in ("sampled", "greedy")
+        },
+        "standard error": {"texts, sampled": side["eval_reward_error"]}
+        if "eval_reward_error" in side
+        else {},
+        "true score": {"texts, sampled": side["eval_true_score"]}
+        if "eval_true_score" in side
+        else {},
+        "by turns needed (sampled)": side.get("by_num_turns", {}),
+        "by kind (sampled)": side.get("by_kind", {}),
+        "benchmarks": {
+            name.removeprefix("eval_"): number
+            for name, number in side.get("benchmarks", {}).items()
+        },
+        "tool use": side.get("tool_shares", {}),
+        "rollouts": {"turns per rollout": side["turns_mean"]} if "turns_mean" in side else {},
+    }
+
+
+def _row(title: str, name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Row:
+    """A side that measured other tools did not use this one."""
+    a, b = (
+        side.get(name, 0.0 if title == "tool use" and side else None) for side in (before, after)
+    )
+    difference = None if a is None or b is None else b - a
+    return name, _number(title, a), _number(title, b), _number(title, difference, "+")
+
+
+def _number(title: str, value: float | None, sign: str = "") -> str:
+    if value is None:
+        return "-"
+    if title == "tool use":
+        return f"{100 * value:{sign}.1f} {'pp' if sign else '%'}"
+    return f"{value:{sign}.3f}"

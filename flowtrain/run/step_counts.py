@@ -1,0 +1,86 @@
+"""What all ranks count of a step, put together in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from flowtrain.config import Config
+from flowtrain.metrics.learning_signal import count_signal
+from flowtrain.metrics.mismatch import Mismatch, compare, merge
+from flowtrain.metrics.parts import count_parts, part_metrics
+from flowtrain.metrics.rollouts import Outcome, RolloutStats, count_rollouts
+from flowtrain.metrics.sums import Tally
+from flowtrain.metrics.tokens import account, count_tokens
+from flowtrain.run.records import Prepared, Rollouts, Trained
+from flowtrain.training.world import World
+from flowtrain.types import TokenAccount
+
+
+class Counted(NamedTuple):
+    """A step in numbers, the same on every rank."""
+
+    total: Tally
+    tokens: TokenAccount
+    mismatch: Mismatch
+    metrics: Mapping[str, float]
+    """All of it for the log."""
+
+
+def count_step(
+    step: int,
+    rollouts: Rollouts,
+    prepared: Prepared,
+    trained: Trained,
+    *,
+    config: Config,
+    sampled: int | None,
+    spent: Mapping[str, float],
+    peak_bytes: float,
+    world: World,
+) -> Counted:
+    """Count this rank's part of a step, and put it together with the others'; collective.
+
+    Args:
+        sampled: tokens that this rank's engine has returned for the rollouts; None: nodes did.
+        spent: counts of this rank's requests to other models.
+        peak_bytes: most memory that this rank has taken.
+    """
+    groups, batch, policy = rollouts.groups, prepared.batch, config.train.policy
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    tally = Tally()
+    tally.add(count_rollouts(map(Outcome.of, trajectories), config.agent.tools))
+    tally.add({"num_groups_dropped": batch.num_groups_dropped})
+    tally.add({f"num_excluded/{reason}": number for reason, number in batch.num_filtered.items()})
+    count_parts(tally, trajectories, config)
+    count_signal(tally, groups, batch, config.reward.low)
+    count_tokens(tally, groups, batch, prepared.rows, policy=policy, sampled=sampled)
+    tally.add(spent)
+    tally.highest("peak_bytes", peak_bytes)
+    for name in ("num_tokens", "num_tokens_skipped"):  # which only ranks that train know
+        tally.highest(name, trained.metrics.get(name, 0))
+    found = compare(
+        groups,
+        batch.samples,
+        trained.logprobs,
+        policy=policy,
+        version=step - 1,
+        allows_others=not config.samples_here,
+    )
+    tally.say("mismatch", found)
+    total = tally.of_all(world)
+    tokens = account(
+        total, int(total.maxima["num_tokens"]), int(total.maxima["num_tokens_skipped"])
+    )
+    mismatch = merge(total.said["mismatch"])
+    left_out = {name: num for name, num in total.sums.items() if name.startswith("num_")}
+    metrics = {
+        **RolloutStats.of_counts(total.sums, config.agent.tools).metrics(),
+        **part_metrics(total),
+        **left_out,
+        **{name: total.sums[name] for name in spent},
+        "peak_memory_gb": total.maxima["peak_bytes"] / 1e9,
+        **tokens.metrics(),
+        **mismatch.metrics(),
+    }
+    return Counted(total, tokens, mismatch, metrics)

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib import image, pyplot
+
+from flowtrain.metrics import curves
+from flowtrain.metrics.curves import main, plot_comparison, plot_curves, plot_turns
+from flowtrain.metrics.panels import read_series
+from flowtrain.types import UserError
+
+
+def row(step: int) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "step": step,
+        "reward_mean": 0.5 + 0.3 * math.sin(step),
+        "turns_mean": 1.5 + 0.01 * step,
+        "malformed_share": 0.1 / (1 + step),
+        "entropy": 1 / (1 + step),
+        "ratio_max": 1.2,
+        "ratio_min": 0.9,
+        "clip_fraction": 0.0 if step < 3 else 0.02,
+        "kl_old": 0.001 * step,
+        "logprob_mismatch": 1e-6 * (1 + step),
+        "tool_share/lookup": 0.6,
+        "tool_share/python": 0.4,
+    }
+    if step % 5 == 0:
+        record |= {
+            "eval_reward": 0.3 + step / 100,
+            "eval_reward_entities": 0.25,
+            "eval_reward_forms": 0.2,
+        }
+    return record
+
+
+def make_run(folder: Path, rows: list[dict[str, Any]], tail: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in rows) + tail)
+    return folder
+
+
+def coloured_share(pixels: np.ndarray) -> float:
+    return float((pixels.max(axis=-1) - pixels.min(axis=-1) > 0.1).mean())
+
+
+def titles(series: dict[str, curves.Series]) -> list[str]:
+    return [axes.get_title() for axes in curves.run_figure(series, "run").axes]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 60])
+def test_the_picture_has_drawn_panels(tmp_path: Path, num_steps: int) -> None:
+    path = plot_curves(make_run(tmp_path / "run", [row(step) for step in range(num_steps)]))
+    assert path == tmp_path / "run" / "curves.png"
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and data.endswith(b"IEND\xaeB`\x82")
+    height, width = image.imread(path).shape[:2]
+    assert 1200 <= width <= 4000 and 600 <= height <= 2500
+    picture = image.imread(path)[round(0.05 * height) :, :, :3]
+    rows = np.array_split(picture, 3)
+    shares = [coloured_share(part) for half in rows for part in np.array_split(half, 3, axis=1)]
+    assert min(shares[:8]) > 0.0001, shares
+    assert pyplot.get_fignums() == []
+
+
+def test_a_panel_without_a_logged_metric_is_left_out(tmp_path: Path) -> None:
+    full = read_series(make_run(tmp_path / "full", [row(1), row(2)]))
+    assert titles(full) == [
+        "Reward",
+        "KL",
+        "Token entropy",
+        "Importance ratio",
+        "Log-prob mismatch",
+        "Turns per rollout",
+        "Tool use",
+        "What goes wrong",
+    ]
+    assert titles({"kl": full["kl_old"]}) == ["KL"], "of a run of an older version"
+    assert titles({"unknown": full["kl_old"]}) == []
+
+
+def test_each_line_shows_its_metric(tmp_path: Path) -> None:
+    series = read_series(make_run(tmp_path, [row(step) for step in range(6)]))
+    reward = curves.run_figure(series, "run").axes[0]
+    lines = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in reward.get_lines()
+    }
+    assert lines["held-out"] == ([0, 5], [0.3, 0.35])
+    assert lines["training"] == series["reward_mean"]
+    assert reward.get_xlabel() == "training step"
+
+
+def test_benchmarks_and_lengths_have_panels_of_their_own() -> None:
+    series = {
+        "eval_accuracy/aime24": ([0, 10], [0.1, 0.3]),
+        "eval_accuracy/nq": ([0, 10], [0.4, 0.5]),
+        "eval_turns/nq": ([0, 10], [2.0, 3.0]),
+        "response_len_mean": ([1, 2], [50.0, 40.0]),
+        "prompt_len_mean": ([1, 2], [900.0, 950.0]),
+        "tool_error_share": ([1, 2], [0.5, 0.25]),
+    }
+    figure = curves.run_figure(series, "run")
+    shown = {
+        axes.get_title(): {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+        for axes in figure.axes
+    }
+    assert shown == {
+        "Accuracy on benchmarks": {"aime24": [0.1, 0.3], "nq": [0.4, 0.5]},
+        "Tokens per response": {"tokens": [50.0, 40.0]},
+        "Tokens per prompt": {"tokens": [900.0, 950.0]},
+        "What goes wrong": {"tool errors": [0.5, 0.25]},
+    }
+    (accuracy, _) = figure.axes[0].get_lines()
+    assert accuracy.get_marker() == "o", "few points are marked"
+
+
+def test_accuracy_against_turns_has_a_panel_per_benchmark_and_a_line_per_planner(
+    tmp_path: Path,
+) -> None:
+    points = {
+        "nq": {"policy": [(10, 0.5, 0.1), (3, 0.25, 0.0)], "gpt": [(3, 0.1, 0.0), (10, 0.2, 0.0)]},
+        "average": {"policy": [(3, 0.3, 0.0)]},
+    }
+    first, second = curves.turns_figure(points).axes
+    assert (first.get_title(), second.get_title()) == ("nq", "average")
+    lines = {each.get_label(): each.lines[0].get_xydata().tolist() for each in first.containers}
+    assert lines == {"policy": [[3, 0.25], [10, 0.5]], "gpt": [[3, 0.1], [10, 0.2]]}
+    bars = first.containers[0].lines[2][0].get_segments()
+    assert [bar[:, 1].tolist() for bar in bars] == [[0.25, 0.25], [0.4, 0.6]]
+    assert plot_turns(points, tmp_path / "turns.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_many_steps_get_a_moving_average(tmp_path: Path) -> None:
+    series = read_series(make_run(tmp_path, [row(step) for step in range(60)]))
+    raw, smooth = curves.run_figure({"entropy": series["entropy"]}, "run").axes[0].get_lines()
+    assert list(raw.get_ydata()) == series["entropy"][1]
+    assert smooth.get_ydata()[-1] == pytest.approx(sum(series["entropy"][1][-10:]) / 10)
+    assert smooth.get_label() == "nats, mean of 10"
+
+
+def test_trailing_mean() -> None:
+    assert curves.trailing_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
+
+
+def test_a_tool_that_appears_later_had_no_share_before(tmp_path: Path) -> None:
+    rows = [{"step": 1, "tool_share/a": 1.0}, {"step": 2, "tool_share/a": 0.5, "tool_share/b": 0.5}]
+    (axes,) = curves.run_figure(read_series(make_run(tmp_path, rows)), "run").axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+    tops = [max(y for _, y in area.get_paths()[0].vertices) for area in axes.collections]
+    assert tops == [1.0, 1.0]
+
+
+def test_series_skip_nulls_and_a_torn_last_line_and_merge_lines_of_a_step(tmp_path: Path) -> None:
+    lines = [
+        {"step": 1, "kl": 0.1, "a": None},
+        {"step": 2, "kl": float("nan")},
+        {"step": 2, "kl": 0.3, "note": "x"},
+        {"step": 2, "a": 4},
+    ]
+    series = read_series(make_run(tmp_path, lines, tail='{"step": 3, "kl": 0.'))
+    assert series == {"kl": ([1, 2], [0.1, 0.3]), "a": ([2], [4])}
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 1}], [{"step": 1, "kl": None}]])
+def test_nothing_logged_is_the_users_error(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    with pytest.raises(UserError, match=r"metrics\.jsonl holds no metrics yet"):
+        plot_curves(make_run(tmp_path, rows))
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_no_run_is_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"metrics\.jsonl does not exist"):
+        plot_curves(tmp_path)
+
+
+def test_a_full_disk_keeps_the_old_picture(
+    tmp_path: Path, fill_disk: Callable[[str], None]
+) -> None:
+    path = plot_curves(make_run(tmp_path, [row(1)]))
+    before = path.read_bytes()
+    fill_disk("curves.png")
+    with pytest.raises(UserError, match=r"cannot write .*curves\.png: No space left on device"):
+        plot_curves(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_comparison_draws_each_run(tmp_path: Path) -> None:
+    runs = {
+        name: make_run(tmp_path / name, [row(step) for step in range(11)])
+        for name in ("trained", "control")
+    }
+    path = plot_comparison(runs, tmp_path / "c.png")
+    assert coloured_share(image.imread(path)[..., :3]) > 0.001
+    rewards = {name: read_series(run)["eval_reward"] for name, run in runs.items()}
+    axes = curves.comparison_figure(rewards).axes[0]
+    assert [line.get_label() for line in axes.get_lines()] == [
+        "trained (0.400 at step 10)",
+        "control (0.400 at step 10)",
+    ]
+    assert list(axes.get_lines()[0].get_xdata()) == [0, 5, 10]
+
+
+def test_comparison_of_more_runs_than_colours_keeps_them_apart() -> None:
+    axes = curves.comparison_figure(
+        {f"run {index}": ([0, 1], [0.1, 0.2]) for index in range(9)}
+    ).axes[0]
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 9
+
+
+def test_comparison_wants_held_out_rewards(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no eval_reward"):
+        plot_comparison({"a": make_run(tmp_path, [{"step": 1, "kl": 0.1}])}, tmp_path / "c.png")
+
+
+def test_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, two = (
+        make_run(tmp_path / "x" / "run", [row(0)]),
+        make_run(tmp_path / "y" / "run", [row(0)]),
+    )
+    assert main([str(one)]) == 0 and (one / "curves.png").exists()
+    assert main([str(one), "--out", "a.png"]) == 0 and (tmp_path / "a.png").exists()
+    assert main([str(one), str(two)]) == 0 and (tmp_path / "comparison.png").exists()
+    assert capsys.readouterr().out.splitlines() == [
+        str(one / "curves.png"),
+        "a.png",
+        "comparison.png",
+    ]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Path]] = []
+    monkeypatch.setattr(curves, "plot_comparison", lambda runs, out: seen.append(runs) or out)
+    main(["x/run", "y/run"])
+    main(["x/a", "y/b"])
+    assert [list(runs) for runs in seen] == [["x/run", "y/run"], ["a", "b"]]
+
+
+def test_command_line_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "absent")]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1 and output.err.startswith("error: ")
+
+
+def test_command_line_help_is_clean() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flowtrain.metrics.curves", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "RUN [RUN ...]" in done.stdout and done.stderr == ""

@@ -1,0 +1,164 @@
+"""The account of a step's tokens is exact, for any rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain.algorithms import filter_samples
+from flowtrain.algorithms.flow_grpo import flow_grpo
+from flowtrain.engines.metered import Meter
+from flowtrain.engines.protocol import NoEngine
+from flowtrain.metrics.sums import Tally
+from flowtrain.metrics.tokens import account, count_tokens
+from flowtrain.training.tree import pack
+from flowtrain.types import (
+    BranchPoint,
+    Call,
+    Completion,
+    FinishReason,
+    Group,
+    Sampling,
+    Task,
+    TokenAccount,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+    account_of,
+)
+from flowtrain.types.token_account import FAILED, LOST, NO_SIGNAL, NO_WEIGHT, SKIPPED, TRAINED
+
+TASK = Task("t", "question", ("answer",))
+MAX_POSITIONS, VOCAB_SIZE = 12, 50
+
+
+def turn(num_tokens: int, num_prompt: int = 3, token: int = 7, verifier: int = 0) -> Turn:
+    calls = {"planner": call(num_tokens, num_prompt, token)}
+    if verifier:
+        calls["verifier"] = call(verifier, 2, token)
+    return Turn(
+        calls=calls,
+        action=None,
+        command="",
+        result=ToolResult(""),
+        verdict=Verdict.CONTINUE,
+        seconds=0.0,
+    )
+
+
+def call(num_tokens: int, num_prompt: int, token: int) -> Call:
+    ids = (token,) * num_tokens
+    return Call((1,) * num_prompt, ids, (-0.5,) * num_tokens, (), FinishReason.STOP)
+
+
+def rollout(*turns: Turn, reward: float = 0.0, error: str = "") -> Trajectory:
+    return Trajectory(TASK, turns, "", 0.0, 0, reward=None if error else reward, error=error)
+
+
+def found(groups: list[Group], sampled: int | None = None, **lost: int) -> TokenAccount:
+    """Account for the groups as a step does; of what has a weight, `dropped` tokens leave the loss,
+    and an optimizer step of `skipped` is not taken.
+    """
+    batch = filter_samples(flow_grpo(groups), MAX_POSITIONS, VOCAB_SIZE)
+    rows = pack(batch.samples, 1, 64)
+    tally = Tally()
+    count_tokens(tally, groups, batch, rows, policy="planner", sampled=sampled)
+    weighted = sum(int((row.loss_weight_T != 0).sum()) for part in rows for row in part)
+    skipped = lost.get("skipped", 0)
+    return account(tally, weighted - skipped - lost.get("dropped", 0), skipped)
+
+
+ROLLOUT = st.tuples(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([7, 7, 99])), max_size=3),
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from(["", "", "", "generator: down"]),
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    drawn=st.lists(st.lists(ROLLOUT, min_size=2, max_size=4), min_size=1, max_size=3),
+    lost=st.integers(0, 20),
+)
+def test_any_rollouts_add_up(drawn: list[Any], lost: int) -> None:
+    groups = [
+        Group(
+            index,
+            tuple(
+                rollout(*(turn(n, token=token) for n, token in turns), reward=reward, error=error)
+                for turns, reward, error in members
+            ),
+        )
+        for index, members in enumerate(drawn)
+    ]
+    made = sum(n for members in drawn for turns, _, _ in members for n, _ in turns)
+    failed = sum(n for m in drawn for turns, _, error in m if error for n, _ in turns)
+    learned = [m for m in drawn if len({reward for _, reward, error in m if not error}) > 1]
+    whole = [t for m in learned for turns, _, error in m if not error for t in turns]
+    result = found(groups, made + lost)
+    assert result.difference == 0 and result.sampled == made + lost
+    assert result.fates.get(LOST, 0) == lost
+    assert result.fates.get(FAILED, 0) == failed
+    assert result.fates.get("token", 0) == sum(n for n, token in whole if token == 99)
+    assert result.fates.get(TRAINED, 0) == sum(n for n, token in whole if token != 99)
+    assert account_of(result.metrics()) == result
+
+
+def test_branches_share_tokens_of_their_root() -> None:
+    root = rollout(turn(4, verifier=2), turn(5, verifier=3), reward=1.0)
+    branch = replace(
+        rollout(turn(4, verifier=2), turn(6, verifier=1)),
+        branch=BranchPoint(parent=0, turn=1, token=2, score=0.0),
+    )
+    assert (branch.num_tokens("planner"), branch.num_shared("planner")) == (10, 6)
+    assert (branch.num_tokens("verifier"), branch.num_shared("verifier")) == (3, 2)
+    unborn = replace(branch, turns=(turn(4),))  # it failed before its first turn
+    assert (unborn.num_tokens("planner"), unborn.num_shared("planner")) == (4, 4)
+    result = found([Group(0, (root, branch))], sampled=9 + 4)
+    assert result == TokenAccount(13, 6, 0, {TRAINED: 19})
+    assert found([Group(0, (root, branch))]) == result  # nodes' rollouts tell it themselves
+
+
+def test_what_the_trainer_drops_or_skips_is_not_trained() -> None:
+    group = Group(0, (rollout(turn(4), reward=1.0), rollout(turn(5))))
+    result = found([group], sampled=9, dropped=2, skipped=3)
+    assert result.fates == {TRAINED: 4, NO_WEIGHT: 2, SKIPPED: 3} and result.difference == 0
+
+
+def test_it_says_what_no_engine_has_returned(caplog: pytest.LogCaptureFixture) -> None:
+    group = Group(0, (rollout(turn(4), reward=1.0), rollout(turn(5))))
+    result = found([group], sampled=8)
+    assert result.difference == -1
+    assert "8 sampled = 9 trained + -1 UNACCOUNTED FOR" in caplog.text
+
+
+def test_a_meter_counts_by_policy_what_engines_return() -> None:
+    class Three(NoEngine):
+        async def generate(self, prompt_ids: Any, sampling: Sampling) -> Completion:
+            return Completion((1, 2, 3), (-1.0,) * 3, (), FinishReason.STOP)
+
+    import asyncio
+
+    meter = Meter.of({"planner": Three(9), "verifier": Three(9)})
+    for _ in range(2):
+        asyncio.run(meter.engines["planner"].generate((1,), Sampling(4, 1.0)))
+    assert meter.read() == {"planner": 6, "verifier": 0}
+    assert (meter.take("planner"), meter.take("planner")) == (6, 0)
+
+
+def test_the_equation_in_words() -> None:
+    fates = {NO_SIGNAL: 1000, TRAINED: 2345, LOST: 0}
+    text = TokenAccount(3000, 300, 45, fates).text()
+    assert text == (
+        "3,000 sampled + 300 shared by branches + 45 trained again"
+        " = 2,345 trained + 1,000 no signal"
+    )
+    text = TokenAccount(9, fates={LOST: 2, NO_SIGNAL: 4, FAILED: 4, TRAINED: 0}).text()
+    assert text == "9 sampled = 0 trained + 4 failed + 4 no signal + 2 lost + -1 UNACCOUNTED FOR"
+    one = TokenAccount(1, 0, 0, {TRAINED: 1})
+    assert one + TokenAccount(2, 1, 0, {LOST: 3}) == TokenAccount(3, 1, 0, {TRAINED: 1, LOST: 3})

@@ -1,0 +1,68 @@
+"""Statistics of rollouts whose responses call tools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flowtrain.metrics import trajectory_record
+from flowtrain.metrics.rollouts import Outcome, RolloutStats
+from flowtrain.types import (
+    Action,
+    Call,
+    FinishReason,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+
+CALL = Call((1, 2), (3,), (-0.5,), (), FinishReason.STOP)
+
+
+def used(name: str, error: str | None = None) -> ToolCall:
+    return ToolCall(name, "{}", ToolResult("x", error))
+
+
+def turn(*calls: ToolCall, error: str | None = None, action: Action | None = None) -> Turn:
+    result = ToolResult(error=error)
+    return Turn({"planner": CALL}, action, "", result, Verdict.CONTINUE, 1.0, tool_calls=calls)
+
+
+TRAJECTORY = Trajectory(
+    Task("t-1", "?", ("x",)),
+    (
+        turn(used("Search"), used("Search", "failed")),
+        turn(used("Python_Coder")),
+        turn(used("Search"), error="no valid JSON"),
+        turn(error="no valid JSON"),
+        turn(used("Look", "no such tool"), error="there is no tool 'Look'"),
+        turn(action=Action("", "", "x", "Search"), error="failed"),
+        turn(action=Action("", "", "x", "No matched tool given: Look"), error="failed"),
+        turn(),
+    ),
+    "x",
+    seconds=1.0,
+    seed=1,
+    reward=1.0,
+)
+TOOLS = ("Search", "Python_Coder", "Base_Generator")
+
+
+def test_calls_are_counted_by_tool_and_what_could_not_be_read_is_malformed() -> None:
+    stats = RolloutStats.of_outcomes([Outcome.of(TRAJECTORY)], TOOLS)
+    assert stats.tool_shares == {"Search": 4 / 8, "Python_Coder": 1 / 8, "Base_Generator": 0.0}
+    assert stats.malformed_share == 4 / 8
+    assert stats.tool_error_share == 2 / 8
+
+
+def test_tools_that_no_list_names_are_an_environments() -> None:
+    trajectory = replace(TRAJECTORY, turns=(turn(used("cancel")), turn(used("cancel", "sent"))))
+    stats = RolloutStats.of_outcomes([Outcome.of(trajectory)], ())
+    assert (stats.malformed_share, stats.tool_error_share) == (0.0, 1 / 2)
+
+
+def test_a_logged_rollout_gives_the_same_numbers() -> None:
+    record = trajectory_record(TRAJECTORY, 0)
+    assert Outcome.of_record(record) == Outcome.of(TRAJECTORY)

@@ -1,0 +1,87 @@
+"""Shares of verdicts, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flowtrain.config import Config
+from flowtrain.metrics.parts import count_verdicts, part_metrics
+from flowtrain.metrics.sums import Tally
+from flowtrain.types import (
+    Action,
+    BranchPoint,
+    Call,
+    FinishReason,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+
+CALL = Call((1,), (2,), (-1.0,), (), FinishReason.STOP)
+
+
+def turn(tool: str, text: str, verdict: Verdict, call: Call | None = CALL) -> Turn:
+    action, result = Action("", "", "area of Chad", tool), ToolResult("The area of Chad is 1284.")
+    calls = {"planner": CALL} if call is None else {"planner": CALL, "verifier": call}
+    return Turn(calls, action, "", result, verdict, 0.1, verdict_text=text)
+
+
+TASK = Task("t", "What is the area of Chad?", ("1284",))
+ROLLOUTS = [
+    Trajectory(
+        TASK,
+        (
+            turn(
+                "Python_Coder", "Conclusion: CONTINUE", Verdict.CONTINUE
+            ),  # the rule wants a passage
+            turn(
+                "Search", "Conclusion: stop", Verdict.CONTINUE
+            ),  # malformed, and the rule stops at a passage
+            turn(
+                "Base_Generator", "Conclusion: STOP", Verdict.STOP
+            ),  # the rule takes a guess at its word
+        ),
+        "",
+        1.0,
+        0,
+    ),
+    Trajectory(TASK, (turn("Python_Coder", "Conclusion: STOP", Verdict.STOP),), "", 1.0, 0),
+    Trajectory(TASK, (turn("Search", "", Verdict.STOP, call=None),), "", 1.0, 0),
+]
+
+
+def verdict_metrics(trajectories: list[Trajectory], config: Config) -> dict[str, float]:
+    tally = Tally()
+    count_verdicts(tally, trajectories, config)
+    return part_metrics(tally)
+
+
+def test_shares_by_hand() -> None:
+    assert verdict_metrics(ROLLOUTS, Config()) == pytest.approx(
+        {
+            "verifier/malformed_share": 1 / 4,
+            "verifier/stop_share": 2 / 4,
+            "verifier/agreement_share": 2 / 4,
+            "verifier/num_sampled_tokens": 4,
+        }
+    )
+
+
+def test_a_branch_sampled_no_verdict_before_it_left() -> None:
+    branch = replace(ROLLOUTS[0], branch=BranchPoint(parent=0, turn=1, token=0, score=0.0))
+    found = verdict_metrics([ROLLOUTS[0], branch], Config())
+    assert found["verifier/num_sampled_tokens"] == 3 + 2
+
+
+def test_tasks_without_a_rule_have_nothing_to_agree_with() -> None:
+    config = Config.model_validate({"tasks": {"name": "file", "path": "x.jsonl"}})
+    assert set(verdict_metrics(ROLLOUTS, config)) == {
+        "verifier/malformed_share",
+        "verifier/stop_share",
+        "verifier/num_sampled_tokens",
+    }
+    assert set(verdict_metrics([], config).values()) == {0.0}
