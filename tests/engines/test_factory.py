@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from flowtrain.config import Chat, Config, Lora, Vllm
@@ -22,7 +23,7 @@ from flowtrain.engines.protocol import NoEngine
 from flowtrain.engines.vllm.process import VllmModel, engine_args, gpu_environment
 from flowtrain.run.components import RunComponents
 from flowtrain.training import model as models
-from flowtrain.training.lora import adapter_weights, add_adapter, save_adapter
+from flowtrain.training.lora import WEIGHTS, adapter_weights, add_adapter
 from flowtrain.training.model import named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Sampling, UserError
@@ -187,8 +188,9 @@ def test_vllm_gets_a_saved_adapter_as_a_whole_model(
     network = models.load_model(tiny_path, torch.float32)
     add_adapter(network, Lora(rank=2), tiny_path)
     weights = {name: torch.ones_like(tensor) for name, tensor in adapter_weights(network).items()}
-    models.export_shape(network, models.load_tokenizer(tiny_path), tmp_path / "saved")
-    save_adapter(network, weights, tmp_path / "saved")
+    tokenizer = models.load_tokenizer(tiny_path)
+    models.export_shape(network, tokenizer, tmp_path / "saved", torch.float32)
+    save_file(weights, tmp_path / "saved" / WEIGHTS)
     config = Config.model_validate({"rollout": {"engine": "vllm"}})
     make_engine(config, ModelSpec.load("model.path", str(tmp_path / "saved")), CPU)
     name = "model.layers.0.mlp.up_proj.weight"
