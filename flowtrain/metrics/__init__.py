@@ -1,4 +1,4 @@
-"""What a run measures and shows: the sums of a step, its logs, tables, curves and progress.
+"""Measure and show a run: the sums of a step, its logs, tables, curves and progress.
 
 `flowtrain.metrics.curves` is a command of its own and is therefore not imported here, nor is what
 needs torch.

@@ -1,4 +1,4 @@
-"""What a command is about to do, in a few lines for the person who started it."""
+"""Say what a command is about to do, in a few lines for the person who started it."""
 
 from __future__ import annotations
 

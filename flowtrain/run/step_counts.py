@@ -1,4 +1,4 @@
-"""What all ranks count of a step, put together in one exchange."""
+"""Count a step on all ranks, and put it together in one exchange."""
 
 from __future__ import annotations
 
