@@ -629,6 +629,7 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
     assert sorted(path.name for path in run.glob("*.jsonl")) == [
         "held_out.jsonl",
         "metrics.jsonl",
+        "trained.jsonl",
         "trajectories.jsonl",
     ]
     assert done.stdout.count("held-out reward") == 1, "what one rank shows, once"

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Measuring and showing a run: the sums of a step, its logs, tables, curves and progress.
+=======
+"""Measure and show a run: the sums of a step, its logs, tables, curves and progress.
+>>>>>>> watch
 
 `flowtrain.metrics.curves` is a command of its own and is therefore not imported here, nor is what
 needs torch.

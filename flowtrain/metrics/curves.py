@@ -177,7 +177,7 @@ def _stack(axes: Any, curves: Sequence[Curve]) -> None:
 
 
 def _window(num_values: int) -> int:
-    """How many values a trailing mean takes: 1, so none, where there are few enough to show each
+    """Count the values of a trailing mean: 1, so none, where there are few enough to show each
     with a marker.
     """
     return 1 if num_values <= 20 else max(10, num_values // 25)

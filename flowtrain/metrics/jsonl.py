@@ -44,7 +44,16 @@ def _line(record: Mapping[str, Any]) -> bytes:
         return text.encode("utf-8", "backslashreplace")
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=json_value)
+def _base(value: Any) -> Any:
+    """Convert what msgspec does not take: numbers of other libraries, and subclasses of Python's
+    own texts and numbers.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)
+    return int(value) if isinstance(value, numbers.Integral) else json_value(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_base)
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -41,7 +41,7 @@ class RolloutText:
     step: int
     question: str
     turns: str
-    """What the policy wrote and what came back, turn by turn."""
+    """The policy's words and what came back, turn by turn."""
     answer: str
     reward: float | None
     """None: the rollout failed."""

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probs of a step's tokens are from the sampler's: a histogram, a KL, the
+"""Compare the trainer's log-probs of a step's tokens with the sampler's: a histogram, a KL, the
 worst tokens, and a gate that ends a run in which they stay apart.
 
 Compared are the tokens of the first optimizer step of a batch, whose forward pass knows the weights
@@ -77,7 +77,11 @@ class WorstToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
+<<<<<<< HEAD
     """Findings of the comparison of a step's tokens, the same on every rank."""
+=======
+    """The outcome of a step's comparison, the same on every rank."""
+>>>>>>> watch
 
     sums: Mapping[str, float]
     """Sums over the compared tokens, with d = trainer - sampler and s = sampler."""
@@ -254,7 +258,7 @@ class MismatchGate:
     is_main: bool
     num_above: int = field(default=0, init=False)
     first_kl: float | None = field(default=None, init=False)
-    """Of the first step that this process compared."""
+    """The KL of the first step that this process compared."""
 
     def watch(self, step: int, mismatch: Mismatch) -> None:
         """Look at a step, of which every rank knows the same.

@@ -1,4 +1,4 @@
-"""Which metrics of a run share a panel, in the picture of a run and on its page."""
+"""Say which metrics share a panel, in the picture of a run and on its page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Panel:
     """Key to label; a key that ends in "/" means every metric that begins so, labelled by the rest.
     """
     form: Literal["number", "share", "seconds"] = "number"
-    """How values are written."""
+    """The way in which values are written."""
     is_stack: bool = False
     """The values are parts of a whole."""
 

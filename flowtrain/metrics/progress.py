@@ -1,5 +1,5 @@
-"""How far a run is and how well it goes, on stderr: a line per step of training, a bar for other
-work; plain lines where stderr is no terminal.
+"""Tell on stderr how far a run is and how well it goes: lines about steps of training, a bar for
+other work, or plain lines where stderr is no terminal.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Pass(NamedTuple):
     tool_names: tuple[str, ...]
     """The tools that it asked for."""
     is_malformed: bool
-    """What it asked for could not be read."""
+    """Its request could not be read."""
     is_error: bool
     """A tool gave an error."""
     num_prompt_tokens: int

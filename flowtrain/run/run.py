@@ -33,7 +33,7 @@ from flowtrain.run.placement import Placement
 from flowtrain.run.pool_evaluations import PoolEvaluations
 from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.run_logger import RunLogger
-from flowtrain.run.step_counts import Counted
+from flowtrain.run.step_counts import Counted, count_step
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -126,8 +126,18 @@ class Run:
     def count(self, step: int, rollouts: Rollouts, prepared: Prepared, trained: Trained) -> Counted:
         """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler."""
         policy = self.config.train.policy
-        sampled = self.meter.take(policy) if self.batch_source is None else None
-        return self.logger.count(step, rollouts, prepared, trained, sampled)
+        judge = {} if self.judge is None else self.judge.metrics()
+        return count_step(
+            step,
+            rollouts,
+            prepared,
+            trained,
+            config=self.config,
+            sampled=self.meter.take(policy) if self.batch_source is None else None,
+            spent={**self.components.chats.metrics(), **judge},
+            peak_bytes=self.logger.peak_bytes(),
+            world=self.placement.world,
+        )
 
     def publish(self, version: int, tokens: TokenAccount) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics.
@@ -304,7 +314,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         components,
         placement,
         run_dir,
-        judge=judge,
         memory=memory,
         start_step=state["step"],
     )

@@ -22,14 +22,13 @@ from flowtrain.metrics import (
 from flowtrain.metrics.jsonl import append_lines, cut_lines
 from flowtrain.metrics.loggers import open_loggers, rollout_texts
 from flowtrain.metrics.panels import read_series, total_seconds, total_tokens
-from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents
 from flowtrain.run.evaluation import Measured
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.replay_log import ReplayLog
-from flowtrain.run.step_counts import Counted, count_step
+from flowtrain.run.step_counts import Counted
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.token_scores import with_training_stats
@@ -46,7 +45,6 @@ class RunLogger:
         placement: Placement,
         run_dir: RunDir,
         *,
-        judge: Judge | None,
         memory: MemoryPeak,
         start_step: int,
     ) -> None:
@@ -56,8 +54,6 @@ class RunLogger:
         """
         config = components.config
         self._config = config
-        self._chats = components.chats
-        self._judge = judge
         self._placement = placement
         self._run_dir = run_dir
         self._memory = memory
@@ -95,30 +91,9 @@ class RunLogger:
     def close(self) -> None:
         self._cleanup.close()
 
-    def count(
-        self,
-        step: int,
-        rollouts: Rollouts,
-        prepared: Prepared,
-        trained: Trained,
-        sampled: int | None,
-    ) -> Counted:
-        """Count a step over all ranks; collective.
-
-        `sampled`: tokens that this rank's engine has returned; None: nodes have sampled.
-        """
-        judge = {} if self._judge is None else self._judge.metrics()
-        return count_step(
-            step,
-            rollouts,
-            prepared,
-            trained,
-            config=self._config,
-            sampled=sampled,
-            spent={**self._chats.metrics(), **judge},
-            peak_bytes=self._memory.num_bytes(),
-            world=self._placement.world,
-        )
+    def peak_bytes(self) -> int:
+        """Return the most memory that this rank has taken."""
+        return self._memory.num_bytes()
 
     def log(
         self,
@@ -237,7 +212,7 @@ class RunLogger:
         """
         from flowtrain.metrics.curves import plot_curves  # which is slow to load
 
-        (peak_bytes,) = self._placement.world.max([self._memory.num_bytes()])
+        (peak_bytes,) = self._placement.world.max([self.peak_bytes()])
         if not self._placement.world.is_main:
             return
         path = self._run_dir.path

@@ -115,7 +115,7 @@ class Run:
         return [values[0], values[-1]] if values else []
 
     def _shown(self, chosen: Sequence[Place]) -> str:
-        """Which rollouts the page has, in a sentence."""
+        """Say in a sentence which rollouts the page has."""
         if len(chosen) == len(self.places):
             return f"All {len(chosen):,} logged rollouts."
         counts = [

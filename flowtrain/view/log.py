@@ -1,4 +1,4 @@
-"""Which rollouts are in the logs of a run, and which of them a page shows.
+"""Find the rollouts in the logs of a run, and choose those that a page shows.
 
 The logs may be far larger than memory: they are read once for where each rollout lies, and the
 chosen ones once more.

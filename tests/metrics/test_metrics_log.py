@@ -401,3 +401,14 @@ def test_a_full_disk_takes_back_the_whole_step(
     with pytest.raises(UserError, match=rf"cannot write .*trajectories\.jsonl: {FULL}"):
         log.log(2, 2, [Group(0, (trajectory,) * 4)])
     assert log.path.read_bytes() == before
+
+
+def test_subclasses_of_texts_and_numbers_are_written_as_these(tmp_path: Path) -> None:
+    class Text(str):
+        pass
+
+    class Number(int):
+        pass
+
+    append_lines(tmp_path / "x", [{"step": Number(1), "text": Text("a"), Text("key"): [Number(2)]}])
+    assert (tmp_path / "x").read_text() == '{"step": 1, "text": "a", "key": [2]}\n'

@@ -59,7 +59,7 @@ def group_of(one: Sample, spans: Sequence[VersionSpan] | None = None) -> Group:
 def part(
     samples: Sequence[Sample], logprobs: Logprobs, groups: Sequence[Group] | None = None, **how: Any
 ) -> Any:
-    """What a rank finds, as the others read it."""
+    """Return what a rank finds, as the others read it."""
     options: dict[str, Any] = {"policy": "planner", "version": START, "allows_others": False} | how
     groups = [group_of(each) for each in samples] if groups is None else groups
     return json.loads(json.dumps(compare(groups, samples, logprobs, **options)))

@@ -1,4 +1,4 @@
-"""When the gate warns, when it ends a run, and the numbers that it names."""
+"""The gate warns, ends a run, and names its numbers."""
 
 from __future__ import annotations
 

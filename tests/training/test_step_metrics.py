@@ -1,4 +1,4 @@
-"""Which KL a batch reports, and which rows it counts."""
+"""The KL that a batch reports, and the rows that it counts."""
 
 from __future__ import annotations
 
