@@ -204,7 +204,7 @@ def _way(kind: str, case: Case) -> Callable[..., Tensor]:
         tree = flex.FlexTree.of(case.subtree_end_N, flash=kind == "flash")
         return partial(tree.attend, *case.inputs)
     if kind == "split":
-        return partial(_split, flex.FlexTree.of(case.subtree_end_N).mask, *case.inputs)
+        return partial(split, flex.FlexTree.of(case.subtree_end_N).mask, *case.inputs)
     if kind in SWEEP:
         options = {**flex._TRITON, **SWEEP[kind]}
         mask = flex.FlexTree.of(case.subtree_end_N).mask
@@ -220,7 +220,7 @@ def _flex(mask: BlockMask, *inputs: Tensor, scaling: float, **options: Any) -> T
     return out.transpose(1, 2).contiguous()
 
 
-def _split(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def split(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Head g of every group in batch g: key heads are as many as query heads in each batch."""
     num_keys, group = key.shape[1], query.shape[1] // key.shape[1]
     query_GKND = query.view(num_keys, group, *query.shape[2:]).transpose(0, 1)
