@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from bench.agentflow_shape import agentflow_samples
-from bench.measure import print_table, runs_here, seconds_of, write_json
+from bench.measure import report, runs_here, seconds_of
 from flowtrain.training import flex
 from flowtrain.training.tree import PackedRow, pack_rows
 
@@ -104,9 +104,7 @@ def main() -> None:
         for case in cases(args.tokens, HEADS[heads], device)
         for row in measure(case, args.kinds.split(","), heads, args.repeats)
     ]
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, rows)
 
 
 def cases(
