@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
     "budget 8192": {"token_budget": 8192},
     "whole trees": {"token_budget": 65536},
+    "whole trees, recompute": {"token_budget": 65536, "recompute": True},
     "compile": {"compile": True},
     "recompute": {"recompute": True},
     "no reshard": {"reshard": False},
