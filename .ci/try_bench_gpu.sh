@@ -11,6 +11,6 @@ for call in first second; do
     "$folder/venv/bin/python" -m bench.gpu --out "$folder/out" --dry-run | tee "$folder/$call.txt"
 done
 # What broke is told apart from what only lacks a package.
-! grep -E '\.\.\. (broken|failed|timed out)' "$folder/first.txt" "$folder/second.txt"
-! grep -E '^(environment|attention|losses|delta) ' "$folder/second.txt"
+if grep -E '\.\.\. (broken|failed|timed out)' "$folder/first.txt" "$folder/second.txt"; then exit 1; fi
+if grep -E '^(environment|attention|losses|delta) ' "$folder/second.txt"; then exit 1; fi
 grep -q '^| attention | done |' "$folder/out/report.md"

@@ -35,7 +35,7 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from bench import roofline, sass
-from bench.measure import print_table, write_json
+from bench.measure import report
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -104,9 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     kernels = args.kernels.split(",") if args.kernels else None
     rows = table(args.targets.split(","), kernels, has_roofline=args.roofline, num_jobs=args.jobs)
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, rows)
     faults = [
         f"{row['kernel']} {row['variant']} on {row['target']}: {fault}"
         for row in rows

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from bench.agentflow_shape import agentflow_samples
-from bench.measure import print_table, runs_here, seconds_of, write_json
+from bench.measure import report, runs_here, seconds_of
 from flowtrain.training import flex
 from flowtrain.training.tree import PackedRow, pack_rows
 
@@ -104,9 +104,7 @@ def main() -> None:
         for case in cases(args.tokens, HEADS[heads], device)
         for row in measure(case, args.kinds.split(","), heads, args.repeats)
     ]
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, rows)
 
 
 def cases(
@@ -204,7 +202,7 @@ def _way(kind: str, case: Case) -> Callable[..., Tensor]:
         tree = flex.FlexTree.of(case.subtree_end_N, flash=kind == "flash")
         return partial(tree.attend, *case.inputs)
     if kind == "split":
-        return partial(_split, flex.FlexTree.of(case.subtree_end_N).mask, *case.inputs)
+        return partial(split, flex.FlexTree.of(case.subtree_end_N).mask, *case.inputs)
     if kind in SWEEP:
         options = {**flex._TRITON, **SWEEP[kind]}
         mask = flex.FlexTree.of(case.subtree_end_N).mask
@@ -220,7 +218,7 @@ def _flex(mask: BlockMask, *inputs: Tensor, scaling: float, **options: Any) -> T
     return out.transpose(1, 2).contiguous()
 
 
-def _split(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def split(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Head g of every group in batch g: key heads are as many as query heads in each batch."""
     num_keys, group = key.shape[1], query.shape[1] // key.shape[1]
     query_GKND = query.view(num_keys, group, *query.shape[2:]).transpose(0, 1)

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from bench.measure import print_table, write_json
+from bench.measure import report
 from flowtrain.training import attention
 from flowtrain.training.lm_head import equip, fused_head
 from flowtrain.training.model_check import check_config
@@ -218,11 +218,7 @@ def main() -> None:
         {"family": family, "refused": refusal(config_of(family, options))}
         for family, options in REFUSED.items()
     ]
-    print_table(rows)
-    print()
-    print_table(refused)
-    if args.json:
-        write_json(args.json, [*rows, *refused])
+    report(args.json, rows, refused)
 
 
 if __name__ == "__main__":

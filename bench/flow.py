@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bench.measure import print_table, write_json
+from bench.measure import report
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import Executed, RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
@@ -76,11 +76,7 @@ def main() -> None:
         [overhead_row(args.in_flight, 3)],
         [sandbox_row(name, make, code, args.calls) for name, make, code in sandboxes()],
     ]
-    for rows in parts:
-        print_table(rows)
-        print()
-    if args.json:
-        write_json(args.json, [row for rows in parts for row in rows])
+    report(args.json, *parts)
 
 
 # ---- rollouts per minute

@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,11 +40,11 @@ LIMITS_S = {
     "gpu_tests": 120,
     "profile": 120,
     "steps": 300,
-    "attention": 200,
+    "attention": 300,
     "head_chunks": 90,
     "losses": 90,
     "delta": 60,
-    "memory": 200,
+    "memory": 300,
     "collectives": 60,
     "checkpoint": 120,
     "kernel_tests": 300,
@@ -63,7 +65,7 @@ class Outcome:
     seconds: float
     reason: str = ""
     clocks: str = ""
-    """Of the device when the stage ended."""
+    """The least and the most MHz of the multiprocessors meanwhile."""
 
 
 def main() -> None:
@@ -118,7 +120,7 @@ def run(name: str, folder: Path, limit_s: float, is_small: bool) -> Outcome:
     path = folder / f"{name}.json"
     keep_good_rows(path)
     started = time.monotonic()
-    with (folder / f"{name}.log").open("w") as log:
+    with (folder / f"{name}.log").open("w") as log, _clocks(folder / f"{name}.clocks") as clocks:
         while True:
             num_rows = len(read_rows(path))
             left_s = limit_s - (time.monotonic() - started)
@@ -126,7 +128,7 @@ def run(name: str, folder: Path, limit_s: float, is_small: bool) -> Outcome:
             if not (code == AGAIN or (code or 0) < 0) or len(read_rows(path)) == num_rows:
                 break
     seconds = time.monotonic() - started
-    return Outcome(*_judge(name, code, path, seconds), clocks=_clocks())
+    return Outcome(*_judge(name, code, path, seconds), clocks=clocks())
 
 
 def _judge(name: str, code: int | None, path: Path, seconds: float) -> tuple[str, float, str]:
@@ -137,7 +139,8 @@ def _judge(name: str, code: int | None, path: Path, seconds: float) -> tuple[str
     rows = read_rows(path)
     failed = [row["case"] for row in rows if "error" in row]
     lacking = sorted({row["needs"] for row in rows if "needs" in row})
-    reason = f"{len(failed)} failed: {', '.join(failed)}" if failed else ""
+    more = ", ..." if len(failed) > 5 else ""
+    reason = f"{len(failed)} failed: {', '.join(failed[:5])}{more}" if failed else ""
     if lacking:
         reason = "; ".join(filter(None, [reason, f"needs {', '.join(lacking)}"]))
     is_empty = lacking and all("needs" in row for row in rows)
@@ -170,15 +173,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _clocks() -> str:
-    """What nvidia-smi says of clocks, power and what holds them back; empty without it."""
+@contextmanager
+def _clocks(path: Path) -> Iterator[Callable[[], str]]:
+    """Have nvidia-smi write clocks, power, and what holds them back, into a file every second;
+    gives their summary. Empty where there is none.
+    """
+    if shutil.which("nvidia-smi") is None:
+        yield lambda: ""
+        return
     fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", "0"]
+    with path.open("w") as file:
+        process = subprocess.Popen([*command, "-l", "1"], stdout=file, stderr=file)
+
+    def summary() -> str:
+        heads = [line.partition(",")[0] for line in path.read_text().splitlines()]
+        found = [int(head) for head in heads if head.isdigit()]
+        return f"{min(found)} to {max(found)} MHz" if found else ""
+
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
+        yield summary
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _keep(folder: Path, name: str, outcomes: dict[str, Outcome], is_judged: bool) -> None:

@@ -50,6 +50,7 @@ class Cases:
         try:
             found = measure()
             rows = [found] if isinstance(found, dict) else list(found)
+            rows = rows or [{"error": "it measured nothing"}]
         except Exception as error:  # noqa: BLE001  # a case may fail in any way, and others go on
             rows = [_failure(error)]
         signal.alarm(0)

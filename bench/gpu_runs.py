@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from bench.gpu_cases import Cases, Needs, Row
 from bench.measure import time_in_turn
@@ -29,9 +31,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
     "budget 8192": {"token_budget": 8192},
     "whole trees": {"token_budget": 65536},
+    "whole trees, recompute": {"token_budget": 65536, "recompute": True},
     "compile": {"compile": True},
     "recompute": {"recompute": True},
     "no reshard": {"reshard": False},
+    "groups split": {"splits": True},
     "reference": {"kl_coef": 0.001},
 }
 """Of one optimizer step on rows of 16,384 tokens."""
@@ -85,9 +89,16 @@ def steps(cases: Cases) -> None:
                 cases.run(f"{shape}, {num_turns} turns: {name}", run)
 
 
-def _measure_step(cases: Cases, shape: str, num_turns: int, **options: Any) -> Row:
+def _measure_step(
+    cases: Cases, shape: str, num_turns: int, splits: bool = False, **options: Any
+) -> Row:
+    """`splits`: query heads of a group in batches of their own, as `bench.attention` has it."""
     from flowtrain.training.devices import peak_tflops
+    from flowtrain.training.flex import FlexTree
 
+    if splits:
+        with patch.object(FlexTree, "attend", _attend_split):
+            return _measure_step(cases, shape, num_turns, **options)
     trainer, rows, flops = _step(cases, shape, num_turns, **options)
     run = partial(trainer.step, [rows])
     repeats, warmups = (1, 0) if cases.is_small else (3, 2)
@@ -102,6 +113,14 @@ def _measure_step(cases: Cases, shape: str, num_turns: int, **options: Any) -> R
         peak = peak_tflops(torch.cuda.get_device_name())
         row |= {"useful_mfu": flops / 1e12 / seconds / peak} if peak else {}
     return row
+
+
+def _attend_split(
+    tree: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, dropout: float = 0.0
+) -> Tensor:
+    from bench.attention import split
+
+    return split(tree.mask, query, key, value, scaling)
 
 
 def _step(

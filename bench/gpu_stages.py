@@ -18,6 +18,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +127,29 @@ def attention(cases: Cases) -> None:
     """Each way on each layout, then the options of Flex's kernels on trees of 3 turns."""
     from bench import attention as bench
 
-    kinds = ("flex", "split") if cases.is_small else ("flex", "split", "flash", "causal")
-    repeats, num_tokens = (1, 256) if cases.is_small else (9, 16384)
-    device = torch.device(cases.device)
-    for heads, shape in bench.HEADS.items():
-        for case in bench.cases(num_tokens, shape, device, cases.device == "cuda"):
-            sweep = bench.SWEEP if case.layout == "3 turns" and not cases.is_small else ()
-            for kind in (*kinds, *sweep):
-                if kind == "causal" and case.chain is None:
-                    continue
-                run = partial(bench.measure_way, case, kind, heads, repeats)
+    kinds = ("flex", "split") if cases.is_small else ("flex", "split", "causal", "flash")
+    device, num_tokens = torch.device(cases.device), 256 if cases.is_small else 16384
+    layouts = {
+        heads: list(bench.cases(num_tokens, shape, device, cases.device == "cuda"))
+        for heads, shape in bench.HEADS.items()
+    }
+
+    def measure(heads: str, case: bench.Case, kind: str) -> Row:
+        if kind == "flash" and importlib.util.find_spec("flash_attn") is None:
+            raise Needs("flash-attn-4")
+        return bench.measure_way(case, kind, heads, 1 if cases.is_small else 9)
+
+    def each(heads: str, kind: str, several: Sequence[bench.Case]) -> None:
+        torch._dynamo.reset()  # compiled once for all lengths, but not for all heads and ways
+        for case in several:
+            if kind != "causal" or case.chain is not None:
+                run = partial(measure, heads, case, kind)
                 cases.run(f"{heads}, {case.layout}: {kind}", run)
+
+    for heads, kind in product(layouts, kinds):
+        each(heads, kind, layouts[heads])
+    for heads, kind in product(layouts, () if cases.is_small else bench.SWEEP):
+        each(heads, kind, layouts[heads][:1])
 
 
 def head_chunks(cases: Cases) -> None:
@@ -344,7 +357,7 @@ def rivals(cases: Cases) -> None:
     from bench.head_peers import missing
     from bench.loss_rivals import PEERS, Batch, HeadBatch
 
-    num_tokens, heads = (64, ((16, 257),)) if cases.is_small else (8192, _HEADS)
+    num_tokens, heads = (512, ((16, 257),)) if cases.is_small else (8192, _HEADS)
     dtype = torch.float32 if cases.is_small else torch.bfloat16
     repeats = 1 if cases.is_small else 9
 
@@ -354,17 +367,21 @@ def rivals(cases: Cases) -> None:
             print(f"{peer}: {reason}")
             raise Needs("a GPU" if "a GPU" in reason else peer)
 
+    def found(peer: str, rows: Sequence[Row]) -> Sequence[Row]:
+        if not any(row["impl"].split()[0] == peer for row in rows if row["path"] != "copy"):
+            raise RuntimeError(f"{peer} did not run, and the log says why")
+        return rows
+
     def head(peer: str, size: int, num_vocab: int) -> Sequence[Row]:
         check(peer)
         batch = HeadBatch.make(num_tokens, size, num_vocab, dtype, cases.device)
-        return bench.measure_head(batch, ["gemm", peer], repeats)
+        return found(peer, bench.measure_head(batch, ["gemm", peer], repeats))
 
     def logits(peer: str) -> Sequence[Row]:
         check(peer)
         num_vocab = heads[0][1]
-        return bench.measure_logits(
-            Batch.make(num_tokens, num_vocab, dtype, cases.device), [peer], repeats
-        )
+        batch = Batch.make(num_tokens, num_vocab, dtype, cases.device)
+        return found(peer, bench.measure_logits(batch, [peer], repeats))
 
     peers = [
         peer for peer in PEERS if peer != "gemm" and not (cases.is_small and peer == "compile")

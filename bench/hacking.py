@@ -16,7 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from bench.measure import print_table, write_json
+from bench.measure import report
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
 from flowtrain.rft.loop import rft
@@ -42,9 +42,7 @@ def main() -> None:
         words = (*seed, *options, "--model.path", str(warm / "model"))
         place = args.dir / name.replace(" ", "_")
         rows.append(row(name, run(place, "summary.json", "flowtrain.train", train, words)))
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, rows)
 
 
 def run(

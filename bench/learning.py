@@ -25,7 +25,7 @@ import matplotlib
 import numpy as np
 from tqdm import tqdm
 
-from bench.measure import print_table, write_json
+from bench.measure import report
 from bench.studies import STUDIES
 from flowtrain.config.command import run_command
 from flowtrain.train import train
@@ -80,9 +80,7 @@ def main() -> None:
     first = next(iter(curves.values()))
     grid = coarsest([run for runs in curves.values() for run in runs], budget)
     rows = [row(arm, runs, first, grid, args.level) for arm, runs in curves.items()]
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, rows)
     if args.plot:
         plot(curves, budget, args.plot)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from bench import loss_rivals as rivals
 from bench.head_peers import missing
 from bench.loss_rivals import PEERS, Batch, HeadBatch, Runs
-from bench.measure import extra_bytes, print_table, runs_here, seconds_of, write_json
+from bench.measure import extra_bytes, report, runs_here, seconds_of
 
 QWEN = "896x151936,1536x151936,3584x152064"
 """The heads of Qwen2.5 0.5B, 1.5B and 7B."""
@@ -94,11 +94,8 @@ def main() -> None:
             rows += measure_head(HeadBatch.make(num_tokens, size, *case), peers, args.repeats)
         else:
             rows += measure_logits(Batch.make(num_tokens, *case), peers, args.repeats)
-    for path in dict.fromkeys(row["path"] for row in rows):
-        print_table([row for row in rows if row["path"] == path])
-        print()
-    if args.json:
-        write_json(args.json, rows)
+    paths = dict.fromkeys(row["path"] for row in rows)
+    report(args.json, *([row for row in rows if row["path"] == path] for path in paths))
 
 
 def measure_logits(batch: Batch, peers: list[str], repeats: int) -> list[dict[str, Any]]:

@@ -85,6 +85,16 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
 
 
+def report(path: str | None, *tables: Sequence[Mapping[str, Any]]) -> None:
+    """Print tables, and keep their rows as JSON if there is a path for it."""
+    for index, rows in enumerate(tables):
+        if index:
+            print()
+        print_table(rows)
+    if path:
+        write_json(path, [row for rows in tables for row in rows])
+
+
 def extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Peak memory beyond what was there before, the result included."""
     gc.collect()

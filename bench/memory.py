@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from bench import model_folder
-from bench.measure import extra_bytes, print_table, write_json
+from bench.measure import extra_bytes, report
 from flowtrain.config import Config, Lora
 from flowtrain.metrics import ProgressLine
 from flowtrain.run.memory_plan import head, plan_memory
@@ -175,12 +175,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         rows = _measured(processes.imap(measure, cases), len(cases), "step")
         of_heads = _measured(processes.imap(measure_head, heads), len(heads), "head")
-    print_table(rows)
-    if of_heads:
-        print()
-        print_table(of_heads)
-    if args.json:
-        write_json(args.json, [*rows, *of_heads])
+    report(args.json, *filter(None, (rows, of_heads)))
 
 
 def _measured(found: Iterable[dict[str, Any]], total: int, what: str) -> list[dict[str, Any]]:

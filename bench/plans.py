@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from bench.measure import print_table, write_json
+from bench.measure import report
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
@@ -72,9 +72,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     args = parser.parse_args()
     rows = [row(case) for case in CASES]
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, rows)
 
 
 def row(case: Case) -> dict[str, Any]:

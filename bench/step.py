@@ -22,7 +22,7 @@ import torch
 
 from bench import model_folder
 from bench.agentflow_shape import SHAPES
-from bench.measure import print_table, write_json
+from bench.measure import report
 from bench.step_batches import agentflow, main_job, recorded
 from bench.step_paths import measure
 from flowtrain.training.world import World
@@ -41,9 +41,7 @@ def main() -> None:
     world = World.join(args.device)
     rows = measure(batches, world, args)
     world.leave()
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, rows)
 
 
 def _arguments() -> argparse.Namespace:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.measure import print_table, write_json
+from bench.measure import report
 from flowtrain.config import Config
 from flowtrain.config.options import parse
 from flowtrain.rft.loop import rft
@@ -30,9 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = stage_rows(args.steps)
     print()
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, rows)
 
 
 def stage_rows(num_steps: int) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from bench.measure import median_ratio, print_table, write_json
+from bench.measure import median_ratio, report
 from flowtrain.weights import Publisher, SnapshotPolicy, WeightStore
 from flowtrain.weights.layout import digest_hex
 
@@ -78,9 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     with TemporaryDirectory(prefix="flowtrain-bench-") as folder:
         rows = asyncio.run(_measure(Path(folder), args.shape, args.density, repeats=args.repeats))
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, rows)
 
 
 async def _measure(folder: Path, shape: str, density: float, repeats: int) -> list[dict[str, Any]]:

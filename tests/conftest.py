@@ -70,6 +70,7 @@ SLOW = (
     "run/test_dry_run.py",
     "run/test_infoflow_configs.py",
     "tasks/test_gym_tasks.py",
+    "test_bench_gpu.py",
     "test_bench_model_folder.py",
     "test_bench_trl.py",
     "docs/test_docs_machines.py",

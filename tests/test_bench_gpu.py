@@ -16,7 +16,7 @@ from bench import gpu, gpu_report, gpu_runs, gpu_stages
 STAGES = '''
 import os, signal, sys, time
 from pathlib import Path
-from bench.gpu_cases import Cases, Needs
+from bench.gpu_cases import AGAIN, Cases, Needs
 
 
 def note():
@@ -45,6 +45,8 @@ def quick(cases):
 def mixed(cases):
     cases.run("before", note)
     cases.run("wrong", fail)
+    cases.run("nothing", list)
+    cases.run("loses the device", lambda: os._exit(AGAIN))
     cases.run("dies", lambda: os.kill(os.getpid(), signal.SIGSEGV))
     cases.run("hangs", lambda: time.sleep(600), limit_s=1)
     cases.run("lacks", lack)
@@ -91,10 +93,11 @@ def rows_of(tmp_path: Path, stage: str) -> dict[str, Any]:
 def test_every_case_fails_alone_and_is_tried_anew(call: Any, tmp_path: Path) -> None:
     outcome = call({"mixed": 60})["mixed"]
     assert (outcome["status"], outcome["reason"]) == (
-        "broken", "3 failed: wrong, dies, hangs; needs no_such_package",
+        "broken", "5 failed: wrong, nothing, loses the device, dies, hangs; needs no_such_package",
     )  # fmt: skip
     rows = rows_of(tmp_path, "mixed")
-    assert list(rows) == ["before", "wrong", "dies", "hangs", "lacks", "after"]
+    failed = ["wrong", "nothing", "loses the device", "dies", "hangs"]
+    assert list(rows) == ["before", *failed, "lacks", "after"]
     assert rows["before"]["ms"] == rows["after"]["ms"] == 1.0
     assert rows["wrong"]["error"] == "ValueError: no such size"
     assert "did not end" in rows["dies"]["error"] and "within 1 s" in rows["hangs"]["error"]
@@ -102,7 +105,7 @@ def test_every_case_fails_alone_and_is_tried_anew(call: Any, tmp_path: Path) -> 
     assert "**failed**: wrong: ValueError: no such size" in report
     call({"mixed": 60})
     assert (tmp_path / "out" / "mixed.json.runs").read_text().split() == ["ran", "ran"]
-    assert len(rows_of(tmp_path, "mixed")) == 6
+    assert len(rows_of(tmp_path, "mixed")) == 8
 
 
 def test_a_second_call_goes_on_behind_the_first(
