@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Measuring and showing a run: the sums of a step, its logs, tables, curves and progress.
-=======
 """Measure and show a run: the sums of a step, its logs, tables, curves and progress.
->>>>>>> watch
 
 `flowtrain.metrics.curves` is a command of its own and is therefore not imported here, nor is what
 needs torch.

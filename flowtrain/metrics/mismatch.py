@@ -77,11 +77,7 @@ class WorstToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-<<<<<<< HEAD
-    """Findings of the comparison of a step's tokens, the same on every rank."""
-=======
     """The outcome of a step's comparison, the same on every rank."""
->>>>>>> watch
 
     sums: Mapping[str, float]
     """Sums over the compared tokens, with d = trainer - sampler and s = sampler."""

@@ -12,11 +12,7 @@ from flowtrain.training.world import World
 
 @dataclass(slots=True)
 class Tally:
-<<<<<<< HEAD
-    """Counts of one rank in a step, or of all of them together. Ranks may have different names."""
-=======
     """The counts of one rank in a step, or of all of them. Ranks may have different names."""
->>>>>>> watch
 
     sums: dict[str, float] = field(default_factory=dict)
     """Numbers that add up over ranks."""

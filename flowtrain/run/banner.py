@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The deeds of a command, in a few lines for the person who started it."""
-=======
 """Say what a command is about to do, in a few lines for the person who started it."""
->>>>>>> watch
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Counts of a step on all ranks, put together in one exchange."""
-=======
 """Count a step on all ranks, and put it together in one exchange."""
->>>>>>> watch
 
 from __future__ import annotations
 
