@@ -122,6 +122,7 @@ class Run:
         if self.learner.trainer is not None:
             for engine in self.engines.values():
                 engine.sleep()
+            self.components.chats.sleep()
 
     def count(self, step: int, rollouts: Rollouts, prepared: Prepared, trained: Trained) -> Counted:
         """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler."""

@@ -49,7 +49,8 @@ def a_run(config: Config, engine: Engine, trainer: Trainer | None) -> Run:
         get_decoder=lambda: SimpleNamespace(layers=layers),
         get_output_embeddings=lambda: torch.nn.Linear(1, 1),
     )
-    components: Any = SimpleNamespace(config=config, model=model)
+    chats = SimpleNamespace(sleep=lambda: engine.called.append("chats sleep"))
+    components: Any = SimpleNamespace(config=config, model=model, chats=chats)
     world = World(0, 1, torch.device("cpu"))
     fields: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
     fields |= {
@@ -75,6 +76,7 @@ def test_engines_sleep_during_training_and_torch_returns_its_memory(
     assert run.learner.train(1, [[], []], sampled=[]).metrics == {"num_minibatches": 2}
     assert called == [
         *["engine sleeps"] * 2,  # a frozen policy's too, whose memory the plan counts as free
+        "chats sleep",
         "trainer steps",
         *(["torch gives back"] if sleep else []),
     ]
