@@ -105,7 +105,8 @@ def _cause(total: Tally, config: Config) -> tuple[str, str, bool] | None:
         return f"all {sum(left_out)} samples were left out", cure, True
     besides = f"; {num_failed} rollouts failed" if num_failed else ""
     if num["malformed"]:
-        besides = f"; of {num['turns']} actions {num['malformed']} could not be read{besides}"
+        text = f"of {num['turns']} actions {num['malformed']} could not be read or named no tool"
+        besides = f"; {text}{besides}"
     if not num["right"]:
         cure = "Where such an answer is right, see how tasks are scored (docs/tasks.md); else "
         cure += "easier tasks or a better start (python -m flowtrain.rft) would help"
