@@ -25,7 +25,8 @@ MakeSamples = Callable[..., list[Sample]]
 
 def gradient_of(trainer: Trainer, rows: list[PackedRow]) -> Tensor:
     """Compute the gradient of one batch, over all parameters; prepared as `step` does."""
-    prepared = trainer._prepare(rows)
+    (scored,) = trainer.ref_logprobs(trainer.old_logprobs([rows]))
+    prepared = trainer._prepare(scored)
     trainer.forward_backward(
         prepared, sum(float(row.loss_weight_T.sum()) for row in prepared), StepMetrics()
     )
@@ -166,7 +167,8 @@ def test_rescored_truncated_importance_sampling_is_decoupled_ppo(
         LossSpec(clip_low=clip, clip_high=clip, tis=cap), rescore=True, grad_clip=0.0
     )
     samples = near(trainer, random_samples(9), 0.3)
-    rows = trainer._prepare(pack_rows(samples, 25))
+    (scored,) = trainer.old_logprobs([pack_rows(samples, 25)])
+    rows = trainer._prepare(scored)
     normaliser = sum(float(row.loss_weight_T.sum()) for row in rows)
     with torch.no_grad():
         rng = torch.Generator().manual_seed(3)
