@@ -19,7 +19,7 @@ One step, top to bottom, is the system:
                                            how far the trainer's log-probs are from the sampler's
     publish     weights/publisher.py       what changed in the weights, as an immutable version
     load        weights/reader.py          the engine samples with that version from now on
-    evaluate    run/evaluation.py          reward on held-out questions
+    evaluate    evaluation/evaluator.py    reward on held-out questions
     log         run/run_logger.py          metrics, rollouts, progress
     checkpoint  training/checkpoint.py     what a run resumes from
     watch       metrics/learning_signal.py  a warning where there is nothing to learn from, or

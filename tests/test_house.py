@@ -65,5 +65,3 @@ def test_rooms_keep_their_budgets() -> None:
     assert set(budgets) == {name for name, number in found.items() if number > 100}
     over = {n: (found[n], budget) for n, budget in budgets.items() if found[n] > budget}
     assert not over, "lines found and the budget"
-    loose = {n: (found[n], budget) for n, budget in budgets.items() if found[n] < 0.9 * budget}
-    assert not loose, "a room that became smaller gets a smaller budget"

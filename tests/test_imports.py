@@ -243,6 +243,7 @@ ORDER = (
     ("rewards", "algorithms"),
     ("metrics",),
     ("dataflow",),
+    ("evaluation",),
     ("run",),
     ("node", "evals", "launch", "view"),
     ("train", "rft"),

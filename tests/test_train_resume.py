@@ -18,7 +18,7 @@ pytest_plugins = ("cli_runs",)
     ("module", "path", "number", "after"),
     [
         pytest.param(
-            "flowtrain.run.evaluation",
+            "flowtrain.evaluation.evaluator",
             "roll_out",
             1,
             False,

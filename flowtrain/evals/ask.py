@@ -10,11 +10,11 @@ from flowtrain.agents.collect import roll_out, run_to_end
 from flowtrain.engines.chat import metered
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.system import System
+from flowtrain.evaluation.evaluator import family
 from flowtrain.metrics import ProgressLine
 from flowtrain.rewards import Judge, is_refusal, score_one
 from flowtrain.rewards.scorers import MAX_CHARS
 from flowtrain.rewards.squad import published_metrics
-from flowtrain.run.evaluation import family
 from flowtrain.types import Task, Trajectory
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import final_answer

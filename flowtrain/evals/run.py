@@ -20,6 +20,7 @@ from flowtrain.evals.records import Entry, RecordLog
 from flowtrain.evals.summary import Row, as_json, summarise
 from flowtrain.evals.system import System, check_planner, open_system
 from flowtrain.evals.tables import accuracy_by_turns, system_label, tables
+from flowtrain.evaluation.evaluator import family
 from flowtrain.metrics import (
     ProgressLine,
     RunDir,
@@ -32,7 +33,6 @@ from flowtrain.metrics import (
 from flowtrain.metrics.pins import check_same
 from flowtrain.metrics.run_dir import is_used
 from flowtrain.rewards import score
-from flowtrain.run.evaluation import family
 from flowtrain.tasks.benchmarks import AGENTFLOW, BenchmarkFile
 from flowtrain.types import Group, Task, Trajectory, UserError
 

@@ -14,10 +14,10 @@ from flowtrain.agents.build import make_chat_planner, make_flow, prompt_hashes
 from flowtrain.agents.prompts import tools_text
 from flowtrain.config import OWN, Config
 from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engines
+from flowtrain.evaluation.evaluator import with_rules_of
 from flowtrain.rewards import Judge
 from flowtrain.rewards.judge import judge_prompt
 from flowtrain.run.components import RunComponents, make_judge
-from flowtrain.run.evaluation import with_rules_of
 from flowtrain.run.learner import publish_start
 from flowtrain.tasks.sets import task_set
 from flowtrain.tools import Tool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flowtrain.metrics.sums import Tally
 from flowtrain.training.tree import PackedRow
@@ -72,3 +72,11 @@ def account(total: Tally, trained: int, skipped: int) -> TokenAccount:
     if found.difference:
         _log.warning("the tokens of this step do not add up: %s", found.text())
     return found
+
+
+def versions(group: Group, policy: PolicyName) -> Iterator[tuple[int, int]]:
+    """Yield (weight version, number of tokens) of the policy in rollouts that finished."""
+    for trajectory in group.finished:
+        for turn in trajectory.turns:
+            if (call := turn.calls.get(policy)) is not None:
+                yield from ((span.version, span.end - span.start) for span in call.spans)

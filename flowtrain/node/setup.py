@@ -24,9 +24,9 @@ from flowtrain.engines.endpoint_scorer import EndpointScorer
 from flowtrain.engines.factory import make_engine
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine, Scorer
+from flowtrain.evaluation import evaluator as evaluation
 from flowtrain.node.node import Answer, Branching, Rollout
 from flowtrain.rewards import Judge, score_one
-from flowtrain.run import evaluation
 from flowtrain.run.components import RunComponents
 from flowtrain.training.world import World
 from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError

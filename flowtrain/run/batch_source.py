@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,12 +34,13 @@ from flowtrain.dataflow.contract import (
     Unavailable,
 )
 from flowtrain.dataflow.payloads import PayloadStore
+from flowtrain.metrics.tokens import versions
 from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.run.components import RunComponents
 from flowtrain.run.heartbeat import Heartbeat
 from flowtrain.run.records import Rollouts
 from flowtrain.training.world import World
-from flowtrain.types import Group, PolicyName, TokenAccount, UserError, account_of
+from flowtrain.types import Group, TokenAccount, UserError, account_of
 
 if TYPE_CHECKING:
     from flowtrain.dataflow.client import Client
@@ -336,14 +337,6 @@ def connect(config: Config) -> Client:
     return Client(
         config.dataflow.url, os.environ.get(TOKEN_VARIABLE, ""), config.dataflow.wait_s + _ASK_S
     )
-
-
-def versions(group: Group, policy: PolicyName) -> Iterator[tuple[int, int]]:
-    """Yield (weight version, number of tokens) of the policy in rollouts that finished."""
-    for trajectory in group.finished:
-        for turn in trajectory.turns:
-            if (call := turn.calls.get(policy)) is not None:
-                yield from ((span.version, span.end - span.start) for span in call.spans)
 
 
 def _at_work(status: Mapping[str, Any], lease_s: float) -> str:

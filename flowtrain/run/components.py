@@ -33,13 +33,13 @@ from flowtrain.engines.factory import (
     shared_policies,
 )
 from flowtrain.engines.protocol import Engine, NoEngine
+from flowtrain.evaluation.true_score import TrueScorer
 from flowtrain.metrics import RunDir, manifest
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, score
 from flowtrain.rewards.references import check_source
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
 from flowtrain.run.trained_policy import load_trained_policy
-from flowtrain.run.true_score import TrueScorer
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import MAIN_SPLIT, TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
@@ -57,7 +57,7 @@ class RunComponents:
     """The parts of a run; close them when done."""
 
     config: Config
-    """The algorithm's: what it leaves to the algorithm is filled in."""
+    """With what it leaves to the algorithm filled in."""
     world: World
     algorithm: Algorithm
     tasks: TaskSet
@@ -212,6 +212,10 @@ class RunComponents:
             reward_functions=functions,
         )
 
+    def with_config(self, config: Config) -> RunComponents:
+        """Return the same parts with another config."""
+        return replace(self, config=config)
+
     def show_sources(self) -> None:
         """Print how the files of questions are read, a line each, on the main rank."""
         if self.world.is_main:
@@ -221,9 +225,8 @@ class RunComponents:
     def plan_memory(self, placement: Placement) -> MemoryPlan:
         """Predict the memory of a step. Raises UserError where a rank that trains lacks it."""
         config, device = self.config, placement.world.device
-        gpu_bytes = 0
-        if device.type == "cuda":
-            gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+        is_gpu = device.type == "cuda"
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory if is_gpu else 0
         sampled = []
         if config.samples_here:
             shared = shared_policies(self.config, self.policies)[1:]  # the first has the weights
@@ -300,7 +303,7 @@ class RunComponents:
         return engines
 
     def make_no_engines(self) -> dict[str, Engine]:
-        """Stand-ins for the policy engines where none is asked."""
+        """Stand in for the policy engines where none is asked."""
         return {name: NoEngine(policy.max_positions) for name, policy in self.policies.items()}
 
     def make_snapshots(self) -> Snapshots | None:

@@ -23,9 +23,9 @@ from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.engines.vllm.process import check_installed
+from flowtrain.evaluation.evaluator import load_benchmarks
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
-from flowtrain.run.evaluation import load_benchmarks
 from flowtrain.run.placement import Placement
 from flowtrain.training.model import export, named_weights
 from flowtrain.training.world import World

@@ -19,6 +19,14 @@ from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
+from flowtrain.evaluation.evaluator import (
+    Evaluator,
+    Found,
+    Measured,
+    held_out_name,
+    load_benchmarks,
+)
+from flowtrain.evaluation.pool import PoolEvaluations
 from flowtrain.metrics import RunDir, atomic_write_text
 from flowtrain.metrics.learning_signal import LearningSignal
 from flowtrain.metrics.profiler import profiled
@@ -26,11 +34,9 @@ from flowtrain.rewards import Judge
 from flowtrain.run.banner import train_banner
 from flowtrain.run.batch_source import BatchSource, open_batch_source
 from flowtrain.run.components import RunComponents, lock_run_dir
-from flowtrain.run.evaluation import Evaluator, Found, Measured, held_out_name, load_benchmarks
 from flowtrain.run.learner import Learner
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
-from flowtrain.run.pool_evaluations import PoolEvaluations
 from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.step_counts import Counted, count_step

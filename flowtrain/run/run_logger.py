@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flowtrain.config import Config
+from flowtrain.evaluation.evaluator import Measured
 from flowtrain.metrics import (
     MetricsLog,
     Progress,
@@ -23,7 +24,6 @@ from flowtrain.metrics.jsonl import append_lines, cut_lines
 from flowtrain.metrics.loggers import open_loggers, rollout_texts
 from flowtrain.metrics.panels import read_series, total_seconds, total_tokens
 from flowtrain.run.components import RunComponents
-from flowtrain.run.evaluation import Measured
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Prepared, Rollouts, Trained

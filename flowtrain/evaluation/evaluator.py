@@ -15,11 +15,11 @@ from flowtrain.agents.collect import collect
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.protocol import Engine
+from flowtrain.evaluation.parts import Parts
 from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.rewards import Judge, RewardFunctions, score
 from flowtrain.rewards.scorers import MAX_CHARS
 from flowtrain.rewards.squad import published_metrics
-from flowtrain.run.components import RunComponents
 from flowtrain.tasks.benchmarks import parse_benchmarks
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training.world import World
@@ -105,7 +105,7 @@ Found = Mapping[str, tuple[Trajectory, ...]]
 class Evaluator:
     """Measures the policy on the held-out splits; collective over `world`."""
 
-    components: RunComponents
+    components: Parts
     engines: Mapping[str, Engine]
     judge: Judge | None
     samplers: World
@@ -274,17 +274,14 @@ def held_out_name(split: str, temperature: float | None = None) -> str:
     return f"held-out {split}" if temperature is None else f"held-out {split}, greedy"
 
 
-def make_agent(
-    components: RunComponents, engines: Mapping[str, Engine], settings: EvalSettings
-) -> Agent:
+def make_agent(components: Parts, engines: Mapping[str, Engine], settings: EvalSettings) -> Agent:
     """Build the agent of an evaluation; close it when done."""
     if settings.rules:
-        config = with_rules_of(components.config, settings.rules)
-        components = replace(components, config=config)
+        components = components.with_config(with_rules_of(components.config, settings.rules))
     return components.make_agent(engines, settings.max_turns, settings.temperature)
 
 
-def functions_of(components: RunComponents, settings: EvalSettings) -> RewardFunctions | None:
+def functions_of(components: Parts, settings: EvalSettings) -> RewardFunctions | None:
     """Return the reward functions of an evaluation; benchmarks have rules instead."""
     return None if settings.rules else components.reward_functions
 

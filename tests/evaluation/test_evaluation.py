@@ -18,8 +18,8 @@ from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.config import Config
+from flowtrain.evaluation.evaluator import Evaluation, Evaluator, evaluate, load_benchmarks
 from flowtrain.metrics.rollouts import RolloutStats
-from flowtrain.run.evaluation import Evaluation, Evaluator, evaluate, load_benchmarks
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
@@ -353,6 +353,9 @@ class FakeComponents:
     world: World = WORLD
     made: list[tuple[str, int, float | None]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
+
+    def with_config(self, config: Config) -> FakeComponents:
+        return replace(self, config=config)
 
     def make_agent(self, engines: object, max_turns: int, temperature: float | None) -> FakeAgent:
         self.made.append((self.config.tasks.name, max_turns, temperature))

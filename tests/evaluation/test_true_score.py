@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowtrain.config import Config
-from flowtrain.run.true_score import TrueScorer
+from flowtrain.evaluation.true_score import TrueScorer
 from flowtrain.training.world import World
 from flowtrain.types import Task, Trajectory, UserError
 

@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Event
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from flowtrain.config import Config
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
+    Dataflow,
     EvalResult,
     Evaluate,
     EvaluationRequest,
     EvaluationState,
     Unavailable,
 )
-from flowtrain.run.batch_source import BatchSource, versions
-from flowtrain.run.evaluation import Evaluator, Found, Part
+from flowtrain.evaluation.evaluator import Evaluator, Found, Part
+from flowtrain.metrics.tokens import versions
 from flowtrain.training.world import World
 from flowtrain.types import Group, Trajectory
 from flowtrain.utils.seeds import derive_seed
@@ -34,6 +35,20 @@ T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _MAX_FETCHED = 8
 """Evaluations that are looked at; further ones are asked for, and looked at when one is done."""
+
+
+class Source(Protocol):
+    """A run's way to ask nodes: `run.batch_source.BatchSource`."""
+
+    @property
+    def dataflow(self) -> Dataflow: ...
+    def settle(
+        self,
+        answer: Future[T],
+        why: Callable[[], str],
+        moved: Callable[[], float] | None = None,
+    ) -> T | None:
+        """Return the answer on this rank once all ranks have one; collective."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +82,7 @@ class PoolEvaluations:
     """Evaluations that this run asks of nodes. All methods but `close` are collective."""
 
     def __init__(
-        self, source: BatchSource, config: Config, world: World, note: Callable[[str], None]
+        self, source: Source, config: Config, world: World, note: Callable[[str], None]
     ) -> None:
         """`note` shows a line to the person who watches."""
         self._source, self._world, self._note = source, world, note

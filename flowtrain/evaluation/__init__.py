@@ -1,0 +1,1 @@
+"""Measuring a policy on held-out questions and benchmarks: here, or by nodes."""
