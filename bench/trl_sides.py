@@ -49,7 +49,7 @@ def run_flowtrain(job: Job) -> Result:
         [_own_stages(line) for line in lines],
         max(int(line["peak_bytes"]) for line in lines),
         [_own_digest(rollouts, line["step"]) for line in lines],
-        str(place(run / "checkpoints", config.train.num_steps)),
+        str(place(run / "checkpoints", config.train.num_steps) / "model"),
     )
 
 

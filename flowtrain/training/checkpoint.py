@@ -109,9 +109,12 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait for what is being written, and raise what was raised there."""
-        if self._written is not None:
-            written, self._written = self._written, None
-            written.result()
+        written, self._written = self._written, None
+        try:
+            if written is not None:
+                written.result()
+        finally:
+            del written  # or it and the exception it holds would keep the whole run alive
 
     @property
     def has_failed(self) -> bool:

@@ -103,7 +103,6 @@ class DurableRun:
         )
         state, step = {"cursor": self.step}, self.step
         checkpoints.save(step, model, tokenizer, optimizer, state, dtype=torch.bfloat16)
-        checkpoints.wait()
         checkpoints.close()
         mark(f"saved {self.step}")
 

@@ -28,7 +28,7 @@ def test_every_option_is_read() -> None:
 def test_an_option_that_only_its_namesake_keeps_alive_is_found() -> None:
     """`train.warmup_steps` was once documented and read by nobody; `rft.warmup_steps` was read."""
     sources = {
-        path: text if path == "rft.py" else text.replace(".warmup_steps", ".lr")
+        path: text if path.startswith("rft/") else text.replace(".warmup_steps", ".lr")
         for path, text in package_sources().items()
     }
     assert unread_options(sources) == ["train.warmup_steps"]
