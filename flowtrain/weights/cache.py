@@ -106,11 +106,11 @@ class FileCache:
             entry = self._entries[key]
             self._entries.move_to_end(key)
             path = entry.folder / f"v{version:08d}" / file.name
-            if entry.inode is None or not (entry.is_under_way or path.exists()):
-                self._begin(entry, path, version, file)
+            is_new = entry.inode is None or not (entry.is_under_way or path.exists())
+            data = self._begin(entry, path, version, file) if is_new else _open(path)
             assert entry.inode is not None
             os.utime(entry.folder)
-            return Opened(_open(path), file.num_bytes, entry.inode)
+            return Opened(data, file.num_bytes, entry.inode)
 
     def _make_room(self, num_bytes: int) -> None:
         """Delete what was not used for longest until there is room."""
@@ -126,15 +126,18 @@ class FileCache:
         if left < 0:
             raise NoRoom("files under way take all of the cache (--cache-gb)")
 
-    def _begin(self, entry: _Entry, path: Path, version: int, file: File) -> None:
+    def _begin(self, entry: _Entry, path: Path, version: int, file: File) -> FileIO:
+        """Begin to fetch a file, and open it before, because one that comes damaged is deleted."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(_part(path))  # to be checked as if it had just come
         else:
             _part(path).touch()
+        data = FileIO(_part(path))
         entry.inode = Future()
         target, args = self._complete, (entry, entry.inode, version, file)
         Thread(target=target, args=args, name="fetch", daemon=True).start()
+        return data
 
     def _complete(self, entry: _Entry, inode: Future[int], version: int, file: File) -> None:
         try:

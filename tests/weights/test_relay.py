@@ -451,3 +451,25 @@ def test_a_damaged_cache_is_checked_after_a_restart(origin: Misbehaving, tmp_pat
         source = store_at(url, tmp_path / "cache")
         assert source.fetch(0, file).read_bytes() == right
     assert len(origin.ranges(file.name)) == 2
+
+
+def test_a_file_that_is_damaged_at_once_is_no_trouble_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fetch may have deleted its part before the first reader goes on."""
+    deleted = threading.Event()
+
+    def fetch(folder: Path, version: int, file: File) -> Path:
+        next(folder.rglob("*.part")).unlink()
+        deleted.set()
+        raise StoreError("it came damaged twice")
+
+    class AtOnce(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            assert deleted.wait(20)
+
+    monkeypatch.setattr("flowtrain.weights.cache.Thread", AtOnce)
+    opened = FileCache(tmp_path, 100, fetch).open(0, File("a", 4, "0" * 16))
+    with opened.data, pytest.raises(StoreError, match="came damaged twice"):
+        opened.inode.result(20)
