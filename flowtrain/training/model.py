@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -146,10 +145,7 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """The whole weights on the CPU of rank 0, a tied tensor once, with the adapter added if there
     is one; empty elsewhere. Collective: every rank must call it.
     """
-    if lora.has_adapter(model):
-        return whole(named_weights(model))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return _untied(model, get_model_state_dict(model, options=options))
+    return whole(named_weights(model))
 
 
 def whole(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

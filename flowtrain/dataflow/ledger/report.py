@@ -116,7 +116,7 @@ def _node(node: Any, pushed: Any, now: float) -> dict[str, Any]:
 
 
 def _pushed(transaction: Transaction, since: float) -> dict[str, Any]:
-    """By node: the number of its groups, and of groups and tokens that came after `since`."""
+    """Count by node its groups, and the groups and tokens that came after `since`."""
     rows = transaction.all(
         "SELECT node, count(*) AS num,"
         " sum(CASE WHEN pushed_s >= ? THEN 1 ELSE 0 END) AS num_recent,"
