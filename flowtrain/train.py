@@ -20,6 +20,7 @@ One step, top to bottom, is the system:
     publish     weights/publisher.py       what changed in the weights, as an immutable version
     load        weights/reader.py          the engine samples with that version from now on
     evaluate    evaluation/evaluator.py    reward on held-out questions
+    keep        replay/log.py              what a replay makes the step of, with log.replay
     log         run/run_logger.py          metrics, rollouts, progress
     checkpoint  training/checkpoint.py     what a run resumes from
     watch       metrics/learning_signal.py  a warning where there is nothing to learn from, or
@@ -32,36 +33,18 @@ With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flowtrain.agents.collect import collect, collect_branches
-from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
 from flowtrain.metrics.mismatch import MismatchGate
+from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
-from flowtrain.run.learner import Learner
-from flowtrain.run.records import Prepared, Rollouts
+from flowtrain.run.records import Rollouts
 from flowtrain.run.run import Run, open_run
-from flowtrain.training.minibatches import split
-from flowtrain.training.token_scores import attach_logprobs
-from flowtrain.training.tree import pack
 from flowtrain.training.world import end_process
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
-
-
-def prepare(learner: Learner, rollouts: Rollouts) -> Prepared:
-    """Turn this rank's rollouts of a step into what is trained; a replay calls this too."""
-    components, world = learner.components, learner.placement.world
-    config, shape = components.config, components.model.config
-    batch = components.algorithm.advantages(rollouts.groups)
-    batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size)
-    batch, num_minibatches = split(batch, config.train, world)
-    samples = attach_logprobs(batch.samples, rollouts.logprobs)
-    rows = pack(samples, num_minibatches, config.train.token_budget)
-    return Prepared(replace(batch, samples=tuple(samples)), rows)
 
 
 def train(config: Config) -> int:
@@ -75,6 +58,7 @@ def train(config: Config) -> int:
         interrupt.defer()
         learner = run.learner
         gate = MismatchGate(config, run.placement.world.is_main)
+        replay = ReplayLog(run.run_dir, config, run.placement, run.start_step)
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
@@ -82,7 +66,7 @@ def train(config: Config) -> int:
                 run.end(step - 1)
                 return INTERRUPTED
             with timer("collect"):
-                prepared = prepare(learner, rollouts)
+                prepared = learner.prepare(rollouts)
             with timer("train"):
                 run.sleep()
                 rows = learner.balance(prepared.rows)
@@ -96,6 +80,7 @@ def train(config: Config) -> int:
                 loaded = run.load(step)
             with timer("eval"):
                 evaluation = run.evaluate(step)
+            kept = replay.log(step, rollouts, prepared.batch)
             run.logger.log(
                 step,
                 rollouts,
@@ -103,6 +88,7 @@ def train(config: Config) -> int:
                 trained=trained,
                 counted=counted,
                 weights={**published, **loaded},
+                kept=kept,
                 evaluation=evaluation,
                 seconds=timer.metrics(),
             )

@@ -245,9 +245,9 @@ ORDER = (
     ("dataflow",),
     ("evaluation",),
     ("run",),
-    ("node", "evals", "launch", "view"),
+    ("node", "evals", "launch", "view", "replay"),
     ("train", "rft"),
-    ("replay", "torchrun"),
+    ("torchrun",),
 )
 """The rooms of the house: each imports itself and rooms above it, never its neighbours or below."""
 

@@ -6,6 +6,7 @@ code that was.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import random
 import shutil
@@ -25,8 +26,8 @@ from cli_runs import (
     replayed,
 )
 
+from flowtrain.replay.log import chained, decode, encode
 from flowtrain.replay.recorded import Recorded
-from flowtrain.run.rollout_files import decode, encode
 from flowtrain.types import UserError
 
 pytest_plugins = ("cli_runs",)
@@ -165,8 +166,7 @@ def test_appo_comes_out_with_the_log_probs_of_its_search(server: Server, train: 
     kept = ("--model.dtype", "bfloat16", "--train.rescore", "true", "--algorithm.kl_coef", 0.1)
     run = train(*appo, *kept, "--train.num_steps", 2)
     recorded = Recorded.read(run)
-    index = recorded._index(1, 0)
-    scored = decode((recorded.folder / "step_00000001/rollouts.rank0.z").read_bytes(), index)
+    scored = decode((recorded.folder / "step_00000001/rollouts.rank0.z").read_bytes())
     old, ref = next(iter(scored.logprobs.values()))
     assert old and ref, "both are kept"
     check_equal(server, run, 2)
@@ -190,62 +190,52 @@ def test_an_adapter_comes_out_with_its_dropout(server: Server, train: Train) -> 
 # ---- what was changed
 
 
-def test_a_changed_turn_is_named_to_the_word(server: Server, copied: Path) -> None:
+def test_a_changed_turn_is_named(server: Server, copied: Path) -> None:
     """Someone edits a token and writes all digests of the files anew."""
-    (group, rollout, turn), edited = edit_a_turn(copied, 3)
+    group, rollout, turn = edit_a_turn(copied, 3)
     code, record = replayed(server, copied)
     assert (code, record["num_steps"]) == (1, 2)
     assert record["problems"][-1] == (
-        f"step 3: the batch differs: group {group}, rollout {rollout}, turn {turn}: {edited}"
+        f"step 3: the batch differs: group {group}, rollout {rollout}, turn {turn} differs in its "
+        "response ids"
     )
 
 
-def edit_a_turn(run: Path, step: int) -> tuple[tuple[int, int, int], str]:
+def edit_a_turn(run: Path, step: int) -> tuple[int, int, int]:
     """Change the last response token of the first turn that was trained, and everything that says
-    so but the checks of the batch. Returns the place, and the change in words.
+    so but the digests of the batch. Returns the place.
     """
-    import hashlib
-
-    from flowtrain.run.replay_log import chained
-
     folder = run / "replay" / f"step_{step:08d}"
-    stream, text = folder / "rollouts.rank0.z", folder / "index.rank0.json"
-    index = json.loads(text.read_text())
-    rollouts = decode(stream.read_bytes(), index)
-    place = min(tuple(map(int, key.split("/"))) for key in index["samples"])
-    number, member, turn = place
+    stream = folder / "rollouts.rank0.z"
+    samples = json.loads((folder / "batch.rank0.json").read_text())["samples"]
+    number, member, turn = min(tuple(map(int, key.split("/"))) for key in samples)
+    rollouts = decode(stream.read_bytes())
     groups = {group.index: group for group in rollouts.groups}
     trajectory = groups[number].trajectories[member]
     call = trajectory.turns[turn].calls["planner"]
-    old, new = call.response_ids[-1], (call.response_ids[-1] + 1) % 256
-    call = replace(call, response_ids=(*call.response_ids[:-1], new))
+    call = replace(
+        call, response_ids=(*call.response_ids[:-1], (call.response_ids[-1] + 1) % 256)
+    )
     turns = list(trajectory.turns)
     turns[turn] = replace(turns[turn], calls={**turns[turn].calls, "planner": call})
     members = list(groups[number].trajectories)
     members[member] = replace(trajectory, turns=tuple(turns))
     groups[number] = replace(groups[number], trajectories=tuple(members))
-    data, places = encode(rollouts._replace(groups=list(groups.values())))
+    data = encode(rollouts._replace(groups=list(groups.values())))
     stream.write_bytes(data)
-    text.write_text(json.dumps({**index, **places}))
     lines = [json.loads(line) for line in (folder.parent / "steps.jsonl").read_text().splitlines()]
     chain = ""
     for line in lines:
         if line["step"] == step and "files" in line:
-            for path in (stream, text):
-                data = path.read_bytes()
-                line["files"][path.name] = {
-                    "num_bytes": len(data),
-                    "sha256": hashlib.sha256(data).hexdigest(),
-                }
+            file = {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            line["files"][stream.name] = file
         line["chain"] = chain = chained(chain, line)
     (folder.parent / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return place, f"response ids: word {len(call.response_ids) - 1} is {new}, was {old}"
+    return number, member, turn
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_one_changed_byte_is_found_and_its_place_named(
-    whole: Path, copied: Path, seed: int
-) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_one_changed_byte_is_found(copied: Path, seed: int) -> None:
     rng = random.Random(seed)
     paths = sorted(path for path in (copied / "replay").rglob("*") if path.is_file())
     path = rng.choice(paths)
@@ -262,22 +252,8 @@ def test_one_changed_byte_is_found_and_its_place_named(
     except ValueError as error:  # a line that is none any more, or the options
         found = [str(error)]
     assert found, (path, at)
-    if path.name == "rollouts.rank0.z":
-        [text] = found
-        assert f"step {int(path.parent.name[5:])}:" in text and str(path) in text
-        assert place_of(whole / path.relative_to(copied), at) in text
-
-
-def place_of(path: Path, at: int) -> str:
-    """The rollout that a byte of a file belongs to, and its turn, from the undisturbed run."""
-    end = 0
-    for group, rollout, turn, num_bytes, _ in json.loads(
-        (path.parent / "index.rank0.json").read_text()
-    )["records"]:
-        end += num_bytes
-        if at < end:
-            return f"group {group}, rollout {rollout}" + (f", turn {turn}" if turn >= 0 else "")
-    return "at its end"
+    if path.parent.name != "replay":
+        assert found == [f"step {int(path.parent.name[5:])}: {path} was changed"]
 
 
 def test_every_byte_of_the_lines_is_covered(copied: Path) -> None:
@@ -306,7 +282,7 @@ def test_a_changed_byte_ends_the_replay_before_its_step(server: Server, copied: 
     code, record = replayed(server, copied)
     assert (code, record["num_steps"], record["num_equal"]) == (1, 4, 5)
     [text] = record["problems"]
-    assert text.startswith("step 5: ") and "group " in text and "turn " in text
+    assert text == f"step 5: {path} was changed"
 
 
 def test_a_line_that_is_gone_is_missed(server: Server, copied: Path) -> None:
@@ -327,10 +303,21 @@ def test_a_line_that_is_gone_breaks_the_chain(server: Server, copied: Path) -> N
     assert gone == "step 3: it has no line in the log"
 
 
+def test_a_log_of_an_older_version_is_refused(server: Server, copied: Path) -> None:
+    path = copied / "replay" / "steps.jsonl"
+    chain, lines = "", [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if "files" in line:
+            line["files"]["index.rank0.json"] = line["files"].pop("batch.rank0.json")
+        line["chain"] = chain = chained(chain, line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "is of an older version of flowtrain" in refused(server, copied)
+
+
 def test_a_file_that_is_gone_is_missed(server: Server, copied: Path) -> None:
-    (copied / "replay" / "step_00000002" / "index.rank0.json").unlink()
+    (copied / "replay" / "step_00000002" / "batch.rank0.json").unlink()
     code, record = replayed(server, copied, "--to", 2)
-    assert code == 1 and record["problems"][0].endswith("index.rank0.json is missing")
+    assert code == 1 and record["problems"][0].endswith("batch.rank0.json is missing")
 
 
 # ---- code that was changed
@@ -349,7 +336,7 @@ def test_another_advantage_is_named_before_the_weights(server: Server, whole: Pa
     code, record = replayed(server, whole, before=before)
     assert (code, record["num_equal"]) == (1, 1 + record["num_steps"])
     [text] = record["problems"]
-    assert ": the batch differs: group " in text and ": advantages: " in text
+    assert ": the batch differs: group " in text and text.endswith("differs in its advantages")
 
 
 def test_another_optimizer_step_is_named_by_tensor_and_word(server: Server, whole: Path) -> None:

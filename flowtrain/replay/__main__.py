@@ -11,13 +11,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flowtrain.metrics.tables import aligned
 from flowtrain.replay.decisions import check_decisions
-from flowtrain.replay.recorded import Recorded, totals
+from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.session import Outcome, replay
 from flowtrain.training.world import end_process
 from flowtrain.types import UserError
@@ -50,13 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if is_main:
-        of_run = totals(options.run, made)
-        record = _record(outcome, of_run)
-        print(json.dumps(record, indent=1) if options.json else _table(outcome, of_run))
+        print(json.dumps(_record(outcome), indent=1) if options.json else _table(outcome))
     return 0 if outcome.is_equal else 1
 
 
-def _record(outcome: Outcome, of_run: Mapping[str, float]) -> dict[str, Any]:
+def _record(outcome: Outcome) -> dict[str, Any]:
     """Describe the outcome for programs."""
     return {
         "is_equal": outcome.is_equal,
@@ -68,11 +66,10 @@ def _record(outcome: Outcome, of_run: Mapping[str, float]) -> dict[str, Any]:
         "problems": outcome.problems,
         "notes": outcome.notes,
         "seconds": round(outcome.seconds, 3),
-        "run": {key: round(value, 3) for key, value in of_run.items()},
     }
 
 
-def _table(outcome: Outcome, of_run: Mapping[str, float]) -> str:
+def _table(outcome: Outcome) -> str:
     """Write the outcome as a table, and what differs below it."""
     num_versions = outcome.num_steps + 1
     rows = [
@@ -84,23 +81,11 @@ def _table(outcome: Outcome, of_run: Mapping[str, float]) -> str:
         rows.append(("versions within the tolerance", str(outcome.num_close)))
     if outcome.largest is not None:
         rows.append(("largest difference of a weight", f"{outcome.largest:.3g}"))
-    rows += [
-        ("seconds", f"{outcome.seconds:.2f}"),
-        ("seconds of training in the run", f"{of_run['train_s']:.2f}"),
-        ("seconds of all of its steps", f"{of_run['step_s']:.2f}"),
-        ("seconds that its log took", f"{of_run['replay_log_s']:.2f}"),
-        ("bytes of the log", f"{of_run['replay_log_bytes']:,.0f}"),
-        ("of it per sampled token", _ratio(of_run, "num_sampled_tokens")),
-        ("of it per trained token", _ratio(of_run, "num_tokens")),
-    ]
+    rows.append(("seconds", f"{outcome.seconds:.2f}"))
     found = [f"differs: {problem}" for problem in outcome.problems]
     if not found and not outcome.is_equal:
         found = ["the last version could not be compared (see weights.keep)"]
     return "\n".join([aligned(rows), *(found or ["the run comes out as it was"])])
-
-
-def _ratio(of_run: Mapping[str, float], key: str) -> str:
-    return f"{of_run['replay_log_bytes'] / of_run[key]:.1f}" if of_run[key] else "-"
 
 
 def _parser() -> argparse.ArgumentParser:

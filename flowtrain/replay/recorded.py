@@ -1,9 +1,10 @@
-"""The replay log of a run (`run/replay_log.py`) read, and what was changed there."""
+"""The replay log of a run (`log.py`) read, and what was changed there."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,16 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
 from flowtrain.metrics.jsonl import read_lines
-from flowtrain.run.batch_checks import call_difference
+from flowtrain.replay.batch_digests import Digests
+from flowtrain.replay.log import (
+    batch_name,
+    chained,
+    config_path,
+    decode,
+    rollouts_name,
+    step_folder,
+)
 from flowtrain.run.records import Rollouts
-from flowtrain.run.replay_log import chained, config_path, step_folder
-from flowtrain.run.rollout_files import changed_records, decode, read_turn
 from flowtrain.training.world import World
 from flowtrain.types import Group, UserError
 
@@ -62,6 +69,8 @@ class Recorded:
                     f"{path} line {number}, of step {step}, was changed, or one before it is gone"
                 )
                 problems.append((step, text))
+        if any("index.rank0.json" in line["files"] for line in steps.values()):
+            raise UserError(f"{path} is of an older version of flowtrain, which alone can replay it")
         problems += _missing_lines(path, steps, lives, {step for step, _ in problems})
         return cls(run, path.parent, lives, steps, tuple(sorted(problems)))
 
@@ -106,15 +115,14 @@ class Recorded:
         return step not in self.steps and any(step <= start < later for start in self.lives)
 
     def damage(self, step: int) -> list[str]:
-        """Say which files of a step are not as they were written, and where."""
+        """Say which files of a step are not as they were written."""
         found = []
         for name, file in self.steps[step]["files"].items():
             path = step_folder(self.folder, step) / name
-            data = path.read_bytes() if path.is_file() else None
-            if data is None:
+            if not path.is_file():
                 found.append(f"step {step}: {path} is missing")
-            elif hashlib.sha256(data).hexdigest() != file["sha256"]:
-                found.append(f"step {step}: {path} was changed{self._where(path, data)}")
+            elif hashlib.sha256(path.read_bytes()).hexdigest() != file["sha256"]:
+                found.append(f"step {step}: {path} was changed")
         return found
 
     def rollouts(self, step: int, world: World) -> Rollouts:
@@ -140,47 +148,18 @@ class Recorded:
         groups = (group for rank in ranks for group in self._of_rank(step, rank).groups)
         return sorted(groups, key=lambda group: group.index)
 
-    def checks(self, step: int) -> dict[str, Any]:
-        """Return the checks of a step's batch, those of all ranks together."""
-        left_out: dict[str, int] = {}
+    def batch(self, step: int) -> Digests:
+        """Return the digests of a step's batch, those of all ranks together."""
+        left_out: Counter[str] = Counter()
         samples: dict[str, Any] = {}
         for rank in range(int(self.steps[step]["num_ranks"])):
-            index = self._index(step, rank)
-            samples |= index["samples"]
-            for reason, number in index["left_out"].items():
-                left_out[reason] = left_out.get(reason, 0) + number
+            own = json.loads((step_folder(self.folder, step) / batch_name(rank)).read_bytes())
+            samples |= own["samples"]
+            left_out.update(own["left_out"])
         return {"left_out": left_out, "samples": samples}
 
     def _of_rank(self, step: int, rank: int) -> Rollouts:
-        path = step_folder(self.folder, step) / f"rollouts.rank{rank}.z"
-        return decode(path.read_bytes(), self._index(step, rank))
-
-    def _index(self, step: int, rank: int) -> dict[str, Any]:
-        path = step_folder(self.folder, step) / f"index.rank{rank}.json"
-        index: dict[str, Any] = json.loads(path.read_bytes())
-        return index
-
-    def _where(self, path: Path, data: bytes) -> str:
-        """Say which record of a changed file of rollouts differs, and which word of it."""
-        if path.suffix != ".z":
-            return ""
-        text = path.with_name(path.name.replace("rollouts", "index").replace(".z", ".json"))
-        step, own = int(path.parent.name[5:]), self.steps[int(path.parent.name[5:])]["files"]
-        written = text.read_bytes() if text.is_file() else b""
-        if hashlib.sha256(written).hexdigest() != own[text.name]["sha256"]:
-            return ", and so was its index"
-        index = json.loads(written)
-        changed = changed_records(data, index)
-        if not changed:
-            return " at its end, behind the rollouts"
-        first, policy = changed[0], self.config(self.life_of(step)).train.policy
-        others = f" (and {len(changed) - 1} records after it)" if len(changed) > 1 else ""
-        turn = read_turn(data, index, first)
-        checks = index["samples"].get(f"{first.group}/{first.trajectory}/{first.turn}")
-        if turn is None or checks is None or policy not in turn.calls:
-            return f": {first.name}{others}"
-        field = call_difference(turn.calls[policy], checks)
-        return f": {first.name}{': ' if field else ''}{field}{others}"
+        return decode((step_folder(self.folder, step) / rollouts_name(rank)).read_bytes())
 
 
 def _missing_lines(
@@ -197,23 +176,10 @@ def _missing_lines(
             yield step, f"{path} has no line of step {step}, which metrics.jsonl has"
 
 
-def totals(run: Path, steps: range) -> dict[str, float]:
-    """Add up what metrics.jsonl says of steps: the seconds of training, of the whole steps and of
-    the replay log, its bytes, and the tokens that were trained and sampled.
-    """
-    keys = ("train_s", "step_s", "replay_log_s", "replay_log_bytes", "num_tokens")
-    lines = [line for line in _metrics(run) if line["step"] in steps and keys[3] in line]
-    every = (*keys, "num_sampled_tokens")
-    return {key: sum(float(line.get(key) or 0) for line in lines) for key in every}
-
-
 def _logged(run: Path) -> set[int]:
-    return {int(line["step"]) for line in _metrics(run) if "replay_log_bytes" in line}
-
-
-def _metrics(run: Path) -> Iterator[dict[str, Any]]:
     path = run / "metrics.jsonl"
-    yield from read_lines(path) if path.is_file() else ()
+    lines = read_lines(path) if path.is_file() else ()
+    return {int(line["step"]) for line in lines if "replay_log_bytes" in line}
 
 
 def _trained_by(config: Config) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
+from flowtrain.replay.batch_digests import difference, left_out, missing
 from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.weights import Difference, compare, differing, recorded_weights, unknown
-from flowtrain.run.batch_checks import difference, left_out, missing
 from flowtrain.run.components import RunComponents
 from flowtrain.run.learner import Learner
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Prepared
-from flowtrain.train import prepare
 from flowtrain.training import checkpoint
 from flowtrain.training.model import whole
 from flowtrain.training.world import World
@@ -112,7 +111,7 @@ class Session:
     def _step(self, step: int) -> bool:
         """Make a step again; False where it differs."""
         started = time.monotonic()
-        prepared = prepare(self.learner, self.recorded.rollouts(step, self.world))
+        prepared = self.learner.prepare(self.recorded.rollouts(step, self.world))
         if text := self._batch_difference(step, prepared):
             return self._differs(f"step {step}: the batch differs: {text}")
         rows = self.learner.balance(prepared.rows)
@@ -129,7 +128,7 @@ class Session:
 
     def _batch_difference(self, step: int, prepared: Prepared) -> str:
         """Name the first place where the batch is not that of the run, over all ranks."""
-        recorded = self.recorded.checks(step)
+        recorded = self.recorded.batch(step)
         own = {
             "found": difference(prepared.batch, recorded["samples"]),
             "trained": [sample.sample_id for sample in prepared.batch.samples],

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from flowkernels import LossSpec, TokenLossFn
 
+from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
-from flowtrain.run.records import Trained
+from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.training import checkpoint
 from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.checkpoint import Checkpoints
@@ -22,12 +23,13 @@ from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lora import has_adapter
 from flowtrain.training.lr_schedule import learning_rate
 from flowtrain.training.minibatch_factor import MinibatchFactor
+from flowtrain.training.minibatches import split
 from flowtrain.training.model import published_weights
 from flowtrain.training.optimizers import KINDS
 from flowtrain.training.sharding import ShardSpec, named_tensors, shard, skeleton
-from flowtrain.training.token_scores import TokenScores
+from flowtrain.training.token_scores import TokenScores, attach_logprobs
 from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import PackedRow
+from flowtrain.training.tree import PackedRow, pack
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.utils.seeds import derive_seed
@@ -99,6 +101,16 @@ class Learner:
             self.publisher.close()
 
     # ---- the verbs of a step
+
+    def prepare(self, rollouts: Rollouts) -> Prepared:
+        """Turn this rank's rollouts into what is trained: advantages, then packed token trees."""
+        config, shape = self.config, self.components.model.config
+        batch = self.components.algorithm.advantages(rollouts.groups)
+        batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size)
+        batch, num_minibatches = split(batch, config.train, self.placement.world)
+        samples = attach_logprobs(batch.samples, rollouts.logprobs)
+        rows = pack(samples, num_minibatches, config.train.token_budget)
+        return Prepared(replace(batch, samples=tuple(samples)), rows)
 
     def balance(self, minibatches: Rows) -> Rows:
         """Return the rows that this rank trains, given those that it sampled."""

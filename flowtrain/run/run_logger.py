@@ -27,7 +27,6 @@ from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Prepared, Rollouts, Trained
-from flowtrain.run.replay_log import ReplayLog
 from flowtrain.run.step_counts import Counted
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
@@ -69,7 +68,6 @@ class RunLogger:
         last_step = start_step or -1  # from the start also means: without the line of step 0
         is_main = self._placement.world.is_main
         self.progress = Progress(config.train.num_steps, start_step, is_main)
-        self._replay = ReplayLog(self._run_dir, config, self._placement, start_step)
         self._metrics = None
         if is_main:
             cut_lines(self._run_dir.worst_tokens, last_step)
@@ -104,6 +102,7 @@ class RunLogger:
         trained: Trained,
         counted: Counted,
         weights: Mapping[str, float | str],
+        kept: Mapping[str, float],
         evaluation: Measured | None,
         seconds: Mapping[str, float],
     ) -> None:
@@ -112,10 +111,10 @@ class RunLogger:
         Args:
             rollouts, prepared: this rank's.
             weights: metrics of publishing and loading them.
+            kept: metrics of the replay log.
             seconds: by stage.
         """
         batch, mismatch = prepared.batch, counted.mismatch
-        replay = self._replay.log(step, rollouts, batch)
         measured = {}
         if evaluation is not None:
             measured = evaluation.metrics
@@ -139,7 +138,7 @@ class RunLogger:
                 **trained.metrics,
                 **self._speed(trained.metrics, seconds["train_s"]),
                 **weights,
-                **replay,
+                **kept,
                 **seconds,
             }
         )

@@ -2,8 +2,10 @@
 
     replay/steps.jsonl                            a line per step, and one where the run was opened
     replay/config.step_00000000.toml              the options from that step on
-    replay/step_00000007/rollouts.rank0.z         what rank 0 trained from (`rollout_files.py`)
-    replay/step_00000007/index.rank0.json         where each turn is in it; checks of the batch
+    replay/step_00000007/rollouts.rank0.z         what rank 0 trained from: its groups, and the
+                                                  log-probs of a search for branch points, in the
+                                                  dataflow's codec and zlib's
+    replay/step_00000007/batch.rank0.json         digests of the batch that it made of them
 
 A line has the SHA-256 of the step's files, the digests of its version's tensors, and a chain: the
 SHA-256 of the line and of the chain of the line before, so none can be changed alone. The line is
@@ -15,7 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +27,28 @@ import torch
 
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
+from flowtrain.dataflow.codec import pack, unpack
+from flowtrain.dataflow.contract import Refused
 from flowtrain.metrics import RunDir
 from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.run.batch_checks import checks_of
+from flowtrain.replay.batch_digests import digests_of
 from flowtrain.run.placement import Placement
 from flowtrain.run.records import Rollouts
-from flowtrain.run.rollout_files import encode
-from flowtrain.types import TrainBatch, UserError
+from flowtrain.training.token_scores import Scored
+from flowtrain.types import Group, SampleId, TrainBatch, UserError
 from flowtrain.utils.files import make_folder, remove, replace_file, writing
 from flowtrain.weights import WeightStore
 from flowtrain.weights.layout import digest_hex
 from flowtrain.weights.manifest import Manifest
 from flowtrain.weights.ranks import together
+
+_LEVEL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    groups: tuple[Group, ...]
+    logprobs: tuple[tuple[SampleId, Scored], ...]
 
 
 class ReplayLog:
@@ -98,9 +112,8 @@ class ReplayLog:
     def _write(self, step: int, rollouts: Rollouts, batch: TrainBatch) -> dict[str, Any]:
         """Write this rank's files of a step; returns size and SHA-256 by name."""
         folder, rank = step_folder(self._folder, step), self._placement.world.rank
-        stream, index = encode(rollouts)
-        text = json.dumps({**index, **checks_of(batch)}, separators=(",", ":"))
-        files = {f"rollouts.rank{rank}.z": stream, f"index.rank{rank}.json": text.encode()}
+        text = json.dumps(digests_of(batch), separators=(",", ":"))
+        files = {rollouts_name(rank): encode(rollouts), batch_name(rank): text.encode()}
         with writing(folder):
             make_folder(folder)
             for name, data in files.items():
@@ -119,6 +132,21 @@ class ReplayLog:
         append_lines(self._folder / "steps.jsonl", [{**line, "chain": self._chain}])
 
 
+def encode(rollouts: Rollouts) -> bytes:
+    """Return a rank's rollouts as bytes; the metrics are left out."""
+    kept = _Kept(tuple(rollouts.groups), tuple(rollouts.logprobs.items()))
+    return zlib.compress(pack(kept), _LEVEL)
+
+
+def decode(data: bytes) -> Rollouts:
+    """Return the rollouts of `encode`. Raises UserError when the bytes are none."""
+    try:
+        kept = unpack(zlib.decompress(data), _Kept)
+    except (zlib.error, Refused) as error:
+        raise UserError(f"the rollouts of a step cannot be read: {error}") from error
+    return Rollouts(kept.groups, dict(kept.logprobs), {})
+
+
 def version_record(manifest: Manifest) -> dict[str, Any]:
     """Return the digests of a version by tensor, and the hash of them all."""
     tensors = {name: digest_hex(digest) for name, digest in manifest.digests.items()}
@@ -134,6 +162,16 @@ def chained(before: str, line: Mapping[str, Any]) -> str:
 def step_folder(folder: Path, step: int) -> Path:
     """The folder of a step's files."""
     return folder / f"step_{step:08d}"
+
+
+def rollouts_name(rank: int) -> str:
+    """The file of a rank's rollouts in the folder of a step."""
+    return f"rollouts.rank{rank}.z"
+
+
+def batch_name(rank: int) -> str:
+    """The file of the digests of a rank's batch in the folder of a step."""
+    return f"batch.rank{rank}.json"
 
 
 def config_path(folder: Path, start_step: int) -> Path:
