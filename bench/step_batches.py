@@ -110,12 +110,14 @@ def _policy(components: RunComponents, store: WeightStore) -> Flow:
     engines = components.make_policy_engines({"planner": store})
     publish_start(components, store)
     engines["planner"].load(0)
-    return components.make_flow(engines, components.config.agent.max_turns)
+    flow = components.make_agent(engines, components.config.agent.max_turns)
+    assert isinstance(flow, Flow)
+    return flow
 
 
 def _expert(components: RunComponents) -> Flow:
-    flow = components.make_flow(components.make_no_engines(), components.config.agent.max_turns)
-    assert isinstance(flow.planner, PolicyPlanner)
+    flow = components.make_agent(components.make_no_engines(), components.config.agent.max_turns)
+    assert isinstance(flow, Flow) and isinstance(flow.planner, PolicyPlanner)
     return replace(
         flow,
         planner=ScriptedPlanner(

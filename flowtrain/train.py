@@ -28,7 +28,7 @@ One step, top to bottom, is the system:
 
 With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while this trains:
 
-    next_batch  run/batch_source.py        the step's batch, none staler than dataflow.max_staleness
+    next_batch  pool/batch_source.py       the step's batch, none staler than dataflow.max_staleness
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from flowtrain.metrics.mismatch import MismatchGate
 from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
-from flowtrain.run.records import Rollouts
 from flowtrain.run.run import Run, open_run
+from flowtrain.training.records import Rollouts
 from flowtrain.training.world import end_process
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer

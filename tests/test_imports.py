@@ -244,6 +244,7 @@ ORDER = (
     ("metrics",),
     ("dataflow",),
     ("evaluation",),
+    ("pool",),
     ("run",),
     ("node", "evals", "launch", "view", "replay"),
     ("train", "rft"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from test_learning import config, with_plans, write_questions
 
+from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
@@ -68,8 +69,8 @@ def right_share(groups: Sequence[Group]) -> float:
     return right / len(turns)
 
 
-def scripted(components: RunComponents, flow: Flow) -> Flow:
-    assert isinstance(flow.planner, PolicyPlanner)
+def scripted(components: RunComponents, flow: Agent) -> Flow:
+    assert isinstance(flow, Flow) and isinstance(flow.planner, PolicyPlanner)
     return dataclasses.replace(
         flow, planner=ScriptedPlanner(flow.planner, 0.0, components.tokenizer.eos_token_id)
     )
@@ -92,7 +93,7 @@ def test_the_refiner_learns_what_was_looked_for(
         engines = components.make_policy_engines({"refiner": store})
         for engine in engines.values():
             cleanup.callback(engine.close)
-        flow = scripted(components, components.make_flow(engines, 1))
+        flow = scripted(components, components.make_agent(engines, 1))
         world = components.world
         placement = Placement(world, world, world)
         learner = Learner.make(components, placement, store, Path("checkpoints"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from test_learning import config, with_plans, write_questions
 
+from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
@@ -73,8 +74,8 @@ def reward(groups: Sequence[Group]) -> float:
     return sum(rewards) / len(rewards)
 
 
-def scripted(components: RunComponents, flow: Flow) -> Flow:
-    assert isinstance(flow.planner, PolicyPlanner)
+def scripted(components: RunComponents, flow: Agent) -> Flow:
+    assert isinstance(flow, Flow) and isinstance(flow.planner, PolicyPlanner)
     return dataclasses.replace(
         flow, planner=ScriptedPlanner(flow.planner, 0.6, components.tokenizer.eos_token_id)
     )
@@ -101,7 +102,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
         engines = components.make_policy_engines({"verifier": store})
         for engine in engines.values():
             cleanup.callback(engine.close)
-        flow = scripted(components, components.make_flow(engines, 4))
+        flow = scripted(components, components.make_agent(engines, 4))
         world = components.world
         placement = Placement(world, world, world)
         learner = Learner.make(components, placement, store, Path("checkpoints"))

@@ -213,9 +213,7 @@ def edit_a_turn(run: Path, step: int) -> tuple[int, int, int]:
     groups = {group.index: group for group in rollouts.groups}
     trajectory = groups[number].trajectories[member]
     call = trajectory.turns[turn].calls["planner"]
-    call = replace(
-        call, response_ids=(*call.response_ids[:-1], (call.response_ids[-1] + 1) % 256)
-    )
+    call = replace(call, response_ids=(*call.response_ids[:-1], (call.response_ids[-1] + 1) % 256))
     turns = list(trajectory.turns)
     turns[turn] = replace(turns[turn], calls={**turns[turn].calls, "planner": call})
     members = list(groups[number].trajectories)

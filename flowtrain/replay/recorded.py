@@ -22,7 +22,7 @@ from flowtrain.replay.log import (
     rollouts_name,
     step_folder,
 )
-from flowtrain.run.records import Rollouts
+from flowtrain.training.records import Rollouts
 from flowtrain.training.world import World
 from flowtrain.types import Group, UserError
 
@@ -70,7 +70,9 @@ class Recorded:
                 )
                 problems.append((step, text))
         if any("index.rank0.json" in line["files"] for line in steps.values()):
-            raise UserError(f"{path} is of an older version of flowtrain, which alone can replay it")
+            raise UserError(
+                f"{path} is of an older version of flowtrain, which alone can replay it"
+            )
         problems += _missing_lines(path, steps, lives, {step for step, _ in problems})
         return cls(run, path.parent, lives, steps, tuple(sorted(problems)))
 

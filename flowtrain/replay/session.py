@@ -18,9 +18,9 @@ from flowtrain.replay.weights import Difference, compare, differing, recorded_we
 from flowtrain.run.components import RunComponents
 from flowtrain.run.learner import Learner
 from flowtrain.run.placement import Placement
-from flowtrain.run.records import Prepared
 from flowtrain.training import checkpoint
 from flowtrain.training.model import whole
+from flowtrain.training.records import Prepared
 from flowtrain.training.world import World
 from flowtrain.types import SampleId, UserError
 from flowtrain.weights import WeightStore

@@ -1,17 +1,36 @@
-"""Check that a source of questions and its scorer agree on what is right."""
+"""Check that tasks can be scored, and that a source and its scorer agree on what is right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain.rewards import score
+from flowtrain.rewards import RewardFunctions, score
+from flowtrain.tasks import sub_goals
 from flowtrain.tasks.files import TaskSource, shortened
+from flowtrain.tasks.sets import TaskSet
 from flowtrain.types import Group, Task, Trajectory, UserError
 from flowtrain.utils.text import final_answer, marked_answer, words
 
 _COMPARING = ("exact", "qa", "f1", "math", "choice")
 """Scorers that compare with accepted answers; others judge answers by themselves."""
 _MIN_SHARE = 0.5
+
+
+def check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: bool) -> None:
+    """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
+    use the task's answers, before the run. Check sub-goals, and sources by their own solutions.
+    Functions of the user's own are not called.
+    """
+    every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
+    if functions is not None:
+        functions.check(every)
+    else:
+        score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
+    for task in tasks.train:
+        sub_goals.check(task)
+    # A judge accepts what rules do not, and functions need no answers.
+    for source in () if has_judge or functions is not None else tasks.sources:
+        check_source(source)
 
 
 def check_source(source: TaskSource) -> None:

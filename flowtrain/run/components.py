@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.agents.base import Agent, AgentContext
-from flowtrain.agents.build import make_agentflow, make_policy
-from flowtrain.agents.flow import Flow
+from flowtrain.agents.build import make_policy
 from flowtrain.agents.registry import AgentKind, load_kind
 from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
+from flowtrain.dataflow.contract import Register
 from flowtrain.engines.chat_engines import TEACHER, ChatEngines, make_chat_engines
 from flowtrain.engines.factory import (
     ModelSpec,
@@ -35,18 +35,17 @@ from flowtrain.engines.factory import (
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.evaluation.true_score import TrueScorer
 from flowtrain.metrics import RunDir, manifest
-from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, score
-from flowtrain.rewards.references import check_source
+from flowtrain.rewards import Judge, JudgeCache, RewardFunctions
+from flowtrain.rewards.references import check_tasks
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
 from flowtrain.run.trained_policy import load_trained_policy
-from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import MAIN_SPLIT, TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.devices import keep_freed_memory
 from flowtrain.training.world import World
-from flowtrain.types import Group, PolicyName, Trajectory, UserError
+from flowtrain.types import PolicyName, UserError
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import Source
 from flowtrain.weights.ranks import together
@@ -66,13 +65,13 @@ class RunComponents:
     """The policy that is trained, not sharded yet: on the main rank fp32 master weights on the CPU
     or, with [lora], frozen ones in model.dtype and an adapter in fp32; on others the meta device.
     """
-    policies: Mapping[PolicyName, ModelSpec]
-    """All policies of the flow."""
-    chats: ChatEngines
-    """The models behind the roles of the flow, the tools and the judge."""
-    tools: dict[str, Tool]
     agent_kind: AgentKind
-    reward_functions: RewardFunctions | None
+    policies: Mapping[PolicyName, ModelSpec] = field(default_factory=dict)
+    """All policies of the flow."""
+    chats: ChatEngines = field(default_factory=lambda: ChatEngines({}, {}))
+    """The models behind the roles of the flow, the tools and the judge."""
+    tools: dict[str, Tool] = field(default_factory=dict)
+    reward_functions: RewardFunctions | None = None
     true_scorer: TrueScorer | None = None
     """Of held-out rollouts alone; None on nodes."""
 
@@ -96,16 +95,15 @@ class RunComponents:
             with_weights: the policy is trained or asked; else its shape and tokenizer will do.
             teacher: the name in [engines] of a model that demonstrates; "": there is none.
         """
-        algorithm = load_algorithm(config)
+        algorithm = _begin(config, world)
         config = algorithm.config
-        _set_up_cpu(config.run.threads, world.device)
         functions = RewardFunctions.load(config.reward)
         with waiting("reading the questions", world.is_main):
             tasks = task_set(config, fictional)
         has_judge = config.roles.judge != "none"
         together(
             world,
-            lambda: _check_tasks(tasks, functions, has_judge) if world.is_main else None,
+            lambda: check_tasks(tasks, functions, has_judge) if world.is_main else None,
             other_failed=UserError,
         )
         true_scorer = TrueScorer.load(config, tasks.held_out.get(MAIN_SPLIT, ()))
@@ -132,9 +130,8 @@ class RunComponents:
             components = cls.prepare(config, world)
             components.model.to("meta")
             return components
-        algorithm = load_algorithm(config)
+        algorithm = _begin(config, world)
         config = algorithm.config
-        _set_up_cpu(config.run.threads, world.device)
         functions = RewardFunctions.load(config.reward)
         policies = {name: ModelSpec.load(*config.path_of(name)) for name in config.policy_names}
         trained = policies[config.train.policy]
@@ -149,9 +146,8 @@ class RunComponents:
 
         Tasks are loaded only for model.path = "tiny", whose tokenizer is trained on them.
         """
-        algorithm = load_algorithm(config)
+        algorithm = _begin(config, world)
         config = algorithm.config
-        _set_up_cpu(config.run.threads, world.device)
         tasks = task_set(config) if config.model.path == "tiny" else TaskSet((), {}, ())
         tokenizer, model = load_trained_policy(config, tasks, with_weights=world.is_main)
         return cls(
@@ -161,11 +157,7 @@ class RunComponents:
             tasks=tasks,
             tokenizer=tokenizer,
             model=model,
-            policies={},
-            chats=ChatEngines({}, {}),
-            tools={},
             agent_kind=load_kind(config),
-            reward_functions=None,
         )
 
     @classmethod
@@ -261,6 +253,21 @@ class RunComponents:
         together(self.world, create, other_failed=UserError)
         return RunDir.open(path)
 
+    def registration(self, step: int) -> Register:
+        """Describe the trained policy to the dataflow, for a run that goes on at `step`."""
+        config, shape = self.config, self.model.config
+        dtype = getattr(torch, config.model.dtype)
+        return Register(
+            policy=config.train.policy,
+            layout=self.policies[config.train.policy].layout(dtype, config.lora),
+            store=config.dataflow.store or str((Path(config.run.dir) / "weights").resolve()),
+            num_groups=config.rollout.num_questions,
+            max_staleness=config.dataflow.max_staleness,
+            vocab_size=shape.vocab_size,
+            max_positions=shape.max_position_embeddings,
+            step=step,
+        )
+
     def make_policy_engines(
         self,
         stores: Mapping[str, Source],
@@ -325,23 +332,14 @@ class RunComponents:
             temperature: of all policies; None: each has its own.
             snapshots: where rollouts keep the states of their tools, for branches.
         """
-        context = self._agent_context(engines, max_turns, temperature)
-        return self.agent_kind.make(replace(context, snapshots=snapshots))
-
-    def make_flow(
-        self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
-    ) -> Flow:
-        """Build AgentFlow's flow; the arguments are those of `make_agent`."""
-        return make_agentflow(self._agent_context(engines, max_turns, temperature))
-
-    def _agent_context(
-        self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None
-    ) -> AgentContext:
         policies = {
             name: make_policy(self.config, name, engines[name], policy.tokenizer, temperature)
             for name, policy in self.policies.items()
         }
-        return AgentContext(self.config, policies, self.tools, self.chats.roles, max_turns)
+        roles = self.chats.roles
+        return self.agent_kind.make(
+            AgentContext(self.config, policies, self.tools, roles, max_turns, snapshots)
+        )
 
     def make_judge(self) -> Judge | None:
         """Build the judge; None where `roles.judge` says so."""
@@ -376,25 +374,12 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
 
 
-def _set_up_cpu(threads: int, device: torch.device) -> None:
+def _begin(config: Config, world: World) -> Algorithm:
+    """Make the algorithm, whose config is the run's, and set up the CPU."""
+    algorithm = load_algorithm(config)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = algorithm.config.run.threads
     torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // ranks_here))
-    if device.type == "cpu":
+    if world.device.type == "cpu":
         keep_freed_memory()
-
-
-def _check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: bool) -> None:
-    """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
-    use the task's answers, before the run. Check sub-goals, and sources by their own solutions.
-    Functions of the user's own are not called.
-    """
-    every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
-    if functions is not None:
-        functions.check(every)
-    else:
-        score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
-    for task in tasks.train:
-        sub_goals.check(task)
-    # A judge accepts what rules do not, and functions need no answers.
-    for source in () if has_judge or functions is not None else tasks.sources:
-        check_source(source)
+    return algorithm

@@ -15,7 +15,6 @@ from flowtrain.algorithms import filter_samples
 from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
-from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.training import checkpoint
 from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.checkpoint import Checkpoints
@@ -26,6 +25,7 @@ from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.minibatches import split
 from flowtrain.training.model import published_weights
 from flowtrain.training.optimizers import KINDS
+from flowtrain.training.records import Prepared, Rollouts, Trained
 from flowtrain.training.sharding import ShardSpec, named_tensors, shard, skeleton
 from flowtrain.training.token_scores import TokenScores, attach_logprobs
 from flowtrain.training.trainer import OptimSpec, Trainer

@@ -26,18 +26,17 @@ from flowtrain.evaluation.evaluator import (
     held_out_name,
     load_benchmarks,
 )
-from flowtrain.evaluation.pool import PoolEvaluations
 from flowtrain.metrics import RunDir, atomic_write_text
 from flowtrain.metrics.learning_signal import LearningSignal
 from flowtrain.metrics.profiler import profiled
+from flowtrain.pool.batch_source import BatchSource, open_batch_source
+from flowtrain.pool.evaluations import PoolEvaluations
 from flowtrain.rewards import Judge
 from flowtrain.run.banner import train_banner
-from flowtrain.run.batch_source import BatchSource, open_batch_source
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.learner import Learner
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
-from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.step_counts import Counted, count_step
 from flowtrain.tasks.cursor import TaskCursor
@@ -45,6 +44,7 @@ from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak
+from flowtrain.training.records import Prepared, Rollouts, Trained
 from flowtrain.training.world import World
 from flowtrain.types import TokenAccount, Trajectory, UserError
 from flowtrain.utils.files import writing
@@ -334,7 +334,14 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     )
     batch_source = pool = None
     if config.dataflow.url:
-        batch_source = open_batch_source(components, interrupt, logger.progress.note, state)
+        batch_source = open_batch_source(
+            config,
+            world,
+            components.registration(state["step"]),
+            trained_from=state["dataflow"],
+            interrupt=interrupt,
+            note=logger.progress.note,
+        )
         cleanup.callback(batch_source.close)
         pool = PoolEvaluations(batch_source, config, world, logger.progress.note)
         cleanup.callback(pool.close)

@@ -26,10 +26,10 @@ from flowtrain.metrics.panels import read_series, total_seconds, total_tokens
 from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
-from flowtrain.run.records import Prepared, Rollouts, Trained
 from flowtrain.run.step_counts import Counted
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
+from flowtrain.training.records import Prepared, Rollouts, Trained
 from flowtrain.training.token_scores import with_training_stats
 from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable

@@ -12,7 +12,7 @@ from flowtrain.metrics.parts import count_parts, part_metrics
 from flowtrain.metrics.rollouts import Outcome, RolloutStats, count_rollouts
 from flowtrain.metrics.sums import Tally
 from flowtrain.metrics.tokens import account, count_tokens
-from flowtrain.run.records import Prepared, Rollouts, Trained
+from flowtrain.training.records import Prepared, Rollouts, Trained
 from flowtrain.training.world import World
 from flowtrain.types import TokenAccount
 

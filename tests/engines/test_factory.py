@@ -108,11 +108,11 @@ def test_a_policy_without_a_store_has_the_weights_at_its_path(
 def test_each_policy_has_its_own_temperature(components: RunComponents) -> None:
     values = components.config.model_dump()
     values["policies"]["verifier"]["temperature"] = 0.5
-    flow = dataclasses.replace(components, config=Config.model_validate(values)).make_flow(
+    flow = dataclasses.replace(components, config=Config.model_validate(values)).make_agent(
         components.make_no_engines(), 3
     )
     assert (flow.planner.policy.temperature, flow.verifier.policy.temperature) == (1.0, 0.5)  # type: ignore[attr-defined]
-    greedy = components.make_flow(components.make_no_engines(), 3, temperature=0.0)
+    greedy = components.make_agent(components.make_no_engines(), 3, temperature=0.0)
     assert (greedy.planner.policy.temperature, greedy.verifier.policy.temperature) == (0.0, 0.0)  # type: ignore[attr-defined]
 
 

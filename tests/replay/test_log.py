@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.replay.log import decode, encode
-from flowtrain.run.records import Rollouts
+from flowtrain.training.records import Rollouts
 from flowtrain.types import (
     Call,
     FinishReason,

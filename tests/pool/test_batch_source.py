@@ -30,9 +30,9 @@ from flowtrain.dataflow.contract import (
 )
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
-from flowtrain.run import batch_source as feeds
-from flowtrain.run.batch_source import BatchSource, connect, versions
-from flowtrain.run.heartbeat import Heartbeat
+from flowtrain.pool import batch_source as feeds
+from flowtrain.pool.batch_source import BatchSource, connect, versions
+from flowtrain.pool.heartbeat import Heartbeat
 from flowtrain.training.world import World
 from flowtrain.types import Call, FinishReason, Group, UserError, VersionSpan
 from tests.dataflow.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn

@@ -13,11 +13,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -36,9 +33,8 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.metrics.tokens import versions
 from flowtrain.net.serving import TOKEN_VARIABLE
-from flowtrain.run.components import RunComponents
-from flowtrain.run.heartbeat import Heartbeat
-from flowtrain.run.records import Rollouts
+from flowtrain.pool.heartbeat import Heartbeat
+from flowtrain.training.records import Rollouts
 from flowtrain.training.world import World
 from flowtrain.types import Group, TokenAccount, UserError, account_of
 
@@ -297,33 +293,21 @@ class BatchSource:
 
 
 def open_batch_source(
-    components: RunComponents,
+    config: Config,
+    world: World,
+    policy: Register,
+    *,
+    trained_from: str,
     interrupt: Interrupt,
     note: Callable[[str], None],
-    state: Mapping[str, Any],
 ) -> BatchSource:
-    """Register with the dataflow; nodes may pull the weights from now on.
-
-    `state` is that of the checkpoint: the "step" that the run resumes from, and the "dataflow" that
-    it was trained from.
+    """Register a policy with the dataflow, as `BatchSource.register` does; nodes may pull its
+    weights from now on.
     """
-    config = components.config
-    source = BatchSource(connect(config), config, components.world, interrupt, note)
+    source = BatchSource(connect(config), config, world, interrupt, note)
     with ExitStack() as cleanup:
         cleanup.callback(source.close)
-        dtype = getattr(torch, config.model.dtype)
-        shape = components.model.config
-        policy = Register(
-            policy=config.train.policy,
-            layout=components.policies[config.train.policy].layout(dtype, config.lora),
-            store=config.dataflow.store or str((Path(config.run.dir) / "weights").resolve()),
-            num_groups=config.rollout.num_questions,
-            max_staleness=config.dataflow.max_staleness,
-            vocab_size=shape.vocab_size,
-            max_positions=shape.max_position_embeddings,
-            step=state["step"],
-        )
-        source.register(policy, state["dataflow"])
+        source.register(policy, trained_from)
         cleanup.pop_all()
     return source
 

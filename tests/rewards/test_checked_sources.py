@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.run.components import _check_tasks
+from flowtrain.rewards.references import check_tasks
 from flowtrain.tasks.files import TaskSource
 from flowtrain.tasks.sets import without_tasks
 from flowtrain.types import Task, UserError
@@ -18,6 +18,6 @@ def test_a_source_whose_solutions_are_wrong_needs_a_judge() -> None:
     source = TaskSource("sums.jsonl", "own", (task,), {"t": ""})
     tasks = replace(without_tasks(Config()), train=(task,), sources=(source,))
     with pytest.raises(UserError, match=r"tasks\.path='sums\.jsonl': the solutions of 1 of 1"):
-        _check_tasks(tasks, None, has_judge=False)
-    _check_tasks(tasks, None, has_judge=True)
-    _check_tasks(replace(tasks, sources=()), None, has_judge=False)
+        check_tasks(tasks, None, has_judge=False)
+    check_tasks(tasks, None, has_judge=True)
+    check_tasks(replace(tasks, sources=()), None, has_judge=False)

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Event
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from flowtrain.config import Config
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
-    Dataflow,
     EvalResult,
     Evaluate,
     EvaluationRequest,
@@ -26,6 +25,7 @@ from flowtrain.dataflow.contract import (
 )
 from flowtrain.evaluation.evaluator import Evaluator, Found, Part
 from flowtrain.metrics.tokens import versions
+from flowtrain.pool.batch_source import BatchSource
 from flowtrain.training.world import World
 from flowtrain.types import Group, Trajectory
 from flowtrain.utils.seeds import derive_seed
@@ -35,20 +35,6 @@ T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _MAX_FETCHED = 8
 """Evaluations that are looked at; further ones are asked for, and looked at when one is done."""
-
-
-class Source(Protocol):
-    """A run's way to ask nodes: `run.batch_source.BatchSource`."""
-
-    @property
-    def dataflow(self) -> Dataflow: ...
-    def settle(
-        self,
-        answer: Future[T],
-        why: Callable[[], str],
-        moved: Callable[[], float] | None = None,
-    ) -> T | None:
-        """Return the answer on this rank once all ranks have one; collective."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +68,7 @@ class PoolEvaluations:
     """Evaluations that this run asks of nodes. All methods but `close` are collective."""
 
     def __init__(
-        self, source: Source, config: Config, world: World, note: Callable[[str], None]
+        self, source: BatchSource, config: Config, world: World, note: Callable[[str], None]
     ) -> None:
         """`note` shows a line to the person who watches."""
         self._source, self._world, self._note = source, world, note

@@ -1,0 +1,1 @@
+"""The rollout nodes as a run sees them: its batches and evaluations come from the dataflow."""
