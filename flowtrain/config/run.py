@@ -25,7 +25,8 @@ class Run(Section):
     """seconds after which a collective of the training pass that hangs ends the run; ranks wait for
     each other's rollouts, engines and evaluations however long these take"""
     threads: int = Field(0, ge=0)
-    """CPU threads per rank; 0: the cores divided by the ranks of this machine"""
+    """CPU threads per rank; 0: OMP_NUM_THREADS, or else the cores that affinity and cgroups allow,
+    divided by the ranks of this machine"""
     profile: int = Field(0, ge=0)
     """profile so many steps after the first one, on the main rank: run.dir/profile gets a
     Chrome trace and a table of operators; 0: none"""

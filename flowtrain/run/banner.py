@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from flowtrain import __version__
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
@@ -15,8 +17,10 @@ def train_banner(components: RunComponents, placement: Placement, start_step: in
     samplers = f"{rollout.engine} on {placement.samplers.size} ranks"
     if config.dataflow.url:
         samplers = f"nodes of {config.dataflow.url}"
+    device = trainers.device.type
+    device += f", {torch.get_num_threads()} threads each" * (device == "cpu")
     rows = {
-        "ranks": f"sampled by {samplers}, trained by {trainers.size} ({trainers.device.type})",
+        "ranks": f"sampled by {samplers}, trained by {trainers.size} ({device})",
         "steps": f"{train.num_steps}, {each_step}"
         + f", after step {start_step}" * (start_step > 0),
     }

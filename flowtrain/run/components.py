@@ -6,7 +6,6 @@ wrong with the input is found out here, before the run folder is made.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -43,7 +42,7 @@ from flowtrain.run.trained_policy import load_trained_policy
 from flowtrain.tasks.sets import MAIN_SPLIT, TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
-from flowtrain.training.devices import keep_freed_memory
+from flowtrain.training.devices import keep_freed_memory, threads_per_rank
 from flowtrain.training.world import World
 from flowtrain.types import PolicyName, UserError
 from flowtrain.utils.waiting import waiting
@@ -377,9 +376,7 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
 def _begin(config: Config, world: World) -> Algorithm:
     """Make the algorithm, whose config is the run's, and set up the CPU."""
     algorithm = load_algorithm(config)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = algorithm.config.run.threads
-    torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // ranks_here))
+    torch.set_num_threads(threads_per_rank(algorithm.config.run.threads))
     if world.device.type == "cpu":
         keep_freed_memory()
     return algorithm

@@ -1,10 +1,13 @@
-"""Peak FLOP/s of devices, peak memory of a run, and how a CPU's memory is handed out."""
+"""Peak FLOP/s of devices, peak memory of a run, and the threads and the memory of a CPU."""
 
 from __future__ import annotations
 
 import ctypes
+import math
+import os
 import re
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -59,6 +62,47 @@ def keep_freed_memory() -> None:
         (_M_TOP_PAD, 2**26),
     ):
         mallopt(parameter, value)
+
+
+def threads_per_rank(asked: int) -> int:
+    """Return the CPU threads of this rank: those that are asked for, else OMP_NUM_THREADS, else the
+    cores that this process may use, divided by the ranks of this machine.
+
+    torchrun sets OMP_NUM_THREADS to 1 for several ranks that have none, which is nobody's wish.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wished = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked or (ranks_here == 1 and wished.isdecimal()):
+        return max(1, asked or int(wished))
+    return max(1, usable_cores() // ranks_here)
+
+
+def usable_cores(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Count the cores that this process may use, by its affinity and the quotas of its cgroups.
+
+    Args:
+        root: where the cgroups are mounted.
+        own: names those of this process.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    return min([allowed, *(max(1, math.ceil(quota)) for quota in _quotas(root, own))])
+
+
+def _quotas(root: Path, own: Path) -> Iterator[float]:
+    """Yield the cores that a process gets on average, of each of its cgroups that bounds them."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        group = root / "cpu" if controllers else root  # the second version has one tree for all
+        # Within a container the path may be the host's, which is not there.
+        for part in ("", *Path(path).parts[1:]):
+            group /= part
+            files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+            texts = [(group / name).read_text() for name in files if (group / name).exists()]
+            quota, *period = " ".join(texts).split() or ["max"]
+            if period and quota.isdecimal():  # neither "max" nor -1
+                yield int(quota) / int(period[0])
 
 
 class MemoryPeak:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from flowtrain.training.devices import PEAK_TFLOPS, peak_tflops
+from flowtrain.training.devices import PEAK_TFLOPS, peak_tflops, threads_per_rank, usable_cores
 
 
 def test_devices_are_known_by_name() -> None:
@@ -51,3 +53,74 @@ new_pages(128), new_pages(40), in_a_thread(40)
     first, *later = map(int, done.stdout.split())
     assert first > 30_000, "128 MiB in pages of 4 KiB"
     assert max(later) < 1000 if is_kept else min(later) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "omp", "asked", "expected"),
+    [
+        ("1", "", 0, 8),  # all cores
+        ("4", "", 0, 2),
+        ("16", "", 0, 1),
+        ("1", "3", 0, 3),
+        ("1", "3,1", 0, 3),  # outer and nested
+        ("4", "1", 0, 2),  # torchrun has set it
+        ("1", "3", 5, 5),  # run.threads
+        ("4", "1", 5, 5),
+    ],
+)
+def test_threads_are_those_that_were_asked_for(
+    ranks: str, omp: str, asked: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowtrain.training.devices.usable_cores", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    assert threads_per_rank(asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/a/b", {"cpu.max": "max 100000"}, 8),
+        ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 2),
+        ("0::/not/here", {"cpu.max": "50000 100000"}, 1),
+        ("2:cpuacct:/a\n1:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1"}, 8),
+        (
+            "9:memory:/m\n1:cpu,cpuacct:/a\n0::/",
+            {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"},
+            3,
+        ),
+        ("", {}, 8),
+    ],
+)
+def test_quotas_of_cgroups_are_kept(
+    own: str,
+    files: dict[str, str],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert usable_cores(tmp_path, tmp_path / "own") == expected
+
+
+def test_a_process_on_one_core_computes_with_one_thread() -> None:
+    code = """
+import os
+from flowtrain.training.devices import threads_per_rank
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+print(threads_per_rank(0))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"LOCAL_WORLD_SIZE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == "1"
