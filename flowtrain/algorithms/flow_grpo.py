@@ -23,11 +23,19 @@ from flowtrain.algorithms.advantages import (
     trained_calls,
 )
 from flowtrain.algorithms.base import Algorithm
-from flowtrain.types import FilterReason, Group, PolicyName, Sample, TrainBatch
+from flowtrain.types import FilterReason, Group, PolicyName, Sample, TrainBatch, UserError
 
 
 class FlowGrpo(Algorithm):
     """Flow-GRPO: the defaults of every algorithm, and its advantages."""
+
+    def check(self) -> None:
+        super().check()
+        if self.config.rollout.group_size == 1 and self.config.algorithm.mode == "paper":
+            raise UserError(
+                "rollout.group_size=1 compares a rollout with itself, so that every advantage is "
+                "0; it must be at least 2"
+            )
 
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
         return flow_grpo(

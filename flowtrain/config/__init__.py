@@ -100,6 +100,10 @@ class Config(Section):
             own.temperature or self.rollout.temperature,
         )
 
+    def word_for(self, policy: PolicyName) -> str:
+        """Return what people call a policy: AgentFlow alone has a planner."""
+        return policy if self.agent.name == "agentflow" else "policy"
+
     def path_of(self, policy: PolicyName) -> tuple[str, str]:
         """The key that says where a policy's model is, and its value."""
         if policy == self.train.policy:

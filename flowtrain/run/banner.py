@@ -24,12 +24,15 @@ def train_banner(components: RunComponents, placement: Placement, start_step: in
         "steps": f"{train.num_steps}, {each_step}"
         + f", after step {start_step}" * (start_step > 0),
     }
-    return _banner(components, f"{config.algorithm.name} trains the {train.policy}", rows)
+    return _banner(
+        components, f"{config.algorithm.name} trains the {config.word_for(train.policy)}", rows
+    )
 
 
 def rft_banner(components: RunComponents) -> str:
     """Say who demonstrates what to which model, and where the result will be."""
-    rft, policy = components.config.rft, components.config.train.policy
+    config, rft = components.config, components.config.rft
+    policy = config.word_for(config.train.policy)
     steps = f"{rft.num_steps} steps" if rft.num_steps else f"{rft.num_epochs:g} epochs"
     then = "no more" if rft.collect_only else f"then imitated for {steps}"
     rows = {"next": f"{rft.num_rollouts:,} rollouts are made, {then}"}

@@ -29,7 +29,7 @@ from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
 from flowtrain.training.model import export, named_weights
 from flowtrain.training.world import World
-from flowtrain.types import Completion, Sampling, Task, Trajectory, Turn, UserError
+from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory, Turn, UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import printable
@@ -37,6 +37,11 @@ from flowtrain.utils.text import printable
 NUM_PROMPTS = 200
 """Tasks whose first prompts are measured."""
 NUM_ROLLOUTS = 2
+_CUT_BY = {
+    FinishReason.LENGTH: ", by rollout.max_new_tokens = {config.rollout.max_new_tokens}",
+    FinishReason.DEADLINE: ", by rollout.request_timeout_s = {config.rollout.request_timeout_s:g}",
+}
+"""Options by which a response was cut."""
 _OURS = ("agentflow", "single", "tools")
 """Agents whose first prompt depends on the question alone, and costs nothing to make."""
 
@@ -68,6 +73,8 @@ def dry_run(config: Config) -> int:
             for line in _Shown(components, trajectory).lines():
                 _say(line)
         _say("\na dry run: nothing was written")
+        if all(trajectory.error for trajectory in rollouts):
+            raise UserError(f"all rollouts failed, the first with: {rollouts[0].error}")
     return 0
 
 
@@ -216,6 +223,8 @@ class _Shown:
                 yield from self._call(name, call, before.get(name, ()))
                 before[name] = call.prompt_ids + call.response_ids
             yield from _deeds(turn)
+            if self.components.config.agent.name == "agentflow":
+                yield f"verdict: {turn.verdict}"
         yield "----"
         yield from _labelled("failed", rollout.error)
         yield from _labelled("ended early", rollout.truncated)
@@ -228,12 +237,15 @@ class _Shown:
 
     def _call(self, name: Any, call: Any, before: tuple[int, ...]) -> Iterator[str]:
         decode = self.components.policies[name].tokenizer.decode
+        config = self.components.config
         prompt, num_known = call.prompt_ids, len(before)
         begins_so = bool(before) and prompt[:num_known] == before
         new = prompt[num_known:] if begins_so else prompt
         goes_on = f", the first {num_known} as above" if begins_so else ""
-        yield f"{name} reads {len(prompt)} tokens{goes_on}:\n{decode(list(new))}"
-        yield f"{name} writes {len(call.response_ids)} tokens ({call.finish_reason}):\n{call.text}"
+        word, why = config.word_for(name), _CUT_BY.get(call.finish_reason, "")
+        why = f"{call.finish_reason}{why.format(config=config)}"
+        yield f"{word} reads {len(prompt)} tokens{goes_on}:\n{decode(list(new))}"
+        yield f"{word} writes {len(call.response_ids)} tokens ({why}):\n{call.text}"
 
 
 def _deeds(turn: Turn) -> Iterator[str]:
@@ -244,7 +256,6 @@ def _deeds(turn: Turn) -> Iterator[str]:
         yield f"tool {turn.action.tool_name}, {turn.command}: {turn.result.text}"
     elif turn.result.error is not None:
         yield f"malformed: {turn.result.error}"
-    yield f"verdict: {turn.verdict}"
 
 
 def _labelled(label: str, text: str) -> list[str]:

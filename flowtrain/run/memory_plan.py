@@ -32,6 +32,8 @@ _GPU_CHUNK_ROWS = 4096
 _TARGET_SHARE = 1 / 3
 """Share of a row's tokens whose hidden states go to the head: a guess about a small part of the
 whole."""
+_CPU_SLACK = 1.5
+"""So many times the predicted bytes a process on a CPU may take."""
 _SURE = ("weights", "gradients", "moments", "reference", "published", "engine")
 """Parts that a step takes however short its rows are."""
 
@@ -57,9 +59,11 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def text(self) -> str:
+        # A CPU's heap has holes, and libraries take buffers of their own.
+        most = "" if self.gpu_bytes else f" to {_CPU_SLACK * self.num_bytes / 1e9:.3g}"
         return (
-            f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g} GB "
-            f"({_listed(self.parts)}); while it loads: {self.loading / 1e9:.3g} GB, and "
+            f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g}{most} "
+            f"GB ({_listed(self.parts)}); while it loads: {self.loading / 1e9:.3g} GB, and "
             f"{self.host / 1e9:.3g} GB of the main rank's host"
         )
 

@@ -56,6 +56,8 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFas
         raise UserError(
             f"{key}={path!r} holds no tokenizer that transformers can load: {_first_line(error)}"
         ) from error
+    if not tokenizer.encode("a"):
+        raise UserError(f"{key}={path!r} has no tokenizer beside its weights")
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {key}={path!r} has no end-of-sequence token")
     return tokenizer

@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flowtrain.algorithms import load_algorithm
 from flowtrain.algorithms.flow_grpo import flow_grpo
+from flowtrain.config import Config
 from flowtrain.types import (
     Call,
     FinishReason,
@@ -27,6 +29,7 @@ from flowtrain.types import (
     ToolResult,
     Trajectory,
     Turn,
+    UserError,
     Verdict,
 )
 
@@ -575,3 +578,11 @@ def test_gradient_is_that_of_the_objective(mode: Any, kl_coef: float, num_miniba
         assert theta.grad.abs().max() > 1e-3
         torch.testing.assert_close(gradient, theta.grad, rtol=1e-5, atol=1e-6)
         assert loss == pytest.approx(truth.item(), rel=1e-5, abs=1e-6)
+
+
+def test_a_group_of_one_is_refused() -> None:
+    """In mode "released" a lone rollout of one turn keeps its reward."""
+    values: dict[str, Any] = {"rollout": {"group_size": 1}}
+    with pytest.raises(UserError, match="group_size=1 compares a rollout with itself"):
+        load_algorithm(Config.model_validate(values))
+    load_algorithm(Config.model_validate(values | {"algorithm": {"mode": "released"}}))

@@ -90,6 +90,29 @@ def test_questions_of_a_file_are_shown_as_they_are_read_and_escaped(
     assert " prompts are too long" in text
 
 
+def test_a_cut_response_names_the_option_that_cut_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(capsys, *SINGLE, "--rollout.max_new_tokens", "2")
+    assert "policy writes 2 tokens (length, by rollout.max_new_tokens = 2):" in text
+    assert "planner" not in text and "verdict" not in text, "there is neither"
+    text = shown(capsys, *SINGLE, "--rollout.request_timeout_s", "1e-9")
+    assert "(deadline, by rollout.request_timeout_s = 1e-09):" in text
+
+
+def test_rollouts_that_all_fail_end_it_with_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text(
+        "from flowtrain.agents.session import SessionAgent\n\n\n"
+        "class Broken(SessionAgent):\n"
+        "    async def answer(self, session):\n"
+        "        raise OSError('no such thing')\n"
+    )
+    error = shown(capsys, "--agent.name", "mine.py:Broken", code=2)
+    assert "all rollouts failed, the first with: agent: OSError: no such thing" in error
+
+
 def test_what_would_keep_the_run_from_starting_is_told_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

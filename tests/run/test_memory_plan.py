@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -254,9 +255,11 @@ def test_the_plan_is_told_in_a_line() -> None:
     found = plan(settings(train={"token_budget": 4096}), build(CONFIGS["Llama"]), 1)
     assert found.num_bytes == sum(found.parts.values())
     assert found.text().startswith(
-        f"memory of a rank at the peak of a step, predicted: {found.num_bytes / 1e9:.3g} GB "
-        "(weights "
+        f"memory of a rank at the peak of a step, predicted: {found.num_bytes / 1e9:.3g} to "
+        f"{1.5 * found.num_bytes / 1e9:.3g} GB (weights "
     )
+    on_gpu = replace(found, gpu_bytes=80 * BILLION).text()
+    assert f"predicted: {found.num_bytes / 1e9:.3g} GB (weights " in on_gpu
     assert "reference" not in found.text()
 
 

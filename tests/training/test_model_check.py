@@ -5,6 +5,7 @@ refused by their config, in one line, before any weight is read.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,11 @@ def test_a_run_is_refused(experts: str) -> None:
     )
     with pytest.raises(UserError, match="is a mixture of experts"):
         RunComponents.prepare(config, World(0, 1, torch.device("cpu")))
+
+
+def test_a_model_without_a_tokenizer_is_refused(tiny_path: str, tmp_path: Path) -> None:
+    for path in Path(tiny_path).iterdir():
+        if "token" not in path.name:
+            shutil.copy(path, tmp_path)
+    with pytest.raises(UserError, match="tokenizer"):
+        models.load_tokenizer(str(tmp_path))
