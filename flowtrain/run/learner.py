@@ -31,7 +31,7 @@ from flowtrain.training.token_scores import TokenScores, attach_logprobs
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack
 from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.types import TrainBatch, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.files import writing_tensors
@@ -102,15 +102,19 @@ class Learner:
 
     # ---- the verbs of a step
 
-    def prepare(self, rollouts: Rollouts) -> Prepared:
-        """Turn this rank's rollouts into what is trained: advantages, then packed token trees."""
-        config, shape = self.config, self.components.model.config
+    def advantages(self, rollouts: Rollouts) -> TrainBatch:
+        """Turn this rank's rollouts into what is trained of them; what cannot be is counted."""
+        shape = self.components.model.config
         batch = self.components.algorithm.advantages(rollouts.groups)
         batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size)
-        batch, num_minibatches = split(batch, config.train, self.placement.world)
+        batch = split(batch, self.config.train, self.placement.world)
         samples = attach_logprobs(batch.samples, rollouts.logprobs)
-        rows = pack(samples, num_minibatches, config.train.token_budget)
-        return Prepared(replace(batch, samples=tuple(samples)), rows)
+        return replace(batch, samples=tuple(samples))
+
+    def pack(self, batch: TrainBatch) -> Prepared:
+        """Lay the samples of this rank out in token trees."""
+        budget = self.config.train.token_budget
+        return Prepared(batch, pack(batch.samples, batch.num_minibatches, budget))
 
     def balance(self, minibatches: Rows) -> Rows:
         """Return the rows that this rank trains, given those that it sampled."""

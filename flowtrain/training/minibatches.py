@@ -10,17 +10,15 @@ from flowtrain.training.world import World
 from flowtrain.types import SampleId, TrainBatch
 
 
-def split(batch: TrainBatch, train: Train, world: World) -> tuple[TrainBatch, int]:
-    """Return the batch with every sample's optimizer step, and how many there are, as [train] asks;
-    collective.
-    """
+def split(batch: TrainBatch, train: Train, world: World) -> TrainBatch:
+    """Return the batch with every sample's optimizer step, as [train] asks; collective."""
     if not train.minibatch_size:
-        return batch, train.num_minibatches
+        return replace(batch, num_minibatches=train.num_minibatches)
     return split_by_size(batch, train.minibatch_size, world)
 
 
-def split_by_size(batch: TrainBatch, size: int, world: World) -> tuple[TrainBatch, int]:
-    """Return the batch with a mini-batch for every sample, and how many there are; collective.
+def split_by_size(batch: TrainBatch, size: int, world: World) -> TrainBatch:
+    """Return the batch with a mini-batch for every sample; collective.
 
     Over all ranks a mini-batch has at most `size` samples, and hardly fewer than any other. Samples
     go in the order of their questions, which are drawn at random: rollouts of a question stay
@@ -39,4 +37,4 @@ def split_by_size(batch: TrainBatch, size: int, world: World) -> tuple[TrainBatc
         if sample_id is not None
     ]
     assert len(samples) == len(own), "samples of rollouts have ids"
-    return replace(batch, samples=tuple(samples)), num_minibatches
+    return replace(batch, samples=tuple(samples), num_minibatches=num_minibatches)

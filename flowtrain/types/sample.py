@@ -73,3 +73,5 @@ class TrainBatch:
     """Samples that could not be trained."""
     num_filtered_tokens: Mapping[FilterReason, int] = field(default_factory=dict)
     """Response tokens of these."""
+    num_minibatches: int = 1
+    """Optimizer steps that train the batch, over all ranks."""

@@ -42,7 +42,8 @@ IDS = st.builds(SampleId, st.integers(0, 9), st.integers(0, 3), st.integers(0, 3
 def test_every_sample_gets_a_step_of_bounded_size_whatever_the_ranks(
     ids: list[SampleId], size: int, num_ranks: int
 ) -> None:
-    whole, num_minibatches = split_by_size(TrainBatch(samples_of(ids)), size, ALONE)
+    whole = split_by_size(TrainBatch(samples_of(ids)), size, ALONE)
+    num_minibatches = whole.num_minibatches
     place_of = {s.sample_id: s.minibatch for s in whole.samples}
     counts = [list(place_of.values()).count(number) for number in range(num_minibatches)]
     assert sum(counts) == len(ids) and max(counts) <= size and max(counts) - min(counts) <= 1
@@ -52,8 +53,8 @@ def test_every_sample_gets_a_step_of_bounded_size_whatever_the_ranks(
     said = tuple(json.dumps(share) for share in shares)
     for rank, share in enumerate(shares):
         world = OneOfRanks(rank, num_ranks, torch.device("cpu"), said=said)
-        batch, same = split_by_size(TrainBatch(samples_of(share), 3), size, world)
-        assert same == num_minibatches and batch.num_groups_dropped == 3
+        batch = split_by_size(TrainBatch(samples_of(share), 3), size, world)
+        assert batch.num_minibatches == num_minibatches and batch.num_groups_dropped == 3
         assert [s.minibatch for s in batch.samples] == [place_of[i] for i in share]
 
 
@@ -69,13 +70,13 @@ def test_weights_move_as_with_as_many_minibatches(
         replace(sample, sample_id=i, minibatch=i.group * num_minibatches // 4)
         for sample, i in zip(random_samples(12, seed=3), ids, strict=True)
     ]
-    by_size, number = split_by_size(
+    by_size = split_by_size(
         TrainBatch(tuple(replace(s, minibatch=0) for s in samples)), 12 // num_minibatches, ALONE
     )
-    assert number == num_minibatches and list(by_size.samples) == samples
+    assert by_size.num_minibatches == num_minibatches and list(by_size.samples) == samples
     one, other = make_trainer(), make_trainer()
     stats = one.step(pack(samples, num_minibatches, 30))  # type: ignore[attr-defined]
-    again = other.step(pack(by_size.samples, number, 30))  # type: ignore[attr-defined]
-    assert stats["grad_norm"] == again["grad_norm"] and stats["num_optim_steps"] == number
+    again = other.step(pack(by_size.samples, num_minibatches, 30))  # type: ignore[attr-defined]
+    assert stats["grad_norm"] == again["grad_norm"] and stats["num_optim_steps"] == num_minibatches
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):  # type: ignore[attr-defined]
         assert torch.equal(a, b)
