@@ -1,0 +1,55 @@
+"""The planner that comes with flowtrain: small, named by a word, made from what is there now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowtrain.config import Config
+from flowtrain.config.options import parse
+from flowtrain.config.shipped import PLANNER
+from flowtrain.run.trained_policy import load_trained_policy
+from flowtrain.tasks.sets import task_set
+from flowtrain.training.model import load_tokenizer
+from flowtrain.types import UserError
+
+
+def quickstart(*argv: str) -> Config:
+    config = parse(["--config", "quickstart", *argv])
+    assert config is not None
+    return config
+
+
+def test_it_is_small_and_named_by_a_word() -> None:
+    assert quickstart("--model.path", "quickstart").model.path == str(PLANNER)
+    files = {path.name: path.stat().st_size for path in PLANNER.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+    assert sum(files.values()) < 1_000_000
+
+
+@pytest.mark.parametrize("word", ["tiny", "quickstart"])
+def test_a_folder_of_that_name_is_not_passed_over(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quickstart("--model.path", word)
+    (tmp_path / word).mkdir()
+    with pytest.raises(UserError, match=rf"model.path='{word}': .* write '\./{word}'"):
+        quickstart("--model.path", word)
+    assert quickstart("--model.path", f"./{word}").model.path == f"./{word}"
+
+
+def test_its_shape_and_tokens_are_those_that_its_command_makes() -> None:
+    """`python -m examples.planner --check` compares the weights, which takes minutes."""
+    config = quickstart("--model.path", "tiny", "--rft.fictional", "true")
+    made, model = load_trained_policy(config, task_set(config, True), with_weights=True)
+    shipped = load_tokenizer(str(PLANNER))
+    assert made.get_vocab() == shipped.get_vocab()
+    text = "Question: What is the area of Norway minus 12? Tool Name: Search"
+    assert made.encode(text) == shipped.encode(text)
+    own = quickstart("--model.path", "quickstart")
+    _, planner = load_trained_policy(own, task_set(own), with_weights=True)
+    assert {n: p.shape for n, p in planner.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
