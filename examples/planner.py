@@ -3,13 +3,15 @@
     python -m examples.planner            # writes flowtrain/toy/planner
     python -m examples.planner --check    # makes it in a temporary folder, and compares
 
-It is the warm-up of the quickstart with seed 0 on one thread, rounded to bf16: some minutes on one
-core. Another processor or torch may sum in another order, so `--check` tells how much differs.
+It is the warm-up of `make quickstart WARM=1` with seed 0, on two ranks of one thread, rounded to
+bf16: some minutes on two cores. Another processor or torch may sum in another order, so `--check`
+tells how much differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,9 +27,10 @@ from flowtrain.training.model import export, load_model, load_tokenizer
 
 def make(folder: Path, out: Path) -> None:
     """Warm a planner up in `folder`, and write it to `out` in bf16."""
+    ranks = ("-m", "flowtrain.torchrun", "--nproc_per_node", "2", "-m", "flowtrain.rft")
     config = ("--config", "quickstart", "--run.seed", "0", "--run.threads", "1")
-    command = (sys.executable, "-m", "flowtrain.rft", *config, "--run.dir", str(folder / "run"))
-    subprocess.run(command, check=True)
+    run = (sys.executable, *ranks, *config, "--run.dir", str(folder / "run"))
+    subprocess.run(run, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     made = str(folder / "run" / "model")
     model = load_model(made, torch.bfloat16)
     export(model, load_tokenizer(made), dict(model.named_parameters()), out)

@@ -5,7 +5,6 @@ navigation. Comments of the form `<!-- site: ... -->` are replaced:
 
     site: options                the reference of the config, from the source of `--help all`
     site: api NAME ...           what the docstrings of these objects, or of a module's names, say
-    site: section FILE#heading   a section of a Markdown file of the repository, without its heading
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ def outside_fences(text: str, change: Callable[[str], str]) -> str:
     return "".join([*parts, change(text[end:])])
 
 
-def relink(text: str, folder: str, page_folder: str, repository: Repository) -> str:
-    """Lead links of a text in `folder` from a page in `page_folder`, both seen from the root: to
-    pages by relative links, to other files by addresses in the repository.
+def relink(text: str, folder: str, repository: Repository) -> str:
+    """Lead links of a page in `folder`, seen from the root: to pages by relative links, to other
+    files by addresses in the repository.
     """
 
     def target(match: re.Match[str]) -> str:
@@ -65,30 +64,10 @@ def relink(text: str, folder: str, page_folder: str, repository: Repository) -> 
         path, hash_sign, anchor = link.partition("#")
         full = posixpath.normpath(posixpath.join(folder, path))
         if full.startswith("docs/"):
-            return posixpath.relpath(full, page_folder) + hash_sign + anchor
+            return posixpath.relpath(full, folder) + hash_sign + anchor
         return repository.address(full) + hash_sign + anchor
 
     return outside_fences(text, lambda part: _LINK.sub(target, part))
-
-
-def section(text: str, anchor: str) -> str:
-    """Return what stands below the heading with this anchor."""
-    headings = list(re.finditer(r"^(#+) (.*)$", _FENCE.sub(_blank, text), re.MULTILINE))
-    for number, heading in enumerate(headings):
-        if slug(heading[2]) == anchor:
-            later = (h.start() for h in headings[number + 1 :] if len(h[1]) <= len(heading[1]))
-            return text[heading.end() : next(later, len(text))].strip() + "\n"
-    raise ValueError(f"no heading has the anchor #{anchor}")
-
-
-def slug(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
-    shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
-    return re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
-
-
-def _blank(fence: re.Match[str]) -> str:
-    return re.sub(r"[^\n]", " ", fence[0])
 
 
 def navigation(text: str) -> str:
@@ -109,15 +88,10 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
     def replaced(mark: re.Match[str]) -> str:
         if mark["kind"] == "options":
             return option_page()
-        if mark["kind"] == "api":
-            return api_page(mark["words"].split())
-        assert mark["kind"] == "section", mark[0]
-        path, _, anchor = mark["words"].partition("#")
-        text = section((ROOT / path).read_text(encoding="utf-8"), anchor)
-        app.env.note_dependency(str(ROOT / path))
-        return relink(text, posixpath.dirname(path), folder, repository)
+        assert mark["kind"] == "api", mark[0]
+        return api_page(mark["words"].split())
 
-    text = relink(source[0], folder, folder, repository)
+    text = relink(source[0], folder, repository)
     if docname == app.config.root_doc:
         text += "\n" + navigation(text)
     source[0] = _MARK.sub(replaced, text)

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from docs._ext.pages import slug
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
 _FENCE = re.compile(
@@ -91,3 +89,9 @@ def commands(page: Path) -> Iterator[str]:
 def joined(text: str) -> list[str]:
     """The lines of a text; one that ends in a backslash goes on."""
     return re.sub(r" *\\\n\s*", " ", text).splitlines()
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
