@@ -145,8 +145,6 @@ LOGITS = {
         "int64",
     ),
     "temperatures-2d": ({"temperature": torch.ones(NUM, 1)}, "temperature", "[4]", "(4, 1)"),
-    "scale-0": ({"logit_scale": 0.0}, "logit_scale", "above 0", "=0.0"),
-    "scale-inf": ({"logit_scale": math.inf}, "logit_scale", "finite", "=inf"),
     "temperatures-0d": ({"temperature": torch.tensor(1.0)}, "temperature", "float32 [4]", "()"),
     "temperatures-short": ({"temperature": torch.ones(3)}, "temperature", "float32 [4]", "(3,)"),
     "temperatures-0": (
