@@ -66,8 +66,7 @@ class LMHead:
         if self.bias_V is None or dtype != hidden_CD.dtype:
             _product(hidden_CD, self.weight_VD.t(), out_CV)
             return out_CV[:num_rows] if self.bias_V is None else out_CV[:num_rows].add_(self.bias_V)
-        with torch.autocast(hidden_CD.device.type, enabled=False):  # one rounding of the sum
-            torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t(), out=out_CV)
+        torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t(), out=out_CV)  # rounds the sum once
         return out_CV[:num_rows]
 
     def padded(self, rows_CX: Tensor) -> Tensor:
@@ -212,29 +211,27 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
-    """out = a b; 16-bit operands may give an fp32 result. Autocast has no say: the operands' own
-    dtype is what was asked for.
+    """out = a b; 16-bit operands may give an fp32 result. Autocast has no say where `out` is given,
+    nor in place.
     """
     dtype = out_MN.dtype
-    with torch.autocast(a_MK.device.type, enabled=False):
-        if a_MK.dtype == dtype:
-            torch.mm(a_MK, b_KN, out=out_MN)
-        elif a_MK.is_cuda:
-            torch.mm(a_MK, b_KN, out_dtype=dtype, out=out_MN)
-        else:
-            torch.mm(a_MK.to(dtype), b_KN.to(dtype), out=out_MN)
+    if a_MK.dtype == dtype:
+        torch.mm(a_MK, b_KN, out=out_MN)
+    elif a_MK.is_cuda:
+        torch.mm(a_MK, b_KN, out_dtype=dtype, out=out_MN)
+    else:
+        torch.mm(a_MK.to(dtype), b_KN.to(dtype), out=out_MN)
 
 
 def _accumulate(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
     """out += a b, likewise: the sum is not rounded to 16 bits."""
     dtype = out_MN.dtype
-    with torch.autocast(a_MK.device.type, enabled=False):
-        if a_MK.dtype == dtype:
-            out_MN.addmm_(a_MK, b_KN)
-        elif a_MK.is_cuda:
-            torch.addmm(out_MN, a_MK, b_KN, out_dtype=dtype, out=out_MN)
-        else:
-            out_MN.addmm_(a_MK.to(dtype), b_KN.to(dtype))
+    if a_MK.dtype == dtype:
+        out_MN.addmm_(a_MK, b_KN)
+    elif a_MK.is_cuda:
+        torch.addmm(out_MN, a_MK, b_KN, out_dtype=dtype, out=out_MN)
+    else:
+        out_MN.addmm_(a_MK.to(dtype), b_KN.to(dtype))
 
 
 @dataclass(frozen=True, slots=True)

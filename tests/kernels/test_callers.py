@@ -385,23 +385,6 @@ def test_a_kl_term_with_the_ratio_has_the_gradient_of_both(
     close(run(given, spec, impl, inplace=True), true_loss(batch, loss_of))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("loss_type", ["clip", "gspo"])
-def test_a_kl_term_with_the_ratio_is_the_same_from_hidden_states(loss_type: Any, impl: str) -> None:
-    batch = new_batch()
-    spec = LossSpec(
-        loss_type, kl_coef=0.3, kl_ratio=True, entropy_coef=0.1, tis=1.0, correction_level="token"
-    )
-    hidden = batch["hidden_TD"].clone().requires_grad_()
-    logits = linear(hidden, batch["weight_VD"], batch["bias_V"])
-    theirs = policy_loss(**{**with_logits(batch), "logits_TV": logits}, spec=spec)
-    theirs.loss.backward()
-    ours = run(batch, spec, impl)
-    assert hidden.grad is not None and hidden.grad.any()
-    torch.testing.assert_close(ours[0].loss.cpu(), theirs.loss)
-    torch.testing.assert_close(ours[1], hidden.grad, rtol=1e-4, atol=1e-5)
-
-
 def test_a_clamped_ratio_is_a_constant_of_the_kl_term() -> None:
     batch = flat(with_logits(without(new_batch(), "temperature", "softcap", "sampling_mask")))
     batch["advantage_T"] = torch.zeros(6)
