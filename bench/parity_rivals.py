@@ -65,7 +65,6 @@ class Setting:
     temperature: float = TEMPERATURE
     accumulation: int = 1
     steps_per_generation: int = 1
-    entropy_coef: float = 0.0
 
     @property
     def their_epsilon_high(self) -> float:
@@ -81,7 +80,6 @@ class Setting:
             kl_coef=self.beta,
             kl_ratio=self.bias_correction_kl,
             tis=TIS if self.tis else None,
-            entropy_coef=self.entropy_coef,
         )
 
 
@@ -248,8 +246,8 @@ def trl_stub(setting: Setting) -> SimpleNamespace:
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         aux_loss_enabled=False,
-        entropy_coef=setting.entropy_coef,
-        _entropy_bonus_enabled=setting.entropy_coef != 0,
+        entropy_coef=0.0,
+        _entropy_bonus_enabled=False,
         use_adaptive_entropy=False,
         _metrics={"train": defaultdict(list)},
     )

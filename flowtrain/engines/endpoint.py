@@ -12,9 +12,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -42,13 +41,6 @@ _MOST_TOKENS = 1 << 40
 
 class _Dead(Transient):
     """No server took the connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Request(Generic[T]):
-    url: str
-    body: dict[str, object]
-    parse: Callable[[bytes], tuple[T, int, int]]
 
 
 class Endpoint:
@@ -100,9 +92,17 @@ class Endpoint:
         """
         self.meter.requests += 1
         deadline = time.monotonic() + deadline_s
-        request = _Request(f"{self._url}/{path}", body, parse)
+
+        async def attempt() -> T:
+            async with self._free:
+                content = await self._attempt(f"{self._url}/{path}", body)
+            found, prompt_tokens, reply_tokens = parse(content)
+            self._has_answered = True
+            self.meter.count(prompt_tokens, reply_tokens)
+            return found
+
         try:
-            return await self._thread.call(self._reply(request, deadline), deadline + _GRACE_S)
+            return await self._thread.call(self._reply(attempt, deadline), deadline + _GRACE_S)
         except (TimeoutError, Ended, EngineError) as error:
             self.meter.failures += 1
             problem = str(error) if isinstance(error, EngineError) else "it did not answer in time"
@@ -123,13 +123,8 @@ class Endpoint:
             "max_completion_tokens" if is_openai else "max_tokens": options.max_tokens,
         }
 
-    async def _reply(self, request: _Request[T], deadline: float) -> T:
+    async def _reply(self, attempt: Callable[[], Awaitable[T]], deadline: float) -> T:
         """Attempt until one succeeds, one fails for good, or the time is up."""
-
-        async def attempt() -> T:
-            async with self._free:
-                return await self._attempt(request)
-
         try:
             return await retried(
                 attempt,
@@ -155,12 +150,12 @@ class Endpoint:
             where = f"engines.{self._label} at {self._options.base_url}"
             print(f"waiting for {where}: {failure}", file=sys.stderr, flush=True)
 
-    async def _attempt(self, request: _Request[T]) -> T:
+    async def _attempt(self, url: str, body: dict[str, object]) -> bytes:
         timeout_s = self._options.timeout_s
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client.stream("POST", request.url, json=request.body) as response,
+                self._client.stream("POST", url, json=body) as response,
             ):
                 content = await read_body(
                     response.aiter_raw(), response.headers.get("content-encoding", ""), _MAX_BYTES
@@ -178,15 +173,12 @@ class Endpoint:
             raise Transient(problem, retry_after_s(response.headers.get("retry-after", "")))
         if status in _REFUSED and not self._has_answered:
             raise UserError(
-                f"engines.{self._label}: {request.url} answers HTTP {status} to model "
+                f"engines.{self._label}: {url} answers HTTP {status} to model "
                 f"{self._options.model!r}: {shown(content)}"
             )
         if status != 200:
             raise EngineError(problem)
-        found, prompt_tokens, reply_tokens = request.parse(content)
-        self._has_answered = True
-        self.meter.count(prompt_tokens, reply_tokens)
-        return found
+        return content
 
 
 def _headers(label: str, options: Chat) -> dict[str, str]:

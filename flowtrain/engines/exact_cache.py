@@ -69,12 +69,12 @@ class ExactCache(SharedCache):
         if layer.prompt_2QKPD.shape[3]:
             score_QKMP = _scores(self._beside(query_BKRD), layer.prompt_2QKPD[0])
             score_QKMP += self._bias_Q11P
-            prompt_top_BKR1 = self._apart(score_QKMP.amax(-1, keepdim=True), query_BKRD)
+            prompt_top_BKR1 = self._apart(score_QKMP.amax(-1, keepdim=True))
             top_BKR1 = torch.maximum(top_BKR1, prompt_top_BKR1)
             weight_QKMP = score_QKMP.sub_(self._beside(top_BKR1)).exp_()
             total_QKME = weight_QKMP.new_zeros(*weight_QKMP.shape[:3], width(size))
             total_QKME = _add(total_QKME, weight_QKMP, layer.prompt_2QKPD[1])
-            total_BKRE = self._apart(total_QKME, query_BKRD)
+            total_BKRE = self._apart(total_QKME)
         weight_BKRT = own_BKRT.sub_(top_BKR1).exp_()
         mean_BKRD = mean_of(_add(total_BKRE, weight_BKRT, own_2BKTE[1]), size)
         return mean_BKRD.flatten(1, 2)[None].to(query_BHD.dtype)
@@ -95,18 +95,6 @@ class ExactCache(SharedCache):
         own_2BKTE.flatten(0, 3).index_copy_(0, place_2BK.flatten(), token_2BKE.flatten(0, 2))
         place_T = torch.arange(num_blocks * KEYS, device=slot_B.device)
         return own_2BKTE[:, :, :, : len(place_T)], place_T > slot_B[:, None]
-
-    def _beside(self, x_BKRX: Tensor) -> Tensor:
-        """Put the rows of each prompt side by side, [Q, K, M, X]; zeros where it has fewer."""
-        num_prompts = len(self._bias_Q11P)
-        slots = x_BKRX.new_zeros((num_prompts * self._num_slots, *x_BKRX.shape[1:]))
-        slots[self._slot_B] = x_BKRX
-        return slots.unflatten(0, (num_prompts, -1)).transpose(1, 2).flatten(2, 3)
-
-    def _apart(self, x_QKMX: Tensor, like_BKRD: Tensor) -> Tensor:
-        """Take them apart again, [B, K, R, X]."""
-        slots = x_QKMX.unflatten(2, (self._num_slots, like_BKRD.shape[2])).transpose(1, 2)
-        return slots.flatten(0, 1)[self._slot_B]
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:

@@ -122,19 +122,23 @@ class SharedCache:
         scale = size**-0.5 if scaling is None else scaling
         query_BKRD = query_BHD.unflatten(1, (num_keys, -1)).float() * scale
         own_BKRD, own_lse_BKR1 = _attend(query_BKRD, layer.append(token_2BKD))
-        num_prompts = len(self._bias_Q11P)
-        slots = query_BKRD.new_zeros((num_prompts * self._num_slots, *query_BKRD.shape[1:]))
-        slots[self._slot_B] = query_BKRD
-        shape = (num_prompts, self._num_slots)
-        query_QKGRD = slots.unflatten(0, shape).transpose(1, 2)
-        of_prompt = _attend(query_QKGRD.flatten(2, 3), layer.prompt_2QKPD, self._bias_Q11P)
-        prompt_BKRD, prompt_lse_BKR1 = (
-            x.unflatten(2, query_QKGRD.shape[2:4]).transpose(1, 2).flatten(0, 1)[self._slot_B]
-            for x in of_prompt
-        )
+        of_prompt = _attend(self._beside(query_BKRD), layer.prompt_2QKPD, self._bias_Q11P)
+        prompt_BKRD, prompt_lse_BKR1 = (self._apart(x) for x in of_prompt)
         share_BKR1 = (prompt_lse_BKR1 - own_lse_BKR1).sigmoid()
         mixed_BKRD = torch.lerp(own_BKRD, prompt_BKRD, share_BKR1)
         return mixed_BKRD.flatten(1, 2)[None].to(query_BHD.dtype)
+
+    def _beside(self, x_BKRX: Tensor) -> Tensor:
+        """Put the rows of each prompt side by side, [Q, K, G R, X]; zeros where it has fewer."""
+        num_prompts = len(self._bias_Q11P)
+        slots = x_BKRX.new_zeros((num_prompts * self._num_slots, *x_BKRX.shape[1:]))
+        slots[self._slot_B] = x_BKRX
+        return slots.unflatten(0, (num_prompts, -1)).transpose(1, 2).flatten(2, 3)
+
+    def _apart(self, x_QKMX: Tensor) -> Tensor:
+        """Take them apart again, [B, K, R, X]."""
+        slots = x_QKMX.unflatten(2, (self._num_slots, -1)).transpose(1, 2)
+        return slots.flatten(0, 1)[self._slot_B]
 
 
 def _attend(

@@ -193,7 +193,6 @@ def check_products(
         fp32_logits=False,
         memory_budget=None,
         batch_invariant=True,
-        shard=None,
     )
     found.append(torch.cat([head.logits(x[chunk]) for chunk in head.chunks(num_rows)]))
     if not all(torch.equal(each, expected[: len(each)]) for each in found):

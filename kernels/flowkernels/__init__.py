@@ -35,7 +35,6 @@ from flowkernels.token_loss import (
     token_loss,
 )
 from flowkernels.token_weights import token_weights
-from flowkernels.vocab_parallel import VocabParallel
 
 __version__ = "0.1.0"
 
@@ -50,7 +49,6 @@ __all__ = [
     "TokenLoss",
     "TokenLossFn",
     "Tokens",
-    "VocabParallel",
     "WordDiff",
     "branch_points",
     "branching_score",

@@ -52,7 +52,6 @@ def check_targets(
     target_ids: Tensor,
     temperature: float | Tensor,
     softcap: float | None,
-    logit_scale: float | None,
     sampling_mask: SamplingMask | None,
 ) -> Targets:
     """Return what is asked about rows [..., X] of logits, or of hidden states that will become
@@ -60,14 +59,9 @@ def check_targets(
     """
     shape, device = rows.shape[:-1], rows.device
     ids_T = flat_tokens("target_ids_T", target_ids, shape, INTEGERS, device)
-    for name, value in (("softcap", softcap), ("logit_scale", logit_scale)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be above 0 and finite, or None")
-    temperature_T = _temperature(temperature, logit_scale or 1.0, shape, device)
-    if softcap is not None and logit_scale is not None:
-        # softcap tanh(s x / softcap) / temperature = (softcap / s) tanh(x / (softcap / s)) /
-        # (temperature / s)
-        softcap /= logit_scale
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} must be above 0 and finite, or None")
+    temperature_T = _temperature(temperature, shape, device)
     if sampling_mask is not None:
         _check_mask(sampling_mask, len(ids_T), device)
     targets = Targets(ids_T, temperature_T, softcap, sampling_mask)
@@ -191,10 +185,8 @@ def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Seq
     return advantage.shape == (len(cu_seqlens_S1) - 1,)
 
 
-def _temperature(
-    temperature: float | Tensor, logit_scale: float, shape: Sequence[int], device: torch.device
-) -> Tensor:
-    """fp32 [T], of stride 0 when it is one number; of the logits before they are scaled."""
+def _temperature(temperature: float | Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+    """fp32 [T], of stride 0 when it is one number."""
     if isinstance(temperature, Tensor):
         given_T = flat_tokens(
             "temperature", temperature, shape, TOKEN_DTYPES["temperature"], device
@@ -203,10 +195,10 @@ def _temperature(
             raise ValueError(
                 f"temperature must be above 0 in every row, got {float(given_T.min())}"
             )
-        return given_T / logit_scale if logit_scale != 1 else given_T
+        return given_T
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be above 0 and finite")
-    one = torch.full((1,), temperature / logit_scale, dtype=torch.float32, device=device)
+    one = torch.full((1,), temperature, dtype=torch.float32, device=device)
     return one.expand(math.prod(shape))
 
 

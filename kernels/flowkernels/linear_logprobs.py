@@ -26,7 +26,6 @@ from flowkernels.lm_head import (
 from flowkernels.logprobs import LogProbs, Score, to_logprobs
 from flowkernels.plain_tensors import plain_head
 from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatten
-from flowkernels.vocab_parallel import VocabParallel
 
 
 @torch.library.custom_op(
@@ -102,12 +101,10 @@ def linear_logprobs(
     bias_V: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    logit_scale: float | None = None,
     sampling_mask: SamplingMask | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
     batch_invariant: bool = False,
-    shard: VocabParallel | None = None,
     differentiable: bool = False,
     impl: str = "auto",
 ) -> LogProbs:
@@ -116,16 +113,13 @@ def linear_logprobs(
 
     Args:
         hidden_TD: [T, D] fp32, bf16, fp16 or fp64; in a batch [B, L, D] all that is [T] is [B, L].
-        weight_VD: [V, D] of the same dtype; with `shard`, this rank's part of it. Under
-            torch.autocast, tensors of unlike dtypes are cast to autocast's, and gradients back to
-            theirs; tensors of one dtype stay as they are. A DTensor is gathered by all its ranks,
-            and its gradient is their mean, as FSDP2 takes it; for a head that is sharded by rows
-            over ranks with the same tokens pass `to_local()` and `shard`.
+        weight_VD: [V, D] of the same dtype. Under torch.autocast, tensors of unlike dtypes are cast
+            to autocast's, and gradients back to theirs; tensors of one dtype stay as they are. A
+            DTensor is gathered by all its ranks, and its gradient is their mean, as FSDP2 takes it.
         bias_V: [V] of the same dtype, or a DTensor too.
         fp32_logits: keep the logits of a 16-bit head in fp32: log-probs then carry the rounding of
             the operands alone.
-        memory_budget: bytes for logits (of the whole vocabulary, also with a shard); by default
-            4096 rows on a GPU and 32 MB on a CPU.
+        memory_budget: bytes for logits; by default 4096 rows on a GPU and 32 MB on a CPU.
         batch_invariant: a row's results shall depend neither on the other rows nor on how many
             there are. Each product then takes a chunk of one size, filled up with zeros: 4096 rows
             on a GPU, 256 on a CPU, or the fewer that `memory_budget` holds; a row alone pays for
@@ -133,20 +127,15 @@ def linear_logprobs(
             It holds as far as the library's order of summation depends on the shape and not on
             where in it a row stands. That is so for fp32, bf16 and fp16 with MKL and oneDNN on x86;
             not for fp64, which is refused; not measured on a GPU. Sums over rows (the loss, the
-            gradients of weight and bias) do depend on the batch, and sums over a `shard` follow
-            their library.
-        shard: the head is spread over a process group; collective, and the same on all ranks but
-            for the part of the weight.
+            gradients of weight and bias) do depend on the batch.
         differentiable: let gradients of `logprob_T` and `entropy_T` reach hidden, weight and bias,
             by computing the logits once more.
-        target_ids_T, temperature, softcap, logit_scale, sampling_mask, impl: as for `logprobs`.
+        target_ids_T, temperature, softcap, sampling_mask, impl: as for `logprobs`.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
-    flat_TD, weight_VD, bias_V = plain_head(
-        hidden_TD, weight_VD, bias_V, is_shard=shard is not None
-    )
+    flat_TD, weight_VD, bias_V = plain_head(hidden_TD, weight_VD, bias_V)
     head = new_head(
         flat_TD,
         weight_VD,
@@ -154,18 +143,11 @@ def linear_logprobs(
         fp32_logits=fp32_logits,
         memory_budget=memory_budget,
         batch_invariant=batch_invariant,
-        shard=shard,
     )
     targets = check_targets(
-        hidden_TD, head.num_vocab, target_ids_T, temperature, softcap, logit_scale, sampling_mask
+        hidden_TD, len(weight_VD), target_ids_T, temperature, softcap, sampling_mask
     )
     impl = resolve_impl(impl, flat_TD.device, flat_TD.dtype)
-    needs_gradient = differentiable and torch.is_grad_enabled()
-    if shard is not None and sampling_mask is not None:
-        raise ValueError("sampling_mask does not work with a shard")
-    if shard is not None and needs_gradient:
-        raise ValueError("differentiable=True does not work with a shard; linear_policy_loss does")
-    with torch.set_grad_enabled(needs_gradient):
-        take_scores = linear_scores if shard is None else walk_scores
-        score_3T = take_scores(head, flat_TD, targets, impl)
+    with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+        score_3T = linear_scores(head, flat_TD, targets, impl)
     return to_logprobs(score_3T).view(target_ids_T.shape)

@@ -11,7 +11,7 @@ by default. T: target tokens, C: rows of a chunk, D: hidden size, V: vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 from flowkernels.arguments import check_head
 from flowkernels.logprobs import Score, compute_scores, write_gradient
 from flowkernels.targets import Slopes, Targets
-from flowkernels.vocab_parallel import VocabParallel, merge_scores
 
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
 OPTIONS = "bool fp32_logits, SymInt chunk_rows, bool batch_invariant, str impl"
@@ -45,12 +44,6 @@ class LMHead:
     batch_invariant: bool = False
     """All products that a row's results come from have `chunk_rows` rows, whatever the number of
     those that count."""
-    shard: VocabParallel | None = None
-
-    @property
-    def num_vocab(self) -> int:
-        """The size of the whole vocabulary."""
-        return len(self.weight_VD) if self.shard is None else self.shard.num_vocab
 
     def chunks(self, num_rows: int, start: int = 0) -> Iterator[slice]:
         """Chunks of `num_rows` rows from `start` on."""
@@ -73,8 +66,7 @@ class LMHead:
         if self.bias_V is None or dtype != hidden_CD.dtype:
             _product(hidden_CD, self.weight_VD.t(), out_CV)
             return out_CV[:num_rows] if self.bias_V is None else out_CV[:num_rows].add_(self.bias_V)
-        with torch.autocast(hidden_CD.device.type, enabled=False):  # one rounding of the sum
-            torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t(), out=out_CV)
+        torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t(), out=out_CV)  # rounds the sum once
         return out_CV[:num_rows]
 
     def padded(self, rows_CX: Tensor) -> Tensor:
@@ -95,18 +87,14 @@ def new_head(
     fp32_logits: bool,
     memory_budget: int | None,
     batch_invariant: bool,
-    shard: VocabParallel | None,
 ) -> LMHead:
-    """Check the arguments of a head, and choose the size of its chunks: the same on all ranks of a
-    shard, whatever the number of tokens.
-    """
+    """Check the arguments of a head, and choose the size of its chunks."""
     check_head(hidden_TD, weight_VD, bias_V)
     if batch_invariant and hidden_TD.dtype == torch.float64:
         raise ValueError(
             "batch_invariant works with float32, bfloat16 and float16, got hidden_TD of float64"
         )
-    num_vocab = len(weight_VD) if shard is None else shard.num_vocab
-    size = hidden_TD.element_size()
+    num_vocab, size = len(weight_VD), hidden_TD.element_size()
     row_bytes = num_vocab * (size if not fp32_logits or size >= 4 else 4 + size)
     num_rows = 4096 if hidden_TD.is_cuda else max(16, 2**23 // num_vocab)
     if memory_budget is not None:
@@ -124,7 +112,7 @@ def new_head(
     if batch_invariant:
         num_rows = min(num_rows, 4096 if hidden_TD.is_cuda else 256)
         num_rows -= num_rows % INVARIANT_STEP
-    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, batch_invariant, shard)
+    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, batch_invariant)
 
 
 @dataclass(slots=True)
@@ -138,35 +126,23 @@ class Gradients:
     weight_VD: Tensor | None
     """fp32 (fp64 in fp64), whatever the head's own dtype."""
     bias_V: Tensor | None
-    is_weight_unwritten: bool
+    is_weight_unwritten: bool = True
     """The first chunk writes the weight's gradient, the others add to it."""
     num_rows: int = 0
     """Rows that took part in the products."""
 
     @classmethod
-    def empty(
-        cls,
-        hidden_TD: Tensor,
-        head: LMHead,
-        needs: Sequence[bool],
-        weight_grad_VD: Tensor | None = None,
-    ) -> Gradients:
-        """Memory for each of hidden, weight and bias that needs a gradient; that of the weight is
-        added to `weight_grad_VD` if given.
-        """
+    def empty(cls, hidden_TD: Tensor, head: LMHead, needs: Sequence[bool]) -> Gradients:
+        """Memory for each of hidden, weight and bias that needs a gradient."""
         dtype, device = accumulator_dtype(hidden_TD.dtype), hidden_TD.device
-        # Partial sums of shards stay exact until they are added up.
-        hidden_dtype = hidden_TD.dtype if head.shard is None else dtype
         hidden = weight = bias = None
         if needs[0]:
-            hidden = torch.empty(hidden_TD.shape, dtype=hidden_dtype, device=device)
-        if weight_grad_VD is not None:
-            weight = weight_grad_VD
-        elif needs[1]:
+            hidden = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=device)
+        if needs[1]:
             weight = torch.empty(head.weight_VD.shape, dtype=dtype, device=device)
         if needs[2]:
             bias = torch.zeros(len(head.weight_VD), dtype=dtype, device=device)
-        return cls(hidden, weight, bias, is_weight_unwritten=weight_grad_VD is None)
+        return cls(hidden, weight, bias)
 
     def clear_hidden(self, row_C: Tensor | slice = slice(None)) -> None:
         """Rows of which not all will be written."""
@@ -235,29 +211,27 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
-    """out = a b; 16-bit operands may give an fp32 result. Autocast has no say: the operands' own
-    dtype is what was asked for.
+    """out = a b; 16-bit operands may give an fp32 result. Autocast has no say where `out` is given,
+    nor in place.
     """
     dtype = out_MN.dtype
-    with torch.autocast(a_MK.device.type, enabled=False):
-        if a_MK.dtype == dtype:
-            torch.mm(a_MK, b_KN, out=out_MN)
-        elif a_MK.is_cuda:
-            torch.mm(a_MK, b_KN, out_dtype=dtype, out=out_MN)
-        else:
-            torch.mm(a_MK.to(dtype), b_KN.to(dtype), out=out_MN)
+    if a_MK.dtype == dtype:
+        torch.mm(a_MK, b_KN, out=out_MN)
+    elif a_MK.is_cuda:
+        torch.mm(a_MK, b_KN, out_dtype=dtype, out=out_MN)
+    else:
+        torch.mm(a_MK.to(dtype), b_KN.to(dtype), out=out_MN)
 
 
 def _accumulate(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
     """out += a b, likewise: the sum is not rounded to 16 bits."""
     dtype = out_MN.dtype
-    with torch.autocast(a_MK.device.type, enabled=False):
-        if a_MK.dtype == dtype:
-            out_MN.addmm_(a_MK, b_KN)
-        elif a_MK.is_cuda:
-            torch.addmm(out_MN, a_MK, b_KN, out_dtype=dtype, out=out_MN)
-        else:
-            out_MN.addmm_(a_MK.to(dtype), b_KN.to(dtype))
+    if a_MK.dtype == dtype:
+        out_MN.addmm_(a_MK, b_KN)
+    elif a_MK.is_cuda:
+        torch.addmm(out_MN, a_MK, b_KN, out_dtype=dtype, out=out_MN)
+    else:
+        out_MN.addmm_(a_MK.to(dtype), b_KN.to(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,19 +240,13 @@ class ScoredChunk:
 
     logits_CV: Tensor
     targets: Targets
-    """Their ids are those of this head's part of the vocabulary."""
     scored: tuple[Tensor, Tensor]
-    """`score_3C` and `state_4C`, over the whole vocabulary."""
+    """`score_3C` and `state_4C`."""
 
     @classmethod
     def of(cls, head: LMHead, hidden_CD: Tensor, targets: Targets, impl: str) -> ScoredChunk:
-        logits_CV, shard = head.logits(hidden_CD), head.shard
-        if shard is None:
-            return cls(logits_CV, targets, compute_scores(impl, logits_CV, targets))
-        num_local = len(head.weight_VD)
-        targets = replace(targets, ids_T=shard.local_ids(targets.ids_T, num_local))
-        local = compute_scores(impl, logits_CV, targets)
-        return cls(logits_CV, targets, merge_scores(shard, num_local, targets, *local))
+        logits_CV = head.logits(hidden_CD)
+        return cls(logits_CV, targets, compute_scores(impl, logits_CV, targets))
 
     def gradient(self, slopes: Slopes, dtype: torch.dtype, impl: str) -> Tensor:
         """The gradient by the logits, in the dtype of the hidden states."""

@@ -44,8 +44,8 @@ class Score:
 
 
 class State:
-    """Rows of `state_4T`, fp32: what the gradient needs beside the scores. The torch reference uses
-    LOG_TOTAL alone.
+    """Rows of `state_4T`, fp32: what the kernel of the gradient needs beside the scores. The torch
+    reference has no use for them.
     """
 
     TOP = 0
@@ -244,8 +244,6 @@ def compute_scores(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]
         score_3T[Score.LOGPROB, chunk] = forward.logprob_C
         score_3T[Score.ENTROPY, chunk] = forward.entropy_C
         score_3T[Score.LSE, chunk] = forward.lse_C
-        is_row_C = targets.ids_T[chunk] >= 0
-        state_4T[State.LOG_TOTAL, chunk] = torch.where(is_row_C, forward.log_total_C, 0.0)
     return score_3T, state_4T
 
 
@@ -258,9 +256,8 @@ def write_gradient(
     out_TV: Tensor,
 ) -> None:
     """Write the gradient by the logits into `out_TV`, which may be the logits themselves; `scored`
-    is what `compute_scores` returned.
+    is what `compute_scores` returned, which spares the kernels a read and the reference nothing.
     """
-    score_3T, state_4T = scored
     for chunk in row_chunks(logits_TV):
         logits_CV, part = logits_TV[chunk], targets[chunk]
         is_row_C, of_chunk = part.ids_T >= 0, slopes[chunk]
@@ -270,14 +267,6 @@ def write_gradient(
         )
         assert a_C is not None
         forward = forward_torch(logits_CV, part)
-        # The sum that was handed in may be that of more vocabulary than these rows hold.
-        log_total_C = state_4T[State.LOG_TOTAL, chunk]
-        forward = replace(
-            forward,
-            log_total_C=log_total_C,
-            masked_log_total_C=log_total_C if part.mask is None else forward.masked_log_total_C,
-            entropy_C=score_3T[Score.ENTROPY, chunk],
-        )
         backward_torch(forward, logits_CV, a_C, c_C, out_TV[chunk], d_C)
 
 
@@ -350,7 +339,6 @@ def logprobs(
     *,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    logit_scale: float | None = None,
     sampling_mask: SamplingMask | None = None,
     differentiable: bool = False,
     impl: str = "auto",
@@ -367,8 +355,6 @@ def logprobs(
         temperature: divides the logits; > 0, a number or [T] of any float dtype, which becomes
             fp32.
         softcap: logits become softcap * tanh(logits / softcap) first.
-        logit_scale: multiplies the logits before all else, > 0: Cohere's `logit_scale`, 1 /
-            Granite's `logits_scaling`.
         sampling_mask: take log-probs over these ids, as the sampler did; entropy and lse stay those
             of the full vocabulary. A batch's rows count in their order.
         differentiable: let gradients of the results reach the logits (a second read, in the
@@ -383,7 +369,7 @@ def logprobs(
     flat_TV = flat_rows("logits_TV", logits_TV)
     check_logits(flat_TV)
     targets = check_targets(
-        logits_TV, flat_TV.shape[1], target_ids_T, temperature, softcap, logit_scale, sampling_mask
+        logits_TV, flat_TV.shape[1], target_ids_T, temperature, softcap, sampling_mask
     )
     impl = resolve_impl(impl, flat_TV.device, flat_TV.dtype)
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):

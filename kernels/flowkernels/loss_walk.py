@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 from flowkernels.lm_head import Gradients, LMHead, ScoredChunk, gradient_buffer
 from flowkernels.loss_spec import LossSpec
 from flowkernels.policy_loss import run_loss
-from flowkernels.sequences import sequence_ids
 from flowkernels.statistics import Column, reduce, to_columns
 from flowkernels.targets import Targets
 from flowkernels.token_loss import TokenInputs, token_loss
@@ -35,21 +34,6 @@ def resolve_compact(compact: bool | str, device: torch.device) -> Compact:
     if compact not in ("call", "chunks"):
         raise ValueError(f"compact={compact!r} must be True, False, 'call' or 'chunks'")
     return "call" if compact == "call" else "chunks"
-
-
-def without_zero_advantage(spec: LossSpec, inputs: TokenInputs) -> TokenInputs:
-    """Give weight 0 to tokens of advantage 0, whose loss is 0. None has where a KL, an entropy or a
-    z term gives them one; a token of GSPO has it if all tokens of its sequence have, whose mean
-    ratio counts each of them.
-    """
-    if spec.kl_coef > 0 or spec.entropy_coef != 0 or spec.z_loss_coef > 0:
-        return inputs
-    has_loss_T = inputs.advantage_T != 0
-    if spec.loss_type == "gspo" and inputs.cu_seqlens_S1 is not None:
-        sequence_T = sequence_ids(inputs.cu_seqlens_S1, len(has_loss_T))
-        num_S = torch.zeros_like(inputs.cu_seqlens_S1[1:], dtype=torch.int64)
-        has_loss_T = num_S.index_add_(0, sequence_T, has_loss_T.long())[sequence_T] > 0
-    return replace(inputs, weight_T=torch.where(has_loss_T, inputs.weight_T, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +54,9 @@ class LossWalk:
     bounds: Sequence[int] = ()
     """Bounds of the sequences where chunks are cut there."""
 
-    def run(
-        self, needs: Sequence[bool], weight_grad_VD: Tensor | None = None
-    ) -> tuple[Tensor, Gradients, Tensor, Tensor]:
-        """(loss, gradients, columns, statistics); see `Gradients.empty` for the arguments."""
-        gradients = Gradients.empty(self.hidden_TD, self.head, needs, weight_grad_VD)
+    def run(self, needs: Sequence[bool]) -> tuple[Tensor, Gradients, Tensor, Tensor]:
+        """(loss, gradients, columns, statistics); see `Gradients.empty` for the argument."""
+        gradients = Gradients.empty(self.hidden_TD, self.head, needs)
         column_7T = replace(self, gradients=gradients if any(needs) else None)._columns()
         gradients.finish()
         loss, stats = reduce(self.impl, column_7T, self.inputs.weight_T, self.targets.ids_T)
@@ -125,8 +107,7 @@ class LossWalk:
 
     def _walk(self) -> Tensor:
         column_7T = torch.zeros(Column.NUM, len(self.targets), device=self.hidden_TD.device)
-        is_fused = self.spec.is_fused and self.head.shard is None
-        one_block = self._fused_chunk if is_fused else self._scored_block
+        one_block = self._fused_chunk if self.spec.is_fused else self._scored_block
         for block in self._blocks():
             column_7T[:, block] = one_block(block)
         return column_7T
@@ -174,9 +155,7 @@ class LossWalk:
         if self.gradients is None:
             return column_7B
         slopes = token.weighted_slopes(tokens.weight_T)
-        # With a vocab shard never skip a chunk: rounding may make ranks disagree on whether a row
-        # is clipped, and all must enter the same collectives.
-        skips = self.compact == "chunks" and only is None and self.head.shard is None
+        skips = self.compact == "chunks" and only is None
         for chunk in chunks:
             inner = slice(chunk.start - block.start, chunk.stop - block.start)
             if skips and not column_7B[Column.HAS_GRADIENT, inner].any():

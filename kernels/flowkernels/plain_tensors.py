@@ -34,10 +34,10 @@ def flat_rows(name: str, rows: Tensor, *, may_copy: bool = True) -> Tensor:
         ) from None
 
 
-def plain_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, is_shard: bool) -> Head:
+def plain_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
     """Flat hidden states with a whole weight and bias, in one dtype if autocast is to choose it."""
-    weight = _gathered("weight_VD", weight, is_shard)
-    bias = None if bias is None else _gathered("bias_V", bias, is_shard)
+    weight = _gathered(weight)
+    bias = None if bias is None else _gathered(bias)
     head = flat_rows("hidden_TD", hidden), weight, bias
     dtypes = {x.dtype for x in head if x is not None}
     device = hidden.device.type
@@ -55,17 +55,13 @@ def check_plain(name: str, tensor: Tensor) -> None:
         )
 
 
-def _gathered(name: str, tensor: Tensor, is_shard: bool) -> Tensor:
+def _gathered(tensor: Tensor) -> Tensor:
     """All of a DTensor. Its gradient is the mean over the ranks, as FSDP2 takes it, who have tokens
     of their own; the mean of one and the same gradient is right too.
     """
     sharded = _as_dtensor(tensor)
     if sharded is None:
         return tensor
-    if is_shard:
-        raise ValueError(
-            f"{name} must be this rank's part with a shard, got a DTensor; pass its to_local()"
-        )
     from torch.distributed.tensor import Partial
 
     whole: Tensor = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)

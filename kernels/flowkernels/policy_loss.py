@@ -217,24 +217,20 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 class HandOver(torch.autograd.Function):
-    """Gives a loss the gradients by some tensors that were formed with it."""
+    """Gives a loss the gradient by the logits, which was written over them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *tensors: Tensor | None
-    ) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, loss: Tensor, logits_TV: Tensor) -> Tensor:
+        ctx.gradient = logits_TV.detach()
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[None, Tensor]:
+        if ctx.gradient is None:
             raise RuntimeError(TAKEN_TWICE)
-        gradients, ctx.gradients = ctx.gradients, None
-        for gradient in gradients:
-            if gradient is not None:
-                scale_rows_(gradient, dloss)
-        return None, None, *gradients
+        gradient, ctx.gradient = ctx.gradient, None
+        scale_rows_(gradient, dloss)
+        return None, gradient
 
 
 def policy_loss(
@@ -250,7 +246,6 @@ def policy_loss(
     cu_seqlens_S1: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    logit_scale: float | None = None,
     sampling_mask: SamplingMask | None = None,
     inplace: bool = False,
     impl: str = "auto",
@@ -278,7 +273,7 @@ def policy_loss(
             correction_level="sequence". Those of a batch whose rows are sequences are
             torch.arange(0, B * L + 1, L).
         temperature: the one that sampled the tokens; > 0, a number or [T] of any float dtype.
-        softcap, logit_scale, sampling_mask: as for `logprobs`; the gradient stays on the ids of the
+        softcap, sampling_mask: as for `logprobs`; the gradient stays on the ids of the
             mask.
         inplace: write the gradient over the logits, which hold garbage afterwards. Ignored under
             torch.compile, which plans memory itself.
@@ -299,7 +294,7 @@ def policy_loss(
     flat_TV = flat_rows("logits_TV", logits_TV, may_copy=not inplace)
     check_logits(flat_TV)
     targets = check_targets(
-        logits_TV, flat_TV.shape[1], target_ids_T, temperature, softcap, logit_scale, sampling_mask
+        logits_TV, flat_TV.shape[1], target_ids_T, temperature, softcap, sampling_mask
     )
     inputs = TokenInputs(
         advantage_T=advantage_T,
@@ -346,5 +341,5 @@ def _run(
         loss, _, column_7T, stats = _policy_loss_op(logits_TV, *flat, needs_gradient, impl)
     if writes:
         torch.autograd.graph.increment_version(logits_TV)
-        loss = HandOver.apply(loss, [logits_TV.detach()], logits_TV)
+        loss = HandOver.apply(loss, logits_TV)
     return PolicyLoss.of(loss, column_7T, stats)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines_under_way import loud_model
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.build import make_flow
@@ -31,6 +32,7 @@ from flowtrain.training import model as models
 from flowtrain.types import Action, FinishReason, Task, UserError, Verdict
 
 CPU = torch.device("cpu")
+TEXTS = ("You write the final answer. Steps so far, question, tools: the area of Chad",)
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
 ALL_ROLES = ("analyst", "executor", "verifier", "generator", "tools")
 
@@ -38,23 +40,13 @@ ALL_ROLES = ("analyst", "executor", "verifier", "generator", "tools")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny random model whose tokenizer has a chat template."""
+    return saved(tmp_path_factory, hidden_size=32, num_heads=4, max_positions=4096)
+
+
+def saved(tmp_path_factory: pytest.TempPathFactory, **shape: int) -> str:
     path = tmp_path_factory.mktemp("model")
-    tokenizer = models.new_tokenizer(
-        ["You write the final answer. Steps so far, question, tools: the area of Chad"],
-        vocab_size=300,
-    )
+    tokenizer, model = loud_model(TEXTS, 300, seed=1, **shape)
     tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(1)
-    model = models.new_model(
-        tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=4096
-    )
-    with torch.no_grad():  # large, and the embedding less so: or every token would repeat itself
-        for name, parameter in model.named_parameters():
-            parameter.mul_(
-                (0.2 if "embed" in name else 0.8) / model.config.initializer_range
-                if parameter.dim() == 2
-                else 1.0
-            )
     models.export(model, tokenizer, models.full_weights(model), path)
     return str(path)
 
@@ -366,21 +358,10 @@ def test_missing_vllm_is_reported_under_its_option(
 def test_a_frozen_model_replies_the_same_in_vllm(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = models.new_tokenizer(
-        ["You write the final answer. Steps so far, question, tools: the area of Chad"],
-        vocab_size=300,
-    )
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(1)
-    model = models.new_model(
-        tokenizer, hidden_size=64, num_layers=2, num_heads=2, max_positions=256
-    )  # heads that vLLM takes on a CPU
-    model.config.architectures = [type(model).__name__]
-    models.export(model, tokenizer, models.full_weights(model), path)
-    replies = {}
+    path = saved(tmp_path_factory)  # with heads that vLLM takes on a CPU
+    tokenizer, replies = models.load_tokenizer(path), {}
     for kind in ("torch", "vllm"):
-        options = {"kind": kind, "model": str(path), "max_tokens": 12}
+        options = {"kind": kind, "model": path, "max_tokens": 12}
         chats = start(
             config({"verifier": "a"}, {"a": options}, vllm={"kv_cache_gb": 0.125}), tokenizer
         )

@@ -8,7 +8,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
-from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -174,35 +173,11 @@ def test_the_last_attempt_raises_its_reason() -> None:
     assert len(server.asked) == 3
 
 
-@pytest.mark.parametrize("as_date", [False, True])
-def test_retry_after_is_honoured(as_date: bool) -> None:
-    wait_s = 2.0 if as_date else 0.3  # a date has whole seconds
-    refusals = iter([True])
-
-    def script(body: dict[str, Any]) -> Response | str:
-        if next(refusals, False):
-            return status(
-                429,
-                Retry_After=formatdate(time.time() + wait_s, usegmt=True)
-                if as_date
-                else str(wait_s),
-            )
-        return "fine"
-
-    with chat_server(script) as server:
+def test_retry_after_is_honoured() -> None:
+    with chat_server(first(status(429, Retry_After="0.3"))) as server:
         assert ask(server) == "fine"
     first_time, second_time = server.times
-    assert second_time - first_time >= wait_s - 1.0 * as_date - 0.01
-
-
-def test_a_pause_that_outlasts_the_deadline_is_not_waited_for() -> None:
-    started = time.monotonic()
-    with (
-        chat_server(lambda body: status(429, Retry_After="3600")) as server,
-        pytest.raises(EngineError, match=r"HTTP 429.*no time is left"),
-    ):
-        ask(server, deadline_s=5.0)
-    assert time.monotonic() - started < 4 and len(server.asked) == 1
+    assert second_time - first_time >= 0.29
 
 
 def test_a_truncated_body_is_retried() -> None:

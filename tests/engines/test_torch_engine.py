@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
+from engines_under_way import run
 from flowkernels import logprobs
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -22,7 +23,6 @@ from flowtrain.training.tree import pack_rows
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
-T = TypeVar("T")
 Request = tuple[Sequence[int], Sampling]
 MakeEngine = Callable[..., TorchEngine]
 PROMPTS = [(5,), (9, 8, 7), tuple(range(100, 130)), (9, 8, 7, 6), (250, 3, 250)]
@@ -43,16 +43,6 @@ def engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> TorchEngine:
     return TorchEngine(model, tokenizer, WeightStore(tmp_path / "weights"))
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """A request that is never answered fails the test instead of hanging it."""
-
-    async def bounded() -> T:
-        async with asyncio.timeout(30):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:

@@ -7,23 +7,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
-from collections.abc import Coroutine, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from engines_under_way import under_way
+from engines_under_way import loud_model, run, under_way
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from flowtrain.config import Lora, Vllm
 from flowtrain.engines.factory import ModelSpec
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.vllm.engine import AdapterEngine
 from flowtrain.engines.vllm.process import VllmModel, cpu_environment
-from flowtrain.training import model as models
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, VersionSpan
 from flowtrain.weights import Publisher, StoreError, WeightStore
 
@@ -33,7 +29,6 @@ pytestmark = [
     pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm"),
 ]
 
-T = TypeVar("T")
 RANK, ALPHA = 6, 9
 """Not a rank that vLLM has slots of, and a scaling that is not 1."""
 PROMPTS = [(5,), (9, 8, 7), tuple(range(100, 130)), (9, 8, 7, 6), tuple(range(20, 90))]
@@ -71,7 +66,9 @@ class Setup:
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """One fp32 vLLM; planner and verifier have stores with versions 0 to 2 of an adapter each."""
     folder = tmp_path_factory.mktemp("run")
-    tokenizer, model = new_base(folder / "base")
+    tokenizer, model = loud_model(scale=0.5)
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
     lora = Lora(rank=RANK, alpha=ALPHA, sync="adapter")
     policy_spec = ModelSpec.of("model.path", str(folder / "base"), tokenizer, model)
     spec = policy_spec.adapters(lora, torch.float32)
@@ -103,33 +100,6 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     yield setup
     for engine in setup.engines.values():
         engine.close()
-
-
-def new_base(path: Path) -> tuple[PreTrainedTokenizerFast, Any]:
-    """A model with large random weights, so that its versions differ in what they sample."""
-    texts = ["What is the capital of Chad?", "Sub-Goal: capital of Chad"]
-    tokenizer = models.new_tokenizer(texts, vocab_size=280)
-    torch.manual_seed(0)
-    model = models.new_model(
-        tokenizer, hidden_size=64, num_layers=2, num_heads=2, max_positions=256
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                scale = 0.2 if "embed" in name else 0.5
-                parameter.mul_(scale / model.config.initializer_range)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    model.set_attn_implementation("sdpa")
-    return tokenizer, model
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    async def bounded() -> T:
-        async with asyncio.timeout(100):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 Request = tuple[str, Sequence[int], Sampling]

@@ -24,7 +24,6 @@ COMPOSED = (
     "test_operators.py",
     "test_rival_parity.py",
     "test_trl_parity.py",
-    "test_vocab_parallel.py",
 )
 """Files about what is built from kernels which other files test case by case."""
 

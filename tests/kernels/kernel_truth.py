@@ -1,15 +1,17 @@
 """Shared by the kernel tests: random batches, the losses as plain formulas in fp64 for autograd,
-and the device of an implementation.
+the device of an implementation, and the memory of a call.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from flowkernels import LossSpec, PolicyLoss, SamplingMask, policy_loss
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 _RUNS_TRITON = torch.cuda.is_available() or importlib.util.find_spec("numpy") is not None
 IMPLS = ("torch", "triton") if _RUNS_TRITON else ("torch",)
@@ -33,6 +35,20 @@ def on_device(batch: Batch, impl: str) -> Batch:
         return value.to(device) if isinstance(value, Tensor) else value
 
     return {name: move(value) for name, value in batch.items()}
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most that a call has allocated at one time, on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def bf16_rounding(impl: str) -> float:

@@ -23,15 +23,10 @@ from flowkernels import (
     token_weights,
 )
 from flowkernels.implementations import resolve_impl
+from kernel_truth import IMPLS, Batch, on_device
 from torch import Tensor
 
-IMPLS = ("torch", "triton")
 NUM, VOCAB = 4, 6
-Batch = dict[str, Any]
-
-
-def device_of(impl: str) -> str:
-    return "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
 
 
 def full_batch() -> Batch:
@@ -92,12 +87,6 @@ LOGITS = {
         "stride 1",
         "(1, 4)",
     ),
-    "logits-strided": (
-        {"logits_TV": torch.zeros(NUM, 2 * VOCAB)[:, ::2]},
-        "logits_TV",
-        "stride 1",
-        "(12, 2)",
-    ),
     "logits-elsewhere": (
         {"logits_TV": torch.zeros(NUM, VOCAB, device=META)},
         "target_ids_T",
@@ -116,12 +105,6 @@ LOGITS = {
         "int64 [4]",
         "(3,)",
     ),
-    "targets-2d": (
-        {"target_ids_T": torch.zeros(NUM, 1, dtype=torch.int64)},
-        "target_ids_T",
-        "int64 [4]",
-        "(4, 1)",
-    ),
     "targets-elsewhere": (
         {"target_ids_T": torch.zeros(NUM, dtype=torch.int64, device=META)},
         "target_ids_T",
@@ -135,7 +118,6 @@ LOGITS = {
         "got 6",
     ),
     "temperature-0": ({"temperature": 0.0}, "temperature", "above 0", "=0.0"),
-    "temperature-negative": ({"temperature": -1.5}, "temperature", "above 0", "=-1.5"),
     "temperature-nan": ({"temperature": math.nan}, "temperature", "above 0", "=nan"),
     "temperature-inf": ({"temperature": math.inf}, "temperature", "finite", "=inf"),
     "temperatures-int64": (
@@ -144,22 +126,12 @@ LOGITS = {
         "float32 [4]",
         "int64",
     ),
-    "temperatures-2d": ({"temperature": torch.ones(NUM, 1)}, "temperature", "[4]", "(4, 1)"),
-    "scale-0": ({"logit_scale": 0.0}, "logit_scale", "above 0", "=0.0"),
-    "scale-inf": ({"logit_scale": math.inf}, "logit_scale", "finite", "=inf"),
-    "temperatures-0d": ({"temperature": torch.tensor(1.0)}, "temperature", "float32 [4]", "()"),
     "temperatures-short": ({"temperature": torch.ones(3)}, "temperature", "float32 [4]", "(3,)"),
     "temperatures-0": (
         {"temperature": torch.tensor([1.0, 0.0, 1.0, 1.0])},
         "temperature",
         "above 0",
         "got 0.0",
-    ),
-    "temperatures-negative": (
-        {"temperature": torch.tensor([1.0, 2.0, 1.0, -2.5])},
-        "temperature",
-        "above 0",
-        "got -2.5",
     ),
     "temperatures-nan": (
         {"temperature": torch.tensor([1.0, math.nan, 1.0, 1.0])},
@@ -174,7 +146,6 @@ LOGITS = {
         "got meta",
     ),
     "softcap-0": ({"softcap": 0.0}, "softcap", "above 0", "=0.0"),
-    "softcap-negative": ({"softcap": -30.0}, "softcap", "above 0", "=-30.0"),
     "softcap-inf": ({"softcap": math.inf}, "softcap", "finite", "=inf"),
     "softcap-nan": ({"softcap": math.nan}, "softcap", "above 0", "=nan"),
     "kept-int32": (
@@ -194,12 +165,6 @@ LOGITS = {
         "sampling_mask.offsets_T1",
         "contiguous",
         "(5,)",
-    ),
-    "kept-offsets-float": (
-        {"sampling_mask": SamplingMask(kept().token_ids_K, kept().offsets_T1.float())},
-        "sampling_mask.offsets_T1",
-        "int64 [n]",
-        "float32",
     ),
     "kept-elsewhere": (
         {"sampling_mask": kept(device=META)},
@@ -304,12 +269,6 @@ def bad_bounds(num: int) -> dict[str, tuple[dict[str, Tensor], str, str, str]]:
             name,
             f"ascend from 0 to the {num}",
             f"[0, {num + 1}]",
-        ),
-        "bounds-short": (
-            {name: torch.tensor([0, 1], dtype=torch.int32)},
-            name,
-            f"ascend from 0 to the {num}",
-            "[0, 1]",
         ),
         "bounds-from-1": (
             {name: torch.tensor([1, num])},
@@ -528,18 +487,10 @@ def test_values_are_checked_on_the_cpu_and_on_a_gpu_that_is_debugged(
     assert arguments.checks_values(torch.device("cuda"))
 
 
-def on_device(value: Any, impl: str) -> Any:
-    if isinstance(value, SamplingMask):
-        return SamplingMask(
-            value.token_ids_K.to(device_of(impl)), value.offsets_T1.to(device_of(impl))
-        )
-    return value.to(device_of(impl)) if isinstance(value, Tensor) else value
-
-
 @pytest.mark.parametrize("spec", [SPEC, FUSED], ids=["gspo", "clip"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_inputs_are_left_as_they_are(impl: str, spec: LossSpec) -> None:
-    batch = {name: on_device(value, impl) for name, value in full_batch().items()}
+    batch = on_device(full_batch(), impl)
     batch["logits_TV"].requires_grad_()
     tensors = [x for x in batch.values() if isinstance(x, Tensor)] + [
         batch["sampling_mask"].token_ids_K,
@@ -575,12 +526,13 @@ def test_inputs_are_left_as_they_are(impl: str, spec: LossSpec) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_an_empty_batch_works(impl: str) -> None:
+    none = torch.zeros(1, dtype=torch.int64)
     empty = {
-        name: on_device(x[:0] if isinstance(x, Tensor) else x, impl)
-        for name, x in full_batch().items()
+        **{name: x[:0] if isinstance(x, Tensor) else x for name, x in full_batch().items()},
+        "cu_seqlens_S1": none,
+        "sampling_mask": SamplingMask(none[:0], none),
     }
-    none = on_device(torch.zeros(1, dtype=torch.int64), impl)
-    empty |= {"cu_seqlens_S1": none, "sampling_mask": SamplingMask(none[:0], none)}
+    empty = on_device(empty, impl)
     for spec in (SPEC, FUSED):
         assert policy_loss(**empty, spec=spec, impl=impl).loss == 0
     assert logprobs(
@@ -617,7 +569,7 @@ def test_unchecked_target_outside_the_vocabulary_gives_nan_and_writes_nowhere_el
             "sampling_mask": mask_of,
             "target_ids_T": torch.tensor([0, target, -1, 2]),
         }
-        batch = {name: on_device(value, impl) for name, value in batch.items()}
+        batch = on_device(batch, impl)
         around = guarded(batch)
         scored = logprobs(
             batch["logits_TV"],
@@ -643,7 +595,7 @@ def test_unchecked_mask_id_outside_the_vocabulary_gives_nan_and_writes_nowhere_e
     """For the kernels; torch raises an error of its own."""
     monkeypatch.setattr(arguments, "checks_values", lambda device: False)
     batch = {**full_batch(), "sampling_mask": kept(ids=(0, 1, 2, bad, 2))}
-    batch = {name: on_device(value, "triton") for name, value in batch.items()}
+    batch = on_device(batch, "triton")
     around = guarded(batch)
     out = policy_loss(**batch, spec=spec, inplace=True, impl="triton")
     assert out.loss.isnan() and out.logprob_T.isnan().tolist() == [False, True, False, False]

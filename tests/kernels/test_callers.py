@@ -1,5 +1,5 @@
 """What other code passes to the losses: batches [B, L], no old log-probs, operands of autocast,
-scaled logits, other dtypes, advantages of sequences; and the options of other trainers.
+other dtypes, advantages of sequences; and the options of other trainers.
 """
 
 from __future__ import annotations
@@ -278,58 +278,6 @@ def test_tensors_of_unlike_dtypes_are_refused_without_autocast() -> None:
         run({**batch, "weight_VD": batch["weight_VD"].double()}, SPECS["clip"])
 
 
-def test_a_buffer_for_the_gradient_takes_it_in_fp32_under_autocast() -> None:
-    batch = new_batch()
-    weight = batch["weight_VD"].clone().requires_grad_()
-    buffer = torch.zeros_like(batch["weight_VD"])
-    hidden = batch["hidden_TD"].bfloat16()
-    batch = without(batch, "hidden_TD", "weight_VD", "bias_V")
-    with torch.autocast("cpu", torch.bfloat16):
-        for enabled in (False, True):
-            with torch.set_grad_enabled(enabled):
-                out = linear_policy_loss(
-                    hidden, weight, **batch, spec=SPECS["clip"], weight_grad_VD=buffer
-                )
-            assert bool(buffer.any()) == enabled
-        theirs = linear_policy_loss(hidden, weight, **batch, spec=SPECS["clip"])
-    out.loss.backward()
-    theirs.loss.backward()
-    assert weight.grad is not None
-    assert torch.equal(buffer.bfloat16().float(), weight.grad)
-
-
-# ---- scaled logits
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_a_scale_multiplies_the_logits_before_the_cap(softcap: float | None, impl: str) -> None:
-    batch = with_logits(new_batch())
-    for temperature in (0.7, batch["temperature"]):
-        given = {**without(batch, "sampling_mask"), "temperature": temperature, "softcap": softcap}
-        ours = run({**given, "logit_scale": 0.3}, SPECS["clip"], impl)
-        theirs = run({**given, "logits_TV": 0.3 * batch["logits_TV"]}, SPECS["clip"], impl)
-        torch.testing.assert_close(ours[0].loss, theirs[0].loss)
-        torch.testing.assert_close(ours[1], 0.3 * theirs[1], rtol=1e-4, atol=1e-6)
-        assert theirs[1].any()
-
-
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_log_probs_of_scaled_logits_are_those_of_cohere(softcap: float | None) -> None:
-    batch = flat(new_batch())
-    ids = batch["target_ids_T"].clamp(min=0)
-    head = {name: batch[name] for name in ("hidden_TD", "weight_VD", "bias_V")}
-    options: Batch = {"temperature": 0.7, "softcap": softcap, "logit_scale": 0.0625}
-    logits = linear(*head.values())
-    expected = plain_rows(0.0625 * logits.double(), ids, 0.7, softcap)
-    for out in (
-        logprobs(logits, ids, **options),
-        linear_logprobs(**head, target_ids_T=ids, **options),
-    ):
-        for given, wanted in zip((out.logprob_T, out.entropy_T, out.lse_T), expected, strict=True):
-            torch.testing.assert_close(given.double(), wanted, rtol=1e-5, atol=1e-6)
-
-
 # ---- dtypes, and advantages of sequences
 
 
@@ -437,34 +385,6 @@ def test_a_kl_term_with_the_ratio_has_the_gradient_of_both(
     close(run(given, spec, impl, inplace=True), true_loss(batch, loss_of))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("loss_type", ["clip", "gspo"])
-def test_a_kl_term_with_the_ratio_is_the_same_from_hidden_states(loss_type: Any, impl: str) -> None:
-    batch = new_batch()
-    spec = LossSpec(
-        loss_type, kl_coef=0.3, kl_ratio=True, entropy_coef=0.1, tis=1.0, correction_level="token"
-    )
-    hidden = batch["hidden_TD"].clone().requires_grad_()
-    logits = linear(hidden, batch["weight_VD"], batch["bias_V"])
-    theirs = policy_loss(**{**with_logits(batch), "logits_TV": logits}, spec=spec)
-    theirs.loss.backward()
-    ours = run(batch, spec, impl)
-    assert hidden.grad is not None and hidden.grad.any()
-    torch.testing.assert_close(ours[0].loss.cpu(), theirs.loss)
-    torch.testing.assert_close(ours[1], hidden.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_a_buffer_takes_the_gradient_with_the_ratio_in_the_kl_term() -> None:
-    batch, spec = new_batch(), LossSpec(kl_coef=0.3, kl_ratio=True)
-    weight = batch["weight_VD"].requires_grad_()
-    run(batch, spec)
-    assert weight.grad is not None and weight.grad.any()
-    expected, weight.grad, buffer = weight.grad, None, torch.zeros_like(weight)
-    run(batch, spec, weight_grad_VD=buffer)
-    assert weight.grad is None
-    torch.testing.assert_close(buffer, expected)
-
-
 def test_a_clamped_ratio_is_a_constant_of_the_kl_term() -> None:
     batch = flat(with_logits(without(new_batch(), "temperature", "softcap", "sampling_mask")))
     batch["advantage_T"] = torch.zeros(6)
@@ -482,21 +402,16 @@ def test_a_clamped_ratio_is_a_constant_of_the_kl_term() -> None:
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
-@pytest.mark.parametrize("options", [{}, {"inplace": True}, {"weight_grad_VD": True}])
+@pytest.mark.parametrize("options", [{}, {"inplace": True}])
 def test_a_second_backward_pass_says_what_is_wrong(
     options: dict[str, Any], retain_graph: bool
 ) -> None:
     """On every path that forms the gradient in the forward pass."""
     for batch in (new_batch(), with_logits(new_batch())):
         name = "logits_TV" if "logits_TV" in batch else "hidden_TD"
-        if ("inplace" in options and name == "hidden_TD") or (
-            "weight_grad_VD" in options and name == "logits_TV"
-        ):
+        if options and name == "hidden_TD":
             continue
         batch = {**batch, name: batch[name].requires_grad_()}
-        if "weight_grad_VD" in options:
-            batch["weight_VD"].requires_grad_()
-            options = {"weight_grad_VD": torch.zeros_like(batch["weight_VD"])}
         function: Any = policy_loss if name == "logits_TV" else linear_policy_loss
         out = function(**batch, spec=SPECS["clip"], **options)
         out.loss.backward(retain_graph=retain_graph)
@@ -539,7 +454,7 @@ def test_an_old_log_prob_of_minus_infinity_has_a_finite_loss(
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_callers_pass_compiles_into_one_graph(dynamic: bool) -> None:
     spec = LossSpec("clip", kl_coef=0.3, kl_ratio=True, tis=1.0, correction_level="sequence")
-    batch = {**new_batch(), "advantage_T": torch.tensor([1.0, -1.0]), "logit_scale": 0.5}
+    batch = {**new_batch(), "advantage_T": torch.tensor([1.0, -1.0])}
     batch["weight_T"], batch["target_ids_T"] = batch["weight_T"] > 0, batch["target_ids_T"].int()
 
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ are the same for any size of a chunk.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +12,12 @@ from flowkernels import (
     LossSpec,
     TokenLoss,
     Tokens,
-    VocabParallel,
     linear_logprobs,
     linear_policy_loss,
     token_loss,
 )
 from flowkernels.lm_head import Gradients, LMHead
-from kernel_truth import Batch, counted, device_of, mask_of, on_device, plain_rows
+from kernel_truth import Batch, counted, mask_of, on_device, plain_rows
 from test_linear_loss import (
     HEAD,
     MAIN,
@@ -263,55 +262,6 @@ def test_a_chunk_with_few_idle_rows_is_taken_as_it_is(impl: str, seen: Seen) -> 
     close(gradients, head_truth(SPECS["nll"], batch)[1])
 
 
-@pytest.mark.parametrize("name", ["k3-entropy", "gspo-all"])
-def test_the_weights_gradient_is_added_to_a_buffer(name: str, impl: str) -> None:
-    """Two calls add up in a buffer that held something before; hidden and bias have theirs as
-    ever.
-    """
-    start = torch.linspace(-1, 1, VOCAB * 24).view(VOCAB, 24)
-    total = start.to(device_of(impl), copy=True)
-    expected = start.double()
-    for num_tokens in (19, 12):
-        batch = head_batch(num_tokens)
-        _, true_gradients, _ = head_truth(SPECS[name], batch)
-        _, gradients = ours(SPECS[name], batch, impl, weight_grad_VD=total, memory_budget=5 * ROW)
-        assert set(gradients) == {"hidden_TD", "bias_V"}
-        expected += true_gradients.pop("weight_VD")
-        close(gradients, true_gradients)
-    torch.testing.assert_close(total.cpu().double(), expected, rtol=1e-4, atol=1e-5)
-    before = total.clone()
-    out, gradients = ours(
-        SPECS[name], head_batch(), impl, weight_grad_VD=total, needs=["weight_VD"]
-    )
-    assert not gradients and out.loss.requires_grad and not torch.equal(total, before), (
-        "hidden states that need no gradient"
-    )
-    with pytest.raises(RuntimeError, match="twice"):
-        out.loss.backward()
-    before, moved = total.clone(), on_device(head_batch(), impl)
-    with torch.no_grad():
-        linear_policy_loss(
-            **{**moved, "weight_VD": moved["weight_VD"].requires_grad_()},
-            spec=SPECS[name],
-            weight_grad_VD=total,
-            impl=impl,
-        )
-    assert torch.equal(total, before)
-
-
-def test_upstream_factor_with_a_gradient_buffer_is_refused(impl: str) -> None:
-    total = torch.zeros(VOCAB, 24, device=device_of(impl))
-    if device_of(impl) == "cpu":
-        with pytest.raises(
-            ValueError, match=r"weight_grad_VD needs an upstream factor of 1, got 0\.5"
-        ):
-            ours(SPECS["clip"], head_batch(), impl, weight_grad_VD=total, scale=0.5)
-    else:
-        ours(SPECS["clip"], head_batch(), impl, weight_grad_VD=total, scale=0.5)
-        assert total.isnan().all()
-
-
-NO_GROUP = VocabParallel(cast(Any, None), 0, VOCAB)
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"memory_budget": ROW - 1},
@@ -329,40 +279,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"weight_VD": torch.zeros(VOCAB, 23)},
         r"weight_VD must be \[V, D=24\] like hidden_TD, got \(17, 23\)",
     ),
-    ({"weight_VD": torch.zeros(24)}, r"weight_VD must be \[V, D=24\]"),
     (
         {"weight_VD": torch.zeros(VOCAB, 24).bfloat16()},
         r"weight_VD must be torch.float32 on cpu, as hidden_TD, got torch.bfloat16",
     ),
     ({"bias_V": torch.zeros(VOCAB).half()}, r"bias_V must be torch.float32 .* got torch.float16"),
     ({"bias_V": torch.zeros(VOCAB + 1)}, r"bias_V must be \[V=17\], got \(18,\)"),
-    ({"bias_V": torch.zeros(VOCAB, 1)}, r"bias_V must be \[V=17\], got \(17, 1\)"),
     ({"target_ids_T": torch.full((19,), VOCAB)}, r"target_ids_T must be below V=17"),
-    (
-        {"sampling_mask": mask_of([[1]] * 19), "shard": NO_GROUP},
-        r"sampling_mask does not work with a shard",
-    ),
     ({"impl": "cuda"}, r"impl='cuda' must be one of"),
 ]
 WRONG_LOSS: list[tuple[dict[str, Any], str]] = [
-    ({"spec": squared, "shard": NO_GROUP}, r"a loss of one's own works neither with a shard nor"),
-    (
-        {"spec": squared, "weight_grad_VD": torch.zeros(VOCAB, 24)},
-        r"a loss of one's own works neither with a shard nor with weight_grad_VD",
-    ),
-    (
-        {"weight_grad_VD": torch.zeros(VOCAB, 23)},
-        r"weight_grad_VD must be contiguous float32 \[17, 24\], got torch.float32 \(17, 23\)",
-    ),
-    (
-        {"weight_grad_VD": torch.zeros(VOCAB, 24).bfloat16()},
-        r"weight_grad_VD must be contiguous float32 .* got torch.bfloat16",
-    ),
-    ({"weight_grad_VD": torch.zeros(24, VOCAB).t()}, r"weight_grad_VD must be contiguous float32"),
-    (
-        {"weight_grad_VD": torch.zeros(VOCAB, 24)},
-        r"weight_grad_VD needs a weight_VD that requires a gradient, got a frozen one",
-    ),
     ({"spec": LossSpec("gspo"), "cu_seqlens_S1": None}, r"loss_type='gspo' needs cu_seqlens_S1"),
     ({"weight_T": torch.zeros(18)}, r"weight_T must be float32 \[19\]"),
 ]
@@ -389,12 +315,6 @@ def test_the_budget_of_fp32_logits_holds_a_gradient_of_16_bits_too() -> None:
     linear_logprobs(**few, memory_budget=6 * VOCAB, fp32_logits=True)
     with pytest.raises(ValueError, match="takes 34"):
         linear_logprobs(**few, memory_budget=2 * VOCAB - 1)
-
-
-def test_log_probs_of_a_shard_have_no_gradient() -> None:
-    few = {name: head_batch()[name] for name in (*HEAD, "target_ids_T")}
-    with pytest.raises(ValueError, match="differentiable=True does not work with a shard"):
-        linear_logprobs(**few, shard=NO_GROUP, differentiable=True)
 
 
 @pytest.mark.parametrize("which", ["both", "logprob", "entropy"])

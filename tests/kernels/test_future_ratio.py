@@ -100,26 +100,6 @@ def test_loss_and_gradient_are_those_with_the_advantages_written_out(
     )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_equal_policies_leave_a_constant_factor(impl: str) -> None:
-    """No ratio, no future: A_fut is 1 everywhere, and the loss that of twice the advantage."""
-    batch = on_device(random_batch(), impl)
-    batch["old_logprob_T"] = logprobs_of(batch["logits_TV"], batch)
-    common = {
-        k: v
-        for k, v in batch.items()
-        if k not in ("ref_logprob_T", "sampler_logprob_T", "advantage_T")
-    }
-    future = policy_loss(
-        **common,
-        advantage_T=batch["advantage_T"],
-        spec=future_aware(SPEC, FutureRatio(), impl),
-        impl=impl,
-    )
-    twice = policy_loss(**common, advantage_T=2 * batch["advantage_T"], spec=SPEC, impl=impl)
-    assert future.loss.item() == pytest.approx(twice.loss.item(), rel=1e-5)
-
-
 def test_future_ratio_ignores_earlier_tokens() -> None:
     """Sequence (d0, d1, d2): A_fut of the last token is its own ratio, whatever came before."""
     old, logprob = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-0.2, -1.3, -0.95])

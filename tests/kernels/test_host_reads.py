@@ -19,12 +19,11 @@ from flowkernels import (
 )
 from flowkernels import linear_policy_loss as public
 from kernel_truth import Batch, counted, mask_of, on_device
-from test_fused_lm_head import ROW, VOCAB, Seen, seen, whole_batch
+from test_fused_lm_head import ROW, VOCAB, whole_batch
 from test_linear_loss import HEAD, SPECS, close, head_batch, head_truth, ours
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["seen"]  # a fixture
 READS = {"nonzero", "masked_select", "_local_scalar_dense", "is_nonzero", "unique", "_unique2"}
 """Operators whose result the host must have before it goes on."""
 KERNELS = ((loss_walk, "run_loss"), (loss_walk, "reduce"))
@@ -103,8 +102,6 @@ def test_the_host_reads_once_per_call_or_not_at_all(
         ]
         bounds = ["tolist"] if name == "gspo-all" and budget else []
         assert read_of(reads, SPECS[name], batch, compact=False, memory_budget=budget) == bounds
-    skipped = read_of(reads, SPECS[name], batch, compact=False, skip_zero_advantage=True)
-    assert skipped == []
     assert len(read_of(reads, SPECS[name], batch, compact="chunks", memory_budget=5 * ROW)) > 1
 
 
@@ -186,41 +183,6 @@ def test_the_first_chunk_writes_and_the_others_add(monkeypatch: pytest.MonkeyPat
     batch = whole_batch()
     ours(SPECS["clip"], batch, "torch", memory_budget=5 * ROW)
     assert calls == ["_product", *["_accumulate"] * 3]
-    calls.clear()
-    total = torch.zeros(VOCAB, 24)
-    ours(SPECS["clip"], batch, "torch", memory_budget=5 * ROW, weight_grad_VD=total)
-    assert calls == ["_accumulate"] * 4
-
-
-@pytest.mark.parametrize("name", ["clip", "cispo", "nll", "gspo"])
-def test_tokens_of_no_advantage_take_part_in_no_product(name: str, impl: str, seen: Seen) -> None:
-    """For "gspo" the first of two sequences has none, and one token of the second, which stays."""
-    batch, spec = whole_batch(), SPECS[name]
-    batch["cu_seqlens_S1"] = torch.tensor([0, 10, 19])
-    idle = torch.arange(19) % 3 == 0 if name != "gspo" else torch.arange(19) < 10
-    idle[12] = True
-    batch["advantage_T"] = torch.where(idle, 0.0, batch["advantage_T"])
-    left = 9 if name == "gspo" else int((~idle).sum())
-    for compact in ("call", "chunks"):
-        seen.logits.clear(), seen.gradients.clear()
-        out, gradients = ours(spec, batch, impl, compact=compact, skip_zero_advantage=True)
-        assert sum(seen.logits) == left and sum(seen.gradients) <= left
-        true_loss, true, _ = head_truth(spec, batch)
-        assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=1e-5)
-        close(gradients, true)
-        assert out.stats["num_tokens_sum"] == left
-        assert int((out.logprob_T != 0).sum()) == left
-    with pytest.raises(ValueError, match="skip_zero_advantage does not work with a loss of one's"):
-        ours(SPECS["own"], batch, "torch", skip_zero_advantage=True)
-
-
-@pytest.mark.parametrize("name", ["k3-entropy", "gspo-all"])
-def test_tokens_with_another_term_are_not_skipped(name: str) -> None:
-    batch = whole_batch() | {"advantage_T": torch.zeros(19)}
-    out, gradients = ours(SPECS[name], batch, "torch", skip_zero_advantage=True)
-    expected, expected_gradients = ours(SPECS[name], batch, "torch")
-    assert torch.equal(out.loss, expected.loss) and expected.loss.abs() > 0.01
-    assert all(torch.equal(gradients[key], expected_gradients[key]) for key in HEAD)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from flowkernels import LossSpec, PolicyLoss, TokenLoss, Tokens, linear_logprobs, linear_policy_loss
+from flowkernels import LossSpec, PolicyLoss, TokenLoss, Tokens, linear_policy_loss
 from graphs import Graphs
 from kernel_truth import Batch, mask_of
 from test_linear_loss import HEAD, Gradients, head_batch, squared
@@ -125,15 +125,6 @@ def test_operator_passes_opcheck(name: str, has_bias: bool, has_mask: bool, need
         torch.library.opcheck(operator, arguments)
 
 
-def test_every_linear_operator_is_checked() -> None:
-    registered = {
-        name.removeprefix("flowkernels::")
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("flowkernels::linear_")
-    }
-    assert registered == set(OPERATORS)
-
-
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("has_mask", [False, True], ids=["all-ids", "sampling_mask"])
 def test_a_compiled_loss_is_one_node_and_equal_to_eager(name: str, has_mask: bool) -> None:
@@ -154,17 +145,6 @@ def test_a_compiled_loss_is_one_node_and_equal_to_eager(name: str, has_mask: boo
     assert all(gradient.abs().max() > 0.01 for gradient in expected_gradients.values())
 
 
-def test_the_default_backend_aot_eager_gives_the_same() -> None:
-    torch._dynamo.reset()
-    batch = small_batch()
-    compiled = torch.compile(
-        lambda batch: -0.5 * loss_of(batch, SPECS["all"]), fullgraph=True, backend="aot_eager"
-    )
-    torch.testing.assert_close(
-        run(compiled, batch), run(lambda batch: -0.5 * loss_of(batch, SPECS["all"]), batch)
-    )
-
-
 def own(tokens: Tokens) -> TokenLoss:
     return squared(tokens)
 
@@ -174,21 +154,6 @@ def test_a_compiled_loss_of_ones_own_is_a_node_each_way() -> None:
     ours = run(graphs.compile(lambda batch: 3 * loss_of(batch, own)), batch)
     assert (graphs.forward, graphs.backward) == ([["linear_scores"]], [["linear_gradient"]])
     torch.testing.assert_close(ours, run(lambda batch: 3 * loss_of(batch, own), batch))
-
-
-def scores_of(batch: Batch) -> Tensor:
-    few = {name: batch[name] for name in (*HEAD, "target_ids_T")}
-    out = linear_logprobs(
-        **few, memory_budget=3 * ROW, temperature=0.7, differentiable=True, impl="torch"
-    )
-    return (out.logprob_T * batch["advantage_T"] + out.entropy_T).sum()
-
-
-def test_compiled_log_probs_are_a_node_each_way() -> None:
-    batch, graphs = small_batch(), Graphs()
-    ours = run(graphs.compile(scores_of), batch)
-    assert (graphs.forward, graphs.backward) == ([["linear_scores"]], [["linear_gradient"]])
-    torch.testing.assert_close(ours, run(scores_of, batch))
 
 
 @pytest.mark.parametrize("name", [*SPECS, "own"])
@@ -258,12 +223,3 @@ def test_autocast_leaves_the_arithmetic_as_the_operands_have_it(
 
     expected = run(lambda batch: loss_of(batch, spec, fp32_logits=fp32_logits), batch)
     torch.testing.assert_close(run(autocast, batch), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("fp32_logits", [False, True])
-def test_log_probs_under_autocast_are_those_without(fp32_logits: bool) -> None:
-    few = {name: small_batch(dtype=torch.bfloat16)[name] for name in (*HEAD, "target_ids_T")}
-    expected = linear_logprobs(**few, fp32_logits=fp32_logits, impl="torch")
-    with torch.autocast("cpu", torch.bfloat16):
-        out = linear_logprobs(**few, fp32_logits=fp32_logits, impl="torch")
-    torch.testing.assert_close(out.logprob_T, expected.logprob_T, rtol=1e-6, atol=1e-6)

@@ -150,30 +150,6 @@ def test_fused_losses_of_hard_rows(vocab: int, dtype: torch.dtype, impl: str) ->
         assert error.max() <= baseline.max() + rounding * true_gradient.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_rows(dtype: torch.dtype, impl: str, inplace: bool) -> None:
-    device = device_of(impl)
-    logits, targets = (
-        torch.zeros(0, 300, dtype=dtype, device=device),
-        torch.zeros(0, dtype=torch.int64, device=device),
-    )
-    out = logprobs(logits.requires_grad_(), targets, differentiable=True, impl=impl)
-    assert out.logprob_T.shape == out.entropy_T.shape == out.lse_T.shape == (0,)
-    assert torch.autograd.grad(out.logprob_T.sum(), logits)[0].shape == (0, 300)
-    empty = torch.zeros(0, device=device)
-    loss = policy_loss(
-        logits,
-        targets,
-        spec=LossSpec("nll"),
-        advantage_T=empty,
-        weight_T=empty,
-        inplace=inplace,
-        impl=impl,
-    )
-    loss.loss.backward()
-    assert loss.loss.item() == 0 and logits.grad is not None and logits.grad.shape == (0, 300)
-
-
 def many_tokens(vocab: int) -> Batch:
     """70,000 tokens of which 200 count: every 350th, the last one among them."""
     num_tokens = 70_000

@@ -200,37 +200,6 @@ def test_any_loss_matches_the_plain_formula(
     compare(spec, replace(tokens, advantage_T=advantage))
 
 
-class _Differentiated(torch.autograd.Function):
-    """The token loss with its hand-written derivatives as the backward pass, for gradcheck."""
-
-    @staticmethod
-    def forward(ctx: Any, logp: Tensor, entropy: Tensor, spec: LossSpec, tokens: Tokens) -> Tensor:
-        out = token_loss(spec, replace(tokens, logprob_T=logp, entropy_T=entropy))
-        ctx.derivatives = (
-            out.dlogprob_T,
-            torch.zeros_like(entropy) if out.dentropy_T is None else out.dentropy_T,
-        )
-        return out.loss_T
-
-    @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        return dloss * ctx.derivatives[0], dloss * ctx.derivatives[1], None, None
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, spec in SPECS.items() if spec.loss_type in ("clip", "nll")]
-)
-def test_derivatives_match_finite_differences(name: str) -> None:
-    """Checked for the losses whose derivative is that of their value; the others hold a ratio
-    constant.
-    """
-    tokens = random_tokens(40)
-    inputs = tokens.logprob_T.clone().requires_grad_(), tokens.entropy_T.clone().requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x, h: _Differentiated.apply(x, h, SPECS[name], tokens), inputs
-    )
-
-
 @pytest.mark.parametrize("dual_clip", [None, 1.2])
 def test_gspo_tokens_have_the_gradient_of_their_sequence(dual_clip: float | None) -> None:
     """Eq. 5 of the paper: exp(mean log-ratio) through a clip, one loss per sequence; its gradient

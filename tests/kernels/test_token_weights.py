@@ -85,35 +85,3 @@ def test_nothing_to_average_over(averaging: Any) -> None:
         BOUNDS, 9, averaging, mask_T=torch.zeros(9, dtype=torch.bool), **options
     )
     assert untrained.tolist() == [0.0] * 9
-
-
-def test_int32_bounds_are_the_same() -> None:
-    for averaging in ("token", "sequence"):
-        assert torch.equal(
-            token_weights(BOUNDS.int(), 9, averaging), token_weights(BOUNDS, 9, averaging)
-        )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"averaging": "mean"}, "averaging='mean' must be"),
-        ({"averaging": "constant"}, "length=None"),
-        ({"averaging": "constant", "length": 0}, "length=0"),
-        ({"averaging": "token", "length": 7}, "length=7 .*'token'"),
-        ({"averaging": "sequence", "length": 7}, "length=7 .*'sequence'"),
-        ({"mask_T": torch.ones(8, dtype=torch.bool)}, r"mask_T .*\[9\].*\(8,\)"),
-        ({"mask_T": torch.ones(9)}, "mask_T .*bool.*float32"),
-        ({"num_tokens": 8}, r"cu_seqlens_S1 .*8 tokens.*\[0, 3, 3, 4, 9\]"),
-        ({"cu_seqlens_S1": torch.tensor([0, 5, 4, 9])}, r"cu_seqlens_S1 .*\[0, 5, 4, 9\]"),
-        ({"cu_seqlens_S1": torch.tensor([1, 9])}, r"cu_seqlens_S1 .*\[1, 9\]"),
-        ({"cu_seqlens_S1": torch.tensor([], dtype=torch.int64)}, r"cu_seqlens_S1 .*\(0,\)"),
-        ({"cu_seqlens_S1": BOUNDS.float()}, "cu_seqlens_S1 .*float32"),
-        ({"cu_seqlens_S1": BOUNDS[None]}, r"cu_seqlens_S1 .*\(1, 5\)"),
-    ],
-)
-def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"cu_seqlens_S1": BOUNDS, "num_tokens": 9, "averaging": "token"}
-    token_weights(**arguments)
-    with pytest.raises(ValueError, match=message):
-        token_weights(**{**arguments, **changes})

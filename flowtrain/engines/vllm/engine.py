@@ -11,7 +11,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,39 +160,47 @@ class VllmEngine:
         """
         check_request(prompt_ids, sampling, self.max_tokens)
         deadline = time.monotonic() + sampling.deadline_s
-        error: Exception | None = None
-        for _ in range(2):
-            self.num_requeued += error is not None
-            try:
-                runner = await within(self.supervisor.runner, deadline)
-                return await runner.generate(prompt_ids, sampling, deadline, policy)
-            except TimeoutError:
-                labels = [(self.version_of(policy), 0)]
-                return completion((), (), labels=labels, reason=FinishReason.DEADLINE)
-            except (EngineDied, Ended) as died:
-                error = died
-                self.supervisor.replace(runner, str(died))
-        raise EngineError(f"vLLM died twice over a prompt of {len(prompt_ids)} tokens") from error
+        try:
+            return await self._ask(
+                lambda runner: runner.generate(prompt_ids, sampling, deadline, policy),
+                deadline,
+                f"a prompt of {len(prompt_ids)} tokens",
+            )
+        except TimeoutError:
+            labels = [(self.version_of(policy), 0)]
+            return completion((), (), labels=labels, reason=FinishReason.DEADLINE)
 
     async def score(
         self, samples: Sequence[Sample], temperature: float, policy: str = ""
     ) -> tuple[int, list[tuple[float, ...]]]:
         """See `Scorer`; at temperature 1. Raises EngineError when vLLM died over it twice."""
         assert temperature == 1.0, "vLLM tells log-probs of prompts at temperature 1"
+        timeout_s = self._options.load_timeout_s
+        deadline = time.monotonic() + timeout_s
+        try:
+            return await self._ask(
+                lambda runner: runner.score(samples, deadline, policy),
+                deadline,
+                f"scoring {len(samples)} responses",
+            )
+        except TimeoutError:
+            message = f"vLLM did not score within vllm.load_timeout_s={timeout_s}"
+            raise EngineError(message) from None
+
+    async def _ask(
+        self, ask: Callable[[AsyncLLMRunner], Awaitable[T]], deadline: float, what: str
+    ) -> T:
+        """Return the answer to a request, which is sent once more if vLLM dies or hangs over it."""
         error: Exception | None = None
         for _ in range(2):
-            deadline = time.monotonic() + self._options.load_timeout_s
+            self.num_requeued += error is not None
+            runner = await within(self.supervisor.runner, deadline)
             try:
-                runner = await within(self.supervisor.runner, deadline)
-                return await runner.score(samples, deadline, policy)
-            except TimeoutError:
-                raise EngineError(
-                    f"vLLM did not score within vllm.load_timeout_s={self._options.load_timeout_s}"
-                ) from None
+                return await ask(runner)
             except (EngineDied, Ended) as died:
                 error = died
                 self.supervisor.replace(runner, str(died))
-        raise EngineError(f"vLLM died twice over scoring {len(samples)} responses") from error
+        raise EngineError(f"vLLM died twice over {what}") from error
 
     def _start(self) -> AsyncLLMRunner:
         errors = Path(self._folder.name) / "errors.log"
