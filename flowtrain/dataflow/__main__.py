@@ -27,7 +27,7 @@ from flowtrain.dataflow.show import status_text
 from flowtrain.net import credentials, serving
 from flowtrain.net.credentials import Access, Role, TokenFile
 from flowtrain.types import UserError
-from flowtrain.utils.commands import Commands, add_server, add_tokens
+from flowtrain.utils.commands import Commands, add_server, add_tokens, end_on_signals
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
 from flowtrain.utils.terminal import bare, protect_output
@@ -42,6 +42,7 @@ _CLEAR = "\x1b[H\x1b[2J"
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     protect_output()
+    end_on_signals()
     options, rest = _parser().parse_known_args(arguments)
     try:
         code: int = options.run(options, rest)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from flowtrain.engines.chat_engines import POLICY
 from flowtrain.evals.run import Request, evaluate_benchmarks
 from flowtrain.tasks.benchmarks import BENCHMARKS, parse_benchmarks
 from flowtrain.types import UserError
+from flowtrain.utils.commands import end_on_signals
 from flowtrain.utils.terminal import protect_output
 
 FOLDER_ENV = "FLOWTRAIN_BENCHMARKS"
@@ -32,8 +32,7 @@ def main() -> int:
 
     def body(config: Config) -> int:
         request = _request(arguments, config)
-        # SIGTERM as Ctrl-C: what has ended is written down already.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        end_on_signals()  # what has ended is written down already
         try:
             return evaluate_benchmarks(config, request)
         except KeyboardInterrupt:

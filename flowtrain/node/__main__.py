@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import socket
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from types import FrameType
 from typing import get_args
 
 from flowtrain.config.options import check_allowed
@@ -27,7 +25,7 @@ from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
 from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import PolicyName, UserError
-from flowtrain.utils.commands import number
+from flowtrain.utils.commands import end_on_signals, number
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.terminal import protect_output
 
@@ -74,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, args = _parser().parse_known_args(argv)
     if options.log_format == "json":
         print_json(_COMMAND.removeprefix("python -m "))
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_on_signals()
     try:
         check_allowed(args, OWN_KEYS)
         # These import torch, for which --help and mistakes need not wait.
@@ -103,10 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before there was a lease
         pass
     return 0
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _store(text: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.session import Outcome, replay
 from flowtrain.training.world import end_process
 from flowtrain.types import UserError
-from flowtrain.utils.commands import number
+from flowtrain.utils.commands import end_on_signals, number
 from flowtrain.utils.terminal import protect_output
 
 _COMMAND = "python -m flowtrain.replay"
@@ -30,6 +30,7 @@ _COMMAND = "python -m flowtrain.replay"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; under torchrun only rank 0 prints."""
     protect_output()
+    end_on_signals()
     options = _parser().parse_args(arguments)
     is_main = os.environ.get("RANK", "0") == "0"
 

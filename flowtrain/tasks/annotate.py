@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,7 +29,7 @@ from flowtrain.tasks.files import load_source
 from flowtrain.tasks.research_trees import as_sub_goals, findings
 from flowtrain.tasks.sub_goal_prompt import ask_again, prompt_for, read_reply
 from flowtrain.types import SubGoal, Task, UserError
-from flowtrain.utils.commands import number
+from flowtrain.utils.commands import end_on_signals, number
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.terminal import bar, protect_output
 from flowtrain.utils.text import printable
@@ -48,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = _parser().parse_known_args(arguments)
 
     def body(config: Config) -> int:
-        # SIGTERM as Ctrl-C: what was answered is written down already.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        end_on_signals()  # what was answered is written down already
         try:
             return annotate(
                 config, options.engine, options.rows, options.out, num_attempts=options.attempts
@@ -57,8 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("\nstopped; the same command goes on", file=sys.stderr)
             return INTERRUPTED
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
     words = [*(["--config", options.config] if options.config else []), *rest]
     return run_command("flowtrain.tasks.annotate", body, words)

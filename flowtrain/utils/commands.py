@@ -1,10 +1,21 @@
-"""Command lines of several commands, with the arguments that they share."""
+"""Command lines of several commands, with the arguments that they share, and how they end."""
 
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
+
+
+def end_on_signals() -> None:
+    """Have SIGINT and SIGTERM raise KeyboardInterrupt, whoever has started the command: a shell
+    that puts it into the background of a script has SIGINT ignored.
+    """
+    if threading.current_thread() is threading.main_thread():  # where Python allows it
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.default_int_handler)
 
 
 class Commands:

@@ -8,14 +8,13 @@ python -m flowtrain.view runs
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from flowtrain.metrics.run_dir import atomic_write_text
 from flowtrain.types import UserError
-from flowtrain.utils.commands import number
+from flowtrain.utils.commands import end_on_signals, number
 from flowtrain.utils.terminal import protect_output
 from flowtrain.view.page import build_page, build_table
 from flowtrain.view.run import is_run
@@ -70,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         raise UserError("--out is for the page as a file: leave --serve or --out out")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_on_signals()
     try:
         with _listen(Pages(arguments.run, arguments.rollouts), arguments.port) as server:
             print(f"open {server.url}  (Ctrl-C ends)", flush=True)

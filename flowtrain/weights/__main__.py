@@ -19,7 +19,7 @@ from flowtrain.net.credentials import TokenFile
 from flowtrain.net.objects import SCHEMES, MissingObject, StoreSilent, open_objects
 from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
-from flowtrain.utils.commands import Commands, add_server, number
+from flowtrain.utils.commands import Commands, add_server, end_on_signals, number
 from flowtrain.utils.files import make_folder
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
@@ -44,6 +44,7 @@ class _CachedHttpStore(HttpStore):
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     protect_output()
+    end_on_signals()
     options = _parser().parse_args(arguments)
     if getattr(options, "log_format", "") == "json":
         print_json(_COMMAND.removeprefix("python -m "))
