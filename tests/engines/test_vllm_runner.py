@@ -378,6 +378,29 @@ def test_an_engine_that_is_closed_while_vllm_starts_leaves_none_behind(
     assert engine.metrics()["engine_restarts"] == 1, "nothing is started after the end"
 
 
+def test_an_engine_that_ends_while_it_starts_leaves_another_one_alone(
+    engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has its process already when the other one gets its own."""
+    make = vllm_runner._make_llm
+
+    def held(model: VllmModel, options: Vllm) -> Any:
+        llm = make(model, options)
+        if len(llms) == 2:
+            llm.go_on.clear()  # its first token has to wait
+        return llm
+
+    monkeypatch.setattr(vllm_runner, "_make_llm", held)
+    engine.supervisor.replace(engine.supervisor.runner.result(), "it died")
+    wait_for(lambda: len(llms) == 2 and bool(llms[1].seeds))
+    other = start()
+    engine.close()
+    llms[1].go_on.set()
+    wait_for(lambda: llms[1].is_shut_down and llms[1].errored)
+    assert not llms[2].errored and sample(other).ids == (0, 0, 0)
+    other.close()
+
+
 def test_tokens_that_are_on_their_way_at_an_update_have_the_version_before(
     engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,8 @@ class AsyncLLMRunner:
         self._llm: Any = None
         self._watcher: asyncio.Task[None] | None = None
         self._processes: set[Any] = set()
+        self._others: set[Any] | None = None
+        """Processes of other vLLMs, while this one gets its own."""
         self._thread = LoopThread("vllm-engine")
         self._names = itertools.count()
         self._weights: dict[str, Weights] = {}
@@ -77,7 +79,6 @@ class AsyncLLMRunner:
 
     def start(self) -> None:
         """Start vLLM and wait for it. Raises UserError, or RuntimeError with vLLM's own reason."""
-        before = children()
         self._errors.unlink(missing_ok=True)
         timeout_s = self._options.start_timeout_s
         try:
@@ -90,7 +91,8 @@ class AsyncLLMRunner:
         except Exception as error:  # vLLM's own, of any class
             raise explain(error, self._errors) from error
         finally:
-            self._processes = children() - before
+            if (others := self._others) is not None:  # it still starts; no other one can meanwhile
+                self._processes = children() - others
 
     def kill(self) -> None:
         """End at once, without waiting; requests under way fail."""
@@ -151,7 +153,11 @@ class AsyncLLMRunner:
     async def _start(self) -> None:
         variables = {ERROR_FILE: str(self._errors), **self._model.environment}
         with environment(variables), without_main():
-            self._llm = _make_llm(self._model, self._options)
+            self._others = children()
+            try:
+                self._llm = _make_llm(self._model, self._options)
+            finally:
+                self._processes, self._others = children() - self._others, None
         self._weights = policies(self._llm, self._model)
         # For every token of a seeded request vLLM's older runner starts a kernel of its own.
         config, is_invariant = self._llm.vllm_config, INVARIANT.items() <= variables.items()
