@@ -175,9 +175,6 @@ def test_a_provoked_cause_shows_in_its_number(
     assert last["mismatch_kl"] > 1e-6 and f"step {last['step']}: " in told
     newest = tmp_path / "run" / "checkpoints" / f"step_{last['step']:08d}"
     assert (newest / "state" / "state.json").is_file(), "the run can be resumed"
-    worst = [json.loads(x) for x in (tmp_path / "run" / "worst_tokens.jsonl").open()]
-    assert {each["step"] for each in worst} <= set(range(1, last["step"] + 1))
-    assert all(abs(each["trainer"] - each["sampler"]) > 9e-4 for each in worst)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from flowtrain.metrics import (
     comparison_table,
     write_summary,
 )
-from flowtrain.metrics.jsonl import append_lines, cut_lines
 from flowtrain.metrics.loggers import open_loggers, rollout_texts
 from flowtrain.metrics.panels import read_series, total_seconds, total_tokens
 from flowtrain.run.components import RunComponents
@@ -72,7 +71,6 @@ class RunLogger:
         self._replay = ReplayLog(self._run_dir, config, self._placement, start_step)
         self._metrics = None
         if is_main:
-            cut_lines(self._run_dir.worst_tokens, last_step)
             self._metrics = MetricsLog(
                 path,
                 last_step,
@@ -114,7 +112,7 @@ class RunLogger:
             weights: metrics of publishing and loading them.
             seconds: by stage.
         """
-        batch, mismatch = prepared.batch, counted.mismatch
+        batch = prepared.batch
         replay = self._replay.log(step, rollouts, batch)
         measured = {}
         if evaluation is not None:
@@ -124,8 +122,6 @@ class RunLogger:
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
-        if self._metrics is not None and mismatch.worst:
-            append_lines(self._run_dir.worst_tokens, mismatch.records(step))
         if self._metrics is not None and (num := self._config.log.rollouts):
             chars = self._config.log.rollout_chars
             self._metrics.log_rollouts(step, rollout_texts(step, rollouts.groups, num, chars))

@@ -29,7 +29,6 @@ from flowtrain.view.run import (
     read_text,
     result_rows,
 )
-from flowtrain.view.worst import worst_tokens
 
 T = TypeVar("T")
 
@@ -79,7 +78,6 @@ class Run:
             "num_logged": len(self.places),
             "panels": _panel_records(self._series),
             "results": self._results,
-            "worst": self._try(list[dict[str, Any]](), worst_tokens, self.path, self._tokenizer),
             "rollouts": rollouts,
             "shown": self._shown(chosen),
             "notes": [*self.notes, *_notes_on_training(rollouts)],

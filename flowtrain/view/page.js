@@ -35,22 +35,6 @@ function resultTable() {
   return h("table", { class: "num" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows));
 }
 
-// ---- tokens that trainer and sampler disagree about
-
-function drawWorst() {
-  const section = document.getElementById("worst");
-  section.hidden = !D.worst.length;
-  const heads = ["step", "token in its context", "sampler", "trainer", "difference"].map((name) => h("th", {}, name));
-  const spot = (each) => [visible(each.before), h("b", { class: "warn" }, visible(each.text)), visible(each.after)];
-  const place = (each) => (byId.has(each.rollout) ? h("a", { href: `#${each.rollout}` }, `${each.step}`) : `${each.step}`);
-  section.replaceChildren(
-    h("div", { class: "above" }, h("h2", {}, "Worst tokens"), h("span", { class: "soft small" },
-      "Trainer and sampler disagree most about these, though the same weights sampled them.")),
-    h("table", { class: "num worst" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, D.worst.map((each) => h("tr", {},
-      h("td", {}, place(each)), h("td", { class: "mono" }, spot(each)), h("td", {}, signed(each.sampler, 3)), h("td", {}, signed(each.trainer, 3)),
-      h("td", {}, signed(each.trainer - each.sampler, 3)))))));
-}
-
 // ---- rollouts: the list
 
 const byId = new Map();
@@ -436,7 +420,6 @@ function drawAll() {
   drawRun();
   drawCurves();
   drawRollouts();
-  drawWorst();
 }
 
 if (!D.live) drawAll();

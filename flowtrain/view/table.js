@@ -3,7 +3,6 @@ const MOST_CHOSEN = 7;
 const MOST_OPTIONS = 8;
 const runsBox = h("section", { class: "runs", "aria-label": "Runs" });
 document.getElementById("curves").before(runsBox);
-document.getElementById("worst").hidden = true;
 document.getElementById("rollouts").hidden = true;
 const chosen = new Map(); // run to true or false, where somebody has clicked
 const rows = new Map();

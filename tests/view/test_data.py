@@ -267,33 +267,3 @@ def test_long_curves_are_thinned(run: Path) -> None:
     (panel,) = data(run)["panels"]
     points = panel["lines"][0]["points"]
     assert len(points) == 1000 and points[0] == [0, 0] and points[-1] == [4999, 4999]
-
-
-def test_worst_tokens_come_with_their_text(run: Path, runs: Any) -> None:
-    before, after = runs.ids("the capital of"), runs.ids(" is far")
-    (token,) = runs.ids("\n")
-    place = {"group_index": 1, "member": 2, "turn": 0, "token": 3}
-    ids = {"before": [*before], "id": token, "after": [*after]}
-    lines = [
-        {"step": step, **place, "sampler": -1.0, "trainer": -1.0 - step, **ids}
-        for step in (1, 3, 2)
-    ]
-    path = run / "worst_tokens.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = data(run)
-    assert [each["step"] for each in page["worst"]] == [3, 2, 1]
-    assert page["worst"][0] == {
-        "rollout": "train.3.1.2",
-        "step": 3,
-        "sampler": -1.0,
-        "trainer": -4.0,
-        "before": "the capital of",
-        "text": "\n",
-        "after": " is far",
-    }
-    assert page["worst"][0]["rollout"] in {each["id"] for each in page["rollouts"]}
-    (run / "tokenizer.json").unlink()
-    assert data(run)["worst"][0]["text"] == str(token)
-    path.write_text("[]\n" * 2 + json.dumps(lines[0]) + "\n")
-    broken = data(run)
-    assert broken["worst"] == [] and any("worst_tokens.jsonl" in note for note in broken["notes"])
