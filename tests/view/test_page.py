@@ -48,7 +48,7 @@ TAGS = [
     "body",
     "noscript",
 ]
-TAGS += ["header", "section", "section", "main", "div", "script", "script"]
+TAGS += ["header", "section", "main", "div", "script", "script"]
 
 
 class Tags(HTMLParser):
