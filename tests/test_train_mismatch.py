@@ -58,7 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Puts back the signal handlers that a run sets, and draws no curves."""
-    monkeypatch.setattr("flowtrain.metrics.curves.plot_curves", lambda path: None)
+    monkeypatch.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in handlers.items():

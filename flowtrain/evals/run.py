@@ -245,7 +245,7 @@ def _report(
     print("\n".join(map(aligned, found)), end="")
     files = "trajectories.jsonl, summary.json, summary.md, manifest.json"
     if len(request.max_turns) > 1:
-        from flowtrain.metrics.curves import plot_turns  # which is slow to load
+        from flowtrain.view.curves import plot_turns  # which is slow to load
 
         plot_turns(accuracy_by_turns(rows), request.out / "turns.png")
         files += ", turns.png"

@@ -20,7 +20,7 @@ def tables(rows: Sequence[Row], references: References) -> list[Table]:
 
 
 def accuracy_by_turns(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, float, float]]]]:
-    """Return (turns, accuracy, spread or 0) by benchmark and planner, for `report.curves`; of
+    """Return (turns, accuracy, spread or 0) by benchmark and planner, for `view.curves`; of
     several benchmarks also "average".
     """
     found: dict[str, dict[str, list[tuple[int, float, float]]]] = {}

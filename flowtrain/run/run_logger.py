@@ -21,7 +21,7 @@ from flowtrain.metrics import (
     write_summary,
 )
 from flowtrain.metrics.loggers import open_loggers, rollout_texts
-from flowtrain.metrics.panels import read_series, total_seconds, total_tokens
+from flowtrain.metrics.series import read_series, total_seconds, total_tokens
 from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
@@ -206,7 +206,7 @@ class RunLogger:
             signal: steps that had nothing to learn from; empty where all had.
             tokens: where all tokens went, as the dataflow knows it; None: as the log does.
         """
-        from flowtrain.metrics.curves import plot_curves  # which is slow to load
+        from flowtrain.view.curves import plot_curves  # which is slow to load
 
         (peak_bytes,) = self._placement.world.max([self.peak_bytes()])
         if not self._placement.world.is_main:

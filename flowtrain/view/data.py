@@ -9,16 +9,10 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from flowtrain.metrics.jsonl import json_value
-from flowtrain.metrics.panels import (
-    PANELS,
-    STAGES,
-    Series,
-    read_series,
-    total_seconds,
-    total_tokens,
-)
+from flowtrain.metrics.series import Series, read_series, total_seconds, total_tokens
 from flowtrain.types import UserError
 from flowtrain.view.log import LOGS, Place, choose, find_rollouts, spread
+from flowtrain.view.panels import PANELS, STAGES
 from flowtrain.view.rollouts import rollout_record
 from flowtrain.view.run import (
     Config,

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.metrics.jsonl import json_value
-from flowtrain.metrics.panels import STAGES, Series, read_series, total_seconds
 from flowtrain.metrics.pins import flat
+from flowtrain.metrics.series import Series, read_series, total_seconds
 from flowtrain.types import UserError
 from flowtrain.utils.lock import Lock
 from flowtrain.view.log import spread
+from flowtrain.view.panels import STAGES
 from flowtrain.view.run import is_run, read_config, read_json, signature
 
 _DEPTH = 3

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from flowtrain.config.command import run_command
 from flowtrain.dataflow.__main__ import main as dataflow
 from flowtrain.evals.__main__ import main as evals
-from flowtrain.metrics.curves import main as curves
 from flowtrain.metrics.progress import ProgressLine
 from flowtrain.metrics.tables import aligned
 from flowtrain.node.__main__ import main as node
@@ -135,7 +134,6 @@ WAYS: dict[str, Callable[[str], None]] = {
     "arguments of node": refused(node, "--dataflow", "ftp://x/{}"),
     "arguments of evals": refused(evaluate, "--benchmarks", "{}", "--trials", "{}"),
     "arguments of viewer": refused(viewer, "/nowhere/{}"),
-    "arguments of curves": refused(curves, "/nowhere/{}"),
 }
 
 

@@ -1,7 +1,4 @@
-"""Draw the curves of a run as a picture; of several runs, their held-out rewards side by side.
-
-python -m flowtrain.metrics.curves runs/texts
-python -m flowtrain.metrics.curves runs/texts runs/shuffled_rewards --out control.png
+"""Draw the curves of a run, or the accuracy of evaluations, as a picture.
 
 Import it only where a picture is drawn, because matplotlib is slow to load. Figures are made
 without pyplot, so nothing global remains open and the Agg canvas needs no display.
@@ -9,12 +6,9 @@ without pyplot, so nothing global remains open and the Agg canvas needs no displ
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from flowtrain.metrics.panels import PANELS, Curve, Panel, Series, read_series
 from flowtrain.metrics.run_dir import atomic_write_bytes
-from flowtrain.types import UserError
-from flowtrain.utils.terminal import protect_output
+from flowtrain.metrics.series import Series, read_series
+from flowtrain.view.panels import PANELS, Curve, Panel
 
 # Okabe and Ito's palette: told apart with any kind of colour vision.
 BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY = (
@@ -68,12 +61,6 @@ _STYLE = {
 }
 
 
-def _style() -> AbstractContextManager[None]:
-    """Give all pictures one look, for the time of a with block."""
-    context: AbstractContextManager[None] = matplotlib.rc_context(_STYLE)
-    return context
-
-
 def run_figure(series: Mapping[str, Series], title: str) -> Figure:
     """The panels of one run for which something was logged."""
     shown = [(panel, curves) for panel in PANELS if (curves := panel.curves(series))]
@@ -81,20 +68,6 @@ def run_figure(series: Mapping[str, Series], title: str) -> Figure:
     figure.suptitle(title, fontsize=15, fontweight="bold", x=0.012, ha="left")
     for place, (panel, curves) in enumerate(shown, 1):
         _draw(figure.add_subplot(num_rows, _NUM_COLUMNS, place), panel, curves)
-    return figure
-
-
-def comparison_figure(rewards: Mapping[str, Series]) -> Figure:
-    """Held-out sampled reward against step, one line per run."""
-    figure = Figure(figsize=(9.5, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    curves = [
-        Curve(f"{label} ({values[-1]:.3f} at step {steps[-1]})", (steps, values), is_sparse=True)
-        for label, (steps, values) in rewards.items()
-    ]
-    axes = figure.add_subplot()
-    _draw(axes, Panel("Held-out reward (sampled)", {}), curves)
-    axes.set_ylim(-0.02, 1.02)
     return figure
 
 
@@ -189,21 +162,13 @@ def trailing_mean(values: list[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def plot_curves(run_dir: Path, out: Path | None = None) -> Path:
-    """Draw the panels of a run into `out`, by default curves.png in its folder."""
-    run_dir = Path(run_dir)
+def plot_curves(run_dir: Path) -> Path:
+    """Draw the panels of a run into curves.png in its folder."""
     series = read_series(run_dir)
     last_step = max(steps[-1] for steps, _ in series.values())
-    with _style():
+    with matplotlib.rc_context(_STYLE):
         figure = run_figure(series, title=f"{run_dir.resolve().name}, up to step {last_step}")
-        return _save(figure, run_dir / "curves.png" if out is None else Path(out))
-
-
-def plot_comparison(runs: Mapping[str, Path], out: Path) -> Path:
-    """Draw the held-out sampled reward of several runs, label -> run folder, into one panel."""
-    rewards = {label: _eval_reward(Path(run_dir)) for label, run_dir in runs.items()}
-    with _style():
-        return _save(comparison_figure(rewards), Path(out))
+        return _save(figure, run_dir / "curves.png")
 
 
 def plot_turns(
@@ -213,54 +178,8 @@ def plot_turns(
 
     `points`: (turns, accuracy, spread or 0) by benchmark and planner.
     """
-    with _style():
-        return _save(turns_figure(points), Path(out))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    protect_output()
-    parser = argparse.ArgumentParser(
-        prog="python -m flowtrain.metrics.curves",
-        description="Draw the curves of a training run as a PNG.",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="run folder; with several, their held-out rewards are compared",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="the picture (default: RUN/curves.png, comparison.png for several runs)",
-    )
-    arguments = parser.parse_args(argv)
-    try:
-        print(_picture(arguments.runs, arguments.out))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _picture(runs: list[Path], out: Path | None) -> Path:
-    if len(runs) == 1:
-        return plot_curves(runs[0], out)
-    names = [run.resolve().name for run in runs]
-    labels = names if len(set(names)) == len(names) else [str(run) for run in runs]
-    return plot_comparison(dict(zip(labels, runs, strict=True)), out or Path("comparison.png"))
-
-
-def _eval_reward(run_dir: Path) -> Series:
-    series = read_series(run_dir)
-    if "eval_reward" not in series:
-        raise UserError(
-            f"{run_dir / 'metrics.jsonl'} has no eval_reward: compare runs that were evaluated on "
-            "the held-out tasks"
-        )
-    return series["eval_reward"]
+    with matplotlib.rc_context(_STYLE):
+        return _save(turns_figure(points), out)
 
 
 def _save(figure: Any, out: Path) -> Path:
@@ -269,7 +188,3 @@ def _save(figure: Any, out: Path) -> Path:
     figure.savefig(picture, format="png")
     atomic_write_bytes(out, picture.getvalue())
     return out
-
-
-if __name__ == "__main__":
-    sys.exit(main())
