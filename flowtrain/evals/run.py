@@ -157,10 +157,7 @@ def _ask_what_is_left(
     todo = [question for question in every[planner] if question.key not in log.done]
     total = sum(map(len, every.values()))
     progress = ProgressLine(total, len(log.done), enabled=True, unit="rollout")
-    try:
-        ask(system, todo, log, config.run.seed, config.rollout.max_in_flight, progress)
-    finally:
-        progress.close()
+    ask(system, todo, log, config.run.seed, config.rollout.max_in_flight, progress)
 
 
 def _begin(
