@@ -3,7 +3,6 @@ const TIME_COLORS = { planner: "var(--c0)", tool: "var(--c1)", "executor, verifi
 
 // ---- the run
 
-const more = h("div", { class: "more" });
 function drawRun() {
   const [first, last] = D.reward.length ? D.reward : [null, null];
   const total = Object.values(D.seconds).reduce((a, b) => a + b, 0);
@@ -15,18 +14,17 @@ function drawRun() {
     ["Rollouts logged", D.num_logged > 0 && D.num_logged.toLocaleString("en")],
     ["Time in steps", total > 0 && seconds(total)]].filter(([, value]) => value);
   const stages = Object.entries(D.seconds).map(([name, value], index) => ({ name: visible(name), seconds: value, color: COLORS[index % COLORS.length] }));
-  arrange(document.getElementById("run"), [
-    keep("name", D.name, () => h("h1", {}, visible(D.name))),
+  document.getElementById("run").replaceChildren(
+    h("h1", {}, visible(D.name)),
     ...(D.status ? [D.status] : []),
-    ...(tiles.length ? [keep("tiles", tiles, () => h("div", { class: "tiles" }, tiles.map(([label, value]) => tile(label, value))))] : []),
-    keep("notes", D.notes, () => h("ul", { class: "notes", hidden: !D.notes.length }, D.notes.map((note) => h("li", {}, visible(note))))),
-    keep("facts", D.facts, () => h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value)))))),
-    ...(total > 0 ? [keep("stages", D.seconds, () => h("div", { class: "stages" }, h("span", { class: "soft small" }, "Seconds by stage"), secondsBar(stages, total),
-      legendOf(stages.map((stage) => [stage.color, `${stage.name} `, h("b", { class: "num" }, seconds(stage.seconds))]))))] : []),
-    more]);
-  arrange(more, [
-    keep("results", D.results, () => h("details", { hidden: !D.results.length }, h("summary", {}, "Held-out results"), resultTable())),
-    keep("options", D.config, () => h("details", { hidden: !D.config }, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim()))))]);
+    h("div", { class: "tiles", hidden: !tiles.length }, tiles.map(([label, value]) => tile(label, value))),
+    h("ul", { class: "notes", hidden: !D.notes.length }, D.notes.map((note) => h("li", {}, visible(note)))),
+    h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value))))),
+    h("div", { class: "stages", hidden: !total }, h("span", { class: "soft small" }, "Seconds by stage"), secondsBar(stages, total || 1),
+      legendOf(stages.map((stage) => [stage.color, `${stage.name} `, h("b", { class: "num" }, seconds(stage.seconds))]))),
+    h("div", { class: "more" },
+      h("details", { hidden: !D.results.length }, h("summary", {}, "Held-out results"), resultTable()),
+      h("details", { hidden: !D.config }, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim())))));
 }
 
 function resultTable() {
@@ -55,8 +53,7 @@ const filters = {};
 let matches = [];
 let chosenColor = "";
 const colorBy = () => chosenColor || (D.rollouts.some((rollout) => rollout.turns.some((turn) => turn.training)) ? "by-diff" : "by-odd");
-const items = new Map();
-const shownText = h("span", { class: "soft small" });
+let items = new Map();
 
 const isRight = (rollout) => rollout.outcomes.includes("right");
 const mark = (rollout) => (rollout.reward == null ? "·" : isRight(rollout) ? "✓" : "✗");
@@ -72,52 +69,33 @@ function haystack(rollout) {
   return rollout.text;
 }
 
-function choice(name, label) {
-  filters[name] = h("select", { "aria-label": label, onchange: applyFilters });
+function choice(name, label, values, text = (value) => value) {
+  const unique = [...new Set(values)].filter((value) => value !== "");
+  const options = unique.map((value) => h("option", { value }, visible(text(value))));
+  filters[name] = h("select", { "aria-label": label, onchange: applyFilters }, h("option", { value: "" }, label), options);
   return filters[name];
 }
 
-// Makes the options of a filter these, and leaves what is chosen.
-function offer(name, values, text = (value) => value) {
-  const field = filters[name];
-  const unique = [...new Set(values)].filter((value) => value !== "");
-  const key = JSON.stringify(unique);
-  if (field.dataset.values === key) return;
-  const { value: chosen } = field;
-  field.dataset.values = key;
-  field.replaceChildren(h("option", { value: "" }, field.ariaLabel), ...unique.map((value) => h("option", { value }, visible(text(value)))));
-  field.value = unique.map(String).includes(chosen) ? chosen : "";
-}
-
-function openRollouts() {
+function drawRollouts() {
+  const all = D.rollouts;
+  indexRollouts();
+  items = new Map(all.map((rollout) => [rollout.id, listItem(rollout)]));
+  main.hidden = !all.length;
   filters.search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search", oninput: applyFilters });
-  const clear = h("button", { class: "quiet", type: "button", onclick: clearFilters }, "Clear");
-  main.append(
-    h("div", { class: "above" }, h("h2", {}, "Rollouts"), shownText),
+  const outcomes = ["right", "wrong", "malformed", "tool error", "truncated", "unscored"].filter((name) => all.some((rollout) => rollout.outcomes.includes(name)));
+  main.replaceChildren(
+    h("div", { class: "above" }, h("h2", {}, "Rollouts"), h("span", { class: "soft small" }, D.shown)),
     h("div", { class: "columns" },
       h("div", { class: "side" },
-        h("div", { class: "filters" }, filters.search, choice("outcomes", "Any outcome"), choice("step", "All steps"), choice("split", "All splits"),
-          choice("kind", "All kinds"), h("div", { class: "count" }, count, clear)),
+        h("div", { class: "filters" }, filters.search, choice("outcomes", "Any outcome", outcomes),
+          choice("step", "All steps", all.map((rollout) => rollout.step).sort((a, b) => a - b), (step) => `Step ${step}`),
+          choice("split", "All splits", all.map((rollout) => rollout.split).sort(), splitName), choice("kind", "All kinds", all.map((rollout) => rollout.kind).sort()),
+          h("div", { class: "count" }, count, h("button", { class: "quiet", type: "button", onclick: clearFilters }, "Clear"))),
         list,
         h("div", { class: "keys" }, h("kbd", {}, "j"), " ", h("kbd", {}, "k"), " next, previous   ", h("kbd", {}, "g"), " group   ", h("kbd", {}, "/"), " search")),
       one));
-}
-
-// Draws D.rollouts; what is open stays open, and what is there already is not made again.
-function drawRollouts() {
-  indexRollouts();
-  main.hidden = !D.rollouts.length;
-  if (!list.isConnected) openRollouts();
-  for (const id of items.keys()) if (!byId.has(id)) items.delete(id);
-  shownText.textContent = D.shown;
-  const outcomes = ["right", "wrong", "malformed", "tool error", "truncated", "unscored"];
-  offer("outcomes", outcomes.filter((name) => D.rollouts.some((rollout) => rollout.outcomes.includes(name))));
-  offer("step", [...new Set(D.rollouts.map((rollout) => rollout.step))].sort((a, b) => a - b), (step) => `Step ${step}`);
-  offer("split", D.rollouts.map((rollout) => rollout.split).sort(), splitName);
-  offer("kind", D.rollouts.map((rollout) => rollout.kind).sort());
   filter();
-  if (shownKey() === drawn) markCurrent();
-  else route();
+  route();
 }
 
 function filter() {
@@ -128,8 +106,7 @@ function filter() {
     && (!split.value || rollout.split === split.value) && (!kind.value || rollout.kind === kind.value)
     && words.every((word) => haystack(rollout).includes(word)));
   count.textContent = `${matches.length.toLocaleString("en")} of ${plural(D.rollouts.length, "rollout")}`;
-  for (const rollout of matches) if (!items.has(rollout.id)) items.set(rollout.id, listItem(rollout));
-  arrange(list, matches.map((rollout) => items.get(rollout.id)));
+  list.replaceChildren(...matches.map((rollout) => items.get(rollout.id)));
 }
 
 function applyFilters() {
@@ -370,15 +347,9 @@ const wanted = () => location.hash.slice(1);
 function current() {
   const members = groupWanted();
   if (byId.has(wanted()) || members) return byId.get(wanted()) ?? members[0];
-  // Of a run that goes on, what is shown stays until another one is chosen.
-  const stays = D.live && shownId && matches.find((rollout) => rollout.id === shownId);
-  return stays || (matches.find((rollout) => advantage(rollout) != null) ?? matches[0]);
+  return matches.find((rollout) => advantage(rollout) != null) ?? matches[0];
 }
 
-// What is drawn: a rollout, or a group, which may grow.
-let drawn = "";
-let shownId = "";
-const shownKey = () => (groupWanted() ? `${wanted()} ${groupWanted().length}` : current()?.id ?? "");
 const groupWanted = () => wanted().startsWith("group.") && groups.get(wanted().slice(6));
 const isOpen = () => Boolean(groupWanted()) || byId.has(wanted());
 
@@ -390,8 +361,6 @@ function markCurrent() {
 function route() {
   main.classList.toggle("open", isOpen());
   hideTip();
-  drawn = shownKey();
-  shownId = current()?.id ?? "";
   if (groupWanted()) drawGroup(groupWanted());
   else if (current()) drawRollout(current());
   markCurrent();
@@ -418,7 +387,7 @@ function onKey(event) {
 
 function drawAll() {
   drawRun();
-  drawCurves();
+  drawCurves(D.panels);
   drawRollouts();
 }
 
