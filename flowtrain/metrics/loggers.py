@@ -11,20 +11,19 @@ import logging
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from flowtrain.config import Config
 from flowtrain.metrics.run_dir import atomic_write_text
-from flowtrain.types import Group, Trajectory, UserError
+from flowtrain.types import UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import foreign, one_line
 from flowtrain.utils.files import writing
 from flowtrain.utils.json_lines import say
-from flowtrain.utils.text import printable
 
 GROUP = "flowtrain.loggers"
 BUILT_IN = plugins.built_in(
@@ -35,30 +34,11 @@ _MOST_WAITING = 1000
 _END_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutText:
-    """A rollout for people: texts of bounded length, without control characters."""
-
-    step: int
-    question: str
-    turns: str
-    """The policy's words and what came back, turn by turn."""
-    answer: str
-    reward: float | None
-    """None: the rollout failed."""
-
-
-COLUMNS = tuple(each.name for each in fields(RolloutText))
-
-
 class Logger(Protocol):
     """Gets what a run logs, in the order of its steps; only the main rank has one."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take the finite numbers of a step; those of an evaluation may come for an earlier one."""
-
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        """Take `log.rollouts` rollouts of a step."""
 
     def close(self) -> None:
         """Write what is not written yet, and end."""
@@ -103,49 +83,6 @@ def _load(name: str, context: LoggerContext) -> Logger:
     return made
 
 
-# ---- rollouts as texts
-
-
-def rollout_texts(
-    step: int, groups: Sequence[Group], num: int, max_chars: int
-) -> list[RolloutText]:
-    """Choose `num` rollouts of a step, of as many groups as there are, and write them as texts of
-    at most `max_chars` characters each.
-    """
-    most = max((len(group.trajectories) for group in groups), default=0)
-    found = [
-        group.trajectories[number]
-        for number in range(most)
-        for group in groups
-        if number < len(group.trajectories)
-    ]
-    return [_text_of(step, trajectory, max_chars) for trajectory in found[:num]]
-
-
-def _text_of(step: int, trajectory: Trajectory, max_chars: int) -> RolloutText:
-    turns = []
-    length = 0
-    for number, turn in enumerate(trajectory.turns, 1):
-        called = [turn.result.text, *(used.result.text for used in turn.tool_calls)]
-        results = "\n".join(f"-> {_shown(text, max_chars)}" for text in called if text)
-        turns.append(f"{number}. {_shown(turn.calls['planner'].text, max_chars)}\n{results}")
-        length += len(turns[-1])
-        if length > max_chars:
-            break
-    return RolloutText(
-        step,
-        _shown(trajectory.task.question, max_chars),
-        _shown("\n".join(turns), max_chars),
-        _shown(trajectory.answer, max_chars),
-        trajectory.reward,
-    )
-
-
-def _shown(text: str, max_chars: int) -> str:
-    cut = text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
-    return printable(cut)
-
-
 # ---- the loggers
 
 
@@ -165,19 +102,6 @@ class TensorBoard:
                 self._board.add_scalar(key, value, step)
             self._board.flush()
 
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        """Write a text for each. TensorBoard reads Markdown, in which a block that is indented is
-        shown as it is.
-        """
-        with writing(self._path):
-            for number, each in enumerate(rollouts):
-                lines = [
-                    f"{key}: {value}" for key, value in zip(COLUMNS, astuple(each), strict=True)
-                ]
-                text = "\n".join(lines).replace("\n", "\n    ")
-                self._board.add_text(f"rollouts/{number}", f"    {text}", step)
-            self._board.flush()
-
     def close(self) -> None:
         with writing(self._path):
             self._board.close()
@@ -186,21 +110,17 @@ class TensorBoard:
 class RemoteRun:
     """A run of Weights & Biases, or of a package with its functions."""
 
-    def __init__(self, module: Any, run: Any, has_steps: bool = False) -> None:
+    def __init__(self, run: Any, has_steps: bool = False) -> None:
         """`has_steps`: the package takes steps in any order, and the name "step" for itself."""
-        self._module, self._run, self._has_steps = module, run, has_steps
+        self._run, self._has_steps = run, has_steps
 
-    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
         if self._has_steps:
             self._run.log(dict(numbers), step=step)
         else:
             # As a number among the others: W&B drops what comes for an earlier one of its own
             # steps, as evaluations and the steps after a resume do.
             self._run.log({**numbers, "step": step})
-
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        rows = [list(astuple(each)) for each in rollouts]
-        self.log(step, {"rollouts": self._module.Table(columns=list(COLUMNS), data=rows)})
 
     def close(self) -> None:
         self._run.finish()
@@ -225,7 +145,7 @@ def wandb(context: LoggerContext) -> RemoteRun:
     )
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    return RemoteRun(module, run)
+    return RemoteRun(run)
 
 
 def trackio(context: LoggerContext) -> RemoteRun:
@@ -238,7 +158,7 @@ def trackio(context: LoggerContext) -> RemoteRun:
     # It knows runs by their names, and other folders may have the same one.
     given = {"project": "flowtrain", "name": f"{context.run_dir.name}-{own_id[:8]}"}
     run = module.init(resume="allow", config=config, **{**given, **context.options})
-    return RemoteRun(module, run, has_steps=True)
+    return RemoteRun(run, has_steps=True)
 
 
 def _package(name: str) -> Any:
@@ -262,9 +182,6 @@ class JsonSteps:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         say(f"step {step}", fields={"step": step, **numbers})
 
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        """Nothing: trajectories.jsonl has them."""
-
     def close(self) -> None:
         """Nothing is open."""
 
@@ -283,9 +200,6 @@ class Background:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._put(lambda: self._logger.log(step, numbers))
-
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        self._put(lambda: self._logger.log_rollouts(step, rollouts))
 
     def close(self) -> None:
         """Wait until it is done, for half a minute at most."""

@@ -20,7 +20,7 @@ from flowtrain.metrics import (
     comparison_table,
     write_summary,
 )
-from flowtrain.metrics.loggers import open_loggers, rollout_texts
+from flowtrain.metrics.loggers import open_loggers
 from flowtrain.metrics.series import read_series, total_seconds, total_tokens
 from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import MemoryPlan
@@ -122,9 +122,6 @@ class RunLogger:
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
-        if self._metrics is not None and (num := self._config.log.rollouts):
-            chars = self._config.log.rollout_chars
-            self._metrics.log_rollouts(step, rollout_texts(step, rollouts.groups, num, chars))
         self.write(
             {
                 "step": step,
