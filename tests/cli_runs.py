@@ -95,8 +95,8 @@ import bm25s, flowtrain.tools.search, flowtrain.utils.waiting
 
 flowtrain.run.memory_plan.activations = lambda *_, **__: (0, 0)
 flowtrain.utils.waiting.PATIENCE_S = 3600.0  # tests compare what is printed, on any machine
-draw = flowtrain.view.curves.plot_curves, flowtrain.view.curves.plot_turns
-flowtrain.view.curves.plot_curves = flowtrain.view.curves.plot_turns = lambda *_: None
+draw = flowtrain.view.curves.plot_curves
+flowtrain.view.curves.plot_curves = lambda *_: None
 
 def serve():
     for line in sys.stdin:
@@ -122,7 +122,7 @@ if job is not None:
     if job["max_file_bytes"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["max_file_bytes"],) * 2)
     if job["with_picture"]:
-        flowtrain.view.curves.plot_curves, flowtrain.view.curves.plot_turns = draw
+        flowtrain.view.curves.plot_curves = draw
     sys.argv = [job["module"], *job["argv"]]
     exec(job["before"])
     try:
@@ -195,7 +195,7 @@ class Server:
         with_picture: bool = False,
     ) -> Process:
         """`before` is Python that runs first; `max_file_bytes` is how large a file may grow, which
-        is how a disk gets full here. Drawing curves.png or turns.png takes longer than the rest.
+        is how a disk gets full here. Drawing curves.png takes longer than the rest.
         """
         self._count += 1
         out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"

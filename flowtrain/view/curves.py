@@ -1,4 +1,4 @@
-"""Draw the curves of a run, or the accuracy of evaluations, as a picture.
+"""Draw the curves of a run as a picture.
 
 Import it only where a picture is drawn, because matplotlib is slow to load. Figures are made
 without pyplot, so nothing global remains open and the Agg canvas needs no display.
@@ -23,14 +23,9 @@ from flowtrain.metrics.series import Series, read_series
 from flowtrain.view.panels import PANELS, Curve, Panel
 
 # Okabe and Ito's palette: told apart with any kind of colour vision.
-BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8A8A8A",
-)  # fmt: skip
-PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW)
-TEXT = "#262626"
-
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+GREY, TEXT = "#8A8A8A", "#262626"
 _NUM_COLUMNS = 3
-
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 11,
@@ -64,40 +59,14 @@ _STYLE = {
 def run_figure(series: Mapping[str, Series], title: str) -> Figure:
     """The panels of one run for which something was logged."""
     shown = [(panel, curves) for panel in PANELS if (curves := panel.curves(series))]
-    figure, num_rows = _grid(len(shown))
+    num_rows = max(math.ceil(len(shown) / _NUM_COLUMNS), 1)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(16, 4.5 * num_rows), layout=layout)
+    FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=15, fontweight="bold", x=0.012, ha="left")
     for place, (panel, curves) in enumerate(shown, 1):
         _draw(figure.add_subplot(num_rows, _NUM_COLUMNS, place), panel, curves)
     return figure
-
-
-def turns_figure(
-    points: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]],
-) -> Figure:
-    """Accuracy against the budget of turns, with the spread of the trials as bars."""
-    num_columns = max(1, min(len(points), _NUM_COLUMNS))
-    figure, num_rows = _grid(len(points), num_columns)
-    for place, (benchmark, lines) in enumerate(points.items(), 1):
-        axes = figure.add_subplot(num_rows, num_columns, place)
-        axes.set_title(benchmark)
-        axes.set_xlabel("turns at most")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xticks(sorted({turns for line in lines.values() for turns, _, _ in line}))
-        for number, (planner, line) in enumerate(lines.items()):
-            turns, shares, spreads = zip(*sorted(line), strict=True)
-            color = PALETTE[number % len(PALETTE)]
-            axes.errorbar(turns, shares, spreads, label=planner, color=color, marker="o", capsize=4)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.6)
-    return figure
-
-
-def _grid(num_panels: int, num_columns: int = _NUM_COLUMNS) -> tuple[Figure, int]:
-    """A figure with room for the panels, and their rows."""
-    num_rows = max(math.ceil(num_panels / num_columns), 1)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    figure = Figure(figsize=(16 * num_columns / _NUM_COLUMNS, 4.5 * num_rows), layout=layout)
-    FigureCanvasAgg(figure)
-    return figure, num_rows
 
 
 def _draw(axes: Any, panel: Panel, curves: Sequence[Curve]) -> None:
@@ -163,28 +132,11 @@ def trailing_mean(values: list[float], window: int) -> list[float]:
 
 
 def plot_curves(run_dir: Path) -> Path:
-    """Draw the panels of a run into curves.png in its folder."""
-    series = read_series(run_dir)
+    """Draw the panels of a run into curves.png in its folder, whole or not at all."""
+    series, out, picture = read_series(run_dir), run_dir / "curves.png", io.BytesIO()
     last_step = max(steps[-1] for steps, _ in series.values())
     with matplotlib.rc_context(_STYLE):
         figure = run_figure(series, title=f"{run_dir.resolve().name}, up to step {last_step}")
-        return _save(figure, run_dir / "curves.png")
-
-
-def plot_turns(
-    points: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]], out: Path
-) -> Path:
-    """Draw accuracy against the budget of turns, a panel per benchmark and a line per planner.
-
-    `points`: (turns, accuracy, spread or 0) by benchmark and planner.
-    """
-    with matplotlib.rc_context(_STYLE):
-        return _save(turns_figure(points), out)
-
-
-def _save(figure: Any, out: Path) -> Path:
-    """Save the figure as a PNG, whole or not at all."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+        figure.savefig(picture, format="png")
     atomic_write_bytes(out, picture.getvalue())
     return out

@@ -12,7 +12,7 @@ from matplotlib import image, pyplot
 from flowtrain.metrics.series import Series, read_series
 from flowtrain.types import UserError
 from flowtrain.view import curves
-from flowtrain.view.curves import plot_curves, plot_turns
+from flowtrain.view.curves import plot_curves
 
 
 def row(step: int) -> dict[str, Any]:
@@ -118,22 +118,6 @@ def test_benchmarks_and_lengths_have_panels_of_their_own() -> None:
     }
     (accuracy, _) = figure.axes[0].get_lines()
     assert accuracy.get_marker() == "o", "few points are marked"
-
-
-def test_accuracy_against_turns_has_a_panel_per_benchmark_and_a_line_per_planner(
-    tmp_path: Path,
-) -> None:
-    points = {
-        "nq": {"policy": [(10, 0.5, 0.1), (3, 0.25, 0.0)], "gpt": [(3, 0.1, 0.0), (10, 0.2, 0.0)]},
-        "average": {"policy": [(3, 0.3, 0.0)]},
-    }
-    first, second = curves.turns_figure(points).axes
-    assert (first.get_title(), second.get_title()) == ("nq", "average")
-    lines = {each.get_label(): each.lines[0].get_xydata().tolist() for each in first.containers}
-    assert lines == {"policy": [[3, 0.25], [10, 0.5]], "gpt": [[3, 0.1], [10, 0.2]]}
-    bars = first.containers[0].lines[2][0].get_segments()
-    assert [bar[:, 1].tolist() for bar in bars] == [[0.25, 0.25], [0.4, 0.6]]
-    assert plot_turns(points, tmp_path / "turns.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_many_steps_get_a_moving_average(tmp_path: Path) -> None:
