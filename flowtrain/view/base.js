@@ -9,7 +9,7 @@ const COLORS = ["--c0", "--c1", "--c2", "--c3", "--c5", "--c6", "--c4"].map((nam
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name.startsWith("--") || name === "background" || name === "flex") element.style.setProperty(name, value);
+    else if (name.startsWith("--") || name === "background") element.style.setProperty(name, value);
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value != null) element.setAttribute(name, value);
   }
@@ -56,12 +56,6 @@ const hideTip = () => { tip.hidden = true; };
 const tipRow = (label, value) => h("div", {}, h("span", {}, label), h("span", {}, value));
 addEventListener("scroll", hideTip, { passive: true });
 
-function secondsBar(parts, total) {
-  const of = (part) => `${seconds(part.seconds)}, ${share(part.seconds / total)}`;
-  return h("div", { class: "bar", role: "img", "aria-label": parts.map((part) => `${part.name} ${of(part)}`).join("; ") },
-    parts.map((part) => h("i", { class: part.gap && "gap", flex: `${(1000 * part.seconds) / total} 0 0`, background: part.color,
-      onpointerenter: (event) => showTip(event.target, h("b", {}, part.name), tipRow("seconds", of(part))), onpointerleave: hideTip })));
-}
 const legendOf = (entries) => h("div", { class: "legend" }, entries.map(([color, ...content]) => h("span", {}, h("i", { background: color }), ...content)));
 
 // ---- curves

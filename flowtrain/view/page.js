@@ -1,6 +1,4 @@
 // The page of a run.
-const TIME_COLORS = { planner: "var(--c0)", tool: "var(--c1)", "executor, verifier": "var(--c2)", turn: "var(--c0)", "waiting, answer": "var(--c4)" };
-
 // ---- the run
 
 function drawRun() {
@@ -13,15 +11,12 @@ function drawRun() {
     ["Weight versions", D.versions.length > 0 && [...new Set(D.versions)].join(" – ")],
     ["Rollouts logged", D.num_logged > 0 && D.num_logged.toLocaleString("en")],
     ["Time in steps", total > 0 && seconds(total)]].filter(([, value]) => value);
-  const stages = Object.entries(D.seconds).map(([name, value], index) => ({ name: visible(name), seconds: value, color: COLORS[index % COLORS.length] }));
   document.getElementById("run").replaceChildren(
     h("h1", {}, visible(D.name)),
     ...(D.status ? [D.status] : []),
     h("div", { class: "tiles", hidden: !tiles.length }, tiles.map(([label, value]) => tile(label, value))),
     h("ul", { class: "notes", hidden: !D.notes.length }, D.notes.map((note) => h("li", {}, visible(note)))),
     h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value))))),
-    h("div", { class: "stages", hidden: !total }, h("span", { class: "soft small" }, "Seconds by stage"), secondsBar(stages, total || 1),
-      legendOf(stages.map((stage) => [stage.color, `${stage.name} `, h("b", { class: "num" }, seconds(stage.seconds))]))),
     h("div", { class: "more" },
       h("details", { hidden: !D.results.length }, h("summary", {}, "Held-out results"), resultTable()),
       h("details", { hidden: !D.config }, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim())))));
@@ -153,29 +148,14 @@ function drawRollout(rollout) {
         row("Reward", reward), row("Judge", rollout.analysis && visible(rollout.analysis)), row("Failure", rollout.error && visible(rollout.error), "wrong"),
         row("Branch", rollout.branch && leftAt(rollout)),
         row("Ended", `${ENDS[rollout.truncated] ?? visible(rollout.truncated)}, after ${plural(rollout.turns.length, "turn")}`),
-        row("Seconds", rolloutTime(rollout)))),
+        row("Time", rollout.seconds != null && seconds(rollout.seconds)))),
     h("div", { class: "split tools" }, colorSwitch(), colorScale(),
       h("span", { class: "soft small" }, rollout.split === "train" ? "" : "Held-out rollouts are not trained.")),
     ...rollout.turns.map((turn, index) => drawTurn(rollout, turn, index)));
   one.className = `one ${colorBy()}`;
 }
 
-const toMilliseconds = (value) => Math.max(Math.round(1000 * value) / 1000, 0); // as the log has them, without what subtraction leaves
-
-function rolloutTime(rollout) {
-  if (rollout.seconds == null) return null;
-  const parts = rollout.turns.flatMap((turn, index) => (turn.plan_s == null
-    ? [["turn", turn.seconds]]
-    : [["planner", turn.plan_s], ["tool", turn.tool_s], ["executor, verifier", turn.seconds - turn.plan_s - turn.tool_s]]
-  ).map(([name, value], place) => ({ kind: name, name: `turn ${index + 1}: ${name}`, seconds: toMilliseconds(value), gap: index > 0 && !place })));
-  const left = rollout.seconds - parts.reduce((sum, part) => sum + part.seconds, 0);
-  parts.push({ kind: "waiting, answer", name: "waiting, answer", seconds: toMilliseconds(left), gap: true });
-  const seen = [...new Set(parts.filter((part) => part.seconds > 0).map((part) => part.kind))];
-  const sum = (kind) => parts.filter((part) => part.kind === kind).reduce((total, part) => total + part.seconds, 0);
-  return [secondsBar(parts.map((part) => ({ ...part, color: TIME_COLORS[part.kind] })), rollout.seconds || 1),
-    legendOf([...seen.map((kind) => [TIME_COLORS[kind], `${kind} `, h("b", {}, seconds(sum(kind)))]), ["transparent", "all ", h("b", {}, seconds(rollout.seconds))]])];
-}
-
+const turnTime = (turn) => seconds(turn.seconds) + (turn.plan_s == null ? "" : `: planner ${seconds(turn.plan_s)}, tool ${seconds(turn.tool_s)}`);
 const usedTools = (turn) => turn.tool_calls ?? [];
 const hasError = (turn) => turn.is_error || usedTools(turn).some((used) => used.is_error);
 const isAnswer = (turn) => !turn.action && !turn.is_error && !usedTools(turn).length;
@@ -190,7 +170,7 @@ function drawTurn(rollout, turn, index) {
   const action = turn.action;
   const versions = [...new Set(turn.spans.map((span) => span[2]))];
   const trained = turn.training && `mini-batch ${turn.training.minibatch + 1}`;
-  const about = [plural(turn.response_ids.length, "token"), versions.length > 0 && `weights ${versions.join(", ")}`, trained, seconds(turn.seconds)];
+  const about = [plural(turn.response_ids.length, "token"), versions.length > 0 && `weights ${versions.join(", ")}`, trained, turnTime(turn)];
   const fields = action ? [row("Justification", visible(action.justification)), row("Context", visible(action.context)),
     row("Sub-goal", visible(action.sub_goal)), row("Tool", visible(action.tool_name))]
     : turn.is_error ? [row("Action", h("span", { class: "wrong" }, usedTools(turn).length ? "malformed" : "malformed: no tool ran"))] : [];
@@ -217,18 +197,8 @@ function promptText(rollout, index) {
     const why = turn.num_new_tokens == null ? "this log has no prompts" : "there is no tokenizer";
     return h("span", { class: "soft" }, turn.num_prompt_tokens == null ? why : `${plural(turn.num_prompt_tokens, "token")}; ${why}`);
   }
-  rollout.prompts ??= rollout.turns.reduce((found, each) => [...found, (found.at(-1) ?? "").slice(0, each.prompt_kept) + (each.prompt ?? "")], []);
-  const kept = rollout.prompts[index].slice(0, turn.prompt_kept);
   const numKept = turn.num_prompt_tokens - turn.num_new_tokens;
-  if (!kept) return visible(turn.prompt);
-  const old = h("span", { class: "old", hidden: true }, visible(kept));
-  const button = h("button", { class: "quiet", type: "button", onclick: () => {
-    old.hidden = !old.hidden;
-    button.textContent = label();
-  } });
-  const label = () => (old.hidden ? `+ ${numKept} tokens as in turn ${index}` : `− hide the ${numKept} tokens of turn ${index}`);
-  button.textContent = label();
-  return [button, "\n", old, visible(turn.prompt)];
+  return [numKept > 0 && h("span", { class: "soft" }, `${plural(numKept, "token")} as in turn ${index}, then`), numKept > 0 && "\n", visible(turn.prompt)];
 }
 
 // ---- tokens
