@@ -24,35 +24,23 @@ from flowtrain.view.panels import PANELS, Curve, Panel
 
 # Okabe and Ito's palette: told apart with any kind of colour vision.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-GREY, TEXT = "#8A8A8A", "#262626"
+GREY = "#8A8A8A"
 _NUM_COLUMNS = 3
 _STYLE = {
-    "font.family": "DejaVu Sans",
     "font.size": 11,
-    "text.color": TEXT,
     "axes.titlesize": 12.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.labelsize": 11,
-    "axes.labelcolor": TEXT,
     "axes.edgecolor": "#9A9A9A",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.8,
-    "xtick.color": "#5A5A5A",
-    "ytick.color": "#5A5A5A",
-    "xtick.labelsize": 10,
-    "ytick.labelsize": 10,
     "legend.fontsize": 9.5,
     "legend.frameon": False,
     "lines.linewidth": 2.0,
-    "lines.solid_capstyle": "round",
     "figure.dpi": 120,
-    "savefig.dpi": 120,
 }
 
 
@@ -89,16 +77,7 @@ def _plot(axes: Any, curve: Curve, **look: str) -> None:
     steps, values = curve.series
     window = 1 if curve.is_sparse else _window(len(values))
     if window == 1:
-        axes.plot(
-            steps,
-            values,
-            label=curve.label,
-            marker="o",
-            markersize=5,
-            markeredgecolor="white",
-            zorder=3,
-            **look,
-        )
+        axes.plot(steps, values, label=curve.label, marker="o", markersize=5, **look)
         return
     axes.plot(steps, values, linewidth=0.8, alpha=0.3, **look)
     label = f"{curve.label}, mean of {window}"

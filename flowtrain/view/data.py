@@ -110,15 +110,12 @@ class Run:
         """Say in a sentence which rollouts the page has."""
         if len(chosen) == len(self.places):
             return f"All {len(chosen):,} logged rollouts."
-        counts = [
+        counts = " and ".join(
             f"{sum(place.split == split for place in chosen):,} of {total:,} {name}"
             for split, name in (("train", "training"), ("held-out", "held-out"))
             if (total := sum(place.split == split for place in self.places))
-        ]
-        return (
-            f"{' and '.join(counts)} rollouts; {len(self.places) - len(chosen):,} were left out. "
-            "Whole groups, evenly over the steps."
         )
+        return f"{counts} rollouts: whole groups, evenly over the steps."
 
 
 def _tokens(series: Mapping[str, Series]) -> list[tuple[str, str]]:

@@ -59,37 +59,27 @@ def _began(path: Path) -> float:
     return 0.0
 
 
-class RunTable:
-    """The runs of a folder; one whose files have not changed is not read again."""
+def table_signature(root: Path) -> object:
+    """Return what changes with the files of the runs of a folder."""
+    return {name: (run_state(root / name), signature(root / name)) for name in find_runs(root)}
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._read: dict[str, tuple[object, _Row]] = {}
 
-    def data(self) -> dict[str, Any]:
-        """Return the table as JSON values."""
-        rows = {name: self._row(name) for name in find_runs(self.root)}
-        told = differences({name: row.config for name, row in rows.items()})
-        records = [
-            {**row.record, "state": run_state(self.root / name), "differs": told[name]}
-            for name, row in rows.items()
-        ]
-        panels = [
-            {"title": title, "form": "number", "is_stack": False, "lines": lines}
-            for title, key in _CURVES.items()
-            if (lines := [row.curves[key] for row in rows.values() if key in row.curves])
-        ]
-        table = {"name": self.root.resolve().name, "runs": records, "panels": panels}
-        cleaned: dict[str, Any] = json_value(table)
-        return cleaned
-
-    def _row(self, name: str) -> _Row:
-        sign = signature(self.root / name)
-        known, row = self._read.get(name, (None, None))
-        if row is None or known != sign:
-            row = _Row(self.root / name, name)
-            self._read[name] = sign, row
-        return row
+def table_data(root: Path) -> dict[str, Any]:
+    """Return the table of the runs of a folder as JSON values."""
+    rows = {name: _Row(root / name, name) for name in find_runs(root)}
+    told = differences({name: row.config for name, row in rows.items()})
+    records = [
+        {**row.record, "state": run_state(root / name), "differs": told[name]}
+        for name, row in rows.items()
+    ]
+    panels = [
+        {"title": title, "form": "number", "is_stack": False, "lines": lines}
+        for title, key in _CURVES.items()
+        if (lines := [row.curves[key] for row in rows.values() if key in row.curves])
+    ]
+    table = {"name": root.resolve().name, "runs": records, "panels": panels}
+    cleaned: dict[str, Any] = json_value(table)
+    return cleaned
 
 
 def run_state(run_dir: Path) -> str:
@@ -141,24 +131,17 @@ def _points(series: Mapping[str, Series], key: str) -> list[tuple[int, float]]:
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
-    """Return the options in which the runs are not all the same: (key, value) by run, the values
-    that fewest runs have first. A config that does not name an option, as one of another version,
-    makes no difference.
+    """Return the options in which the runs are not all the same: (key, value) by run. A config that
+    does not name an option, as one of another version, makes no difference.
     """
-    options = {name: flat(config) for name, config in configs.items()}
     texts = {
-        name: {key: _short(value) for key, value in found.items() if key not in _UNTOLD}
-        for name, found in options.items()
-        if found
+        name: {key: _short(value) for key, value in flat(config).items() if key not in _UNTOLD}
+        for name, config in configs.items()
     }
-    counts = Counter(pair for found in texts.values() for pair in found.items())
-    num_values = Counter(key for key, _ in counts)
+    values = Counter(key for key, _ in {pair for found in texts.values() for pair in found.items()})
     return {
-        name: sorted(
-            (pair for pair in texts.get(name, {}).items() if num_values[pair[0]] > 1),
-            key=lambda pair: (counts[pair], pair),
-        )
-        for name in options
+        name: [pair for pair in sorted(found.items()) if values[pair[0]] > 1]
+        for name, found in texts.items()
     }
 
 

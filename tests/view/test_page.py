@@ -71,7 +71,7 @@ def test_a_page_keeps_below_its_limit(run: Path) -> None:
     few = page_data(run, 100, max_bytes=size - 1)
     assert len(json_block(few)) < size
     assert 0 < len(few["rollouts"]) < len(whole["rollouts"]) == 38
-    assert "were left out" in few["shown"] and whole["shown"] == "All 38 logged rollouts."
+    assert "rollouts: whole groups" in few["shown"] and whole["shown"] == "All 38 logged rollouts."
     assert page_data(run, 100, max_bytes=1000)["rollouts"] == []
 
 
