@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from flowtrain.metrics.jsonl import json_value
 from flowtrain.metrics.series import Series, read_series, total_seconds, total_tokens
 from flowtrain.types import UserError
-from flowtrain.view.log import LOGS, Place, choose, find_rollouts, spread
+from flowtrain.view.log import LOGS, Place, choose, find_rollouts
 from flowtrain.view.panels import PANELS, STAGES
 from flowtrain.view.rollouts import rollout_record
 from flowtrain.view.run import (
@@ -70,11 +70,15 @@ class Run:
                 stage: seconds[stage] for stage in (*STAGES, "checkpoint") if seconds.get(stage)
             },
             "num_logged": len(self.places),
-            "panels": _panel_records(self._series),
+            "panels": [
+                panel.record(curves, MOST_POINTS)
+                for panel in PANELS
+                if (curves := panel.curves(self._series))
+            ],
             "results": self._results,
             "rollouts": rollouts,
             "shown": self._shown(chosen),
-            "notes": [*self.notes, *_notes_on_training(rollouts)],
+            "notes": self.notes,
         }
         cleaned: dict[str, Any] = json_value(data)
         return cleaned
@@ -122,35 +126,3 @@ def _tokens(series: Mapping[str, Series]) -> list[tuple[str, str]]:
     """The account of all sampled tokens as a fact of the run."""
     account = total_tokens(series)
     return [("Tokens", account.text())] if account.sampled else []
-
-
-def _panel_records(series: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """The panels for which something was logged."""
-    return [
-        {
-            "title": panel.title,
-            "form": panel.form,
-            "is_stack": panel.is_stack,
-            "lines": [
-                {
-                    "label": curve.label,
-                    "is_sparse": curve.is_sparse,
-                    "points": spread(list(zip(*curve.series, strict=True)), MOST_POINTS),
-                }
-                for curve in curves
-            ],
-        }
-        for panel in PANELS
-        if (curves := panel.curves(series))
-    ]
-
-
-def _notes_on_training(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
-    turns = [
-        turn for rollout in rollouts if rollout["split"] == "train" for turn in rollout["turns"]
-    ]
-    if not turns or any(turn["training"] for turn in turns):
-        return []
-    return [
-        "No log-probs of the trainer: none of these rollouts was trained. Colours show surprisal."
-    ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flowtrain.metrics.series import Series
+from flowtrain.view.log import spread
 
 STAGES = ("collect", "branch", "train", "publish", "load", "eval", "other")
 
@@ -41,6 +42,18 @@ class Panel:
             for name in series
             if name == key or (key.endswith("/") and name.startswith(key))
         ]
+
+    def record(self, curves: Sequence[Curve], most: int) -> dict[str, Any]:
+        """Return a panel of these curves as JSON values; a curve of more points is thinned out."""
+        lines = [
+            {
+                "label": curve.label,
+                "is_sparse": curve.is_sparse,
+                "points": spread(list(zip(*curve.series, strict=True)), most),
+            }
+            for curve in curves
+        ]
+        return {"title": self.title, "form": self.form, "is_stack": self.is_stack, "lines": lines}
 
 
 PANELS = (
