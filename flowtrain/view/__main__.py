@@ -35,13 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.serve:
             return _serve(arguments)
         out = arguments.out or arguments.run / "view.html"
-        is_table = not is_run(arguments.run) and find_runs(arguments.run)
-        page = (
-            build_table(arguments.run)
-            if is_table
-            else build_page(arguments.run, arguments.rollouts)
-        )
-        atomic_write_text(out, page)
+        if is_run(arguments.run) or not find_runs(arguments.run):
+            atomic_write_text(out, build_page(arguments.run, arguments.rollouts))
+        else:
+            atomic_write_text(out, build_table(arguments.run))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

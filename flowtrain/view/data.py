@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,11 +56,12 @@ class Run:
         """Bytes of a page with about so many rollouts."""
         chosen = choose(self.places, num_rollouts)
         rollouts = [rollout_record(place, place.read(), self._tokenizer) for place in chosen]
-        seconds = total_seconds(self._series)
+        seconds, account = total_seconds(self._series), total_tokens(self._series)
+        tokens = [("Tokens", account.text())] if account.sampled else []
         last_step = max((steps[-1] for steps, _ in self._series.values()), default=None)
         data = {
             "name": self.path.resolve().name,
-            "facts": [*facts(self._config, self._manifest), *_tokens(self._series)],
+            "facts": [*facts(self._config, self._manifest), *tokens],
             "config": self._config_text,
             "step": last_step,
             "num_steps": self._config.get("train", {}).get("num_steps"),
@@ -80,8 +81,7 @@ class Run:
             "shown": self._shown(chosen),
             "notes": self.notes,
         }
-        cleaned: dict[str, Any] = json_value(data)
-        return cleaned
+        return dict(json_value(data))
 
     def _try(self, default: T, read: Callable[..., T], *arguments: Any) -> T:
         """Read a file of the run; a file that cannot be read is named on the page."""
@@ -120,9 +120,3 @@ class Run:
             if (total := sum(place.split == split for place in self.places))
         )
         return f"{counts} rollouts: whole groups, evenly over the steps."
-
-
-def _tokens(series: Mapping[str, Series]) -> list[tuple[str, str]]:
-    """The account of all sampled tokens as a fact of the run."""
-    account = total_tokens(series)
-    return [("Tokens", account.text())] if account.sampled else []

@@ -17,8 +17,8 @@ from flowtrain.metrics.pins import flat
 from flowtrain.metrics.series import Series, read_series, total_seconds
 from flowtrain.types import UserError
 from flowtrain.utils.lock import Lock
-from flowtrain.view.panels import STAGES, Curve, Panel
-from flowtrain.view.run import Config, is_run, read_config, read_json, signature
+from flowtrain.view.panels import STAGES, Panel
+from flowtrain.view.run import MARKS, Config, is_run, read_config, read_json, signature
 
 _DEPTH = 3
 """Folders below the one that is named in which runs are looked for."""
@@ -53,10 +53,7 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _began(path: Path) -> float:
-    for name in ("manifest.json", "metrics.jsonl", "trajectories.jsonl"):
-        if (path / name).exists():
-            return (path / name).stat().st_mtime
-    return 0.0
+    return next((file.stat().st_mtime for mark in MARKS if (file := path / mark).exists()), 0.0)
 
 
 def table_signature(root: Path) -> object:
@@ -73,21 +70,13 @@ def table_data(root: Path) -> dict[str, Any]:
         for name, row in rows.items()
     ]
     found = {
-        key: [
-            Curve(name, series[key], key.startswith("eval_"))
-            for name, (_, _, series) in rows.items()
-            if key in series
-        ]
-        for key in _CURVES
+        title: [c for name, row in rows.items() for c in Panel(title, {key: name}).curves(row[2])]
+        for key, title in _CURVES.items()
     }
     panels = [
-        Panel(_CURVES[key], {}).record(curves, _MOST_POINTS)
-        for key, curves in found.items()
-        if curves
+        Panel(title, {}).record(curves, _MOST_POINTS) for title, curves in found.items() if curves
     ]
-    table = {"name": root.resolve().name, "runs": records, "panels": panels}
-    cleaned: dict[str, Any] = json_value(table)
-    return cleaned
+    return dict(json_value({"name": root.resolve().name, "runs": records, "panels": panels}))
 
 
 def run_state(run_dir: Path) -> str:
