@@ -58,7 +58,6 @@ def measure_updates(
             run = _Run(model, world, lr, WeightStore(Path(store)))
             show = partial(_show, line, number * num_steps, lr)
             rows.append(run.measure(groups, num_steps, use, show))
-    line.close()
     world.leave()
     return rows
 

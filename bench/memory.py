@@ -185,7 +185,6 @@ def _measured(found: Iterable[dict[str, Any]], total: int, what: str) -> list[di
     for row in found:
         rows.append(row)
         line.show(len(rows), f"{what}: {row['measured_mb']:.0f} MB")
-    line.close()
     return rows
 
 

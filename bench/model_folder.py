@@ -98,7 +98,6 @@ class ModelFolder:
                     groups.append(_samples(prompt, completions, rewards))
                     line.show(len(groups), f"rollouts of {self.name}")
                 if len(groups) == num_groups:
-                    line.close()
                     engine.close()
                     self.model.set_attn_implementation(attention.NAME)
                     return groups

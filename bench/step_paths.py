@@ -64,9 +64,6 @@ class Meter:
         self._done += flops / 1e9
         self._line.show(round(self._done), text)
 
-    def close(self) -> None:
-        self._line.close()
-
 
 def measure(
     batches: Sequence[Batch], world: World, args: argparse.Namespace
@@ -75,13 +72,11 @@ def measure(
     works = [work(batch, args) for batch in batches]
     num_runs = 1 + _num_warmups(world) + args.repeats
     meter = Meter(num_runs * sum(each.flops for of_batch in works for each in of_batch.values()))
-    rows = [
+    return [
         row
         for batch, of_batch in zip(batches, works, strict=True)
         for row in compare(batch, of_batch, world, args, meter)
     ]
-    meter.close()
-    return rows
 
 
 def work(batch: Batch, args: argparse.Namespace) -> dict[str, Work]:

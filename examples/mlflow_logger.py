@@ -28,12 +28,5 @@ class MlflowLogger:
         metrics = [Metric(key, value, now, step) for key, value in numbers.items()]
         self.client.log_batch(self.run_id, metrics[:1000])
 
-    def log_rollouts(self, step, rollouts):
-        columns = {
-            name: [getattr(each, name) for each in rollouts]
-            for name in ("question", "answer", "reward")
-        }
-        self.client.log_dict(self.run_id, columns, f"rollouts/{step}.json")
-
     def close(self):
         self.client.set_terminated(self.run_id)

@@ -20,7 +20,6 @@ COMMANDS = {
     "weights": "inspect, verify, serve and clean versions of weights",
     "launch": "service, weights, trainers and nodes of a plan, over SSH, Slurm or Kubernetes",
     "view": "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
-    "metrics.curves": "the curves of runs, as a picture",
     "tasks.annotate": "questions with sub-goals, by a language model",
 }
 """Modules below `flowtrain` that are commands, and what each does."""

@@ -88,15 +88,15 @@ arm({module!r}, {path!r}, {number}, {after})
 
 SERVER = """
 import atexit, gc, json, os, resource, runpy, sys, threading, traceback
-import flowtrain.run.run, flowtrain.agents.expert, flowtrain.metrics.curves
+import flowtrain.run.run, flowtrain.agents.expert, flowtrain.view.curves
 import flowtrain.evals.run, flowtrain.run.memory_plan, flowtrain.run.run_logger
 import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.metrics.mismatch
 import bm25s, flowtrain.tools.search, flowtrain.utils.waiting
 
 flowtrain.run.memory_plan.activations = lambda *_, **__: (0, 0)
 flowtrain.utils.waiting.PATIENCE_S = 3600.0  # tests compare what is printed, on any machine
-draw = flowtrain.metrics.curves.plot_curves, flowtrain.metrics.curves.plot_turns
-flowtrain.metrics.curves.plot_curves = flowtrain.metrics.curves.plot_turns = lambda *_: None
+draw = flowtrain.view.curves.plot_curves
+flowtrain.view.curves.plot_curves = lambda *_: None
 
 def serve():
     for line in sys.stdin:
@@ -122,7 +122,7 @@ if job is not None:
     if job["max_file_bytes"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["max_file_bytes"],) * 2)
     if job["with_picture"]:
-        flowtrain.metrics.curves.plot_curves, flowtrain.metrics.curves.plot_turns = draw
+        flowtrain.view.curves.plot_curves = draw
     sys.argv = [job["module"], *job["argv"]]
     exec(job["before"])
     try:
@@ -195,7 +195,7 @@ class Server:
         with_picture: bool = False,
     ) -> Process:
         """`before` is Python that runs first; `max_file_bytes` is how large a file may grow, which
-        is how a disk gets full here. Drawing curves.png or turns.png takes longer than the rest.
+        is how a disk gets full here. Drawing curves.png takes longer than the rest.
         """
         self._count += 1
         out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"

@@ -24,8 +24,6 @@ from flowtrain.dataflow.measures import Measures
 from flowtrain.dataflow.service import Service
 from flowtrain.net.credentials import Access
 from flowtrain.net.monitoring import Monitor
-from flowtrain.node.measures import collect
-from flowtrain.node.progress import NodeProgress
 from flowtrain.weights import WeightStore
 from flowtrain.weights.measures import monitor as weights_monitor
 from flowtrain.weights.serve import make_app
@@ -43,7 +41,7 @@ RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule
 
 @pytest.fixture(scope="module")
 def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Monitor, Any]]]:
-    """Monitors and applications of a service, a server of weights and a node."""
+    """Monitors and applications of a service and a server of weights."""
     folder = tmp_path_factory.mktemp("dashboard")
     ledger = fake_groups.ledger(folder / "flow.sqlite")
     ledger.register(fake_groups.planner())
@@ -53,16 +51,12 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[M
     store, readers = WeightStore(folder), Access(TOKEN)
     measures = Measures(ledger, readers, 60.0)
     weights = weights_monitor(store.head, readers)
-    node, progress = Monitor("flowtrain_node", readers), NodeProgress()
-    node.add(lambda: collect(progress, lambda: {"planner": 1}))
     service = Service(ledger, ledger.run, TOKEN, seconds=measures.ledger_seconds)
     yield {
         "dataflow": (measures.monitor, service),
         "weights": (weights, make_app(store, TOKEN)),
-        "node": (node, make_app(store, TOKEN)),
     }
     ledger.close()
-    progress.close()
 
 
 def exported(apps: dict[str, tuple[Monitor, Any]]) -> set[str]:
@@ -81,10 +75,10 @@ def named(expression: str) -> set[str]:
 
 def test_names_follow_the_conventions(apps: Any) -> None:
     names = exported(apps)
-    assert len(names) > 30
+    assert len(names) > 25
     for monitor, _ in apps.values():
         for family in monitor.registry.collect():
-            assert re.fullmatch(r"flowtrain_(dataflow|weights|node)_[a-z_]+", family.name)
+            assert re.fullmatch(r"flowtrain_(dataflow|weights)_[a-z_]+", family.name)
             assert family.documentation.endswith("."), family.name
             assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_s"))
 

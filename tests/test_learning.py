@@ -134,7 +134,7 @@ def flow_grpo(place: Path, run: str, seed: int, **sections: dict[str, Any]) -> d
 @pytest.fixture
 def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Puts back the signal handlers that a run sets, and draws no curves."""
-    monkeypatch.setattr("flowtrain.metrics.curves.plot_curves", lambda path: None)
+    monkeypatch.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in handlers.items():

@@ -20,8 +20,8 @@ IGNORED = (
 @pytest.mark.parametrize(
     "argv",
     [
-        (("flowtrain.weights", "serve", "weights", "--port", "0"),
-        (("flowtrain.dataflow", "serve", "--database", "flow.sqlite", "--port", "0"),
+        ("flowtrain.weights", "serve", "weights", "--port", "0"),
+        ("flowtrain.dataflow", "serve", "--database", "flow.sqlite", "--port", "0"),
     ],
 )
 def test_a_server_in_the_background_ends(

@@ -94,8 +94,7 @@ def check_goes_on(server: Server, run: Path, *argv: object) -> None:
             "",
             ("--rollout.request_timeout_s", 1e-6),
             3,
-            "no response has a token. The engine was too slow for agent.rollout_timeout_s=500 or "
-            "rollout.request_timeout_s=1e-06",
+            "no response has a token",
             id="responses that are empty",
         ),
     ],
@@ -134,7 +133,7 @@ def test_prompts_that_outgrow_the_model_are_named(
         *(*words, *EVERY, "--run.dir", run, "--tasks.path", tmp_path / "long.jsonl"),
     )
     assert code == 2 and len(told(lines)) == 3, lines
-    assert "all prompts outgrow the model" in lines[-1] and "agent.max_turns" in lines[-1]
+    assert "all prompts outgrow the model" in lines[-1]
     check_as_before(run, warm)
 
 

@@ -54,7 +54,7 @@ pytest_plugins = ("cli_runs",)
             id="before version 5 is the newest",
         ),
         pytest.param(
-            "flowtrain.metrics.curves", "plot_curves", 1, False, id="in the report at the end"
+            "flowtrain.view.curves", "plot_curves", 1, False, id="in the report at the end"
         ),
     ],
 )

@@ -92,10 +92,6 @@ class Log(Section):
     FILE.py:NAME of your own (docs/metrics.md)"""
     logger_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """options of log.loggers, a table for each by its name: {trackio = {project = "p"}}"""
-    rollouts: int = Field(0, ge=0, le=100)
-    """rollouts of each step that TensorBoard, W&B and other loggers show as texts or a table"""
-    rollout_chars: int = Field(2000, ge=10, le=100_000)
-    """longest question, answer and text of all turns of log.rollouts; the rest is cut"""
     format: Literal["plain", "json"] = "plain"
     """of what the run prints: for people, or a JSON object a line"""
     replay: bool = False

@@ -19,7 +19,7 @@ from flowtrain.evals.pins import config_pins
 from flowtrain.evals.records import Entry, RecordLog
 from flowtrain.evals.summary import Row, as_json, summarise
 from flowtrain.evals.system import System, check_planner, open_system
-from flowtrain.evals.tables import accuracy_by_turns, system_label, tables
+from flowtrain.evals.tables import system_label, tables
 from flowtrain.evaluation.evaluator import family
 from flowtrain.metrics import (
     ProgressLine,
@@ -157,10 +157,7 @@ def _ask_what_is_left(
     todo = [question for question in every[planner] if question.key not in log.done]
     total = sum(map(len, every.values()))
     progress = ProgressLine(total, len(log.done), enabled=True, unit="rollout")
-    try:
-        ask(system, todo, log, config.run.seed, config.rollout.max_in_flight, progress)
-    finally:
-        progress.close()
+    ask(system, todo, log, config.run.seed, config.rollout.max_in_flight, progress)
 
 
 def _begin(
@@ -237,18 +234,13 @@ def _report(
     tool_names: Sequence[str],
     references: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Print the tables, and write them, all numbers and, of several budgets, the picture."""
+    """Print the tables, and write them and all numbers."""
     rows = summarise(entries, request.rows_of_table, request.names, tool_names)
     found = tables(rows, references)
     write_summary(request.out / "summary.json", as_json(rows))
     atomic_write_text(request.out / "summary.md", "\n".join(map(markdown, found)))
     print("\n".join(map(aligned, found)), end="")
     files = "trajectories.jsonl, summary.json, summary.md, manifest.json"
-    if len(request.max_turns) > 1:
-        from flowtrain.metrics.curves import plot_turns  # which is slow to load
-
-        plot_turns(accuracy_by_turns(rows), request.out / "turns.png")
-        files += ", turns.png"
     _warn_of_failures(rows, entries)
     print(f"{request.out}/{files}; to look at it: python -m flowtrain.view {request.out}")
 

@@ -19,22 +19,6 @@ def tables(rows: Sequence[Row], references: References) -> list[Table]:
     return [*_several_systems(rows, references)]
 
 
-def accuracy_by_turns(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[int, float, float]]]]:
-    """Return (turns, accuracy, spread or 0) by benchmark and planner, for `report.curves`; of
-    several benchmarks also "average".
-    """
-    found: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
-    for row in rows:
-        means = {score.benchmark: (score.accuracy, score.spread) for score in row.scores}
-        if len(means) > 1:
-            means["average"] = (row.accuracy, row.spread)
-        for name, (accuracy, spread) in means.items():
-            if accuracy is not None:
-                points = found.setdefault(name, {}).setdefault(row.planner, [])
-                points.append((row.max_turns, accuracy, spread or 0.0))
-    return found
-
-
 def system_label(planner: str, max_turns: int) -> str:
     """Name a planner with its budget of turns."""
     return f"{planner}, {max_turns} turn{'' if max_turns == 1 else 's'}"

@@ -1,7 +1,6 @@
-"""Measure and show a run: the sums of a step, its logs, tables, curves and progress.
+"""Measure and tell of a run: the sums of a step, its logs, tables and progress.
 
-`flowtrain.metrics.curves` is a command of its own and is therefore not imported here, nor is what
-needs torch.
+What needs torch is not imported here.
 """
 
 from flowtrain.metrics.progress import Progress, ProgressLine

@@ -36,21 +36,21 @@ class LearningSignal:
     def watch(self, step: int, total: Tally) -> None:
         """Look at what all ranks have counted of a step.
 
-        Raises UserError, with the cause and a cure, when steps like this one do not end.
+        Raises UserError, with the cause, when steps like this one do not end.
         """
-        cause = _cause(total, self.config)
+        cause = _cause(total, self.config.reward.low)
         if cause is None:
             self.num_idle = self.num_broken = 0
             return
-        self.last_cause, cure, is_broken = cause
+        self.last_cause, is_broken = cause
         self.num_idle, self.num_broken = self.num_idle + 1, (self.num_broken + 1) * is_broken
         self.idle_steps.append(step)
         in_a_row = f" ({self.num_idle} steps in a row)" if self.num_idle > 1 else ""
-        text = f"nothing to learn from in step {step}{in_a_row}: {self.last_cause}. {cure}"
+        text = f"nothing to learn from in step {step}{in_a_row}: {self.last_cause}"
         if self.num_broken >= MOST_BROKEN or 0 < self.config.train.max_idle_steps <= self.num_idle:
             raise UserError(
-                f"{text}; weights are as before, and the same command with "
-                "run.resume = 'auto' goes on from the newest checkpoint"
+                f"{text}. docs/hardening.md says what helps; weights are as before, and the same "
+                "command with run.resume = 'auto' goes on from the newest checkpoint"
             )
         # Of many in a row the 1st, 2nd, 3rd, 10th, 20th, 30th, ... are told.
         if self.is_main and (self.num_idle <= 3 or self.num_idle % 10 == 0):
@@ -77,45 +77,33 @@ def count_signal(tally: Tally, groups: Sequence[Group], batch: TrainBatch, low: 
         tally.say("example", example)
 
 
-def _cause(total: Tally, config: Config) -> tuple[str, str, bool] | None:
-    """Return why no token is drawn to or from, a cure, and whether it does not pass by itself; None
-    where one is.
+def _cause(total: Tally, low: float) -> tuple[str, bool] | None:
+    """Return why no token is drawn to or from, and whether something is broken, which does not pass
+    by itself; None where a token is.
     """
     num = {name: int(number) for name, number in total.sums.items()}
-    num_failed = num["rollouts"] - num["finished"]
     if num["signals"]:
         return None
-    low, example = config.reward.low, next(iter(total.said.get("example", ())), "")
-    if not num["finished"]:
-        cure = "Mend that: rollouts that failed are not trained"
-        return f"all {num_failed} rollouts failed; {example}", cure, True
-    if not num["tokens/sampled"] + num["tokens/shared"]:
-        if num["outgrown"] == num["rollouts"]:
-            cure = "A model with more positions, fewer agent.max_turns or a smaller "
-            cure += "agent.max_result_chars would help"
-            return "all prompts outgrow the model", cure, True
-        cure = (
-            f"The engine was too slow for {config.agent.rollout_timeout_s=:g} or "
-            f"{config.rollout.request_timeout_s=:g}, or the policy ends at once"
-        ).replace("config.", "")
-        return "no response has a token", cure, True
-    left_out = [number for name, number in num.items() if name.startswith("num_excluded/")]
-    if sum(left_out) > num["num_excluded/empty"] and not num["samples"]:
-        cure = "The warning before this one names the first sample and what is wrong with it"
-        return f"all {sum(left_out)} samples were left out", cure, True
-    besides = f"; {num_failed} rollouts failed" if num_failed else ""
-    if num["malformed"]:
-        text = f"of {num['turns']} actions {num['malformed']} could not be read or named no tool"
-        besides = f"; {text}{besides}"
-    if not num["right"]:
-        cure = "Where such an answer is right, see how tasks are scored (docs/tasks.md); else "
-        cure += "easier tasks or a better start (python -m flowtrain.rft) would help"
-        return f"all {num['finished']} rewards are {low:g}{besides}; {example}", cure, False
-    if num["right"] == num["finished"]:
-        text = f"all {num['finished']} rewards are above {low:g}{besides}"
-        return text, "Harder tasks would help", False
-    cure = "More rollouts per question (rollout.group_size) or a higher temperature would help"
-    return f"the rollouts of each question have one reward{besides}", cure, False
+    has_tokens = num["tokens/sampled"] + num["tokens/shared"] > 0
+    left_out = sum(number for name, number in num.items() if name.startswith("num_excluded/"))
+    example = "; ".join(total.said.get("example", ())[:1])
+    broken = {
+        f"all {num['rollouts']} rollouts failed; {example}": not num["finished"],
+        "all prompts outgrow the model": not has_tokens and num["outgrown"] == num["rollouts"],
+        "no response has a token": not has_tokens,
+        f"all {left_out} samples were left out": left_out > num["num_excluded/empty"]
+        and not num["samples"],
+    }
+    for text, holds in broken.items():
+        if holds:
+            return text, True
+    text = "the rollouts of each question have one reward"
+    if num["right"] in (0, num["finished"]):
+        text = f"all {num['finished']} rewards are {'above ' if num['right'] else ''}{low:g}"
+    text += f"; of {num['turns']} actions {num['malformed']} could not be read or named no tool"
+    if num_failed := num["rollouts"] - num["finished"]:
+        text += f"; {num_failed} rollouts failed"
+    return text if num["right"] else f"{text}; {example}", False
 
 
 def _example(rollouts: Sequence[Trajectory], low: float) -> str:

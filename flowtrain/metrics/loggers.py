@@ -10,44 +10,28 @@ import importlib
 import logging
 import queue
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import astuple, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from flowtrain.config import Config
 from flowtrain.metrics.run_dir import atomic_write_text
-from flowtrain.types import Group, Trajectory, UserError
+from flowtrain.types import UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import foreign, one_line
 from flowtrain.utils.files import writing
 from flowtrain.utils.json_lines import say
-from flowtrain.utils.text import printable
 
 GROUP = "flowtrain.loggers"
-BUILT_IN = plugins.built_in(GROUP, "flowtrain.metrics", {"trackio": "loggers:trackio"})
+BUILT_IN = plugins.built_in(
+    GROUP, "flowtrain.metrics", {name: f"loggers:{name}" for name in ("wandb", "trackio")}
+)
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 1000
 _END_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutText:
-    """A rollout for people: texts of bounded length, without control characters."""
-
-    step: int
-    question: str
-    turns: str
-    """The policy's words and what came back, turn by turn."""
-    answer: str
-    reward: float | None
-    """None: the rollout failed."""
-
-
-COLUMNS = tuple(each.name for each in fields(RolloutText))
 
 
 class Logger(Protocol):
@@ -55,9 +39,6 @@ class Logger(Protocol):
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take the finite numbers of a step; those of an evaluation may come for an earlier one."""
-
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        """Take `log.rollouts` rollouts of a step."""
 
     def close(self) -> None:
         """Write what is not written yet, and end."""
@@ -80,78 +61,26 @@ def open_loggers(config: Config, run_dir: Path, resume_step: int) -> list[Logger
 
     Raises UserError where one is unknown, its package is missing, or it cannot begin.
     """
-    context = LoggerContext(config, run_dir, resume_step)
-    made: list[Logger] = []
+    made: list[Logger] = [JsonSteps()] if config.log.format == "json" else []
+    names = (*(("wandb",) if config.log.wandb_project else ()), *config.log.loggers)
     with ExitStack() as cleanup:
-        for make in _makers(config, context):
-            made.append(make())
+        for name in names:
+            options = config.log.logger_options.get(name.rpartition(":")[2], {})
+            logger = _load(name, LoggerContext(config, run_dir, resume_step, options))
+            made.append(Background(name, logger))
             cleanup.callback(made[-1].close)
         cleanup.pop_all()
     return made
 
 
-def _makers(config: Config, context: LoggerContext) -> Iterator[Callable[[], Logger]]:
-    if config.log.format == "json":
-        yield JsonSteps
-    if config.log.wandb_project:
-        yield lambda: Background("wandb", wandb(context))
-    for name in config.log.loggers:
-        yield lambda name=name: Background(name, _load(name, config, context))  # type: ignore[misc]
-
-
-def _load(name: str, config: Config, context: LoggerContext) -> Logger:
+def _load(name: str, context: LoggerContext) -> Logger:
     origin = f"log.loggers={name!r}"
     found = plugins.load(name, origin, "logger", GROUP, BUILT_IN)
     if not callable(found):
         raise UserError(f"{origin} is nothing that makes a logger")
-    options = config.log.logger_options.get(name.rpartition(":")[2], {})
-    own = LoggerContext(config, context.run_dir, context.resume_step, options)
     with foreign(origin):
-        made: Logger = found(own)
+        made: Logger = found(context)
     return made
-
-
-# ---- rollouts as texts
-
-
-def rollout_texts(
-    step: int, groups: Sequence[Group], num: int, max_chars: int
-) -> list[RolloutText]:
-    """Choose `num` rollouts of a step, of as many groups as there are, and write them as texts of
-    at most `max_chars` characters each.
-    """
-    most = max((len(group.trajectories) for group in groups), default=0)
-    found = [
-        group.trajectories[number]
-        for number in range(most)
-        for group in groups
-        if number < len(group.trajectories)
-    ]
-    return [_text_of(step, trajectory, max_chars) for trajectory in found[:num]]
-
-
-def _text_of(step: int, trajectory: Trajectory, max_chars: int) -> RolloutText:
-    turns = []
-    length = 0
-    for number, turn in enumerate(trajectory.turns, 1):
-        called = [turn.result.text, *(used.result.text for used in turn.tool_calls)]
-        results = "\n".join(f"-> {_shown(text, max_chars)}" for text in called if text)
-        turns.append(f"{number}. {_shown(turn.calls['planner'].text, max_chars)}\n{results}")
-        length += len(turns[-1])
-        if length > max_chars:
-            break
-    return RolloutText(
-        step,
-        _shown(trajectory.task.question, max_chars),
-        _shown("\n".join(turns), max_chars),
-        _shown(trajectory.answer, max_chars),
-        trajectory.reward,
-    )
-
-
-def _shown(text: str, max_chars: int) -> str:
-    cut = text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
-    return printable(cut)
 
 
 # ---- the loggers
@@ -173,19 +102,6 @@ class TensorBoard:
                 self._board.add_scalar(key, value, step)
             self._board.flush()
 
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        """Write a text for each. TensorBoard reads Markdown, in which a block that is indented is
-        shown as it is.
-        """
-        with writing(self._path):
-            for number, each in enumerate(rollouts):
-                lines = [
-                    f"{key}: {value}" for key, value in zip(COLUMNS, astuple(each), strict=True)
-                ]
-                text = "\n".join(lines).replace("\n", "\n    ")
-                self._board.add_text(f"rollouts/{number}", f"    {text}", step)
-            self._board.flush()
-
     def close(self) -> None:
         with writing(self._path):
             self._board.close()
@@ -194,21 +110,17 @@ class TensorBoard:
 class RemoteRun:
     """A run of Weights & Biases, or of a package with its functions."""
 
-    def __init__(self, module: Any, run: Any) -> None:
-        self._module, self._run = module, run
+    def __init__(self, run: Any, has_steps: bool = False) -> None:
+        """`has_steps`: the package takes steps in any order, and the name "step" for itself."""
+        self._run, self._has_steps = run, has_steps
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._send(step, numbers)
-
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        rows = [list(astuple(each)) for each in rollouts]
-        table = self._module.Table(columns=list(COLUMNS), data=rows)
-        self._send(step, {"rollouts": table})
-
-    def _send(self, step: int, values: Mapping[str, Any]) -> None:
-        # As a number among the others: W&B drops what comes for an earlier one of its own steps,
-        # as evaluations and the steps after a resume do.
-        self._run.log({**values, "step": step})
+        if self._has_steps:
+            self._run.log(dict(numbers), step=step)
+        else:
+            # As a number among the others: W&B drops what comes for an earlier one of its own
+            # steps, as evaluations and the steps after a resume do.
+            self._run.log({**numbers, "step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -219,9 +131,9 @@ def wandb(context: LoggerContext) -> RemoteRun:
     goes on with the same one.
     """
     log = context.config.log
-    module = _package("wandb", f"wandb_project is {log.wandb_project!r}")
+    module = _package("wandb")
     run = module.init(
-        project=log.wandb_project,
+        project=log.wandb_project or None,
         entity=log.wandb_entity or None,
         group=log.wandb_group or None,
         tags=list(log.wandb_tags) or None,
@@ -233,35 +145,28 @@ def wandb(context: LoggerContext) -> RemoteRun:
     )
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    return RemoteRun(module, run)
+    return RemoteRun(run)
 
 
 def trackio(context: LoggerContext) -> RemoteRun:
     """Open the Trackio run of this folder. `context.options` go to `trackio.init`, as `project` or
     `space_id`.
     """
-    module = _package("trackio", "log.loggers names 'trackio'")
+    module = _package("trackio")
     own_id = _run_id(context.run_dir / "trackio_id.txt")
     config = context.config.model_dump(mode="json")
     # It knows runs by their names, and other folders may have the same one.
     given = {"project": "flowtrain", "name": f"{context.run_dir.name}-{own_id[:8]}"}
     run = module.init(resume="allow", config=config, **{**given, **context.options})
-    return _TrackioRun(module, run)
+    return RemoteRun(run, has_steps=True)
 
 
-class _TrackioRun(RemoteRun):
-    """It takes steps in any order, and the name "step" for itself."""
-
-    def _send(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log(dict(values), step=step)
-
-
-def _package(name: str, why: str) -> Any:
+def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{why} but {name} is not installed: pip install 'flowtrain[{name}]'"
+            f"the logger {name!r} is not installed: pip install 'flowtrain[{name}]'"
         ) from error
 
 
@@ -277,9 +182,6 @@ class JsonSteps:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         say(f"step {step}", fields={"step": step, **numbers})
 
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        """Nothing: trajectories.jsonl has them."""
-
     def close(self) -> None:
         """Nothing is open."""
 
@@ -291,7 +193,7 @@ class Background:
 
     def __init__(self, name: str, logger: Logger) -> None:
         self._name, self._logger = name, logger
-        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_off = self._is_full = False
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
@@ -299,26 +201,20 @@ class Background:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._put(lambda: self._logger.log(step, numbers))
 
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        self._put(lambda: self._logger.log_rollouts(step, rollouts))
-
     def close(self) -> None:
         """Wait until it is done, for half a minute at most."""
-        end_s = time.monotonic() + _END_S
-        with suppress(queue.Full):  # of a logger that is stuck, as is told below
-            for work in (self._logger.close, None):
-                self._waiting.put(work, timeout=max(end_s - time.monotonic(), 0))
-        self._thread.join(max(end_s - time.monotonic(), 0))
+        self._waiting.put(self._logger.close)
+        self._waiting.put(None)
+        self._thread.join(_END_S)
         if self._thread.is_alive():
             _log.warning("the logger %r has not ended within %g s", self._name, _END_S)
 
     def _put(self, work: Callable[[], None]) -> None:
-        try:
-            self._waiting.put_nowait(work)
-        except queue.Full:
-            if not self._is_full:
-                _log.warning("the logger %r is too slow: it misses numbers", self._name)
+        if self._waiting.qsize() < _MOST_WAITING:
+            self._waiting.put(work)
+        elif not self._is_full:
             self._is_full = True
+            _log.warning("the logger %r is too slow: it misses numbers", self._name)
 
     def _work(self) -> None:
         while (work := self._waiting.get()) is not None:

@@ -1,5 +1,5 @@
-"""Compare the trainer's log-probs of a step's tokens with the sampler's: a histogram, a KL, the
-worst tokens, and a gate that ends a run in which they stay apart.
+"""Compare the trainer's log-probs of a step's tokens with the sampler's: a histogram, a KL, and a
+gate that ends a run in which they stay apart.
 
 Compared are the tokens of the first optimizer step of a batch, whose forward pass knows the weights
 that the step begins with. The same weights sampled them, so trainer and sampler should agree up to
@@ -8,12 +8,11 @@ rounding.
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,47 +31,10 @@ UNLIKELY = -0.7
 """Log-prob, about ln 0.5, below which a token is unlikely."""
 AGREES = 0.1
 """Mean |d| of a sample up to which rounding explains it; that of bf16 is 0.01 to 0.07."""
-NUM_WORST = 8
-"""Tokens of a step that are written down, those that are so many nats apart:"""
-LEAST_WORST = 1e-3
-_NUM_BEFORE, _NUM_AFTER = 24, 8
-"""Tokens around each of them."""
 MOST_ABOVE = 3
 """Steps in a row above `train.max_mismatch_kl` after which a run ends, or"""
 FAR_ABOVE = 100.0
 """so many times the limit, which ends it at once."""
-
-
-class WorstToken(NamedTuple):
-    """A token whose log-probs are far apart, with what stands around it."""
-
-    sample_id: SampleId
-    token: int
-    """Place in the response."""
-    sampler: float
-    trainer: float
-    before: tuple[int, ...]
-    """Ids, of the prompt too."""
-    id: int
-    after: tuple[int, ...]
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> WorstToken:
-        """Read one that has been JSON."""
-        place, token, sampler, trainer, before, id, after = values
-        return cls(SampleId(*place), token, sampler, trainer, tuple(before), id, tuple(after))
-
-    @property
-    def distance(self) -> float:
-        return abs(self.trainer - self.sampler)
-
-    def record(self) -> dict[str, Any]:
-        """Convert it to plain JSON values, for worst_tokens.jsonl."""
-        group_index, member, turn = self.sample_id
-        place = {"group_index": group_index, "member": member, "turn": turn, "token": self.token}
-        logprobs = {"sampler": round(self.sampler, 6), "trainer": round(self.trainer, 6)}
-        ids = {"before": list(self.before), "id": self.id, "after": list(self.after)}
-        return {**place, **logprobs, **ids}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +43,6 @@ class Mismatch:
 
     sums: Mapping[str, float]
     """Sums over the compared tokens, with d = trainer - sampler and s = sampler."""
-    worst: tuple[WorstToken, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -125,10 +86,6 @@ class Mismatch:
         counts = {name: int(self.sums.get(f"tokens/{name}", 0)) for name in BUCKETS}
         return found | {f"mismatch_tokens/{name}": count for name, count in counts.items()}
 
-    def records(self, step: int) -> list[dict[str, Any]]:
-        """Return the worst tokens as lines of worst_tokens.jsonl."""
-        return [{"step": step, **each.record()} for each in self.worst]
-
 
 def compare(
     groups: Sequence[Group],
@@ -159,7 +116,7 @@ def compare(
         return None
     first = min(sample.minibatch for sample, _ in trained)
     by_index = {group.index: group for group in groups}
-    sums, worst = Counter[str](), list[WorstToken]()
+    sums = Counter[str]()
     for sample, sample_id in trained:
         if sample.minibatch != first:
             continue
@@ -169,21 +126,18 @@ def compare(
         is_compared = is_trained & ~is_other if allows_others else is_trained
         sums["left_out"] += int((is_trained & ~is_compared).sum())
         sums.update(_sums_of(trainer[is_compared], sampler[is_compared]))
-        distance = np.where(is_compared, np.abs(trainer - sampler), -1.0)
-        worst = _farthest([*worst, *_worst(sample, sample_id, trainer, distance)])
-    return {"minibatch": first, "sums": dict(sums), "worst": worst}
+    return {"minibatch": first, "sums": dict(sums)}
 
 
 def merge(found: Sequence[Mapping[str, Any] | None]) -> Mismatch:
     """Put together what the ranks have compared: of all mini-batches, the first that any has."""
     compared = [each for each in found if each is not None]
     first = min((each["minibatch"] for each in compared), default=0)
-    sums, worst = Counter[str](), list[WorstToken]()
+    sums = Counter[str]()
     for each in compared:
         if each["minibatch"] == first:
             sums.update(each["sums"])
-            worst += [WorstToken.of(values) for values in each["worst"]]
-    return Mismatch(dict(sums), tuple(_farthest(worst)))
+    return Mismatch(dict(sums))
 
 
 def _sums_of(trainer: Floats, sampler: Floats) -> dict[str, float]:
@@ -218,32 +172,6 @@ def _versions(
     for span in call.spans:
         found[span.start : span.end] = span.version
     return found
-
-
-def _worst(
-    sample: Sample, sample_id: SampleId, trainer: Floats, distance: Floats
-) -> Iterator[WorstToken]:
-    """The tokens of a sample that are farthest apart."""
-    if distance.max(initial=0.0) < LEAST_WORST:
-        return
-    ids, start = (*sample.prompt_ids, *sample.response_ids), len(sample.prompt_ids)
-    for token in map(int, np.argsort(-distance, kind="stable")[:NUM_WORST]):
-        if distance[token] < LEAST_WORST:
-            return
-        place = start + token
-        yield WorstToken(
-            sample_id=sample_id,
-            token=token,
-            sampler=sample.logprobs[token],
-            trainer=float(trainer[token]),
-            before=ids[max(0, place - _NUM_BEFORE) : place],
-            id=ids[place],
-            after=ids[place + 1 : place + 1 + _NUM_AFTER],
-        )
-
-
-def _farthest(worst: Sequence[WorstToken]) -> list[WorstToken]:
-    return heapq.nlargest(NUM_WORST, worst, key=lambda each: each.distance)
 
 
 @dataclass(slots=True)
@@ -282,9 +210,8 @@ class MismatchGate:
         )
         if self.num_above >= MOST_ABOVE or not kl <= FAR_ABOVE * limit:
             raise UserError(
-                f"{text}. The tokens that differ most are in worst_tokens.jsonl and in the viewer; "
-                "once that is mended, the same command with run.resume = 'auto' goes on from the "
-                "newest checkpoint"
+                f"{text}. The viewer colours tokens by their difference; once that is mended, the "
+                "same command with run.resume = 'auto' goes on from the newest checkpoint"
             )
         if self.is_main:
             _log.warning("%s", text)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flowtrain.rewards import gym
 from flowtrain.training.world import World
-from flowtrain.types import Group, Trajectory, Turn
+from flowtrain.types import Trajectory, Turn
 
 _COUNTS = (
     *("rollouts", "finished", "reward", "squared_reward"),
@@ -236,9 +236,3 @@ def _pass_of_record(turn: Mapping[str, Any]) -> Pass:
     names = tuple(each["name"] for each in used)
     has_failed = any(each["is_error"] for each in used)
     return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)
-
-
-def measure(groups: Sequence[Group], tool_names: Sequence[str], world: World) -> RolloutStats:
-    """Compute the statistics of a step's rollouts; collective."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return RolloutStats.of(trajectories, tool_names, world)

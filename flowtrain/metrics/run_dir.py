@@ -10,7 +10,6 @@ runs/texts/
   profile/           trace.json.gz and operators.txt, with run.profile
   metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
   trained.jsonl      the held-out rollouts behind "trained" in summary.json
-  worst_tokens.jsonl where trainer and sampler disagree most
 """
 
 from __future__ import annotations
@@ -103,11 +102,6 @@ class RunDir:
     def tokenizer(self) -> Path:
         """The tokenizer of the ids in the logs; not made here."""
         return self.path / "tokenizer.json"
-
-    @property
-    def worst_tokens(self) -> Path:
-        """The tokens that trainer and sampler disagree most about; not made here."""
-        return self.path / "worst_tokens.jsonl"
 
     @property
     def profile(self) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.metrics.jsonl import append_lines, cut_lines, json_value, read_lines
-from flowtrain.metrics.loggers import Logger, RolloutText, TensorBoard
+from flowtrain.metrics.loggers import Logger, TensorBoard
 from flowtrain.types import Call, Group, ToolCall, ToolResult, Trajectory, Turn
 from flowtrain.utils.prefixes import num_shared
 
@@ -48,11 +48,6 @@ class MetricsLog:
         }
         for logger in self._loggers:
             logger.log(record["step"], numbers)
-
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        """Show rollouts to the loggers; trajectories.jsonl has all of them."""
-        for logger in self._loggers:
-            logger.log_rollouts(step, rollouts)
 
     def last_step(self, key: str) -> int:
         """Return the last step whose metrics have the key; -1: there is none."""

@@ -29,7 +29,6 @@ OTHER = "other"
 _BUCKETS_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 30.0)
 _FRESH_S = 1.0
 _MOST_SHARE = 0.1
-_END_S = 10.0
 
 
 class Cached(Generic[T]):
@@ -172,28 +171,6 @@ class Monitor:
                 self._requests.labels(value, status).inc()
 
 
-class Place:
-    """A server of nothing but `/health` and `/metrics`, on a thread of its own."""
-
-    def __init__(self, monitor: Monitor, host: str, port: int) -> None:
-        """Answer from now on. Raises UserError if the address is not available."""
-        self._server, self._listener = serving.make_server(monitor.watching(_refuse), host, port)
-        self.url = serving.address(self._listener)
-        self._thread = threading.Thread(
-            target=self._server.run,
-            kwargs={"sockets": [self._listener]},
-            name="metrics server",
-            daemon=True,
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the server."""
-        self._server.should_exit = True
-        self._thread.join(_END_S)
-        self._listener.close()
-
-
 def gauge(
     name: str, text: str, values: float | Mapping[Any, float], labels: Sequence[str] = ()
 ) -> Metric:
@@ -223,14 +200,3 @@ def _filled(family: Any, values: float | Mapping[Any, float]) -> Metric:
 class _Collector:
     def __init__(self, collect: Collect) -> None:
         self.collect = collect
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    from starlette.responses import PlainTextResponse
-
-    if scope["path"] == "/metrics":
-        headers = {"WWW-Authenticate": "Bearer"}
-        response = PlainTextResponse("the token is missing or wrong\n", 401, headers)
-    else:
-        response = PlainTextResponse("there are /health and /metrics\n", 404)
-    await response(scope, receive, send)

@@ -25,7 +25,7 @@ from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
 from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import PolicyName, UserError
-from flowtrain.utils.commands import end_on_signals, number
+from flowtrain.utils.commands import end_on_signals
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.terminal import protect_output
 
@@ -93,7 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args=args,
                 token=token,
                 audits=options.audit,
-                metrics=(options.metrics_host, options.metrics_port),
             )
     except (UserError, Refused, Unavailable, EngineError) as error:
         say(f"{_COMMAND}: {error}", "error")
@@ -144,19 +143,6 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="groups to push before the node ends; default: no end",
-    )
-    parser.add_argument(
-        "--metrics_port",
-        type=number(0, 65535),
-        default=0,
-        metavar="PORT",
-        help=f"answer /health, and /metrics with the token {TOKEN_VARIABLE}; default: do not",
-    )
-    parser.add_argument(
-        "--metrics_host",
-        default="127.0.0.1",
-        metavar="HOST",
-        help="address for it (default: this machine alone, %(default)s)",
     )
     parser.add_argument(
         "--log_format",

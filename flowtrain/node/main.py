@@ -19,7 +19,6 @@ from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.auditor import Auditor, check_audit
-from flowtrain.node.measures import MetricsAddress, answering
 from flowtrain.node.membership import Membership
 from flowtrain.node.node import Node
 from flowtrain.node.progress import NodeProgress
@@ -42,20 +41,17 @@ def run(
     args: Sequence[str],
     token: str,
     audits: bool = False,
-    metrics: tuple[str, int] = ("", 0),
 ) -> None:
     """Serve until a signal, `num_groups` groups (0: any number), or the end of training; with
     `audits` check the groups of other nodes.
 
     `stores` has locations of weight stores by policy, `args` config options over those of the run.
-    `metrics`: host and port to answer /metrics at; port 0: nowhere.
     Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup of unforeseen errors.
     """
     with Client(url, token) as client:
         config = parse_over(Membership.join(client, name, {}).joined.config, args)
     check(config)
-    address = MetricsAddress(*metrics, token)
-    serve = partial(_serve, num_groups=num_groups, token=token, metrics=address)
+    serve = partial(_serve, num_groups=num_groups, token=token)
     if audits:
         check_audit(config)
         serve = partial(_audit, token=token)
@@ -77,18 +73,15 @@ def _serve(
     *,
     num_groups: int,
     token: str,
-    metrics: MetricsAddress,
 ) -> None:
     """Serve until the node is stopped. Raises PoliciesChanged, alone or in a group."""
     locations = _wait_for_trainers(client, config, stores, name)
     with make_sampler(config, locations, token) as sampler:
         payloads = config.dataflow.payloads if config.dataflow.uploads == "nodes" else ""
-        sampled = sampler.meter.read
-        member = Membership.join(client, name, sampler.layouts, payloads, sampled)
+        member = Membership.join(client, name, sampler.layouts, payloads, sampler.meter.read)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.joined.policies)
-        progress = NodeProgress(num_groups)
         node = Node(
             member,
             sampler.rollout,
@@ -98,11 +91,10 @@ def _serve(
             max_staleness=config.dataflow.max_staleness,
             num_groups=num_groups,
             branching=sampler.branching,
-            progress=progress,
+            progress=NodeProgress(num_groups),
         )
         try:
-            with answering(metrics, progress, sampled):
-                num_pushed = asyncio.run(_until_signalled(node))
+            num_pushed = asyncio.run(_until_signalled(node))
         finally:
             syncer.close()
     print(f"{name}: {num_pushed} groups pushed", file=sys.stderr)

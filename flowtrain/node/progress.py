@@ -19,19 +19,16 @@ class NodeProgress:
         """`num_groups`: groups to push until the node ends; 0: no end."""
         # disable=None: no bar without a terminal
         self._bar = bar(total=num_groups or None, unit="group", dynamic_ncols=True, disable=None)
-        self.num_pushed = self.num_rollouts = 0
-        self.versions: Mapping[str, int] = {}
-        self.waiting = ""
+        self._num_pushed = 0
         self._is_shown = False
         self._started = self._line_at = time.monotonic()
 
     def pushed(self) -> None:
-        self.num_pushed += 1
+        self._num_pushed += 1
         self._bar.update()
 
     def show(self, versions: Mapping[str, int], num_rollouts: int, waiting: str) -> None:
         """Show the current state. `waiting`: why the node waits, if it does."""
-        self.versions, self.num_rollouts, self.waiting = dict(versions), num_rollouts, waiting
         weights = ", ".join(f"{policy} {version}" for policy, version in versions.items())
         text = f"weights: {weights}, {num_rollouts} rollouts under way"
         if waiting:
@@ -39,8 +36,8 @@ class NodeProgress:
         self._bar.set_postfix_str(printable(text, keep=""))
         now = time.monotonic()
         if self._bar.disable and (now - self._line_at > _LINE_S or not self._is_shown):
-            rate = 60 * self.num_pushed / max(now - self._started, 1e-9)
-            line = f"{self.num_pushed} groups pushed ({rate:.1f} per minute), {text}"
+            rate = 60 * self._num_pushed / max(now - self._started, 1e-9)
+            line = f"{self._num_pushed} groups pushed ({rate:.1f} per minute), {text}"
             print(line, file=sys.stderr, flush=True)
             self._line_at = now
             self._is_shown = True

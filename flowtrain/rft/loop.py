@@ -18,7 +18,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -301,18 +301,17 @@ def _learn_from_teacher(
     log.check(tasks)
     if missing:
         num_done = len(tasks) - len(missing)
-        with closing(ProgressLine(len(tasks), num_done, True, unit="rollout")) as progress:
-            collect_demonstrations(
-                agent,
-                {number: tasks[number] for number in missing},
-                log,
-                seed=derive_seed(config.run.seed, "rft"),
-                max_in_flight=config.rollout.max_in_flight,
-                progress=progress,
-                is_over=lambda: interrupt.requested,
-                judge=components.make_judge(),
-                functions=components.reward_functions,
-            )
+        collect_demonstrations(
+            agent,
+            {number: tasks[number] for number in missing},
+            log,
+            seed=derive_seed(config.run.seed, "rft"),
+            max_in_flight=config.rollout.max_in_flight,
+            progress=ProgressLine(len(tasks), num_done, True, unit="rollout"),
+            is_over=lambda: interrupt.requested,
+            judge=components.make_judge(),
+            functions=components.reward_functions,
+        )
     return list(log.read(range(world.rank, len(tasks), world.size)))
 
 

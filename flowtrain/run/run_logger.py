@@ -20,9 +20,8 @@ from flowtrain.metrics import (
     comparison_table,
     write_summary,
 )
-from flowtrain.metrics.jsonl import append_lines, cut_lines
-from flowtrain.metrics.loggers import open_loggers, rollout_texts
-from flowtrain.metrics.panels import read_series, total_seconds, total_tokens
+from flowtrain.metrics.loggers import open_loggers
+from flowtrain.metrics.series import read_series, total_seconds, total_tokens
 from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
@@ -70,7 +69,6 @@ class RunLogger:
         self.progress = Progress(config.train.num_steps, start_step, is_main)
         self._metrics = None
         if is_main:
-            cut_lines(self._run_dir.worst_tokens, last_step)
             self._metrics = MetricsLog(
                 path,
                 last_step,
@@ -114,7 +112,7 @@ class RunLogger:
             kept: metrics of the replay log.
             seconds: by stage.
         """
-        batch, mismatch = prepared.batch, counted.mismatch
+        batch = prepared.batch
         measured = {}
         if evaluation is not None:
             measured = evaluation.metrics
@@ -123,11 +121,6 @@ class RunLogger:
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
-        if self._metrics is not None and mismatch.worst:
-            append_lines(self._run_dir.worst_tokens, mismatch.records(step))
-        if self._metrics is not None and (num := self._config.log.rollouts):
-            chars = self._config.log.rollout_chars
-            self._metrics.log_rollouts(step, rollout_texts(step, rollouts.groups, num, chars))
         self.write(
             {
                 "step": step,
@@ -209,7 +202,7 @@ class RunLogger:
             signal: steps that had nothing to learn from; empty where all had.
             tokens: where all tokens went, as the dataflow knows it; None: as the log does.
         """
-        from flowtrain.metrics.curves import plot_curves  # which is slow to load
+        from flowtrain.view.curves import plot_curves  # which is slow to load
 
         (peak_bytes,) = self._placement.world.max([self.peak_bytes()])
         if not self._placement.world.is_main:

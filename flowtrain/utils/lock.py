@@ -1,30 +1,26 @@
 """One writer at a time: a lock on a file, with the name of its holder in it.
 
-It is a record lock of POSIX (`fcntl`). The system releases it when its holder dies, however that
-happens, and forked children do not get it, so that a server which outlives its trainer holds
-nothing. It holds between the hosts of a shared file system that has such locks (NFS with lockd or
-from version 4, Lustre with -o flock, CephFS, GPFS); where there are none it is refused.
+It is the system's (`flock`), which releases it when its holder dies, however that happens. Children
+do not get it, so that a server which outlives its trainer holds nothing. It holds between the hosts
+of a shared file system that has such locks (NFS with lockd or from version 4, Lustre with -o flock,
+CephFS, GPFS); where there are none it is refused.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import json
 import os
 import socket
-import struct
 import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from flowtrain.types import UserError
+from flowtrain.utils.errors import on_failure
 from flowtrain.utils.files import make_folder, writing
 
 NAME = "lock"
@@ -32,33 +28,6 @@ NAME = "lock"
 _PATIENCE_S = 1.0
 """Longest wait for a holder that is about to end, or about to write its name."""
 _TICK_S = 0.01
-_TAKEN = (errno.EAGAIN, errno.EACCES)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_WHOLE_FILE = "hhqqi0q"
-"""The C struct `flock`: type, whence, start, length, process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A process that holds a lock."""
-
-    command: str
-    host: str
-    pid: int
-    since: str
-    """Time at which it took the lock."""
-
-    @classmethod
-    def here(cls) -> Holder:
-        """Describe this process."""
-        spec = sys.modules["__main__"].__spec__
-        module = spec.name.removesuffix(".__main__") if spec else ""
-        command = f"python {f'-m {module}' if module else Path(sys.argv[0]).name}".strip()
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(command, socket.gethostname(), os.getpid(), since)
-
-    def __str__(self) -> str:
-        return f"{self.command} on host {self.host}, process {self.pid}, since {self.since}"
 
 
 class Lock:
@@ -81,17 +50,15 @@ class Lock:
         """
         with writing(path):
             made = make_folder(path.parent)
-        self._subject = subject
-        self._path = path.parent.resolve() / path.name
+        self._subject, self._path = subject, path.parent.resolve() / path.name
         with _guard:
             held = _held.get(self._path)
             if held is None:
                 taken = _take(self._path)
-                if not isinstance(taken, _Held):
+                if isinstance(taken, str):
                     raise UserError(f"{subject} is in use by {taken}; {cure}")
-                held = _held[self._path] = taken
-            held.count += 1
-        self._release = weakref.finalize(self, _release, self._path, os.getpid(), made)
+                held = _held[self._path] = _Held(self._path, taken, made)
+        self._held: _Held | None = held
 
     @classmethod
     def of_folder(cls, folder: Path, cure: str) -> Lock:
@@ -99,23 +66,21 @@ class Lock:
         return cls(folder / NAME, str(folder), cure)
 
     @staticmethod
-    def holder(folder: Path) -> Holder | None:
-        """Return the process that has the lock of a folder; None: nobody has it, or its file cannot
-        be read. For readers: nothing is locked or written.
+    def holder(folder: Path) -> str | None:
+        """Return who has the lock of a folder; None: nobody has it, or its file cannot be read. For
+        readers: nothing is written, and nobody is kept waiting.
         """
-        path = folder.resolve() / NAME
-        if path in _held:  # closing the file here would release it
-            return Holder.here()
-        with suppress(OSError), path.open("rb") as file:
-            asked = struct.pack(_WHOLE_FILE, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, *_ = struct.unpack(_WHOLE_FILE, fcntl.fcntl(file, fcntl.F_GETLK, asked))
-            if kind != fcntl.F_UNLCK:
-                return _parse(file.read())
+        with suppress(OSError), (folder / NAME).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _name_in(file.fileno())
         return None
 
     def check(self) -> None:
         """Raise UserError when somebody has deleted the file, so that others may hold it too."""
-        if not _held[self._path].is_in_place:
+        assert self._held is not None, "it was released"
+        if not _is_in_place(self._path, self._held.descriptor):
             raise UserError(
                 f"{self._path} was deleted, so that another process may write {self._subject} too; "
                 "this one ends"
@@ -125,108 +90,92 @@ class Lock:
         """Give the lock back; a second time, or in a forked child, nothing happens. Done for a lock
         that nobody refers to any more.
         """
-        self._release()
+        self._held = None
 
     def __enter__(self) -> Lock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
-def _release(path: Path, pid: int, made: list[Path]) -> None:
-    """Release a lock that the process `pid` took; folders that it made go if they are empty."""
-    if os.getpid() != pid:
-        return
-    with _guard:
-        held = _held[path]
-        held.count -= 1
-        if held.count:
-            return
-        del _held[path]
-        held.free()
+class _Held:
+    """A lock of this process, which it has as long as a `Lock` refers to this."""
+
+    def __init__(self, path: Path, descriptor: int, made: list[Path]) -> None:
+        self.descriptor = descriptor
+        self.end = weakref.finalize(self, _free, path, descriptor, made)
+
+
+def _free(path: Path, descriptor: int, made: list[Path]) -> None:
+    """Give a lock back; folders that were made for it go if they are empty."""
+    if _is_in_place(path, descriptor):
+        path.unlink(missing_ok=True)
+    os.close(descriptor)
     with suppress(OSError):
         for folder in made:
             folder.rmdir()
 
 
-@dataclass(slots=True)
-class _Held:
-    """A lock of this process. Closing its file elsewhere in the process would release it, so a path
-    in `_held` is opened once.
+def _leave_to_parent() -> None:
+    """Close the locks of the parent in a forked child, which would hold them, too."""
+    for held in list(_held.values()):
+        held.end.detach()
+        os.close(held.descriptor)
+    _held.clear()
+
+
+def _is_in_place(path: Path, descriptor: int) -> bool:
+    """Tell whether the file that is open still has its name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _take(path: Path) -> int | str:
+    """Lock the file, and return its descriptor; or who has it where another process does not give
+    it back in time.
     """
-
-    path: Path
-    descriptor: int
-    count: int = 0
-
-    def sign(self) -> None:
-        """Write the holder's name, in one piece, since others may read it at any time."""
-        data = json.dumps(asdict(Holder.here())).encode().ljust(512) + b"\n"
-        try:
-            with writing(self.path):
-                os.pwrite(self.descriptor, data, 0)
-                os.ftruncate(self.descriptor, len(data))
-        except UserError:
-            self.free()
-            raise
-
-    @property
-    def is_in_place(self) -> bool:
-        """Tell whether the file still has its name."""
-        try:
-            named = self.path.stat()
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(named, os.fstat(self.descriptor))
-
-    def free(self) -> None:
-        if self.is_in_place:
-            self.path.unlink(missing_ok=True)
-        os.close(self.descriptor)
-
-
-def _take(path: Path) -> _Held | str:
-    """Lock the file; returns who has it where another process does not give it back in time."""
     end = time.monotonic() + _PATIENCE_S
     while True:
-        with writing(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        held = _Held(path, descriptor)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = _parse(os.pread(descriptor, 1 << 12, 0))
-            os.close(descriptor)
-            if error.errno in _NO_LOCKS:
+        with ExitStack() as cleanup:
+            with writing(path):
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            cleanup.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_in_place(path, descriptor):  # else its holder has deleted it just now
+                    _sign(path, descriptor)
+                    cleanup.pop_all()
+                    return descriptor
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    return _name_in(descriptor) or "another process"
+            except OSError as error:
                 raise UserError(
                     f"cannot lock {path}: {error.strerror}; mount its file system with locks, or "
                     "use another"
                 ) from error
-            if error.errno not in _TAKEN:
-                raise
-            if time.monotonic() > end:
-                return str(holder or "another process")
-            time.sleep(_TICK_S)
-            continue
-        if held.is_in_place:
-            held.sign()
-            return held
-        os.close(descriptor)  # its holder has deleted it since it was opened
+        time.sleep(_TICK_S)
 
 
-def _parse(text: bytes) -> Holder | None:
-    try:
-        return Holder(**json.loads(text))
-    except (ValueError, TypeError):
-        return None
+def _sign(path: Path, descriptor: int) -> None:
+    """Write the holder's name, in one piece, since others may read it at any time."""
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name.removesuffix(".__main__") if spec else ""
+    command = f"python {f'-m {module}' if module else Path(sys.argv[0]).name}".strip()
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    name = f"{command} on host {socket.gethostname()}, process {os.getpid()}, since {since}\n"
+    with on_failure(path.unlink), writing(path):
+        num_bytes = os.pwrite(descriptor, name.encode(), 0)
+        os.ftruncate(descriptor, num_bytes)
+
+
+def _name_in(descriptor: int) -> str:
+    return os.pread(descriptor, 1 << 12, 0).decode(errors="replace").partition("\n")[0]
 
 
 _guard = threading.RLock()
-_held: dict[Path, _Held] = {}
-os.register_at_fork(after_in_child=_held.clear)
+_held: weakref.WeakValueDictionary[Path, _Held] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -34,13 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.serve:
             return _serve(arguments)
         out = arguments.out or arguments.run / "view.html"
-        is_table = not is_run(arguments.run) and find_runs(arguments.run)
-        page = (
-            build_table(arguments.run)
-            if is_table
-            else build_page(arguments.run, arguments.rollouts)
-        )
-        atomic_write_text(out, page)
+        if is_run(arguments.run) or not find_runs(arguments.run):
+            atomic_write_text(out, build_page(arguments.run, arguments.rollouts))
+        else:
+            atomic_write_text(out, build_table(arguments.run))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rollouts", type=int, default=500, metavar="N", help=text)
     text = "serve the page on this machine, anew when files have changed; the run may begin later"
     parser.add_argument("--serve", action="store_true", help=text)
-    text = f"0: any free one (default: {_PORT}, or any free one where that is taken)"
-    parser.add_argument("--port", type=number(0, 65535), help=text)
+    text = f"0: any free one (default: {_PORT})"
+    parser.add_argument("--port", type=number(0, 65535), default=_PORT, help=text)
     return parser
 
 
@@ -71,21 +68,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise UserError("--out is for the page as a file: leave --serve or --out out")
     end_on_signals()
     try:
-        with _listen(Pages(arguments.run, arguments.rollouts), arguments.port) as server:
+        with Server(Pages(arguments.run, arguments.rollouts), arguments.port) as server:
             print(f"open {server.url}  (Ctrl-C ends)", flush=True)
             server.serve_forever()
     except KeyboardInterrupt:
         return 0
     return 0
-
-
-def _listen(pages: Pages, port: int | None) -> Server:
-    if port is not None:
-        return Server(pages, port)
-    try:
-        return Server(pages, _PORT)
-    except UserError:
-        return Server(pages, 0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ const COLORS = ["--c0", "--c1", "--c2", "--c3", "--c5", "--c6", "--c4"].map((nam
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name.startsWith("--") || name === "background" || name === "flex") element.style.setProperty(name, value);
+    else if (name.startsWith("--") || name === "background") element.style.setProperty(name, value);
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value != null) element.setAttribute(name, value);
   }
@@ -56,63 +56,31 @@ const hideTip = () => { tip.hidden = true; };
 const tipRow = (label, value) => h("div", {}, h("span", {}, label), h("span", {}, value));
 addEventListener("scroll", hideTip, { passive: true });
 
-function secondsBar(parts, total) {
-  const of = (part) => `${seconds(part.seconds)}, ${share(part.seconds / total)}`;
-  return h("div", { class: "bar", role: "img", "aria-label": parts.map((part) => `${part.name} ${of(part)}`).join("; ") },
-    parts.map((part) => h("i", { class: part.gap && "gap", flex: `${(1000 * part.seconds) / total} 0 0`, background: part.color,
-      onpointerenter: (event) => showTip(event.target, h("b", {}, part.name), tipRow("seconds", of(part))), onpointerleave: hideTip })));
-}
 const legendOf = (entries) => h("div", { class: "legend" }, entries.map(([color, ...content]) => h("span", {}, h("i", { background: color }), ...content)));
-
-// Makes the children of an element these, and leaves those alone that are there already.
-function arrange(parent, children) {
-  const wanted = new Set(children);
-  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
-  children.forEach((child, index) => {
-    if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] ?? null);
-  });
-}
-
-// The element that was made of this value; made anew when the value has changed.
-const kept = new Map();
-function keep(name, value, make) {
-  const text = JSON.stringify(value);
-  if (kept.get(name)?.text !== text) kept.set(name, { text, element: make() });
-  return kept.get(name).element;
-}
 
 // ---- curves
 
-const charts = new Map();
-const grid = h("div", { class: "grid" });
 const at = h("span", { class: "soft small num" });
-let hovered = null;
+let charts = [];
 let averaged = 1;
 
-// Draws D.panels; charts that are there stay, with what was pointed at.
-function drawCurves() {
+function drawCurves(panels) {
   const section = document.getElementById("curves");
-  section.hidden = !D.panels.length;
+  section.hidden = !panels.length;
   let [first, last] = [Infinity, -Infinity];
-  for (const panel of D.panels) for (const line of panel.lines) for (const [step] of line.points) [first, last] = [Math.min(first, step), Math.max(last, step)];
+  for (const panel of panels) for (const line of panel.lines) for (const [step] of line.points) [first, last] = [Math.min(first, step), Math.max(last, step)];
   averaged = smoothing(last - first);
-  if (!grid.isConnected) {
-    section.append(h("div", { class: "above" }, h("h2", {}, "Curves"), at), grid);
-    addEventListener("resize", () => charts.forEach((chart) => chart.draw()));
-  }
-  const titles = new Set(D.panels.map((panel) => panel.title));
-  for (const title of charts.keys()) if (!titles.has(title)) charts.delete(title);
-  for (const { title } of D.panels) if (!charts.has(title)) charts.set(title, makeChart(title));
-  arrange(grid, D.panels.map(({ title }) => charts.get(title).element));
-  for (const panel of D.panels) charts.get(panel.title).update(panel, [first, last]);
-  showStep(hovered);
+  charts = panels.map((panel) => makeChart(panel, first, last));
+  section.replaceChildren(h("div", { class: "above" }, h("h2", {}, "Curves"), at), h("div", { class: "grid" }, charts.map((chart) => chart.element)));
+  charts.forEach((chart) => chart.draw()); // which have a size now
+  showStep(null);
 }
+addEventListener("resize", () => charts.forEach((chart) => chart.draw()));
 
 function showStep(step) {
-  hovered = step;
   const thin = averaged > 1 ? ` Faint: each step. Strong: mean of the last ${averaged}.` : "";
   at.textContent = step == null ? `Last values.${thin}` : `Step ${step}`;
-  for (const chart of charts.values()) chart.show(step);
+  for (const chart of charts) chart.show(step);
 }
 
 const smoothing = (numSteps) => (numSteps < 100 ? 1 : Math.round(numSteps / 25));
@@ -150,27 +118,21 @@ function stacked(lines) {
   }) }));
 }
 
-function makeChart(title) {
-  const picture = svg("svg", { role: "img", "aria-label": `${title} by step` });
-  const legendBox = h("div");
-  let panel, raw, shown, ticks, form, tickForm, first, last, x, y, height, legend, width;
-  const chart = { element: h("div", { class: "panel" }, h("h3", {}, visible(title)), picture, legendBox) };
-
-  chart.update = (newPanel, range) => {
-    [panel, [first, last], width] = [newPanel, range, averaged];
-    form = FORMS[panel.form];
-    raw = panel.lines.map((line, index) => ({ ...line, color: line.color ?? COLORS[index % COLORS.length], values: new Map(line.points) }));
-    const smooth = raw.map((line) => ({ ...line, points: line.is_sparse ? line.points : trailingMean(line.points, width) }));
-    shown = panel.is_stack ? stacked(smooth) : smooth;
-    let [low, high] = [Infinity, -Infinity];
-    for (const line of panel.is_stack ? shown : [...raw, ...shown]) for (const [, value] of line.points) [low, high] = [Math.min(low, value), Math.max(high, value)];
-    if (panel.is_stack) low = 0;
-    low = low >= 0 && low < 0.6 * high ? 0 : low;
-    [ticks, tickForm] = panel.form === "seconds" ? timeTicks(low, high) : [niceTicks(low, high), form];
-    legend = raw.map((line) => ({ line, value: h("b", { class: "num" }) }));
-    legendBox.replaceChildren(legendOf(legend.map(({ line, value }) => [line.color, `${visible(line.label)} `, value])));
-    chart.draw();
-  };
+function makeChart(panel, first, last) {
+  const width = averaged;
+  const form = FORMS[panel.form];
+  const raw = panel.lines.map((line, index) => ({ ...line, color: line.color ?? COLORS[index % COLORS.length], values: new Map(line.points) }));
+  const smooth = raw.map((line) => ({ ...line, points: line.is_sparse ? line.points : trailingMean(line.points, width) }));
+  const shown = panel.is_stack ? stacked(smooth) : smooth;
+  let [low, high] = [Infinity, -Infinity];
+  for (const line of panel.is_stack ? shown : [...raw, ...shown]) for (const [, value] of line.points) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  if (panel.is_stack || (low >= 0 && low < 0.6 * high)) low = 0;
+  const [ticks, tickForm] = panel.form === "seconds" ? timeTicks(low, high) : [niceTicks(low, high), form];
+  const legend = raw.map((line) => ({ line, value: h("b", { class: "num" }) }));
+  const picture = svg("svg", { role: "img", "aria-label": `${panel.title} by step` });
+  const legendBox = legendOf(legend.map(({ line, value }) => [line.color, `${visible(line.label)} `, value]));
+  const chart = { element: h("div", { class: "panel" }, h("h3", {}, visible(panel.title)), picture, legendBox) };
+  let x, y, height;
 
   chart.draw = () => {
     const full = picture.clientWidth || 300;

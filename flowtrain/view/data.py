@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
 from flowtrain.metrics.jsonl import json_value
-from flowtrain.metrics.panels import (
-    PANELS,
-    STAGES,
-    Series,
-    read_series,
-    total_seconds,
-    total_tokens,
-)
+from flowtrain.metrics.series import Series, read_series, total_seconds, total_tokens
 from flowtrain.types import UserError
-from flowtrain.view.log import LOGS, Place, choose, find_rollouts, spread
+from flowtrain.view.log import LOGS, Place, choose, find_rollouts
+from flowtrain.view.panels import PANELS, STAGES
 from flowtrain.view.rollouts import rollout_record
 from flowtrain.view.run import (
     Config,
@@ -29,7 +23,6 @@ from flowtrain.view.run import (
     read_text,
     result_rows,
 )
-from flowtrain.view.worst import worst_tokens
 
 T = TypeVar("T")
 
@@ -63,11 +56,12 @@ class Run:
         """Bytes of a page with about so many rollouts."""
         chosen = choose(self.places, num_rollouts)
         rollouts = [rollout_record(place, place.read(), self._tokenizer) for place in chosen]
-        seconds = total_seconds(self._series)
+        seconds, account = total_seconds(self._series), total_tokens(self._series)
+        tokens = [("Tokens", account.text())] if account.sampled else []
         last_step = max((steps[-1] for steps, _ in self._series.values()), default=None)
         data = {
             "name": self.path.resolve().name,
-            "facts": [*facts(self._config, self._manifest), *_tokens(self._series)],
+            "facts": [*facts(self._config, self._manifest), *tokens],
             "config": self._config_text,
             "step": last_step,
             "num_steps": self._config.get("train", {}).get("num_steps"),
@@ -77,15 +71,17 @@ class Run:
                 stage: seconds[stage] for stage in (*STAGES, "checkpoint") if seconds.get(stage)
             },
             "num_logged": len(self.places),
-            "panels": _panel_records(self._series),
+            "panels": [
+                panel.record(curves, MOST_POINTS)
+                for panel in PANELS
+                if (curves := panel.curves(self._series))
+            ],
             "results": self._results,
-            "worst": self._try(list[dict[str, Any]](), worst_tokens, self.path, self._tokenizer),
             "rollouts": rollouts,
             "shown": self._shown(chosen),
-            "notes": [*self.notes, *_notes_on_training(rollouts)],
+            "notes": self.notes,
         }
-        cleaned: dict[str, Any] = json_value(data)
-        return cleaned
+        return dict(json_value(data))
 
     def _try(self, default: T, read: Callable[..., T], *arguments: Any) -> T:
         """Read a file of the run; a file that cannot be read is named on the page."""
@@ -118,50 +114,9 @@ class Run:
         """Say in a sentence which rollouts the page has."""
         if len(chosen) == len(self.places):
             return f"All {len(chosen):,} logged rollouts."
-        counts = [
+        counts = " and ".join(
             f"{sum(place.split == split for place in chosen):,} of {total:,} {name}"
             for split, name in (("train", "training"), ("held-out", "held-out"))
             if (total := sum(place.split == split for place in self.places))
-        ]
-        return (
-            f"{' and '.join(counts)} rollouts; {len(self.places) - len(chosen):,} were left out. "
-            "Whole groups, evenly over the steps."
         )
-
-
-def _tokens(series: Mapping[str, Series]) -> list[tuple[str, str]]:
-    """The account of all sampled tokens as a fact of the run."""
-    account = total_tokens(series)
-    return [("Tokens", account.text())] if account.sampled else []
-
-
-def _panel_records(series: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """The panels for which something was logged."""
-    return [
-        {
-            "title": panel.title,
-            "form": panel.form,
-            "is_stack": panel.is_stack,
-            "lines": [
-                {
-                    "label": curve.label,
-                    "is_sparse": curve.is_sparse,
-                    "points": spread(list(zip(*curve.series, strict=True)), MOST_POINTS),
-                }
-                for curve in curves
-            ],
-        }
-        for panel in PANELS
-        if (curves := panel.curves(series))
-    ]
-
-
-def _notes_on_training(rollouts: Sequence[Mapping[str, Any]]) -> list[str]:
-    turns = [
-        turn for rollout in rollouts if rollout["split"] == "train" for turn in rollout["turns"]
-    ]
-    if not turns or any(turn["training"] for turn in turns):
-        return []
-    return [
-        "No log-probs of the trainer: none of these rollouts was trained. Colours show surprisal."
-    ]
+        return f"{counts} rollouts: whole groups, evenly over the steps."

@@ -55,18 +55,12 @@ def is_right(reward: float | None) -> bool:
     return reward is not None and reward >= 0.5
 
 
-def log_files(run_dir: Path, split: str) -> list[Path]:
-    return sorted(run_dir.glob(f"{LOGS[split]}.jsonl")) + sorted(
-        run_dir.glob(f"{LOGS[split]}.rank*.jsonl")
-    )
-
-
 def find_rollouts(run_dir: Path, split: str) -> list[Place]:
     """Every rollout in the logs of a split; UserError where one is damaged elsewhere than in its
     last line.
     """
     places: list[Place] = []
-    for path in log_files(run_dir, split):
+    for path in sorted(run_dir.glob(f"{LOGS[split]}.*jsonl")):
         start, sizes = 0, dict[tuple[int, int], int]()
         for record, end in read_lines_with_ends(path):
             key = record["step"], int(record.get("group_index", 0))

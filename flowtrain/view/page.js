@@ -1,9 +1,6 @@
 // The page of a run.
-const TIME_COLORS = { planner: "var(--c0)", tool: "var(--c1)", "executor, verifier": "var(--c2)", turn: "var(--c0)", "waiting, answer": "var(--c4)" };
-
 // ---- the run
 
-const more = h("div", { class: "more" });
 function drawRun() {
   const [first, last] = D.reward.length ? D.reward : [null, null];
   const total = Object.values(D.seconds).reduce((a, b) => a + b, 0);
@@ -14,41 +11,21 @@ function drawRun() {
     ["Weight versions", D.versions.length > 0 && [...new Set(D.versions)].join(" – ")],
     ["Rollouts logged", D.num_logged > 0 && D.num_logged.toLocaleString("en")],
     ["Time in steps", total > 0 && seconds(total)]].filter(([, value]) => value);
-  const stages = Object.entries(D.seconds).map(([name, value], index) => ({ name: visible(name), seconds: value, color: COLORS[index % COLORS.length] }));
-  arrange(document.getElementById("run"), [
-    keep("name", D.name, () => h("h1", {}, visible(D.name))),
+  document.getElementById("run").replaceChildren(
+    h("h1", {}, visible(D.name)),
     ...(D.status ? [D.status] : []),
-    ...(tiles.length ? [keep("tiles", tiles, () => h("div", { class: "tiles" }, tiles.map(([label, value]) => tile(label, value))))] : []),
-    keep("notes", D.notes, () => h("ul", { class: "notes", hidden: !D.notes.length }, D.notes.map((note) => h("li", {}, visible(note))))),
-    keep("facts", D.facts, () => h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value)))))),
-    ...(total > 0 ? [keep("stages", D.seconds, () => h("div", { class: "stages" }, h("span", { class: "soft small" }, "Seconds by stage"), secondsBar(stages, total),
-      legendOf(stages.map((stage) => [stage.color, `${stage.name} `, h("b", { class: "num" }, seconds(stage.seconds))]))))] : []),
-    more]);
-  arrange(more, [
-    keep("results", D.results, () => h("details", { hidden: !D.results.length }, h("summary", {}, "Held-out results"), resultTable())),
-    keep("options", D.config, () => h("details", { hidden: !D.config }, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim()))))]);
+    h("div", { class: "tiles", hidden: !tiles.length }, tiles.map(([label, value]) => tile(label, value))),
+    h("ul", { class: "notes", hidden: !D.notes.length }, D.notes.map((note) => h("li", {}, visible(note)))),
+    h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value))))),
+    h("div", { class: "more" },
+      h("details", { hidden: !D.results.length }, h("summary", {}, "Held-out results"), resultTable()),
+      h("details", { hidden: !D.config }, h("summary", {}, "Every option"), h("pre", {}, visible(D.config.trim())))));
 }
 
 function resultTable() {
   const heads = ["", "frozen", "trained", "difference"].map((name) => h("th", {}, name));
   const rows = D.results.map((cells) => h("tr", { class: !cells[1] && "title" }, cells.map((cell) => h("td", {}, visible(cell)))));
   return h("table", { class: "num" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows));
-}
-
-// ---- tokens that trainer and sampler disagree about
-
-function drawWorst() {
-  const section = document.getElementById("worst");
-  section.hidden = !D.worst.length;
-  const heads = ["step", "token in its context", "sampler", "trainer", "difference"].map((name) => h("th", {}, name));
-  const spot = (each) => [visible(each.before), h("b", { class: "warn" }, visible(each.text)), visible(each.after)];
-  const place = (each) => (byId.has(each.rollout) ? h("a", { href: `#${each.rollout}` }, `${each.step}`) : `${each.step}`);
-  section.replaceChildren(
-    h("div", { class: "above" }, h("h2", {}, "Worst tokens"), h("span", { class: "soft small" },
-      "Trainer and sampler disagree most about these, though the same weights sampled them.")),
-    h("table", { class: "num worst" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, D.worst.map((each) => h("tr", {},
-      h("td", {}, place(each)), h("td", { class: "mono" }, spot(each)), h("td", {}, signed(each.sampler, 3)), h("td", {}, signed(each.trainer, 3)),
-      h("td", {}, signed(each.trainer - each.sampler, 3)))))));
 }
 
 // ---- rollouts: the list
@@ -71,8 +48,7 @@ const filters = {};
 let matches = [];
 let chosenColor = "";
 const colorBy = () => chosenColor || (D.rollouts.some((rollout) => rollout.turns.some((turn) => turn.training)) ? "by-diff" : "by-odd");
-const items = new Map();
-const shownText = h("span", { class: "soft small" });
+let items = new Map();
 
 const isRight = (rollout) => rollout.outcomes.includes("right");
 const mark = (rollout) => (rollout.reward == null ? "·" : isRight(rollout) ? "✓" : "✗");
@@ -88,52 +64,33 @@ function haystack(rollout) {
   return rollout.text;
 }
 
-function choice(name, label) {
-  filters[name] = h("select", { "aria-label": label, onchange: applyFilters });
+function choice(name, label, values, text = (value) => value) {
+  const unique = [...new Set(values)].filter((value) => value !== "");
+  const options = unique.map((value) => h("option", { value }, visible(text(value))));
+  filters[name] = h("select", { "aria-label": label, onchange: applyFilters }, h("option", { value: "" }, label), options);
   return filters[name];
 }
 
-// Makes the options of a filter these, and leaves what is chosen.
-function offer(name, values, text = (value) => value) {
-  const field = filters[name];
-  const unique = [...new Set(values)].filter((value) => value !== "");
-  const key = JSON.stringify(unique);
-  if (field.dataset.values === key) return;
-  const { value: chosen } = field;
-  field.dataset.values = key;
-  field.replaceChildren(h("option", { value: "" }, field.ariaLabel), ...unique.map((value) => h("option", { value }, visible(text(value)))));
-  field.value = unique.map(String).includes(chosen) ? chosen : "";
-}
-
-function openRollouts() {
+function drawRollouts() {
+  const all = D.rollouts;
+  indexRollouts();
+  items = new Map(all.map((rollout) => [rollout.id, listItem(rollout)]));
+  main.hidden = !all.length;
   filters.search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search", oninput: applyFilters });
-  const clear = h("button", { class: "quiet", type: "button", onclick: clearFilters }, "Clear");
-  main.append(
-    h("div", { class: "above" }, h("h2", {}, "Rollouts"), shownText),
+  const outcomes = ["right", "wrong", "malformed", "tool error", "truncated", "unscored"].filter((name) => all.some((rollout) => rollout.outcomes.includes(name)));
+  main.replaceChildren(
+    h("div", { class: "above" }, h("h2", {}, "Rollouts"), h("span", { class: "soft small" }, D.shown)),
     h("div", { class: "columns" },
       h("div", { class: "side" },
-        h("div", { class: "filters" }, filters.search, choice("outcomes", "Any outcome"), choice("step", "All steps"), choice("split", "All splits"),
-          choice("kind", "All kinds"), h("div", { class: "count" }, count, clear)),
+        h("div", { class: "filters" }, filters.search, choice("outcomes", "Any outcome", outcomes),
+          choice("step", "All steps", all.map((rollout) => rollout.step).sort((a, b) => a - b), (step) => `Step ${step}`),
+          choice("split", "All splits", all.map((rollout) => rollout.split).sort(), splitName), choice("kind", "All kinds", all.map((rollout) => rollout.kind).sort()),
+          h("div", { class: "count" }, count, h("button", { class: "quiet", type: "button", onclick: clearFilters }, "Clear"))),
         list,
         h("div", { class: "keys" }, h("kbd", {}, "j"), " ", h("kbd", {}, "k"), " next, previous   ", h("kbd", {}, "g"), " group   ", h("kbd", {}, "/"), " search")),
       one));
-}
-
-// Draws D.rollouts; what is open stays open, and what is there already is not made again.
-function drawRollouts() {
-  indexRollouts();
-  main.hidden = !D.rollouts.length;
-  if (!list.isConnected) openRollouts();
-  for (const id of items.keys()) if (!byId.has(id)) items.delete(id);
-  shownText.textContent = D.shown;
-  const outcomes = ["right", "wrong", "malformed", "tool error", "truncated", "unscored"];
-  offer("outcomes", outcomes.filter((name) => D.rollouts.some((rollout) => rollout.outcomes.includes(name))));
-  offer("step", [...new Set(D.rollouts.map((rollout) => rollout.step))].sort((a, b) => a - b), (step) => `Step ${step}`);
-  offer("split", D.rollouts.map((rollout) => rollout.split).sort(), splitName);
-  offer("kind", D.rollouts.map((rollout) => rollout.kind).sort());
   filter();
-  if (shownKey() === drawn) markCurrent();
-  else route();
+  route();
 }
 
 function filter() {
@@ -144,8 +101,7 @@ function filter() {
     && (!split.value || rollout.split === split.value) && (!kind.value || rollout.kind === kind.value)
     && words.every((word) => haystack(rollout).includes(word)));
   count.textContent = `${matches.length.toLocaleString("en")} of ${plural(D.rollouts.length, "rollout")}`;
-  for (const rollout of matches) if (!items.has(rollout.id)) items.set(rollout.id, listItem(rollout));
-  arrange(list, matches.map((rollout) => items.get(rollout.id)));
+  list.replaceChildren(...matches.map((rollout) => items.get(rollout.id)));
 }
 
 function applyFilters() {
@@ -192,29 +148,14 @@ function drawRollout(rollout) {
         row("Reward", reward), row("Judge", rollout.analysis && visible(rollout.analysis)), row("Failure", rollout.error && visible(rollout.error), "wrong"),
         row("Branch", rollout.branch && leftAt(rollout)),
         row("Ended", `${ENDS[rollout.truncated] ?? visible(rollout.truncated)}, after ${plural(rollout.turns.length, "turn")}`),
-        row("Seconds", rolloutTime(rollout)))),
+        row("Time", rollout.seconds != null && seconds(rollout.seconds)))),
     h("div", { class: "split tools" }, colorSwitch(), colorScale(),
       h("span", { class: "soft small" }, rollout.split === "train" ? "" : "Held-out rollouts are not trained.")),
     ...rollout.turns.map((turn, index) => drawTurn(rollout, turn, index)));
   one.className = `one ${colorBy()}`;
 }
 
-const toMilliseconds = (value) => Math.max(Math.round(1000 * value) / 1000, 0); // as the log has them, without what subtraction leaves
-
-function rolloutTime(rollout) {
-  if (rollout.seconds == null) return null;
-  const parts = rollout.turns.flatMap((turn, index) => (turn.plan_s == null
-    ? [["turn", turn.seconds]]
-    : [["planner", turn.plan_s], ["tool", turn.tool_s], ["executor, verifier", turn.seconds - turn.plan_s - turn.tool_s]]
-  ).map(([name, value], place) => ({ kind: name, name: `turn ${index + 1}: ${name}`, seconds: toMilliseconds(value), gap: index > 0 && !place })));
-  const left = rollout.seconds - parts.reduce((sum, part) => sum + part.seconds, 0);
-  parts.push({ kind: "waiting, answer", name: "waiting, answer", seconds: toMilliseconds(left), gap: true });
-  const seen = [...new Set(parts.filter((part) => part.seconds > 0).map((part) => part.kind))];
-  const sum = (kind) => parts.filter((part) => part.kind === kind).reduce((total, part) => total + part.seconds, 0);
-  return [secondsBar(parts.map((part) => ({ ...part, color: TIME_COLORS[part.kind] })), rollout.seconds || 1),
-    legendOf([...seen.map((kind) => [TIME_COLORS[kind], `${kind} `, h("b", {}, seconds(sum(kind)))]), ["transparent", "all ", h("b", {}, seconds(rollout.seconds))]])];
-}
-
+const turnTime = (turn) => seconds(turn.seconds) + (turn.plan_s == null ? "" : `: planner ${seconds(turn.plan_s)}, tool ${seconds(turn.tool_s)}`);
 const usedTools = (turn) => turn.tool_calls ?? [];
 const hasError = (turn) => turn.is_error || usedTools(turn).some((used) => used.is_error);
 const isAnswer = (turn) => !turn.action && !turn.is_error && !usedTools(turn).length;
@@ -229,7 +170,7 @@ function drawTurn(rollout, turn, index) {
   const action = turn.action;
   const versions = [...new Set(turn.spans.map((span) => span[2]))];
   const trained = turn.training && `mini-batch ${turn.training.minibatch + 1}`;
-  const about = [plural(turn.response_ids.length, "token"), versions.length > 0 && `weights ${versions.join(", ")}`, trained, seconds(turn.seconds)];
+  const about = [plural(turn.response_ids.length, "token"), versions.length > 0 && `weights ${versions.join(", ")}`, trained, turnTime(turn)];
   const fields = action ? [row("Justification", visible(action.justification)), row("Context", visible(action.context)),
     row("Sub-goal", visible(action.sub_goal)), row("Tool", visible(action.tool_name))]
     : turn.is_error ? [row("Action", h("span", { class: "wrong" }, usedTools(turn).length ? "malformed" : "malformed: no tool ran"))] : [];
@@ -256,18 +197,8 @@ function promptText(rollout, index) {
     const why = turn.num_new_tokens == null ? "this log has no prompts" : "there is no tokenizer";
     return h("span", { class: "soft" }, turn.num_prompt_tokens == null ? why : `${plural(turn.num_prompt_tokens, "token")}; ${why}`);
   }
-  rollout.prompts ??= rollout.turns.reduce((found, each) => [...found, (found.at(-1) ?? "").slice(0, each.prompt_kept) + (each.prompt ?? "")], []);
-  const kept = rollout.prompts[index].slice(0, turn.prompt_kept);
   const numKept = turn.num_prompt_tokens - turn.num_new_tokens;
-  if (!kept) return visible(turn.prompt);
-  const old = h("span", { class: "old", hidden: true }, visible(kept));
-  const button = h("button", { class: "quiet", type: "button", onclick: () => {
-    old.hidden = !old.hidden;
-    button.textContent = label();
-  } });
-  const label = () => (old.hidden ? `+ ${numKept} tokens as in turn ${index}` : `− hide the ${numKept} tokens of turn ${index}`);
-  button.textContent = label();
-  return [button, "\n", old, visible(turn.prompt)];
+  return [numKept > 0 && h("span", { class: "soft" }, `${plural(numKept, "token")} as in turn ${index}, then`), numKept > 0 && "\n", visible(turn.prompt)];
 }
 
 // ---- tokens
@@ -386,15 +317,9 @@ const wanted = () => location.hash.slice(1);
 function current() {
   const members = groupWanted();
   if (byId.has(wanted()) || members) return byId.get(wanted()) ?? members[0];
-  // Of a run that goes on, what is shown stays until another one is chosen.
-  const stays = D.live && shownId && matches.find((rollout) => rollout.id === shownId);
-  return stays || (matches.find((rollout) => advantage(rollout) != null) ?? matches[0]);
+  return matches.find((rollout) => advantage(rollout) != null) ?? matches[0];
 }
 
-// What is drawn: a rollout, or a group, which may grow.
-let drawn = "";
-let shownId = "";
-const shownKey = () => (groupWanted() ? `${wanted()} ${groupWanted().length}` : current()?.id ?? "");
 const groupWanted = () => wanted().startsWith("group.") && groups.get(wanted().slice(6));
 const isOpen = () => Boolean(groupWanted()) || byId.has(wanted());
 
@@ -406,8 +331,6 @@ function markCurrent() {
 function route() {
   main.classList.toggle("open", isOpen());
   hideTip();
-  drawn = shownKey();
-  shownId = current()?.id ?? "";
   if (groupWanted()) drawGroup(groupWanted());
   else if (current()) drawRollout(current());
   markCurrent();
@@ -434,9 +357,8 @@ function onKey(event) {
 
 function drawAll() {
   drawRun();
-  drawCurves();
+  drawCurves(D.panels);
   drawRollouts();
-  drawWorst();
 }
 
 if (!D.live) drawAll();

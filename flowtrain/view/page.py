@@ -19,7 +19,7 @@ from typing import Any
 
 from flowtrain.utils.text import printable
 from flowtrain.view.data import Run
-from flowtrain.view.runs import RunTable
+from flowtrain.view.runs import table_data
 
 MAX_BYTES = 18_000_000
 """Size of a page that browsers, mail and phones still take."""
@@ -48,7 +48,7 @@ def page_data(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> d
 
 def build_table(root: Path) -> str:
     """Build the page of a folder of runs."""
-    return render(RunTable(root).data(), ("base.js", "table.js"))
+    return render(table_data(root), ("base.js", "table.js"))
 
 
 def live_page(name: str, is_table: bool, run: str) -> str:

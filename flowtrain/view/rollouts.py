@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from flowtrain.agents.planner import NO_TOOL
-from flowtrain.view.detokenize import pieces, text_of
 from flowtrain.view.log import Place, is_right
 
 LONGEST_TEXT = 20_000
@@ -30,7 +29,7 @@ def rollout_record(
         "split": place.split,
         "seed": str(record["seed"]),  # 64 bits, of which a number in JavaScript holds 53
         "outcomes": _outcomes(place, record["truncated"], logged),
-        "turns": _turn_records(logged, tokenizer),
+        "turns": [_turn_record(turn, tokenizer) for turn in logged],
     }
 
 
@@ -57,41 +56,19 @@ def _outcomes(place: Place, truncated: str, turns: list[dict[str, Any]]) -> list
     return [name for name, holds in found.items() if holds]
 
 
-def _turn_records(turns: list[dict[str, Any]], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    records = []
-    prompt_ids: list[int] = []
-    for turn in turns:
-        num_shared = turn["prompt_shared"]
-        prompt_ids = [*prompt_ids[:num_shared], *turn["prompt_ids"]]
-        prompt = text_of(tokenizer, prompt_ids) if tokenizer is not None and prompt_ids else None
-        kept = (
-            _common_start(prompt, text_of(tokenizer, prompt_ids[:num_shared]))
-            if tokenizer is not None and prompt
-            else ""
-        )
-        records.append(
-            _turn_record(turn, tokenizer)
-            | {"prompt_kept": _num_utf16(kept), "prompt": prompt and prompt[len(kept) :]}
-        )
-    return records
-
-
 def _turn_record(turn: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     shown = {key: value for key, value in turn.items() if key not in _UNSHOWN}
     if used := turn.get("tool_calls"):
         shown["tool_calls"] = [_cut(each) for each in used]
+    texts = prompt = None
+    if tokenizer is not None:
+        texts = pieces(tokenizer, turn["response_ids"])
+        prompt = text_of(tokenizer, turn["prompt_ids"]) if turn["num_prompt_tokens"] else None
     return _cut(shown) | {
         "num_new_tokens": len(turn["prompt_ids"]),
-        "texts": None if tokenizer is None else pieces(tokenizer, turn["response_ids"]),
+        "prompt": prompt,
+        "texts": texts,
     }
-
-
-def _common_start(text: str, start: str) -> str:
-    """`start`, less what at its end is no character yet: a token may hold the first byte of one."""
-    start = start.rstrip("\ufffd")
-    while not text.startswith(start):
-        start = start[:-1]
-    return start
 
 
 def _cut(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,6 +81,28 @@ def _cut(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _num_utf16(text: str) -> int:
-    """Length as JavaScript counts it."""
-    return len(text.encode("utf-16-le", "surrogatepass")) // 2
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Special tokens included."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text that each token adds; "" for one that holds a part of a character, which the token
+    that completes it shows.
+    """
+    texts: list[str] = []
+    # Ids from `start` are decoded together, for what is before a token matters; all before `read`
+    # are whole.
+    start = read = num_shown = 0
+    for index in range(len(ids)):
+        text = text_of(tokenizer, ids[start : index + 1])
+        # Only the last character may still change: the bytes that are there may be the start of
+        # one.
+        is_open = text.endswith("\ufffd") and index + 1 < len(ids)
+        settled = text[:-1] if is_open else text
+        texts.append(settled[num_shown:])
+        num_shown = len(settled)
+        if not is_open:
+            start, read = read, index + 1
+            num_shown = len(text_of(tokenizer, ids[start:read]))
+    return texts

@@ -12,7 +12,7 @@ from typing import Any
 from flowtrain.metrics.tables import comparison_rows
 from flowtrain.types import UserError
 
-_MARKS = ("manifest.json", "metrics.jsonl", "trajectories.jsonl")
+MARKS = ("manifest.json", "metrics.jsonl", "trajectories.jsonl")
 _FACTS = {
     "Model": ("model.path",),
     "Algorithm": ("algorithm.name", "algorithm.mode", "algorithm.loss"),
@@ -40,7 +40,7 @@ Config = Mapping[str, Mapping[str, Any]]
 
 def is_run(folder: Path) -> bool:
     """Tell whether something of a run is there."""
-    return any((folder / mark).is_file() for mark in _MARKS)
+    return any((folder / mark).is_file() for mark in MARKS)
 
 
 def signature(folder: Path) -> object:
@@ -58,7 +58,7 @@ def check_run_dir(run_dir: Path) -> None:
         raise UserError(f"there is no folder {run_dir}")
     if not is_run(run_dir):
         raise UserError(
-            f"{run_dir} is no run: it has none of {', '.join(_MARKS)}; name the folder that "
+            f"{run_dir} is no run: it has none of {', '.join(MARKS)}; name the folder that "
             "--run.dir named, or one with runs in it"
         )
 

@@ -8,16 +8,17 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flowtrain.metrics.jsonl import json_value
-from flowtrain.metrics.panels import STAGES, Series, read_series, total_seconds
 from flowtrain.metrics.pins import flat
+from flowtrain.metrics.series import Series, read_series, total_seconds
 from flowtrain.types import UserError
 from flowtrain.utils.lock import Lock
-from flowtrain.view.log import spread
-from flowtrain.view.run import is_run, read_config, read_json, signature
+from flowtrain.view.panels import STAGES, Panel
+from flowtrain.view.run import MARKS, Config, is_run, read_config, read_json, signature
 
 _DEPTH = 3
 """Folders below the one that is named in which runs are looked for."""
@@ -27,7 +28,7 @@ _MOST_RUNS = 500
 _MOST_POINTS = 200
 _LONGEST = 80
 """Characters of a config's value."""
-_CURVES = {"Reward, training": "reward_mean", "Held-out": "eval_reward"}
+_CURVES = {"reward_mean": "Reward, training", "eval_reward": "Held-out"}
 _UNTOLD = ("run.dir", "dataflow.url", "dataflow.store")
 """Options that differ between any two runs."""
 
@@ -52,43 +53,30 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _began(path: Path) -> float:
-    for name in ("manifest.json", "metrics.jsonl", "trajectories.jsonl"):
-        if (path / name).exists():
-            return (path / name).stat().st_mtime
-    return 0.0
+    return next((file.stat().st_mtime for mark in MARKS if (file := path / mark).exists()), 0.0)
 
 
-class RunTable:
-    """The runs of a folder; one whose files have not changed is not read again."""
+def table_signature(root: Path) -> object:
+    """Return what changes with the files of the runs of a folder."""
+    return {name: (run_state(root / name), signature(root / name)) for name in find_runs(root)}
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._read: dict[str, tuple[object, _Row]] = {}
 
-    def data(self) -> dict[str, Any]:
-        """Return the table as JSON values."""
-        rows = {name: self._row(name) for name in find_runs(self.root)}
-        told = differences({name: row.config for name, row in rows.items()})
-        records = [
-            {**row.record, "state": run_state(self.root / name), "differs": told[name]}
-            for name, row in rows.items()
-        ]
-        panels = [
-            {"title": title, "form": "number", "is_stack": False, "lines": lines}
-            for title, key in _CURVES.items()
-            if (lines := [row.curves[key] for row in rows.values() if key in row.curves])
-        ]
-        table = {"name": self.root.resolve().name, "runs": records, "panels": panels}
-        cleaned: dict[str, Any] = json_value(table)
-        return cleaned
-
-    def _row(self, name: str) -> _Row:
-        sign = signature(self.root / name)
-        known, row = self._read.get(name, (None, None))
-        if row is None or known != sign:
-            row = _Row(self.root / name, name)
-            self._read[name] = sign, row
-        return row
+def table_data(root: Path) -> dict[str, Any]:
+    """Return the table of the runs of a folder as JSON values."""
+    rows = {name: _read(root / name) for name in find_runs(root)}
+    told = differences({name: config for name, (config, _, _) in rows.items()})
+    records = [
+        {**_record(root / name, *row), "name": name, "differs": told[name]}
+        for name, row in rows.items()
+    ]
+    found = {
+        title: [c for name, row in rows.items() for c in Panel(title, {key: name}).curves(row[2])]
+        for key, title in _CURVES.items()
+    }
+    panels = [
+        Panel(title, {}).record(curves, _MOST_POINTS) for title, curves in found.items() if curves
+    ]
+    return dict(json_value({"name": root.resolve().name, "runs": records, "panels": panels}))
 
 
 def run_state(run_dir: Path) -> str:
@@ -99,65 +87,54 @@ def run_state(run_dir: Path) -> str:
     return "ended" if is_complete else "stopped"
 
 
-class _Row:
-    """One run of the table: its cells, its options, and its curves."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.config: Mapping[str, Any] = {}
-        manifest: Mapping[str, Any] = {}
-        series: Mapping[str, Series] = {}
-        try:
-            self.config, manifest = read_config(path), read_json(path / "manifest.json")
-            series = read_series(path)
-        except UserError:  # it has logged nothing, or a file is damaged, as its own page says
-            pass
-        self.curves = {
-            key: {"label": name, "is_sparse": key.startswith("eval_"), "points": points}
-            for key in _CURVES.values()
-            if (points := _points(series, key))
-        }
-        config, seconds = flat(self.config), total_seconds(series)
-        is_warm_up = bool(series) and "version" not in series
-        _, rewards = series.get("reward_mean", ([], []))
-        _, held_out = series.get("eval_reward", ([], []))
-        took = sum(seconds.get(stage, 0.0) for stage in (*STAGES, "checkpoint"))
-        self.record = {
-            "name": name,
-            "began": manifest.get("time"),
-            "step": max((steps[-1] for steps, _ in series.values()), default=None),
-            "num_steps": config.get("rft.num_steps" if is_warm_up else "train.num_steps"),
-            "reward": [rewards[0], rewards[-1], max(rewards)] if rewards else [],
-            "held_out": [held_out[0], held_out[-1]] if held_out else [],
-            "seconds": round(took, 1) or None,
-            "model": config.get("model.path") or "",
-            "algorithm": "rft" if is_warm_up else config.get("algorithm.name") or "",
-            "has_page": (path / "view.html").is_file(),
-        }
+def _read(path: Path) -> tuple[Config, Mapping[str, Any], Mapping[str, Series]]:
+    """Read config, manifest and metrics of a run, which are empty where it has logged nothing, or
+    where a file is damaged, as its own page says.
+    """
+    config: Config = {}
+    manifest: Mapping[str, Any] = {}
+    series: Mapping[str, Series] = {}
+    with suppress(UserError):
+        config, manifest = read_config(path), read_json(path / "manifest.json")
+        series = read_series(path)
+    return config, manifest, series
 
 
-def _points(series: Mapping[str, Series], key: str) -> list[tuple[int, float]]:
-    return spread(list(zip(*series.get(key, ((), ())), strict=True)), _MOST_POINTS)
+def _record(
+    path: Path, tables: Config, manifest: Mapping[str, Any], series: Mapping[str, Series]
+) -> dict[str, Any]:
+    """Return the cells of a run."""
+    config, seconds = flat(tables), total_seconds(series)
+    is_warm_up = bool(series) and "version" not in series
+    _, rewards = series.get("reward_mean", ([], []))
+    _, held_out = series.get("eval_reward", ([], []))
+    took = sum(seconds.get(stage, 0.0) for stage in (*STAGES, "checkpoint"))
+    return {
+        "state": run_state(path),
+        "began": manifest.get("time"),
+        "step": max((steps[-1] for steps, _ in series.values()), default=None),
+        "num_steps": config.get("rft.num_steps" if is_warm_up else "train.num_steps"),
+        "reward": [rewards[0], rewards[-1], max(rewards)] if rewards else [],
+        "held_out": [held_out[0], held_out[-1]] if held_out else [],
+        "seconds": round(took, 1) or None,
+        "model": config.get("model.path") or "",
+        "algorithm": "rft" if is_warm_up else config.get("algorithm.name") or "",
+        "has_page": (path / "view.html").is_file(),
+    }
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[str, str]]]:
-    """Return the options in which the runs are not all the same: (key, value) by run, the values
-    that fewest runs have first. A config that does not name an option, as one of another version,
-    makes no difference.
+    """Return the options in which the runs are not all the same: (key, value) by run. A config that
+    does not name an option, as one of another version, makes no difference.
     """
-    options = {name: flat(config) for name, config in configs.items()}
     texts = {
-        name: {key: _short(value) for key, value in found.items() if key not in _UNTOLD}
-        for name, found in options.items()
-        if found
+        name: {key: _short(value) for key, value in flat(config).items() if key not in _UNTOLD}
+        for name, config in configs.items()
     }
-    counts = Counter(pair for found in texts.values() for pair in found.items())
-    num_values = Counter(key for key, _ in counts)
+    values = Counter(key for key, _ in {pair for found in texts.values() for pair in found.items()})
     return {
-        name: sorted(
-            (pair for pair in texts.get(name, {}).items() if num_values[pair[0]] > 1),
-            key=lambda pair: (counts[pair], pair),
-        )
-        for name in options
+        name: [pair for pair in sorted(found.items()) if values[pair[0]] > 1]
+        for name, found in texts.items()
     }
 
 

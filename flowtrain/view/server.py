@@ -25,7 +25,7 @@ from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.view.page import json_block, live_page, page_data
 from flowtrain.view.run import is_run, signature
-from flowtrain.view.runs import RunTable, find_runs
+from flowtrain.view.runs import find_runs, table_data, table_signature
 
 _log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
@@ -65,7 +65,6 @@ class Pages:
     def __init__(self, root: Path, num_rollouts: int) -> None:
         self.root, self._num_rollouts = root, num_rollouts
         self._lock = threading.Lock()
-        self._table = RunTable(root)
         self._made: dict[str, _Made] = {}
 
     def shell(self, path: str) -> str:
@@ -80,28 +79,23 @@ class Pages:
     def data(self, name: str) -> _Made:
         """Return the data of a run; "" names what `root` is."""
         with self._lock:
-            if not name and self._is_table():
-                return _made(None, json_block(self._table.data()), 0.0)
             # Names are looked up, never joined to a path unseen.
             if name and name not in find_runs(self.root):
                 raise _Refused(404, "there is no such run")
-            path = self.root / name
-            made, sign = self._made.get(name), signature(path)
-            if made is None or (made.signature != sign and time.monotonic() > made.until_s):
-                start_s = time.monotonic()
-                data = json_block(page_data(path, self._num_rollouts))
-                made = _made(sign, data, time.monotonic() - start_s)
+            path, is_table = self.root / name, not name and self._is_table()
+            made, sign = self._made.get(name), (table_signature if is_table else signature)(path)
+            start_s = time.monotonic()
+            if made is None or (made.signature != sign and start_s > made.until_s):
+                data = table_data(path) if is_table else page_data(path, self._num_rollouts)
+                text = json_block(data).encode("ascii")
+                tag = f'"{hashlib.blake2b(text, digest_size=9).hexdigest()}"'
+                now_s = time.monotonic()
+                made = _Made(sign, text, tag, now_s + _PAUSE * (now_s - start_s))
                 self._made = {name: made}  # one run at a time; another one is read again
             return made
 
     def _is_table(self) -> bool:
         return not is_run(self.root) and bool(find_runs(self.root))
-
-
-def _made(sign: object, text: str, took_s: float) -> _Made:
-    data = text.encode("ascii")
-    tag = f'"{hashlib.blake2b(data, digest_size=9).hexdigest()}"'
-    return _Made(sign, data, tag, time.monotonic() + _PAUSE * took_s)
 
 
 class Server(ThreadingHTTPServer):

@@ -3,10 +3,9 @@ const MOST_CHOSEN = 7;
 const MOST_OPTIONS = 8;
 const runsBox = h("section", { class: "runs", "aria-label": "Runs" });
 document.getElementById("curves").before(runsBox);
-document.getElementById("worst").hidden = true;
 document.getElementById("rollouts").hidden = true;
 const chosen = new Map(); // run to true or false, where somebody has clicked
-const rows = new Map();
+const boxes = new Map();
 let colors = new Map();
 
 const STATES = { running: "right", ended: "soft", stopped: "wrong" };
@@ -14,12 +13,17 @@ const fixed = (value) => (value == null ? "–" : value.toFixed(3).replace("-", 
 const address = (run) => (D.live ? `/run/${encodeURIComponent(run.name)}#token=${token}` : run.has_page ? `${run.name.split("/").map(encodeURIComponent).join("/")}/view.html` : null);
 const hasCurve = (run) => run.reward.length > 0 || run.held_out.length > 0;
 
+// Gives the chosen runs colours, and returns the panels with their curves.
 function choose() {
   const free = D.runs.filter((run) => hasCurve(run) && !chosen.has(run.name)).slice(0, MOST_CHOSEN).map((run) => run.name);
   const names = D.runs.filter((run) => chosen.get(run.name) ?? free.includes(run.name)).map((run) => run.name);
   colors = new Map(names.map((name, index) => [name, COLORS[index % COLORS.length]]));
-  D.panels = D.allPanels.map((panel) => ({ ...panel, lines: panel.lines.filter((line) => colors.has(line.label)).map((line) => ({ ...line, color: colors.get(line.label) })) }))
-    .filter((panel) => panel.lines.length);
+  for (const [name, box] of boxes) {
+    box.checked = colors.has(name);
+    box.nextSibling.style.background = colors.get(name) ?? "transparent";
+  }
+  const coloured = (lines) => lines.filter((line) => colors.has(line.label)).map((line) => ({ ...line, color: colors.get(line.label) }));
+  return D.panels.map((panel) => ({ ...panel, lines: coloured(panel.lines) })).filter((panel) => panel.lines.length);
 }
 
 const option = ([key, value]) => h("span", {}, h("b", {}, visible(key)), ` ${visible(value)}`);
@@ -32,11 +36,12 @@ function runRow(run) {
   const [heldFirst, heldLast] = run.held_out;
   const box = hasCurve(run) && h("input", { type: "checkbox", "aria-label": `Curves of ${name}`, onchange: (event) => {
     chosen.set(run.name, event.target.checked);
-    drawAll();
+    drawCurves(choose());
   } });
+  if (box) boxes.set(run.name, box);
   const link = address(run);
   const steps = run.step == null ? "–" : run.num_steps ? `${run.step} of ${run.num_steps}` : `${run.step}`;
-  const element = h("tbody", {}, h("tr", {},
+  return h("tbody", {}, h("tr", {},
     h("td", {}, h("label", { class: "pick" }, box, h("i"))),
     h("td", { class: "name" }, link ? h("a", { href: link }, name) : name),
     h("td", { class: "when" }, run.began ? visible(run.began.slice(0, 16).replace("T", " ")) : "–"),
@@ -46,36 +51,15 @@ function runRow(run) {
     h("td", {}, run.seconds == null ? "–" : seconds(run.seconds)),
     h("td", { class: "words" }, visible(run.model.split("/").slice(-3).join("/"))), h("td", { class: "words" }, visible(run.algorithm))),
     run.differs.length > 0 && h("tr", { class: "differs" }, h("td"), h("td", { colspan: 11 }, differences(run.differs))));
-  return { element, box };
-}
-
-function drawTable() {
-  const table = runsBox.querySelector("table");
-  arrange(table, [table.tHead, ...D.runs.map((run) => {
-    const text = JSON.stringify(run);
-    if (rows.get(run.name)?.text !== text) rows.set(run.name, { text, ...runRow(run) });
-    const { element, box } = rows.get(run.name);
-    if (box) {
-      box.checked = colors.has(run.name);
-      box.nextSibling.style.background = colors.get(run.name) ?? "transparent";
-    }
-    return element;
-  })]);
 }
 
 function drawAll() {
-  D.allPanels ??= D.panels;
-  choose();
-  if (!runsBox.childElementCount) {
-    const heads = ["", "run", "began, UTC", "state", "step", "reward, first", "last", "best", "held-out", "time in steps", "model", "algorithm"];
-    runsBox.append(h("div", { class: "wide" }, h("table", { class: "num" }, h("thead", {}, h("tr", {}, heads.map((name) => h("th", {}, name)))))));
-  }
-  arrange(document.getElementById("run"), [
-    keep("name", D.name, () => h("h1", {}, visible(D.name))),
-    ...(D.status ? [D.status] : []),
-    keep("count", D.runs.length, () => h("p", { class: "soft" }, plural(D.runs.length, "run")))]);
-  drawTable();
-  drawCurves();
+  const heads = ["", "run", "began, UTC", "state", "step", "reward, first", "last", "best", "held-out", "time in steps", "model", "algorithm"];
+  boxes.clear();
+  runsBox.replaceChildren(h("div", { class: "wide" }, h("table", { class: "num" }, h("thead", {}, h("tr", {}, heads.map((name) => h("th", {}, name)))), D.runs.map(runRow))));
+  document.getElementById("run").replaceChildren(
+    h("h1", {}, visible(D.name)), ...(D.status ? [D.status] : []), h("p", { class: "soft" }, plural(D.runs.length, "run")));
+  drawCurves(choose());
 }
 
 if (!D.live) drawAll();

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from flowtrain.config.command import run_command
 from flowtrain.dataflow.__main__ import main as dataflow
 from flowtrain.evals.__main__ import main as evals
-from flowtrain.metrics.curves import main as curves
 from flowtrain.metrics.progress import ProgressLine
 from flowtrain.metrics.tables import aligned
 from flowtrain.node.__main__ import main as node
@@ -89,7 +88,6 @@ def progress(text: str) -> None:
     line = ProgressLine(10, 0, enabled=True)
     line.show(1, text)
     line.note(text)
-    line.close()
     node_line = NodeProgress()
     node_line.show({text: 1}, 0, text)
     node_line.close()
@@ -135,7 +133,6 @@ WAYS: dict[str, Callable[[str], None]] = {
     "arguments of node": refused(node, "--dataflow", "ftp://x/{}"),
     "arguments of evals": refused(evaluate, "--benchmarks", "{}", "--trials", "{}"),
     "arguments of viewer": refused(viewer, "/nowhere/{}"),
-    "arguments of curves": refused(curves, "/nowhere/{}"),
 }
 
 
@@ -162,14 +159,14 @@ def test_a_log_file_and_a_terminal_get_none_either(tmp_path: Path, tally: Tally)
     program = (
         "import logging, sys, warnings\n"
         "from flowtrain.metrics.progress import ProgressLine\n"
-        "from flowtrain.utils.terminal import protect_output\n"
+        "from flowtrain.utils.terminal import bar, protect_output\n"
         "protect_output(); protect_output()\n"
         "text = '\\x1b[2Jfoe\\x9b31m\\x07\\ud800\\r'\n"
         "line = ProgressLine(3, 0, enabled=True)\n"
         "line.show(1, text); line.note(text)\n"
         "logging.getLogger('x').warning(text)\n"
         "print(text); warnings.warn(text)\n"
-        "line.close()\n"
+        "bar(total=3, initial=1, disable=None).close()\n"
         "raise RuntimeError(text)\n"
     )
     path = tmp_path / "log.txt"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flowtrain.evals.paper import PAPER
 from flowtrain.evals.records import Entry
 from flowtrain.evals.summary import Row, Score, as_json, summarise, wilson
-from flowtrain.evals.tables import accuracy_by_turns, tables
+from flowtrain.evals.tables import tables
 from flowtrain.metrics import aligned
 
 TOOLS = ("Search", "Python_Coder")
@@ -226,19 +226,6 @@ def test_the_tables_of_a_sweep() -> None:
         ["gpt, 3 turns", "1"],
         ["gpt, 10 turns", "1"],
     ]
-
-
-def test_accuracy_by_turns_for_the_picture() -> None:
-    assert accuracy_by_turns(sweep()) == {
-        "nq": {"gpt": [(3, 0.5, pytest.approx(0.7071, abs=1e-4)), (10, 1.0, 0.0)]},
-        "aime24": {"gpt": [(3, 0.0, 0.0), (10, 0.5, pytest.approx(0.7071, abs=1e-4))]},
-        "average": {
-            "gpt": [
-                (3, 0.25, pytest.approx(0.3536, abs=1e-4)),
-                (10, 0.75, pytest.approx(0.3536, abs=1e-4)),
-            ]
-        },
-    }
 
 
 def test_metrics_of_one_system_stand_beside_the_accuracy() -> None:

@@ -112,7 +112,7 @@ def without_clock(path: Path) -> dict[tuple[Any, ...], Any]:
 def test_a_sweep_has_a_row_for_each_planner_and_budget(
     server: Server, words: tuple[str, ...], endpoint: ChatServer, tmp_path: Path
 ) -> None:
-    code, lines, out = server.run("evals", *words, "--out", tmp_path / "run", with_picture=True)
+    code, lines, out = server.run("evals", *words, "--out", tmp_path / "run")
     assert (code, lines) == (0, [])
     assert len(endpoint.asked) == NUM_REQUESTS
     rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
@@ -137,7 +137,6 @@ def test_a_sweep_has_a_row_for_each_planner_and_budget(
     assert [line.split("  ")[0] for line in out.splitlines() if "nq" in line][:4] == titles
     written = (tmp_path / "run" / "summary.md").read_text()
     assert "| steady, 3 turns | 75.0 ± 0.0 | 75.0 ± 0.0 | 75.0 ± 0.0 |" in written
-    assert (tmp_path / "run" / "turns.png").read_bytes().startswith(b"\x89PNG")
     pins = json.loads((tmp_path / "run" / "manifest.json").read_text())["evaluation"]
     assert (pins["planners"], pins["max_turns"]) == (["steady", "lost"], [1, 3])
     assert list(pins["systems"]) == ["steady", "lost"]
@@ -193,9 +192,8 @@ def test_a_sweep_beside_another_and_what_is_refused(
     assert server.run("evals", *words, "--out", tmp_path / "one")[0] == 0
     others = ("--planner", "lost", "--turns", "1")
     folders = ("--out", tmp_path / "two", "--beside", tmp_path / "one")
-    code, _, out = server.run("evals", *words, *others, *folders, with_picture=True)
+    code, _, out = server.run("evals", *words, *others, *folders)
     assert code == 0 and f"{tmp_path / 'one'} steady, 3 turns" in out.splitlines()[0]
-    assert not (tmp_path / "two" / "turns.png").exists(), "one budget makes no line"
     code, _, out = server.run(
         "evals", *words, "--out", tmp_path / "three", "--beside", tmp_path / "two"
     )

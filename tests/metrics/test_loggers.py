@@ -1,16 +1,15 @@
-"""Where the numbers of a run go: the same calls to every logger, rollouts as texts of bounded size,
-and a run that goes on whatever a logger does. W&B and Trackio are scripted here; the last tests
-take the real ones, offline, where they are installed.
+"""Where the numbers of a run go: the same calls to every logger, and a run that goes on whatever a
+logger does. W&B and Trackio are scripted here; the last tests take the real ones, offline, where
+they are installed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,9 @@ from flowtrain.config import Config
 from flowtrain.metrics import MetricsLog
 from flowtrain.metrics.loggers import (
     Background,
-    RolloutText,
-    TensorBoard,
     open_loggers,
-    rollout_texts,
 )
-from flowtrain.types import Group, Trajectory, UserError
+from flowtrain.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,9 +47,6 @@ class ScriptedRun(types.ModuleType):
     def log(self, values: dict[str, Any], **options: Any) -> None:
         self.calls.append({**values, **options})
 
-    def Table(self, **table: Any) -> dict[str, Any]:
-        return table
-
     def finish(self) -> None:
         self.calls.append("finish")
 
@@ -63,9 +56,6 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> ScriptedRun:
     scripted = ScriptedRun("wandb")
     monkeypatch.setitem(sys.modules, "wandb", scripted)
     return scripted
-
-
-ROLLOUT = RolloutText(3, "What?", "1. look\n-> found", "42", 0.5)
 
 
 def test_wandb_gets_its_options_and_goes_on_with_its_run(
@@ -96,15 +86,6 @@ def test_wandb_shows_late_numbers_at_their_step(wandb: ScriptedRun, tmp_path: Pa
     assert wandb.calls[-3:-1] == [{"a": 1.0, "step": 7}, {"eval_reward": 0.5, "step": 4}]
 
 
-def test_wandb_shows_rollouts_as_a_table(wandb: ScriptedRun, tmp_path: Path) -> None:
-    (logger,) = open_loggers(config(wandb_project="p"), tmp_path, 0)
-    logger.log_rollouts(3, [ROLLOUT])
-    logger.close()
-    columns = ["step", "question", "turns", "answer", "reward"]
-    row = [3, "What?", "1. look\n-> found", "42", 0.5]
-    assert wandb.calls[-2] == {"rollouts": {"columns": columns, "data": [row]}, "step": 3}
-
-
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, options in (
         ("wandb", {"wandb_project": "p"}),
@@ -121,12 +102,11 @@ def test_trackio_gets_options_and_steps(tmp_path: Path, monkeypatch: pytest.Monk
     options = config(loggers=["trackio"], logger_options={"trackio": {"project": "mine"}})
     (logger,) = open_loggers(options, tmp_path, 0)
     logger.log(2, {"a": 1.0})
-    logger.log_rollouts(2, [ROLLOUT])
     logger.close()
-    first, numbers, table, end = scripted.calls
+    first, numbers, end = scripted.calls
     assert (first["project"], first["resume"]) == ("mine", "allow")
     assert first["name"].startswith(f"{tmp_path.name}-")
-    assert numbers == {"a": 1.0, "step": 2} and table["step"] == 2 and end == "finish"
+    assert numbers == {"a": 1.0, "step": 2} and end == "finish"
 
 
 # ---- loggers of others
@@ -141,9 +121,6 @@ class Kept:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self.calls.append((step, dict(numbers)))
 
-    def log_rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        self.calls.append((step, list(rollouts)))
-
     def close(self) -> None:
         self.calls.append("close")
 
@@ -157,9 +134,6 @@ class Lines:
 
     def log(self, step, numbers):
         self.file.write(json.dumps([step, numbers]) + "\\n")
-
-    def log_rollouts(self, step, rollouts):
-        self.file.write(json.dumps([step, [each.answer for each in rollouts]]) + "\\n")
 
     def close(self):
         self.file.close()
@@ -176,17 +150,16 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     options = config(loggers=[f"{path}:Lines"], logger_options={"Lines": {"name": "lines.txt"}})
     log = MetricsLog(tmp_path, 0, False, open_loggers(options, tmp_path, 0))
     log.log({"step": 1, "a": 0.5, "b": float("inf")})
-    log.log_rollouts(1, [ROLLOUT])
     log.close()
     log.close()
-    assert (tmp_path / "lines.txt").read_text() == '[1, {"a": 0.5}]\n[1, ["42"]]\n'
+    assert (tmp_path / "lines.txt").read_text() == '[1, {"a": 0.5}]\n'
 
 
 def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OWN)
     for name, message in {
-        "nothing": "log.loggers='nothing': there is no such logger; there are trackio, and ",
+        "nothing": "log.loggers='nothing': there is no such logger; there are wandb, trackio, and ",
         f"{path}:Nobody": "has no 'Nobody'",
         f"{path}:Broken": "OSError: no such server",
     }.items():
@@ -241,26 +214,6 @@ def test_a_logger_that_is_slow_keeps_no_step_waiting(caplog: pytest.LogCaptureFi
     assert [r.getMessage() for r in caplog.records if "too slow" in r.getMessage()]
 
 
-def test_a_logger_is_closed_though_it_has_much_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowtrain.metrics.loggers._END_S", 10.0)
-    gate = threading.Event()
-
-    class Slow(Kept):
-        def log(self, step: int, numbers: Mapping[str, float]) -> None:
-            gate.wait(20)
-            super().log(step, numbers)
-
-    slow = Slow()
-    logger = Background("mine", slow)
-    for step in range(1200):
-        logger.log(step, {})
-    closing = threading.Thread(target=logger.close)
-    closing.start()
-    threading.Timer(0.2, gate.set).start()
-    closing.join()
-    assert slow.calls[-1] == "close" and not logger._thread.is_alive()
-
-
 def test_wandb_ends_no_run(
     wandb: ScriptedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,51 +226,6 @@ def test_wandb_ends_no_run(
     log.close()
     assert "the logger 'wandb' is left out from now on: ConnectionError" in caplog.text
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 0.5}\n'
-
-
-# ---- rollouts
-
-
-def test_rollouts_are_of_all_groups_and_bounded(trajectory: Trajectory) -> None:
-    hostile = dataclasses.replace(
-        trajectory, answer="<script>\x1b[2J\u202e" + "x" * 10_000, reward=None
-    )
-    groups = [Group(0, (trajectory, trajectory)), Group(1, (hostile,))]
-    first, second = rollout_texts(7, groups, 2, 50)
-    assert (first.step, first.reward, first.answer) == (7, 0.75, "N'Djamena")
-    assert first.turns.startswith("1. I would\nrather chat\n-> Error: malformed\n2. raw")
-    assert second.reward is None and "\x1b" not in second.answer and "\u202e" not in second.answer
-    texts = (second.question, second.turns, second.answer)
-    assert all(len(text.replace("\\x1b", "?").replace("\\u202e", "?")) <= 50 for text in texts)
-    assert second.answer.endswith("…")
-    assert len(rollout_texts(7, groups, 99, 50)) == 3 and rollout_texts(7, [], 9, 50) == []
-
-
-def board_texts(folder: Path) -> dict[str, str]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0})
-    events.Reload()
-    return {
-        tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
-        for tag in events.Tags()["tensors"]
-    }
-
-
-def test_tensorboard_shows_rollouts_as_plain_text(tmp_path: Path) -> None:
-    from tensorboard.plugin_util import markdown_to_safe_html
-
-    board = TensorBoard(tmp_path, 0)
-    evil = "# big\n```\n<img src=x onerror=alert(1)>\n[a](javascript:b)"
-    board.log_rollouts(3, [dataclasses.replace(ROLLOUT, answer=evil), ROLLOUT])
-    board.close()
-    texts = board_texts(tmp_path)
-    assert set(texts) == {"rollouts/0/text_summary", "rollouts/1/text_summary"}
-    text = texts["rollouts/0/text_summary"]
-    assert all(line.startswith("    ") for line in text.splitlines()), "a block of code"
-    shown = markdown_to_safe_html(text)
-    assert "answer: # big\n```\n&lt;img src=x onerror=alert(1)&gt;\n[a](javascript:b)" in shown
-    assert "<img" not in shown and "<a" not in shown and "<h1" not in shown
 
 
 def test_the_docs_show_the_example_as_it_is() -> None:
@@ -338,13 +246,11 @@ def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for first_step in (1, 2):
         log = MetricsLog(tmp_path, first_step - 1, False, open_loggers(options, tmp_path, 0))
         log.log({"step": first_step, "a": 0.5})
-        log.log_rollouts(first_step, [ROLLOUT])
         log.log({"step": 0, "eval_reward": 0.5})
         log.close()
     runs = list((tmp_path / "wandb").glob("offline-run-*"))
     ids = {path.name.rpartition("-")[2] for path in runs}
     assert ids == {(tmp_path / "wandb_id.txt").read_text()}
-    assert list((tmp_path / "wandb").glob("offline-run-*/files/media/table/*.json"))
 
 
 def test_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +260,6 @@ def test_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         log = MetricsLog(tmp_path, step - 1, False, open_loggers(options, tmp_path, step - 1))
         log.log({"step": step, "a": step / 2})
-        log.log_rollouts(step, [ROLLOUT])
         log.close()
     (run,) = trackio.Api().runs("p")
     from trackio.sqlite_storage import SQLiteStorage
@@ -371,7 +276,6 @@ def test_the_example_with_real_mlflow(tmp_path: Path, monkeypatch: pytest.Monkey
     for step in (1, 2):
         log = MetricsLog(tmp_path, step - 1, False, open_loggers(options, tmp_path, step - 1))
         log.log({"step": step, "tokens/to/no_signal": step / 2})
-        log.log_rollouts(step, [ROLLOUT])
         log.close()
     from mlflow.tracking import MlflowClient
 

@@ -86,20 +86,6 @@ def test_resume_cuts_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
     assert read(path)[2:] == [{"step": 2}, {"step": 3, "a": 5}]
 
 
-def test_resume_drops_a_torn_line_even_of_a_kept_step(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, "a": "\xc3')
-    quiet_log(tmp_path, resume_step=9)
-    assert path.read_text() == '{"step": 1}\n'
-
-
-def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}')
-    quiet_log(tmp_path, resume_step=2).log({"step": 3})
-    assert [row["step"] for row in read(path)] == [1, 2, 3]
-
-
 def test_damage_in_the_middle_is_reported_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     text = '{"step": 1}\nnonsense\n{"step": 2}\n'

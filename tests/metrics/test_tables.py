@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowtrain.metrics import comparison_table, markdown, write_summary
-from flowtrain.types import UserError
 
 WARM: dict[str, Any] = {
     "splits": {
@@ -75,20 +73,6 @@ def test_summary_has_no_nan(tmp_path: Path) -> None:
     write_summary(path, {"z": float("nan"), "eval_reward": 0.5})
     record = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert record == {"z": None, "eval_reward": 0.5}
-
-
-def test_summary_on_a_full_disk_keeps_the_old_one(
-    tmp_path: Path, fill_disk: Callable[[str], None]
-) -> None:
-    path = tmp_path / "summary.json"
-    write_summary(path, {"a": 1})
-    fill_disk("summary.json")
-    with pytest.raises(
-        UserError, match="No space left on device; free some space and continue with --resume auto"
-    ):
-        write_summary(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_table_in_markdown() -> None:

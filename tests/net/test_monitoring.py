@@ -16,7 +16,7 @@ from http_servers import running
 from prometheus_text import samples
 
 from flowtrain.net.credentials import Access
-from flowtrain.net.monitoring import Cached, Monitor, Place, counter, gauge
+from flowtrain.net.monitoring import Cached, Monitor, counter, gauge
 from flowtrain.types import UserError
 
 TOKEN = {"Authorization": "Bearer t"}
@@ -150,18 +150,12 @@ def test_many_threads_read_a_source_once() -> None:
     assert len(reads) == 1
 
 
-def test_a_place_of_its_own_answers_nothing_else(client: httpx2.Client) -> None:
-    monitor = Monitor("y", Access("t"))
-    monitor.add(lambda: iter([gauge("y_up", "Up.", 1), counter("y_all", "All.", {"a": 2}, ("k",))]))
-    place = Place(monitor, "127.0.0.1", 0)
-    try:
-        assert client.get(f"{place.url}/health").status_code == 200
-        assert client.get(f"{place.url}/metrics").status_code == 401
-        assert client.get(f"{place.url}/other").status_code == 404
-        found = samples(client.get(f"{place.url}/metrics", headers=TOKEN).text)
-        assert (found["y_up"], found["y_all_total{k=a}"]) == (1, 2)
-    finally:
-        place.close()
+def test_numbers_are_made_at_the_scrape() -> None:
+    monitor, of = made(), {"a": 2}
+    monitor.add(lambda: iter([gauge("y_up", "Up.", 1), counter("y_all", "All.", of, ("k",))]))
+    of["b"] = 3
+    found = samples(monitor.text())
+    assert (found["y_up"], found["y_all_total{k=a}"], found["y_all_total{k=b}"]) == (1, 2, 3)
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,20 +256,13 @@ def test_tokens_tell_both_log_probs(browser: Browser, page: Path) -> None:
     assert browser.eval(color) != by_difference
 
 
-def test_a_prompt_is_folded_to_what_is_new(browser: Browser, page: Path) -> None:
+def test_of_a_prompt_what_is_new_is_told(browser: Browser, page: Path) -> None:
     browser.open(page, "#train.2.1.3")
     question = "What is the capital of Chad? 2"
-    lines = ["Question: " + question, "1. " + question, "2. more", "Sub-Goal:"]
-    for place, new in ((3, [1, 3]), (4, [2, 3])):
-        prompt = f".turn:nth-of-type({place}) dd"
-        assert browser.eval(f"document.querySelector('{prompt}').innerText").splitlines()[1:] == [
-            lines[n] for n in new
-        ]
-        browser.eval(f"document.querySelector('{prompt} button').click()")
-        assert browser.eval(f"document.querySelector('{prompt}').innerText").splitlines()[1:] == [
-            *lines[: new[0]],
-            *(lines[n] for n in new),
-        ]
+    first, second, third = (texts(browser, f".turn:nth-of-type({n}) dd")[0] for n in (2, 3, 4))
+    assert first == f"Question: {question}\nSub-Goal:"
+    assert second.endswith(f" tokens as in turn 1, then\n1. {question}\nSub-Goal:")
+    assert third.endswith(" tokens as in turn 2, then\n2. more\nSub-Goal:")
 
 
 def test_hostile_text_stays_text(browser: Browser, runs: Any, tmp_path: Path) -> None:

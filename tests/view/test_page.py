@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -22,86 +21,10 @@ from flowtrain.view.__main__ import main
 from flowtrain.view.page import build_page, json_block, page_data
 
 DataOf = Callable[[str], dict[str, Any]]
-HOSTILE = (
-    "</script><script>window.pwned = 1</script>",
-    "<img src=x onerror='window.pwned = 1'>",
-    "<!--<script>",
-    "]]><svg/onload=alert(1)>",
-    "a\u2028b\u2029c",
-    "$data ${script} {{data}} \\u003c/script>",
-    "\ud800 lone \udfff",
-    "\x00\x1b[31m\x7f\u202e",
-    "&lt;b&gt; &amp;",
-    "javascript:alert(1)",
-    "__proto__",
-)
-TAGS = [
-    "html",
-    "head",
-    "meta",
-    "meta",
-    "meta",
-    "meta",
-    "meta",
-    "title",
-    "style",
-    "body",
-    "noscript",
-]
-TAGS += ["header", "section", "section", "main", "div", "script", "script"]
-
-
-class Tags(HTMLParser):
-    """Collects what a browser would take for markup."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.comments: list[str] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_what_a_model_says_is_data_and_nothing_else(runs: Any, data_of: DataOf, text: str) -> None:
-    page = build_page(runs.make(text), 100)
-    tags = Tags(page)
-    assert tags.tags == TAGS and tags.comments == []
-    assert {name for name, _ in tags.attributes} == {
-        "lang",
-        "charset",
-        "http-equiv",
-        "content",
-        "name",
-        "id",
-        "aria-label",
-        "role",
-        "hidden",
-        "type",
-    }
-    rollout = data_of(page)["rollouts"][0]
-    assert (rollout["question"], rollout["answer"], rollout["answers"][0]) == (f"{text} 1",) * 3
-    assert (
-        rollout["turns"][0]["result"]
-        == rollout["turns"][0]["action"]["sub_goal"]
-        == rollout["turns"][0]["response_text"]
-        == f"{text} 1"
-    )
-    if text.isprintable():
-        assert "".join(rollout["turns"][0]["texts"]) == f" {text} 1\nTool Name: Search<|end|>"
 
 
 def test_the_name_of_the_folder_is_text_too(runs: Any) -> None:
     page = build_page(runs.make(name="<b onload=x>&amp;"), 0)
-    assert Tags(page).tags == TAGS
     assert "<title>&lt;b onload=x&gt;&amp;amp; · flowtrain</title>" in page
 
 
@@ -148,7 +71,7 @@ def test_a_page_keeps_below_its_limit(run: Path) -> None:
     few = page_data(run, 100, max_bytes=size - 1)
     assert len(json_block(few)) < size
     assert 0 < len(few["rollouts"]) < len(whole["rollouts"]) == 38
-    assert "were left out" in few["shown"] and whole["shown"] == "All 38 logged rollouts."
+    assert "rollouts: whole groups" in few["shown"] and whole["shown"] == "All 38 logged rollouts."
     assert page_data(run, 100, max_bytes=1000)["rollouts"] == []
 
 

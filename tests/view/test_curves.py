@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +9,10 @@ import numpy as np
 import pytest
 from matplotlib import image, pyplot
 
-from flowtrain.metrics import curves
-from flowtrain.metrics.curves import main, plot_comparison, plot_curves, plot_turns
-from flowtrain.metrics.panels import read_series
+from flowtrain.metrics.series import Series, read_series
 from flowtrain.types import UserError
+from flowtrain.view import curves
+from flowtrain.view.curves import plot_curves
 
 
 def row(step: int) -> dict[str, Any]:
@@ -52,7 +49,7 @@ def coloured_share(pixels: np.ndarray) -> float:
     return float((pixels.max(axis=-1) - pixels.min(axis=-1) > 0.1).mean())
 
 
-def titles(series: dict[str, curves.Series]) -> list[str]:
+def titles(series: dict[str, Series]) -> list[str]:
     return [axes.get_title() for axes in curves.run_figure(series, "run").axes]
 
 
@@ -123,32 +120,12 @@ def test_benchmarks_and_lengths_have_panels_of_their_own() -> None:
     assert accuracy.get_marker() == "o", "few points are marked"
 
 
-def test_accuracy_against_turns_has_a_panel_per_benchmark_and_a_line_per_planner(
-    tmp_path: Path,
-) -> None:
-    points = {
-        "nq": {"policy": [(10, 0.5, 0.1), (3, 0.25, 0.0)], "gpt": [(3, 0.1, 0.0), (10, 0.2, 0.0)]},
-        "average": {"policy": [(3, 0.3, 0.0)]},
-    }
-    first, second = curves.turns_figure(points).axes
-    assert (first.get_title(), second.get_title()) == ("nq", "average")
-    lines = {each.get_label(): each.lines[0].get_xydata().tolist() for each in first.containers}
-    assert lines == {"policy": [[3, 0.25], [10, 0.5]], "gpt": [[3, 0.1], [10, 0.2]]}
-    bars = first.containers[0].lines[2][0].get_segments()
-    assert [bar[:, 1].tolist() for bar in bars] == [[0.25, 0.25], [0.4, 0.6]]
-    assert plot_turns(points, tmp_path / "turns.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_many_steps_get_a_moving_average(tmp_path: Path) -> None:
     series = read_series(make_run(tmp_path, [row(step) for step in range(60)]))
     raw, smooth = curves.run_figure({"entropy": series["entropy"]}, "run").axes[0].get_lines()
     assert list(raw.get_ydata()) == series["entropy"][1]
     assert smooth.get_ydata()[-1] == pytest.approx(sum(series["entropy"][1][-10:]) / 10)
     assert smooth.get_label() == "nats, mean of 10"
-
-
-def test_trailing_mean() -> None:
-    assert curves.trailing_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
 
 
 def test_a_tool_that_appears_later_had_no_share_before(tmp_path: Path) -> None:
@@ -180,86 +157,3 @@ def test_nothing_logged_is_the_users_error(tmp_path: Path, rows: list[dict[str, 
 def test_no_run_is_the_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metrics\.jsonl does not exist"):
         plot_curves(tmp_path)
-
-
-def test_a_full_disk_keeps_the_old_picture(
-    tmp_path: Path, fill_disk: Callable[[str], None]
-) -> None:
-    path = plot_curves(make_run(tmp_path, [row(1)]))
-    before = path.read_bytes()
-    fill_disk("curves.png")
-    with pytest.raises(UserError, match=r"cannot write .*curves\.png: No space left on device"):
-        plot_curves(tmp_path)
-    assert path.read_bytes() == before
-
-
-def test_comparison_draws_each_run(tmp_path: Path) -> None:
-    runs = {
-        name: make_run(tmp_path / name, [row(step) for step in range(11)])
-        for name in ("trained", "control")
-    }
-    path = plot_comparison(runs, tmp_path / "c.png")
-    assert coloured_share(image.imread(path)[..., :3]) > 0.001
-    rewards = {name: read_series(run)["eval_reward"] for name, run in runs.items()}
-    axes = curves.comparison_figure(rewards).axes[0]
-    assert [line.get_label() for line in axes.get_lines()] == [
-        "trained (0.400 at step 10)",
-        "control (0.400 at step 10)",
-    ]
-    assert list(axes.get_lines()[0].get_xdata()) == [0, 5, 10]
-
-
-def test_comparison_of_more_runs_than_colours_keeps_them_apart() -> None:
-    axes = curves.comparison_figure(
-        {f"run {index}": ([0, 1], [0.1, 0.2]) for index in range(9)}
-    ).axes[0]
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 9
-
-
-def test_comparison_wants_held_out_rewards(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no eval_reward"):
-        plot_comparison({"a": make_run(tmp_path, [{"step": 1, "kl": 0.1}])}, tmp_path / "c.png")
-
-
-def test_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    one, two = (
-        make_run(tmp_path / "x" / "run", [row(0)]),
-        make_run(tmp_path / "y" / "run", [row(0)]),
-    )
-    assert main([str(one)]) == 0 and (one / "curves.png").exists()
-    assert main([str(one), "--out", "a.png"]) == 0 and (tmp_path / "a.png").exists()
-    assert main([str(one), str(two)]) == 0 and (tmp_path / "comparison.png").exists()
-    assert capsys.readouterr().out.splitlines() == [
-        str(one / "curves.png"),
-        "a.png",
-        "comparison.png",
-    ]
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[dict[str, Path]] = []
-    monkeypatch.setattr(curves, "plot_comparison", lambda runs, out: seen.append(runs) or out)
-    main(["x/run", "y/run"])
-    main(["x/a", "y/b"])
-    assert [list(runs) for runs in seen] == [["x/run", "y/run"], ["a", "b"]]
-
-
-def test_command_line_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "absent")]) == 2
-    output = capsys.readouterr()
-    assert output.out == "" and output.err.count("\n") == 1 and output.err.startswith("error: ")
-
-
-def test_command_line_help_is_clean() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "flowtrain.metrics.curves", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "RUN [RUN ...]" in done.stdout and done.stderr == ""

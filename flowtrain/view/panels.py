@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from flowtrain.metrics.jsonl import read_lines
-from flowtrain.types import TokenAccount, UserError, account_of
-
-Series = tuple[list[int], list[float]]
-"""(steps, values) of one metric."""
-
+from flowtrain.metrics.series import Series
+from flowtrain.view.log import spread
 
 STAGES = ("collect", "branch", "train", "publish", "load", "eval", "other")
 
@@ -48,6 +42,18 @@ class Panel:
             for name in series
             if name == key or (key.endswith("/") and name.startswith(key))
         ]
+
+    def record(self, curves: Sequence[Curve], most: int) -> dict[str, Any]:
+        """Return a panel of these curves as JSON values; a curve of more points is thinned out."""
+        lines = [
+            {
+                "label": curve.label,
+                "is_sparse": curve.is_sparse,
+                "points": spread(list(zip(*curve.series, strict=True)), most),
+            }
+            for curve in curves
+        ]
+        return {"title": self.title, "form": self.form, "is_stack": self.is_stack, "lines": lines}
 
 
 PANELS = (
@@ -96,37 +102,3 @@ PANELS = (
         is_stack=True,
     ),
 )
-
-
-def read_series(run_dir: Path) -> dict[str, Series]:
-    """Read every numeric metric of a run by key, steps ascending. The later of two lines for a step
-    counts.
-    """
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        raise UserError(f"{path} does not exist: name the folder of a run that has logged a step")
-    values: dict[str, dict[int, float]] = {}
-    for record in read_lines(path):
-        for key, value in record.items():
-            if key != "step" and isinstance(value, int | float) and math.isfinite(value):
-                values.setdefault(key, {})[record["step"]] = value
-    if not values:
-        raise UserError(f"{path} holds no metrics yet: wait for the first step of the run")
-    return {
-        key: (sorted(by_step), [by_step[step] for step in sorted(by_step)])
-        for key, by_step in values.items()
-    }
-
-
-def total_seconds(series: Mapping[str, Series]) -> dict[str, float]:
-    """Sum the seconds of all steps, by what took them."""
-    return {
-        key.removesuffix("_s"): round(sum(values), 3)
-        for key, (_, values) in series.items()
-        if key.endswith("_s") and key != "tokens_per_s"
-    }
-
-
-def total_tokens(series: Mapping[str, Series]) -> TokenAccount:
-    """Add up what became of the tokens of all steps."""
-    return account_of({key: sum(values) for key, (_, values) in series.items()})
