@@ -23,13 +23,6 @@ def test_docs_name_the_same_verbs_in_the_same_order() -> None:
     assert rows == list(verbs_of_docstring().items()) and len(rows) == 19
 
 
-def test_readme_names_the_same_verbs() -> None:
-    sentence = re.search(r"one screen of [^:]*: ([\w, \n]+)\.", (ROOT / "README.md").read_text())
-    assert sentence is not None
-    listed = re.split(r",\s+", sentence[1])
-    assert listed == [verb for verb in verbs_of_docstring() if verb != "next_batch"]
-
-
 def test_train_calls_every_verb_in_the_order_of_the_table() -> None:
     tree = ast.parse(TRAIN.read_text())
     lines: dict[str, int] = {}
