@@ -185,8 +185,14 @@ def test_a_provoked_cause_shows_in_its_number(
     [
         ({}, 1e-10),
         ({"model": {"dtype": "bfloat16"}}, 1e-3),
-        ({"rollout": {"top_p": 0.9}}, 1e-10),
-        ({"rollout": {"frequency_penalty": 1.2}, "train": {"rescore": True}}, 1.0),
+        ({"rollout": {"top_p": 0.8, "top_p_cap": 8}}, 1e-10),
+        (
+            {
+                "rollout": {"frequency_penalty": 1.2},
+                "train": {"rescore": True, "num_minibatches": 1},
+            },
+            1.0,
+        ),
     ],
     ids=["fp32", "bf16", "top_p", "penalty on purpose"],
 )
@@ -205,3 +211,9 @@ def test_healthy_runs_end_as_ever(
         assert 0 <= step["mismatch_kl"] < most and step["mismatch_left_out"] == 0
         counts = [n for name, n in step.items() if name.startswith("mismatch_tokens/")]
         assert 0 < sum(counts) <= step["num_tokens"]
+        if "top_p" in sections.get("rollout", {}):
+            assert 1 <= step["kept_tokens_mean"] < 8 > 8 * step["kept_at_cap_share"]
+        if "train" in sections:
+            # The ratio is that of the policy to itself, whatever the sampler did.
+            assert step["mismatch_kl"] > 1e-3
+            assert abs(step["ratio_max"] - 1) < 1e-5 and abs(step["ratio_min"] - 1) < 1e-5
