@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from char_tokenizer import CharTokenizer, Says
 
 from flowtrain.agents.build import make_flow, make_policy, make_prompt
 from flowtrain.agents.expert import ScriptedPlanner, next_step
@@ -213,31 +214,10 @@ def test_the_expert_goes_on_where_the_memory_has_got_to(
     assert next_step(SUM, memory(*entries)) == PLAN[step]
 
 
-class FakeTokenizer:
-    """One token per character."""
-
-    chat_template: str | None = None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(map(ord, text))
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, ids))
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        raise NotImplementedError
-
-
-class FakeEngine:
-    """Only knows how long it may get."""
-
-    version, max_tokens = 0, 100
-
-
 def expert(error: float) -> ScriptedPlanner:
-    like = PolicyPlanner(Policy(FakeEngine(), FakeTokenizer(), 10, 1.0, 1.0), CompactPrompt())  # type: ignore[arg-type]
+    like = PolicyPlanner(
+        Policy(Says(max_tokens=100), CharTokenizer(), 10, 1.0, 1.0), CompactPrompt()
+    )  # type: ignore[arg-type]
     return ScriptedPlanner(like, error, end_id=999)
 
 
@@ -308,13 +288,12 @@ def test_the_toolset_is_what_the_config_names() -> None:
 
 
 def test_the_full_prompt_needs_a_chat_template() -> None:
-    config = Config.model_validate({"agent": {"prompt": "full"}})
+    config, plain = Config.model_validate({"agent": {"prompt": "full"}}), CharTokenizer()
+    plain.chat_template = None
     with pytest.raises(UserError, match=r"model\.path='tiny' has no chat template"):
-        make_prompt(config, {}, FakeTokenizer())
-    assert isinstance(make_prompt(Config(), {}, FakeTokenizer()), CompactPrompt)
-    with_template = FakeTokenizer()
-    with_template.chat_template = "yes"
-    assert isinstance(make_prompt(config, {}, with_template), FullPrompt)
+        make_prompt(config, {}, plain)
+    assert isinstance(make_prompt(Config(), {}, plain), CompactPrompt)
+    assert isinstance(make_prompt(config, {}, CharTokenizer()), FullPrompt)
 
 
 def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
@@ -322,7 +301,7 @@ def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
     with pytest.raises(
         UserError, match=r"rollout\.max_new_tokens=100 must be below the model's 100 positions"
     ):
-        make_policy(config, "planner", FakeEngine(), FakeTokenizer())  # type: ignore[arg-type]
+        make_policy(config, "planner", Says(max_tokens=100), CharTokenizer())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
