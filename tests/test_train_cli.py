@@ -379,7 +379,7 @@ def test_a_scripted_expert_needs_plans(server: Server, place: Path, tmp_path: Pa
             ("--roles.verifier", "own", "--policies.verifier.path", "no/such"),
             "policies.verifier.path='no/such': there is no such folder; as a name in",
         ),
-        (("--eval.benchmarks", '["aime24"]'), "benchmark 'aime24': there is neither"),
+        (("--eval.benchmarks", '["aime24"]'), "the folder with aime24.json, or 'aime24=FILE'"),
         (("--model.path", "tiny", "--lora.rank", "4"), "lora.rank=4 needs a model"),
         (("--lora.alpha", "4"), "lora.alpha=4.0 needs lora.rank above 0"),
     ],
