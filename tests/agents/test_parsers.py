@@ -161,6 +161,7 @@ def test_arguments_come_through_whatever_is_around_them(
             (CHAD, 1),
         ),
         (f"```\nshort\n```\n```python\n{CALL}\n```", (CHAD, 1)),
+        (f"```\ntool.execute()\n```\n```python\n{CALL}\n```", (CHAD, 1)),  # the longest fence
         (f"```python\n{CALL}", (CHAD, 1)),  # cut before the fence was closed
         (f"> {CALL}", (CHAD, 1)),
         (f"`{CALL}`", (CHAD, 1)),
