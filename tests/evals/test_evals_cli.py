@@ -355,8 +355,9 @@ def test_another_evaluation_is_not_gone_on_with(
         (("--resume",), "benchmarks.hotpotqa.sha256 was"),
     ):
         if "sha256" in said:
-            text = (own / "hotpotqa.json").read_text()
-            (own / "hotpotqa.json").write_text(text.replace("?", "? Really?", 1))
+            rows = json.loads((own / "hotpotqa.json").read_text())
+            rows[0]["query"] += " Really?"
+            (own / "hotpotqa.json").write_text(json.dumps(rows))
         code, lines, _ = server.run("evals", *words, *more)
         assert code == 2 and len(lines) == 1 and said in lines[0], lines
         assert log.read_bytes() == before
