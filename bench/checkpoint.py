@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bench.measure import print_table, write_json
+from flowtrain import toy
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
 from flowtrain.training.devices import MemoryPeak
@@ -61,7 +62,7 @@ def _run(folder: Path) -> None:
     """Be a rank: load, step, save, and resume what was saved; the first ranks alone save."""
     world = World.join("cpu")
     row: dict[str, Any] = {"ranks": world.size, "rank": world.rank}
-    tokenizer = models.new_tokenizer(["a b"], vocab_size=300)
+    tokenizer = toy.new_tokenizer(["a b"], vocab_size=300)
     peak, started = MemoryPeak(world.device), time.perf_counter()
     model = _load(tokenizer, world)
     row["parameters"] = model.num_parameters()
@@ -89,7 +90,7 @@ def _run(folder: Path) -> None:
 def _load(tokenizer: Any, world: World) -> Any:
     """Load a model as a run does: the main rank alone has weights."""
     with torch.device("cpu" if world.is_main else "meta"):
-        model = models.new_model(tokenizer, **_SHAPE)
+        model = toy.new_model(tokenizer, **_SHAPE)
     return shard(model, world, ShardSpec(torch.bfloat16))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from flowtrain.training import model as models
+from flowtrain import toy
 
 U16 = NDArray[np.uint16]
 _CHUNK = 1 << 24
@@ -97,10 +97,8 @@ def trained(num_steps: int, lrs: tuple[float, ...] = (1e-6, 1e-5)) -> Iterator[S
     change of the bf16 weights in the 21st.
     """
     torch.manual_seed(0)
-    tokenizer = models.new_tokenizer(["text"], vocab_size=258)
-    model = models.new_model(
-        tokenizer, hidden_size=256, num_layers=4, num_heads=4, max_positions=128
-    )
+    tokenizer = toy.new_tokenizer(["text"], vocab_size=258)
+    model = toy.new_model(tokenizer, hidden_size=256, num_layers=4, num_heads=4, max_positions=128)
     model.set_attn_implementation("sdpa")
     folder = Path(__file__).resolve().parents[1]
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("flowtrain/**/*.py")))

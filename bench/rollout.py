@@ -37,7 +37,8 @@ from flowtrain.engines.protocol import Engine
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.engines.vllm.engine import VllmEngine
 from flowtrain.engines.vllm.process import VllmModel, cpu_environment
-from flowtrain.training.model import export, full_weights, new_model, new_tokenizer
+from flowtrain.toy import new_model, new_tokenizer
+from flowtrain.training.model import export, full_weights
 from flowtrain.types import Sampling
 from flowtrain.weights.store import WeightStore
 

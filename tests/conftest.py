@@ -79,26 +79,23 @@ SLOW = (
     "test_exact_resume.py",
     "test_examples.py",
     "test_learning.py",
-    "test_learning_refiner.py",
-    "test_learning_verifier.py",
+    "test_learning_roles.py",
     "net/test_objects.py",
     "test_one_trainer.py",
     "test_real_model.py",
     "test_rft.py",
     "test_rft_teacher.py",
     "test_smollm2.py",
+    "test_train_agents.py",
     "test_train_algorithms.py",
     "test_train_benchmarks.py",
     "test_train_cli.py",
     "test_train_dataflow.py",
-    "test_train_gateway.py",
-    "test_train_hacking.py",
     "test_train_mismatch.py",
     "test_train_numbers.py",
     "test_train_refiner.py",
     "test_train_resume.py",
     "test_train_roles.py",
-    "test_train_tools.py",
     "test_train_verifier.py",
     "tools/test_mcp.py",
     "tools/test_sandbox_time.py",
@@ -147,14 +144,15 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """
     import torch
 
+    from flowtrain import toy
     from flowtrain.training import model as models
 
     path = tmp_path_factory.mktemp("tiny")
-    tokenizer = models.new_tokenizer(
+    tokenizer = toy.new_tokenizer(
         ["What is the capital of Chad?", "Sub-Goal: capital of Chad"], vocab_size=280
     )
     torch.manual_seed(0)
-    model = models.new_model(tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=64)
+    model = toy.new_model(tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.24 / model.config.initializer_range if parameter.dim() == 2 else 1.0)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from bench import trl as bench
 from bench import trl_records as records
 from bench import trl_sides as sides
+from flowtrain import toy
 from flowtrain.rewards import gym
 from flowtrain.tasks.gym import Draw
 from flowtrain.training import model as models
@@ -136,12 +137,10 @@ def trl_trainer() -> ModuleType:
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("chat")
-    tokenizer = models.new_tokenizer(["State the final answer to: 1435 + 6061 ="], 280)
+    tokenizer = toy.new_tokenizer(["State the final answer to: 1435 + 6061 ="], 280)
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
-    model = models.new_model(
-        tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=256
-    )
+    model = toy.new_model(tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=256)
     models.export(model, tokenizer, models.full_weights(model), path)
     return path
 

@@ -139,14 +139,6 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     check_same_bits(run(size, start=path), undisturbed, size)
 
 
-def test_half_the_steps_and_then_the_other_half_are_all_of_them(
-    run: Run, whole: Callable[[int], Path]
-) -> None:
-    half = run(1, "--train.num_steps", str(NUM_STEPS // 2))
-    (half / "summary.json").unlink()
-    check_same_bits(run(1, start=half), whole(1), 1)
-
-
 def test_the_state_of_the_random_generators_is_of_no_account(
     run: Run, whole: Callable[[int], Path]
 ) -> None:

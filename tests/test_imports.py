@@ -240,7 +240,7 @@ ORDER = (
     ("tasks",),
     ("tools",),
     ("agents",),
-    ("rewards", "algorithms"),
+    ("rewards", "algorithms", "toy"),
     ("metrics",),
     ("dataflow", "view"),
     ("evaluation",),

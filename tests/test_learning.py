@@ -3,7 +3,8 @@ pays, and only then.
 
 The whole path at a reduced size: fine-tuning on a scripted expert that errs, then Flow-GRPO through
 the main loop, measured by the sampled reward on held-out questions. The control deals the same
-rewards out at random, so nothing but the rewards can explain the difference.
+rewards out at random, so nothing but the rewards can explain the difference. And a reward that can
+be hacked is: a true score tells it from an honest one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runs import read
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -30,29 +32,29 @@ from flowtrain.types import PlanStep, Task
 
 ATTRIBUTES = ("area", "height", "age", "rank")
 NAMES = (
-    "Ada",
-    "Bo",
-    "Cy",
-    "Dee",
-    "Eli",
-    "Fay",
-    "Gus",
-    "Hal",
-    "Ida",
-    "Jo",
-    "Kim",
-    "Lee",
-    "Max",
-    "Ned",
-    "Oz",
-    "Pam",
+    *("Ada", "Bo", "Cy", "Dee", "Eli", "Fay", "Gus", "Hal", "Ida", "Jo", "Kim", "Lee"),
+    *("Max", "Ned", "Oz", "Pam"),
 )
+SEED = 1
 WORDINGS = (
     "What is the {} of {}?",
     "Tell me the {} of {}.",
     "Find the {} of {}.",
     "Give me the {} of {}.",
 )
+LONG = """
+def score(task, answer, trajectory):
+    return min(trajectory.num_sampled_tokens / 48, 1.0)
+"""
+TRUE = """
+from flowtrain.rewards import SCORERS
+
+seen = set()
+
+def score(task, answer, trajectory):
+    seen.add(task.question)
+    return SCORERS["exact"](task, answer)
+"""
 
 
 def write_questions(place: Path) -> None:
@@ -110,28 +112,34 @@ def with_plans(tasks: TaskSet) -> TaskSet:
     return dataclasses.replace(tasks, train=tuple(map(planned, tasks.train)))
 
 
-def warm_up(place: Path, seed: int) -> None:
-    """`flowtrain.rft` with the plans put in; the model lands in warm/model."""
+def fine_tuned(components: RunComponents, cleanup: ExitStack) -> None:
+    """`flowtrain.rft` with the plans put in."""
+    assert fine_tune(components, None, [], Interrupt(), cleanup) == 0  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the questions, and a planner in warm/model that errs."""
+    place = tmp_path_factory.mktemp("learning")
+    write_questions(place)
     with ExitStack() as cleanup:
         world = World.join("cpu")
         cleanup.callback(world.leave)
-        components = RunComponents.prepare(config(place, "warm", seed), world)
+        components = RunComponents.prepare(config(place, "warm", SEED), world)
         cleanup.callback(components.close)
         planned = dataclasses.replace(components, tasks=with_plans(components.tasks))
-        interrupt = Interrupt()
-        assert fine_tune(planned, None, [], interrupt, cleanup) == 0  # type: ignore[arg-type]
+        fine_tuned(planned, cleanup)
+    return place
 
 
-def flow_grpo(place: Path, run: str, seed: int, **sections: dict[str, Any]) -> dict[str, Any]:
+def flow_grpo(place: Path, run: str, **sections: dict[str, Any]) -> dict[str, Any]:
     """The summary of a training run."""
-    assert (
-        train(config(place, run, seed, model={"path": str(place / "warm" / "model")}, **sections))
-        == 0
-    )
+    model = {"path": str(place / "warm" / "model")}
+    assert train(config(place, run, SEED, model=model, **sections)) == 0
     return json.loads((place / run / "summary.json").read_text())
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Puts back the signal handlers that a run sets, and draws no curves."""
     monkeypatch.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
@@ -141,16 +149,27 @@ def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("no_side_effects")
-def test_flow_grpo_learns_from_the_rewards_and_from_nothing_else(tmp_path: Path) -> None:
+def true_score(place: Path) -> dict[str, Any]:
+    """Options of a run that asks a true scorer beside its reward; it remembers its questions."""
+    (place / "true.py").write_text(TRUE)
+    return {"every": 5, "true_scorer": f"{place}/true.py:score"}
+
+
+@pytest.fixture(scope="module")
+def real(place: Path) -> dict[str, Any]:
+    """The summary of a run with the reward as it is."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
+        return flow_grpo(place, "real", eval=true_score(place))
+
+
+def test_flow_grpo_learns_from_the_rewards_and_from_nothing_else(
+    place: Path, real: dict[str, Any]
+) -> None:
     """Over seeds 0 to 9 the reward rose by 0.44 to 0.64, in the control by -0.33 to 0.09; the
     standard error of one is 0.06.
     """
-    write_questions(tmp_path)
-    warm_up(tmp_path, seed=1)
-    real = flow_grpo(tmp_path, "real", seed=1)
-    control = flow_grpo(tmp_path, "control", seed=1, algorithm={"shuffle_rewards": True})
-
+    control = flow_grpo(place, "control", algorithm={"shuffle_rewards": True})
     before = real["warm"]["eval_reward"]
     assert control["warm"]["eval_reward"] == pytest.approx(before, abs=0.05), (
         "both start from the same planner"
@@ -164,3 +183,39 @@ def test_flow_grpo_learns_from_the_rewards_and_from_nothing_else(tmp_path: Path)
         real["trained"]["tool_shares"]["Search"] > 0.8 > 0.6 > real["warm"]["tool_shares"]["Search"]
     ), "it learnt to search"
     assert real["trained"]["eval_reward_greedy"] >= real["warm"]["eval_reward_greedy"]
+
+
+def test_the_true_score_tells_a_hacked_reward_from_an_honest_one(
+    place: Path, real: dict[str, Any]
+) -> None:
+    assert real["trained"]["eval_true_score"] > 0.6
+    assert real["trained"]["eval_true_score"] == real["trained"]["eval_reward"]
+
+    _seen(place).clear()
+    (place / "long.py").write_text(LONG)
+    hack = {"function": f"{place}/long.py:score"}
+    steps = {"num_steps": 15, "lr": 1e-3}
+    hacked = flow_grpo(place, "hacked", reward=hack, eval=true_score(place), train=steps)
+    warm, trained = hacked["warm"], hacked["trained"]
+    assert trained["eval_reward"] > warm["eval_reward"] + 0.4
+    assert warm["eval_true_score"] > 0.2 > 0.05 > trained["eval_true_score"]
+    evaluated = [x for x in read(place / "hacked" / "metrics.jsonl") if "eval_reward" in x]
+    assert [each["step"] for each in evaluated] == [0, 5, 10, 15]
+    assert all(each["eval_true_score_error"] >= 0 for each in evaluated)
+
+    rewards = [each["reward"] for each in read(place / "hacked" / "trained.jsonl")]
+    assert sum(rewards) / len(rewards) == pytest.approx(trained["eval_reward"]), "its own rollouts"
+
+    held_out = {each["question"] for each in read(place / "hacked" / "held_out.jsonl")}
+    trained_on = {each["question"] for each in read(place / "hacked" / "trajectories.jsonl")}
+    assert not held_out & trained_on
+    assert _seen(place) == held_out, "the true scorer sees held-out rollouts and no others"
+
+
+def _seen(place: Path) -> set[str]:
+    """The questions that the true scorer, whose module is loaded once, was asked about."""
+    from flowtrain.utils.plugins import load_object
+
+    _, found = load_object(f"{place}/true.py:seen", "")
+    assert isinstance(found, set)
+    return found

@@ -121,26 +121,23 @@ def test_a_killed_and_resumed_run_comes_out_as_a_whole(server: Server, train: Tr
     check_equal(server, run, NUM_STEPS)
 
 
-def test_options_that_change_are_followed_life_by_life(server: Server, train: Train) -> None:
+def test_lives_with_a_hole_between_them_and_with_other_options(
+    server: Server, train: Train
+) -> None:
+    """Steps without log.replay are a hole and no damage; options are followed life by life."""
     run = train("--train.num_steps", 2)
-    (run / "summary.json").unlink()
-    train("--train.lr", "1e-3", "--train.num_steps", 4, start=run)
-    check_equal(server, run, 2)
-    check_equal(server, run, 2, "--from", 3)
-    assert "other options, or without log.replay, after step 2" in refused(server, run, "--to", 3)
-
-
-def test_steps_without_the_option_are_a_hole_and_no_damage(server: Server, train: Train) -> None:
-    run = train("--train.num_steps", 2)
-    for num_steps, is_on in ((4, "false"), (6, "true")):
+    for num_steps, *change in ((3, "--log.replay", "false"), (4,), (6, "--train.lr", "1e-3")):
         (run / "summary.json").unlink()
-        train("--train.num_steps", num_steps, "--log.replay", is_on, start=run)
-    assert sorted(Recorded.read(run).steps) == [1, 2, 5, 6]
+        train("--checkpoint.keep", 9, "--train.num_steps", num_steps, *change, start=run)
+    assert sorted(Recorded.read(run).steps) == [1, 2, 4, 5, 6]
     check_equal(server, run, 2)
+    check_equal(server, run, 1, "--from", 4)
     check_equal(server, run, 2, "--from", 5)
-    assert "--from 3 is not on record; steps 1 to 2, 5 to 6 are" in refused(
-        server, run, "--from", 3
-    )
+    text = refused(server, run, "--from", 3)
+    assert "--from 3 is not on record; steps 1 to 2, 4 to 6 are" in text
+    for first, last, alike in ((1, 4, 2), (4, 5, 4)):
+        text = refused(server, run, "--from", first, "--to", last)
+        assert f"other options, or without log.replay, after step {alike}" in text
 
 
 def test_two_ranks_come_out_on_two_and_nearly_on_one(server: Server, train: Train) -> None:

@@ -5,13 +5,15 @@ fine-tuning makes of a refiner.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import SMALL, Server, alike, read, rows
+from cli_runs import SMALL, Server, alike, check_same_run, read, rows
 from tokenizers import Tokenizer
 
+from flowtrain import toy
 from flowtrain.training import model as models
 
 pytest_plugins = ("cli_runs",)
@@ -124,7 +126,8 @@ def test_two_ranks_branch_and_train_like_one(
     server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The same roots, branches and rewards, and the same training but for the rounding of sums; the
-    reference's log-probs travel along, and A_fut sees the turns of a rollout wherever they are.
+    reference's log-probs travel along, and A_fut sees the turns of a rollout wherever they are. Cut
+    short, the run goes on as if nothing had happened.
     """
     appo = (
         *words,
@@ -155,20 +158,23 @@ def test_two_ranks_branch_and_train_like_one(
     theirs = sorted(rows(one, "trajectories.jsonl"), key=_place)
     assert len(ours) == 3 * 4 * 8 and all(map(alike, ours, theirs))
     assert sum("branch" in record for record in ours) == 3 * 4 * 5
+    for branch in (record for record in theirs if "branch" in record):
+        at, group = branch["branch"], _place(branch)
+        roots = [each for each in theirs if _place(each) == group and "branch" not in each]
+        mine, root = (each["turns"][at["turn"]] for each in (branch, roots[at["parent"]]))
+        for key in ("response_ids", "response_logprobs"):
+            assert mine[key][: at["token"]] == root[key][: at["token"]]
     metrics = [read(run / "metrics.jsonl")[1:] for run in (two, one)]
-    for name in (
-        "reward_mean",
-        "num_tokens",
-        "num_sampled_tokens",
-        "loss",
-        "grad_norm",
-        "kl_ref",
-        "ratio_max",
-    ):
+    sums = ("reward_mean", "num_tokens", "num_sampled_tokens", "loss", "grad_norm", "kl_ref")
+    for name in (*sums, "ratio_max"):
         assert [step[name] for step in metrics[0]] == pytest.approx(
             [step[name] for step in metrics[1]], rel=1e-3, abs=1e-6
         ), name
     assert metrics[0][-1]["kl_ref"] > 0 and any(step["num_tokens"] > 0 for step in metrics[0])
+    shutil.copytree(one, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000003")
+    server.resume(tmp_path / "cut", *appo)
+    check_same_run(tmp_path / "cut", one, 3)
 
 
 def _place(record: dict[str, Any]) -> tuple[int, int]:
@@ -178,13 +184,11 @@ def _place(record: dict[str, Any]) -> tuple[int, int]:
 
 def test_fine_tuning_feeds_a_refiner_that_is_the_policy_too(server: Server, tmp_path: Path) -> None:
     """Every turn is a search here, and every search adds what was made of it."""
-    tokenizer = models.new_tokenizer(
+    tokenizer = toy.new_tokenizer(
         ["The area of Chad is 1284. Looked for: the capital of Mali. Evidence: State nothing."], 512
     )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    model = models.new_model(
-        tokenizer, hidden_size=32, num_layers=1, num_heads=2, max_positions=2048
-    )
+    model = toy.new_model(tokenizer, hidden_size=32, num_layers=1, num_heads=2, max_positions=2048)
     models.export(model, tokenizer, models.full_weights(model), tmp_path / "model")
     options = (
         "--model.path",

@@ -102,28 +102,3 @@ def test_greedy_asks_nothing_by_chance(
     server.resume(tmp_path / "run", *asked, *more)
     last = read(tmp_path / "run" / "metrics.jsonl")[-1]
     assert last["step"] == NUM_STEPS + 3 and last["eval_accuracy/mine"] * 4 in range(5)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--eval.benchmarks", '["aime24"]'), "benchmark 'aime24': there is neither"),
-        (("--eval.benchmarks", '["aime"]'), "benchmark 'aime' is unknown; known: bamboogle"),
-        (
-            ("--eval.benchmarks", '["mine={}/tasks.jsonl:choice"]'),
-            "choice",
-        ),
-    ],
-)
-def test_what_cannot_be_asked_is_found_out_before_the_run(
-    server: Server,
-    place: Path,
-    asked: tuple[str, ...],
-    tmp_path: Path,
-    more: tuple[str, ...],
-    said: str,
-) -> None:
-    more = tuple(word.replace("{}", str(place)) for word in more)
-    code, lines, _ = server.run("train", *asked, *more, "--run.dir", tmp_path / "run")
-    assert code == 2 and len(lines) == 1 and said in lines[0], lines
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()

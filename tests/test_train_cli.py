@@ -58,39 +58,17 @@ def test_the_config_that_is_left_starts_the_same_run(full: Path, words: tuple[st
 
 def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
     first, *steps = read(full / "metrics.jsonl")
-    assert (first["step"], set(first)) == (
-        0,
-        {*("step", "version", "eval_reward", "eval_reward_error", "eval_s")},
-    )
+    assert first["step"] == 0
+    assert set(first) == {"step", "version", "eval_reward", "eval_reward_error", "eval_s"}
     assert [(record["step"], record["version"]) for record in steps] == [
         (step, step) for step in range(1, NUM_STEPS + 1)
     ]
     for record in steps:
         assert set(record) >= {
-            *(
-                "reward_mean",
-                "turns_mean",
-                "malformed_share",
-                "tool_share/Search",
-                "num_tokens",
-                "collect_s",
-                "train_s",
-                "publish_s",
-            ),
-            *(
-                "loss",
-                "grad_norm",
-                "kl_ref",
-                "entropy",
-                "clip_fraction",
-                "ratio_mean",
-                "logprob_mismatch",
-                "num_groups_dropped",
-                "num_excluded/too_long",
-                "num_excluded/logprob",
-                "tokens_per_s",
-                "train_tflop",
-            ),
+            *("reward_mean", "turns_mean", "malformed_share", "tool_share/Search", "num_tokens"),
+            *("collect_s", "train_s", "publish_s", "loss", "grad_norm", "kl_ref", "entropy"),
+            *("clip_fraction", "ratio_mean", "logprob_mismatch", "num_groups_dropped"),
+            *("num_excluded/too_long", "num_excluded/logprob", "tokens_per_s", "train_tflop"),
         }
         assert (
             0 < record["packing_efficiency"] < 1
@@ -106,21 +84,6 @@ def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
         )
     assert any(0 < record["reward_mean"] < 1 and record["num_tokens"] > 0 for record in steps), (
         "this run shows something"
-    )
-
-
-def test_mfu_is_what_the_trees_need_against_the_peak_that_is_given(
-    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(full, tmp_path / "run")
-    server.resume(
-        tmp_path / "run", *words, "--train.num_steps", NUM_STEPS + 1, "--train.peak_tflops", "0.002"
-    )
-    last = read(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert last["step"] == NUM_STEPS + 1
-    assert (
-        last["mfu"] == pytest.approx(last["train_tflop"] / last["train_s"] / 0.002)
-        and last["train_tflop"] > 0
     )
 
 
@@ -151,42 +114,6 @@ def test_the_memory_plan_is_left_beside_what_was_measured(full: Path) -> None:
     )
     assert summary["planned_memory_gb"] == pytest.approx(sum(parts.values()) / 1e9)
     assert summary["peak_memory_gb"] > 0
-
-
-def test_the_trainer_takes_logprobs_among_what_was_sampled_from(
-    words: tuple[str, ...], server: Server, place: Path
-) -> None:
-    argv = (
-        "--run.dir",
-        place / "truncated",
-        "--train.num_steps",
-        2,
-        "--rollout.top_p",
-        0.8,
-        "--rollout.top_p_cap",
-        8,
-    )
-    code, lines, _ = server.run("train", *words, *argv)
-    assert code == 0, lines
-    _, *steps = read(place / "truncated" / "metrics.jsonl")
-    assert len(steps) == 2 and all(
-        step["num_tokens"] > 0 and step["logprob_mismatch"] < 1e-5 for step in steps
-    )
-    assert all(1 <= step["kept_tokens_mean"] < 8 > 8 * step["kept_at_cap_share"] for step in steps)
-
-
-def test_a_sampler_with_a_penalty_does_not_move_the_ratio(
-    words: tuple[str, ...], server: Server, place: Path
-) -> None:
-    """The first step's ratio is that of the policy to itself, whatever the sampler did."""
-    options = ("--rollout.frequency_penalty", 1.2, "--train.rescore", "true")
-    run, one_update = place / "penalty", ("--train.num_minibatches", 1, "--train.num_steps", 1)
-    argv = ("--run.dir", run, *options, *one_update)
-    code, lines, _ = server.run("train", *words, *argv)
-    assert code == 0, lines
-    _, step = read(run / "metrics.jsonl")
-    assert step["num_tokens"] > 0 and step["logprob_mismatch"] > 0.01
-    assert abs(step["ratio_max"] - 1) < 1e-5 and abs(step["ratio_min"] - 1) < 1e-5
 
 
 def test_trajectories_are_whole_groups_stamped_with_the_weights_that_sampled_them(
@@ -374,24 +301,7 @@ def check_refused(
 
 BAD_TASKS = {
     "no object": ('{"question": "q", "answer": "a"}\n[]\n', "line 2: must be an object"),
-    "no json": ('{"question": \n', "line 1: cannot be read as JSON"),
-    "no answer": ('{"question": "q"}\n', "missing required field `answer`"),
-    "no task": ("\n", "holds no tasks"),
     "one task": ('{"question": "q", "answer": "a"}\n', "need at least one each"),
-    "half a character": (
-        '{"question": "\\ud800", "answer": "a"}\n{"question": "q", "answer": "a"}\n',
-        "line 1",
-    ),
-    "unknown scorer": (
-        '{"question": "q", "answer": "a", "scorer": "bleu"}\n' * 1
-        + '{"question": "r", "answer": "a"}\n',
-        "'bleu' is unknown",
-    ),
-    "scorer without numbers": (
-        '{"question": "q", "answer": "a"}\n{"question": "r", "answer": "a", "scorer": '
-        '"gameof24"}\n',
-        "numbers of the puzzle",
-    ),
     "answers that no policy gives": (
         "\n".join('{"question": "q", "answer": "%s"}' % ("a" * 3000) for _ in range(4)),
         "the solutions of 4 of 4 rows are wrong by their own scorer 'exact'",
@@ -403,17 +313,8 @@ BAD_TASKS = {
 def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -> None:
     text, part = BAD_TASKS[case]
     (tmp_path / "bad.jsonl").write_text(text)
-    check_refused(
-        server,
-        "train",
-        *SMALL,
-        "--tasks.name",
-        "file",
-        "--tasks.path",
-        "bad.jsonl",
-        parts=("bad", part),
-        cwd=tmp_path,
-    )
+    argv = ("--tasks.name", "file", "--tasks.path", "bad.jsonl")
+    check_refused(server, "train", *SMALL, *argv, parts=("bad", part), cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"], "nothing half-written"
 
 
@@ -465,15 +366,28 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 def test_a_scripted_expert_needs_plans(server: Server, place: Path, tmp_path: Path) -> None:
     argv = ("--tasks.name=file", "--tasks.path", place / "tasks.jsonl", "--tasks.corpus=shipped")
-    check_refused(
-        server,
-        "rft",
-        *SMALL,
-        *RFT,
-        *argv,
-        parts=("rft.expert='scripted'", "'policy'"),
-        cwd=tmp_path,
-    )
+    parts = ("rft.expert='scripted'", "'policy'")
+    check_refused(server, "rft", *SMALL, *RFT, *argv, parts=parts, cwd=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (("--roles.verifier=a", "--engines.a.model=m", "--engines.a.api_key_env=NO"), "env='NO'"),
+        (
+            ("--roles.verifier", "own", "--policies.verifier.path", "no/such"),
+            "policies.verifier.path='no/such': there is no such folder; as a name in",
+        ),
+        (("--eval.benchmarks", '["aime24"]'), "the folder with aime24.json, or 'aime24=FILE'"),
+        (("--model.path", "tiny", "--lora.rank", "4"), "lora.rank=4 needs a model"),
+        (("--lora.alpha", "4"), "lora.alpha=4.0 needs lora.rank above 0"),
+    ],
+)
+def test_what_a_run_lacks_is_told_before_it_begins(
+    argv: tuple[str, ...], part: str, server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    check_refused(server, "train", *words, *argv, parts=(part,), cwd=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -481,37 +395,18 @@ def test_a_checkpoint_of_another_model_is_not_resumed(
     server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(full, tmp_path / "run")
-    argv = (
-        "--model.path",
-        "tiny",
-        "--tiny.hidden_size",
-        "48",
-        "--run.dir",
-        "run",
-        "--resume",
-        "auto",
-    )
-    check_refused(
-        server, "train", *words, *argv, parts=("step_00000006", "another model"), cwd=tmp_path
-    )
+    other = ("--model.path", "tiny", "--tiny.hidden_size", "48")
+    argv = (*words, *other, "--run.dir", "run", "--resume", "auto")
+    check_refused(server, "train", *argv, parts=("step_00000006", "another model"), cwd=tmp_path)
 
 
-def test_resuming_what_never_began_starts_it_and_what_is_no_run_is_refused(
+def test_resuming_what_is_no_run_is_refused(
     server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    check_refused(
-        server,
-        "train",
-        *words,
-        "--run.dir",
-        "used",
-        "--resume",
-        "auto",
-        parts=("used",),
-        cwd=tmp_path,
-    )
+    argv = (*words, "--run.dir", "used", "--resume", "auto")
+    check_refused(server, "train", *argv, parts=("used",), cwd=tmp_path)
 
 
 # ---- a full disk

@@ -432,26 +432,21 @@ def test_a_run_that_waits_ends_when_it_is_told_to_and_goes_on_later(
     check_same(last_of(run), last_of(whole[0]), but_state=True)
 
 
-@pytest.mark.parametrize(
-    ("words", "token", "message"),
-    [
-        ((), "wrong", "the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the service"),
-        (("--tiny.hidden_size", "48"), TOKEN, "has layout"),
-        (
-            ("--rollout.num_questions", "100"),
-            TOKEN,
-            "dataflow.max_waiting=99 must be at least the 100 groups of a batch",
-        ),
-    ],
-)
 def test_a_run_that_does_not_fit_is_refused_in_a_line(
-    words: tuple[str, ...], token: str, message: str, copied: Dataflow, start: Start, tmp_path: Path
+    copied: Dataflow, start: Start, tmp_path: Path
 ) -> None:
+    no_token = "the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the service"
+    few = "dataflow.max_waiting=99 must be at least the 100 groups of a batch"
     with copied.served() as url:
         ended(start(url, tmp_path / "first", "--train.num_steps", "1"))
-        error = ended(start(url, tmp_path / "run", *words, token=token), code=2)
-    (line,) = [line for line in error.splitlines() if line.startswith("flowtrain.train: ")]
-    assert message in line
+        for words, token, message in (
+            ((), "wrong", no_token),
+            (("--tiny.hidden_size", "48"), TOKEN, "has layout"),
+            (("--rollout.num_questions", "100"), TOKEN, few),
+        ):
+            error = ended(start(url, tmp_path / "run", *words, token=token), code=2)
+            (line,) = [line for line in error.splitlines() if line.startswith("flowtrain.train: ")]
+            assert message in line
 
 
 def test_a_checkpoint_does_not_go_on_with_another_database_nor_without_one(

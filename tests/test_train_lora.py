@@ -69,10 +69,3 @@ def test_versions_of_an_adapter_are_small_and_its_checkpoint_is_a_model(
     assert (again / "weights/v00000000").exists()
     ends = [json.loads((each / "summary.json").read_text()) for each in (path, again)]
     assert ends[0]["trained"] == ends[1]["warm"], "the merged model answers as the adapted one did"
-
-
-def test_an_adapter_over_random_weights_is_refused(server: Server, tmp_path: Path) -> None:
-    code, lines, _ = server.run("train", "--lora.rank", "4", "--run.dir", tmp_path / "run")
-    assert code == 2 and "lora.rank=4 needs a model" in lines[-1]
-    code, lines, _ = server.run("train", "--lora.alpha", "4", "--run.dir", tmp_path / "run")
-    assert code == 2 and "lora.alpha=4.0 needs lora.rank above 0" in lines[-1]

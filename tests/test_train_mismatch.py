@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
-import flowtrain.train as loop
+from flowtrain import toy
 from flowtrain.config import Config
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.run import learner
@@ -39,11 +39,9 @@ DIGEST = "zlib.crc32(answer.encode()) % 2"
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of large random weights, questions, and a reward that is chance."""
     place = tmp_path_factory.mktemp("mismatch")
-    tokenizer = models.new_tokenizer(["Name a number like 12 or 345."], vocab_size=280)
+    tokenizer = toy.new_tokenizer(["Name a number like 12 or 345."], vocab_size=280)
     torch.manual_seed(0)
-    model = models.new_model(
-        tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=128
-    )
+    model = toy.new_model(tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=128)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.2 / model.config.initializer_range if parameter.dim() == 2 else 1.0)
@@ -123,7 +121,7 @@ def engine_in_bf16() -> contextlib.AbstractContextManager[Any]:
 
 def other_prompts(alter: Callable[[tuple[int, ...]], tuple[int, ...]], every: int = 1) -> Provoked:
     """Samples of each `every`-th question are trained behind another prompt."""
-    pack = loop.pack
+    pack = learner.pack
 
     def packed(samples: list[Sample], *args: Any) -> Any:
         def altered(sample: Sample) -> Sample:
@@ -133,7 +131,7 @@ def other_prompts(alter: Callable[[tuple[int, ...]], tuple[int, ...]], every: in
 
         return pack([altered(each) for each in samples], *args)
 
-    return lambda: mock.patch.object(loop, "pack", packed)
+    return lambda: mock.patch.object(learner, "pack", packed)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +180,14 @@ def test_a_provoked_cause_shows_in_its_number(
     [
         ({}, 1e-10),
         ({"model": {"dtype": "bfloat16"}}, 1e-3),
-        ({"rollout": {"top_p": 0.9}}, 1e-10),
-        ({"rollout": {"frequency_penalty": 1.2}, "train": {"rescore": True}}, 1.0),
+        ({"rollout": {"top_p": 0.8, "top_p_cap": 8}}, 1e-10),
+        (
+            {
+                "rollout": {"frequency_penalty": 1.2},
+                "train": {"rescore": True, "num_minibatches": 1},
+            },
+            1.0,
+        ),
     ],
     ids=["fp32", "bf16", "top_p", "penalty on purpose"],
 )
@@ -202,3 +206,9 @@ def test_healthy_runs_end_as_ever(
         assert 0 <= step["mismatch_kl"] < most and step["mismatch_left_out"] == 0
         counts = [n for name, n in step.items() if name.startswith("mismatch_tokens/")]
         assert 0 < sum(counts) <= step["num_tokens"]
+        if "top_p" in sections.get("rollout", {}):
+            assert 1 <= step["kept_tokens_mean"] < 8 > 8 * step["kept_at_cap_share"]
+        if "train" in sections:
+            # The ratio is that of the policy to itself, whatever the sampler did.
+            assert step["mismatch_kl"] > 1e-3
+            assert abs(step["ratio_max"] - 1) < 1e-5 and abs(step["ratio_min"] - 1) < 1e-5

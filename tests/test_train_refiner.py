@@ -112,22 +112,3 @@ def test_the_training_of_a_refiner_is_resumed_exactly(
         assert (code, lines) == (0, [])
     server.resume(place / "halves_refiner", *argv, "4")
     check_same_run(place / "halves_refiner", place / "whole_refiner", 4)
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (("--roles.refiner", "own"), "policies.refiner.path must be the folder or hub name"),
-        (("--train.policy", "refiner"), "needs roles.refiner='own'"),
-        (
-            (*OWN, "--train.policy", "refiner", "--algorithm.name", "appo"),
-            "train.policy='refiner' must be 'planner' with algorithm.name = 'appo'",
-        ),
-    ],
-)
-def test_what_a_refiner_cannot_go_with_is_refused_before_the_run(
-    argv: tuple[str, ...], line: str, place: Path, server: Server, words: tuple[str, ...]
-) -> None:
-    code, lines, _ = server.run("train", *words, *argv, "--run.dir", place / "never")
-    assert code == 2 and len(lines) == 1 and line in lines[0]
-    assert not (place / "never").exists()

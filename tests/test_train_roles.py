@@ -121,33 +121,3 @@ def test_a_run_does_not_go_on_when_every_rollout_fails(
     assert sum("nothing to learn from" in line for line in lines) == 3
     assert "(3 steps in a row): all 32 rollouts failed" in lines[-1]
     assert "analyst: engines.local: HTTP 400" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (
-            ("--roles.verifier", "nobody"),
-            "roles.verifier='nobody' may be 'rules', 'policy' or a name in [engines], which holds "
-            "nothing yet",
-        ),
-        (("--roles.verifier", "policy"), "has no chat template"),
-        (
-            (
-                "--roles.verifier",
-                "a",
-                "--engines.a.model",
-                "m",
-                "--engines.a.api_key_env",
-                "NOT_SET",
-            ),
-            "engines.a.api_key_env='NOT_SET'",
-        ),
-    ],
-)
-def test_a_role_that_cannot_be_filled_is_named_before_the_run(
-    argv: tuple[str, ...], line: str, place: Path, server: Server, words: Any
-) -> None:
-    code, lines, _ = server.run("train", *words, *argv, "--run.dir", place / "never")
-    assert code == 2 and len(lines) == 1 and line in lines[0]
-    assert not (place / "never").exists()

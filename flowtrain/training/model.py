@@ -1,11 +1,11 @@
-"""Loading, building, sharding and exporting Hugging Face causal language models."""
+"""Loading and exporting Hugging Face causal language models."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -23,7 +22,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -39,8 +37,6 @@ transformers.utils.logging.disable_progress_bar()
 
 _FILE_BYTES = 2**28
 """Bytes from which a model is written as several files."""
-END, PAD = "<|end|>", "<|pad|>"
-_SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 
 
 def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFast:
@@ -48,7 +44,7 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFas
     option that names the path.
     """
     try:
-        # One of `new_tokenizer` is loaded as it was saved: AutoTokenizer would take the class of
+        # One of `toy.new_tokenizer` is loaded as it is: AutoTokenizer would take the class of
         # the model's family, which has other rules and one token more than the model.
         is_plain = get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend"
         tokenizer = (PreTrainedTokenizerFast if is_plain else AutoTokenizer).from_pretrained(path)
@@ -84,63 +80,6 @@ def load_model(
             f"{_first_line(error)}"
         ) from error
     return model
-
-
-def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`; any string round-trips, and digits stay apart
-    so that numbers can be copied.
-    """
-    if vocab_size < _SMALLEST_VOCAB:
-        raise UserError(
-            f"tiny.vocab_size={vocab_size} is too small: {_SMALLEST_VOCAB} is the least that can "
-            "spell every byte"
-        )
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END, PAD],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD)
-
-
-def new_model(
-    tokenizer: PreTrainedTokenizerFast,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    max_positions: int,
-) -> PreTrainedModel:
-    """A Qwen3-shaped decoder with random weights; seed torch before the call."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 8 // 3,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_positions,
-        # The usual 0.02 is made for widths of thousands; a narrow model learns to copy much later
-        # with it.
-        initializer_range=0.4 * hidden_size**-0.5,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        architectures=["Qwen3ForCausalLM"],  # for vLLM, which goes by the name
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:

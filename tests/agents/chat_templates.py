@@ -6,7 +6,7 @@ import functools
 
 from transformers import PreTrainedTokenizerFast
 
-from flowtrain.training import model as models
+from flowtrain import toy
 
 _TOOLS = (
     "# Tools\\n\\nYou may call functions, described within <tools></tools>:\\n<tools>"
@@ -166,7 +166,7 @@ def tokenizer_of(
         "<tool_call>\n</tool_call> <tool_response>\n</tool_response>\n\n <answer>12</answer>",
         "I think it is so.\n\nIt is so.\n",
     ] * 3
-    tokenizer = models.new_tokenizer(texts, vocab_size=400)
+    tokenizer = toy.new_tokenizer(texts, vocab_size=400)
     tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL)})
     tokenizer.add_tokens(["\n\n"])  # one token, whatever follows, as in newer tokenizers
     if one_token_thinking:

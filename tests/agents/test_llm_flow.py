@@ -372,13 +372,6 @@ def test_bad_tool_spends_turn_and_verifier_runs() -> None:
     assert "was not found" in server.prompts[1]
 
 
-def test_a_malformed_action_is_a_turn_too() -> None:
-    with llm_flow({"planner": lambda prompt: "I do not know."}) as (flow, server, _):
-        trajectory = run(flow)
-    assert [turn.action for turn in trajectory.turns] == [None, None]
-    assert "executor" not in [role_of(prompt) for prompt in server.prompts]
-
-
 @pytest.mark.parametrize(
     ("reply", "command", "error"),
     [

@@ -23,7 +23,7 @@ from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard
-from flowtrain.training.model import new_tokenizer
+from flowtrain.toy import new_tokenizer
 from flowtrain.types import Completion, FinishReason, Sampling, Task
 
 TOKENIZER = new_tokenizer(

@@ -1,19 +1,13 @@
-"""The rule-based modules around the planner: verifier rules, generators, the executor's command,
-the scripted expert.
-"""
+"""The rule-based modules around the planner: verifier rules, generators, the scripted expert."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import string
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from char_tokenizer import CharTokenizer, Says
 
 from flowtrain.agents.build import make_flow, make_policy, make_prompt
-from flowtrain.agents.commands import find_command
 from flowtrain.agents.expert import ScriptedPlanner, next_step
 from flowtrain.agents.generator import Answer, RuleGenerator, last_expression, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
@@ -23,7 +17,6 @@ from flowtrain.agents.prompts import CompactPrompt, FullPrompt
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough, facts_enough, gameof24_enough
 from flowtrain.config import Config
 from flowtrain.tasks.sets import TaskSet
-from flowtrain.tools import ToolCard
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import FinishReason, PlanStep, Task, UserError, Verdict
 
@@ -184,87 +177,6 @@ def test_the_last_expression_that_was_computed_is_the_answer() -> None:
     assert last_expression(memory(searched)) == last_expression(Memory()) == ""
 
 
-# ---- the executor's command
-
-
-def read(command: str) -> dict[str, object]:
-    return find_command(command, ToolCard("Search", "", ()))[0]
-
-
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.text(st.characters(exclude_categories=["Cs"])), st.booleans())
-def test_a_query_written_as_json_is_read_back(query: str, ensure_ascii: bool) -> None:
-    # Escaped pairs of surrogates are JSON's own; Python's literals have no such thing.
-    is_astral = any(ord(character) > 0xFFFF for character in query)
-    command = (
-        "execution = "
-        f"tool.execute(query={json.dumps(query, ensure_ascii=ensure_ascii and not is_astral)})"
-    )
-    assert read(command) == {"query": query}
-
-
-def test_a_command_has_literal_arguments_by_name() -> None:
-    assert read("  execution = tool.execute(query='x', top_k=[1, -2.5, None])\n") == {
-        "query": "x",
-        "top_k": [1, -2.5, None],
-    }
-    assert read("execution = tool.execute()") == {}
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "No command was run.",
-        "print('x')",
-        "execution = tool.execute('x')",
-        "execution = tool.close()",
-        "execution = tool.execute",
-        "execution = other.execute(query='x')",
-        "execution = tool.execute(query='x').execute(query='y')",
-        "execution = tool.execute(query=open('secret').read())",
-        "execution = tool.execute(query=__import__('os').system('true'))",
-        "execution = tool.execute(query='a' + 'b')",
-        "execution = tool.execute(query=f'{x}')",
-        "execution = tool.execute(query=x)",
-        "execution = tool.execute(**{'query': input()})",
-        "execution = tool.execute(*['x'])",
-        "execution = tool.execute(query='x'",
-        "execution = tool.execute(query='\x00')",
-        "execution = tool.execute(query='\ud800')",
-        "execution = tool.execute(query=" + "[" * 100_000 + ")",
-        "execution = tool.execute(query=" + "-" * 100_000 + "1)",
-        "execution: str = tool.execute(query='x')",
-        "(lambda: tool.execute(query='x'))()",
-        "execution = await tool.execute(query='x')",
-    ],
-)
-def test_anything_else_is_refused_and_never_run(command: str) -> None:
-    with pytest.raises(ValueError):
-        read(command)
-
-
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(
-    st.text(
-        st.sampled_from(
-            [
-                *"execution = tool.execute(query='x')\n\\\"[]{}*:;#",
-                "\ud800",
-                *string.ascii_lowercase,
-            ]
-        )
-    )
-)
-def test_no_command_does_more_than_raise_value_error(command: str) -> None:
-    for text in (command, f"execution = tool.execute(query={command})"):
-        try:
-            arguments = read(text)
-        except ValueError:
-            continue
-        assert isinstance(arguments, dict)
-
-
 # ---- the scripted expert
 
 PLAN = (
@@ -302,31 +214,10 @@ def test_the_expert_goes_on_where_the_memory_has_got_to(
     assert next_step(SUM, memory(*entries)) == PLAN[step]
 
 
-class FakeTokenizer:
-    """One token per character."""
-
-    chat_template: str | None = None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(map(ord, text))
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, ids))
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        raise NotImplementedError
-
-
-class FakeEngine:
-    """Only knows how long it may get."""
-
-    version, max_tokens = 0, 100
-
-
 def expert(error: float) -> ScriptedPlanner:
-    like = PolicyPlanner(Policy(FakeEngine(), FakeTokenizer(), 10, 1.0, 1.0), CompactPrompt())  # type: ignore[arg-type]
+    like = PolicyPlanner(
+        Policy(Says(max_tokens=100), CharTokenizer(), 10, 1.0, 1.0), CompactPrompt()
+    )  # type: ignore[arg-type]
     return ScriptedPlanner(like, error, end_id=999)
 
 
@@ -397,13 +288,12 @@ def test_the_toolset_is_what_the_config_names() -> None:
 
 
 def test_the_full_prompt_needs_a_chat_template() -> None:
-    config = Config.model_validate({"agent": {"prompt": "full"}})
+    config, plain = Config.model_validate({"agent": {"prompt": "full"}}), CharTokenizer()
+    plain.chat_template = None
     with pytest.raises(UserError, match=r"model\.path='tiny' has no chat template"):
-        make_prompt(config, {}, FakeTokenizer())
-    assert isinstance(make_prompt(Config(), {}, FakeTokenizer()), CompactPrompt)
-    with_template = FakeTokenizer()
-    with_template.chat_template = "yes"
-    assert isinstance(make_prompt(config, {}, with_template), FullPrompt)
+        make_prompt(config, {}, plain)
+    assert isinstance(make_prompt(Config(), {}, plain), CompactPrompt)
+    assert isinstance(make_prompt(config, {}, CharTokenizer()), FullPrompt)
 
 
 def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
@@ -411,7 +301,7 @@ def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
     with pytest.raises(
         UserError, match=r"rollout\.max_new_tokens=100 must be below the model's 100 positions"
     ):
-        make_policy(config, "planner", FakeEngine(), FakeTokenizer())  # type: ignore[arg-type]
+        make_policy(config, "planner", Says(max_tokens=100), CharTokenizer())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from char_tokenizer import CharTokenizer
+from char_tokenizer import ChatChars, Says
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.config import Config
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.search import Search
-from flowtrain.types import Action, Completion, FinishReason, PlanStep, Sampling, Task, VersionSpan
+from flowtrain.types import Action, PlanStep, Sampling, Task, VersionSpan
 from flowtrain.utils.seeds import derive_seed
 
 TOOLS = ("Search", "Python_Coder", "Base_Generator")
@@ -28,38 +28,6 @@ FOUR_FIELDS = """Justification: the area is stated in a text
 Context: the country is Chad
 Sub-Goal: area of Chad
 Tool Name: Search"""
-
-
-class FakeTokenizer(CharTokenizer):
-    """A tokenizer with a chat template of two brackets."""
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        assert not tokenize and add_generation_prompt
-        return (
-            "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
-        )
-
-
-class FakeEngine:
-    """Says one line and remembers what it was asked."""
-
-    version = 7
-
-    def __init__(self, line: str, max_tokens: int = 1000) -> None:
-        self.line, self.max_tokens = line, max_tokens
-        self.asked: list[tuple[tuple[int, ...], Sampling]] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.asked.append((tuple(prompt_ids), sampling))
-        ids = tuple(map(ord, self.line))
-        return Completion(
-            ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), self.version),), FinishReason.STOP
-        )
-
-    def load(self, version: int) -> None:
-        raise NotImplementedError
 
 
 def parse(text: str) -> Action | None:
@@ -332,7 +300,7 @@ def test_what_a_prompt_writes_it_reads_back(
     justification: str, context: str, sub_goal: str, tool_name: str
 ) -> None:
     assume(sub_goal)
-    full = FullPrompt([], FakeTokenizer())
+    full = FullPrompt([], ChatChars())
     action = Action(justification, context, sub_goal, tool_name)
     assert parse(full.prefix + full.write(action)) == action
     compact = CompactPrompt()
@@ -364,9 +332,7 @@ def test_the_compact_prompt_ends_with_the_field_that_matters() -> None:
 
 def test_full_prompt_has_question_tools_rules_and_memory() -> None:
     search, guesses = Search(["Paris lies in France."]), GuessGenerator(["7"])
-    text = FullPrompt([search, guesses], FakeTokenizer()).render(
-        "What is {x} of Chad?", Memory(STEPS)
-    )
+    text = FullPrompt([search, guesses], ChatChars()).render("What is {x} of Chad?", Memory(STEPS))
     assert text.startswith("<user>") and text.endswith("<assistant>")
     for part in (
         "Question: What is {x} of Chad?",
@@ -385,7 +351,7 @@ def test_full_prompt_has_question_tools_rules_and_memory() -> None:
     assert memory == Memory(STEPS).as_dict()
 
 
-@pytest.mark.parametrize("prompt", [CompactPrompt(), FullPrompt([], FakeTokenizer())])
+@pytest.mark.parametrize("prompt", [CompactPrompt(), FullPrompt([], ChatChars())])
 def test_the_prompts_of_a_rollout_share_all_but_the_new_step(prompt: PlannerPrompt) -> None:
     """Prefix caches and prefix trees live on it."""
     first, second = (prompt.render("What is the area of Chad?", Memory(STEPS[:n])) for n in (1, 2))
@@ -396,9 +362,9 @@ def test_the_prompts_of_a_rollout_share_all_but_the_new_step(prompt: PlannerProm
 # ---- the policy's planner
 
 
-def policy(engine: FakeEngine, **changes: object) -> PolicyPlanner:
+def policy(engine: Says, **changes: object) -> PolicyPlanner:
     fields = {"max_new_tokens": 40, "temperature": 0.7, "request_timeout_s": 9.0, **changes}
-    return PolicyPlanner(Policy(engine, FakeTokenizer(), **fields), CompactPrompt(), TOOLS)  # type: ignore[arg-type]
+    return PolicyPlanner(Policy(engine, ChatChars(), **fields), CompactPrompt(), TOOLS)  # type: ignore[arg-type]
 
 
 TASK = Task(
@@ -407,7 +373,7 @@ TASK = Task(
 
 
 def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
-    engine = FakeEngine(" area of Chad\nTool Name: Search")
+    engine = Says(" area of Chad\nTool Name: Search")
     planner = policy(engine)
     asyncio.run(planner.plan(TASK, Memory(), turn=2, seed=5, deadline_s=4.0))
     asyncio.run(planner.plan(TASK, Memory(), turn=3, seed=5, deadline_s=400.0))
@@ -417,9 +383,9 @@ def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
 
 
 def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
-    engine, config = FakeEngine(""), Config.model_validate({"rollout": {"top_k": 20, "top_p": 0.8}})
+    engine, config = Says(""), Config.model_validate({"rollout": {"top_k": 20, "top_p": 0.8}})
     asyncio.run(
-        make_planner(config, make_policy(config, "planner", engine, FakeTokenizer(), 0.7), {}).plan(  # type: ignore[arg-type]
+        make_planner(config, make_policy(config, "planner", engine, ChatChars(), 0.7), {}).plan(  # type: ignore[arg-type]
             TASK, Memory(), 0, 0, 5.0
         )
     )
@@ -435,18 +401,18 @@ def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
 def test_top_p_alone_is_bounded_by_its_cap() -> None:
     rollout = {"top_p": 0.99, "top_p_cap": 64, "frequency_penalty": 1.2}
     config = Config.model_validate({"rollout": rollout, "train": {"rescore": True}})
-    planner = make_policy(config, "planner", FakeEngine(""), FakeTokenizer())  # type: ignore[arg-type]
+    planner = make_policy(config, "planner", Says(""), ChatChars())  # type: ignore[arg-type]
     assert (planner.top_k, planner.top_p, planner.frequency_penalty) == (64, 0.99, 1.2)
-    verifier = make_policy(config, "verifier", FakeEngine(""), FakeTokenizer())  # type: ignore[arg-type]
+    verifier = make_policy(config, "verifier", Says(""), ChatChars())  # type: ignore[arg-type]
     assert (verifier.top_k, verifier.top_p, verifier.frequency_penalty) == (0, 1.0, 0.0)
 
 
 def test_a_plan_carries_the_very_tokens_and_the_parsed_action() -> None:
-    engine = FakeEngine(" area of Chad\nTool Name: search")
+    engine = Says(" area of Chad\nTool Name: search")
     plan = asyncio.run(policy(engine).plan(TASK, Memory(STEPS), 0, 0, 5.0))
     assert (
         plan.call.prompt_ids
-        == engine.asked[0][0]
+        == tuple(map(ord, engine.asked[0][0]))
         == tuple(map(ord, CompactPrompt().render(TASK.question, Memory(STEPS))))
     )
     assert plan.call.response_ids == tuple(map(ord, engine.line))
@@ -455,17 +421,17 @@ def test_a_plan_carries_the_very_tokens_and_the_parsed_action() -> None:
 
 
 def test_the_policy_sees_neither_answers_nor_plan() -> None:
-    engine = FakeEngine("")
+    engine = Says("")
     plan = asyncio.run(policy(engine).plan(TASK, Memory(), 0, 0, 5.0))
     assert plan.action is None
-    assert "secret" not in "".join(map(chr, engine.asked[0][0]))
+    assert "secret" not in engine.asked[0][0]
 
 
 def test_a_prompt_that_leaves_no_room_for_the_answer_is_too_long() -> None:
     num_prompt = len(CompactPrompt().render(TASK.question, Memory()))
     fits, too_long = (
-        FakeEngine("", max_tokens=num_prompt + 40),
-        FakeEngine("", max_tokens=num_prompt + 39),
+        Says("", max_tokens=num_prompt + 40),
+        Says("", max_tokens=num_prompt + 39),
     )
     asyncio.run(policy(fits).plan(TASK, Memory(), 0, 0, 5.0))
     with pytest.raises(PromptTooLong):
@@ -479,7 +445,7 @@ def test_the_order_of_the_full_prompt_decides_what_turns_share() -> None:
     """
     texts = {}
     for order in ("shared", "paper"):
-        prompt = FullPrompt([], FakeTokenizer(), order)
+        prompt = FullPrompt([], ChatChars(), order)
         texts[order] = [
             prompt.render("What is {x} of Chad?", Memory(STEPS[:number]))
             for number in range(len(STEPS) + 1)

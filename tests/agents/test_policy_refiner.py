@@ -5,11 +5,10 @@ script, and its one call per turn.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
-from char_tokenizer import CharTokenizer
+from char_tokenizer import CharTokenizer, Says
 
 from flowtrain.agents.build import make_flow, make_policy, make_refiner
 from flowtrain.agents.executor import LLMExecutor, RuleExecutor
@@ -28,11 +27,9 @@ from flowtrain.tools import ToolCard
 from flowtrain.types import (
     Action,
     Call,
-    Completion,
     FilterReason,
     FinishReason,
     Group,
-    Sampling,
     Task,
     Trajectory,
     UserError,
@@ -45,43 +42,22 @@ OWN = Config.model_validate(
 KNOWN = Memory((MemoryEntry("Search", "area of Chad", "c", "The area of Chad is 1284."),))
 PASSAGES = "The area of Mali is 1240.\nThe capital of Mali is Bamako."
 FINDING = Finding("How large are both?", KNOWN, "area of Mali", PASSAGES)
+LINE = " It is 1240. "
 TASK = Task("t", "How large are both?", ("x",))
 
 
-@dataclass
-class Engine:
-    """Says one line with the weights of version 7, or fails, and notes what it was asked."""
-
-    line: str = " It is 1240. "
-    max_tokens: int = 1000
-    reason: FinishReason = FinishReason.STOP
-    fails: bool = False
-    version: int = 7
-    asked: list[tuple[str, Sampling]] = field(default_factory=list)
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.asked.append(("".join(map(chr, prompt_ids)), sampling))
-        if self.fails:
-            raise EngineError("it is gone")
-        ids = tuple(map(ord, self.line))
-        spans = (VersionSpan(0, len(ids), 7),) if ids else ()
-        return Completion(ids, (-0.5,) * len(ids), spans, self.reason)
-
-
-def refiner(
-    engine: Engine, tokenizer: CharTokenizer | None = None, **agent: object
-) -> PolicyRefiner:
+def refiner(engine: Says, tokenizer: CharTokenizer | None = None, **agent: object) -> PolicyRefiner:
     config = Config.model_validate(OWN.model_dump() | {"agent": {"tools": ["Search"], **agent}})
     policy = make_policy(config, "refiner", engine, tokenizer or CharTokenizer())  # type: ignore[arg-type]
     return make_refiner(config, policy)
 
 
-def refine(engine: Engine, **agent: object) -> Evidence:
+def refine(engine: Says, **agent: object) -> Evidence:
     return asyncio.run(refiner(engine, **agent).refine(FINDING, seed=3, deadline_s=5.0))
 
 
 def test_it_reads_the_question_the_steps_and_the_passages() -> None:
-    engine = Engine()
+    engine = Says(LINE)
     found = refine(engine)
     (prompt, sampling), ids = engine.asked[0], tuple(map(ord, engine.line))
     assert prompt == (
@@ -103,18 +79,18 @@ def test_it_reads_the_question_the_steps_and_the_passages() -> None:
 
 
 def test_the_memory_keeps_so_many_characters_and_training_all_tokens() -> None:
-    found = refine(Engine(), max_result_chars=5)
+    found = refine(Says(LINE), max_result_chars=5)
     assert found.text == "It is" and found.call is not None and len(found.call.response_ids) == 13
 
 
 def test_passages_that_do_not_fit_stay_as_they_are() -> None:
-    num_tokens = len(refiner(Engine()).prompt.render(FINDING)) + 40
-    assert refine(Engine(max_tokens=num_tokens)).call is not None
-    assert refine(Engine(max_tokens=num_tokens - 1)) == Evidence("")
+    num_tokens = len(refiner(Says(LINE)).prompt.render(FINDING)) + 40
+    assert refine(Says(LINE, max_tokens=num_tokens)).call is not None
+    assert refine(Says(LINE, max_tokens=num_tokens - 1)) == Evidence("")
 
 
 def test_the_full_prompt_goes_through_the_chat_template() -> None:
-    engine, plain = Engine(max_tokens=9000), CharTokenizer()
+    engine, plain = Says(LINE, max_tokens=9000), CharTokenizer()
     asyncio.run(refiner(engine, prompt="full").refine(FINDING, 3, 5.0))
     assert engine.asked[0][0] == FINDING.prompt()
     plain.chat_template = None
@@ -126,7 +102,7 @@ def test_the_script_copies_the_passage_that_fits_or_any() -> None:
     lines = PASSAGES.split("\n")
 
     def said(error: float, seed: int) -> Evidence:
-        script = ScriptedRefiner(refiner(Engine()), error, end_id=0)
+        script = ScriptedRefiner(refiner(Says(LINE)), error, end_id=0)
         return asyncio.run(script.refine(FINDING, seed, 5.0))
 
     right = said(0.0, 1)
@@ -199,14 +175,14 @@ def run(flow: Flow) -> Trajectory:
 
 
 def test_a_search_has_its_call_and_other_turns_have_none() -> None:
-    search, other = run(flow(refiner(Engine()))).turns
+    search, other = run(flow(refiner(Says(LINE)))).turns
     assert (search.result.output, search.retrieved) == ("It is 1240.", f"area of Mali: {PASSAGES}")
     assert set(search.calls) == {"planner", "refiner"} and set(other.calls) == {"planner"}
     assert other.retrieved == "" and other.result.output.startswith("area of Mali: ")
 
 
 def test_a_command_with_several_queries_is_refined_at_once() -> None:
-    engine = Engine()
+    engine = Says(LINE)
     executor = LLMExecutor(
         archive_and_clock(), 5.0, 1000, engine=SeveralQueries(), ask_timeout_s=5.0
     )
@@ -219,7 +195,7 @@ def test_a_command_with_several_queries_is_refined_at_once() -> None:
 
 
 def test_an_empty_reply_leaves_the_passages_and_is_trained_all_the_same() -> None:
-    search = run(flow(refiner(Engine("  ")))).turns[0]
+    search = run(flow(refiner(Says("  ")))).turns[0]
     assert search.result.output.endswith(PASSAGES) and search.retrieved == ""
     assert search.calls["refiner"].response_ids == (32, 32)
 
@@ -227,7 +203,7 @@ def test_an_empty_reply_leaves_the_passages_and_is_trained_all_the_same() -> Non
 def test_an_engine_that_is_gone_ends_the_rollouts_and_a_frozen_one_leaves_the_passages() -> None:
     """As the planner's engine does, and as a frozen refiner always did."""
     with pytest.raises(EngineError):
-        run(flow(refiner(Engine(fails=True))))
+        run(flow(refiner(Says(fails=True))))
 
     class Gone:
         name = "gone"
@@ -241,8 +217,8 @@ def test_an_engine_that_is_gone_ends_the_rollouts_and_a_frozen_one_leaves_the_pa
 
 def test_its_calls_are_the_samples_and_turns_without_a_search_are_not_missed() -> None:
     """Both rollouts searched once in two turns; a call that the deadline left empty is counted."""
-    first, second = (run(flow(refiner(Engine(line)))) for line in (" right", " wrong"))
-    cut = run(flow(refiner(Engine("", reason=FinishReason.DEADLINE))))
+    first, second = (run(flow(refiner(Says(line)))) for line in (" right", " wrong"))
+    cut = run(flow(refiner(Says("", reason=FinishReason.DEADLINE))))
     scored = [
         Trajectory(TASK, each.turns, "", 0.0, 0, reward=reward)
         for each, reward in ((first, 1.0), (second, 0.0), (cut, 0.0))
@@ -260,5 +236,5 @@ def test_its_calls_are_the_samples_and_turns_without_a_search_are_not_missed() -
 def test_a_refiner_of_its_own_is_made_before_the_flow() -> None:
     with pytest.raises(AssertionError, match="made before the flow"):
         make_flow(OWN, Planner(), {}, 2)
-    made = make_flow(OWN, Planner(), archive_and_clock(), 2, refine=refiner(Engine()))
+    made = make_flow(OWN, Planner(), archive_and_clock(), 2, refine=refiner(Says(LINE)))
     assert isinstance(made.refiner, PolicyRefiner) and made.passage_tools == {"Archive"}

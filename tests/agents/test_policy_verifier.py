@@ -5,10 +5,9 @@ script.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
-from char_tokenizer import CharTokenizer
+from char_tokenizer import CharTokenizer, ChatChars, Says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +26,6 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.types import (
     Action,
     Call,
-    Completion,
     FinishReason,
     PlanStep,
     Sampling,
@@ -49,50 +47,31 @@ OWN = Config.model_validate({"roles": {"verifier": "own"}})
 MASK = SamplingMask.of([(1, 2)])
 
 
-class Engine:
-    """Says one line, with the weights of version 7, and notes what it was asked."""
-
-    version = 7
-
-    def __init__(
-        self, line: str = " STOP", max_tokens: int = 1000, reason: FinishReason = FinishReason.STOP
-    ) -> None:
-        self.line, self.max_tokens, self.reason = line, max_tokens, reason
-        self.asked: list[tuple[str, Sampling]] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.asked.append(("".join(map(chr, prompt_ids)), sampling))
-        ids = tuple(map(ord, self.line))
-        return Completion(
-            ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 7),), self.reason, MASK
-        )
-
-
 def memory(*entries: tuple[str, str]) -> Memory:
     return Memory(tuple(MemoryEntry(tool, sub_goal, "c", "found") for tool, sub_goal in entries))
 
 
 def verifier(
-    engine: Engine, config: Config = OWN, temperature: float | None = None
+    engine: Says, config: Config = OWN, temperature: float | None = None
 ) -> PolicyVerifier:
     return make(config, engine, CharTokenizer(), temperature)
 
 
 def make(
-    config: Config, engine: Engine, tokenizer: CharTokenizer, temperature: float | None = None
+    config: Config, engine: Says, tokenizer: CharTokenizer, temperature: float | None = None
 ) -> PolicyVerifier:
     policy = make_policy(config, "verifier", engine, tokenizer, temperature)  # type: ignore[arg-type]
     return make_verifier(config, policy, {})
 
 
-def verify(engine: Engine, deadline_s: float = 5.0) -> Verification:
+def verify(engine: Says, deadline_s: float = 5.0) -> Verification:
     return asyncio.run(
         verifier(engine).verify(TASK, memory(("Search", "area of Chad")), 3, deadline_s)
     )
 
 
 def test_it_reads_the_question_and_the_steps() -> None:
-    engine = Engine()
+    engine = Says(" STOP", mask=MASK)
     verify(engine)
     assert [prompt for prompt, _ in engine.asked] == [
         f"Question: {TASK.question}\n1. Search | area of Chad | found\nConclusion:"
@@ -100,7 +79,7 @@ def test_it_reads_the_question_and_the_steps() -> None:
 
 
 def test_it_keeps_the_tokens_that_were_sampled() -> None:
-    engine = Engine(" CONTINUE")
+    engine = Says(" CONTINUE", mask=MASK)
     done = verify(engine)
     prompt_ids, ids = tuple(map(ord, engine.asked[0][0])), tuple(map(ord, " CONTINUE"))
     spans = (VersionSpan(0, len(ids), 7),)
@@ -126,7 +105,7 @@ def test_it_keeps_the_tokens_that_were_sampled() -> None:
     ],
 )
 def test_only_the_very_words_are_a_verdict(line: str, verdict: Verdict, is_malformed: bool) -> None:
-    done = verify(Engine(line))
+    done = verify(Says(line, mask=MASK))
     assert done.verdict is verdict
     assert (read_verdict(done.text) is None) == is_malformed
 
@@ -148,7 +127,7 @@ def test_it_is_told_how_to_sample() -> None:
             "rollout": {"request_timeout_s": 4},
         }
     )
-    engine = Engine()
+    engine = Says(" STOP", mask=MASK)
     for temperature, deadline_s in ((None, 99.0), (0.0, 1.5)):
         asyncio.run(
             verifier(engine, config, temperature).verify(
@@ -162,10 +141,10 @@ def test_it_is_told_how_to_sample() -> None:
 
 
 def test_what_the_deadline_cut_is_kept_and_says_continue() -> None:
-    done = verify(Engine(" ST", reason=FinishReason.DEADLINE))
+    done = verify(Says(" ST", reason=FinishReason.DEADLINE))
     assert done.verdict is Verdict.CONTINUE and done.call is not None
     assert (done.call.text, done.call.finish_reason) == (" ST", FinishReason.DEADLINE)
-    none = verify(Engine("", reason=FinishReason.DEADLINE))
+    none = verify(Says("", reason=FinishReason.DEADLINE))
     assert (
         none.verdict is Verdict.CONTINUE and none.call is not None and none.call.response_ids == ()
     )
@@ -175,9 +154,9 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     num_tokens = (
         len(CompactVerdictPrompt().render(TASK.question, memory(("Search", "area of Chad")))) + 48
     )
-    assert verify(Engine(max_tokens=num_tokens)).verdict is Verdict.STOP
+    assert verify(Says(" STOP", max_tokens=num_tokens)).verdict is Verdict.STOP
     with pytest.raises(PromptTooLong):
-        verify(Engine(max_tokens=num_tokens - 1))
+        verify(Says(max_tokens=num_tokens - 1))
 
 
 def test_a_reply_as_long_as_the_model_is_refused() -> None:
@@ -185,16 +164,7 @@ def test_a_reply_as_long_as_the_model_is_refused() -> None:
         UserError,
         match=r"policies\.verifier\.max_new_tokens=48 must be below the model's 48 positions",
     ):
-        verifier(Engine(max_tokens=48))
-
-
-class Templated(CharTokenizer):
-    """A tokenizer with a chat template of two brackets."""
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        return f"<user>{conversation[0]['content']}<assistant>"
+        verifier(Says(max_tokens=48))
 
 
 def test_full_verdict_prompt_needs_chat_template() -> None:
@@ -208,9 +178,9 @@ def test_full_verdict_prompt_needs_chat_template() -> None:
     plain = CharTokenizer()
     plain.chat_template = None
     with pytest.raises(UserError, match=r"policies\.verifier\.path='v' has no chat template"):
-        make(full, Engine(), plain)
-    engine = Engine("It is stated.\nConclusion: STOP", max_tokens=9000)
-    made = make(full, engine, Templated())
+        make(full, Says(" STOP", mask=MASK), plain)
+    engine = Says("It is stated.\nConclusion: STOP", max_tokens=9000)
+    made = make(full, engine, ChatChars())
     assert (
         asyncio.run(made.verify(TASK, memory(("Search", "area of Chad")), 3, 5.0)).verdict
         is Verdict.STOP
@@ -220,7 +190,7 @@ def test_full_verdict_prompt_needs_chat_template() -> None:
         and '"sub_goal": "area of Chad"' in engine.asked[0][0]
     )
     assert all(
-        read_verdict(FullVerdictPrompt("", Templated()).write(verdict)) is verdict
+        read_verdict(FullVerdictPrompt("", ChatChars()).write(verdict)) is verdict
         for verdict in Verdict
     )
 
@@ -246,7 +216,7 @@ class Planner:
         raise AssertionError("nobody branches")
 
 
-def flow(engine: Engine) -> Flow:
+def flow(engine: Says) -> Flow:
     return Flow(
         Planner(),
         RuleExecutor({}, 5.0, 100),
@@ -256,12 +226,12 @@ def flow(engine: Engine) -> Flow:
     )
 
 
-def turns(engine: Engine) -> tuple[Turn, ...]:
+def turns(engine: Says) -> tuple[Turn, ...]:
     return asyncio.run(flow(engine).run(TASK, 5)).turns
 
 
 def test_a_turn_holds_the_calls_of_both_policies() -> None:
-    (turn,) = turns(Engine(" STOP"))
+    (turn,) = turns(Says(" STOP", mask=MASK))
     assert (turn.verdict, turn.verdict_text) == (Verdict.STOP, "Conclusion: STOP")
     assert turn.calls["planner"] == PLANNER_CALL
     theirs = turn.calls["verifier"]
@@ -269,24 +239,19 @@ def test_a_turn_holds_the_calls_of_both_policies() -> None:
 
 
 def test_turns_have_seeds_of_their_own() -> None:
-    engine = Engine(" what")
+    engine = Says(" what", mask=MASK)
     assert len(turns(engine)) == 2
     assert len({sampling.seed for _, sampling in engine.asked}) == 2
 
 
 def test_a_failure_of_the_engine_is_one_of_the_run() -> None:
     """A policy that cannot be sampled has nothing to train, as with the planner."""
-
-    class Broken(Engine):
-        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-            raise EngineError("gone")
-
     with pytest.raises(EngineError, match="gone"):
-        turns(Broken())
+        turns(Says(fails=True))
 
 
 def test_a_verifier_that_is_too_small_ends_the_rollout() -> None:
-    trajectory = asyncio.run(flow(Engine(max_tokens=60)).run(TASK, 5))
+    trajectory = asyncio.run(flow(Says(max_tokens=60)).run(TASK, 5))
     assert (trajectory.truncated, trajectory.turns) == ("prompt", ())
 
 
@@ -321,13 +286,13 @@ def test_the_script_knows_what_is_left_of_the_plan(
     entries: tuple[tuple[str, str], ...], num_left: int
 ) -> None:
     assert len(steps_left(TASK, memory(*entries))) == num_left
-    script = ScriptedVerifier(verifier(Engine()), 0.0, end_id=0)
+    script = ScriptedVerifier(verifier(Says(" STOP", mask=MASK)), 0.0, end_id=0)
     done = asyncio.run(script.verify(TASK, memory(*entries), 1, 1.0))
     assert done.verdict is (Verdict.CONTINUE if num_left else Verdict.STOP)
 
 
 def test_the_script_says_it_in_the_policys_tokens() -> None:
-    like = verifier(Engine())
+    like = verifier(Says(" STOP", mask=MASK))
     held = memory(("Search", "area of Chad"))
     done = asyncio.run(ScriptedVerifier(like, 0.0, end_id=0).verify(TASK, held, 1, 1.0))
     assert done.call == Call(
@@ -342,7 +307,7 @@ def test_the_script_says_it_in_the_policys_tokens() -> None:
 
 
 def test_the_script_stops_early_as_often_as_it_is_told() -> None:
-    script = ScriptedVerifier(verifier(Engine()), 0.3, end_id=0)
+    script = ScriptedVerifier(verifier(Says(" STOP", mask=MASK)), 0.3, end_id=0)
     held = memory(("Search", "area of Chad"))
     stops = [
         asyncio.run(script.verify(TASK, held, seed, 1.0)).verdict is Verdict.STOP

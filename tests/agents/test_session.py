@@ -39,6 +39,7 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from tests.packages import lay_out
 
 TASK = Task("t-1", "What is 2 + 3?", ("5",))
 Program = Callable[[Session], Awaitable[Any]]
@@ -367,19 +368,14 @@ def test_an_agent_of_ones_own_file_makes_rollouts(mine: str) -> None:
 def test_an_agent_of_another_package_makes_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "their_agents.py").write_text(MINE)
-    info = tmp_path / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    names = "echo = their_agents:Echo\nbroken = their_agents:Gone\nsingle = their_agents:Echo\n"
-    (info / "entry_points.txt").write_text(f"[flowtrain.agents]\n{names}")
+    names = {"echo": "their_agents:Echo", "broken": "their_agents:Gone"}
+    lay_out(tmp_path, "their_agents", "flowtrain.agents", names, MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=r"agent 'single' is offered by .* and by theirs 1\.0"):
-        load_kind(config("echo"))
-    (info / "entry_points.txt").write_text(f"[flowtrain.agents]\n{names.rpartition('single')[0]}")
     importlib.invalidate_caches()
     assert not load_kind(config("echo")).can_branch
-    with pytest.raises(UserError, match=r"package theirs 1\.0 cannot be imported: AttributeError"):
+    with pytest.raises(
+        UserError, match=r"package their_agents 1\.2 cannot be imported: AttributeError"
+    ):
         load_kind(config("broken"))
 
 

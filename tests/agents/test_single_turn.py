@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from char_tokenizer import CharTokenizer
+from char_tokenizer import ChatChars
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
@@ -30,13 +30,6 @@ from flowtrain.types import (
 )
 
 TASK = Task("t-1", "What is 2 + 3?", ("5",))
-
-
-class ChatChars(CharTokenizer):
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        return f"<user>{conversation[0]['content']}<assistant>"
 
 
 class Speaker:

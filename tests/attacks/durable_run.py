@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain import toy
 from flowtrain.metrics import RunDir
 from flowtrain.metrics.jsonl import append_lines, cut_lines
 from flowtrain.training import checkpoint
-from flowtrain.training import model as models
 from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.world import World
 from flowtrain.utils.files import writing
@@ -42,8 +42,8 @@ def weights(version: int) -> dict[str, Tensor]:
 def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerFast, ShardOptimizer]:
     """A model of a few kilobytes, and an optimizer that has taken a step."""
     torch.manual_seed(0)
-    tokenizer = models.new_tokenizer(["a b"], vocab_size=260)
-    model = models.new_model(tokenizer, 8, 1, 1, max_positions=8)
+    tokenizer = toy.new_tokenizer(["a b"], vocab_size=260)
+    model = toy.new_model(tokenizer, 8, 1, 1, max_positions=8)
     world = World(0, 1, torch.device("cpu"))
     optimizer = ShardOptimizer(model, world, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
     for parameter in model.parameters():

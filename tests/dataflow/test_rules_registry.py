@@ -13,6 +13,7 @@ import pytest
 from flowtrain.config.dataflow import Dataflow
 from flowtrain.dataflow.rules import Outcome, load, registry
 from flowtrain.types import UserError
+from tests.packages import lay_out
 
 HALF = """
 from typing import Annotated
@@ -39,28 +40,15 @@ def nothing():
 """
 
 
-def install(
-    folder: Path,
-    package: str,
-    entries: dict[str, str],
-    source: str = HALF,
-    group: str = "flowtrain.group_filters",
-) -> None:
-    """Lay `package` out as pip would."""
-    (folder / f"{package}.py").write_text(source)
-    info = folder / f"{package}-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
-    lines = [f"{name} = {value}" for name, value in entries.items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
+def install(folder: Path, entries: dict[str, str], group: str = "flowtrain.group_filters") -> None:
+    lay_out(folder, "halves", group, entries, HALF)
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of installed packages."""
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("halves", "other"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "halves", raising=False)
     return tmp_path
 
 
@@ -136,7 +124,7 @@ def test_a_bad_name_or_option_is_refused_with_what_there_is(
 
 
 def test_an_installed_rule_gets_its_options(site: Path) -> None:
-    install(site, "halves", {"half": "halves:Half"})
+    install(site, {"half": "halves:Half"})
     keeps = load(
         Dataflow(group_filter="half", group_filter_options={"threshold": 0.75})
     ).group_filter.keeps
@@ -180,25 +168,15 @@ def test_an_installed_rule_gets_its_options(site: Path) -> None:
 def test_a_package_whose_rule_cannot_be_made_is_named(
     site: Path, value: str, options: dict[str, Any], reason: str
 ) -> None:
-    install(site, "halves", {"half": value})
+    install(site, {"half": value})
     assert (
         refused(group_filter="half", group_filter_options=options)
         == f"group filter 'half' of package halves 1.2 {reason}"
     )
 
 
-@pytest.mark.parametrize(("name", "first"), [("half", "halves 1.2"), ("mixed", "flowtrain itself")])
-def test_a_name_that_two_packages_offer_is_refused(site: Path, name: str, first: str) -> None:
-    install(site, "halves", {"half": "halves:Half"})
-    install(site, "other", {name: "other:Half"})
-    assert (
-        refused()
-        == f"group filter {name!r} is offered by {first} and by other 1.2; uninstall one of them"
-    )
-
-
 def test_a_rule_of_another_place_is_none_here(site: Path) -> None:
-    install(site, "halves", {"half": "halves:Half"}, group="flowtrain.prompt_filters")
+    install(site, {"half": "halves:Half"}, group="flowtrain.prompt_filters")
     assert (
         refused(group_filter="half")
         == "dataflow.group_filter: no group filter 'half'; there are all, mixed"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Process, Server
+from launch.plans import CONFIG
 
 from flowtrain.config.options import parse
 from flowtrain.dataflow.__main__ import _parser as dataflow_parser
@@ -26,17 +27,6 @@ from flowtrain.weights.__main__ import _parser as weights_parser
 pytest_plugins = ("cli_runs",)
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "more-than-one-machine.md").read_text()
-CONFIG = """
-run = {device = "cpu", threads = 1}
-tiny = {hidden_size = 32, num_layers = 1, num_heads = 2}
-tasks = {num_train = 40}
-agent = {max_turns = 2, tools = ["Search", "Base_Generator"]}
-rollout = {num_questions = 2, group_size = 2, max_new_tokens = 8}
-train = {num_steps = 2}
-eval = {num_tasks = 2}
-log = {tensorboard = false}
-dataflow = {wait_s = 60.0}
-"""
 _PROGRAM = re.compile(r"(export |python |torchrun |sudo |ssh |[A-Z_]+=\S* python )")
 
 

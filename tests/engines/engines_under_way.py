@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain import toy
 from flowtrain.engines.vllm.engine import VllmEngine
-from flowtrain.training import model as models
 
 T = TypeVar("T")
 TEXTS = ("What is the capital of Chad?", "Sub-Goal: capital of Chad")
@@ -31,9 +31,9 @@ def loud_model(
     """Make a model of two layers with large random weights; on a CPU vLLM takes no heads but those
     of the default sizes.
     """
-    tokenizer = models.new_tokenizer(texts, vocab_size=vocab_size)
+    tokenizer = toy.new_tokenizer(texts, vocab_size=vocab_size)
     torch.manual_seed(seed)
-    model = models.new_model(
+    model = toy.new_model(
         tokenizer, hidden_size, num_layers=2, num_heads=num_heads, max_positions=max_positions
     )
     model.config.architectures = [type(model).__name__]

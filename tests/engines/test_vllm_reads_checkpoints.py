@@ -13,9 +13,9 @@ import torch
 from checkpoints import save
 from flowkernels import LossSpec
 
+from flowtrain import toy
 from flowtrain.config import Config
 from flowtrain.engines.factory import ModelSpec, make_engine
-from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
@@ -36,8 +36,8 @@ def test_vllm_samples_from_the_model_of_a_checkpoint(tmp_path: Path) -> None:
     """The optimizer's tensors lie elsewhere: vLLM reads every *.safetensors of a folder."""
     alone = World(0, 1, torch.device("cpu"))
     torch.manual_seed(0)
-    tokenizer = models.new_tokenizer(["What is the capital of Chad?"], vocab_size=280)
-    model = models.new_model(tokenizer, 64, 2, 2, max_positions=128)
+    tokenizer = toy.new_tokenizer(["What is the capital of Chad?"], vocab_size=280)
+    model = toy.new_model(tokenizer, 64, 2, 2, max_positions=128)
     trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2))
     ones = (1.0,) * 4
     trainer.step([pack_rows([Sample(PROMPT, (7, 8, 9, 10), (-5.6,) * 4, ones, ones)], 64)])

@@ -23,7 +23,7 @@ from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
-from flowtrain.training.model import new_tokenizer
+from flowtrain.toy import new_tokenizer
 from flowtrain.training.world import World
 from flowtrain.types import (
     Action,

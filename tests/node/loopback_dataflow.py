@@ -16,6 +16,7 @@ import torch
 import uvicorn
 from torch import Tensor
 
+from flowtrain import toy
 from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.config import Config, Lora
 from flowtrain.dataflow.client import Client
@@ -36,13 +37,13 @@ TOKEN = "of-the-tests"
 
 def make_model(path: Path, num_layers: int = 1) -> str:
     """Make a folder with a model that answers every prompt differently."""
-    tokenizer = models.new_tokenizer(
+    tokenizer = toy.new_tokenizer(
         ["What is the capital of Chad? Sub-Goal: capital of Chad\nTool Name: Search"] * 9,
         vocab_size=300,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
-    model = models.new_model(
+    model = toy.new_model(
         tokenizer, hidden_size=32, num_layers=num_layers, num_heads=2, max_positions=512
     )
     models.export(model, tokenizer, models.full_weights(model), path)

@@ -336,17 +336,19 @@ def test_engine_error_ends_the_node_and_releases_its_leases(ledger: Ledger, node
 def test_a_failing_rollout_costs_its_work_item_alone(
     ledger: Ledger, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The work item goes back, and counts as failed once it has gone back `max_attempts` times."""
+    """The work item goes back, and counts as failed once it has gone back `max_attempts` times.
+    Failures with groups between them do not end the node, however many they are.
+    """
 
     async def rollout(task: Task, seed: int) -> Trajectory:
-        if task.id == TASKS[3].id:
+        if task in (TASKS[1], TASKS[3], TASKS[5]):
             raise KeyError("a bug of ours")
         return await soon(task, seed)
 
     run(nodes.make(rollout, num_groups=9))
-    assert work_items(ledger)["failed"] == 1 and work_items(ledger)["committed"] == 9
+    assert work_items(ledger)["failed"] == 3 and work_items(ledger)["committed"] == 9
     assert (
-        sum("a bug of ours" in record.exc_text for record in caplog.records if record.exc_text) == 3
+        sum("a bug of ours" in record.exc_text for record in caplog.records if record.exc_text) == 9
     )
 
 

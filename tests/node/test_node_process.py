@@ -345,16 +345,6 @@ def test_groups_survive_a_service_that_is_away(
     assert after["work_items"]["leased"] == 0
 
 
-def test_a_node_ends_with_training(
-    dataflow: DataflowServer, trainer: Trainer, start: Start
-) -> None:
-    node = start("one")
-    trainer.step(1)
-    trainer.report(1, is_done=True)
-    assert node.wait() == 0
-    assert "groups pushed" in node.err.read_text()
-
-
 def test_a_frozen_policy_is_followed_once_it_has_a_trainer(
     model: str, tmp_path: Path, server: Server
 ) -> None:
@@ -402,7 +392,6 @@ def test_a_node_without_a_trainer_waits_until_a_signal(
     ("args", "message"),
     [
         (("--rollout.temperature", "2"), "--rollout.temperature is the same for the whole run"),
-        (("--config", "x.toml"), "--config is the same for the whole run"),
         (("--run.devise", "cpu"), "--run.devise is the same for the whole run"),
         (("--store", "verifier=x"), "this run has the policies planner"),
         (("--vllm.max_num_seqs", "many"), "vllm.max_num_seqs"),

@@ -122,15 +122,6 @@ def test_hostile_text_is_refused_without_a_warning(expression: str) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(
-    st.one_of(st.text(), st.text("0468+-*/() =._\u00d7\u00f7\u2212", max_size=30)),
-    st.lists(st.integers(0, 13), max_size=4),
-)
-def test_any_text_gets_an_answer(expression: str, numbers: list[int]) -> None:
-    assert is_right(expression, numbers) in (True, False)
-
-
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(
     st.lists(st.sampled_from(["4", "6", "8", "(", ")", *SIGNS, " "]), min_size=1, max_size=12).map(
         "".join
     )
@@ -144,14 +135,6 @@ def test_random_expressions_agree_with_python(expression: str) -> None:
 def test_needless_parentheses_are_fine_up_to_the_limit() -> None:
     assert is_right("(" * 20 + "4 * 6" + ")" * 20, [4, 6])
     assert not is_right("(" * 50 + "4 * 6" + ")" * 50, [4, 6])
-
-
-def test_scorer() -> None:
-    task = Task("t", "q", ("3", "3", "8", "8"), scorer="gameof24")
-    assert gameof24(task, "8 / (3 - 8 / 3)") == 1.0
-    assert gameof24(task, "8 + 8 + 3 + 3") == 0.0
-    assert gameof24(task, "8 * 3 * (8 - 3)") == 0.0
-    assert gameof24(task, "no idea") == 0.0
 
 
 ONES = Task("t", "q", ("1", "1", "1", "8"), scorer="gameof24")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from chat_servers import chat_server
 
+from flowtrain import toy
 from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
@@ -70,12 +71,10 @@ def config_of(name: str) -> Config:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder of random weights with a chat template and room for the longest prompt."""
     path = tmp_path_factory.mktemp("model") / "tiny"
-    tokenizer = models.new_tokenizer([(CONFIGS.parent / "docs" / "tools.md").read_text()], 1500)
+    tokenizer = toy.new_tokenizer([(CONFIGS.parent / "docs" / "tools.md").read_text()], 1500)
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
-    tiny = models.new_model(
-        tokenizer, hidden_size=16, num_layers=1, num_heads=2, max_positions=20480
-    )
+    tiny = toy.new_model(tokenizer, hidden_size=16, num_layers=1, num_heads=2, max_positions=20480)
     models.export(tiny, tokenizer, models.full_weights(tiny), path)
     return path
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowtrain import toy
 from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
@@ -42,12 +43,10 @@ def test_it_runs_dry(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("SERPER_API_KEY", "none")
-    tokenizer = models.new_tokenizer([(CONFIG.parent.parent / "docs/tools.md").read_text()], 1500)
+    tokenizer = toy.new_tokenizer([(CONFIG.parent.parent / "docs/tools.md").read_text()], 1500)
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
-    tiny = models.new_model(
-        tokenizer, hidden_size=16, num_layers=1, num_heads=2, max_positions=8192
-    )
+    tiny = toy.new_model(tokenizer, hidden_size=16, num_layers=1, num_heads=2, max_positions=8192)
     models.export(tiny, tokenizer, models.full_weights(tiny), tmp_path / "model")
     rows = [
         {

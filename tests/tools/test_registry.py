@@ -18,6 +18,7 @@ from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import registry
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import UserError
+from tests.packages import lay_out
 
 TASKS = TaskSet((), {}, ("The area of Chad is 1284.", "The area of Mali is 1240."))
 
@@ -45,13 +46,7 @@ class Failing(Shout):
 
 
 def install(folder: Path, package: str, entries: dict[str, str], source: str) -> None:
-    """Lay `package` out as pip would."""
-    (folder / f"{package}.py").write_text(source)
-    info = folder / f"{package}-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
-    lines = [f"{name} = {value}" for name, value in entries.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[flowtrain.tools]", *lines]))
+    lay_out(folder, package, registry.GROUP, entries, source)
 
 
 @pytest.fixture

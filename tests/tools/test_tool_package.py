@@ -4,17 +4,11 @@ flow by another process.
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packages import check_shown, installed, printed
 
 FLOW = """
 import asyncio, json
@@ -48,54 +42,18 @@ print(json.dumps([[turn.result.text for turn in done.turns], done.answer, descri
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which pip has installed the package."""
-    pytest.importorskip("setuptools", "77", "the package is built with what is installed")
-    folder = tmp_path_factory.mktemp("package")
-    shutil.copytree(
-        ROOT / "examples" / "tool_package", folder / "source"
-    )  # building leaves files beside the source
-    options = [
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--disable-pip-version-check",
-        "--target",
-        str(folder / "site"),
-    ]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, str(folder / "source")],
-        timeout=120,
-        check=True,
-    )
-    return folder / "site"
+    return installed("tool_package", tmp_path_factory.mktemp("package"))
 
 
 def test_installed_tool_runs_in_flow_with_its_options(site: Path) -> None:
-    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
-    done = subprocess.run(
-        [sys.executable, "-c", FLOW],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (wrong, right), answer, description = json.loads(done.stdout)
+    (wrong, right), answer, description = printed(FLOW, site)
     assert wrong.startswith("Error: write '3 mile to km', with units of mm, cm")
-    assert (
-        right == answer == "4.83 km"
-        and description == "Converts a length from one unit to another."
-    )
+    assert right == answer == "4.83 km"
+    assert description == "Converts a length from one unit to another."
 
 
 def test_the_docs_show_the_example_as_it_is() -> None:
-    source = (ROOT / "examples" / "tool_package" / "flowtrain_unit_converter.py").read_text()
-    shown = (ROOT / "docs" / "tools.md").read_text().partition("```python\n")[2].partition("```")[0]
-    without_docstrings = re.sub(r'^( *)"""[^"]*"""\n\n', "", source, flags=re.MULTILINE)
-    assert shown == without_docstrings
-    assert len([line for line in source.splitlines() if line.strip()]) <= 30
+    check_shown("tool_package/flowtrain_unit_converter.py", "tools.md")
 
 
 REGISTERS = """
@@ -125,14 +83,4 @@ print(json.dumps(told))
 
 
 def test_the_installed_tool_with_a_state_is_rewound(site: Path) -> None:
-    path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "kernels")])
-    done = subprocess.run(
-        [sys.executable, "-c", REGISTERS],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [f"r is {n}" for n in (1, 11, 101, 101, 111)]
+    assert printed(REGISTERS, site) == [f"r is {n}" for n in (1, 11, 101, 101, 111)]

@@ -171,8 +171,6 @@ def test_embeddings_rank_where_an_engine_is_named(monkeypatch: pytest.MonkeyPatc
             "inside.example is at 10.0.0.7, which is not on the public internet",
         ),
         ([html("x")], "http://inside.example/", "inside.example is at 10.0.0.7"),
-        ([html("x")], "http://127.0.0.1/", "127.0.0.1, which is not"),
-        ([html("x")], "file:///etc/passwd", "only http"),
         (
             [html("%PDF-1.7", Content_Type="application/pdf")],
             URL,

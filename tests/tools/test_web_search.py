@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from web_servers import Answer, ScriptedChat, Server, html, json_answer, serving, status
+from web_servers import Answer, ScriptedChat, Server, json_answer, serving, status
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
@@ -235,9 +235,6 @@ def test_searxng_says_when_all_its_engines_are_silent() -> None:
     [
         (status(401, '{"message": "Unauthorized."}'), "refused with HTTP 401"),
         (status(429, "quota", Retry_After="99"), "HTTP 429: 'quota'; no time is left"),
-        (status(500, Retry_After="99"), "HTTP 500"),
-        (html("<html>Captcha"), "not JSON: '<html>Captcha'"),
-        (json_answer([1, 2]), "answered without a list"),
         (json_answer(None), "answered without a list"),
         (json_answer({"items": "x", "organic": {}, "results": 3}), "answered without a list"),
         (
@@ -326,16 +323,3 @@ def test_addresses_are_named_and_checked_at_the_start() -> None:
         UserError, match=r"web_search\.base_url='localhost:8080' must begin with http"
     ):
         tool("searxng", "localhost:8080")
-
-
-def test_hundreds_of_searches_share_the_connections_of_a_loop() -> None:
-    async def main(web: Tool) -> list[ToolResult]:
-        return await asyncio.gather(
-            *(run_tool(web, {"query": f"q{n}"}, 20.0, 4000) for n in range(200))
-        )
-
-    with serving(json_answer(SERPER)) as server:
-        web = tool("serper", server.url, timeout_s=20.0)
-        for _ in range(2):
-            assert all(result.output == LISTED for result in asyncio.run(main(web)))
-    assert len(server.seen) == 400

@@ -19,9 +19,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from flowtrain import toy
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.training import attention
-from flowtrain.training import model as models
 from flowtrain.training.row_loss import row_loss
 from flowtrain.training.sharding import ShardSpec, shard
 from flowtrain.training.tree import pack_rows
@@ -41,7 +41,7 @@ _LENGTHS = (1, 5, 31, 32, 33, 64, 70, 97)
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of 260 tokens or so."""
-    return models.new_tokenizer(["What is the capital of Chad?"], 280)
+    return toy.new_tokenizer(["What is the capital of Chad?"], 280)
 
 
 def tiny_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+from flowtrain import toy
 from flowtrain.engines.factory import ModelSpec
 from flowtrain.engines.requests import stop_ids
 from flowtrain.training import checkpoint
@@ -157,9 +158,9 @@ def test_the_tokenizer_comes_back_as_it_was(setup: Setup) -> None:
         " a  b\n\nc\t",
         "<|endoftext|>",
     ]
-    made = models.new_tokenizer(texts, vocab_size=270)
+    made = toy.new_tokenizer(texts, vocab_size=270)
     path = setup.root / "model"
-    model = models.new_model(made, 16, 1, 2, max_positions=8)
+    model = toy.new_model(made, 16, 1, 2, max_positions=8)
     models.export(model, made, models.full_weights(model), path)
     loaded = models.load_tokenizer(str(path))
     assert loaded.get_vocab() == made.get_vocab() and len(loaded) == model.config.vocab_size
@@ -175,7 +176,7 @@ def test_a_plain_tokenizer_beside_a_qwen2_model_stays_plain(setup: Setup) -> Non
     """AutoTokenizer would put the class of the model's family in its place, whatever the
     tokenizer's own config says.
     """
-    made = models.new_tokenizer(["a\u0301 and é"], vocab_size=270)
+    made = toy.new_tokenizer(["a\u0301 and é"], vocab_size=270)
     made.save_pretrained(setup.root)
     Qwen2Config(vocab_size=270).save_pretrained(setup.root)
     loaded = models.load_tokenizer(str(setup.root))
@@ -252,9 +253,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     setup: Setup, hidden_size: int, num_layers: int
 ) -> None:
     path = setup.save(1)
-    other = models.new_model(
-        setup.tokenizer, hidden_size, num_layers, num_heads=4, max_positions=64
-    )
+    other = toy.new_model(setup.tokenizer, hidden_size, num_layers, num_heads=4, max_positions=64)
     trainer = setup.new_trainer(other)
     before = everything(trainer)
     with pytest.raises(

@@ -22,6 +22,7 @@ from flowkernels import LossSpec
 from gradients import TOLERANCE, Plain, distance, gradient_of
 from transformers import AutoModelForCausalLM
 
+from flowtrain import toy
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
@@ -77,12 +78,10 @@ FLOW_REPLIES: dict[PolicyName, list[str]] = {
 @pytest.fixture(scope="module")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of many positions, for `make_trainer` too."""
-    tokenizer = models.new_tokenizer([f"{TASKS[0].question} {CALL} Tool Name: Search"], 320)
+    tokenizer = toy.new_tokenizer([f"{TASKS[0].question} {CALL} Tool Name: Search"], 320)
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
-    model = models.new_model(
-        tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=900
-    )
+    model = toy.new_model(tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=900)
     path = tmp_path_factory.mktemp("model")
     models.export(model, tokenizer, models.full_weights(model), path)
     return str(path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain import toy
 from flowtrain.config import Lora
 from flowtrain.engines.factory import ModelSpec
 from flowtrain.training import model as models
@@ -17,9 +18,9 @@ from flowtrain.training.model import layout_digest
 def policy(
     words: str = "capital of Chad", num_layers: int = 1, seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    tokenizer = models.new_tokenizer([words] * 9, vocab_size=264)
+    tokenizer = toy.new_tokenizer([words] * 9, vocab_size=264)
     torch.manual_seed(seed)
-    return models.new_model(tokenizer, 16, num_layers, 2, 64), tokenizer
+    return toy.new_model(tokenizer, 16, num_layers, 2, 64), tokenizer
 
 
 def test_it_looks_at_shapes_and_tokens_and_not_at_values() -> None:
@@ -31,7 +32,7 @@ def test_it_looks_at_shapes_and_tokens_and_not_at_values() -> None:
     )
     model, tokenizer = policy()
     other_end = copy.deepcopy(tokenizer)
-    other_end.eos_token = models.PAD
+    other_end.eos_token = toy.PAD
     others = [
         layout_digest(model, tokenizer, torch.bfloat16),
         layout_digest(*policy(num_layers=2), torch.float32),

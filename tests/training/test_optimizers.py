@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import save as pack_tensors
 from torch import Tensor, nn
 
+from flowtrain import toy
 from flowtrain.config import Config
 from flowtrain.training import checkpoint, sharding
 from flowtrain.training import model as models
@@ -282,7 +283,7 @@ def wide_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """
     tokenizer = models.load_tokenizer(tiny_path)
     torch.manual_seed(0)
-    model = models.new_model(tokenizer, hidden_size=96, num_layers=2, num_heads=4, max_positions=64)
+    model = toy.new_model(tokenizer, hidden_size=96, num_layers=2, num_heads=4, max_positions=64)
     path = tmp_path_factory.mktemp("wide")
     models.export(model, tokenizer, models.full_weights(model), path)
     return str(path)

@@ -50,6 +50,10 @@ CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "an infinite version": (lambda r: r.update(version=float("inf")), "is damaged"),
     "another root": (lambda r: r.update(root="0" * 32), "its root is not that of its tensors"),
+    "a file without a size": (
+        lambda r: r["delta_files"]["1"][0].pop("num_bytes"),
+        "is damaged: 'num_bytes'",
+    ),
     "a newer format": (lambda r: r.update(format=2), "a newer flowtrain is needed"),
     **{
         f"file {name!r}": (

@@ -165,12 +165,6 @@ def test_without_the_token_every_answer_is_401(
         assert TOKEN.encode() not in body
 
 
-def test_the_scheme_must_be_bearer(connection: HTTPConnection) -> None:
-    for scheme, status in (("Bearer", 200), ("bearer", 200), ("Basic", 401), ("", 401)):
-        assert ask(connection, "/HEAD", token=None, Authorization=f"{scheme} {TOKEN}")[0] == status
-    assert ask(connection, f"/HEAD?token={TOKEN}", token=None)[0] == 401
-
-
 def test_every_role_reads_weights_until_its_token_is_revoked(
     store: WeightStore, tmp_path: Path
 ) -> None:

@@ -1,0 +1,61 @@
+"""The new policy of a run whose `model.path` is "tiny"."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from flowtrain.agents.prompts import CHAT_TEMPLATE
+from flowtrain.config import Config
+from flowtrain.tasks.sets import TaskSet
+from flowtrain.toy.model import new_model, new_tokenizer
+from flowtrain.utils.seeds import derive_seed
+
+
+def new_policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Train a tokenizer on the tasks and draw the weights that `[tiny]` asks for."""
+    tiny = config.tiny
+    talks = config.agent.name not in ("agentflow", "single")
+    corpus = _chat_corpus(tasks) if talks else _tokenizer_corpus(config, tasks)
+    tokenizer = new_tokenizer(corpus, tiny.vocab_size)
+    if talks:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(derive_seed(config.run.seed, "new model"))
+    model = new_model(
+        tokenizer,
+        hidden_size=tiny.hidden_size,
+        num_layers=tiny.num_layers,
+        num_heads=tiny.num_heads,
+        max_positions=tiny.max_positions,
+    )
+    return tokenizer, model
+
+
+def _tokenizer_corpus(config: Config, tasks: TaskSet) -> list[str]:
+    """Texts that a new tokenizer learns from: prompts and answers of training tasks."""
+    closing = {
+        "planner": "Tool Name: Base_Generator",
+        "verifier": "Conclusion: STOP\nConclusion: CONTINUE",
+        "refiner": "Looked for: \nEvidence: The",
+    }[config.train.policy]
+    texts = []
+    for task in tasks.train[:5000]:
+        actions = "\n".join(f"Sub-Goal: {s.sub_goal}\nTool Name: {s.tool_name}" for s in task.plan)
+        results = "\n".join(
+            f"1. {s.tool_name} | {s.sub_goal} | The {s.sub_goal} is" for s in task.plan
+        )
+        texts.append(f"Question: {task.question}\n{results}\n{actions}\n{closing}")
+    return texts
+
+
+def _chat_corpus(tasks: TaskSet) -> list[str]:
+    """Texts that the tokenizer of an agent with a chat template learns from."""
+    texts = []
+    for task in tasks.train[:5000]:
+        lines = ["Tools: Search Python_Coder Base_Generator", f"user:{task.question}"]
+        for step in task.plan:
+            lines.append(f'assistant:<tool name="{step.tool_name}">')
+            lines.append(f'">{{"query": "{step.sub_goal}"}}</tool>')
+            lines.append(f"tool:The {step.sub_goal} is")
+        texts.append("\n".join(lines))
+    return texts
