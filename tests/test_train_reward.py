@@ -24,7 +24,7 @@ def score(task, answer, trajectory):
             raise ValueError("no such number")
         case 1:
             threading.Event().wait()
-    return {"size": task.extra["number"] / 100, "half": (trajectory.seed % 2) / 2}
+    return {"size": task.extra["number"] / 100, "half": (trajectory.seed % 2) / 2, "never": 0}
 
 async def later(task, answer, trajectory):
     await asyncio.sleep(0)
@@ -96,8 +96,10 @@ def test_functions_that_fail_fail_their_rollouts_alone(
     command = (*words, *QUICK, "--tasks.path", unanswered, "--run.dir", run)
     functions = '{"mine.py:score" = 1.0, "mine.py:later" = 0.5}'
     command += ("--reward.function", functions, "--reward.timeout_s", 3, "--train.num_steps", 2)
-    code, lines, _ = server.run("train", *command, cwd=tmp_path)
+    code, lines, said = server.run("train", *command, cwd=tmp_path)
     assert code == 0, lines
+    assert said.count(", a part of the reward, was 0 in every step") == 1
+    assert "'never', a part of the reward" in said
     found = rollouts(run)
     names = "mine.py:score + mine.py:later"
     whys = {
@@ -116,7 +118,7 @@ def test_functions_that_fail_fail_their_rollouts_alone(
             assert whys[why] in each["error"] and "reward_parts" not in each
         elif not each["error"]:
             parts = each["reward_parts"]
-            assert set(parts) == {"size", "half", "later"} and each["scored_by"] == names
+            assert set(parts) == {"size", "half", "later", "never"} and each["scored_by"] == names
             assert each["reward"] == pytest.approx(
                 parts["size"] + parts["half"] + 0.5 * parts["later"]
             )

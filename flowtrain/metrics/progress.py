@@ -50,14 +50,24 @@ class Progress(ProgressLine):
     def __init__(self, total_steps: int, start_step: int, enabled: bool) -> None:
         super().__init__(total_steps, start_step, enabled)
         self._latest: dict[str, float] = {}
+        self._evaluated = 0
+        """Step of the newest evaluation."""
 
     def remember(self, metrics: Mapping[str, float | int]) -> None:
         """Take the metrics of an earlier step in, for the next line."""
         self._latest.update({key: value for key, value in metrics.items() if _is_number(value)})
+        if "eval_reward" in metrics:
+            self._evaluated = int(metrics["step"])
 
     def update(self, metrics: Mapping[str, float | int]) -> None:
         """Show the state after step `metrics["step"]`."""
         self.remember(metrics)
+        parts = {k.removeprefix("reward/"): v for k, v in metrics.items() if k[:7] == "reward/"}
+        listed = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
+        added = {
+            "reward_mean": f" ({listed})" * (len(parts) > 1),
+            "eval_reward": f" (step {self._evaluated})" * (self._evaluated < metrics["step"]),
+        }
         forms = {
             "reward_mean": "reward {:.3f}",
             "loss": "loss {:.3g}",
@@ -65,7 +75,7 @@ class Progress(ProgressLine):
             "response_len_mean": "{:.0f} tokens",
         }
         shown = [
-            form.format(self._latest[key])
+            form.format(self._latest[key]) + added.get(key, "")
             for key, form in forms.items()
             if key in self._latest and not (key == "loss" and "reward_mean" in self._latest)
         ]

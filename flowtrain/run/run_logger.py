@@ -225,6 +225,9 @@ class RunLogger:
         if idle_steps := signal.get("idle_steps"):
             cause = printable(signal["last_cause"])
             print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
+        for key, (_, values) in read_series(path).items():
+            if key.startswith("reward/") and not any(values):
+                print(f"{key.removeprefix('reward/')!r}, a part of the reward, was 0 in every step")
         print(f"tokens: {tokens.text()}")
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"

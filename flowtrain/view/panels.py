@@ -69,7 +69,7 @@ PANELS = (
     ),
     Panel("Accuracy on benchmarks", {"eval_accuracy/": ""}, "share"),
     Panel("Parts of the reward", {"reward/": ""}),
-    Panel("KL", {"kl_ref": "to the reference", "kl_old": "to the old policy", "kl": "KL"}),
+    Panel("KL", {"kl_ref": "to the reference", "kl": "KL"}),
     Panel("Token entropy", {"entropy": "nats"}),
     Panel("Clipped tokens", {"clip_fraction_high": "above", "clip_fraction_low": "below"}, "share"),
     Panel(

@@ -75,7 +75,17 @@ def test_a_resumed_run_goes_on_from_its_step(
     line.update({"step": 3, "reward_mean": float("nan")})
     first, second = capsys.readouterr().err.splitlines()
     assert first == "step 2/4 · held-out 0.250 · ETA unknown"
-    assert second == "step 3/4 · held-out 0.250 · ETA 2 h 00 min"
+    assert second == "step 3/4 · held-out 0.250 (step 2) · ETA 2 h 00 min"
+
+
+def test_parts_of_the_reward_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A reward that rises for the wrong reason shows."""
+    line = Progress(2, 0, True)
+    line.update({"step": 1, "reward_mean": 0.8, "reward/right": 0.0, "reward/{digits}": 0.8})
+    line.update({"step": 2, "reward_mean": 0.5, "reward/right": 0.5})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("step 1/2 · reward 0.800 (right 0.00, {digits} 0.80) · ")
+    assert second.startswith("step 2/2 · reward 0.500 · "), "one part is all of it"
 
 
 def test_a_warm_up_shows_its_loss(capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ class RunMaker:
                     "reward_mean": step / 10,
                     "tool_share/Search": 1.0,
                     "collect_s": 2.0,
-                    "kl_old": 1e-9,
+                    "kl_ref": 1e-9,
                 }
             )
         held_out.log(4, 4, [Group(n, (self.trajectory(text, n % 2, 0, False),)) for n in range(6)])
