@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -83,6 +84,7 @@ SLOW = (
     "net/test_objects.py",
     "test_one_trainer.py",
     "test_real_model.py",
+    "test_replay_command.py",
     "test_rft.py",
     "test_rft_teacher.py",
     "test_smollm2.py",
@@ -117,11 +119,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+PROGRAMS = {
+    "bwrap": "bubblewrap",
+    "chromium": "chromium",
+    "nginx": "nginx",
+    "prometheus": "prometheus",
+    "strace": "strace",
+}
+"""Programs that some tests need, and the packages of Debian that have them."""
+
+
+def _what_runs_more() -> str:
+    """Say what lets tests run that were skipped here."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    missing = [package for name, package in PROGRAMS.items() if not shutil.which(name, path=path)]
+    if not (shutil.which("postgres") or Path("/usr/lib/postgresql").is_dir()):
+        missing.append("postgresql")
+    install = f"apt-get install -y {' '.join(missing)}; " if missing else ""
+    return f"{install}make test-vllm test-optional test-loggers; a GPU for those of kernels"
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for each in terminalreporter.stats.values() for report in each]
     if lines := table(reports):
         terminalreporter.section("attacks")
         terminalreporter.write_line("\n".join(lines))
+    if num_skipped := len(terminalreporter.stats.get("skipped", ())):
+        terminalreporter.write_line(
+            f"{num_skipped} tests were skipped; to run more: {_what_runs_more()}"
+        )
 
 
 def pytest_collection_finish() -> None:

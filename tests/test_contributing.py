@@ -35,6 +35,7 @@ def test_the_table_has_a_row_for_everything_that_can_be_added() -> None:
         "reward",
         "task source",
         "engine",
+        "model family",
         "config option",
         "kernel",
     ]
