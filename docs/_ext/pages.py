@@ -122,10 +122,24 @@ class OptionLinks(SphinxTransform):
             link += literal
 
 
+def contents(text: str) -> str:
+    """Return `llms.txt`: the index, its links leading to the pages of the site."""
+    return outside_fences(text, lambda part: re.sub(r"\]\(([\w/-]+)\.md", r"](\1.html", part))
+
+
+def _write_contents(app: Sphinx, error: Exception | None) -> None:
+    if error is None and app.builder.name == "html":
+        index = (DOCS / "index.md").read_text(encoding="utf-8")
+        repository = Repository(app.config.repo_url, app.config.repo_branch)
+        text = contents(relink(index, "docs", repository))
+        (Path(app.outdir) / "llms.txt").write_text(text, encoding="utf-8")
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register this with Sphinx."""
     app.add_config_value("repo_url", "", "env")
     app.add_config_value("repo_branch", "main", "env")
     app.connect("source-read", _read)
+    app.connect("build-finished", _write_contents)
     app.add_transform(OptionLinks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

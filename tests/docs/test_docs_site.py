@@ -131,3 +131,10 @@ def test_the_table_of_the_readme_and_constants_are_there(site: Path) -> None:
     assert "Calls of tools that a turn may hold" in records
     results = re.sub("<[^>]*>", "", (site / "results.html").read_text(encoding="utf-8"))
     assert "python -m bench.delta" in results and "What is where" not in results
+
+
+def test_its_contents_are_there_for_programs(site: Path) -> None:
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    assert text.startswith("# flowtrain\n")
+    links = re.findall(r"\]\((?!https:)([^)#]+)", text)
+    assert len(links) > 40 and all((site / link).is_file() for link in links)
