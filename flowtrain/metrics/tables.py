@@ -15,7 +15,7 @@ Row = tuple[str, str, str, str]
 
 
 def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
-    """The planner before and after training, side by side; "-" where one of them was not measured.
+    """The policy before and after training, side by side; "-" where one of them was not measured.
 
     Both hold `splits` {split: {"sampled", "greedy"}}, `by_num_turns`, `by_kind`, `tool_shares`
     (name -> number each) and `turns_mean`, and may hold `eval_reward_error` and `benchmarks`.
@@ -24,19 +24,20 @@ def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str
         (f"  {name}" if any(cells) else name, *cells)
         for name, *cells in comparison_rows(warm, trained)
     ]
-    return aligned([("", "frozen", "trained", "difference"), *rows])
+    return aligned([("", "before", "after", "difference"), *rows])
 
 
 def comparison_rows(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> list[Row]:
-    """(name, frozen, trained, difference) of every row; that of a section's title has nothing but a
-    name.
+    """(name, before, after, difference) of every row; that of a section's title has nothing but a
+    name. A section whose one row has no name of its own is left out: it tells what the mean does.
     """
     table: list[Row] = []
     after_by_title = _sections(trained)
     for title, before in _sections(warm).items():
         after = after_by_title[title]
         rows = [_row(title, name, before, after) for name in {**before, **after}]
-        table += [(title, "", "", ""), *rows] if rows else []
+        if [name for name, *_ in rows] not in ([], [""], ["0"]):
+            table += [(title, "", "", ""), *rows]
     return table
 
 

@@ -23,7 +23,7 @@ function drawRun() {
 }
 
 function resultTable() {
-  const heads = ["", "frozen", "trained", "difference"].map((name) => h("th", {}, name));
+  const heads = ["", "before", "after", "difference"].map((name) => h("th", {}, name));
   const rows = D.results.map((cells) => h("tr", { class: !cells[1] && "title" }, cells.map((cell) => h("td", {}, visible(cell)))));
   return h("table", { class: "num" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows));
 }

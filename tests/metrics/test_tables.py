@@ -34,28 +34,35 @@ TRAINED: dict[str, Any] = {
 
 def test_comparison_table() -> None:
     assert comparison_table(WARM, TRAINED) == (
-        "                            frozen  trained  difference\n"
-        "-------------------------------------------------------\n"
+        "                            before   after  difference\n"
+        "------------------------------------------------------\n"
         "held-out reward\n"
-        "  texts, sampled             0.285    0.875      +0.590\n"
-        "  texts, greedy              0.310    0.300      -0.010\n"
-        "  entities, sampled          0.250    0.750      +0.500\n"
-        "  entities, greedy           0.300    0.800      +0.500\n"
-        "  forms, sampled             0.200    0.600      +0.400\n"
-        "  forms, greedy                  -    0.650           -\n"
+        "  texts, sampled             0.285   0.875      +0.590\n"
+        "  texts, greedy              0.310   0.300      -0.010\n"
+        "  entities, sampled          0.250   0.750      +0.500\n"
+        "  entities, greedy           0.300   0.800      +0.500\n"
+        "  forms, sampled             0.200   0.600      +0.400\n"
+        "  forms, greedy                  -   0.650           -\n"
         "by turns needed (sampled)\n"
-        "  1                          0.500    0.950      +0.450\n"
-        "  2                          0.300    0.800      +0.500\n"
-        "  10                         0.100    0.700      +0.600\n"
+        "  1                          0.500   0.950      +0.450\n"
+        "  2                          0.300   0.800      +0.500\n"
+        "  10                         0.100   0.700      +0.600\n"
         "by kind (sampled)\n"
-        "  chain                      0.200        -           -\n"
-        "  lookup                     0.500    0.950      +0.450\n"
+        "  chain                      0.200       -           -\n"
+        "  lookup                     0.500   0.950      +0.450\n"
         "tool use\n"
-        "  Lookup                   100.0 %   62.5 %    -37.5 pp\n"
-        "  Python                     0.0 %   37.5 %    +37.5 pp\n"
+        "  Lookup                   100.0 %  62.5 %    -37.5 pp\n"
+        "  Python                     0.0 %  37.5 %    +37.5 pp\n"
         "rollouts\n"
-        "  turns per rollout          1.520    2.310      +0.790\n"
+        "  turns per rollout          1.520   2.310      +0.790\n"
     )
+
+
+def test_a_lone_row_without_a_name_is_left_out() -> None:
+    """Questions of a file have no kind, and nobody knows how many turns they need."""
+    side = {"splits": {"texts": {"sampled": 0.5}}, "by_kind": {"": 0.5}, "by_num_turns": {"0": 0.5}}
+    assert "by " not in comparison_table(side, side)
+    assert "by kind" in comparison_table(side, {**side, "by_kind": {"": 0.5, "sum": 0.1}})
 
 
 def test_comparison_table_of_little() -> None:
