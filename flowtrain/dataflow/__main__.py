@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,13 +81,14 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
         if ledger.collector is not None:
             cleanup.enter_context(ledger.collector.running())
-        serving.serve(
-            f"run {run}",
-            make_app,
-            options.host,
-            options.port,
-            has_tokens=token_file is not None,
-        )
+        with suppress(KeyboardInterrupt):  # the normal end
+            serving.serve(
+                f"run {run}",
+                make_app,
+                options.host,
+                options.port,
+                has_tokens=token_file is not None,
+            )
     return 0
 
 
