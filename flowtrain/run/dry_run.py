@@ -38,10 +38,10 @@ NUM_PROMPTS = 200
 """Tasks whose first prompts are measured."""
 NUM_ROLLOUTS = 2
 _CUT_BY = {
-    FinishReason.LENGTH: ", by rollout.max_new_tokens = {config.rollout.max_new_tokens}",
+    FinishReason.LENGTH: ", by rollout.max_new_tokens = {limit}",
     FinishReason.DEADLINE: ", by rollout.request_timeout_s = {config.rollout.request_timeout_s:g}",
 }
-"""Options by which a response was cut."""
+"""Options that cut a response, where the agent itself asked for no less."""
 _OURS = ("agentflow", "single", "tools")
 """Agents whose first prompt depends on the question alone, and costs nothing to make."""
 
@@ -242,8 +242,10 @@ class _Shown:
         begins_so = bool(before) and prompt[:num_known] == before
         new = prompt[num_known:] if begins_so else prompt
         goes_on = f", the first {num_known} as above" if begins_so else ""
-        word, why = config.word_for(name), _CUT_BY.get(call.finish_reason, "")
-        why = f"{call.finish_reason}{why.format(config=config)}"
+        word, why = config.word_for(name), str(call.finish_reason)
+        limit, _ = config.sampling_of(name)
+        if call.finish_reason != FinishReason.LENGTH or len(call.response_ids) == limit:
+            why += _CUT_BY.get(call.finish_reason, "").format(limit=limit, config=config)
         yield f"{word} reads {len(prompt)} tokens{goes_on}:\n{decode(list(new))}"
         yield f"{word} writes {len(call.response_ids)} tokens ({why}):\n{call.text}"
 

@@ -98,6 +98,15 @@ def test_a_cut_response_names_the_option_that_cut_it(
     assert "planner" not in text and "verdict" not in text, "there is neither"
     text = shown(capsys, *SINGLE, "--rollout.request_timeout_s", "1e-9")
     assert "(deadline, by rollout.request_timeout_s = 1e-09):" in text
+    Path("mine.py").write_text(
+        "from flowtrain.agents.chat import Chat\n"
+        "from flowtrain.agents.session import SessionAgent\n\n\n"
+        "class Short(SessionAgent):\n"
+        "    async def answer(self, session):\n"
+        "        return await Chat(session).ask('1 + 1?', max_new_tokens=2)\n"
+    )
+    text = shown(capsys, "--agent.name", "mine.py:Short")
+    assert "writes 2 tokens (length):" in text, "the agent has asked for no more"
 
 
 def test_rollouts_that_all_fail_end_it_with_code_2(
