@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from flowtrain.utils.text import printable
+
 _EVERY_S = 5.0
 """Least time between two lines."""
 
@@ -62,8 +64,9 @@ class Progress(ProgressLine):
     def update(self, metrics: Mapping[str, float | int]) -> None:
         """Show the state after step `metrics["step"]`."""
         self.remember(metrics)
-        parts = {k.removeprefix("reward/"): v for k, v in metrics.items() if k[:7] == "reward/"}
-        listed = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
+        parts = {key[7:]: value for key, value in metrics.items() if key.startswith("reward/")}
+        # A program may have reported them, under any name.
+        listed = ", ".join(f"{printable(name, keep='')} {each:.2f}" for name, each in parts.items())
         added = {
             "reward_mean": f" ({listed})" * (len(parts) > 1),
             "eval_reward": f" (step {self._evaluated})" * (self._evaluated < metrics["step"]),

@@ -21,7 +21,7 @@ from flowtrain.metrics import (
     write_summary,
 )
 from flowtrain.metrics.loggers import open_loggers
-from flowtrain.metrics.series import read_series, total_seconds, total_tokens
+from flowtrain.metrics.series import Series, read_series, total_seconds, total_tokens
 from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
@@ -208,13 +208,14 @@ class RunLogger:
         if not self._placement.world.is_main:
             return
         path = self._run_dir.path
-        tokens = tokens or total_tokens(read_series(path))
+        series = read_series(path)
+        tokens = tokens or total_tokens(series)
         summary = {
             "warm": warm,
             "trained": trained,
             **signal,
             "tokens": {**tokens.metrics(), "text": tokens.text()},
-            "seconds": self._seconds(),
+            "seconds": self._seconds(series),
             "planned_memory_gb": plan.num_bytes / 1e9,
             "peak_memory_gb": peak_bytes / 1e9,
         }
@@ -225,7 +226,7 @@ class RunLogger:
         if idle_steps := signal.get("idle_steps"):
             cause = printable(signal["last_cause"])
             print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
-        for key, (_, values) in read_series(path).items():
+        for key, (_, values) in series.items():
             if key.startswith("reward/") and not any(values):
                 print(f"{key.removeprefix('reward/')!r}, a part of the reward, was 0 in every step")
         print(f"tokens: {tokens.text()}")
@@ -234,11 +235,11 @@ class RunLogger:
         print(f"{path}/{files}; model: {model}")
         print(f"to look at it: python -m flowtrain.view {path}")
 
-    def _seconds(self) -> dict[str, float]:
+    def _seconds(self, series: Mapping[str, Series]) -> dict[str, float]:
         """Sum the seconds by stage over the whole run, resumed parts included; "warm_up" where the
         model's folder says how long it took.
         """
-        totals = total_seconds(read_series(self._run_dir.path))
+        totals = total_seconds(series)
         origin = Path(self._config.model.path) / "rft.json"
         if origin.exists():
             totals["warm_up"] = round(json.loads(origin.read_text())["seconds"], 3)

@@ -81,10 +81,10 @@ def test_a_resumed_run_goes_on_from_its_step(
 def test_parts_of_the_reward_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """A reward that rises for the wrong reason shows."""
     line = Progress(2, 0, True)
-    line.update({"step": 1, "reward_mean": 0.8, "reward/right": 0.0, "reward/{digits}": 0.8})
+    line.update({"step": 1, "reward_mean": 0.8, "reward/right": 0.0, "reward/{\x1b[2J}": 0.8})
     line.update({"step": 2, "reward_mean": 0.5, "reward/right": 0.5})
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("step 1/2 · reward 0.800 (right 0.00, {digits} 0.80) · ")
+    assert first.startswith("step 1/2 · reward 0.800 (right 0.00, {\\x1b[2J} 0.80) · ")
     assert second.startswith("step 2/2 · reward 0.500 · "), "one part is all of it"
 
 

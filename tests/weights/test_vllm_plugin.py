@@ -21,7 +21,7 @@ import torch
 from many_ranks import Meeting, ThreadRank
 from torch import Tensor
 
-pytest.importorskip("vllm", reason="vLLM is not installed; see README.md for how")
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm")
 
 from flowkernels import LossSpec
 from transformers import (
