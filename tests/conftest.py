@@ -75,6 +75,7 @@ SLOW = (
     "test_bench_model_folder.py",
     "test_bench_trl.py",
     "docs/test_docs_machines.py",
+    "docs/test_docs_readme.py",
     "docs/test_docs_site.py",
     "docs/test_docs_tutorial.py",
     "test_exact_resume.py",
