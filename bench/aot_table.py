@@ -1,4 +1,4 @@
-"""The table of docs/kernels.md from what `bench.aot --roofline --json` wrote:
+"""All rows of the table of docs/kernels.md, from what `bench.aot --roofline --json` wrote:
 python -m bench.aot_table bench/results/aot/triton-3.7.1.json bench/results/aot/triton-3.6.0.json
 
 Figures are those of sm_90 in the first file; the last column is the worst of all other targets and
