@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import PositiveInt, field_validator
+from pydantic import PositiveInt, field_serializer, field_validator
 
 from flowtrain.config.section import Section
 from flowtrain.config.shipped import PLANNER
@@ -28,6 +28,11 @@ class Model(Section):
                 f"here: write './{path}'"
             )
         return str(PLANNER) if path == "quickstart" else path
+
+    @field_serializer("path")
+    def _portable(self, path: str) -> str:
+        """Name the planner by its word, for a node whose flowtrain lies elsewhere."""
+        return "quickstart" if path == str(PLANNER) else path
 
 
 class Tiny(Section):

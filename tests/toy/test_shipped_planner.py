@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.config.options import parse
+from flowtrain.config.options import parse, to_toml
 from flowtrain.config.shipped import PLANNER
 from flowtrain.run.trained_policy import load_trained_policy
 from flowtrain.tasks.sets import task_set
@@ -26,6 +26,13 @@ def test_it_is_small_and_named_by_a_word() -> None:
     files = {path.name: path.stat().st_size for path in PLANNER.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
     assert sum(files.values()) < 1_000_000
+
+
+def test_a_config_names_it_by_its_word_so_that_other_machines_find_theirs() -> None:
+    config = quickstart("--model.path", "quickstart")
+    text = to_toml(config)
+    assert 'path = "quickstart"' in text and str(PLANNER) not in text
+    assert Config.model_validate(config.model_dump()) == config
 
 
 @pytest.mark.parametrize("word", ["tiny", "quickstart"])
