@@ -134,8 +134,8 @@ def prompt(config: Config, task: Task) -> str | list[dict[str, str]]:
     through the template.
     """
     if config.agent.prompt == "compact":
-        return QuestionPrompt(config.agent.instructions, None).render(task.question)
-    text = "\n\n".join(filter(None, [task.question, config.agent.instructions]))
+        return QuestionPrompt(config.agent.instructions, None).render(task.prompt)
+    text = "\n\n".join(filter(None, [task.prompt, config.agent.instructions]))
     return [{"role": "user", "content": text}]
 
 

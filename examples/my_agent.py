@@ -15,5 +15,5 @@ class MyAgent(SessionAgent):
 
     async def answer(self, session: Session) -> str:
         chat = Chat(session)
-        await chat.ask(session.task.question)
+        await chat.ask(session.task.prompt)
         return await chat.ask("So what is the result? Write the number alone.", max_new_tokens=6)

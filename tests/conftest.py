@@ -36,7 +36,7 @@ for _path in _HERE.rglob("*.py"):
 
 from tests.attacks.tally import table  # noqa: E402 - after what it sets
 
-# Collecting makes millions of objects that stay: looking for garbage among them takes a fifth of it.
+# Collecting makes millions of objects that stay, and a fifth of it was looking for garbage.
 gc.disable()
 
 SLOW = (

@@ -34,7 +34,7 @@ class ChatPlanner(Planner):
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
     ) -> Plan:
         """Raises EngineError."""
-        prompt = self.prompt.render(task.question, memory)
+        prompt = self.prompt.render(task.prompt, memory)
         text = await self.engine.ask(
             prompt, seed=derive_seed(seed, turn), deadline_s=min(self.timeout_s, deadline_s)
         )

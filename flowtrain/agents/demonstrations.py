@@ -32,7 +32,7 @@ def refinements(
             if turn.action is None or not turn.retrieved or len(reply) >= max_chars:
                 continue
             memory = flow.shown_before(rollout, number)
-            finding = Finding(rollout.task.question, memory, turn.action.sub_goal, turn.retrieved)
+            finding = Finding(rollout.task.prompt, memory, turn.action.sub_goal, turn.retrieved)
             ids = (*tokenizer.encode(reply, add_special_tokens=False), end_id)
             zeros = (0.0,) * len(ids)
             ones = (1.0,) * len(ids)

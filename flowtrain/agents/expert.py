@@ -62,7 +62,7 @@ class ScriptedPlanner(Planner):
             else Action("", "", step.sub_goal, step.tool_name)
         )
         text = self.like.prompt.write(action)
-        return Plan(self.like.imitate(task.question, memory, text, self.end_id), action)
+        return Plan(self.like.imitate(task.prompt, memory, text, self.end_id), action)
 
     def measure(self, memory: Memory) -> int:
         return self.like.measure(memory)
@@ -85,7 +85,7 @@ class ScriptedVerifier:
         stops = random.Random(seed).random() < self.early_stop or not steps_left(task, memory)
         verdict = Verdict.STOP if stops else Verdict.CONTINUE
         text = self.like.prompt.write(verdict)
-        call = self.like.imitate(task.question, memory, text, self.end_id)
+        call = self.like.imitate(task.prompt, memory, text, self.end_id)
         return Verification(verdict, self.like.prompt.prefix + text, call)
 
 

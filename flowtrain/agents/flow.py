@@ -147,7 +147,7 @@ class Flow:
                 truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
                 answer = await self.generator.answer(
-                    task.question,
+                    task.prompt,
                     rollout.shown,
                     seed=derive_seed(seed, "generator"),
                     deadline_s=self.limits.module_timeout_s,
@@ -197,7 +197,7 @@ class Flow:
             async with cutoff():
                 if self.analyst is not None and rollout.prefix is None:
                     with _role("analyst"):
-                        analysis = await self.analyst.analyse(rollout.task.question)
+                        analysis = await self.analyst.analyse(rollout.task.prompt)
                     rollout.memory = rollout.shown = Memory(analysis=analysis)
                 while len(rollout.turns) < self.limits.max_turns:
                     if not rollout.deadline.left_s():
@@ -218,7 +218,7 @@ class Flow:
         executed = Executed(NO_COMMAND, ToolResult(error=MALFORMED))
         if plan.action is not None:
             executed = await self.executor.execute(
-                rollout.task.question,
+                rollout.task.prompt,
                 plan.action,
                 seed=rollout.module_seed("executor"),
                 deadline_s=rollout.deadline.left_s(),
@@ -294,7 +294,7 @@ class Flow:
             return _Refined(result)
         if action.tool_name not in self.passage_tools:
             return _Refined(result)
-        finding = Finding(rollout.task.question, rollout.shown, action.sub_goal, result.output)
+        finding = Finding(rollout.task.prompt, rollout.shown, action.sub_goal, result.output)
         text, call = await self.refiner.refine(
             finding, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
         )

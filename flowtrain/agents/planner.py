@@ -58,7 +58,7 @@ class PolicyPlanner(PolicyModule):
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
     ) -> Plan:
         """Raises PromptTooLong."""
-        prompt_ids = self.encode(task.question, memory)
+        prompt_ids = self.encode(task.prompt, memory)
         return self._read(await self.sample(prompt_ids, derive_seed(seed, turn), deadline_s))
 
     async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:

@@ -47,7 +47,7 @@ class SingleTurn(SessionAgent):
         self.prompt = QuestionPrompt(config.agent.instructions, tokenizer if has_template else None)
 
     async def answer(self, session: Session) -> str:
-        prompt = self.prompt.render(session.task.question)
+        prompt = self.prompt.render(session.task.prompt)
         call = await self.respond(session, session.policy.encode(prompt))
         return final_answer(call.text)
 

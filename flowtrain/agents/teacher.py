@@ -90,7 +90,7 @@ class TaughtPlanner(Planner):
         """Raises EngineError."""
         plan = await self.teacher.plan(task, memory, turn, seed, deadline_s)
         text = self._written(plan)
-        return replace(plan, call=self.scribe.write(self.like.encode(task.question, memory), text))
+        return replace(plan, call=self.scribe.write(self.like.encode(task.prompt, memory), text))
 
     def measure(self, memory: Memory) -> int:
         return self.like.measure(memory)
@@ -125,11 +125,11 @@ class TaughtVerifier:
         """Raises EngineError. A reply without a verdict counts as CONTINUE, and its call has no
         response to imitate.
         """
-        message = verdict_message(task.question, memory, self.tools)
+        message = verdict_message(task.prompt, memory, self.tools)
         timeout_s = min(self.timeout_s, deadline_s)
         reply = (await self.teacher.ask(message, seed=seed, deadline_s=timeout_s)).strip()
         verdict, rescued = find_reply(reply) if self.is_lenient else (parse_verdict(reply), ())
-        prompt, prompt_ids = self.like.prompt, self.like.encode(task.question, memory)
+        prompt, prompt_ids = self.like.prompt, self.like.encode(task.prompt, memory)
         if verdict is None:
             call = Call(prompt_ids, (), (), (), FinishReason.STOP, reply)
             return Verification(Verdict.CONTINUE, reply, call)
@@ -173,7 +173,7 @@ class TaughtSingleTurn(SingleTurn):
         self._before = " " if like.context.config.agent.prompt == "compact" else ""
 
     async def respond(self, session: Session, prompt_ids: tuple[int, ...]) -> Call:
-        reply = await _asked(session, self._teacher, self.prompt.message(session.task.question))
+        reply = await _asked(session, self._teacher, self.prompt.message(session.task.prompt))
         return session.record(self._scribe.write(prompt_ids, self._before + reply))
 
 

@@ -119,7 +119,7 @@ class ToolCallingAgent(SessionAgent):
 
     async def answer(self, session: Session) -> str:
         if self._maker is None:
-            return await self._converse(session, self.chat.begin([_user(session.task.question)]))
+            return await self._converse(session, self.chat.begin([_user(session.task.prompt)]))
         async with opened(self._maker, session) as (environment, messages):
             chat = self.chat.with_tools(tool.card for tool in session.tools.values())
             return await self._converse(session, chat.begin(messages), environment)

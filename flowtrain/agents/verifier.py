@@ -66,7 +66,7 @@ class LLMVerifier:
     async def verify(
         self, task: Task, memory: Memory, seed: int, deadline_s: float
     ) -> Verification:
-        prompt = verdict_message(task.question, memory, self.tools)
+        prompt = verdict_message(task.prompt, memory, self.tools)
         try:
             reply = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
         except EngineError as error:
@@ -87,7 +87,7 @@ class PolicyVerifier(PolicyModule):
         self, task: Task, memory: Memory, seed: int, deadline_s: float
     ) -> Verification:
         """Raises PromptTooLong."""
-        call = await self.sample(self.encode(task.question, memory), seed, deadline_s)
+        call = await self.sample(self.encode(task.prompt, memory), seed, deadline_s)
         reply = self.prompt.prefix + call.text
         return Verification(read_verdict(reply) or Verdict.CONTINUE, reply, call)
 

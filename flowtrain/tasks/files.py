@@ -117,7 +117,7 @@ def _with_options(layout: Layout, question_key: str, answer_key: str, scorer: st
             layout, question=question_key or layout.question, answers=answers, is_closed=False
         )
     if scorer:
-        layout = replace(layout, default_scorer=scorer, scorer_by_kind={})
+        layout = replace(layout, default_scorer=scorer, scorer_by_kind={}, scorer_of_choices=scorer)
     return layout
 
 

@@ -63,6 +63,8 @@ class Layout:
     default_scorer: str = "exact"
     scorer_by_kind: Mapping[str, str] = field(default_factory=dict)
     """Scorers of data sets that mix questions, by kind."""
+    scorer_of_choices: str = "choice"
+    """The scorer of a row with options."""
     separator: str = ""
     """Separator of several answers in one string."""
     is_closed: bool = False
@@ -208,7 +210,8 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
             read = msgspec.convert({"answer": None, **found}, _KeptColumns)
         else:
             read = msgspec.convert(found, _Columns)
-    scorer = read.scorer or layout.scorer_by_kind.get(read.kind, layout.default_scorer)
+    default = layout.scorer_of_choices if read.choices else layout.default_scorer
+    scorer = read.scorer or layout.scorer_by_kind.get(read.kind, default)
     given = [] if read.answer is None else read.answer
     answers = list(map(str, given if isinstance(given, list) else [given]))
     if layout.separator and scorer != "math":

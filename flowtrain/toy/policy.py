@@ -44,7 +44,7 @@ def _tokenizer_corpus(config: Config, tasks: TaskSet) -> list[str]:
         results = "\n".join(
             f"1. {s.tool_name} | {s.sub_goal} | The {s.sub_goal} is" for s in task.plan
         )
-        texts.append(f"Question: {task.question}\n{results}\n{actions}\n{closing}")
+        texts.append(f"Question: {task.prompt}\n{results}\n{actions}\n{closing}")
     return texts
 
 
@@ -52,7 +52,7 @@ def _chat_corpus(tasks: TaskSet) -> list[str]:
     """Texts that the tokenizer of an agent with a chat template learns from."""
     texts = []
     for task in tasks.train[:5000]:
-        lines = ["Tools: Search Python_Coder Base_Generator", f"user:{task.question}"]
+        lines = ["Tools: Search Python_Coder Base_Generator", f"user:{task.prompt}"]
         for step in task.plan:
             lines.append(f'assistant:<tool name="{step.tool_name}">')
             lines.append(f'">{{"query": "{step.sub_goal}"}}</tool>')

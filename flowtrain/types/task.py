@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import string
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +42,7 @@ class Task:
     id: str
     """Unique within a run; trajectories, seeds and resume refer to it."""
     question: str
-    """The text that the planner reads."""
+    """The text of the question; `prompt` is what agents read."""
     answers: tuple[str, ...]
     """Accepted answers; for "gameof24" the four numbers, as any right expression counts."""
     kind: str = ""
@@ -59,6 +61,20 @@ class Task:
     """Rewarded findings (InfoFlow), in the order of need; the policy never sees them."""
     columns: str = ""
     """The row's other columns, as JSON; for a reward function alone."""
+
+    @property
+    def prompt(self) -> str:
+        """The question with its options by letter, unless it holds them so already."""
+        options = list(zip(string.ascii_uppercase, self.choices, strict=False))
+        at = 0
+        for letter, option in options:
+            found = re.compile(rf"\b{letter}\b\W*{re.escape(option)}", re.IGNORECASE).search(
+                self.question, at
+            )
+            if found is None:
+                return "\n".join([self.question, *(f"{a}. {option}" for a, option in options)])
+            at = found.end()
+        return self.question
 
     @property
     def extra(self) -> dict[str, Any]:

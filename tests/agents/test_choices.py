@@ -1,0 +1,72 @@
+"""The options of a multiple choice are in every prompt that asks its question."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import test_tool_calling
+from chat_templates import styled
+from test_llm_flow import ROLES, llm_flow, role_of
+from test_single_turn import Speaker, agent
+
+from flowtrain.types import Task
+
+OPTIONS = ("Rome", "Oslo")
+LETTERED = "Which is the capital of Norway?\nA. Rome\nB. Oslo"
+
+
+def task(question: str, choices: tuple[str, ...] = OPTIONS) -> Task:
+    return Task("t", question, ("B",), scorer="choice", choices=choices)
+
+
+def test_options_follow_the_question_by_letter() -> None:
+    assert task("Which is the capital of Norway?").prompt == LETTERED
+    assert task("Which is the capital of Norway?", ()).prompt == "Which is the capital of Norway?"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        LETTERED,
+        "Which is the capital of Norway? (a) rome (b) oslo",
+        "Which is the capital of Norway? {'A': 'Rome', 'B': 'Oslo'}",
+        "Which one? A) Rome,\n   B)  Oslo",
+    ],
+)
+def test_a_question_that_holds_its_options_stays(question: str) -> None:
+    assert task(question).prompt == question
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "Is Rome or Oslo the capital of Norway?",  # without letters
+        "Which one? A. Oslo B. Rome",  # with other letters
+        "Which one? A. Rome",  # one of them
+    ],
+)
+def test_a_question_that_only_speaks_of_them_gets_them(question: str) -> None:
+    assert task(question).prompt == f"{question}\nA. Rome\nB. Oslo"
+
+
+CHOICE = task("Which is the capital of Norway?")
+
+
+def test_every_module_of_agentflow_reads_them() -> None:
+    with llm_flow({}) as (flow, server, engine):
+        asyncio.run(flow.run(CHOICE, 5))
+    prompts = [*server.prompts, *engine.prompts]
+    assert {role_of(prompt) for prompt in prompts} == set(ROLES)
+    for prompt in prompts:
+        assert LETTERED in prompt, prompt
+
+
+def test_the_agents_of_one_turn_and_of_tool_calls_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Speaker("B")
+    asyncio.run(agent(engine).run(CHOICE, 11))
+    assert engine.asked[0][0] == f"<user>{LETTERED}<assistant>"
+    monkeypatch.setattr(test_tool_calling, "TASK", CHOICE)
+    assert LETTERED in test_tool_calling.Rollout(styled("qwen2.5"), "B").prompt(0)
