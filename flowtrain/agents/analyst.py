@@ -6,10 +6,14 @@ It is asked once per question, before the first turn.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from flowtrain.engines.chat import ChatEngine
+from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import shorten
+from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 
 _MAX_CHARS = 8_000
@@ -18,10 +22,11 @@ _MAX_CHARS = 8_000
 
 @dataclass(slots=True)
 class Analyst:
-    """AgentFlow's query analysis, one for all rollouts of a question, whose prompts share it.
+    """AgentFlow's query analysis, one for all rollouts of a group, whose prompts share it.
 
-    The first rollout asks and the others wait for the same reply. Replies are kept for one event
-    loop: the next batch of rollouts asks again, because the policy may have changed.
+    The first rollout asks and the others wait for the same reply. A reply is kept for one event
+    loop and for as long as its group has its task, so that a later group asks again: the policy may
+    have changed. A failure is not kept.
     """
 
     engine: ChatEngine
@@ -29,18 +34,26 @@ class Analyst:
     """The toolset as prompts show it."""
     timeout_s: float
     _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
-    _asked: dict[str, asyncio.Task[str]] = field(default_factory=dict, init=False)
+    _asked: MutableMapping[Task, asyncio.Task[str]] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
 
-    async def analyse(self, question: str) -> str:
+    async def analyse(self, task: Task) -> str:
         """Return the analysis within `timeout_s`. Raises EngineError."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
-            self._asked = {}
-        if question not in self._asked:
-            self._asked[question] = loop.create_task(self._ask(question))
-        # Shielded, so that a rollout that is cut does not take the reply from the others.
-        return await asyncio.shield(self._asked[question])
+            self._asked = WeakKeyDictionary()
+        if task not in self._asked:
+            self._asked[task] = loop.create_task(self._ask(task.prompt))
+        asked = self._asked[task]
+        try:
+            # Shielded, so that a rollout that is cut does not take the reply from the others.
+            return await asyncio.shield(asked)
+        except EngineError:
+            if self._asked.get(task) is asked:
+                del self._asked[task]
+            raise
 
     async def _ask(self, question: str) -> str:
         # The seed is the question's, so that no rollout depends on which of its group came first.

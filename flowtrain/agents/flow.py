@@ -197,7 +197,7 @@ class Flow:
             async with cutoff():
                 if self.analyst is not None and rollout.prefix is None:
                     with _role("analyst"):
-                        analysis = await self.analyst.analyse(rollout.task.prompt)
+                        analysis = await self.analyst.analyse(rollout.task)
                     rollout.memory = rollout.shown = Memory(analysis=analysis)
                 while len(rollout.turns) < self.limits.max_turns:
                     if not rollout.deadline.left_s():

@@ -35,7 +35,7 @@ class SubGoal:
     """How to look for it, for a hint; "" where nobody wrote one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Task:
     """One question, e.g. Task("t-1", "Capital of Chad?", ("N'Djamena",), "lookup", 1)."""
 
