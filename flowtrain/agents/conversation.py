@@ -22,7 +22,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from flowtrain.agents.special_tokens import SpecialTokens, unmarked
+from flowtrain.engines.special_tokens import special_tokens, unmarked
 from flowtrain.engines.token_chat import ChatTokenizer
 
 Message = Mapping[str, Any]
@@ -45,7 +45,7 @@ class ChatTemplate:
         """Raises TemplateRewrites for one that does not show replies as they are."""
         self._tokenizer = tokenizer
         self.source = str(tokenizer.chat_template)
-        self._special = SpecialTokens(tokenizer)
+        self._special = special_tokens(tokenizer)
         self.closing = self._closing()
         """The text after the content of a reply, e.g. "<|im_end|>" and a newline."""
 

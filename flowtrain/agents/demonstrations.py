@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.refiner import Finding
+from flowtrain.engines.special_tokens import encode_plain
 from flowtrain.engines.token_chat import ChatTokenizer, encode_chat
 from flowtrain.types import Sample, Trajectory
 
@@ -33,7 +34,7 @@ def refinements(
                 continue
             memory = flow.shown_before(rollout, number)
             finding = Finding(rollout.task.prompt, memory, turn.action.sub_goal, turn.retrieved)
-            ids = (*tokenizer.encode(reply, add_special_tokens=False), end_id)
+            ids = (*encode_plain(tokenizer, reply), end_id)
             zeros = (0.0,) * len(ids)
             ones = (1.0,) * len(ids)
             prompt_ids = tuple(encode_chat(tokenizer, finding.prompt()))

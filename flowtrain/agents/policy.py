@@ -9,6 +9,7 @@ from typing import Protocol
 from flowtrain.agents.memory import Memory
 from flowtrain.config import Config
 from flowtrain.engines.protocol import Engine
+from flowtrain.engines.special_tokens import encode_plain
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import (
     Call,
@@ -133,7 +134,8 @@ class Policy:
         return Call.of(self.encode(prompt), completion, text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        """Encode a text in which only what a chat template wrote is special."""
+        return tuple(encode_plain(self.tokenizer, text))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -31,13 +31,13 @@ from flowtrain.agents.prompts import tools_text
 from flowtrain.agents.refiner import Evidence, Finding, PolicyRefiner
 from flowtrain.agents.session import Session
 from flowtrain.agents.single_turn import SingleTurn
-from flowtrain.agents.special_tokens import SpecialTokens
 from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.agents.tool_formats import WrittenCall
 from flowtrain.agents.verdicts import parse_verdict, read_verdict, verdict_message
 from flowtrain.agents.verifier import PolicyVerifier, Verification, find_reply
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
+from flowtrain.engines.special_tokens import special_tokens
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.tools import Tool
 from flowtrain.types import (
@@ -58,7 +58,7 @@ class Scribe:
 
     def __init__(self, tokenizer: ChatTokenizer, end_id: int) -> None:
         """`end_id`: the student's end-of-sequence token."""
-        self._special = SpecialTokens(tokenizer)
+        self._special = special_tokens(tokenizer)
         self._end_id = end_id
 
     def write(self, prompt_ids: tuple[int, ...], text: str) -> Call:

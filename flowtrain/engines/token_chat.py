@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from flowtrain.config import Chat
 from flowtrain.engines.chat import Meter
 from flowtrain.engines.protocol import Engine, EngineError
+from flowtrain.engines.special_tokens import Rendered, encode_plain, special_tokens
 from flowtrain.types import FinishReason, Sampling
 
 
@@ -27,16 +28,19 @@ class ChatTokenizer(Protocol):
     ) -> str: ...
 
 
-def chat_text(tokenizer: ChatTokenizer, message: str) -> str:
-    """Render one user message, up to where the reply begins."""
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+def chat_text(tokenizer: ChatTokenizer, message: str) -> Rendered:
+    """Render one user message, up to where the reply begins; its special tokens are marked."""
+    content = special_tokens(tokenizer).marked(message)
+    return Rendered(
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
     )
 
 
 def encode_chat(tokenizer: ChatTokenizer, message: str) -> list[int]:
-    """Encode one user message, up to where the reply begins."""
-    return tokenizer.encode(chat_text(tokenizer, message), add_special_tokens=False)
+    """Encode one user message, up to where the reply begins; none of its tokens is special."""
+    return encode_plain(tokenizer, chat_text(tokenizer, message))
 
 
 class TokenChat:

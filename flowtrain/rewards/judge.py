@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.chat import ChatEngine
@@ -116,7 +117,7 @@ def judge_prompt(task: Task, answer: str) -> str:
     """Render the judge's prompt.
 
     As JSON an answer stays on its line, so it cannot pass for a part of the prompt, nor can a
-    quotation of it pass for the judgement.
+    quotation of it pass for the judgement, nor a text for a special token.
     """
     texts = {
         "question": task.question,
@@ -124,8 +125,18 @@ def judge_prompt(task: Task, answer: str) -> str:
         "accepted": list(task.answers),
         "answer": answer,
     }
-    quoted = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+    quoted = {name: _quoted(text) for name, text in texts.items()}
     return encodable(_PROMPT.format(**quoted))
+
+
+_TOKEN = re.compile(r"<(?=[|\uff5c/]?\w+[|\uff5c]?>)|\[(?=/?[A-Z_]+\])")
+"""The first letter of what looks like a special token of some model."""
+
+
+def _quoted(value: Any) -> str:
+    """Write JSON in which nothing is a special token to the tokenizer of a server."""
+    text = json.dumps(value, ensure_ascii=False)
+    return _TOKEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def parse_judgement(reply: str) -> bool | None:

@@ -18,6 +18,7 @@ from flowtrain.agents.gateway.chat import Chat
 from flowtrain.agents.gateway.requests import ChatRequest, Message, Options, Refusal, TextRequest
 from flowtrain.agents.gateway.responses import AskedCall, Reply
 from flowtrain.agents.session import Session
+from flowtrain.engines.special_tokens import Rendered, unmarked
 from flowtrain.tools.base import shorten
 from flowtrain.types import Call, FinishReason, ToolCall, ToolResult
 from flowtrain.utils.seeds import derive_seed
@@ -158,7 +159,8 @@ class Recorder:
                 raise Refusal(text, param="prompt")
             return prompt
         known = max(filter(prompt.startswith, self._texts), key=len, default="")
-        return self._texts.get(known, ()) + self._session.policy.encode(prompt[len(known) :])
+        new = Rendered(unmarked(prompt[len(known) :]))  # the program writes its own template
+        return self._texts.get(known, ()) + self._session.policy.encode(new)
 
     def _without_end(self, call: Call) -> tuple[int, ...]:
         """Return a response without its end token, which the text that goes on does not have."""

@@ -6,6 +6,7 @@ marked before a chat template renders the messages, and the marks are encoded in
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,22 +16,30 @@ _MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 """Stands for a special token, by its number."""
 
 
+class Rendered(str):
+    """A text that a chat template wrote, with marks for the special tokens of its messages."""
+
+    __slots__ = ()
+
+
 class SpecialTokens:
-    """The special tokens of a tokenizer, those first that contain others."""
+    """The special tokens of a tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         texts = {str(token) for token in added if token.special} - {""}
+        # Those first that contain others.
         self._texts = sorted(texts, key=lambda text: (-len(text), text))
+        self._numbers = {text: number for number, text in enumerate(self._texts)}
+        self._any = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
 
     def marked(self, value: Any) -> Any:
         """Return a text, or a tree of lists and objects, with marks for special tokens."""
         if isinstance(value, str):
-            text = unmarked(value)
-            for number, special in enumerate(self._texts):
-                text = text.replace(special, f"{_OPEN}{number}{_CLOSE}")
-            return text
+            return self._any.sub(
+                lambda found: f"{_OPEN}{self._numbers[found[0]]}{_CLOSE}", unmarked(value)
+            )
         if isinstance(value, Mapping):
             return {key: self.marked(each) for key, each in value.items()}
         return [self.marked(each) for each in value] if isinstance(value, list | tuple) else value
@@ -52,3 +61,17 @@ class SpecialTokens:
 def unmarked(text: str) -> str:
     """Return a text without anything that looks like a mark."""
     return text.replace(_OPEN, "").replace(_CLOSE, "")
+
+
+_kept = functools.lru_cache(maxsize=16)(SpecialTokens)
+
+
+def special_tokens(tokenizer: Any) -> SpecialTokens:
+    """Return the special tokens of a tokenizer, which are looked up once."""
+    return _kept(tokenizer)
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Encode a text in which only what a chat template wrote is special."""
+    special = special_tokens(tokenizer)
+    return special.encode(text if isinstance(text, Rendered) else special.marked(text))
