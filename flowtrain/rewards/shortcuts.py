@@ -25,8 +25,6 @@ from flowtrain.types import Task, Trajectory, Turn
 from flowtrain.utils.text import final_answer, words
 
 REASONS = ("answer_not_found", "no_sub_goal")
-_MEMORY = "Base_Generator"
-"""The tool that answers from a model's memory."""
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3})")
 
 
@@ -54,21 +52,14 @@ def _is_found(names: list[str], question: str, turns: tuple[Turn, ...]) -> bool:
     return any(
         name in found and (name in asked or name not in given)
         for turn in turns
-        for given, found in _results(turn)
+        for given, found in _findings(turn)
         for name in names
     )
 
 
-def _results(turn: Turn) -> Iterator[tuple[str, str]]:
-    """Yield what each tool of a turn was given, and what it found."""
-    action, result = turn.action, turn.result
-    if action is not None and result.error is None and action.tool_name != _MEMORY:
-        # A refiner's evidence is a model's text; what it read is the tool's.
-        found = turn.retrieved or result.output
-        yield _plain(f"{action.context} {action.sub_goal} {turn.command}"), _plain(found)
-    for used in turn.tool_calls:
-        if used.result.error is None and used.name != _MEMORY:
-            yield _plain(used.arguments), _plain(used.result.output)
+def _findings(turn: Turn) -> Iterator[tuple[str, str]]:
+    for given, found in sub_goals.findings(turn):
+        yield _plain(given), _plain(found)
 
 
 def _plain(text: str) -> str:

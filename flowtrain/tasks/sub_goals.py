@@ -1,32 +1,38 @@
 """The sub-goals that a rollout has reached (InfoFlow, arXiv 2510.26575, section 3).
 
-The matching rule is ours, because the paper gives none. It has two sides: a tool's result has a
-name of the sub-goal, and later the planner's text of some turn, or what the generator wrote, has
-one too. Text alone would reward dropping names, results alone would reward luck. An answer by
-rules is no text: it copies a result. A sub-goal that the question names does not count.
+The matching rule is ours, because the paper gives none. It has two sides: a tool finds a name of
+the sub-goal, and later the planner's text of some turn, or what the generator wrote, has one too.
+Text alone would reward dropping names, results alone would reward luck. A tool that was given the
+name finds nothing, so that lists of candidates earn nothing; nor does a model's memory. An answer
+by rules is no text: it copies a result. A sub-goal that the question names does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flowtrain.types import SubGoal, Task, Turn, UserError
 from flowtrain.utils.text import words
 
+MEMORY = "Base_Generator"
+"""The tool that answers from a model's memory."""
 
-def solved(task: Task, turns: Sequence[Turn], output: str = "") -> list[SubGoal]:
+
+def solved(task: Task, turns: Sequence[Turn], closing: str = "") -> list[SubGoal]:
     """Return the sub-goals that the turns have reached, in the task's order.
 
-    `output`: what the generator wrote after the last turn (`Trajectory.output`), if it did.
+    `closing`: what the generator wrote after the last turn (`Trajectory.output`), if it did.
     """
     found = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
         written = _words(turn.calls["planner"].text) if turn.action is not None else ""
         reached += [goal for goal in found if found[goal] and _names(goal, written)]
-        result = _words(turn.result.output) + _words(turn.retrieved)
-        found = {goal: was_found or _names(goal, result) for goal, was_found in found.items()}
-    written = _words(output)
+        for given, output in findings(turn):
+            asked, result = _words(given), _words(output)
+            for goal in found:
+                found[goal] |= _names(goal, result) and not _names(goal, asked)
+    written = _words(closing)
     reached += [goal for goal in found if found[goal] and _names(goal, written)]
     return [goal for goal in found if goal in reached]
 
@@ -64,6 +70,18 @@ def check(task: Task) -> None:
                 raise UserError(
                     f"task {task.id!r}: the query {goal.query!r} of a sub-goal gives {name!r} away"
                 )
+
+
+def findings(turn: Turn) -> Iterator[tuple[str, str]]:
+    """Yield what each tool of a turn was given, and what it found."""
+    action, result = turn.action, turn.result
+    if action is not None and result.error is None and action.tool_name != MEMORY:
+        # A refiner's evidence is a model's text; what it read is the tool's.
+        given = f"{action.context} {action.sub_goal} {turn.command}"
+        yield given, turn.retrieved or result.output
+    for used in turn.tool_calls:
+        if used.result.error is None and used.name != MEMORY:
+            yield used.arguments, used.result.output
 
 
 def _names(goal: SubGoal, words: str) -> bool:

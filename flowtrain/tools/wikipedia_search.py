@@ -85,9 +85,17 @@ class WikipediaSearch(Tool):
         return named or list(range(min(MAX_RELEVANT, len(pages))))
 
 
+_DENIAL = re.compile(r"\b(?:none|neither|not?)\b", re.IGNORECASE)
+
+
 def parse_choice(reply: str, num_pages: int) -> list[int]:
-    """Return the indices in the last line of a reply that names pages; the reply counts from 1."""
+    """Return the indices in the last line of a reply that names pages; the reply counts from 1.
+
+    A line that denies, as "None of the 10 pages answers it", names none.
+    """
     for line in reversed(reply[-4000:].splitlines()):
+        if _DENIAL.search(line):
+            continue
         numbers = [int(digits) - 1 for digits in re.findall(r"\d{1,3}", line)]
         if named := list(dict.fromkeys(n for n in numbers if 0 <= n < num_pages)):
             return named[:MAX_RELEVANT]

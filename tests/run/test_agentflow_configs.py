@@ -44,6 +44,7 @@ CHANGED = {
     "agentflow-torl": {
         *("agent.name", "agent.instructions", "agent.memory_tokens", "agent.max_result_chars"),
         *("roles.analyst", "roles.executor", "roles.verifier", "roles.generator"),
+        *("agent.max_turns", "agent.eval_max_turns"),  # the answer counts as one
     },
     "agentflow-sft": {
         *("engines.teacher", "rft.expert", "rft.num_rollouts", "rft.num_epochs", "rft.num_steps"),

@@ -45,6 +45,12 @@ def turn(written: str, result: str, error: str | None = None, is_malformed: bool
     return Turn({"planner": call}, action, "", found, Verdict.CONTINUE, seconds=0.0)
 
 
+def memorised(written: str, result: str) -> Turn:
+    """The same by the tool that answers from a model's memory."""
+    action = Action("", "", written, "Base_Generator")
+    return replace(turn(written, result), action=action)
+
+
 FIND = turn("country with capital N'Djamena", "The country with capital N'Djamena is Chad.")
 USE = turn("area of CHAD", "The area of Chad is 1284.")
 SUM = turn("1284 / 1000", "1.284")
@@ -71,6 +77,10 @@ def test_what_was_found_and_then_used_is_reached() -> None:
         (turn("x", "", error="The country is Chad."), USE),
         (FIND, turn("area of Chad", "1284", is_malformed=True)),
         (turn("x", "Chadwick"), turn("Chadwick", "x")),
+        # A list of candidates, of which passages say a word each, and again.
+        (turn("Chad Mali Niger", "Chad. Mali. Niger."), turn("Chad Mali Niger", "Chad. Mali.")),
+        (replace(turn("x", "Chad"), command='print("Chad")'), USE),
+        (memorised("country with capital N'Djamena", "Chad"), USE),
     ],
 )
 def test_dropping_a_name_or_meeting_it_is_not_enough(turns: tuple[Turn, ...]) -> None:

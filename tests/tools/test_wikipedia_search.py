@@ -157,6 +157,8 @@ def test_there_is_nothing_to_choose_among_three() -> None:
         ("1234567 9", []),
         ("-1", [0]),
         ("no", []),
+        ("None of the 4 pages answers it", []),
+        ("2\n1 and 3 are not about it", [1]),
     ],
 )
 def test_a_choice_is_read_from_the_last_line_that_makes_one(reply: str, places: list[int]) -> None:

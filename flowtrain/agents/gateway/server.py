@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -42,6 +43,16 @@ _END_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+@functools.cache
+def _keep_imports() -> None:
+    """Take what has been imported out of the collector's walks, which would hold requests up.
+
+    Once per process: what is garbage at that moment, later gateways' too, would never go.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 class Gateway:
     """An ASGI application, and the thread that serves it."""
 
@@ -54,9 +65,7 @@ class Gateway:
         from flowtrain.net.connections import allow_files
 
         allow_files()
-        # Otherwise every full collection from now on would walk all that has been imported, and
-        # hold up the requests under way.
-        gc.freeze()
+        _keep_imports()
         self._access = Access(worker_token) if worker_token else None
         self._rollouts: dict[bytes, Rollout] = {}
         self._ended: dict[bytes, None] = {}
