@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from flowtrain import config as cfg
+from flowtrain.tasks.benchmarks import parse_benchmarks
 from flowtrain.tasks.corpus import load_corpus, passage_value, passages
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.facts import SPLITS, facts_tasks
@@ -87,10 +88,11 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
             found = verifiers_tasks(tasks.verifiers, tasks.num_train + num_held_out)
             origin = f"tasks.verifiers={tasks.verifiers}"
             train, kept = _split(found, tasks.held_out_share, origin)
+            train = _not_held_out(train, kept, origin)
             held_out = {MAIN_SPLIT: tuple(kept[:num_held_out])}
         case _:
             return _from_files(config, texts)
-    return TaskSet(tuple(_new(train, tasks.benchmarks)), held_out, texts)
+    return TaskSet(tuple(_new(train, config)), held_out, texts)
 
 
 def without_tasks(config: cfg.Config) -> TaskSet:
@@ -104,7 +106,7 @@ def _from_gym(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     weights = {key: each.weight for key, each in tasks.gym.items()}
     shares(weights, config.rollout.num_questions, "tasks.gym")  # refuses one that is too small
     train, held_out = gym_tasks(tasks.gym, tasks.num_train, config.eval.num_tasks, config.run.seed)
-    mixture = {key: (weights[key], tuple(_new(train[key], tasks.benchmarks))) for key in weights}
+    mixture = {key: (weights[key], tuple(_new(train[key], config))) for key in weights}
     joined = tuple(task for _, found in mixture.values() for task in found)
     return TaskSet(joined, {MAIN_SPLIT: tuple(held_out)}, texts, mixture)
 
@@ -136,8 +138,9 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
                     f"{task.id!r}; ids must be unique"
                 )
         found, kept = _split(source.tasks, tasks.held_out_share, f"tasks.path={path!r}")
-        train[path] = _new(found, tasks.benchmarks)
+        train[path] = _new(found, config)
         held_out += kept
+    train = {path: _not_held_out(found, held_out, path) for path, found in train.items()}
     if tasks.mixture:
         random.Random(0).shuffle(held_out)
     mixture = {path: (weight, tuple(train[path])) for path, weight in tasks.mixture.items()}
@@ -146,17 +149,34 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     return TaskSet(joined, kept_out, texts, mixture, tuple(sources))
 
 
-def _new(train: list[Task], benchmarks: str) -> list[Task]:
-    """Drop tasks that nearly repeat a question of the benchmarks in that folder; none for ""."""
-    if not benchmarks:
-        return train
-    left = without_overlaps(train, benchmark_tasks(benchmarks))
+def _new(train: list[Task], config: cfg.Config) -> list[Task]:
+    """Drop tasks that nearly repeat a question of the benchmarks in `tasks.benchmarks`, or of a
+    file in `eval.benchmarks`.
+    """
+    folder = config.tasks.benchmarks
+    asked = benchmark_tasks(folder) if folder else []
+    for benchmark in parse_benchmarks(config.eval.benchmarks):
+        asked += benchmark.load(folder) if benchmark.path else []
+    left = without_overlaps(train, asked) if asked else train
     if not left:
         raise UserError(
-            f"tasks.benchmarks={benchmarks!r} has nearly all training questions, so that none is "
-            "left to train on"
+            f"tasks.benchmarks={folder!r} and eval.benchmarks={list(config.eval.benchmarks)} have "
+            "nearly all training questions, so that none is left to train on"
         )
     return left
+
+
+def _not_held_out(train: Sequence[Task], held_out: Sequence[Task], origin: str) -> list[Task]:
+    """Drop training tasks that repeat a held-out one, up to case and spaces."""
+    kept = {_repeated(task) for task in held_out}
+    left = [task for task in train if _repeated(task) not in kept]
+    if not left:
+        raise UserError(f"{origin}: the rows repeat each other, and all of them are held out")
+    return left
+
+
+def _repeated(task: Task) -> tuple[object, ...]:
+    return " ".join(task.prompt.casefold().split()), task.answers, task.columns, task.entry
 
 
 def _split(

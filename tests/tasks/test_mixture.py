@@ -165,7 +165,7 @@ def test_training_leaves_out_what_benchmarks_ask(tmp_path: Path) -> None:
     left = {task.question for task in task_set(Config.model_validate(config)).train}
     assert left and left <= {f"one question number {i}?" for i in range(12, 20)}
     config["tasks"]["path"] = write(tmp_path, "one", 10)
-    with pytest.raises(UserError, match=r"tasks\.benchmarks=.* has nearly all training questions"):
+    with pytest.raises(UserError, match=r"tasks\.benchmarks=.* have nearly all training questions"):
         task_set(Config.model_validate(config))
 
 
