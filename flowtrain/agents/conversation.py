@@ -24,11 +24,11 @@ from jinja2 import TemplateError
 
 from flowtrain.engines.special_tokens import special_tokens, unmarked
 from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.utils.text import THINK_END
 
 Message = Mapping[str, Any]
 """A message as OpenAI's chat completions have it: role, content, tool_calls, tool_call_id."""
 
-THINK_END = "</think>"
 _MARK = "pQ7xZ"  # mixed case, so that a template that changes the case of replies is found out
 _ID = "0" * 9  # of a call: strict templates want nine letters or digits
 _USER: Message = {"role": "user", "content": f"{_MARK}user"}

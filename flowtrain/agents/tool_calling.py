@@ -14,7 +14,6 @@ from typing import Any
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.conversation import (
-    THINK_END,
     ChatTemplate,
     Conversation,
     Message,
@@ -27,7 +26,7 @@ from flowtrain.config import Config
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.tools import ToolCard
 from flowtrain.types import Call, FinishReason, UserError
-from flowtrain.utils.text import final_answer
+from flowtrain.utils.text import THINK_END, final_answer, without_thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ class ToolCallingAgent(SessionAgent):
                 results = await self._results(session, call, calls, message)
                 new = self.chat.tell(message, results)
             else:
-                text = said.rpartition(THINK_END)[2]
+                text = without_thinking(said)
                 reply = None if environment is None else await environment.reply(text.strip())
                 if reply is None:
                     return final_answer(text)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain.agents.conversation import THINK_END
-from flowtrain.utils.text import encodable
+from flowtrain.utils.text import THINK_END, encodable
 
 MAX_CALLS = 16
 """Calls of one response that are read; a response with more is malformed."""

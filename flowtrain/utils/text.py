@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
+THINK_END = "</think>"
 _WORD = re.compile(r"\w+")
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -21,12 +22,19 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
+def without_thinking(text: str) -> str:
+    """Return what stands behind the last `</think>`; "" where thinking has begun and not ended."""
+    _, has_ended, said = text.rpartition(THINK_END)
+    return said if has_ended or not text.lstrip().startswith("<think>") else ""
+
+
 def final_answer(text: str) -> str:
-    """Return the content of the last `<answer>...</answer>`, else the whole text, stripped.
+    """Return the content of the last `<answer>...</answer>`, else the whole text, stripped; of what
+    a model said after it had thought.
 
     The time is linear in the length of the text.
     """
-    content = text
+    content = text = without_thinking(text)
     for opening, closing in pairwise(_TAG.finditer(text)):
         if not opening[1] and closing[1]:
             content = text[opening.end() : closing.start()]
