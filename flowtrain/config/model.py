@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import PositiveInt, field_serializer, field_validator
+from pydantic import Field, PositiveInt, field_serializer, field_validator
 
 from flowtrain.config.section import Section
 from flowtrain.config.shipped import PLANNER
@@ -18,6 +18,9 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """type of the forward and backward pass and of the engine's weights; master weights are float32
     unless train.optimizer has bf16 in its name"""
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """what the chat templates of the policies are given, e.g. {enable_thinking = false} of Qwen3"""
 
     @field_validator("path")
     @classmethod

@@ -4,7 +4,8 @@ models in this process or in vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from flowtrain.config import Chat
@@ -26,6 +27,13 @@ class ChatTokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str: ...
+
+
+def pass_to_template(tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> None:
+    """Let a tokenizer give its chat template these options whenever it renders."""
+    if options:
+        given = partial(type(tokenizer).apply_chat_template, tokenizer, **options)
+        tokenizer.apply_chat_template = given  # type: ignore[method-assign]
 
 
 def chat_text(tokenizer: ChatTokenizer, message: str) -> Rendered:

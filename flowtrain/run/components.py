@@ -32,6 +32,7 @@ from flowtrain.engines.factory import (
     shared_policies,
 )
 from flowtrain.engines.protocol import Engine, NoEngine
+from flowtrain.engines.token_chat import pass_to_template
 from flowtrain.evaluation.true_score import TrueScorer
 from flowtrain.metrics import RunDir, manifest
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions
@@ -175,6 +176,8 @@ class RunComponents:
         config = algorithm.config
         agent_kind = load_kind(config)
         algorithm.check_agent(agent_kind)
+        for policy in policies.values():
+            pass_to_template(policy.tokenizer, config.model.chat_template_kwargs)
         with ExitStack() as cleanup:  # frees what has started when a later part cannot
             planner_tokenizer = policies["planner"].tokenizer
             chats = make_chat_engines(config, planner_tokenizer, world.device, others)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+from pathlib import Path
 
 import pytest
+from chat_templates import styled
 from test_single_turn import Speaker, agent
 
+from flowtrain.agents.conversation import ChatTemplate
+from flowtrain.config.options import parse
+from flowtrain.engines.token_chat import chat_text, pass_to_template
 from flowtrain.rewards import score
+from flowtrain.run.components import RunComponents
+from flowtrain.training.world import World
 from flowtrain.types import Group, Task
 from flowtrain.utils.text import final_answer
 
@@ -35,3 +43,29 @@ def test_the_agent_of_one_turn_answers_without_it_and_is_scored_so() -> None:
     assert done.answer == "5"
     (group,) = score([Group(0, (done,))])
     assert group.trajectories[0].reward == 1.0
+
+
+def test_a_template_is_given_what_the_config_says(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(styled("qwen2.5"))
+    tokenizer.chat_template += "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    assert chat_text(tokenizer, "x").endswith("assistant\n")
+    pass_to_template(tokenizer, {"enable_thinking": False})
+    pass_to_template(tokenizer, {"enable_thinking": False})  # by a second policy that has it
+    assert chat_text(tokenizer, "x").endswith("assistant\nFalse")
+    assert ChatTemplate(tokenizer).render([{"role": "user", "content": "x"}]).endswith("False")
+    tokenizer.save_pretrained(tmp_path)
+    saved = (tmp_path / "chat_template.jinja").read_text()
+    assert saved == tokenizer.chat_template
+
+
+def test_every_policy_of_a_run_has_them(tmp_path: Path) -> None:
+    kwargs = "{enable_thinking = false}"
+    argv = ["--config", "quickstart", "--model.path", "quickstart"]
+    config = parse([*argv, "--model.chat_template_kwargs", kwargs])
+    assert config is not None
+    components = RunComponents.prepare(config, World.join("cpu"))
+    try:
+        renders = components.policies["planner"].tokenizer.apply_chat_template
+        assert renders.keywords == {"enable_thinking": False}
+    finally:
+        components.close()
