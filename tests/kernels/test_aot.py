@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)  # the compiler takes a second or two for each of forty kernels
+pytestmark = pytest.mark.timeout(
+    900
+)  # the compiler takes a second or two for each of forty kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = 227 * 1024

@@ -107,6 +107,7 @@ def fake_python(folder: Path) -> str:
     program.chmod(0o755)
     return str(program)
 
+
 FORKING_PYTHON = """#!{python} -S
 import json, os, signal, socket, sys
 
