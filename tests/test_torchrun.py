@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,10 +67,21 @@ def test_other_failures_end_in_the_rank_and_its_code(server: Server, tmp_path: P
     )
 
 
-def test_a_rank_that_the_system_kills_is_named(server: Server, tmp_path: Path) -> None:
-    code, said = ended(start(server, tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 1, "0"))
-    assert code == 128 + signal.SIGKILL
-    assert said == [
+def test_a_rank_that_the_system_kills_is_named(tmp_path: Path) -> None:
+    """In a fresh interpreter."""
+    what = "os.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "rank.py").write_text(RANK.format(what=what))
+    done = subprocess.run(
+        [sys.executable, "-m", "flowtrain.torchrun", "--nproc_per_node", "1", "rank.py", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.splitlines() == [
         "flowtrain.torchrun: rank 0 was ended by SIGKILL, as the system does without memory"
     ]
 
