@@ -1,5 +1,6 @@
 """Registers, shared memory and spills of every kernel, compiled ahead of time without a GPU:
-python -m bench.aot [--roofline] [--targets T,T] [--kernels K,K] [--jobs N] [--json F]
+python -m bench.aot [--roofline] [--targets T,T] [--kernels K,K] [--without V,V] [--jobs N]
+[--json F]
 
 Each kernel is compiled at its production block size in the variants that matter (dtype, vocabulary
 and stride, and every optional term on or off) for the targets below, by the compiler that Triton
@@ -10,6 +11,8 @@ NVIDIA's is disassembled, and a kernel that could not reach its goal is an error
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -21,6 +24,7 @@ from itertools import islice
 from typing import Any
 
 import triton
+import triton.knobs
 from flowkernels import (
     branching_triton,
     logprobs_triton,
@@ -97,13 +101,20 @@ def main() -> None:
         help=f"comma-separated (default: {','.join(TARGETS)})",
     )
     parser.add_argument("--kernels", metavar="K,K", help="only these kernels (default: all)")
+    parser.add_argument("--without", metavar="V,V", help="leave these variants out")
     parser.add_argument(
         "--roofline", action="store_true", help="add what the machine code allows (NVIDIA)"
     )
     parser.add_argument("--jobs", metavar="N", type=int, help="processes (default: one per core)")
     args = parser.parse_args()
     kernels = args.kernels.split(",") if args.kernels else None
-    rows = table(args.targets.split(","), kernels, has_roofline=args.roofline, num_jobs=args.jobs)
+    rows = table(
+        args.targets.split(","),
+        kernels,
+        without=(args.without or "").split(","),
+        has_roofline=args.roofline,
+        num_jobs=args.jobs,
+    )
     report(args.json, rows)
     faults = [
         f"{row['kernel']} {row['variant']} on {row['target']}: {fault}"
@@ -124,6 +135,7 @@ def table(
     targets: Sequence[str],
     kernels: Sequence[str] | None = None,
     *,
+    without: Sequence[str] = (),
     has_roofline: bool = False,
     num_jobs: int | None = None,
 ) -> list[dict[str, Any]]:
@@ -131,7 +143,7 @@ def table(
     tasks = [
         (index, target, has_roofline)
         for index, variant in enumerate(variants())
-        if kernels is None or variant.kernel in kernels
+        if (kernels is None or variant.kernel in kernels) and variant.name not in without
         for target in targets
     ]
     with ProcessPoolExecutor(num_jobs) as pool:
@@ -258,9 +270,10 @@ def compile_one(variant: Variant, target_name: str, *, has_roofline: bool) -> di
     options = dict(variant.options)
     if target.backend == "hip":  # a warp is twice as wide there, and no register limit is set
         options = {"num_warps": max(1, options["num_warps"] * 32 // target.warp_size)}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constexprs, attributes), target=target, options=options
-    )
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as said:
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=target, options=options)
     shared = compiled.metadata.shared
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
@@ -273,7 +286,8 @@ def compile_one(variant: Variant, target_name: str, *, has_roofline: bool) -> di
             "shared": shared,
         }
     fuses = options.get("enable_fp_fusion", True)
-    found = {**_ptxas(compiled.asm["ptx"], target.arch, bool(fuses)), "shared": shared}
+    log = said.getvalue() or _ptxas(compiled.asm["ptx"], target.arch, bool(fuses))
+    found = {**_resources(log), "shared": shared}
     if has_roofline:
         resources = roofline.Resources(found["registers"], shared, options["num_warps"])
         size = 4 if variant.dtype.startswith("fp32") else 2
@@ -294,7 +308,8 @@ def _type(name: str, dtype: str) -> str:
     return "i32" if name.startswith("num_") or name.endswith("_stride") else "fp32"
 
 
-def _ptxas(ptx: str, arch: int, fuses: bool) -> dict[str, Any]:
+def _ptxas(ptx: str, arch: int, fuses: bool) -> str:
+    """What the assembler says of a kernel that Triton has kept compiled."""
     program = nvidia.get_ptxas(arch).path  # as Triton itself would choose
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
@@ -302,12 +317,15 @@ def _ptxas(ptx: str, arch: int, fuses: bool) -> dict[str, Any]:
         name = _find(r"\.target\s+(sm_\w+)", ptx)
         options = [f"--gpu-name={name}", f"--fmad={str(fuses).lower()}"]
         command = [program, "-v", *options, file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def _resources(log: str) -> dict[str, int]:
     stores, loads = (
-        int(_find(r"(\d+) bytes spill stores", report)),
-        int(_find(r"(\d+) bytes spill loads", report)),
+        int(_find(r"(\d+) bytes spill stores", log)),
+        int(_find(r"(\d+) bytes spill loads", log)),
     )
-    return {"registers": int(_find(r"Used (\d+) registers", report)), "spills": stores + loads}
+    return {"registers": int(_find(r"Used (\d+) registers", log)), "spills": stores + loads}
 
 
 def _find(pattern: str, text: str) -> str:

@@ -16,6 +16,11 @@ from bench import gpu, gpu_report, gpu_runs, gpu_stages
 STAGES = '''
 import os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
+
+# All that cases ask of torch here; importing it takes longer than all of them together.
+no_gpu = SimpleNamespace(is_available=lambda: False)
+sys.modules["torch"] = SimpleNamespace(cuda=no_gpu, get_num_threads=lambda: 1)
 from bench.gpu_cases import AGAIN, Cases, Needs
 
 

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_runs import Process, Server
 
+pytest_plugins = ("cli_runs",)
 pytestmark = pytest.mark.dist
 
 RANK = """
@@ -30,42 +32,35 @@ sys.exit(run_command("mine", body, []))
 """
 
 
-def start(folder: Path, what: str, ranks: int, *words: str) -> subprocess.Popen[str]:
+def start(server: Server, folder: Path, what: str, ranks: int, *words: str) -> Process:
+    """Fork `flowtrain.torchrun`; the ranks are processes of their own all the same."""
     (folder / "rank.py").write_text(RANK.format(what=what))
-    command = ("-m", "flowtrain.torchrun", "--nproc_per_node", str(ranks), "rank.py", *words)
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    argv = ("--nproc_per_node", str(ranks), "rank.py", *words)
+    return server.start("torchrun", *argv, cwd=folder, env=env, before="os.setsid()")
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    try:
-        _, said = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    return process.returncode, said.splitlines()
+def ended(process: Process) -> tuple[int, list[str]]:
+    code = process.wait(120)
+    return code, process.err.read_text().splitlines()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_users_mistake_ends_in_its_one_line(rank: int, tmp_path: Path) -> None:
-    code, said = ended(start(tmp_path, "raise UserError('train.lr=-1 is too small')", 2, str(rank)))
+def test_a_users_mistake_ends_in_its_one_line(rank: int, server: Server, tmp_path: Path) -> None:
+    code, said = ended(
+        start(server, tmp_path, "raise UserError('train.lr=-1 is too small')", 2, str(rank))
+    )
     assert code == 2
     prefix = "" if rank == 0 else "flowtrain.torchrun: rank 1: "
     assert said == [f"{prefix}mine: train.lr=-1 is too small"]
 
 
-def test_an_interrupted_rank_needs_no_further_word(tmp_path: Path) -> None:
-    assert ended(start(tmp_path, "return 130", 2, "1")) == (130, [])
+def test_an_interrupted_rank_needs_no_further_word(server: Server, tmp_path: Path) -> None:
+    assert ended(start(server, tmp_path, "return 130", 2, "1")) == (130, [])
 
 
-def test_other_failures_end_in_the_rank_and_its_code(tmp_path: Path) -> None:
-    code, said = ended(start(tmp_path, "raise RuntimeError('no such thing')", 1, "0"))
+def test_other_failures_end_in_the_rank_and_its_code(server: Server, tmp_path: Path) -> None:
+    code, said = ended(start(server, tmp_path, "raise RuntimeError('no such thing')", 1, "0"))
     assert code == 1 and "RuntimeError: no such thing" in said
     assert said[-1] == (
         "flowtrain.torchrun: rank 0 ended with exit code 1; what it printed is above"
@@ -73,16 +68,27 @@ def test_other_failures_end_in_the_rank_and_its_code(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_the_system_kills_is_named(tmp_path: Path) -> None:
-    code, said = ended(start(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", 1, "0"))
-    assert code == 128 + signal.SIGKILL
-    assert said == [
+    """In a fresh interpreter."""
+    what = "os.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "rank.py").write_text(RANK.format(what=what))
+    done = subprocess.run(
+        [sys.executable, "-m", "flowtrain.torchrun", "--nproc_per_node", "1", "rank.py", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.splitlines() == [
         "flowtrain.torchrun: rank 0 was ended by SIGKILL, as the system does without memory"
     ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_rank_which_ends_as_it_likes(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, server: Server, tmp_path: Path
 ) -> None:
     what = (
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM}); "
@@ -91,7 +97,7 @@ def test_a_signal_reaches_the_rank_which_ends_as_it_likes(
         "print(got.name, 'saved', file=sys.stderr); return 130"
     )
     os.mkfifo(tmp_path / "ready")  # opening it waits for the rank
-    process = start(tmp_path, what, 1, "0")
+    process = start(server, tmp_path, what, 1, "0")
     with (tmp_path / "ready").open():
-        process.send_signal(number)
+        os.kill(process.pid, number)
     assert ended(process) == (130, [f"{number.name} saved", "mine: interrupted"])

@@ -1,5 +1,5 @@
-"""Every kernel, compiled for GPUs that are not here: registers, no spills, and machine code that
-allows what is promised.
+"""Every kernel, compiled for a GPU that is not here: registers, no spills, and machine code that
+allows what is promised. `python -m bench.aot --roofline` does so for all targets and variants.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(900)  # the compiler takes two seconds for each of fifty kernels
+pytestmark = pytest.mark.timeout(
+    900
+)  # the compiler takes a second or two for each of forty kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = 227 * 1024
-"""Bytes of shared memory that a program may have on sm_90, for which the tests compile; `python -m
-bench.aot --roofline` does so for all targets."""
+"""Bytes of shared memory that a program may have on sm_90, for which the tests compile."""
+LEFT_OUT = ("fp16 odd", "fp16 all", "fp16 odd all", "fp32 odd all", "bf16 16 warps")
+"""Variants of the kernels of rows that say no more: the code of fp16 is that of bf16 but for the
+conversions, and `bf16 odd all` takes more registers than `fp32 odd all`.
+"""
 KERNELS = {"score", "gradient", "loss", "scale", "statistics", "merge", "scan", "branching"} | {
     f"delta {name}" for name in ("count", "compact", "scatter", "digest")
 }
@@ -48,6 +53,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         "--roofline",
         "--targets",
         "sm_90",
+        "--without",
+        ",".join(LEFT_OUT),
         "--json",
         str(folder / "rows.json"),
     ]
@@ -68,12 +75,13 @@ def test_every_kernel_compiles_in_every_variant(
     compiled = {(row["kernel"], row["variant"]) for row in report.rows}
     assert {kernel for kernel, _ in compiled} == KERNELS
     for kernel in ("score", "gradient", "loss"):
-        assert {
-            (kernel, f"{dtype}{shape}{extra}")
+        names = {
+            f"{dtype}{shape}{extra}"
             for dtype in ("bf16", "fp16", "fp32")
             for shape in ("", " odd")
             for extra in ("", " all")
-        } <= compiled
+        }
+        assert {(kernel, name) for name in names.difference(LEFT_OUT)} <= compiled
     assert all(row["kernel"] in report.output for row in report.rows)
 
 
@@ -87,7 +95,7 @@ def test_no_kernel_is_kept_from_its_goal(report: Report) -> None:
     that is for kernels that do not go through rows stands in `bench.roofline`.
     """
     rows = [row for row in report.rows if row["kernel"] in ("score", "gradient", "loss")]
-    assert len(rows) == 43
+    assert len(rows) == 30
     assert all(row["loads_in_flight"] >= 4 and row["load_bytes"] == 16 for row in rows)
     faults = {(row["kernel"], row["variant"]): row["fault"] for row in report.rows}
     assert {key: fault for key, fault in faults.items() if fault} == {}

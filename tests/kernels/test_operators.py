@@ -198,8 +198,7 @@ def test_every_operator_is_checked() -> None:
     assert registered == {*OPERATORS, *elsewhere}
 
 
-@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "inplace"), [("clip", False), ("all", True), ("gspo", False)])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_compiled_policy_loss_is_one_node_and_equal_to_eager(
     impl: str, name: str, inplace: bool
@@ -255,7 +254,7 @@ def test_compiled_log_probs_and_branching_are_one_node_each_and_equal_to_eager(i
     assert graphs.forward == [["branching_score", "discounted_reverse_scan"]]
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["all", "gspo"])
 def test_one_compilation_serves_every_number_of_tokens(name: str) -> None:
     graphs = Graphs()
     compiled = graphs.compile(
@@ -315,7 +314,13 @@ def test_compiled_loss_of_no_tokens_is_zero(impl: str) -> None:
 def test_inductor_gives_the_loss_and_gradient_of_eager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In this process and without vector instructions, each kind of which inductor would first
+    compile a program for.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
+    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", False)
+    monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
     torch._dynamo.reset()
     batch = random_batch(8, "torch")
 

@@ -106,3 +106,32 @@ def fake_python(folder: Path) -> str:
     program.write_text(FAKE_PYTHON.format(folder=folder))
     program.chmod(0o755)
     return str(program)
+
+
+FORKING_PYTHON = """#!{python} -S
+import json, os, signal, socket, sys
+
+argv = sys.argv[2:]
+if argv[0] in ("flowtrain.dataflow", "flowtrain.weights"):
+    os.execv({python!r}, [{python!r}, "-m", *argv])
+argv[0] = argv[0].removeprefix("flowtrain.")
+job = {{"argv": argv, "cwd": os.getcwd(), "env": {{**os.environ}}, "pid": os.getpid()}}
+with socket.socket(socket.AF_UNIX) as asked:
+    asked.connect({path!r})
+    lines = asked.makefile("rw")
+    print(json.dumps(job), file=lines, flush=True)
+    forked = int(lines.readline())
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(forked, number))
+    sys.exit(int(lines.readline()))
+"""
+
+
+def forking_python(folder: Path) -> str:
+    """Make a `python` that starts the servers, which import little, and asks a socket of the folder
+    for forks of all else; their output and their signals go through it.
+    """
+    program = folder / "python"
+    path = str(folder / "forks")
+    program.write_text(FORKING_PYTHON.format(python=sys.executable, path=path))
+    program.chmod(0o755)
+    return str(program)

@@ -1,5 +1,5 @@
-"""A real run from a plan: service, weights, trainer and two nodes, one of them behind an `ssh`
-that runs commands on this machine.
+"""A run from a plan: service, weights, trainer and two nodes, one of them behind an `ssh` that
+runs commands on this machine. Trainer and nodes are forks of a process that has imported them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,62 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from plans import PLAN, ROOT, fake_ssh, write_plan
+import pytest
+from cli_runs import Server
+from plans import PLAN, ROOT, fake_ssh, forking_python, write_plan
 
 from flowtrain.dataflow.ledger import audit_database
 
+pytest_plugins = ("cli_runs",)
 
-def test_a_plan_trains_to_its_end(tmp_path: Path) -> None:
+
+@pytest.fixture
+def python(tmp_path: Path, server: Server) -> Iterator[str]:
+    """A `python` that has the server fork what imports much."""
+    lock = threading.Lock()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "forks"))
+        listening.listen()
+
+        def serve() -> None:
+            while True:
+                try:
+                    asked = listening.accept()[0]
+                except OSError:  # the test is over
+                    return
+                threading.Thread(target=fork, args=(asked,)).start()
+
+        def fork(asked: socket.socket) -> None:
+            with asked, asked.makefile("rw") as lines:
+                job = json.loads(lines.readline())
+                pipe = f"os.open('/proc/{job['pid']}/fd/1', os.O_WRONLY)"
+                options = {"before": f"os.dup2(os.dup2({pipe}, 1), 2)", "env": job["env"]}
+                with lock:
+                    process = server.start(*job["argv"], cwd=Path(job["cwd"]), **options)
+                print(process.pid, file=lines, flush=True)
+                while True:
+                    with lock:
+                        code = process.poll()
+                    if code is not None:
+                        break
+                    time.sleep(0.02)
+                print(code, file=lines, flush=True)
+
+        threading.Thread(target=serve).start()
+        yield forking_python(tmp_path)
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_plan_trains_to_its_end(tmp_path: Path, python: str) -> None:
     record, path = fake_ssh(tmp_path)
-    plan = write_plan(tmp_path, free_ports(), PLAN.replace("count = 2", "count = 1"))
+    plan = PLAN.replace("count = 2", "count = 1").replace("{python}", python)
     done = subprocess.run(
-        [sys.executable, "-m", "flowtrain.launch", str(plan)],
+        [sys.executable, "-m", "flowtrain.launch", str(write_plan(tmp_path, free_ports(), plan))],
         cwd=tmp_path,
         env={**os.environ, **path, "A_TOKEN": "of-the-tests", "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -56,7 +56,7 @@ def pair(family: str, dtype: str, is_exact: bool = True) -> Pair:
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
-@settings(max_examples=16, phases=[Phase.explicit, Phase.generate])  # a smaller case says no more
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])  # a smaller case says no more
 @given(st.randoms(use_true_random=False))
 def test_trainer_and_sampler_agree_in_any_packing(
     world: World, family: str, dtype: str, rng: random.Random
@@ -97,11 +97,11 @@ def test_the_gradient_is_that_of_the_plain_model(recompute: bool) -> None:
 
 @pytest.mark.dist
 def test_every_step_on_new_weights_starts_at_a_ratio_of_1() -> None:
-    launch(__file__, [(size, [dtype]) for size in (1, 2) for dtype in DTYPES])
+    launch(__file__, [(2, [dtype]) for dtype in DTYPES])
 
 
 def run_steps(dtype: str) -> None:
-    """Sample, exchange rows, train and load, three times; layers are sharded one by one."""
+    """Sample, exchange rows, train and load, twice; layers are sharded one by one."""
     torch.set_num_threads(1)
     world, rng = World.join("cpu"), random.Random(int(torch.distributed.get_rank()))
     sharding._SMALL = 0
@@ -110,7 +110,7 @@ def run_steps(dtype: str) -> None:
     engine = Pair.of(copy.deepcopy(model), DTYPES[dtype], World(0, 1, world.device), True).engine
     spec = sharding.ShardSpec(DTYPES[dtype], recompute=True, exact=True)
     trainer = Trainer(sharding.shard(model, world, spec), world, LossSpec(), OptimSpec(lr=1e-2))
-    for _ in range(3):
+    for _ in range(2):
         samples = draw_calls(engine, Sampling(9, top_k=20, ignore_end=True), rng)
         weighted = [replace(s, loss_weights=(1.0,) * len(s.response_ids)) for s in samples]
         mine = balance([pack_rows(weighted, 200)], cost, world, num_takers=world.size)

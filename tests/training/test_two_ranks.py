@@ -43,10 +43,8 @@ CASES = {
     "whole": (LossSpec(kl_coef=0.1, entropy_coef=0.01), {}),
     "by_layer": (LossSpec(), {"rescore": True}),
     "by_layer_kl": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
-    "by_layer_recompute": (LossSpec(), {}),
-    "by_layer_kept_offloaded": (LossSpec(), {"grad_clip": 0.5}),
     "by_layer_m2po": (LossSpec(clip_low=0.95, clip_high=20.0), {"m2po": 0.2}),
-    "by_layer_future": (LossSpec(clip_high=0.28, dual_clip=3.0), {}),
+    "by_layer_future": (LossSpec(clip_high=0.28, dual_clip=3.0), {"grad_clip": 0.5}),
 }
 FACTORS = {
     "by_layer_future": MinibatchFactor(
@@ -58,12 +56,18 @@ FACTORS = {
 }
 """The samples of a group are turns of one rollout, whose rows are balanced over the ranks."""
 HOW = {
-    "by_layer_recompute": {"recompute": True},
-    "by_layer_kept_offloaded": {"reshard": False, "offload": True},
+    "by_layer_m2po": {"recompute": True},
+    "by_layer_future": {"reshard": False, "offload": True},
 }
-SPLIT_CASES = ("by_layer", "by_layer_kl")
-LAYOUTS = ((1, 0), (2, 0), (2, 1), (3, 1))
-"""(ranks, those of them that only sample): one and two ranks that train, colocated and split."""
+LAYOUTS = {
+    (1, 0): tuple(CASES),
+    (2, 0): tuple(CASES),
+    (2, 1): ("by_layer",),
+    (3, 1): ("by_layer", "by_layer_kl"),
+}
+"""The cases of (ranks, those of them that only sample): one and two ranks that train, colocated
+and split."""
+SPLIT = [(layout, name) for layout, names in LAYOUTS.items() if layout[1] for name in names]
 GROUPS = [
     [5, 1, 4, 1],  # the second of two ranks has fewer samples, hence fewer rows
     [3, 0, 2, 0],  # and here none at all
@@ -188,7 +192,7 @@ def run(path: str, out: Path, num_samplers: int) -> None:
     """Run the part of every rank."""
     torch.set_num_threads(1)
     ranks = Ranks.join(path, num_samplers)
-    for name in SPLIT_CASES if num_samplers else CASES:
+    for name in LAYOUTS[ranks.world.size, num_samplers]:
         run_case(path, out, name, ranks)
     if not num_samplers:
         world = ranks.world
@@ -324,8 +328,7 @@ def test_two_ranks_get_the_weights_of_one(
     )
 
 
-@pytest.mark.parametrize("name", SPLIT_CASES)
-@pytest.mark.parametrize("layout", [(2, 1), (3, 1)])
+@pytest.mark.parametrize(("layout", "name"), SPLIT)
 def test_ranks_that_only_train_get_the_weights_of_one(
     places: dict[tuple[int, int], Path], name: str, layout: tuple[int, int]
 ) -> None:
@@ -383,10 +386,7 @@ def test_ranks_take_the_same_number_of_passes_and_no_more_than_it_takes(
     """Whatever each of them rolled out: a pass is collective, so a rank that runs out of rows would
     leave the other waiting.
     """
-    taken = [
-        json.loads((results[2] / f"by_layer_recompute.{rank}.passes").read_text())
-        for rank in range(2)
-    ]
+    taken = [json.loads((results[2] / f"by_layer_kl.{rank}.passes").read_text()) for rank in range(2)]
     rows = [
         [[len(minibatch) for minibatch in rows_of(step, rank, 2)] for rank in range(2)]
         for step in range(len(GROUPS))
