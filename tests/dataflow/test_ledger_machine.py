@@ -350,7 +350,9 @@ def run(make_database: Callable[[], str], replay_share: float, num_examples: int
 @pytest.mark.parametrize("replay_share", [0.0, 0.5])
 def test_any_interleaving_adds_up_on_sqlite(tmp_path: Path, replay_share: float) -> None:
     run(
-        lambda: str(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.db"), replay_share, num_examples=5
+        lambda: str(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.db"),
+        replay_share,
+        num_examples=5,
     )
 
 
