@@ -26,7 +26,7 @@ def test_strangers_keep_nobody_out(
         servers(tmp_path, (NUM_FILES, NUM_FILES)) as urls,
         besieged(urls, NUM_STRANGERS, hosts) as counts,
     ):
-        threading.Timer(4.0, is_over.set).start()
+        threading.Timer(3.0, is_over.set).start()
         asked, fetched = honest(*urls, NUM_NODES, is_over)
     num_failed = asked.num_failed + fetched.num_failed
     tally.add("connections of slow strangers", counts["tried"], num_failed)
