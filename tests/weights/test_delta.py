@@ -166,7 +166,7 @@ versions = st.tuples(
     st.sampled_from([1, 2]),
     st.integers(1, 3),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_composed_deltas_equal_direct_ones(
     num_words: int,
     zeroth: Any,
