@@ -28,6 +28,13 @@ if not Path("/dev/nvidia0").exists() and importlib.util.find_spec("numpy"):
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _HERE = Path(__file__).parent
+if sys.dont_write_bytecode:
+    # Tests start many interpreters, for which compiling what they import is half of the work: do it
+    # once, and not beside the sources.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(_HERE.parent / "build" / "bytecode"))
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
 for _path in _HERE.rglob("*.py"):
     if not _path.name.startswith("test_") and _path.name != "conftest.py":
         # Test modules import a helper by its bare name, or from another folder as tests.<folder>.

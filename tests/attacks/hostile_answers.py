@@ -10,7 +10,7 @@ from tests.attacks import raw_server as raw
 from tests.attacks.raw_server import forever, head, whole
 
 CHUNKED = "Transfer-Encoding: chunked"
-BOMB = raw.zeros(256)
+BOMB = raw.zeros(64)
 SMALL_BOMB = raw.zeros(16)
 BODIES = {
     "a body without end": forever(head(), b"word " * 10_000),

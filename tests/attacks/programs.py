@@ -37,8 +37,8 @@ def call(*arguments):
     return result, native["get_errno"]()
 """
 
-TIME = "^CPU time limit of 0.5 s exceeded$"
-ASLEEP = "^time limit of 0.5 s exceeded, asleep$"
+TIME = "^CPU time limit of 0.3 s exceeded$"
+ASLEEP = "^time limit of 0.3 s exceeded, asleep$"
 
 ATTACKS = {
     "infinite loop": program("while True: pass", TIME),

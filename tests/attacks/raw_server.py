@@ -9,6 +9,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 Pieces = Callable[[], Iterable[bytes | float]]
 """Makes the pieces of an answer; a number is a pause in seconds. It may have no end."""
@@ -97,15 +98,15 @@ EMPTY_BLOCK = b"\0\0\0\xff\xff"
 GZIP_HEAD = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"
 
 
+@cache
 def nothings(levels: int) -> bytes:
     """Compress 100 MB that unpack to nothing, `levels` times one in the other; each further level
     is a hundredth of the size.
     """
+    if levels > 1:
+        return gzip.compress(nothings(levels - 1), 9)
     packer = zlib.compressobj(9, wbits=31)
     block = EMPTY_BLOCK * 200_000
-    packed = b"".join(
+    return b"".join(
         [packer.compress(GZIP_HEAD), *(packer.compress(block) for _ in range(100)), packer.flush()]
     )
-    for _ in range(levels - 1):
-        packed = gzip.compress(packed, 9)
-    return packed

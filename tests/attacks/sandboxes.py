@@ -14,7 +14,7 @@ from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.tools.sandbox.server import Backend
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 0.3
 WHY_NO_BUBBLEWRAP = bubblewrap.why_not(bubblewrap.backend(()))
 needs_bubblewrap = pytest.mark.skipif(
     bool(WHY_NO_BUBBLEWRAP), reason=f"{WHY_NO_BUBBLEWRAP}; apt-get install bubblewrap"

@@ -162,7 +162,10 @@ def test_a_request_has_one_length(port: int) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1000])
-def test_an_error_ends_the_connection(port: int, length: int) -> None:
+def test_an_error_ends_the_connection(
+    port: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_LINGER_S", 0.3)
     with connected(port) as connection:
         connection.sendall(head(b"Content-Length: %d" % length, token=b"wrong"))
         status, body, headers = answer(connection)
@@ -196,7 +199,7 @@ def test_the_rest_of_a_refused_request_is_not_waited_for(
 def test_an_answer_that_is_never_read_is_given_up(port: int) -> None:
     with connected(port) as connection:
         connection.sendall(head(b"Content-Length: 0", path=b"/big"))
-        time.sleep(3.0)
+        time.sleep(2.0)
         assert len(ended(connection)) < BIG
 
 
@@ -219,8 +222,8 @@ def test_who_reads_too_slowly_is_given_up(
 def test_a_long_answer_has_the_time_that_its_length_takes(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_PATIENCE_S", 3.0)
-    monkeypatch.setattr(connections, "SLOWEST", 4 << 20)  # 48 MiB: 12 s more
+    monkeypatch.setattr(connections, "_PATIENCE_S", 1.2)
+    monkeypatch.setattr(connections, "SLOWEST", 8 << 20)  # 48 MiB: 6 s more
     with connected(port) as connection:
         connection.sendall(head(b"Content-Length: 0", path=b"/big"))
         num_read = 0
@@ -228,7 +231,7 @@ def test_a_long_answer_has_the_time_that_its_length_takes(
             data = connection.recv(4 << 20, socket.MSG_WAITALL)
             assert data
             num_read += len(data)
-            time.sleep(0.3)  # 3.6 s in all
+            time.sleep(0.15)  # 1.8 s in all
 
 
 # ---- places

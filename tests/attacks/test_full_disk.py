@@ -16,7 +16,7 @@ import pytest
 
 from tests.attacks.tally import Tally
 
-STRIDE = 9
+STRIDE = 17
 HERE = Path(__file__).parents[2]
 CURE = "; free some space and continue with --resume auto"
 
@@ -55,7 +55,7 @@ def test_a_run_gets_over_a_full_disk_at_any_write(
         )
         found = json.loads(done.stdout.splitlines()[-1])
         tally.add("writes to a full disk", found["tried"], len(found["problems"]))
-        assert found["tried"] > 25 and not found["problems"], "\n".join(found["problems"][:5])
+        assert found["tried"] > 12 and not found["problems"], "\n".join(found["problems"][:5])
         shutil.rmtree(tmp_path / str(seed))
 
 

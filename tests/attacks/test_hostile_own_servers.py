@@ -21,11 +21,11 @@ SURFACE = "hostile answers of stores and dataflows"
 
 
 def read_head(server: RawServer, _cache: Path) -> object:
-    return HttpStore(server.url, _cache, timeout_s=0.3, retries=0).head()
+    return HttpStore(server.url, _cache, timeout_s=0.15, retries=0).head()
 
 
 def read_manifest(server: RawServer, cache: Path) -> object:
-    store = HttpStore(server.url, cache, timeout_s=0.3, retries=0)
+    store = HttpStore(server.url, cache, timeout_s=0.15, retries=0)
     store._newest = 5
     return store.manifest(5)
 

@@ -40,7 +40,7 @@ MEMORY = 24 << 20
 """Bytes that reading a body of at most MAX_BYTES may take at a time."""
 VALUES_MEMORY = 64 * MAX_BYTES
 """The same with the values of its JSON."""
-DEADLINE_S = 0.5
+DEADLINE_S = 0.25
 Ask = Callable[[RawServer], object]
 
 
@@ -140,15 +140,15 @@ def test_no_body_breaks_a_client(client: str, server: RawServer, tally: Tally) -
 
 
 @pytest.mark.parametrize("client", ["page", "search", "model"])
-@pytest.mark.parametrize("encoding", ["gzip, gzip", "gzip,gzip,gzip", "br", "zstd", "deflate, br"])
 def test_one_compression_is_undone_and_no_other(
-    client: str, encoding: str, server: RawServer, tally: Tally
+    client: str, server: RawServer, tally: Tally
 ) -> None:
     """Four levels around nothing would keep a decoder busy for a day, and its event loop too."""
-    server.pieces = whole(raw.nothings(4), f"Content-Encoding: {encoding}")
-    tally.add(surface(client), 1)
-    with pytest.raises(ERRORS, match=f"the encoding '{encoding}', which was not asked for"):
-        CLIENTS[client](server)
+    for encoding in ("gzip, gzip", "gzip,gzip,gzip", "br", "zstd", "deflate, br"):
+        server.pieces = whole(raw.nothings(4), f"Content-Encoding: {encoding}")
+        tally.add(surface(client), 1)
+        with pytest.raises(ERRORS, match=f"the encoding '{encoding}', which was not asked for"):
+            CLIENTS[client](server)
 
 
 def test_the_library_bounds_compressions_too() -> None:
@@ -180,8 +180,12 @@ def test_no_cookie_is_kept(server: RawServer, tally: Tally) -> None:
 
 @pytest.mark.parametrize("client", FIELDS)
 def test_no_value_breaks_a_client(client: str, server: RawServer, tally: Tally) -> None:
+    # The long ones alone, and in a part of an answer.
     texts = [
-        form.replace("%s", value) for form in ("%s", *FIELDS[client]) for value in (*VALUES, "-1")
+        form.replace("%s", value)
+        for number, form in enumerate(("%s", *FIELDS[client]))
+        for value in (*VALUES, "-1")
+        if number < 2 or len(value) < 10_000
     ]
     through = {}
     for text in texts:
@@ -199,14 +203,14 @@ def test_values_take_bounded_memory(server: RawServer, tally: Tally) -> None:
     through = {}
     tracemalloc.start()
     try:
-        for client, form in (("search", '{"organic": %s}'), ("model", '{"choices": %s}')):
-            for text in worst:
-                server.pieces = whole((form % text).encode())
-                if problem := outcome(CLIENTS[client], server, VALUES_MEMORY):
-                    through[client, text[:20]] = problem
+        asked = [("search", '{"organic": %s}', text) for text in worst]
+        for client, form, text in (*asked, ("model", '{"choices": %s}', worst[1])):
+            server.pieces = whole((form % text).encode())
+            if problem := outcome(CLIENTS[client], server, VALUES_MEMORY):
+                through[client, text[:20]] = problem
     finally:
         tracemalloc.stop()
-    tally.add(surface("search"), 2 * len(worst), len(through))
+    tally.add(surface("search"), len(worst) + 1, len(through))
     assert through == {}
 
 
@@ -220,9 +224,9 @@ def test_no_composed_answer_breaks_a_client(
     for seed in campaign:
         rng = random.Random(seed)
         through = {}
-        for number in range(60):
+        for number in range(25):
             server.pieces = composed(rng)
             if problem := outcome(CLIENTS[client], server):
                 through[number] = problem
-        tally.add(surface(client), 60, len(through))
+        tally.add(surface(client), 25, len(through))
         assert through == {}, f"seed {seed}"

@@ -26,7 +26,7 @@ from tests.attacks.tally import Tally
 from tests.dataflow.fake_groups import ledger as make_ledger
 
 TOKEN = "a-token-of-the-tests"
-NUM_REQUESTS = 250
+NUM_REQUESTS = 120
 """Per seed, server and kind of peer."""
 BOUND_S = 30.0
 """By far longer than the deadlines set below; a connection that lives longer is never ended."""

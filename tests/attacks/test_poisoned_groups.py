@@ -34,7 +34,7 @@ from tests.dataflow.fake_groups import TASKS, group, joined, lease, options, pla
 VOCAB_SIZE, MAX_POSITIONS = 280, 64
 """Those of the model at `tiny_path`."""
 ALONE = World(0, 1, torch.device("cpu"))
-NUM_GROUPS = 120
+NUM_GROUPS = 60
 
 
 @pytest.fixture

@@ -36,9 +36,9 @@ from tests.weights.weight_samples import same_bits
 LOG = "run/metrics.jsonl"
 NUM_RANDOM = 1
 """States drawn at each operation, beside the extremes."""
-SHARE = 0.4
+SHARE = 0.15
 """Of the states, those that are looked at outside of `make attack`."""
-RESUMED = 0.01
+RESUMED = 0.02
 """Share of the states from which a run goes on."""
 
 

@@ -15,18 +15,18 @@ NUM_STRANGERS = 300
 NUM_NODES = 8
 
 
-@pytest.mark.parametrize("num_hosts", [1, 12], ids=["behind a proxy", "from many hosts"])
 def test_strangers_keep_nobody_out(
-    tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch, num_hosts: int
+    tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Places do not depend on where somebody comes from, so that one host is like many."""
     monkeypatch.setenv("no_proxy", "*")
-    hosts = [f"127.0.0.{1 + number}" for number in range(num_hosts)]
+    hosts = ["127.0.0.1", "127.0.0.2"]
     is_over = threading.Event()
     with (
         servers(tmp_path, (NUM_FILES, NUM_FILES)) as urls,
         besieged(urls, NUM_STRANGERS, hosts) as counts,
     ):
-        threading.Timer(4.0, is_over.set).start()
+        threading.Timer(3.0, is_over.set).start()
         asked, fetched = honest(*urls, NUM_NODES, is_over)
     num_failed = asked.num_failed + fetched.num_failed
     tally.add("connections of slow strangers", counts["tried"], num_failed)

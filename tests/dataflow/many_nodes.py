@@ -1,9 +1,9 @@
 """A fast scripted flow: nodes whose rollouts are made up, and a trainer that only notes what it was
 served. All of them die and come back.
 
-Also a command, for tests that need processes to kill:
-python many_nodes.py node URL SEED NAME
-python many_nodes.py trainer URL SEED NOTES NUM_STEPS
+`main` is for tests that need processes to kill: its words are
+node URL SEED NAME, or
+trainer URL SEED NOTES NUM_STEPS
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -200,7 +199,3 @@ def main(role: str, url: str, seed: str, *rest: str) -> None:
             run_node(flow, rest[0], rng)
         else:
             run_trainer(flow, Notes(Path(rest[0])), rng, int(rest[1]))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -7,72 +7,86 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cli_runs import Process, Server
 from many_nodes import TOKEN, Notes
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.ledger import audit_database
 from flowtrain.dataflow.ledger.sql import connect
 
+pytest_plugins = ("cli_runs",)
 HERE = Path(__file__).parent
-NUM_STEPS, NUM_KILLS = 20, 6
+NUM_STEPS, NUM_KILLS = 12, 5
+SKEWS_S = (-90, 90)
+LEASE_S = 60.0
+"""No lease runs out within the test; what is killed begins anew and says so."""
 CONFIG = (
     "--rollout.group_size 2 --rollout.num_questions 4 --train.num_minibatches 1 --tasks.num_train "
     "64 --dataflow.lease_s"
 )
 LIMIT_S = 120.0
-SKEWED = """
-import runpy, sys, time
-real, skew_s = time.time, float(sys.argv.pop(1))
-time.time = lambda: real() + skew_s
-runpy.run_module("flowtrain.dataflow", run_name="__main__", alter_sys=True)
+SKEWED = "import time; real = time.time; time.time = lambda: real() + {skew_s}"
+"""On a machine whose clock is wrong."""
+ACTOR = """
+import sys
+sys.path.insert(0, {here!r})
+import many_nodes
+many_nodes.main(*{words!r})
+os._exit(0)
 """
-"""A service on a machine whose clock is wrong by the seconds of its first argument."""
+"""A node or the trainer in place of a command."""
 
 
 class Crew:
     """Processes by name, which are started again when they are killed."""
 
-    def __init__(self) -> None:
-        path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
-        self._env = {**os.environ, "PYTHONPATH": path, "FLOWTRAIN_TOKEN": TOKEN, "no_proxy": "*"}
-        self._commands: dict[str, list[str]] = {}
-        self._alive: dict[str, subprocess.Popen[bytes]] = {}
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._started: dict[str, tuple[tuple[str, ...], str]] = {}
+        self._alive: dict[str, Process] = {}
+        self._ended: dict[str, int] = {}
+        """Exit codes."""
 
-    def start(self, name: str, *command: str) -> None:
-        self._commands[name] = [sys.executable, *command]
-        self._alive[name] = subprocess.Popen(
-            self._commands[name], env=self._env, stdout=subprocess.DEVNULL
-        )
+    def start(self, name: str, *command: str, before: str = "") -> None:
+        """Start the command `flowtrain.dataflow`, unless `before` does something else."""
+        self._started[name] = command, before
+        env = {"FLOWTRAIN_TOKEN": TOKEN, "no_proxy": "*"}
+        self._alive[name] = self._server.start("dataflow", *command, before=before, env=env)
+
+    def act(self, name: str, *words: str) -> None:
+        self.start(name, before=ACTOR.format(here=str(HERE), words=words))
 
     def kill(self, name: str, number: int) -> int:
         """With a signal; its exit code. It begins anew."""
-        self._alive[name].send_signal(number)
+        os.kill(self._alive[name].pid, number)
         code = self._alive[name].wait(30)
-        self.start(name, *self._commands[name][1:])
+        command, before = self._started[name]
+        self.start(name, *command, before=before)
         return code
 
     def has_ended(self, name: str) -> bool:
         """And nobody by an error."""
-        codes = {each: process.poll() for each, process in self._alive.items()}
-        assert not any(codes.values()), codes
-        return codes[name] is not None
+        for each, process in [*self._alive.items()]:
+            if (code := process.poll()) is not None:
+                del self._alive[each]
+                self._ended[each] = code
+                assert code == 0, f"{each}: {process.err.read_text()}"
+        return name in self._ended
 
     def close(self) -> None:
         for process in self._alive.values():
-            process.kill()
+            os.kill(process.pid, signal.SIGKILL)
             process.wait(30)
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
-    crew = Crew()
+def crew(server: Server) -> Iterator[Crew]:
+    crew = Crew(server)
     with contextlib.closing(crew):
         yield crew
 
@@ -93,27 +107,23 @@ def num_committed(database: str) -> int:
     return audit_database(database).counts.get("committed", 0)
 
 
-def test_nothing_is_lost_and_nothing_doubled(database: str, tmp_path: Path, crew: Crew) -> None:
-    """On PostgreSQL each node and the trainer ask a service of their own, on machines whose clocks
-    differ by minutes: no lease is taken away for that.
+def test_nothing_is_lost_and_nothing_doubled(postgres: str, tmp_path: Path, crew: Crew) -> None:
+    """Each node asks a service of its own, on machines whose clocks differ by minutes: no lease is
+    taken away for that.
     """
-    is_postgres = database.startswith("postgresql")
-    # On PostgreSQL no lease runs out within the test; what is killed begins anew and says so.
-    skews, lease_s = ((-90, 0, 90), 60.0) if is_postgres else ((0,), 0.5)
-    num_services = len(skews)
-    ports = [free_port() for _ in skews]
-    for at, (port, skew_s) in enumerate(zip(ports, skews, strict=True)):
-        serve = ["serve", "--database", database, "--port", str(port)]
-        crew.start(
-            f"service {at}", "-c", SKEWED, str(skew_s), *serve, *CONFIG.split(), str(lease_s)
-        )
-    many_nodes, notes = str(HERE / "many_nodes.py"), tmp_path / "notes"
+    num_services = len(SKEWS_S)
+    ports = [free_port() for _ in SKEWS_S]
+    for at, (port, skew_s) in enumerate(zip(ports, SKEWS_S, strict=True)):
+        serve = ["serve", "--database", postgres, "--port", str(port)]
+        options = (*CONFIG.split(), str(LEASE_S))
+        crew.start(f"service {at}", *serve, *options, before=SKEWED.format(skew_s=skew_s))
+    notes = tmp_path / "notes"
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     with Client(urls[0], TOKEN, wait_s=60.0) as client:
         assert client.status()["work_items"]["committed"] == 0
     for at in range(2):
-        crew.start(f"node {at}", many_nodes, "node", urls[at % num_services], str(at), f"n{at}")
-    crew.start("trainer", many_nodes, "trainer", urls[-1], "0", str(notes), str(NUM_STEPS))
+        crew.act(f"node {at}", "node", urls[at], str(at), f"n{at}")
+    crew.act("trainer", "trainer", urls[-1], "0", str(notes), str(NUM_STEPS))
 
     rng = random.Random(num_services)
     num_kills = 0
@@ -124,8 +134,8 @@ def test_nothing_is_lost_and_nothing_doubled(database: str, tmp_path: Path, crew
         "trainer",
     ]
     while num_kills < NUM_KILLS and not crew.has_ended("trainer"):
-        enough = num_committed(database) + rng.randint(1, 6)
-        until(lambda: crew.has_ended("trainer") or num_committed(database) >= enough)  # noqa: B023
+        enough = num_committed(postgres) + rng.randint(1, 6)
+        until(lambda: crew.has_ended("trainer") or num_committed(postgres) >= enough)  # noqa: B023
         victim = rng.choice(victims)
         if not crew.has_ended(victim):
             how = signal.SIGTERM if rng.random() < 0.2 else signal.SIGKILL
@@ -136,12 +146,11 @@ def test_nothing_is_lost_and_nothing_doubled(database: str, tmp_path: Path, crew
     assert num_kills >= NUM_KILLS / 2
 
     Notes(notes).check(NUM_STEPS)
-    audit = audit_database(database)
+    audit = audit_database(postgres)
     assert audit.problems == () and "failed" not in audit.counts
-    if is_postgres:
-        with connect(database).read() as transaction:
-            endings = transaction.all("SELECT ending FROM leases WHERE ending <> '' ORDER BY 1")
-        assert endings and {row.ending for row in endings}.isdisjoint({"ran out"})
+    with connect(postgres).read() as transaction:
+        endings = transaction.all("SELECT ending FROM leases WHERE ending <> '' ORDER BY 1")
+    assert endings and {row.ending for row in endings}.isdisjoint({"ran out"})
     assert audit.counts["planner.assigned"] == sum(map(len, Notes(notes).batches.values()))
     assert (
         sum(num for name, num in audit.counts.items() if name.startswith("planner."))

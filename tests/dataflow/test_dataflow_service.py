@@ -505,7 +505,7 @@ def fields(kind: Any) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("method", METHODS)
 @settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -352,7 +352,7 @@ def test_any_interleaving_adds_up_on_sqlite(tmp_path: Path, replay_share: float)
     run(
         lambda: str(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.db"),
         replay_share,
-        num_examples=12,
+        num_examples=5,
     )
 
 
@@ -364,4 +364,4 @@ def test_any_interleaving_adds_up_on_postgres(postgres_server: Any) -> None:
         postgres_server.execute(f"CREATE DATABASE {name}")
         return postgres_server.url(name)
 
-    run(make_database, 0.5, num_examples=5)
+    run(make_database, 0.5, num_examples=2)

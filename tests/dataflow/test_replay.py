@@ -236,7 +236,7 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     )
 
 
-def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path, honest: Path) -> None:
+def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path) -> None:
     """Every request is answered by a new ledger object: the prompt filter's state comes from the
     database alone.
     """
@@ -251,8 +251,9 @@ def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path, honest:
 
             return ask
 
-    trained(Restarted())  # type: ignore[arg-type]
-    again, went_on = ledger(tmp_path / "ledger.db", **RULES), ledger(honest, **RULES)
+    trained(Restarted(), 4)  # type: ignore[arg-type]
+    again = ledger(tmp_path / "ledger.db", **RULES)
+    went_on = trained(ledger(tmp_path / "whole.db", **RULES), 4)
     assert again.history().decisions == went_on.history().decisions
     assert again.history().assignments == went_on.history().assignments
     again.close()

@@ -44,7 +44,7 @@ from flowtrain.types import UserError
 
 SHARED = "a-token-of-the-tests"
 REQUESTS: dict[str, Any] = {
-    "join": Join("n1", "b"),
+    "join": Join("n1", "a"),
     "lease": LeaseRequest("n1", "a", 1),
     "renew": Renewal("n1", "a", ((1, 1),)),
     "push": Push("n1", 1, 1, b""),
@@ -137,19 +137,10 @@ def test_every_method_is_in_the_table() -> None:
     assert set(REQUESTS) == set(METHODS) == {*NODE, *TRAINER, *AUDITOR}
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"), [(owner, method) for owner in ALLOWED for method in ALLOWED[owner]]
-)
-def test_what_an_owner_may_ask(path: Path, ledger: Any, owner: str, method: str) -> None:
-    issue(path, "other", Role.NODE)
-    token = make_token(path, owner)
-    with running(Service(ledger, ledger.run, SHARED, TokenFile(path))) as url:
-        status, problem = ask(url, token, method, REQUESTS[method])
-    assert status == 200, problem
-
-
 @pytest.mark.parametrize("owner", ALLOWED)
-def test_what_an_owner_may_not_ask_changes_nothing(path: Path, ledger: Any, owner: str) -> None:
+def test_an_owner_asks_what_it_may_and_the_rest_changes_nothing(
+    path: Path, ledger: Any, owner: str
+) -> None:
     issue(path, "other", Role.NODE)
     token = make_token(path, owner)
     before = facts(path)
@@ -160,7 +151,9 @@ def test_what_an_owner_may_not_ask_changes_nothing(path: Path, ledger: Any, owne
                 status, problem = ask(url, token, method, REQUESTS[method])
                 assert status == 403 and token not in problem, method
                 assert repr(owner.rpartition(" ")[2]) in problem, "it says whose token it is"
-    assert facts(path) == before
+        assert facts(path) == before
+        for method in ALLOWED[owner]:
+            assert ask(url, token, method, REQUESTS[method]) == (200, ""), method
 
 
 def test_a_node_cannot_end_or_take_the_leases_of_another(path: Path, ledger: Any) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from cli_runs import Server
 from doc_pages import ROOT, blocks, joined
-from launch.plans import CONFIG
-from page_shell import Shell, free_ports, here, run_in_order, write_file
+from page_shell import Shell, write_file
+
+from flowtrain.dataflow.__main__ import _parser as dataflow_parser
+from flowtrain.weights.__main__ import _parser as weights_parser
 
 pytest_plugins = ("cli_runs",)
 PAGE = ROOT / "README.md"
@@ -45,27 +47,26 @@ def test_the_agent_and_reward_of_the_page_train(tmp_path: Path, server: Server) 
     assert all("reward/right" in step for step in steps)
 
 
-def test_the_commands_for_several_machines_make_a_run_in_their_order(
-    tmp_path: Path, server: Server
-) -> None:
-    (tmp_path / "run.toml").write_text(CONFIG)
+def test_the_commands_for_several_machines_are_those_that_make_a_run() -> None:
+    """Those of docs/more-than-one-machine.md, which test_docs_machines.py runs, with a file as the
+    database and ports that are the defaults.
+    """
     [block] = in_section("More than one machine", "sh")
-    ports = free_ports()
-    install, *lines = (here(bare(line), ports) for line in joined(block.text))
-    for index, port in enumerate(ports, start=1):
-        lines[index] += f" --port {port}"  # the page's own are the defaults
-    assert install == "pip install -e '.[serve]'"
-    shell = Shell(tmp_path)
-    try:
-        kinds = run_in_order(lines, shell, server)
-        shell.ended()
-    finally:
-        shell.close()
-    assert kinds == [
-        "token",
-        "flowtrain.dataflow",
-        "flowtrain.weights",
-        "flowtrain.train",
-        "flowtrain.node",
-    ]
-    assert (tmp_path / "runs/mine/weights/HEAD").read_text().strip() == "2"
+    install, export, *lines = (bare(line) for line in joined(block.text))
+    assert install == "pip install -e '.[serve]'" and export == "export FLOWTRAIN_TOKEN=..."
+    assert dataflow_parser().parse_args(["serve", "--database", "x"]).port == 8400
+    assert weights_parser().parse_args(["serve", "x"]).port == 8321
+    text = (ROOT / "docs" / "more-than-one-machine.md").read_text(encoding="utf-8")
+    for there, ours in {
+        "postgresql://flow:PASSWORD@db.local/flow": "flow.sqlite",
+        " --port 8400": "",
+        " --port 8321": "",
+        "runs/planner": "runs/mine",
+        "CUDA_VISIBLE_DEVICES=0 python -m flowtrain.node": "python -m flowtrain.node",
+    }.items():
+        assert there in text
+        text = text.replace(there, ours)
+    page = [" ".join(line.split()) for line in joined(text)]
+    places = [page.index(line) for line in lines[:-1]]
+    places += [page.index(f"{lines[-1]} --rollout.engine vllm")]
+    assert places == sorted(places) and len(places) == 4

@@ -139,13 +139,31 @@ def work_items(dataflow: DataflowServer) -> dict[str, int]:
     return dict(dataflow.ledger.status()["work_items"])
 
 
-def test_a_node_pushes_groups_that_can_be_trained(
+def test_a_node_pushes_groups_that_can_be_trained_and_again_without_an_answer(
     dataflow: DataflowServer, start: Callable[[int], Process]
 ) -> None:
+    """What had been committed is a duplicate the second time, and counts once."""
+    lost: list[int] = []
+
+    def lose(push: Push) -> None:
+        if len(lost) < 2:
+            lost.append(push.work_item)
+            raise Unavailable("the answer is lost")
+
+    recorded: RecordingLedger = dataflow.answers
+    recorded.after_push = lose
     node = start(8)
     assert node.wait() == 0, node.err.read_text()
-    recorded: RecordingLedger = dataflow.answers
-    assert work_items(dataflow) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
+    again = [push.work_item for push in recorded.asked("push")]
+    assert all(again.count(work_item) == lost.count(work_item) + 1 for work_item in set(lost))
+    committed = work_items(dataflow)["committed"]
+    assert 8 <= committed <= 10
+    assert work_items(dataflow) == {
+        "leased": 0,
+        "waiting": 0,
+        "committed": committed,
+        "failed": 0,
+    }
     names = [name for name, _ in recorded.calls]
     assert names.index("join") < names.index("lease") < names.index("push")
     assert all(
@@ -155,34 +173,14 @@ def test_a_node_pushes_groups_that_can_be_trained(
     assert len({lease.key for lease in recorded.asked("lease")}) == len(recorded.asked("lease")), (
         "a key for each request"
     )
-    assert dataflow.ledger.status()["policies"]["planner"]["groups"]["fresh"]["num"] == 8, (
-        "none is empty, stale or filtered"
-    )
+    groups = dataflow.ledger.status()["policies"]["planner"]["groups"]
+    assert groups["fresh"]["num"] == committed, "none is empty, stale or filtered"
     for push in recorded.asked("push"):
         group = unpack_group(push.payload)
         assert len(group.trajectories) == 2 and all(
             t.reward is not None for t in group.trajectories
         )
         assert len({t.seed for t in group.trajectories}) == 2
-
-
-def test_a_push_without_an_answer_is_repeated(
-    dataflow: DataflowServer, start: Callable[[int], Process]
-) -> None:
-    """It had been committed: the second time it is a duplicate, and counts once."""
-    lost: list[int] = []
-
-    def lose(push: Push) -> None:
-        if len(lost) < 2:
-            lost.append(push.work_item)
-            raise Unavailable("the answer is lost")
-
-    dataflow.answers.after_push = lose
-    node = start(8)
-    assert node.wait() == 0, node.err.read_text()
-    again = [push.work_item for push in dataflow.answers.asked("push")]
-    assert all(again.count(work_item) == lost.count(work_item) + 1 for work_item in set(lost))
-    assert work_items(dataflow)["leased"] == 0 and 8 <= work_items(dataflow)["committed"] <= 10
 
 
 def test_a_node_survives_a_lease_that_ran_out(

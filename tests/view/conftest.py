@@ -44,7 +44,7 @@ num_minibatches = 1
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 4, 2, 4
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser

@@ -302,7 +302,7 @@ def pairs_of(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
 
 
 @given(st.sampled_from(SIZES), versions, st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_pairs_give_the_bytes_of_encode(num_words: int, version: Any, num_threads: int) -> None:
     old = weights(num_words)
     new = changed(old, *version)

@@ -22,7 +22,7 @@ FLAGS = [
     "-pthread",
 ]
 FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-SECONDS = float(os.environ.get("FLOWTRAIN_FUZZ_SECONDS", "10"))
+SECONDS = float(os.environ.get("FLOWTRAIN_FUZZ_SECONDS", "3"))
 SEED = os.environ.get("FLOWTRAIN_FUZZ_SEED", "1")
 
 

@@ -247,7 +247,7 @@ def open_whole(cache: FileCache, file: File) -> None:
         assert opened.num_ready() == file.num_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=6),
     order=st.lists(st.integers(0, 5), max_size=20),

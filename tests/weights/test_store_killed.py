@@ -17,7 +17,7 @@ from weight_samples import Weights, chain, empty_like, same_bits
 
 from flowtrain.weights import Publisher, SnapshotPolicy, WeightReader, WeightStore, pull
 
-NUM_RANDOM = 60
+NUM_RANDOM = 24
 CALLS = {
     "open",
     "os.rename",
@@ -116,7 +116,7 @@ def test_a_publisher_killed_at_every_file_operation(
     )
     assert signalled == 0 and num_operations > 100
     heads = set()
-    for kill_at in range(1, num_operations + 1, 3):
+    for kill_at in range(1, num_operations + 1, 7):
         store = WeightStore(tmp_path / f"killed{kill_at}")
         own = empty_like(versions[0])
         reader = WeightReader(store, own)
@@ -144,7 +144,7 @@ def test_a_publisher_killed_at_random_moments(store: WeightStore, versions: list
         code, *_ = in_child(lambda: go_on(store, versions, 60), kill_after_s=kill_after_s)
         kills += code == signal.SIGKILL
         moved += check_one_version(store, versions, reader, own) > before
-    assert moved > 10, "some got a version out before they died"
+    assert moved > 4, "some got a version out before they died"
 
 
 def test_a_reader_killed_at_random_moments_leaves_the_store_as_it_is(
