@@ -28,6 +28,12 @@ if not Path("/dev/nvidia0").exists() and importlib.util.find_spec("numpy"):
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _HERE = Path(__file__).parent
+# Hundreds of interpreters start in these tests. Where none may leave bytecode beside its source,
+# they would all compile torch again, which takes as long as to import it.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    _compiled = str(_HERE.parent / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode, sys.pycache_prefix = False, _compiled
+    os.environ["PYTHONPYCACHEPREFIX"] = _compiled
 for _path in _HERE.rglob("*.py"):
     if not _path.name.startswith("test_") and _path.name != "conftest.py":
         # Test modules import a helper by its bare name, or from another folder as tests.<folder>.
