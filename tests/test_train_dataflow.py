@@ -530,10 +530,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
         "own",
         "--policies.verifier.max_new_tokens",
         "8",
-        "--eval.at_ends",
-        "false",
-        "--log.replay",
-        "true",
+        *("--eval.at_ends", "false", "--log.replay", "true", "--rollout.group_size", "4"),
     )
     of = {
         "planner": (*both, "--policies.verifier.path", model),
