@@ -345,6 +345,16 @@ def full(place: Path, server: Server, words: tuple[str, ...]) -> Path:
     return place / "full"
 
 
+@pytest.fixture(scope="session")
+def by_seed(place: Path) -> tuple[str, ...]:
+    """Options of a reward that varies within every group, whatever the policy says: every step
+    has something to learn from.
+    """
+    code = "def score(task, answer, trajectory):\n    return trajectory.seed % 7 / 7\n"
+    (place / "by_seed.py").write_text(code)
+    return ("--reward.function", f"{place / 'by_seed.py'}:score")
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

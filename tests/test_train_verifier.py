@@ -119,12 +119,16 @@ def test_what_is_left_is_the_trained_policys_model(run: Path, models: dict[str, 
 
 
 def test_a_run_with_two_policies_is_resumed_exactly(
-    server: Server, words: tuple[str, ...], models: dict[str, Path], tmp_path: Path
+    server: Server,
+    words: tuple[str, ...],
+    by_seed: tuple[str, ...],
+    models: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     """Two engines sample at once, and with shared batches roundings would depend on the machine's
     load: each request is a batch of its own.
     """
-    alone = ("--rollout.max_batch_size", 1, "--rollout.group_size", 2, "--algorithm.mode=released")
+    alone = ("--rollout.max_batch_size", 1, "--rollout.group_size", 2, *by_seed)
     argv = (*options("verifier", models, words), *alone, "--checkpoint.every", 1)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     for path, num_steps in ((whole, 3), (halves, 2)):
@@ -133,3 +137,4 @@ def test_a_run_with_two_policies_is_resumed_exactly(
         assert (code, lines) == (0, [])
     server.resume(halves, *argv, "--train.num_steps", 3)
     check_same_run(halves, whole, 3)
+    assert min(step["grad_norm"] for step in read(whole / "metrics.jsonl")[1:]) > 0
