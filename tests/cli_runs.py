@@ -87,12 +87,19 @@ arm({module!r}, {path!r}, {number}, {after})
 """Python that kills the process before or after the `number`-th call of a function."""
 
 SERVER = """
-import atexit, gc, json, os, resource, runpy, sys, threading, traceback
+import atexit, contextlib, gc, json, os, resource, runpy, sys, threading, traceback
 import flowtrain.run.run, flowtrain.agents.expert, flowtrain.view.curves
 import flowtrain.evals.run, flowtrain.run.memory_plan, flowtrain.run.run_logger
 import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.metrics.mismatch
 import bm25s, flowtrain.tools.search, flowtrain.utils.waiting
+import encodings.utf_8_sig, numpy.ctypeslib
+import transformers.models.qwen3.modeling_qwen3, transformers.tokenization_python
+import transformers.processing_utils
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+with contextlib.suppress(ImportError):
+    import peft
 
+get_checkpoint_conversion_mapping("qwen3")  # which is made once, out of 700 patterns
 flowtrain.run.memory_plan.activations = lambda *_, **__: (0, 0)
 flowtrain.utils.waiting.PATIENCE_S = 3600.0  # tests compare what is printed, on any machine
 draw = flowtrain.view.curves.plot_curves
@@ -336,6 +343,16 @@ def full(place: Path, server: Server, words: tuple[str, ...]) -> Path:
     code, lines, _ = server.run("train", *words, "--run.dir", place / "full", with_picture=True)
     assert code == 0, lines
     return place / "full"
+
+
+@pytest.fixture(scope="session")
+def by_seed(place: Path) -> tuple[str, ...]:
+    """Options of a reward that varies within every group, whatever the policy says: every step
+    has something to learn from.
+    """
+    code = "def score(task, answer, trajectory):\n    return trajectory.seed % 7 / 7\n"
+    (place / "by_seed.py").write_text(code)
+    return ("--reward.function", f"{place / 'by_seed.py'}:score")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

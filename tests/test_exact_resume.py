@@ -27,7 +27,7 @@ EXACT = (
     "--rollout.max_in_flight",
     "1",
     "--rollout.group_size",
-    "4",
+    "2",
     "--eval.num_tasks",
     "2",
     "--algorithm.mode",
@@ -57,10 +57,13 @@ Run = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def run(server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Train on so many ranks, in a new folder or on from `start`; -9: the last of `before` kills
-    its rank.
-    """
+def run(
+    server: Server,
+    words: tuple[str, ...],
+    by_seed: tuple[str, ...],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
+    """Train on so many ranks, in a new folder or on from `start`; `code` is that of one of them."""
 
     def train(
         size: int,
@@ -70,7 +73,7 @@ def run(server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempPat
         code: int = 0,
     ) -> Path:
         path = start or tmp_path_factory.mktemp("exact") / "run"
-        options = (*words, *EXACT, *argv, "--run.dir", path, "--resume", "auto")
+        options = (*words, *EXACT, *by_seed, *argv, "--run.dir", path, "--resume", "auto")
         before = before or ("",) * size
         processes = server.start_ranks(size, *options, before=before)
         codes = [process.wait() for process in processes]
@@ -120,30 +123,22 @@ def check_same_bits(ours: Path, theirs: Path, size: int) -> None:
     ("size", "killed", "kill"),
     [
         pytest.param(1, 0, AFTER_STEP_3, id="one rank, after step 3"),
-        pytest.param(1, 0, IN_A_CHECKPOINT, id="one rank, inside a checkpoint"),
-        pytest.param(2, 1, AFTER_STEP_3, id="the second of two ranks, after step 3"),
         pytest.param(2, 0, IN_A_CHECKPOINT, id="the first of two ranks, inside a checkpoint"),
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_bits(
     run: Run, whole: Callable[[int], Path], size: int, killed: int, kill: str
 ) -> None:
+    """The state of the random generators is of no account, so there is none to save: seeds come
+    from the run's seed and the place in the run.
+    """
     undisturbed = whole(size)
-    assert (
-        sum(record["num_tokens"] > 0 for record in read(undisturbed / "metrics.jsonl")[1:])
-        >= NUM_STEPS - 1
-    ), "every half trains"
-    before = tuple(kill if rank == killed else "" for rank in range(size))
+    steps = read(undisturbed / "metrics.jsonl")[1:]
+    assert min(step["grad_norm"] for step in steps) > 0, "every half trains"
+    before = tuple(NOISE + kill if rank == killed else NOISE for rank in range(size))
     path = run(size, before=before, code=-signal.SIGKILL)
     assert not (path / "summary.json").exists()
     check_same_bits(run(size, start=path), undisturbed, size)
-
-
-def test_the_state_of_the_random_generators_is_of_no_account(
-    run: Run, whole: Callable[[int], Path]
-) -> None:
-    """So there is none to save: seeds come from the run's seed and the place in the run."""
-    check_same_bits(run(1, before=(NOISE,)), whole(1), 1)
 
 
 def test_a_step_leaves_no_rollout_behind(run: Run, whole: Callable[[int], Path]) -> None:
@@ -160,7 +155,7 @@ def test_a_step_leaves_no_rollout_behind(run: Run, whole: Callable[[int], Path])
         NUM_STEPS,
     )
     assert [record["step"] for record in read(path / "trajectories.jsonl")] == [
-        step for step in range(1, NUM_STEPS + 1) for _ in range(4 * 4)
+        step for step in range(1, NUM_STEPS + 1) for _ in range(4 * 2)
     ]
 
 
@@ -188,6 +183,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         sorted(record["seed"] for name in each.glob("trajectories*.jsonl") for record in read(name))
         for each in (path, whole(first))
     ]
-    assert seeds[0] == seeds[1] and len(set(seeds[0])) == NUM_STEPS * 16, (
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == NUM_STEPS * 8, (
         "every rollout once, none of those after the checkpoint twice"
     )

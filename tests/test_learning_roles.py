@@ -38,7 +38,7 @@ REFINER = {
     "train": {"policy": "refiner", "lr": 3e-4},
     "agent": {"tools": ["Search", "Base_Generator"], "num_passages": 3, "max_turns": 1},
     "policies": {"refiner": {"max_new_tokens": 20}},
-    "rft": {"num_rollouts": 1000, "num_steps": 400, "keep": "all", "expert_error": 0.0},
+    "rft": {"num_rollouts": 500, "num_steps": 300, "keep": "all", "expert_error": 0.0},
 }
 
 
@@ -136,7 +136,7 @@ def test_the_refiner_learns_what_was_looked_for(
 ) -> None:
     """It copies any of the passages on more than half of its turns."""
     monkeypatch.setattr("flowtrain.agents.expert.WRONG_PASSAGE", 0.6)
-    seen = learn(tmp_path, 14, REFINER)
+    seen = learn(tmp_path, 10, REFINER)
     first, last = seen[0], [group for groups in seen[-3:] for group in groups]
     assert 0.2 < right_share(first) < 0.75, "there is something to learn"
     assert right_share(last) > right_share(first) + 0.1

@@ -48,16 +48,9 @@ def imitate(
         ]
 
     few = [
-        "--rft.num_rollouts",
-        "12",
-        "--rft.num_steps",
-        "3",
-        "--rft.batch_size",
-        "4",
-        "--run.device",
-        "cpu",
-        "--run.threads",
-        "1",
+        *("--rft.num_rollouts", "12", "--rft.num_steps", "3", "--rft.batch_size", "4"),
+        *("--tiny.hidden_size", "32", "--tiny.num_layers", "1", "--tiny.num_heads", "2"),
+        *("--tasks.num_train", "100", "--run.device", "cpu", "--run.threads", "1"),
     ]
     config = parse(["--config", "configs/quickstart.toml", "--run.dir", str(place), *few, *options])
     assert config is not None
@@ -67,12 +60,8 @@ def imitate(
         return command.rft(config)
 
 
-@pytest.mark.parametrize("prompt_weight", ["0.0", "0.2"])
 def test_turns_that_cannot_be_trained_are_left_out_and_counted(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    prompt_weight: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model is, bit by bit, the one that never saw them."""
 
@@ -82,14 +71,10 @@ def test_turns_that_cannot_be_trained_are_left_out_and_counted(
     def without(number: int, turn: Turn) -> list[Turn]:
         return [] if number < len(BAD) else [turn]
 
-    assert (
-        imitate(tmp_path / "marred", monkeypatch, marred, "--rft.prompt_weight", prompt_weight) == 0
-    )
+    weight = ("--rft.prompt_weight", "0.2")
+    assert imitate(tmp_path / "marred", monkeypatch, marred, *weight) == 0
     assert "turns, left out: 1 empty, 1 too_long, 1 logprob" in capsys.readouterr().out
-    assert (
-        imitate(tmp_path / "without", monkeypatch, without, "--rft.prompt_weight", prompt_weight)
-        == 0
-    )
+    assert imitate(tmp_path / "without", monkeypatch, without, *weight) == 0
     assert "left out" not in capsys.readouterr().out
     models = [tmp_path / name / "model" / "model.safetensors" for name in ("marred", "without")]
     assert models[0].read_bytes() == models[1].read_bytes()

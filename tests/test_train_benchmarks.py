@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import KILL, NUM_STEPS, Server, check_same_run, read, rows
+from cli_runs import KILL, Server, check_same_run, read, rows
 
 pytest_plugins = ("cli_runs",)
+NUM_STEPS = 4
+EVERY = ("--train.num_steps", str(NUM_STEPS), "--eval.every", "2")
 
 
 @pytest.fixture(scope="module")
 def asked(place: Path, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Options of a run that asks two benchmarks every third step."""
+    """Options of a run that asks two benchmarks every second step."""
     tasks = read(place / "tasks.jsonl")[:5]
     (place / "mine.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     puzzles = [{"query": "24 from 1, 2, 3, 4", "question": [1, 2, 3, 4]}]
@@ -24,7 +26,7 @@ def asked(place: Path, words: tuple[str, ...]) -> tuple[str, ...]:
     named = f'["mine={place / "mine.jsonl"}:qa", "gameof24"]'
     return (
         *words,
-        *("--eval.every", "3", "--eval.benchmarks", named, "--tasks.benchmarks", str(place)),
+        *(*EVERY, "--eval.benchmarks", named, "--tasks.benchmarks", str(place)),
         *("--eval.trials", "2", "--eval.rows", "4"),
     )
 
@@ -45,7 +47,7 @@ def of_benchmarks(record: dict[str, Any]) -> dict[str, float]:
 
 def test_every_evaluation_asks_them(run: Path) -> None:
     found = {record["step"]: of_benchmarks(record) for record in read(run / "metrics.jsonl")}
-    assert [step for step, metrics in found.items() if metrics] == [0, 3, 6]
+    assert [step for step, metrics in found.items() if metrics] == [0, 2, 4]
     for metrics in filter(None, found.values()):
         assert set(metrics) == {
             *(f"eval_{name}/mine" for name in ("accuracy", "em", "f1", "turns")),
@@ -68,7 +70,7 @@ def test_training_is_the_same_with_them_and_without(
     run: Path, server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     plain = tmp_path / "plain"
-    code, _, _ = server.run("train", *words, "--eval.every", "3", "--run.dir", plain)
+    code, _, _ = server.run("train", *words, *EVERY, "--run.dir", plain)
     assert code == 0
     ours, theirs = rows(run, "metrics.jsonl"), rows(plain, "metrics.jsonl")
     left = [
@@ -85,12 +87,12 @@ def test_a_run_that_was_killed_goes_on_with_them(
 ) -> None:
     again = tmp_path / "run"
     before = KILL.format(
-        module="flowtrain.run.run_logger", path="RunLogger.log", number=5, after=True
+        module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
     )
     code, _, _ = server.run("train", *asked, "--run.dir", again, before=before)
     assert code == -signal.SIGKILL
     server.resume(again, *asked)
-    check_same_run(again, run)
+    check_same_run(again, run, NUM_STEPS)
 
 
 def test_greedy_asks_nothing_by_chance(
@@ -98,7 +100,7 @@ def test_greedy_asks_nothing_by_chance(
 ) -> None:
     """Two trials at temperature 0 are the same: every number of rights is even."""
     shutil.copytree(run, tmp_path / "run")
-    more = ("--train.num_steps", str(NUM_STEPS + 3), "--eval.temperature", "0")
+    more = ("--train.num_steps", str(NUM_STEPS + 2), "--eval.temperature", "0")
     server.resume(tmp_path / "run", *asked, *more)
     last = read(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert last["step"] == NUM_STEPS + 3 and last["eval_accuracy/mine"] * 4 in range(5)
+    assert last["step"] == NUM_STEPS + 2 and last["eval_accuracy/mine"] * 4 in range(5)

@@ -339,12 +339,8 @@ def test_evaluations_outlive_a_trainer_that_is_killed(
     ]
 
 
-def test_two_ranks_train_what_one_trains(
-    copied: Dataflow, start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path
-) -> None:
-    with copied.served() as url:
-        ended(start(url, tmp_path / "run", size=2))
-    assert copied.work_items() == whole[1] and seeds(tmp_path / "run") == seeds(whole[0])
+def check_alike(run: Path, whole: Path) -> None:
+    """Two ranks train what one trains, but for the rounding of sums."""
     names = (
         "num_tokens",
         "loss",
@@ -357,10 +353,10 @@ def test_two_ranks_train_what_one_trains(
     )
     ours, theirs = (
         [{name: row[name] for name in names} for row in rows(run, "metrics.jsonl")]
-        for run in (tmp_path / "run", whole[0])
+        for run in (run, whole)
     )
-    assert all(map(alike, ours, theirs))
-    first, *later = rows(tmp_path / "run", "metrics.jsonl")
+    assert len(ours) == len(theirs) and all(map(alike, ours, theirs))
+    first, *later = rows(run, "metrics.jsonl")
     assert first["mismatch_kl"] > 0.1 and first["mismatch_left_out"] == 0, "they are made up"
     for step in later:
         assert "mismatch_kl" not in step, "tokens of version 0 may differ from later weights"
@@ -391,6 +387,8 @@ def test_a_run_that_is_killed_gets_the_same_batches_again_and_ends_with_the_same
     if size == 1:
         check_same(last_of(run), last_of(whole[0]))
         assert rows(run, "trajectories.jsonl") == rows(whole[0], "trajectories.jsonl")
+    else:
+        check_alike(run, whole[0])
 
 
 def test_a_service_that_is_away_for_a_while_is_waited_for(
@@ -410,35 +408,38 @@ def test_a_service_that_is_away_for_a_while_is_waited_for(
     check_same(last_of(run), last_of(whole[0]), but_state=True)
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
 def test_a_run_that_waits_ends_when_it_is_told_to_and_goes_on_later(
-    start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path, num_steps: int
+    start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path
 ) -> None:
+    """It waits for its first batch, and later for that of step 4."""
     dataflow, run = Dataflow(tmp_path / "ledger.sqlite"), tmp_path / "run"
     dataflow.register("planner")
-    if num_steps:
-        dataflow.fill(num_steps)
     with dataflow.served() as url:
-        (process,) = start(url, run)
-        process.wait_for(
-            lambda: has_logged(run, num_steps) if num_steps else (run / "weights" / "HEAD").exists()
-        )
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(20) == 130 and "Traceback" not in process.err.read_text()
-        assert num_steps == 0 or (run / "checkpoints" / f"step_{num_steps:08d}").exists()
-        dataflow.fill(NUM_STEPS - num_steps)
+        for num_steps, more in ((0, 3), (3, NUM_STEPS - 3)):
+            (process,) = start(url, run)
+            process.wait_for(
+                lambda num_steps=num_steps: (
+                    has_logged(run, num_steps) if num_steps else (run / "weights" / "HEAD").exists()
+                )
+            )
+            os.kill(process.pid, signal.SIGTERM)
+            assert process.wait(20) == 130 and "Traceback" not in process.err.read_text()
+            assert num_steps == 0 or (run / "checkpoints" / f"step_{num_steps:08d}").exists()
+            dataflow.fill(more)
         ended(start(url, run))
     assert seeds(run) == seeds(whole[0])
     check_same(last_of(run), last_of(whole[0]), but_state=True)
 
 
 def test_a_run_that_does_not_fit_is_refused_in_a_line(
-    copied: Dataflow, start: Start, tmp_path: Path
+    copied: Dataflow, start: Start, server: Server, tmp_path: Path
 ) -> None:
+    """Neither does a checkpoint go on with another database, or without one."""
     no_token = "the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the service"
     few = "dataflow.max_waiting=99 must be at least the 100 groups of a batch"
+    other, first = Dataflow(tmp_path / "other.sqlite"), tmp_path / "first"
     with copied.served() as url:
-        ended(start(url, tmp_path / "first", "--train.num_steps", "1"))
+        ended(start(url, first, "--train.num_steps", "1"))
         for words, token, message in (
             ((), "wrong", no_token),
             (("--tiny.hidden_size", "48"), TOKEN, "has layout"),
@@ -447,21 +448,13 @@ def test_a_run_that_does_not_fit_is_refused_in_a_line(
             error = ended(start(url, tmp_path / "run", *words, token=token), code=2)
             (line,) = [line for line in error.splitlines() if line.startswith("flowtrain.train: ")]
             assert message in line
-
-
-def test_a_checkpoint_does_not_go_on_with_another_database_nor_without_one(
-    copied: Dataflow, start: Start, server: Server, tmp_path: Path
-) -> None:
-    other = Dataflow(tmp_path / "other.sqlite")
-    with copied.served() as url:
-        ended(start(url, tmp_path / "run", "--train.num_steps", "2"))
     with other.served() as url:
-        error = ended(start(url, tmp_path / "run"), code=2)
+        error = ended(start(url, first), code=2)
     assert (
         f"this is run {other.ledger.run!r}, but the checkpoint was trained from "
         f"{copied.ledger.run!r}" in error
     )
-    code, lines, _ = server.run("train", *WORDS, "--run.dir", tmp_path / "run", "--resume", "auto")
+    code, lines, _ = server.run("train", *WORDS, "--run.dir", first, "--resume", "auto")
     assert (
         code == 2
         and f"was trained from the dataflow {copied.ledger.run!r}: name its service" in lines[-1]
@@ -469,20 +462,11 @@ def test_a_checkpoint_does_not_go_on_with_another_database_nor_without_one(
 
 
 def test_one_policys_trainer_dies_and_the_others_goes_on(
-    server: Server, start: Start, tiny_path: str, tmp_path: Path
+    start: Start, tiny_path: str, tmp_path: Path
 ) -> None:
-    """And both can be made again from their logs."""
     both = (
-        "--roles.verifier",
-        "own",
-        "--tasks.name",
-        "facts",
-        "--model.path",
-        tiny_path,
-        "--rollout.max_new_tokens",
-        "8",
-        "--log.replay",
-        "true",
+        *("--roles.verifier", "own", "--tasks.name", "facts", "--model.path", tiny_path),
+        *("--rollout.max_new_tokens", "8"),
     )
     words = {
         "planner": (*both, "--policies.verifier.path", tiny_path),
@@ -513,8 +497,6 @@ def test_one_policys_trainer_dies_and_the_others_goes_on(
         )
     (first, *_), (second, *_) = (read(tmp_path / name / "trajectories.jsonl") for name in words)
     assert first["turns"][0]["training"] is not None and second["turns"][0]["training"] is None
-    for name in words:
-        check_equal(server, tmp_path / name, NUM_STEPS, "--ledger", tmp_path / "ledger.sqlite")
 
 
 def pushed(dataflow: Dataflow, node: str) -> int:
@@ -548,10 +530,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
         "own",
         "--policies.verifier.max_new_tokens",
         "8",
-        "--eval.at_ends",
-        "false",
-        "--log.replay",
-        "true",
+        *("--eval.at_ends", "false", "--log.replay", "true", "--rollout.group_size", "4"),
     )
     of = {
         "planner": (*both, "--policies.verifier.path", model),

@@ -119,7 +119,7 @@ def engine_in_bf16() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(TorchEngine, "_sample", coarsely)
 
 
-def other_prompts(alter: Callable[[tuple[int, ...]], tuple[int, ...]], every: int = 1) -> Provoked:
+def other_prompts(alter: Callable[[tuple[int, ...]], tuple[int, ...]], every: int) -> Provoked:
     """Samples of each `every`-th question are trained behind another prompt."""
     pack = learner.pack
 
@@ -138,15 +138,12 @@ def other_prompts(alter: Callable[[tuple[int, ...]], tuple[int, ...]], every: in
     ("provoked", "sections", "number", "low", "high"),
     [
         (other_temperature(1.4), {}, "slope", -0.4, -0.2),
-        (other_temperature(0.7), {}, "slope", 0.3, 0.6),
-        (unknown_mask, {"rollout": {"top_p": 0.9}}, "one-sided", 95, 100),
         (unknown_mask, {"rollout": {"top_k": 5}}, "one-sided", 95, 100),
         (frozen_engine, {}, "growth", 100, math.inf),
         (engine_in_bf16, {"train": {"max_mismatch_kl": 3e-6}}, "agree", 100, 100),
-        (other_prompts(lambda ids: ids[1:]), {}, "agree", 0, 30),
-        (other_prompts(lambda ids: ids[:-1], every=2), {}, "agree", 30, 70),
+        (other_prompts(lambda ids: ids[1:], every=2), {}, "agree", 30, 70),
     ],
-    ids=["hotter", "colder", "top_p", "top_k", "stale", "bf16", "no first id", "some prompts"],
+    ids=["hotter", "top_k", "stale", "bf16", "some prompts"],
 )
 def test_a_provoked_cause_shows_in_its_number(
     place: Path,
@@ -178,7 +175,6 @@ def test_a_provoked_cause_shows_in_its_number(
 @pytest.mark.parametrize(
     ("sections", "most"),
     [
-        ({}, 1e-10),
         ({"model": {"dtype": "bfloat16"}}, 1e-3),
         ({"rollout": {"top_p": 0.8, "top_p_cap": 8}}, 1e-10),
         (
@@ -189,7 +185,7 @@ def test_a_provoked_cause_shows_in_its_number(
             1.0,
         ),
     ],
-    ids=["fp32", "bf16", "top_p", "penalty on purpose"],
+    ids=["bf16", "top_p", "penalty on purpose"],
 )
 def test_healthy_runs_end_as_ever(
     place: Path,

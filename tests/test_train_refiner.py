@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_runs import RFT, SMALL, Server, check_same_run, read
+from cli_runs import RFT, SMALL, Server, read
 from safetensors.torch import load_file
 
 pytest_plugins = ("cli_runs",)
@@ -97,18 +97,3 @@ def test_one_policy_is_trained_and_the_other_stays(run: Path, models: dict[str, 
     assert (saved / "tokenizer.json").read_text() == (before / "tokenizer.json").read_text()
     ours, theirs = (load_file(each / "model.safetensors") for each in (saved, before))
     assert any((ours[name] != theirs[name]).any() for name in theirs)
-
-
-def test_the_training_of_a_refiner_is_resumed_exactly(
-    place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]
-) -> None:
-    """Two engines sample at once here, so that the load of the machine decides who shares a batch;
-    alone in its batch a response has no roundings of others.
-    """
-    alone = ("--rollout.max_batch_size", "1", "--checkpoint.every", "1", "--train.num_steps")
-    argv = (*options("refiner", models, words), *alone)
-    for name, num_steps in (("whole_refiner", "4"), ("halves_refiner", "2")):
-        code, lines, _ = server.run("train", *argv, num_steps, "--run.dir", place / name)
-        assert (code, lines) == (0, [])
-    server.resume(place / "halves_refiner", *argv, "4")
-    check_same_run(place / "halves_refiner", place / "whole_refiner", 4)

@@ -14,88 +14,42 @@ from cli_runs import KILL, NUM_STEPS, RFT, SMALL, Server, check_same_run, read, 
 pytest_plugins = ("cli_runs",)
 
 
-@pytest.mark.parametrize(
-    ("module", "path", "number", "after"),
-    [
-        pytest.param(
-            "flowtrain.evaluation.evaluator",
-            "roll_out",
-            1,
-            False,
-            id="while the warm planner is evaluated",
-        ),
-        pytest.param(
-            "flowtrain.run.run_logger",
-            "RunLogger.write",
-            4,
-            False,
-            id="between the two logs of step 3",
-        ),
-        pytest.param(
-            "flowtrain.training.checkpoint",
-            "Checkpoints._write",
-            2,
-            True,
-            id="after the checkpoint of step 4",
-        ),
-        pytest.param(
-            "flowtrain.weights.store",
-            "WeightStore._set_head",
-            6,
-            False,
-            id="before version 5 is the newest",
-        ),
-        pytest.param(
-            "flowtrain.view.curves", "plot_curves", 1, False, id="in the report at the end"
-        ),
-    ],
+KILLS = (
+    # Where the warm planner is evaluated.
+    ("flowtrain.evaluation.evaluator", "roll_out", 1, False, []),
+    # Between the two logs of step 3.
+    ("flowtrain.run.run_logger", "RunLogger.write", 4, False, [0, 1, 2]),
+    # After the checkpoint of step 4.
+    ("flowtrain.training.checkpoint", "Checkpoints._write", 1, True, [0, 1, 2, 3, 4]),
+    # Before version 5 is the newest.
+    ("flowtrain.weights.store", "WeightStore._set_head", 1, False, [0, 1, 2, 3, 4]),
+    # In the report at the end.
+    ("flowtrain.view.curves", "plot_curves", 1, False, [0, 1, 2, 3, 4, 5, 6]),
 )
-def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
-    module: str,
-    path: str,
-    number: int,
-    after: bool,
-    place: Path,
-    server: Server,
-    words: tuple[str, ...],
-    full: Path,
-    tmp_path: Path,
-) -> None:
-    run = tmp_path / "run"
-    before = KILL.format(module=module, path=path, number=number, after=after)
-    code, _, _ = server.run("train", *words, "--run.dir", run, before=before)
-    assert code == -signal.SIGKILL
-    server.resume(run, *words)
-    check_same_run(run, full)
 
 
-def test_a_run_that_is_killed_at_any_moment_and_more_than_once_goes_on(
+def test_a_run_that_is_killed_again_and_again_goes_on_as_if_nothing_had_happened(
     server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    for step in (1, 3, 5):
-        process = server.start("train", *words, "--run.dir", run, "--resume", "auto")
-        process.wait_for(lambda step=step: f'{{"step": {step},' in text_of(run / "metrics.jsonl"))
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+    for module, path, number, after, steps in KILLS:
+        before = KILL.format(module=module, path=path, number=number, after=after)
+        argv = (*words, "--run.dir", run, "--resume", "auto")
+        code, lines, _ = server.run("train", *argv, before=before)
+        assert code == -signal.SIGKILL, lines
+        logged = text_of(run / "metrics.jsonl").splitlines()
+        assert [json.loads(line)["step"] for line in logged] == steps, path
     server.resume(run, *words)
     check_same_run(run, full)
 
 
-def test_resuming_a_finished_run_changes_nothing(
+def test_resuming_a_finished_run_changes_nothing_but_adds_more_steps(
     server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(full, run)
     server.resume(run, *words)
     check_same_run(run, full)
-
-
-def test_a_finished_run_goes_on_to_more_steps(
-    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(full, run)
     more = ("--train.num_steps", NUM_STEPS + 2, "--train.warmup_steps", 10)
     server.resume(run, *words, *more, "--train.peak_tflops", "0.002")
     assert rows(run, "metrics.jsonl")[: NUM_STEPS + 1] == rows(full, "metrics.jsonl")
@@ -110,14 +64,14 @@ def test_a_finished_run_goes_on_to_more_steps(
     assert last["train_tflop"] > 0, "what the trees need against the peak that is given"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_step_saves_and_can_be_resumed(
-    number: signal.Signals, server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
+    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
 ) -> None:
+    """By SIGINT; test_train_dataflow.py sends SIGTERM."""
     run = tmp_path / "run"
     process = server.start("train", *words, "--run.dir", run, "--checkpoint.every", "0")
     process.wait_for(lambda: '{"step": 2,' in text_of(run / "metrics.jsonl"))
-    os.kill(process.pid, number)
+    os.kill(process.pid, signal.SIGINT)
     assert process.wait() == 130
     assert (
         "finishing this step, then saving" in process.err.read_text()

@@ -95,7 +95,7 @@ def test_functions_that_fail_fail_their_rollouts_alone(
     run = tmp_path / "run"
     command = (*words, *QUICK, "--tasks.path", unanswered, "--run.dir", run)
     functions = '{"mine.py:score" = 1.0, "mine.py:later" = 0.5}'
-    command += ("--reward.function", functions, "--reward.timeout_s", 3, "--train.num_steps", 2)
+    command += ("--reward.function", functions, "--reward.timeout_s", 2, "--train.num_steps", 2)
     code, lines, said = server.run("train", *command, cwd=tmp_path)
     assert code == 0, lines
     assert said.count(", a part of the reward, was 0 in every step") == 1
@@ -104,14 +104,14 @@ def test_functions_that_fail_fail_their_rollouts_alone(
     names = "mine.py:score + mine.py:later"
     whys = {
         "exception": "mine.py:score: ValueError: no such number (mine.py, line ",
-        "timeout": "mine.py:score: no reward within 3 s",
+        "timeout": "mine.py:score: no reward within 2 s",
     }
     seen = set()
     for each in found:
         kind = int(each["question"][5:-1]) % 4
         seen.add(kind)
         if kind < 2:
-            # A machine that stands still for 3 s makes a timeout of everything.
+            # A machine that stands still for 2 s makes a timeout of everything.
             why = "exception" if each["scored_by"].endswith(": exception") else "timeout"
             assert each["reward"] is None and each["scored_by"] == f"{names}: {why}"
             assert kind == 0 or why == "timeout"

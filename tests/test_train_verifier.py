@@ -14,12 +14,8 @@ from safetensors.torch import load_file
 pytest_plugins = ("cli_runs",)
 
 OWN = (
-    "--roles.verifier",
-    "own",
-    "--policies.verifier.max_new_tokens",
-    "12",
-    "--train.num_steps",
-    "2",
+    *("--roles.verifier", "own", "--policies.verifier.max_new_tokens", "12"),
+    *("--train.num_steps", "2"),
 )
 POLICIES = ("planner", "verifier")
 OTHER = {"planner": "verifier", "verifier": "planner"}
@@ -53,7 +49,7 @@ def options(policy: str, models: dict[str, Path], words: tuple[str, ...]) -> tup
     return (*words, *OWN, "--train.policy", policy, "--model.path", models[policy], *frozen)
 
 
-@pytest.fixture(scope="session", params=POLICIES)
+@pytest.fixture(scope="module", params=POLICIES)
 def run(
     request: pytest.FixtureRequest,
     place: Path,
@@ -123,14 +119,22 @@ def test_what_is_left_is_the_trained_policys_model(run: Path, models: dict[str, 
 
 
 def test_a_run_with_two_policies_is_resumed_exactly(
-    place: Path, server: Server, words: tuple[str, ...], models: dict[str, Path]
+    server: Server,
+    words: tuple[str, ...],
+    by_seed: tuple[str, ...],
+    models: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    # Two engines sample at once: with shared batches roundings would depend on the machine's load.
-    alone = ("--rollout.max_batch_size", "1", "--checkpoint.every", "1", "--train.num_steps")
-    argv = (*options("verifier", models, words), *alone)
-    code, lines, _ = server.run("train", *argv, "4", "--run.dir", place / "whole")
-    assert (code, lines) == (0, [])
-    code, lines, _ = server.run("train", *argv, "2", "--run.dir", place / "halves")
-    assert (code, lines) == (0, [])
-    server.resume(place / "halves", *argv, "4")
-    check_same_run(place / "halves", place / "whole", 4)
+    """Two engines sample at once, and with shared batches roundings would depend on the machine's
+    load: each request is a batch of its own.
+    """
+    alone = ("--rollout.max_batch_size", 1, "--rollout.group_size", 2, *by_seed)
+    argv = (*options("verifier", models, words), *alone, "--checkpoint.every", 1)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    for path, num_steps in ((whole, 3), (halves, 2)):
+        options_of = ("--train.num_steps", num_steps, "--run.dir", path)
+        code, lines, _ = server.run("train", *argv, *options_of)
+        assert (code, lines) == (0, [])
+    server.resume(halves, *argv, "--train.num_steps", 3)
+    check_same_run(halves, whole, 3)
+    assert min(step["grad_norm"] for step in read(whole / "metrics.jsonl")[1:]) > 0

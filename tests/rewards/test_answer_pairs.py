@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from flowtrain.rewards import SCORERS, score, symbolic
+from flowtrain.tools.sandbox.clocks import TimeLimit
+from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Group, Task, Trajectory
 
 PAIRS = [
@@ -26,9 +28,15 @@ REFUSED = {("math", "set"): 1, ("qa", "date"): 1, ("qa", "name"): 3}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def sandbox() -> Iterator[None]:
-    yield
-    symbolic._sandbox().close()
+def sandbox() -> Iterator[ProcessSandbox]:
+    """One worker, with time to spare: a process takes seconds to import SymPy."""
+    symbolic._sandbox.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("os.cpu_count", lambda: 1)
+        patched.setattr(symbolic, "TIME_LIMIT_S", 60.0)
+        sandbox = symbolic._sandbox()
+    yield sandbox
+    sandbox.close()
     symbolic._sandbox.cache_clear()
 
 
@@ -50,7 +58,6 @@ def rewards(pairs: list[dict[str, Any]]) -> list[float | None]:
 
 def test_equal_answers_score_and_unequal_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symbolic, "TOGETHER", 50)
-    monkeypatch.setattr(symbolic, "TIME_LIMIT_S", 60.0)
     assert len(PAIRS) >= 400
     count: Counter[tuple[str, str, str]] = Counter()
     refused: dict[tuple[str, str], list[str]] = {}
@@ -111,10 +118,13 @@ HOSTILE = [
 ]
 
 
-def test_hostile_text_is_stopped_and_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    symbolic._sandbox().close()
-    symbolic._sandbox.cache_clear()
-    monkeypatch.setattr(symbolic, "TIME_LIMIT_S", 0.5)
+def test_hostile_text_is_stopped_and_spoils_no_other(
+    sandbox: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"timeout_s": 60.0, "memory_mb": symbolic.MEMORY_MB}
+    assert sandbox._workers._limits.items() >= limits.items()
+    monkeypatch.setitem(sandbox._workers._limits, "timeout_s", 0.5)
+    monkeypatch.setattr(sandbox._workers, "_time_limit", TimeLimit(0.5))
     monkeypatch.setattr(symbolic, "TOGETHER", 5)
     cases = [(Task("t", "?", ("120",), scorer="math"), text) for text in (*HOSTILE, "5!")]
     started = time.process_time()

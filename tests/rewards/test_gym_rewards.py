@@ -47,6 +47,10 @@ QUEENS = task("n_queens", "Q _\n_ Q", solutions=[], valid_answers=["Q _\n_ Q"])
 
 @pytest.fixture(scope="module", autouse=True)
 def sandbox() -> Iterator[None]:
+    """One worker: each process that waits for answers takes seconds to import the verifiers."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("os.cpu_count", lambda: 1)
+        gym._sandbox()
     yield
     gym._sandbox().close()
     gym._sandbox.cache_clear()
@@ -109,19 +113,33 @@ def test_data_with_tuples_and_without_an_answer_is_scored() -> None:
     assert rewards((asked, '{"0": 1, "1": 2}'), (asked, '{"0": 1, "1": 1}')) == [1.0, 0.01]
 
 
-def test_what_cannot_be_verified_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"tool_timeout_s": 0.7, "code_timeout_s": 0.7, "code_memory_mb": gym.MEMORY_MB}
-    quick = make_sandbox(Agent(python_packages=("reasoning_gym",), **options))
-    monkeypatch.setattr(gym, "_sandbox", lambda: quick)
+def test_what_cannot_be_verified_says_why() -> None:
     broken = replace(LEGS, entry=repr({"name": "leg_counting", "options": {}, "entry": {}}))
-    found = gym.verify_all(
-        [(LEGS, "1" * (gym.MAX_CHARS + 1)), (PUZZLE, "9**9**9**9"), (broken, "12"), (LEGS, "12")]
-    )
-    quick.close()
-    assert found[:3] == [
-        gym.Verified(0.0, failure) for failure in ("too long", "time limit", "verifier raised")
+    found = gym.verify_all([(LEGS, "1" * (gym.MAX_CHARS + 1)), (broken, "12"), (LEGS, "12")])
+    assert found == [
+        gym.Verified(0.0, "too long"),
+        gym.Verified(0.0, "verifier raised"),
+        gym.Verified(1.0),
     ]
-    assert found[3] == gym.Verified(1.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("while True: pass", "time limit"),
+        ("bytearray(1 << 40)", "memory limit"),
+        ("import os; os._exit(3)", "process died"),
+    ],
+)
+def test_what_stops_a_verifier_is_named(
+    code: str, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code stands for a verifier, in a sandbox that imports nothing."""
+    quick = make_sandbox(Agent(tool_timeout_s=0.3, code_timeout_s=0.3, code_memory_mb=256))
+    monkeypatch.setattr(gym, "_sandbox", lambda: quick)
+    monkeypatch.setattr(gym, "_source", lambda: code)
+    assert gym.verify_all([(LEGS, "12")]) == [gym.Verified(0.0, failure)]
+    quick.close()
 
 
 @pytest.mark.parametrize(
