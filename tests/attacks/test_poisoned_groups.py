@@ -118,6 +118,7 @@ HOLES: dict[str, Callable[[Group], Group]] = {
     ),
     "reported parts that are no numbers": lambda g: _with_rollout(g, reported={"a": math.inf}),
     "time that is no number": lambda g: _with_rollout(g, seconds=math.nan),
+    "time without end": lambda g: _with_rollout(g, seconds=math.inf),
     "another question by its name": lambda g: replace(
         g,
         trajectories=tuple(

@@ -65,7 +65,7 @@ def test_peers_that_do_not_get_better() -> None:
         clients = [stack.enter_context(Client(url, wait_s=0.9, attempt_s=0.4)) for url, _ in peers]
         answers = threads.map(lambda client: outcome(client, "push"), clients)
         for kind, (url, seen), (found, seconds) in zip(PASSING, peers, answers, strict=True):
-            assert isinstance(found, Unavailable) and 0.6 < seconds < 3, (kind, found, seconds)
+            assert isinstance(found, Unavailable) and 0.6 < seconds < 5, (kind, found, seconds)
             words = rf"{url} did not answer push within 0.9 s: .*({PASSING[kind][1]})"
             assert re.search(words, str(found)), (kind, found)
             assert len(seen) > 1, "it was asked again"
@@ -74,7 +74,7 @@ def test_peers_that_do_not_get_better() -> None:
 def test_every_method_is_asked_again_until_its_deadline() -> None:
     with peer(PASSING["500"][0]) as (url, seen), Client(url, wait_s=0.6) as client:
         for method, (found, seconds) in zip(METHODS, all_at_once(client), strict=True):
-            assert isinstance(found, Unavailable) and 0.4 < seconds < 3, (method, found, seconds)
+            assert isinstance(found, Unavailable) and 0.4 < seconds < 5, (method, found, seconds)
             assert f"{url} did not answer {method} within 0.6 s: HTTP 500" in str(found)
         assert len(seen) > len(METHODS)
 
