@@ -30,6 +30,12 @@ LAYOUTS = {
     "only-empty": [0, 0],
     "no-sequence": [],
 }
+CELLS = [
+    *(("empty-first-middle-last", gamma) for gamma in GAMMAS),
+    *(("around-the-block", 0.0), ("around-the-block", 0.989), ("three-blocks", 1.0)),
+    *(("three-blocks", 0.5), ("length-1", 0.989), ("only-empty", 1.0), ("no-sequence", 0.5)),
+]
+"""Layouts and gammas: each of both, and carries over blocks at every kind of gamma."""
 UNIT = 2.0**-24
 """Largest relative error of one fp32 rounding."""
 NAN = math.nan
@@ -163,8 +169,7 @@ def assert_scan_is_right(
     assert (error_T <= bound_T).all(), f"worst: {(error_T / bound_T).max():.2f} times the bound"
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "gamma"), CELLS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_scan_matches_the_plain_loop_whatever_masked_positions_hold(
     impl: str, layout: str, gamma: float
@@ -181,7 +186,7 @@ def test_scan_matches_the_plain_loop_whatever_masked_positions_hold(
 
 
 @pytest.mark.parametrize("gamma", [0.989, 1.0])
-@pytest.mark.parametrize(("impl", "length"), [("torch", 200_000), ("triton", 20_000)])
+@pytest.mark.parametrize(("impl", "length"), [("torch", 200_000), ("triton", 8_000)])
 def test_scan_of_a_long_sequence_stays_within_rounding(
     impl: str, length: int, gamma: float
 ) -> None:
@@ -235,8 +240,7 @@ def test_a_sequence_does_not_see_its_neighbours(
         )
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "gamma"), CELLS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_score_matches_the_plain_formula(impl: str, layout: str, gamma: float) -> None:
     """Half of the tokens are masked: what they hold in any input changes nothing."""
@@ -259,13 +263,16 @@ def test_score_matches_the_plain_formula(impl: str, layout: str, gamma: float) -
     assert (out.score_T[~torch.tensor(mask, dtype=torch.bool)] == 0).all()
 
 
-@pytest.mark.parametrize("base", [0.0, 0.14, -0.14])
 @pytest.mark.parametrize(
-    ("spread", "is_flat"), [(0.0, True), (1e-7, True), (2e-5, False), (1e-4, False)]
+    ("base", "spread", "is_flat"),
+    [
+        *((base, spread, spread == 0.0) for base in (0.14, -0.14) for spread in (0.0, 2e-5)),
+        *((0.0, 1e-7, True), (0.0, 2e-5, False), (0.0, 1e-4, False)),
+    ],
 )
 @pytest.mark.parametrize("impl", IMPLS)
 def test_score_is_that_of_the_entropy_where_omega_is_flat(
-    impl: str, spread: float, is_flat: bool, base: float
+    impl: str, base: float, spread: float, is_flat: bool
 ) -> None:
     """The spread is the standard deviation of Omega about exp(base): E[x^2] - E[x]^2 in fp32 could
     not tell these apart.
@@ -394,7 +401,7 @@ def plain_points(
     return points
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_points_are_those_of_the_greedy_loop(data: st.DataObject) -> None:
     """Few scores, so that there are ties; without a mask or an allowance all tokens are generated

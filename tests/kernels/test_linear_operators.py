@@ -114,7 +114,9 @@ def test_operator_passes_opcheck(name: str, has_bias: bool, has_mask: bool, need
     dynamic shapes.
     """
     flags = NEEDS[needs] if has_bias else [*NEEDS[needs][:2], False]
-    dtypes = [torch.float32, torch.bfloat16, torch.float64] if needs == "all" else [torch.float32]
+    dtypes = [torch.float32]
+    if needs == "all" and has_mask:
+        dtypes += [torch.bfloat16, torch.float64]
     operator = getattr(torch.ops.flowkernels, name.removesuffix("_gspo")).default
     for dtype in dtypes:
         arguments = operator_arguments(name, has_bias, has_mask, flags, dtype)
@@ -125,8 +127,10 @@ def test_operator_passes_opcheck(name: str, has_bias: bool, has_mask: bool, need
         torch.library.opcheck(operator, arguments)
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("has_mask", [False, True], ids=["all-ids", "sampling_mask"])
+@pytest.mark.parametrize(
+    ("name", "has_mask"),
+    [("clip", False), ("all", True), ("gspo", True)],
+)
 def test_a_compiled_loss_is_one_node_and_equal_to_eager(name: str, has_mask: bool) -> None:
     """The gradients come with it: in the backward graph they are scaled, and nothing of ours is
     left to do.
@@ -156,7 +160,7 @@ def test_a_compiled_loss_of_ones_own_is_a_node_each_way() -> None:
     torch.testing.assert_close(ours, run(lambda batch: 3 * loss_of(batch, own), batch))
 
 
-@pytest.mark.parametrize("name", [*SPECS, "own"])
+@pytest.mark.parametrize("name", ["all", "own"])
 def test_one_compilation_serves_every_number_of_tokens(name: str) -> None:
     graphs, spec = Graphs(), SPECS.get(name, own)
     compiled = graphs.compile(lambda batch: loss_of(batch, spec, memory_budget=None))

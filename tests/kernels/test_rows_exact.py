@@ -27,9 +27,6 @@ from kernel_truth import (
 )
 from torch import Tensor
 
-VOCABS = [151_936, 152_064, 129_920, 32_003, 257]
-"""Qwen2.5 in two paddings, one that ends within a block of every dtype, one that is odd, and one
-below a block."""
 KINDS = ("wide", "negative", "one-hot hit", "one-hot missed", "uniform")
 
 
@@ -72,9 +69,16 @@ def gradient_floor(
     return score_floor(logits, temperature)[:, None] * size / temperature + 1e-30
 
 
-@pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", VOCABS)
+CELLS = [
+    *((151_936, torch.bfloat16, 1.0), (152_064, torch.float32, 5.0), (129_920, torch.float32, 0.1)),
+    *((129_920, torch.bfloat16, 5.0), (32_003, torch.float32, 1.0), (32_003, torch.bfloat16, 0.1)),
+    *((257, dtype, at) for dtype in (torch.float32, torch.bfloat16) for at in (0.1, 1.0, 5.0)),
+]
+"""Vocabularies (Qwen2.5 in two paddings, one that ends within a block of every dtype, one that is
+odd, and one below a block), dtypes and temperatures."""
+
+
+@pytest.mark.parametrize(("vocab", "dtype", "temperature"), CELLS)
 def test_scores_and_gradients_of_hard_rows(
     vocab: int, dtype: torch.dtype, temperature: float, impl: str
 ) -> None:
@@ -123,8 +127,7 @@ def test_scores_and_gradients_of_hard_rows(
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize(("vocab", "dtype"), dict.fromkeys(cell[:2] for cell in CELLS))
 def test_fused_losses_of_hard_rows(vocab: int, dtype: torch.dtype, impl: str) -> None:
     """The loss kernel has blocks of its own."""
     batch = random_batch(len(KINDS), 3)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Words = NDArray[np.uint16]
-SIZES = (0, 1, 65535, 65536, 65537, 132_000)
 DENSITIES = (0.0, 1e-5, 0.01, 0.3, 1.0)
 FIRSTS = (0, 1, 2**32 - 3, 5 * 2**40 + 16)
 LAST = 2**63 - 1
@@ -134,8 +133,13 @@ def test_the_digest_is_the_published_one(impl: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("first", FIRSTS)
-@pytest.mark.parametrize("num", [0, 1, 2047, 16384, 16385, 65537, 200_000])
+@pytest.mark.parametrize(
+    ("num", "first"),
+    [
+        *((num, 5 * 2**40 + 16) for num in (0, 1, 2047, 16384, 65537, 100_000)),
+        *((16385, first) for first in FIRSTS),
+    ],
+)
 def test_the_digest_matches_numpy(impl: str, num: int, first: int) -> None:
     words, _ = random_change(num, 0.0, seed=num)
     assert digest(digest_words(tensor(words, impl), first, impl=impl)) == numpy_digest(words, first)
@@ -158,8 +162,14 @@ def test_digests_of_pieces_add_up_and_depend_on_positions(impl: str) -> None:
     )
 
 
-@pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize("num", SIZES)
+@pytest.mark.parametrize(
+    ("num", "density"),
+    [
+        *((65537, density) for density in DENSITIES),
+        *((num, density) for num in (0, 1) for density in (0.0, 1.0)),
+        *((65535, 0.3), (65536, 0.01), (65536, 1.0), (132_000, 0.01), (132_000, 1.0)),
+    ],
+)
 def test_diff_matches_numpy_and_scattering_it_gives_the_new_words_and_back(
     impl: str, num: int, density: float
 ) -> None:
@@ -177,7 +187,7 @@ def test_diff_matches_numpy_and_scattering_it_gives_the_new_words_and_back(
     assert digest(undone) == minus([0, 0], digest(made))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_words_at_any_place(data: st.DataObject) -> None:
     """Words at the ends of the range, where differences wrap and a sign would show."""
