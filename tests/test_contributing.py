@@ -13,7 +13,7 @@ ROWS = [line for line in PAGE.splitlines() if re.match(r"\| an? ", line)]
 
 
 def test_every_path_of_the_page_exists() -> None:
-    named = re.findall(r"`([\w./-]+/[\w./-]+)`", PAGE) + re.findall(r"\]\(([^)]+)\)", PAGE)
+    named = re.findall(r"`([\w./-]+/[\w./-]+)`", PAGE) + re.findall(r"\]\(([^):]+)\)", PAGE)
     assert len(named) > 30
     assert [path for path in named if not (ROOT / path).exists()] == []
 
