@@ -386,7 +386,9 @@ def test_ranks_take_the_same_number_of_passes_and_no_more_than_it_takes(
     """Whatever each of them rolled out: a pass is collective, so a rank that runs out of rows would
     leave the other waiting.
     """
-    taken = [json.loads((results[2] / f"by_layer_kl.{rank}.passes").read_text()) for rank in range(2)]
+    taken = [
+        json.loads((results[2] / f"by_layer_kl.{rank}.passes").read_text()) for rank in range(2)
+    ]
     rows = [
         [[len(minibatch) for minibatch in rows_of(step, rank, 2)] for rank in range(2)]
         for step in range(len(GROUPS))
