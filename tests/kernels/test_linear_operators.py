@@ -127,10 +127,7 @@ def test_operator_passes_opcheck(name: str, has_bias: bool, has_mask: bool, need
         torch.library.opcheck(operator, arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "has_mask"),
-    [("clip", False), ("all", True), ("gspo", True)],
-)
+@pytest.mark.parametrize(("name", "has_mask"), [("clip", False), ("all", True), ("gspo", True)])
 def test_a_compiled_loss_is_one_node_and_equal_to_eager(name: str, has_mask: bool) -> None:
     """The gradients come with it: in the backward graph they are scaled, and nothing of ours is
     left to do.

@@ -27,13 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-OPERATORS = (
-    "branching_score",
-    "discounted_reverse_scan",
-    "gradient",
-    "policy_loss",
-    "scores",
-)
+OPERATORS = ("branching_score", "discounted_reverse_scan", "gradient", "policy_loss", "scores")
 SPECS = {
     "clip": LossSpec(clip_high=0.3),
     "all": LossSpec(

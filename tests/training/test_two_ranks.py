@@ -55,10 +55,7 @@ FACTORS = {
     )
 }
 """The samples of a group are turns of one rollout, whose rows are balanced over the ranks."""
-HOW = {
-    "by_layer_m2po": {"recompute": True},
-    "by_layer_future": {"reshard": False, "offload": True},
-}
+HOW = {"by_layer_m2po": {"recompute": True}, "by_layer_future": {"reshard": False, "offload": True}}
 LAYOUTS = {
     (1, 0): tuple(CASES),
     (2, 0): tuple(CASES),
