@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from safetensors.torch import load_file
 
 SMALL = (
@@ -229,12 +229,9 @@ class Server:
         module: str = "train",
     ) -> list[Process]:
         """A command on as many ranks, without torchrun; `before` has Python for each of them."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         where = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
         }

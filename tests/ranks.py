@@ -9,13 +9,14 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+
+from ports import free_port
 
 World = tuple[int, Sequence[str]]
 """(number of ranks, arguments of each)"""
@@ -91,7 +92,7 @@ def fork(run: Callable[..., None]) -> None:
     pids = [
         _start(run, arguments, size, rank, port)
         for size, arguments in json.loads(sys.argv[1])
-        for port in [_free_port()]
+        for port in [free_port()]
         for rank in range(size)
     ]
     code = 0
@@ -121,9 +122,3 @@ def _start(
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

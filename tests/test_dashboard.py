@@ -8,7 +8,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import httpx2
 import pytest
 import yaml
 from http_servers import running
+from ports import free_port
 
 from flowtrain.dataflow.measures import Measures
 from flowtrain.dataflow.service import Service
@@ -143,12 +143,6 @@ def test_promtool_takes_the_rules(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def wait_until(is_so: Any) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from cli_runs import Process, Server
 from many_nodes import TOKEN, Notes
+from ports import free_port
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.ledger import audit_database
@@ -89,11 +89,6 @@ def crew(server: Server) -> Iterator[Crew]:
     crew = Crew(server)
     with contextlib.closing(crew):
         yield crew
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def until(is_so: Callable[[], bool]) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -150,14 +149,6 @@ class Shell:
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
-
-
-def free_ports() -> tuple[int, int]:
-    """Two ports that nothing listens on."""
-    with socket.socket() as one, socket.socket() as two:
-        for each in (one, two):
-            each.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
 
 
 def run_in_order(commands: list[str], shell: Shell, server: Server) -> list[str]:

@@ -12,7 +12,8 @@ import pytest
 from cli_runs import Server
 from doc_pages import ROOT
 from launch.plans import CONFIG
-from page_shell import Shell, free_ports, here, run_in_order
+from page_shell import Shell, here, run_in_order
+from ports import free_port
 
 from flowtrain.config.options import parse
 from flowtrain.dataflow.__main__ import _parser as dataflow_parser
@@ -34,7 +35,7 @@ def commands(text: str) -> list[str]:
 
 
 def test_the_page_makes_a_run_in_its_order(tmp_path: Path, server: Server) -> None:
-    ports = free_ports()
+    ports = free_port(), free_port()
     (tmp_path / "run.toml").write_text(CONFIG)
     [section] = re.findall(r"## Commands\n(.*?)\n## ", PAGE, re.DOTALL)
     elsewhere = ("sudo ", "ssh ")

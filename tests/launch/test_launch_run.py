@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from cli_runs import Server
 from plans import PLAN, ROOT, fake_ssh, forking_python, write_plan
+from ports import free_port
 
 from flowtrain.dataflow.ledger import audit_database
 
@@ -64,7 +65,12 @@ def test_a_plan_trains_to_its_end(tmp_path: Path, python: str) -> None:
     record, path = fake_ssh(tmp_path)
     plan = PLAN.replace("count = 2", "count = 1").replace("{python}", python)
     done = subprocess.run(
-        [sys.executable, "-m", "flowtrain.launch", str(write_plan(tmp_path, free_ports(), plan))],
+        [
+            sys.executable,
+            "-m",
+            "flowtrain.launch",
+            str(write_plan(tmp_path, (free_port(), free_port()), plan)),
+        ],
         cwd=tmp_path,
         env={**os.environ, **path, "A_TOKEN": "of-the-tests", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -83,10 +89,3 @@ def test_a_plan_trains_to_its_end(tmp_path: Path, python: str) -> None:
     summary = json.loads((tmp_path / "runs" / "planner" / "summary.json").read_text())
     assert summary, "the trainer wrote what it leaves"
     assert "of-the-tests" not in record.read_text() + done.stdout
-
-
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        for each in (one, two):
-            each.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]

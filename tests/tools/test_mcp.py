@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from ports import free_port
 
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.prompts import tools_text
@@ -78,9 +78,7 @@ def is_gone(pid: int) -> bool:
 @contextmanager
 def served() -> Iterator[str]:
     """The example over streamable HTTP."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with subprocess.Popen([*EXAMPLE, str(port)], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert any("Uvicorn running" in line for line in process.stderr)
