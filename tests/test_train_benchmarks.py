@@ -18,8 +18,11 @@ EVERY = ("--train.num_steps", str(NUM_STEPS), "--eval.every", "2")
 
 @pytest.fixture(scope="module")
 def asked(place: Path, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Options of a run that asks two benchmarks every second step."""
-    tasks = read(place / "tasks.jsonl")[:5]
+    """Options of a run that asks two benchmarks every second step, of other questions."""
+    tasks = [
+        {**task, "question": f"Say {number} in other words, please."}
+        for number, task in enumerate(read(place / "tasks.jsonl")[:5])
+    ]
     (place / "mine.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     puzzles = [{"query": "24 from 1, 2, 3, 4", "question": [1, 2, 3, 4]}]
     (place / "gameof24.json").write_text(json.dumps(puzzles))

@@ -303,7 +303,7 @@ BAD_TASKS = {
     "no object": ('{"question": "q", "answer": "a"}\n[]\n', "line 2: must be an object"),
     "one task": ('{"question": "q", "answer": "a"}\n', "need at least one each"),
     "answers that no policy gives": (
-        "\n".join('{"question": "q", "answer": "%s"}' % ("a" * 3000) for _ in range(4)),
+        "".join(json.dumps({"question": f"q{n}", "answer": "a" * 3000}) + "\n" for n in range(4)),
         "the solutions of 4 of 4 rows are wrong by their own scorer 'exact'",
     ),
 }

@@ -21,16 +21,13 @@ def profiled(folder: Path, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     all_threads = _ExperimentalConfig(profile_all_threads=True)
-    with profile(
-        activities=activities, with_stack=True, experimental_config=all_threads
-    ) as profiler:
+    # Without the stacks of Python, whose frames torch may name when they are gone, which it cannot
+    # read then.
+    with profile(activities=activities, experimental_config=all_threads) as profiler:
         yield
     with writing(folder):
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / "trace.json.gz"))
     by = f"self_{device.type}_time_total"
-    try:
-        table = profiler.key_averages().table(sort_by=by, row_limit=50, max_name_column_width=80)
-    except UnicodeDecodeError as error:  # of a frame that was gone; a run does not end over it
-        table = f"torch cannot read the names of its own events: {error}"
+    table = profiler.key_averages().table(sort_by=by, row_limit=50, max_name_column_width=80)
     atomic_write_text(folder / "operators.txt", f"{table}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,10 @@ def test_every_policy_of_a_run_has_them(tmp_path: Path) -> None:
     argv = ["--config", "quickstart", "--model.path", "quickstart"]
     config = parse([*argv, "--model.chat_template_kwargs", kwargs])
     assert config is not None
-    components = RunComponents.prepare(config, World.join("cpu"))
-    try:
+    with ExitStack() as cleanup:
+        world = World.join("cpu")
+        cleanup.callback(world.leave)
+        components = RunComponents.prepare(config, world)
+        cleanup.callback(components.close)
         renders = components.policies["planner"].tokenizer.apply_chat_template
         assert renders.keywords == {"enable_thinking": False}
-    finally:
-        components.close()

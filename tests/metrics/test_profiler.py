@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,45 +15,29 @@ from typing import Any
 import pytest
 import torch
 
+from flowtrain.metrics.profiler import profiled
 from flowtrain.run import run as runs
 from flowtrain.run.run import Run
-
-STEP = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import torch
-
-from flowtrain.metrics.profiler import profiled
 from flowtrain.utils.step_timer import StepTimer
 
 
-def multiply():
+def multiply() -> None:
     weight = torch.ones(256, 256, requires_grad=True)
     (weight @ weight).sum().backward()
 
 
-timer = StepTimer()
-with ThreadPoolExecutor(1) as engine:
-    engine.submit(int).result()
-    with profiled(Path(sys.argv[1]), torch.device("cpu")):
-        with timer("collect"):
-            engine.submit(multiply).result()
-        with timer("train"):
-            multiply()
-"""
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of one step, which trains here and samples on a thread that was there before.
-
-    In a process of its own: after hundreds of tests torch reads names of frames that are gone.
-    """
+    """A profile of one step, which trains here and samples on a thread that was there before."""
     path = tmp_path_factory.mktemp("run") / "profile"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", STEP, str(path)], env=env, timeout=120, check=True)
+    timer = StepTimer()
+    with ThreadPoolExecutor(1) as engine:
+        engine.submit(int).result()
+        with profiled(path, torch.device("cpu")):
+            with timer("collect"):
+                engine.submit(multiply).result()
+            with timer("train"):
+                multiply()
     return path
 
 
