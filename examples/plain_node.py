@@ -134,6 +134,7 @@ if __name__ == "__main__":
         "--num_groups", type=int, default=1 << 30, help="groups to push (default: no end)"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a script's `&` has the former ignored
+        signal.signal(number, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         work(Service(options.url), options.name, options.num_groups, at_once=4)
