@@ -180,7 +180,8 @@ def test_a_file_that_stays_damaged_is_neither_served_nor_kept(
     with relaying(origin.url, tmp_path / "relay") as url:
         with contextlib.suppress(http.client.IncompleteRead):
             status, body, _ = ask(url, address(file, 0))
-            assert status == 502 and b"came damaged twice" in body
+            # Twice, or once where the reader is told before the second one has come.
+            assert status == 502 and b"came damaged" in body
         kept = [path.name for path in (tmp_path / "relay").rglob(f"{file.name}*")]
         assert file.name not in kept
 
