@@ -13,8 +13,8 @@ ENGINE ?= torch
 SMOLLM2 ?= models/SmolLM2-135M-Instruct
 # Minutes of `make attack`.
 MINUTES ?= 10
-# Processes that run tests side by side: one more than two cores, because many tests wait for processes of their own.
-JOBS ?= 3
+# Processes that run tests side by side: twice two cores, because many tests wait for processes of their own.
+JOBS ?= 4
 RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
 
 BIN := $(VENV)/bin
