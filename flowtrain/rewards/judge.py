@@ -129,7 +129,7 @@ def judge_prompt(task: Task, answer: str) -> str:
     return encodable(_PROMPT.format(**quoted))
 
 
-_TOKEN = re.compile(r"<(?=[|\uff5c/]?\w+[|\uff5c]?>)|\[(?=/?[A-Z_]+\])")
+_TOKEN = re.compile(r"<(?=[^\s<>]{1,60}>)|\[(?=/?[A-Z_]+\])")
 """The first letter of what looks like a special token of some model."""
 
 

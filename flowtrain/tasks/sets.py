@@ -92,7 +92,7 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
             held_out = {MAIN_SPLIT: tuple(kept[:num_held_out])}
         case _:
             return _from_files(config, texts)
-    return TaskSet(tuple(_new(train, config)), held_out, texts)
+    return TaskSet(tuple(_new(train, _asked(config), config)), held_out, texts)
 
 
 def without_tasks(config: cfg.Config) -> TaskSet:
@@ -106,7 +106,8 @@ def _from_gym(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     weights = {key: each.weight for key, each in tasks.gym.items()}
     shares(weights, config.rollout.num_questions, "tasks.gym")  # refuses one that is too small
     train, held_out = gym_tasks(tasks.gym, tasks.num_train, config.eval.num_tasks, config.run.seed)
-    mixture = {key: (weights[key], tuple(_new(train[key], config))) for key in weights}
+    asked = _asked(config)
+    mixture = {key: (weights[key], tuple(_new(train[key], asked, config))) for key in weights}
     joined = tuple(task for _, found in mixture.values() for task in found)
     return TaskSet(joined, {MAIN_SPLIT: tuple(held_out)}, texts, mixture)
 
@@ -116,6 +117,7 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     tasks = config.tasks
     if tasks.mixture:
         shares(tasks.mixture, config.rollout.num_questions)  # refuses a weight that is too small
+    asked = _asked(config)
     train: dict[str, list[Task]] = {}
     held_out: list[Task] = []
     paths: dict[str, str] = {}
@@ -138,9 +140,12 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
                     f"{task.id!r}; ids must be unique"
                 )
         found, kept = _split(source.tasks, tasks.held_out_share, f"tasks.path={path!r}")
-        train[path] = _new(found, config)
+        train[path] = _new(found, asked, config)
         held_out += kept
-    train = {path: _not_held_out(found, held_out, path) for path, found in train.items()}
+    train = {
+        path: _not_held_out(found, held_out, f"tasks.path={path!r}")
+        for path, found in train.items()
+    }
     if tasks.mixture:
         random.Random(0).shuffle(held_out)
     mixture = {path: (weight, tuple(train[path])) for path, weight in tasks.mixture.items()}
@@ -149,19 +154,23 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     return TaskSet(joined, kept_out, texts, mixture, tuple(sources))
 
 
-def _new(train: list[Task], config: cfg.Config) -> list[Task]:
-    """Drop tasks that nearly repeat a question of the benchmarks in `tasks.benchmarks`, or of a
-    file in `eval.benchmarks`.
-    """
+def _asked(config: cfg.Config) -> list[Task]:
+    """Load the benchmarks in `tasks.benchmarks` and the files in `eval.benchmarks`."""
     folder = config.tasks.benchmarks
     asked = benchmark_tasks(folder) if folder else []
     for benchmark in parse_benchmarks(config.eval.benchmarks):
         asked += benchmark.load(folder) if benchmark.path else []
+    return asked
+
+
+def _new(train: list[Task], asked: Sequence[Task], config: cfg.Config) -> list[Task]:
+    """Drop tasks that nearly repeat one that a benchmark asks."""
     left = without_overlaps(train, asked) if asked else train
     if not left:
         raise UserError(
-            f"tasks.benchmarks={folder!r} and eval.benchmarks={list(config.eval.benchmarks)} have "
-            "nearly all training questions, so that none is left to train on"
+            f"tasks.benchmarks={config.tasks.benchmarks!r} and eval.benchmarks="
+            f"{list(config.eval.benchmarks)} have nearly all training questions, so that none is "
+            "left to train on"
         )
     return left
 

@@ -89,7 +89,15 @@ def test_frozen_models_in_the_process_read_them_as_text_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "token", ["<|im_end|>", "</s>", "[INST]", "<\uff5cUser\uff5c>", "<end_of_turn>", "<|eot_id|>"]
+    "token",
+    [
+        "<|im_end|>",
+        "</s>",
+        "[INST]",
+        "<\uff5cUser\uff5c>",
+        "<end_of_turn>",
+        "<\uff5cend\u2581of\uff5c>",
+    ],
 )
 def test_a_judge_behind_a_server_gets_none_from_an_answer(token: str) -> None:
     """Its tokens are not known here: whatever looks like one is written as JSON may write it."""
