@@ -155,10 +155,12 @@ def test_a_stopped_command_keeps_its_rows_and_goes_on(
     with engine(script) as (server, options):
         argv = ["--in", str(rows), "--out", str(out), *options]
         assert main(argv) == 130 and "the same command goes on" in capsys.readouterr().err
-        num_done, num_asked = len(read(out)), len(server.asked)
+        num_done = len(read(out))
         assert 5 <= num_done <= 8
         stops.clear()
-        assert main(argv) == 0 and len(server.asked) == num_asked + 12 - num_done
+        assert main(argv) == 0
+        # A request that was under way may reach the server after the stop: count what was sent.
+        assert f"{12 - num_done} rows answered, {12 - num_done} req" in capsys.readouterr().out
     assert [task.question for task in load_tasks(out)] == [row["question"] for row in many]
 
 
