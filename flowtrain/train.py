@@ -162,7 +162,8 @@ def _roll_out(run: Run, step: int, number: int, num_questions: int, timer: StepT
                 straggler_s=config.straggler_s,
             )
     with timer("collect"):
-        groups = score(groups, run.judge, run.components.reward_functions)
+        functions, bounds = run.components.reward_functions, run.config.reward
+        groups = score(groups, run.judge, functions, bounds)
     return Rollouts(groups, branches.logprobs, {})
 
 
