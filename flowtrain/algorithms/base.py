@@ -8,9 +8,9 @@ new algorithm is a subclass that says where it differs: `algorithm.name = "mine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from pydantic import ValidationError
 
@@ -26,9 +26,12 @@ from flowtrain.types import (
     Trajectory,
     UserError,
 )
+from flowtrain.utils import plugins
 
 if TYPE_CHECKING:
-    from flowkernels import LossSpec, TokenLossFn
+    from flowkernels import LossSpec, TokenLossFn, Tokens
+    from flowkernels.loss_spec import LossType
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
     from flowtrain.agents.hints import Hints
@@ -82,6 +85,8 @@ class Algorithm:
         """
         chosen = config.algorithm
         self.options = self._options(chosen)
+        self.own_loss = _own_loss(chosen)
+        """What `algorithm.loss` names in a file; None: a loss of flowkernels."""
         self.config = config
         unset = {
             key: value
@@ -212,7 +217,7 @@ class Algorithm:
         a = self.config.algorithm
         assert a.clip_low is not None and a.clip_high is not None, "filled in by __init__"
         return LossSpec(
-            a.loss,
+            "clip" if a.has_own_loss else cast("LossType", a.loss),
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
@@ -225,7 +230,9 @@ class Algorithm:
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
         """Return the loss of a mini-batch, whose clips M2PO may have changed in `spec`."""
-        return spec
+        from flowkernels import by_autograd
+
+        return spec if self.own_loss is None else by_autograd(self.own_loss)
 
     def minibatch_factor(self) -> MinibatchFactor | None:
         """Return what advantages are multiplied by where it takes a look at a whole mini-batch,
@@ -251,6 +258,11 @@ class Algorithm:
                         f"algorithm.{key}={value!r} does not go with algorithm.name={a.name!r}, "
                         "which makes its samples in a way of its own"
                     )
+        if a.has_own_loss and type(self).token_loss is not Algorithm.token_loss:
+            raise UserError(
+                f"algorithm.loss={a.loss!r} does not go with algorithm.name={a.name!r}, which has "
+                "factors of its own in the loss"
+            )
         if a.dynamic_sampling and self.config.dataflow.url:
             raise UserError(
                 f"algorithm.dynamic_sampling={a.dynamic_sampling} must be 0 with dataflow.url: "
@@ -280,3 +292,19 @@ class Algorithm:
             first = error.errors(include_url=False)[0]
             key = ".".join(map(str, ("algorithm.options", *first["loc"])))
             raise UserError(f"{key}={first['input']!r}: {first['msg']}") from None
+
+
+def _own_loss(chosen: Options) -> Callable[[Tokens], Tensor] | None:
+    """Import a loss of the user's. Raises UserError for one that is not there, and for options that
+    only losses of ours have.
+    """
+    if not chosen.has_own_loss:
+        return None
+    origin = f"algorithm.loss={chosen.loss!r}"
+    for key in ("tis", "mis", "entropy_coef"):
+        if value := getattr(chosen, key):
+            raise UserError(f"algorithm.{key}={value} does not go with {origin}")
+    name, found = plugins.load_object(chosen.loss, origin)
+    if not callable(found):
+        raise UserError(f"{origin}: {name!r} is a {type(found).__name__}, not a function")
+    return found

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from flowtrain.config.section import Section
+
+LOSSES = ("clip", "gspo", "cispo")
+"""Losses of flowkernels that reinforce."""
 
 
 class Algorithm(Section):
@@ -19,9 +22,9 @@ class Algorithm(Section):
     mode: Literal["paper", "released"] = "paper"
     """paper: nested means, statistics over trajectories; released: token mean, statistics over
     turns, clip 0.2/0.3, dual clip 3"""
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
-    """token loss: PPO's clip, GSPO's clip of the ratio of whole turns (wants clips near 4e-4), or
-    CISPO's bounded ratio"""
+    loss: str = "clip"
+    """token loss: clip (PPO's), gspo (GSPO's clip of the ratio of whole turns, which wants clips
+    near 4e-4), cispo (CISPO's bounded ratio), or FILE.py:NAME of a function of yours"""
     clip_low: float | None = Field(None, ge=0, le=1)
     """ratio is clipped below 1 - clip_low; unset: the algorithm's, 0.2 or with m2po 0.95"""
     clip_high: float | None = Field(None, ge=0)
@@ -62,6 +65,18 @@ class Algorithm(Section):
     log-ratios at this, say 0.04; unset: off"""
     shuffle_rewards: bool = False
     """control experiment: deal the rewards of a step out at random; nothing should be learnt"""
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, loss: str) -> str:
+        if loss not in LOSSES and ":" not in loss:
+            raise ValueError(f"{loss!r} is none of {', '.join(LOSSES)}, and no FILE.py:NAME")
+        return loss
+
+    @property
+    def has_own_loss(self) -> bool:
+        """The loss is a function of the user's."""
+        return self.loss not in LOSSES
 
     @property
     def scores_sub_goals(self) -> bool:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli_runs import Server
 
 from flowtrain.algorithms import load_algorithm
+from flowtrain.config import Config
 from flowtrain.config.options import parse
-from flowtrain.types import UserError
+from flowtrain.training.trainer import Trainer
+from flowtrain.training.tree import pack_rows
+from flowtrain.types import Sample, UserError
+from tests.training.gradients import distance, gradient_of
 
 pytest_plugins = ("cli_runs",)
 
@@ -118,3 +123,40 @@ def test_an_algorithm_of_a_package(
     with pytest.raises(UserError) as raised:
         load_algorithm(config)
     assert problem in str(raised.value) and "algorithm.name='half'" in str(raised.value)
+
+
+# ---- losses
+
+
+def test_a_loss_in_a_file_has_the_gradient_that_autograd_gives_it(
+    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+) -> None:
+    """Its slope is A r s' (t (r - 1)) 4 / t: that of `clip` where r is 1."""
+    path = f"{ROOT}/examples/my_loss.py:soft_clip"
+    config = Config.model_validate({"algorithm": {"loss": path, "kl_coef": 0.0}})
+    algorithm = load_algorithm(config)
+    clipped, own = make_trainer(rescore=True, grad_clip=0.0), make_trainer(grad_clip=0.0)
+    own._token_loss = algorithm.token_loss(algorithm.loss_spec())
+    stale = pack_rows(random_samples(6), 30)
+    (fresh,) = clipped.old_logprobs([stale])
+    truth = gradient_of(clipped, fresh)
+    assert distance(gradient_of(own, fresh), truth) < 1e-5
+    assert distance(gradient_of(own, stale), truth) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            {"loss": "clap"},
+            r"(?s)algorithm\.loss.*'clap' is none of clip, gspo, cispo, and no FILE",
+        ),
+        ({"loss": "my_loss.py:gone"}, r"algorithm\.loss='my_loss\.py:gone'"),
+        ({"loss": "json:dumps", "entropy_coef": 0.1}, "entropy_coef=0.1 does not go with algo"),
+        ({"loss": "json:dumps", "name": "appo"}, "does not go with algorithm.name='appo'"),
+        ({"loss": "math:pi"}, "'pi' is a float, not a function"),
+    ],
+)
+def test_what_is_no_loss_is_refused(options: dict[str, object], problem: str) -> None:
+    with pytest.raises((UserError, ValueError), match=problem):
+        load_algorithm(Config.model_validate({"algorithm": options}))
