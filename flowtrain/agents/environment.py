@@ -48,6 +48,9 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Free what it holds; called once, however the rollout ends."""
 
+    # An environment may have `async def turn_rewards(self) -> Sequence[float]` besides: what each
+    # response of the rollout earned, which adds to `reward` (algorithm.turn_credit).
+
 
 Maker = Callable[[Task], Environment]
 
@@ -107,3 +110,8 @@ async def _report(environment: Environment, session: Session) -> None:
     reward = await environment.reward()
     parts = reward if isinstance(reward, Mapping) else {"reward": reward}
     session.report(**{name: float(part) for name, part in parts.items()})
+    if (of_turns := getattr(environment, "turn_rewards", None)) is not None:
+        rewards = [float(reward) for reward in await of_turns()]
+        if len(rewards) != len(session.turns):
+            raise ValueError(f"turn_rewards: {len(rewards)} numbers for {len(session.turns)} turns")
+        session.report_turns(rewards)

@@ -88,6 +88,7 @@ class Session:
         self._turns: list[Turn] = []
         self._places: dict[int, int] = {}
         self._reported: dict[str, float] = {}
+        self._turn_rewards: tuple[float, ...] = ()
         self._states = NO_STATES
 
     @property
@@ -103,6 +104,10 @@ class Session:
     @property
     def reported(self) -> Mapping[str, float]:
         return self._reported
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        return self._turn_rewards
 
     def left_s(self) -> float:
         """The seconds that the rollout has left."""
@@ -222,6 +227,10 @@ class Session:
         """Report parts of the reward, as an environment does that knows it."""
         self._reported |= parts
 
+    def report_turns(self, rewards: Sequence[float]) -> None:
+        """Report what each turn earned, besides the parts of `report`."""
+        self._turn_rewards = tuple(rewards)
+
     def _record(self, turn: Turn) -> Call:
         call = turn.calls["planner"]
         self._places[id(call)] = len(self._turns)
@@ -320,6 +329,7 @@ class SessionAgent(ABC):
             truncated=truncated or _cut_short(session.turns),
             error=error,
             reported=dict(session.reported),
+            turn_rewards=session.turn_rewards,
             branch=None if start is None else start.point,
         )
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
 
@@ -104,7 +105,7 @@ def make_batch(
         groups: this rank's groups, every trajectory with a reward but those that failed.
         credit: gives the advantages of each turn of each finished rollout of a group.
         average: what the objective is a mean over.
-        drops_equals: leave groups of one reward out, so that the size of a step does not depend on
+        drops_equals: leave groups of one reward out, unless their turns differ, so that the size of a step does not depend on
             how many questions were too easy or too hard.
         num_minibatches: optimizer steps per batch; a group belongs to one, decided by its index
             alone, so it is the same for any number of ranks.
@@ -123,11 +124,13 @@ def make_batch(
     counts, tokens, num_dropped = Counter[FilterReason](), Counter[FilterReason](), 0
     for group in groups:
         rewards = [reward_of(trajectory) for trajectory in group.finished]
-        if not rewards or (drops_equals and are_equal(rewards)):
-            num_dropped += 1
-            continue
         is_finite = all(map(math.isfinite, rewards))
         credits = credit(group) if is_finite else broadcast(group, [math.nan] * len(rewards))
+        if not rewards or (
+            drops_equals and are_equal(rewards) and not _turns_differ(group, credits)
+        ):
+            num_dropped += 1
+            continue
         minibatch = group.index * num_minibatches // num_groups
         finished = [(n, each) for n, each in enumerate(group.trajectories) if not each.error]
         for (member, trajectory), of_turns in zip(finished, credits, strict=True):
@@ -164,6 +167,28 @@ def broadcast(group: Group, advantages: Sequence[float]) -> list[list[Credit]]:
     ]
 
 
+def rewards_to_go(
+    group: Group, credit: Callable[[Sequence[float]], Sequence[float]]
+) -> list[list[Credit]]:
+    """Give each turn `credit` of the reward less what earlier turns earned, among the rollouts of
+    the group that have a turn of this number.
+    """
+    to_go = [_to_go(trajectory) for trajectory in group.finished]
+    credits: list[list[Credit]] = [[] for _ in to_go]
+    for turn in range(max(map(len, to_go))):
+        members = [member for member, each in enumerate(to_go) if turn < len(each)]
+        found = credit([to_go[member][turn] for member in members])
+        for member, advantage in zip(members, found, strict=True):
+            credits[member].append(advantage)
+    return credits
+
+
+def _to_go(trajectory: Trajectory) -> list[float]:
+    earned = trajectory.turn_rewards or (0.0,) * len(trajectory.turns)
+    before = [0.0, *accumulate(earned)]
+    return [reward_of(trajectory) - before[turn] for turn in range(len(trajectory.turns))]
+
+
 def whitened(batch: TrainBatch, world: World) -> TrainBatch:
     """Compute (A - mean) / (std + 1e-6) of all tokens of a batch, over all ranks; collective."""
     values = [a for sample in batch.samples for a in sample.advantages]
@@ -188,6 +213,14 @@ def _weight(
     if average == "token":
         return 1.0, None
     return 1.0 / most_tokens, 1.0 / num_calls
+
+
+def _turns_differ(group: Group, credits: Sequence[Sequence[Credit]]) -> bool:
+    """Tell whether turns are credited though the rollouts have one reward."""
+    if len({trajectory.turn_rewards for trajectory in group.finished}) < 2:
+        return False
+    every = [each for of_turns in credits for each in of_turns]
+    return any(each if isinstance(each, int | float) else any(each) for each in every)
 
 
 def _per_token(credit: Credit, num_tokens: int) -> tuple[float, ...]:

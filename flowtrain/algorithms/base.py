@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from pydantic import ValidationError
 
-from flowtrain.algorithms.advantages import Average, Credit, broadcast, make_batch, reward_of
+from flowtrain.algorithms.advantages import (
+    Average,
+    Credit,
+    broadcast,
+    make_batch,
+    reward_of,
+    rewards_to_go,
+)
 from flowtrain.config import Algorithm as Options
 from flowtrain.config import Config, Section
 from flowtrain.types import (
@@ -111,8 +118,11 @@ class Algorithm:
 
     def token_credit(self, group: Group) -> Sequence[Sequence[Credit]]:
         """Return the advantages of each turn of each rollout of a group that did not fail: one
-        number for a turn, or one per token of its response. By default all have their rollout's.
+        number for a turn, or one per token of its response. By default all have their rollout's,
+        or with `algorithm.turn_credit` of "to_go" that of what is left to earn.
         """
+        if self.config.algorithm.turn_credit == "to_go":
+            return rewards_to_go(group, self.credit)
         return broadcast(group, self.credit([reward_of(each) for each in group.finished]))
 
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
@@ -252,8 +262,8 @@ class Algorithm:
         """Raise UserError for a config that the algorithm cannot work with."""
         a = self.config.algorithm
         if type(self).advantages is not Algorithm.advantages:
-            for key in ("overlong", "overlong_buffer", "dynamic_sampling"):
-                if (value := getattr(a, key)) not in ("train", 0, None):
+            for key in ("overlong", "overlong_buffer", "dynamic_sampling", "turn_credit"):
+                if (value := getattr(a, key)) not in ("train", 0, None, "rollout"):
                     raise UserError(
                         f"algorithm.{key}={value!r} does not go with algorithm.name={a.name!r}, "
                         "which makes its samples in a way of its own"

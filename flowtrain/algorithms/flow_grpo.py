@@ -38,6 +38,14 @@ class FlowGrpo(Algorithm):
                 "0; it must be at least 2"
             )
 
+        if self.config.algorithm.mode == "released" and (
+            self.config.algorithm.turn_credit == "to_go"
+        ):
+            raise UserError(
+                "algorithm.turn_credit='to_go' does not go with algorithm.mode='released', whose "
+                "statistics are over turns of one reward"
+            )
+
     @property
     def average(self) -> Average:
         return _AVERAGES[self.config.algorithm.mode]

@@ -37,6 +37,10 @@ class Algorithm(Section):
     """questions whose rollouts all have one reward. drop: they leave the loss and what it is
     divided by; keep: their advantages are 0, and they count in the mean and in the KL term; unset:
     drop with appo, dapo and mode paper of flow_grpo and infoflow, else keep"""
+    turn_credit: Literal["rollout", "to_go"] = "rollout"
+    """where a reward function or an environment gives rewards of turns. rollout: a turn has the
+    advantage of its rollout, whose reward has those of its turns in it; to_go: that of the reward
+    without what earlier turns have earned, among the rollouts that have so many turns"""
     dynamic_sampling: int | None = Field(None, ge=0)
     """rounds of further questions that a step may take in place of those whose rollouts all have
     one reward; unset: 0, or 9 with dapo"""

@@ -63,6 +63,8 @@ def part_problem(parts: Mapping[str, float]) -> str:
     return ""
 
 
+_Parts = dict[str, float | tuple[float, ...]]
+"""By name; of a tuple each number is of a turn."""
 _Arguments = tuple[Task, str, Trajectory]
 
 
@@ -151,7 +153,7 @@ class RewardFunctions:
         reached = solved_weight(trajectory.task, trajectory.turns, trajectory.output)
         trajectory = replace(trajectory, sub_goals=reached)
         try:
-            parts, terms = await self._call_all(trajectory)
+            parts, terms, of_turns = await self._call_all(trajectory)
             total = _sum(terms)
             reward = self.options.bounded(total)
             if reward is None:
@@ -164,28 +166,46 @@ class RewardFunctions:
             self._warn(failed)
             scored_by = f"{self.name}: {failed.reason}"
             return replace(trajectory, scored_by=scored_by, error=str(failed))
-        return replace(trajectory, reward=reward, reward_parts=parts, scored_by=self.name)
+        return replace(
+            trajectory,
+            reward=reward,
+            reward_parts=parts,
+            turn_rewards=of_turns,
+            scored_by=self.name,
+        )
 
-    async def _call_all(self, trajectory: Trajectory) -> tuple[dict[str, float], list[float]]:
-        """Call each function; return the parts by name, and with their weights."""
+    async def _call_all(
+        self, trajectory: Trajectory
+    ) -> tuple[dict[str, float], list[float], tuple[float, ...]]:
+        """Call each function; return the parts by name, with their weights, and what they give each
+        turn.
+        """
         weights = self.options.weights
         parts: dict[str, float] = {}
         terms: list[float] = []
+        of_turns: list[tuple[float, ...]] = []
         for function in self.functions:
             for name, part in (await self._call(function, trajectory)).items():
                 if name in parts:
                     text = f"reward function {function.name}: another one gives {name!r}, too"
                     raise _Failed("value", text)
+                weight = function.weight * weights.get(name, 1.0)
+                if isinstance(part, tuple):
+                    if len(part) != len(trajectory.turns):
+                        text = f"{name!r} has {len(part)} numbers for {len(trajectory.turns)} turns"
+                        raise _Failed("value", f"reward function {function.name}: {text}")
+                    of_turns.append(tuple(weight * each for each in part))
+                    part = _sum(part)
                 parts[name] = part
-                terms.append(function.weight * weights.get(name, 1.0) * part)
+                terms.append(weight * part)
         if missing := [name for name in weights if name not in parts]:
             text = f"reward.weights has {missing[0]!r}, but the parts are {', '.join(parts)}"
             raise _Failed("value", text)
         if problem := part_problem(parts):
             raise _Failed("value", f"{self.name}: {problem}")
-        return parts, terms
+        return parts, terms, tuple(map(_sum, zip(*of_turns, strict=True)))
 
-    async def _call(self, function: _Function, trajectory: Trajectory) -> dict[str, float]:
+    async def _call(self, function: _Function, trajectory: Trajectory) -> _Parts:
         """Call one function; return its parts."""
         arguments = trajectory.task, final_answer(trajectory.answer), trajectory
         try:
@@ -198,7 +218,7 @@ class RewardFunctions:
             text = f"reward function {function.name}: {failed}"
             raise _Failed(failed.reason, text) from failed
 
-    async def _in_thread(self, function: _Function, arguments: _Arguments) -> dict[str, float]:
+    async def _in_thread(self, function: _Function, arguments: _Arguments) -> _Parts:
         """Call a plain function in a thread, which is lost where the function does not return."""
         self.late.intersection_update(self.running)
         if len(self.late) >= MAX_LATE:
@@ -212,7 +232,7 @@ class RewardFunctions:
             pool.close()
             self.late.add(token)
 
-    async def _in_time(self, running: asyncio.Future[dict[str, float]]) -> dict[str, float]:
+    async def _in_time(self, running: asyncio.Future[_Parts]) -> _Parts:
         """Wait for the parts until the deadline."""
         try:
             # Unlike asyncio.timeout, this tells a cancellation inside from one of our own task.
@@ -246,7 +266,7 @@ def _sum(terms: Sequence[float]) -> float:
 
 def _attempt(
     function: _Function, arguments: _Arguments, running: set[object], token: object
-) -> dict[str, float]:
+) -> _Parts:
     """Call a plain function, in a thread; it is in `running` until it returns."""
     running.add(token)
     try:
@@ -256,7 +276,7 @@ def _attempt(
         running.discard(token)
 
 
-async def _attempt_async(function: _Function, arguments: _Arguments) -> dict[str, float]:
+async def _attempt_async(function: _Function, arguments: _Arguments) -> _Parts:
     """Call an async function, in the loop of these."""
     with _explained():
         return _parts(function, await function.call(*arguments))
@@ -278,7 +298,7 @@ def _explained() -> Iterator[None]:
         raise _Failed("exception", f"{text} ({where})") from error
 
 
-def _parts(function: _Function, found: object) -> dict[str, float]:
+def _parts(function: _Function, found: object) -> _Parts:
     """Read what a function returned. Raises _Failed for anything but numbers."""
     if not isinstance(found, Mapping):
         if not isinstance(found, SupportsFloat):
@@ -286,12 +306,14 @@ def _parts(function: _Function, found: object) -> dict[str, float]:
                 "value", f"it returned {_shown(found)}, not a number or a mapping of names to them"
             )
         found = {function.part: found}
-    parts = {}
+    parts: _Parts = {}
     for name, part in found.items():
-        if not isinstance(name, str) or not isinstance(part, SupportsFloat):
+        numbers = part if isinstance(part, list | tuple) else [part]
+        if not isinstance(name, str) or not all(isinstance(n, SupportsFloat) for n in numbers):
             raise _Failed("value", f"its part {_shown(name)} is {_shown(part)}, not a number")
-        parts[name] = float(part)
-    if problem := "it returned no part" if not parts else part_problem(parts):
+        parts[name] = float(part) if numbers is not part else tuple(map(float, numbers))
+    sums = {name: _sum(part) if isinstance(part, tuple) else part for name, part in parts.items()}
+    if problem := "it returned no part" if not parts else part_problem(sums):
         raise _Failed("value", problem)
     return parts
 

@@ -76,7 +76,7 @@ async def score_one(
     if functions is not None:
         return await functions.score(trajectory)
     if trajectory.reported and not trajectory.error:
-        reward = math.fsum(trajectory.reported.values())
+        reward = math.fsum([*trajectory.reported.values(), *trajectory.turn_rewards])
         scored = replace(trajectory, reward_parts=trajectory.reported)
         return _scored(scored, reward, REPORTED, bounds or Reward())
     task, answer = trajectory.task, final_answer(trajectory.answer)

@@ -140,6 +140,9 @@ class Trajectory:
     """The turn that read a hint first; None for a rollout without."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """What reward functions gave, by name and before weights, or what was reported; else {}."""
+    turn_rewards: tuple[float, ...] = ()
+    """What each turn earned of the reward, from functions or the environment; () where only the
+    whole rollout has one."""
     rescued: tuple[str, ...] = ()
     """Lenient rules that it took to read the answer, as "generator/label"."""
     reported: Mapping[str, float] = field(default_factory=dict)

@@ -97,6 +97,11 @@ class Slow(Shop):
         return None
 
 
+class Stepwise(Shop):
+    async def turn_rewards(self) -> list[float]:
+        return [0.0, 0.0, 0.0, -0.5]
+
+
 class Sticky(Shop):
     async def close(self) -> None:
         await super().close()

@@ -172,6 +172,15 @@ def test_an_environment_that_hangs_is_closed_when_the_rollouts_are_cut_off() -> 
     assert "cut off (straggler) before it had a reward" in group.trajectories[0].error
 
 
+def test_an_environment_may_reward_turns() -> None:
+    done, _ = play(*GOOD, maker="Stepwise")
+    assert done.turn_rewards == (0.0, 0.0, 0.0, -0.5) and done.reported["state"] == 0.9
+    (group,) = score([Group(0, (done,))])
+    assert group.trajectories[0].reward == 0.5
+    done, _ = play("bye", maker="Stepwise")
+    assert "turn_rewards: 4 numbers for 1 turns" in done.error
+
+
 def test_one_that_does_not_close_costs_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowtrain.agents.environment._CLOSE_S", 0.01)
     done, _ = play(*GOOD, maker="Sticky")

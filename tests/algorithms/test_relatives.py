@@ -154,3 +154,30 @@ def test_mixed_groups_come_first_and_later_rounds_have_other_numbers(alone: Worl
     rollouts, num = mixed_first(joined(rollouts, Rollouts(more, {}, {}), 2), alone)
     assert num == 2 and [g.index for g in rollouts.groups] == [2, 0, 1, 3]
     assert rollouts.metrics == {"num_questions_sampled": 4.0}
+
+
+def earned(trajectory: Trajectory, *of_turns: float) -> Trajectory:
+    return replace(trajectory, turn_rewards=of_turns)
+
+
+def test_a_turn_is_credited_with_what_is_left_to_earn() -> None:
+    """Rewards 1, 0.5 and 0; to go after the first turn 0.8 and 0.5, and there are no others."""
+    group = [
+        earned(with_lengths(1, 2, 4), 0.2, 0.3),
+        earned(with_lengths(0.5, 3, 1), 0.0, 0.5),
+        with_lengths(0, 5),
+    ]
+    out = batch("dr_grpo", group, algorithm={"turn_credit": "to_go"})
+    assert [s.advantages[0] for s in out.samples] == approx([0.5, 0.15, 0.0, -0.15, -0.5])
+    whole = batch("dr_grpo", group)
+    assert [s.advantages[0] for s in whole.samples] == approx([0.5, 0.5, 0.0, 0.0, -0.5])
+    with pytest.raises(UserError, match=r"to_go' does not go with algorithm\.mode='released'"):
+        made("flow_grpo", algorithm={"turn_credit": "to_go", "mode": "released"})
+
+
+def test_rollouts_of_one_reward_teach_where_their_turns_differ() -> None:
+    group = [earned(with_lengths(1, 2, 4), 1.0, 0.0), earned(with_lengths(1, 2, 4), 0.0, 1.0)]
+    out = batch("flow_grpo", group, algorithm={"turn_credit": "to_go"})
+    a = 0.5 / 0.500001
+    assert [s.advantages[0] for s in out.samples] == approx([0, -a, 0, a])
+    assert batch("flow_grpo", group).num_groups_dropped == 1

@@ -117,6 +117,10 @@ HOLES: dict[str, Callable[[Group], Group]] = {
         g, tool_calls=(ToolCall("f", "{}", ToolResult(seconds=math.nan)),)
     ),
     "reported parts that are no numbers": lambda g: _with_rollout(g, reported={"a": math.inf}),
+    "a turn's reward that is no number": lambda g: _with_rollout(
+        g, turn_rewards=(math.nan,) * len(g.trajectories[0].turns)
+    ),
+    "rewards of more turns than there are": lambda g: _with_rollout(g, turn_rewards=(0.0,) * 9),
     "time that is no number": lambda g: _with_rollout(g, seconds=math.nan),
     "time without end": lambda g: _with_rollout(g, seconds=math.inf),
     "another question by its name": lambda g: replace(

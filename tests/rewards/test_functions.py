@@ -14,7 +14,17 @@ import pytest
 
 from flowtrain.config import Config, Reward
 from flowtrain.rewards import RewardFunctions, functions, score, score_one
-from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.types import (
+    Call,
+    FinishReason,
+    Group,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    UserError,
+    Verdict,
+)
 
 TASK = Task("a", "Capital of Norway?", ("Oslo",), columns='{"tests": ["t"], "weight": 0.5}')
 SLOW_S = 300.0
@@ -102,6 +112,21 @@ def test_parts_and_functions_have_weights(load: Load) -> None:
     assert wrong.reward_parts == {**parts, "exact": 0.0}
     assert (right.reward, wrong.reward) == (0.5 - 0.5 + 0.25 + 0.25, 0.25)
     assert right.scored_by == given.name and given.name.endswith(":other + exact")
+
+
+@BOTH
+def test_a_part_may_be_of_turns(head: str, load: Load) -> None:
+    given = load(
+        head + "return {'right': 0.5, 'steps': [0.25, -0.75]}", weights={"steps": 2.0}, low=-1
+    )
+    call = Call((1,), (2,), (0.0,), (), FinishReason.STOP)
+    turn = Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, 0.0)
+    two, one = scored(
+        given, replace(rollout(), turns=(turn, turn)), replace(rollout(), turns=(turn,))
+    )
+    assert (two.reward, two.turn_rewards) == (0.5 - 1.0, (0.5, -1.5))
+    assert two.reward_parts == {"right": 0.5, "steps": -0.5}
+    assert one.error.endswith("'steps' has 2 numbers for 1 turns") and one.reward is None
 
 
 def test_built_in_scorers_score_as_they_do_by_themselves(load: Load) -> None:

@@ -160,6 +160,8 @@ class GroupLimits:
             for parts in (trajectory.reward_parts, trajectory.reported):
                 if problem := part_problem(parts):
                     return f"the reward: {problem}"
+            if problem := _turn_rewards_problem(trajectory):
+                return problem
             sub_goals = trajectory.sub_goals
             is_missing = sub_goals is None and self.config.algorithm.scores_sub_goals
             if is_missing or not _is_share(sub_goals or 0.0):
@@ -260,3 +262,10 @@ def _seconds(turn: Turn) -> tuple[float, ...]:
     results = (turn.result, *(used.result for used in turn.tool_calls))
     of_tools = [s for result in results for s in (result.seconds, result.wall_s, result.cpu_s)]
     return turn.seconds, turn.plan_s, *of_tools
+
+
+def _turn_rewards_problem(trajectory: Trajectory) -> str:
+    rewards, num_turns = trajectory.turn_rewards, len(trajectory.turns)
+    if rewards and len(rewards) != num_turns:
+        return f"{len(rewards)} turn_rewards for {num_turns} turns"
+    return "" if all(map(isfinite, rewards)) else "a turn's reward is not finite"
