@@ -105,8 +105,8 @@ def make_batch(
         groups: this rank's groups, every trajectory with a reward but those that failed.
         credit: gives the advantages of each turn of each finished rollout of a group.
         average: what the objective is a mean over.
-        drops_equals: leave groups of one reward out, unless their turns differ, so that the size of a step does not depend on
-            how many questions were too easy or too hard.
+        drops_equals: leave groups of one reward out, unless their turns differ, so that the size of
+            a step does not depend on how many questions were too easy or too hard.
         num_minibatches: optimizer steps per batch; a group belongs to one, decided by its index
             alone, so it is the same for any number of ranks.
         num_groups: groups in the batch over all ranks; by default `len(groups)`.
