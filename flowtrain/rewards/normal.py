@@ -15,6 +15,7 @@ from flowtrain.rewards import dates
 
 _SIGN = re.compile(r"(?<![^\s($])[-\u2212](?=\.?[0-9])")
 _BETWEEN = re.compile(r"(?<=[0-9])\s?([-\u2010-\u2015\u2212]|[.:/^=*+])(?=[0-9])")
+_POINT = re.compile(r"(?<![\w.])\.(?=[0-9])")
 _COMMA = re.compile(r"(?<=[0-9]),(?=[0-9])")
 _DECIMAL = re.compile(r"(?<![0-9.])[0-9]+\.[0-9]+(?![0-9.])")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
@@ -48,7 +49,7 @@ def normalise(text: str) -> str:
     if date and date.is_full and date.year > 0 and not date.weekday:
         return f"{date.year:04}-{date.month:02}-{date.day:02}"
     plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
-    plain = _COMMA.sub(" ", _THOUSANDS.sub("", plain))
+    plain = _COMMA.sub(" ", _THOUSANDS.sub("", _POINT.sub("0.", plain)))
     plain = _DECIMAL.sub(lambda match: match[0].rstrip("0").rstrip("."), plain)
     plain = _BETWEEN.sub(_kept_between, _SIGN.sub("\ue000", plain))
     plain = _BOUND.sub(lambda match: match[0].translate(_PRIVATE), plain)
