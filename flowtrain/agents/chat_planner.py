@@ -27,7 +27,7 @@ class ChatPlanner(Planner):
     tool_names: tuple[str, ...]
     timeout_s: float
     """Seconds per reply."""
-    spellings: Mapping[str, str] | None = None
+    spellings: Mapping[str, str]
     """As for `read_action`."""
 
     async def plan(

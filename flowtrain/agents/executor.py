@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from flowtrain.agents.commands import find_command, write_command
+from flowtrain.agents.commands import fitted, read_command, write_command
 from flowtrain.agents.deadlines import Deadline
-from flowtrain.agents.lenient_commands import Command, fitted, read_command
 from flowtrain.agents.planner import NO_TOOL
 from flowtrain.agents.prompts import tool_text
 from flowtrain.engines.chat import ChatEngine
@@ -127,7 +126,6 @@ class LLMExecutor(RuleExecutor):
     engine: ChatEngine
     ask_timeout_s: float
     """Seconds that the model may take to write it."""
-    is_lenient: bool = True
 
     async def execute(
         self,
@@ -151,29 +149,21 @@ class LLMExecutor(RuleExecutor):
             reply = await self.engine.ask(
                 prompt, seed=seed, deadline_s=min(self.ask_timeout_s, deadline_s)
             )
-            found = self._read(reply, tool.card)
+            found = read_command(reply, tool.card)
         except EngineError as error:
             problem = shorten(f"the executor failed: {error}", self.max_chars)
             return Executed(NO_COMMAND, ToolResult(error=problem))
         except ValueError:
             command = f"No command found in: {shorten(reply, self.max_chars)}"
             return Executed(command, ToolResult(error="the executor wrote no command"))
+        runs: Sequence[dict[str, object]] = (found.arguments,)
+        rules = found.rules
+        if tool.card.check(found.arguments):
+            runs, is_changed = fitted(found.arguments, tool.card)
+            rules = (*rules, "arguments") if is_changed else rules
         note = f"  # the first of {found.num_commands} commands" if found.num_commands > 1 else ""
-        command = "; ".join(map(write_command, found.runs)) + note
-        return Executed(command, await self._run_each(tool, found.runs, deadline), found.rules)
-
-    def _read(self, reply: str, card: ToolCard) -> Command:
-        """Raises ValueError where there is no command."""
-        try:
-            arguments, count = find_command(reply, card)
-        except ValueError:
-            if not self.is_lenient:
-                raise
-            return read_command(reply, card)
-        if not self.is_lenient or not card.check(arguments):
-            return Command((arguments,), count, ())
-        runs, is_changed = fitted(arguments, card)
-        return Command(runs, count, ("arguments",) if is_changed else ())
+        command = "; ".join(map(write_command, runs)) + note
+        return Executed(command, await self._run_each(tool, runs, deadline), rules)
 
     async def _run_each(
         self, tool: Tool, runs: Sequence[Mapping[str, object]], deadline: Deadline

@@ -1,9 +1,8 @@
 """Read what language models really write, where the exact form that a prompt asks for fails.
 
-`agent.parsing = "lenient"` tries these rules after the exact form, each at a time on what the one
-before left. A turn keeps the names of the rules that it took to read it, and metrics count them
-(`rescued_share/<module>/<rule>`), so that leniency is seen and can be switched off. No rule
-guesses: "stop" within a sentence is no verdict, and a tool that is mentioned is not one that is
+These rules are tried after the exact form, each at a time on what the one before left. A turn keeps
+the names of the rules that it took to read it, and metrics count them
+(`rescued_share/<module>/<rule>`). No rule guesses: a tool that is mentioned is not one that is
 called.
 """
 
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flowtrain.tools import ToolCard
-from flowtrain.types import Verdict
 from flowtrain.utils.text import boxed, final_answer
 
 _MAX_CHARS = 100_000
@@ -35,8 +33,12 @@ def cut_end_of_turn(text: str) -> str:
     return _END_OF_TURN.split(text.strip(), maxsplit=1)[0] if _END_OF_TURN.search(text) else text
 
 
-def find_object(text: str, accepts: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any] | None:
-    """Find the last JSON object of a text that is accepted, in a fence, after prose or alone."""
+def find_object(
+    text: str, accepts: Callable[[Mapping[str, Any]], object], at_end: bool = False
+) -> dict[str, Any] | None:
+    """Find the last JSON object of a text that is accepted, in a fence, after prose or alone;
+    `at_end`: only one with which the text ends.
+    """
     decoder = json.JSONDecoder()
     starts = [found.start() for found in re.finditer(r"\{", text)]
     best: tuple[int, dict[str, Any]] | None = None
@@ -46,6 +48,8 @@ def find_object(text: str, accepts: Callable[[Mapping[str, Any]], bool]) -> dict
         except (ValueError, RecursionError):
             continue
         # An object around the best one is more of what was meant; one before it is older.
+        if at_end and end < len(text):
+            continue
         if isinstance(value, dict) and accepts(value) and (best is None or end > best[0]):
             best = end, value
     return None if best is None else best[1]
@@ -62,7 +66,7 @@ _LABELS = {
     "tool": "Tool Name",
     "selectedtool": "Tool Name",
 }
-_LABEL = r"(justification|context|sub[-_ ]?goal|(?:selected[-_ ])?tool(?:[-_ ]?name)?)"
+_LABEL = r"(justification|context|sub\\?[-_ ]?goal|(?:selected\\?[-_ ])?tool(?:\\?[-_ ]?name)?)"
 _LABEL_LINE = re.compile(
     rf"^[ \t]*{_MARKS}{_LABEL}{_AFTER_LABEL}",
     re.IGNORECASE | re.MULTILINE,
@@ -99,7 +103,7 @@ def _object_of_action(text: str) -> str:
 
 
 def _label_of(key: str) -> str:
-    return _LABELS.get(re.sub(r"[-_ ]", "", key.casefold()), "")
+    return _LABELS.get(re.sub(r"[-_ \\]", "", key.casefold()), "")
 
 
 def _plain_labels(text: str) -> str:
@@ -147,63 +151,10 @@ def spellings(cards: Iterable[ToolCard]) -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """Return a tool's name without case, with one underscore for each run of spaces and such."""
-    return re.sub(r"[\s_\-]+", "_", name.strip()).casefold()
-
-
-# ---- the verifier
-
-
-_WORD = r"(?P<word>stop|continue)\b"
-_NOT_BOTH = r"(?!\W{0,3}(?:[|/]|or\b))(?!\s+(?:is|would\s+be|seems)\s+(?:not|premature|too)\b)"
-_WRAP = r"(?:\W|\\(?:boxed|text|textbf|mathbf|fbox)\b){0,16}?"
-_VERDICTS = {
-    "determination": re.compile(
-        r"\b(?:conclusion|determination|decision|verdict|recommendation|"
-        r"signal|judge?ment)(?:\s+is)?"
-        rf"{_WRAP}\b{_WORD}{_NOT_BOTH}",
-        re.IGNORECASE,
-    ),
-    "boxed": re.compile(rf"\\(?:boxed|fbox)\s*\{{{_WRAP}\b{_WORD}(?=\W{{0,4}}\}})", re.IGNORECASE),
-    "conclude_with": re.compile(
-        rf"\bconclud\w+\s+(?:with|by|that\s+we\s+(?:should|can|must))"
-        rf"\W{{0,6}}(?P<word>STOP|CONTINUE)\b"
-        rf"{_NOT_BOTH}"
-    ),
-}
-
-
-def find_verdict(reply: str) -> tuple[Verdict, str] | None:
-    """Find the last verdict that a reply states, and the rule that found it."""
-    text = cut_end_of_turn(reply[-_MAX_CHARS:])
-    found = find_object(text, lambda value: _signal(value) is not None)
-    if found is not None:
-        return (Verdict.STOP if _signal(found) else Verdict.CONTINUE), "json"
-    stated = [
-        (match.start("word"), Verdict(match["word"].upper()), rule)
-        for rule, pattern in _VERDICTS.items()
-        for match in pattern.finditer(text)
-    ]
-    *_, last = text.rstrip(_QUOTES + ".!\n").rpartition("\n")
-    if (word := last.strip(_QUOTES + ".!#-").upper()) in ("STOP", "CONTINUE"):
-        stated.append((len(text), Verdict(word), "last_line"))
-    if not stated:
-        return None
-    _, verdict, rule = max(stated, key=lambda each: each[0])
-    return verdict, rule
-
-
-def _signal(value: Mapping[str, Any]) -> bool | None:
-    """Read the field of a JSON object that holds the verdict."""
-    for key, signal in value.items():
-        name = re.sub(r"[-_ ]", "", key.casefold())
-        if name in ("stopsignal", "stop") and isinstance(signal, bool):
-            return signal
-        if name in ("conclusion", "verdict", "decision", "determination", "finaldetermination"):
-            word = str(signal).strip(_QUOTES + ".").upper()
-            if word in ("STOP", "CONTINUE"):
-                return word == "STOP"
-    return None
+    r"""Return a tool's name without case, with one underscore for each run of spaces and such, and
+    for the \_ of Markdown.
+    """
+    return re.sub(r"[\s_\-\\]+", "_", name.strip()).casefold()
 
 
 # ---- the generator
@@ -261,11 +212,8 @@ _ANSWERS: dict[str, Callable[[str], Iterator[str]]] = {
 RULES = (
     *(f"planner/{rule.name}" for rule in PLAN_RULES),
     "planner/tool_name",
-    *(f"executor/{rule}" for rule in ("values", "quotes", "arguments")),
-    "verifier/end_of_turn",
-    "verifier/json",
-    *(f"verifier/{rule}" for rule in _VERDICTS),
-    "verifier/last_line",
+    *(f"executor/{rule}" for rule in ("values", "quotes", "json", "arguments")),
+    *(f"verifier/{rule}" for rule in ("end_of_turn", "json", "label", "sentence", "word")),
     *(f"generator/{rule}" for rule in _ANSWERS),
 )
 """All rules, as turns and rollouts keep them."""

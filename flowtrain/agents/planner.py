@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flowtrain.agents import lenient
@@ -51,8 +51,8 @@ class PolicyPlanner(PolicyModule):
 
     prompt: PlannerPrompt
     tool_names: tuple[str, ...] = ()
-    spellings: Mapping[str, str] | None = None
-    """As for `read_action`; None: the exact form alone is read."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """As for `read_action`."""
 
     async def plan(
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
@@ -94,19 +94,16 @@ def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
 
 
 def read_action(
-    text: str, tool_names: Collection[str], spellings: Mapping[str, str] | None
+    text: str, tool_names: Collection[str], spellings: Mapping[str, str]
 ) -> tuple[Action | None, tuple[str, ...]]:
     """Read the four fields as `parse_action` does, and where that fails by the lenient rules.
 
     Args:
-        spellings: tools by canonical spelling, aliases included (`lenient.spellings`); None: no
-            rule is tried.
+        spellings: tools by canonical spelling, aliases included (`lenient.spellings`).
 
     Returns the action, and the names of the rules that it took.
     """
     action, used = parse_action(text, tool_names), []
-    if spellings is None:
-        return action, ()
     for rule in lenient.PLAN_RULES:
         if rule.for_misses and _is_found(action):
             continue

@@ -3,54 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.commands import find_command, write_command
+from flowtrain.agents.commands import fitted, read_command, write_command
 from flowtrain.agents.executor import LLMExecutor
-from flowtrain.agents.lenient_commands import Command, fitted, read_command
 from flowtrain.tools import ToolCard
 from flowtrain.tools.base import Parameter
 from flowtrain.types import Action
 
 CARD = ToolCard("Python_Coder", "computes", aliases=("Python_Code_Generator_Tool",))
 TWO = ToolCard("Pages", "finds", (Parameter("query", "what"), Parameter("url", "where")))
-FORMS = {
-    'd = 5\nexecution = tool.execute(query=f"Compute {d}*18/30")': ["Compute 5*18/30"],
-    'execution = tool.execute(query="a " + "b")': ["a b"],
-    "execution = tool.execute(query=str_of)": None,
-    'n = 2 ** 10\nexecution = tool.execute(query=f"root of {n}")': ["root of 1024"],
-    'n = -(3 + 4) * 2\nexecution = tool.execute(query=f"{n}")': ["-14"],
-    'execution = Python_Coder.execute(query="2 + 2")': ["2 + 2"],
-    'execution = Python_Coder_Tool.execute(query="2 + 2")': ["2 + 2"],
-    'execution = Python_Code_Generator_Tool.execute(query="2 + 2")': ["2 + 2"],
-    'execution = tool.execute(query="one\ntwo")': ["one\ntwo"],
-    'execution = tool.execute(query="say "hi" twice")': ['say "hi" twice'],
-    "execution = tool.execute(query='it's 4')": ["it's 4"],
-    'execution = tool.execute(query=f"{x}")': None,
-    'execution = tool.execute(query=open("/etc/passwd").read())': None,
-    'execution = Search.execute(query="2 + 2")': None,
-    "execution = tool.execute(query=f'{9 ** 9 ** 9}')": None,
-    "a = 'x' * 10 ** 9\nexecution = tool.execute(query=a)": None,
-    "execution = tool.execute(query=1 / 0)": None,
-    "no command": None,
-}
+REPLIES = [
+    (found["reply"], found["read"])
+    for line in Path(__file__).with_name("replies.jsonl").read_text("utf-8").splitlines()
+    if (found := json.loads(line))["role"] == "executor"
+]
+"""What executors write, and the query of the command in it; None for no command that runs."""
 
 
-@pytest.mark.parametrize("code", FORMS)
-def test_a_command_is_read_as_it_was_meant(code: str) -> None:
-    reply = f"Generated Command:\n```python\n{code}\n```"
+@pytest.mark.parametrize(("reply", "query"), REPLIES)
+def test_a_command_is_read_as_it_was_meant_or_not_at_all(reply: str, query: str | None) -> None:
+    if query is not None:
+        assert read_command(reply, CARD).arguments == {"query": query}
+        return
     with pytest.raises(ValueError, match="no tool command"):
-        find_command(reply, CARD)
-    if (queries := FORMS[code]) is None:
-        with pytest.raises(ValueError, match="no tool command"):
-            read_command(reply, CARD)
-    else:
-        found = read_command(reply, CARD)
-        assert [run["query"] for run in found.runs] == queries and found.rules
+        read_command(reply, CARD)
+
+
+@pytest.mark.parametrize(
+    ("reply", "rules"),
+    [
+        ('tool.execute(query="a")', ()),
+        ('Python\\_Coder.execute(query="a")', ("quotes", "values")),
+        ('tool.execute(query="a" + "b")', ("values",)),
+        ('tool.execute(query="a "b" c")', ("quotes",)),
+        ('{"query": "a"}', ("json",)),
+    ],
+)
+def test_the_rules_that_a_command_took_are_named(reply: str, rules: tuple[str, ...]) -> None:
+    assert read_command(reply, CARD).rules == rules
 
 
 @pytest.mark.parametrize(
@@ -96,15 +94,8 @@ class Coder:
     def close(self) -> None: ...
 
 
-def execute(reply: str, is_lenient: bool = True) -> tuple[str, str, tuple[str, ...]]:
-    executor = LLMExecutor(
-        {"Python_Coder": Coder()},
-        5.0,
-        100,
-        Says(reply),
-        5.0,
-        is_lenient,  # type: ignore[arg-type]
-    )
+def execute(reply: str) -> tuple[str, str, tuple[str, ...]]:
+    executor = LLMExecutor({"Python_Coder": Coder()}, 5.0, 100, Says(reply), 5.0)
     action = Action("", "", "area", "Python_Coder")
     done = asyncio.run(executor.execute("q", action, 0, 5.0))
     return done.command, done.result.text, done.rescued
@@ -119,28 +110,18 @@ def test_the_executor_runs_each_value_and_says_what_it_took() -> None:
     assert execute('execution = tool.execute(query="a")')[2] == ()
 
 
-def test_the_strict_executor_does_not() -> None:
-    command, text, rescued = execute('tool.execute(query="a" + "b")', is_lenient=False)
-    assert text == "Error: the executor wrote no command" and not rescued
-    assert command.startswith("No command found in: ")
-    assert "takes (query: str)" in execute('tool.execute(q="a")', is_lenient=False)[1]
-
-
 texts = st.text(max_size=60)
-pieces = st.lists(st.sampled_from([*FORMS, "(", '"', "f", "{", "}"])).map("".join)
+pieces = st.lists(st.sampled_from([*(reply for reply, _ in REPLIES), "\n", "(", '"', "{"])).map(
+    "".join
+)
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(texts | pieces)
 def test_what_is_read_reads_the_same_when_it_is_written(reply: str) -> None:
-    try:
-        found = read_command(reply, CARD)
-    except ValueError:
-        return
-    assert isinstance(found, Command)
-    for run in found.runs:
-        if all(isinstance(value, str) for value in run.values()) and "query" in run:
-            assert find_command(write_command(run), CARD) == (run, 1)
+    with contextlib.suppress(ValueError):
+        found = read_command(reply, CARD).arguments
+        assert read_command(write_command(found), CARD) == (found, 1, ())
 
 
 HOSTILE = (
