@@ -43,6 +43,7 @@ _PLACE = re.compile(
     rf"(?: number| no\.?)?[\s:#(]*({'|'.join(_PLACES)}))\b\)?(?!\.?[0-9])",
     re.IGNORECASE,
 )
+_BEFORE_PLACE = re.compile(r"(?:option|choice)(?: number| no\.?)?[\s:#(]*\Z", re.IGNORECASE)
 _MENTION = "[\ue000-\uf8ff]"
 _LABEL = re.compile(rf"^({_MENTION})\.(?=\s*{_MENTION})", re.MULTILINE)
 _CONTRAST = re.compile(
@@ -135,7 +136,6 @@ def _sentences(text: str, choices: Sequence[str], options: list[set[int]]) -> It
 
     def placed(found: re.Match[str]) -> str:
         place = _PLACES[(found[1] or found[2]).casefold()]
-        has_numbers = any(re.match(r"\W*[0-9]", option) for option in choices)
         return mention({place} if place < len(choices) and not has_numbers else set())
 
     def named(found: re.Match[str]) -> str:
@@ -147,19 +147,23 @@ def _sentences(text: str, choices: Sequence[str], options: list[set[int]]) -> It
             return mention(set())  # "Hepatitis A" is not "Hepatitis (A)"
         return mention({index, *(i for i, each in enumerate(choices) if each.strip() == letter)})
 
-    text = _PLACE.sub(placed, text)
+    def said(found: re.Match[str]) -> str:
+        is_place = has_numbers and _BEFORE_PLACE.search(text[: found.start()][-20:])
+        return mention(set() if is_place else _same_text(found[0], choices))
+
+    has_numbers = any(re.match(r"\W*[0-9]", option) for option in choices)
     texts = {_plain(option) for option in choices if _index(option, choices) is None} - {""}
     if texts:
         longest_first = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
         text = re.sub(
             rf"(?<![\w+^/\\-])(?!(?<=\.)[0-9])(?:{longest_first})(?![\w+^/%'\u2019\\-]|[.,][0-9])",
-            lambda found: mention(_same_text(found[0], choices)),
+            said,
             text,
             flags=re.IGNORECASE,
         )
-    text = _LABEL.sub(r"\1 ", _NAMED.sub(named, text))
+    text = _LABEL.sub(r"\1 ", _NAMED.sub(named, _PLACE.sub(placed, text)))
     for sentence in re.split(r"(?<=[.!?\u2026])\s+|\n", text):
-        if stripped := re.sub(r"^(?:[>#*\u2022-]+\s+)+", "", sentence.strip()):
+        if stripped := re.sub(r"^(?:[>#*\u2022-]+\s+)+", "", sentence.strip("\"' \n")):
             yield stripped
 
 
@@ -214,7 +218,7 @@ def _forms(text: str) -> tuple[str, ...]:
 
 def _plain(text: str) -> str:
     """Drop what marks a text: bold, dollar signs, a box, braces around one thing."""
-    text = _DASH.sub("-", _MARKS.sub("", text)).strip()
+    text = re.sub(r"\s[\"'](?=\.?$)", "", _DASH.sub("-", _MARKS.sub("", text)).strip())
     if (content := boxed(text)) and text == f"\\boxed{{{content}}}":
         text = content
     for _ in range(3):

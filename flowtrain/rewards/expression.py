@@ -98,6 +98,8 @@ def _tokens(text: str) -> list[str]:
         token = match[0].strip()
         tokens.append(_SIGNS.get(token, token))
         position = match.end()
+    if "\\infty" in tokens and (len(tokens) > 2 or tokens[0] not in ("+", "-", "\\infty")):
+        raise Refused("nobody computes with infinity")
     return tokens
 
 

@@ -23,7 +23,10 @@ MAX_QUESTION = 5000
 _MARKUP = re.compile(r"\*\*|__|`|\\(?:text(?:bf|it|rm)?|math(?:bf|rm|it)|emph)\s*(?=\{)")
 _BRACED = re.compile(r"\{([^{}]*)\}")
 _LEAD = re.compile(r"(?:the )?(?:final |correct )?answer(?: is|:)\s*:?\s*", re.IGNORECASE)
-_YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013]")
+_YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013](?!\s*[0-9])")
+_DOUBT = re.compile(
+    r"\?|\b(?:yes|no|or|if|unless|but|however|although|wait|actually|rather|sorry|maybe|perhaps)\b"
+)
 _DASH = re.compile(r"\s*[\u2010-\u2015\u2212]\s*|(?<=[0-9%])\s+-\s+(?=[0-9])")
 _HYPHEN = re.compile(
     r"(?<=[^\W\d_])\s*-\s*(?=[^\W\d_])|(?<=[^\W\d_])-(?=[0-9])|(?<=[0-9])-(?=[^\W\d_])"
@@ -45,7 +48,15 @@ _BC = re.compile(r"(?<=[0-9]) ?[Bb]\.? ?[Cc]\.?(?: ?[Ee]\b\.?)?(?!\w)")
 _CURRENCY = re.compile(r"([\u20ac\u00a3]) ?([0-9]+(?:\.[0-9]+)?)")
 _PARENTHESIS = re.compile(r"([^()]*[^()\s])\s*\(([^()]*)\)")
 _VERSE = re.compile(r"((?:[123] )?)([a-z]{3,})\.? ([0-9]+:[0-9]+(?:-[0-9]+)?)")
-_YEAR = re.compile(r"1[0-9]{3}|20[0-9]{2}")
+_YEAR = r"(?:1[0-9]{3}|20[0-9]{2})"
+_ESTIMATED = r"(?:est\.?|estimated?|approx\.?|approximately)"
+_WHEN = re.compile(
+    rf"(?:as of |in )?{_YEAR}(?: (?:census|{_ESTIMATED}))?|{_ESTIMATED} (?:in )?{_YEAR}",
+    re.IGNORECASE,
+)
+_LIST = re.compile(r"[0-9]+(?:(?:, ?|,? and | ?& ?)[0-9]+)+")
+_TITLES = ("Sir", "Dr", "Prof", "Professor", "President")
+_JUNIOR = re.compile(r"(?<=\w )(junior|senior)$")
 _NO_UNITS = {"", "\u00a3"}
 """Words for units that mean something else, too: pounds weigh."""
 _ROUNDED = 0.03
@@ -72,7 +83,8 @@ def same(answer: str, accepted: str) -> bool:
     if normalise(given) == normalise(wanted):
         return True
     yes_no = _YES_NO.match(given.casefold())
-    if yes_no and yes_no[1] == normalise(wanted):
+    is_plain = yes_no and not _DOUBT.search(given.casefold()[yes_no.end() :])
+    if yes_no and is_plain and yes_no[1] == normalise(wanted):
         return True
     if max(len(given), len(wanted)) > MAX_LENGTH:
         return False
@@ -87,6 +99,9 @@ def same(answer: str, accepted: str) -> bool:
         _same_words(one, other)
         for one in (given, *_restated(given), *_without_year(given))
         for other in wanted_texts
+    ) or any(
+        normalise(one) == normalise(_untitled(other))
+        for one, other in ((given, wanted), (wanted, given))
     )
 
 
@@ -111,11 +126,13 @@ def canonical(text: str) -> str:
     text = in_digits(_DASH.sub("-", text.strip().rstrip(".")))
     text = _PLACE.sub("", _THOUSANDS.sub("", _PERCENT.sub("", text)), count=1)
     text = _HEDGE.sub("", text, count=1) if _HEDGE.match(text) else text
+    if _LIST.fullmatch(text):
+        return " and ".join(re.findall("[0-9]+", text))
     if found := _RANGE.fullmatch(text):
         text = _range(found)
     text = _BC.sub(" bc", text)
     text = _CURRENCY.sub(r"\2 \1", _MEASURE.sub(_unit, text))
-    text = normalise(_HYPHEN.sub(" ", text))
+    text = _JUNIOR.sub(lambda found: f"{found[1][0]}r", normalise(_HYPHEN.sub(" ", text)))
     return _SYNONYMS.get(text, text)
 
 
@@ -163,6 +180,8 @@ def _restated(text: str) -> list[str]:
     if found is None:
         return []
     outer, inner = found.groups()
+    if re.fullmatch(_ESTIMATED, inner, re.IGNORECASE):
+        return [outer]
     one, other = _measure(outer), _measure(inner.strip())
     if one and other and one[0] == other[0]:
         is_close = abs(one[1] - other[1]) <= _ROUNDED * max(abs(one[1]), abs(other[1]))
@@ -181,6 +200,17 @@ def _initials(text: str) -> tuple[str, str]:
 
 
 def _without_year(text: str) -> list[str]:
-    """Return "The Treaty of Paris" of "The Treaty of Paris (1783)"."""
+    """Return "The Treaty of Paris" of "The Treaty of Paris (1783)", 41,173 of "41,173 (2010)"; but
+    not 1066 of "1066 (1067)".
+    """
     found = _PARENTHESIS.fullmatch(text)
-    return [found[1]] if found and _YEAR.fullmatch(found[2]) and not found[1][-1].isdigit() else []
+    is_when = found and _WHEN.fullmatch(found[2]) and not re.fullmatch("[0-9]{1,4}", found[1])
+    return [found[1]] if found and is_when else []
+
+
+def _untitled(text: str) -> str:
+    """Return "Isaac Newton" of "Sir Isaac Newton", but all of "Dr. No"."""
+    title, _, name = text.partition(" ")
+    words = name.split()
+    is_name = 2 <= len(words) <= 4 and all(word[0].isupper() for word in words)
+    return name if is_name and title.rstrip(".") in _TITLES else text
