@@ -63,11 +63,6 @@ _ORDINAL = re.compile(
 _DIGIT = rf"(?:zero|{_UNIT})(?![a-z])"
 _POINT = re.compile(rf"({_WORDS.pattern}) point ({_DIGIT}(?: {_DIGIT})*)", re.IGNORECASE)
 _ONE = re.compile(rf"(?<![a-z])an?(?= (?:hundred|{_SCALE}))", re.IGNORECASE)
-_YEAR = re.compile(
-    rf"(?<![a-z])({'|'.join(_TEENS[4:])}|twenty)[ -]"
-    rf"((?:{_TEN})(?:[ -](?:{_UNIT}))?|{'|'.join(_TEENS)})(?![a-z])",
-    re.IGNORECASE,
-)
 _PARTS = {
     "half": 2,
     "halves": 2,
@@ -89,9 +84,6 @@ def in_digits(text: str) -> str:
     text = _POINT.sub(_decimal, _ONE.sub("one", text))
     text = _PART.sub(
         lambda found: f"{_value(found[1].casefold())}/{_PARTS[found[2].casefold()]}", text
-    )
-    text = _YEAR.sub(
-        lambda found: f"{_value(found[1].casefold())}{_value(found[2].casefold())}", text
     )
     text = _ORDINAL.sub(_ordinal, text)
     text = _WORDS.sub(lambda found: str(_value(found[0].casefold())), text)

@@ -1,7 +1,6 @@
-"""Compare short answers: beyond the same words, the same date, time, number, range or measure.
+"""Compare short answers: beyond the same words, the same date, number, range or measure.
 
-Only what a person would accept without knowing the question counts. "Oslo, Norway" is Oslo where
-the question asks for a place in Norway, and nowhere else: of "Paris, Texas" nobody knows.
+Only what a person would accept without knowing the question counts: "Paris, Texas" is not Paris.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from flowtrain.utils.text import boxed
 
 MAX_LENGTH = 400
 """Characters of an answer that is read as more than words."""
-MAX_QUESTION = 5000
-"""Characters of a question in which a place is looked up."""
 
 _MARKUP = re.compile(r"\*\*|__|`|\\(?:text(?:bf|it|rm)?|math(?:bf|rm|it)|emph)\s*(?=\{)")
 _BRACED = re.compile(r"\{([^{}]*)\}")
@@ -47,7 +44,6 @@ _MEASURE = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)\b\.?")
 _BC = re.compile(r"(?<=[0-9]) ?[Bb]\.? ?[Cc]\.?(?: ?[Ee]\b\.?)?(?!\w)")
 _CURRENCY = re.compile(r"([\u20ac\u00a3]) ?([0-9]+(?:\.[0-9]+)?)")
 _PARENTHESIS = re.compile(r"([^()]*[^()\s])\s*\(([^()]*)\)")
-_VERSE = re.compile(r"((?:[123] )?)([a-z]{3,})\.? ([0-9]+:[0-9]+(?:-[0-9]+)?)")
 _YEAR = r"(?:1[0-9]{3}|20[0-9]{2})"
 _ESTIMATED = r"(?:est\.?|estimated?|approx\.?|approximately)"
 _WHEN = re.compile(
@@ -91,9 +87,6 @@ def same(answer: str, accepted: str) -> bool:
     date, wanted_date = dates.read(given), dates.read(wanted)
     if date and wanted_date:
         return date.fits(wanted_date)
-    clock = dates.time_of_day(given)
-    if clock and clock == dates.time_of_day(wanted):
-        return True
     wanted_texts = [wanted, *_restated(wanted)]
     return any(
         _same_words(one, other)
@@ -102,22 +95,6 @@ def same(answer: str, accepted: str) -> bool:
     ) or any(
         normalise(one) == normalise(_untitled(other))
         for one, other in ((given, wanted), (wanted, given))
-    )
-
-
-def same_but_for_place(answer: str, accepted: str, question: str) -> bool:
-    """Return whether the answer is an accepted one and the place in which the question seeks it.
-
-    "Oslo, Norway" is Oslo where the capital of Norway is asked for.
-    """
-    head, comma, place = plain(answer).rpartition(", ")
-    if not (comma and place[:1].isupper()) or len(question) > MAX_QUESTION:
-        return False
-    asked, name = f" {normalise(question)} ", normalise(place)
-    return (
-        same(head, accepted)
-        and f" {normalise(accepted)} " not in asked
-        and any(f" {lead} {name} " in asked for lead in ("in", "capital of"))
     )
 
 
@@ -154,19 +131,11 @@ def _unit(found: re.Match[str]) -> str:
 
 
 def _same_words(given: str, wanted: str) -> bool:
-    """Compare in canonical form, measures by value, and verses whatever their book is short for."""
+    """Compare in canonical form, and measures by value."""
     if canonical(given) == canonical(wanted):
         return True
     measure = _measure(given)
-    if measure and measure == _measure(wanted):
-        return True
-    verse, wanted_verse = (_VERSE.fullmatch(text.casefold()) for text in (given, wanted))
-    return bool(
-        verse
-        and wanted_verse
-        and (verse[1], verse[3]) == (wanted_verse[1], wanted_verse[3])
-        and (verse[2].startswith(wanted_verse[2]) or wanted_verse[2].startswith(verse[2]))
-    )
+    return measure is not None and measure == _measure(wanted)
 
 
 def _measure(text: str) -> tuple[str, Fraction] | None:
