@@ -69,10 +69,10 @@ def read_command(reply: str, card: ToolCard) -> Command:
     """Read the first command for the tool in a model's reply.
 
     The search goes where AgentFlow's does, in this order: the field "command" of a JSON object, the
-    code after the last "Generated Command:", code fences from the longest on; then a command that
-    is the last line. Beyond AgentFlow's it takes calls over several lines, arguments by position,
-    names that were set before, f-strings, sums of texts, quotes within quotes, the tool's own name
-    for `tool`, and JSON: `{"name": ..., "arguments": ...}`, as in Qwen's <tool_call>, or the
+    code after the last "Generated Command:", code fences from the longest on; without a fence all
+    that follows. Beyond AgentFlow's it takes calls over several lines, arguments by position, names
+    that were set before, f-strings, sums of texts, quotes within quotes, the tool's own name for
+    `tool`, and JSON: `{"name": ..., "arguments": ...}`, as in Qwen's <tool_call>, or the
     arguments alone. Raises ValueError where there is no command.
     """
     for piece in _pieces(cut_end_of_turn(reply[:_MAX_CHARS])):
@@ -120,18 +120,7 @@ def _pieces(reply: str) -> Iterator[str | list[dict[str, Any]]]:
     for code in (*(_fences(tail)[:1] if label else ()), *fences):
         yield [value] if (value := _json_object(code)) else code
     if "```" not in reply:
-        yield reply
-        before, _, last = reply.rstrip().rpartition("\n")
-        # Not the last line of code, of which it may be a branch that does not run, or a text.
-        if last and not last[0].isspace() and not _is_code(reply) and not _is_denied(before):
-            yield last.strip("`").removeprefix("> ")
-
-
-def _is_code(text: str) -> bool:
-    try:
-        return bool(_parse(text))
-    except _NOT_PYTHON:
-        return '"""' in text or "'''" in text
+        yield tail.strip(" `\n")
 
 
 def _is_denied(before: str) -> bool:

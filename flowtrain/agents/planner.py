@@ -104,14 +104,14 @@ def read_action(
     Returns the action, and the names of the rules that it took.
     """
     action, used = parse_action(text, tool_names), []
-    for rule in lenient.PLAN_RULES:
-        if rule.for_misses and _is_found(action):
+    for rule, rewrite in lenient.PLAN_RULES.items():
+        if rule == "json" and _is_found(action):
             continue
-        text = rule.rewrite(text)
+        text = rewrite(text)
         rewritten = parse_action(text, tool_names)
         if rewritten is not None and rewritten != action:
             action = rewritten
-            used.append(rule.name)
+            used.append(rule)
     if action is not None and not _is_found(action):
         tool = lenient.tool_of(action.tool_name.removeprefix(NO_TOOL), spellings)
         if tool:
@@ -124,13 +124,9 @@ def _is_found(action: Action | None) -> bool:
 
 
 def match_tool(name: str, tool_names: Collection[str]) -> str:
-    """Return the tool's own spelling; case and runs of spaces and underscores do not matter."""
-    wanted = _canonical(name)
-    return next((tool for tool in tool_names if _canonical(tool) == wanted), NO_TOOL + name)
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[\s_]+", "_", name.strip()).casefold()
+    """Return the tool's own spelling; case, hyphens and runs of spaces do not matter."""
+    wanted = lenient.canonical(name)
+    return next((tool for tool in tool_names if lenient.canonical(tool) == wanted), NO_TOOL + name)
 
 
 def _json_fields(text: str) -> dict[str, str]:

@@ -51,7 +51,6 @@ PLANS = {
     "the word tool": "Sub-Goal: area of Chad\nTool Name: Python_Coder tool",
     "a suffix": "Sub-Goal: area of Chad\nTool Name: Python_Coder_Tool",
     "escapes": "Sub\\_Goal: area of Chad\nTool\\_Name: Python\\_Coder",
-    "hyphens": "Sub-Goal: area of Chad\nTool Name: Python-Coder",
     "a space": "Sub Goal: area of Chad\nTool Name: Python_Coder",
     "one word": "Subgoal: area of Chad\nToolName: Python_Coder",
     "underscores": "Sub_Goal: area of Chad\nTool_Name: Python_Coder",

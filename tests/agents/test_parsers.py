@@ -119,7 +119,7 @@ def test_arguments_come_through_whatever_is_around_them(
         f"Generated Command:\n```\n{command}\n```\nThat should do.",
         json.dumps({"analysis": "a", "explanation": "b", "command": command}),
         "```json\n" + json.dumps({"command": f"```python\n{command}\n```"}) + "\n```",
-        f"The command is\n{command}",
+        command,
     )
     if form in (0, 1, 2) and "```" in command:
         return  # a fence within a fence ends it, for people too
@@ -162,7 +162,6 @@ def test_arguments_come_through_whatever_is_around_them(
         (f"```\nshort\n```\n```python\n{CALL}\n```", (CHAD, 1)),
         (f"```\ntool.execute()\n```\n```python\n{CALL}\n```", (CHAD, 1)),  # the longest fence
         (f"```python\n{CALL}", (CHAD, 1)),  # cut before the fence was closed
-        (f"> {CALL}", (CHAD, 1)),
         (f"`{CALL}`", (CHAD, 1)),
         ('{"command": "execution = tool.execute(query=\\"area of Chad\\")"}', (CHAD, 1)),
         (
