@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from flowtrain.rewards.expression import Refused, Value, is_equal, value_below_zero, values
 from flowtrain.rewards.latex import tidy
 from flowtrain.rewards.numerals import in_digits
-from flowtrain.rewards.units import is_unit, measure, quantity, unit_name
+from flowtrain.rewards.units import is_unit, quantity, unit_name
 from flowtrain.types import Task
 
 MAX_LENGTH = 1000
@@ -39,6 +39,7 @@ _SIDE = re.compile(
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 _NAME = re.compile(r"\s*(?:\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?(?:\s*\([A-Za-z, ]*\))?)\s*")
 _COUNTED = re.compile(r"(.*[0-9)}]) ([A-Za-z]{3,})")
+_AFTER_UNIT = re.compile(r"(?<=[A-Za-z]{2}) (?:from [A-Z]|long|wide|tall|high|deep|old|apart)$")
 _GLUED_UNIT = re.compile(
     r"(?<=[0-9])(mm|cm|km|kg|mg|ml|mph|km/h|m/s|kWh|deg|am|pm)(?=(?:\^\{?[0-9]\}?)?$)"
 )
@@ -48,8 +49,8 @@ _HEDGE = re.compile(
 )
 _MINUS = re.compile(r"^(?:minus|negative) (?=[0-9\\])", re.IGNORECASE)
 _ORDERS = (("<=", r"\\leq?(?![A-Za-z])|\u2264"), (">=", r"\\geq?(?![A-Za-z])|\u2265"))
-_BOUND = r"\s*([^<>=A-Za-z]+(?:\\[A-Za-z]+[^<>=A-Za-z]*)*|\\[A-Za-z]+[^<>=A-Za-z]*)\s*"
-_ORDER = re.compile(rf"(?:{_BOUND}([<>]=?))?\s*([A-Za-z])\s*(?:([<>]=?){_BOUND})?")
+_BOUND = r"((?:[^<>=A-Za-z\\]|\\[A-Za-z]+)+)"
+_ORDER = re.compile(rf"(?:{_BOUND}([<>]=?))?([A-Za-z])(?:([<>]=?){_BOUND})?")
 _TURNED = str.maketrans("<>", "><")
 _IN = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.*)")
 _RATIO = re.compile(r"([0-9]{1,9})\s*:\s*([0-9]{1,9})")
@@ -134,7 +135,7 @@ def _interval(text: str) -> tuple[str, str] | None:
         text = re.sub(pattern, sign, text)
     names, intervals = set(), []
     for piece in re.split(r" or |\\lor ", text):
-        found = _ORDER.fullmatch(piece)
+        found = _ORDER.fullmatch(_SPACES.sub("", piece))
         if found is None:
             return None
         low, left, name, right, high = (part or "" for part in found.groups())
@@ -253,7 +254,7 @@ def _same_quantity(given: str, wanted: str) -> bool:
     """Compare values, and units where both have one."""
     (one, unit), (other, wanted_unit) = _quantity(given), _quantity(wanted)
     if unit and wanted_unit and unit != wanted_unit:
-        return _same_measure(one, unit, other, wanted_unit)
+        return False
     if unit == wanted_unit or "%" not in (unit, wanted_unit):
         return _equal(one, other) and not (
             "\\sqrt" in given + wanted and not unit + wanted_unit and _differ(given, wanted)
@@ -274,22 +275,9 @@ def _differ(given: str, wanted: str) -> bool:
         return False
 
 
-def _same_measure(
-    one: Sequence[Value], unit: str, other: Sequence[Value], wanted_unit: str
-) -> bool:
-    """Compare values in different units of one dimension: 300 cm are 3 m."""
-    dimension, factor = measure(unit)
-    wanted_dimension, wanted_factor = measure(wanted_unit)
-    return (
-        bool(dimension)
-        and dimension == wanted_dimension
-        and _equal([value * factor for value in one], [value * wanted_factor for value in other])
-    )
-
-
 def _quantity(text: str) -> tuple[list[Value], str]:
     """Read values and unit: "$1,200.50" is 1200.5 "$", "30 degrees" is 30 "degree"."""
-    text = _without_thousands(text.strip())
+    text = _without_thousands(_AFTER_UNIT.sub("", text.strip()))
     for sign in "$\u20ac\u00a3":
         if text.lstrip("+- ").startswith(sign):
             return values(text.replace(sign, "", 1)), sign

@@ -82,16 +82,6 @@ def is_unit(word: str) -> bool:
     return word == "per" or all(unit_name(part) in KNOWN for part in parts)
 
 
-def measure(unit: str) -> tuple[str, Fraction]:
-    """Return dimension and factor of a unit, "m^2" and "square m", too; ("", 1) for others."""
-    name, _, power = unit.removeprefix("square ").partition("^")
-    exponent = 2 if unit.startswith("square ") else int(power) if power in ("1", "2", "3") else 1
-    dimension, factor = FACTORS.get(name, ("", Fraction(1)))
-    if not dimension or (power and power not in ("1", "2", "3")):
-        return "", Fraction(1)
-    return f"{dimension}^{exponent}", factor**exponent
-
-
 def quantity(text: str) -> tuple[str, Fraction] | None:
     """Read "1.5 km" as ("length", 1500), in the base unit, and "1 h 30 min" as ("time", 5400); None
     for anything else.

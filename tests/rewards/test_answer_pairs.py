@@ -25,8 +25,7 @@ PAIRS = [
 ]
 REFUSED = {
     ("choice", "text"): 1,
-    ("math", "assorted"): 1,
-    ("math", "unit"): 1,
+    ("math", "unit"): 2,
     ("math", "word"): 1,
     ("qa", "assorted"): 2,
     ("qa", "date"): 6,
