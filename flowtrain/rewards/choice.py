@@ -70,7 +70,7 @@ _FRAME = frozenset(
         "a an the is it it's this that be my our final best correct right true of these",
         "answer option choice letter must should would i i'd we we'd choose chose pick picked",
         "select selected go with think believe say conclude get am confident sure",
-        "most likely probably definitely clearly certainly",
+        "most likely probably definitely clearly certainly therefore thus hence going",
         ", ; : . ( ) \" ' \u201c \u201d - \u2013 \u2014",
     )
     for word in line.split()
@@ -114,7 +114,9 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
     options: list[set[int]] = []
     current: int | None = None
     for sentence in _sentences(plain, choices, options):
-        if not re.search(_MENTION, sentence):
+        mentions = [options[ord(each) - 0xE000] for each in re.findall(_MENTION, sentence)]
+        is_for_it = all(_only(each, choices) == current for each in mentions)
+        if not mentions or (is_for_it and _is_reason(sentence)):
             current = current if _is_reason(sentence) else None
             continue
         body = sentence[found.end() :] if (found := _OPENERS.match(sentence)) else sentence
