@@ -20,8 +20,6 @@ from flowtrain.agents.lenient import canonical, cut_end_of_turn
 from flowtrain.tools import ToolCard
 from flowtrain.utils.text import encodable
 
-MAX_RUNS = 5
-"""Values of a list that are given to a tool which takes one, each in a run of its own."""
 _MAX_CHARS = 100_000
 """Characters of a reply that are searched."""
 _MAX_JOINED = 10_000
@@ -86,39 +84,30 @@ def read_command(reply: str, card: ToolCard) -> Command:
     raise ValueError("no tool command")
 
 
-def fitted(
-    given: Mapping[str, object], card: ToolCard
-) -> tuple[tuple[dict[str, object], ...], bool]:
-    """Fit arguments to what the tool takes: another name for its one argument, a list of values
-    for one. Return the arguments of each run, and whether they were changed.
-    """
+def fitted(given: dict[str, object], card: ToolCard) -> dict[str, object]:
+    """Return the arguments, with the tool's own name for its one argument."""
     required = [parameter for parameter in card.parameters if parameter.is_required]
     (only, *others) = required or card.parameters or (None,)
     if only is None or others or len(given) != 1:
-        return (dict(given),), False
+        return given
     ((name, value),) = given.items()
-    values = value if isinstance(value, list) and only.kind is str else [value]
-    fits = 0 < len(values) <= MAX_RUNS and all(type(each) is only.kind for each in values)
-    known = {parameter.name for parameter in card.parameters}
-    if not fits or (name in known and name != only.name):
-        return (dict(given),), False
-    runs = tuple({only.name: each} for each in values)
-    return runs, runs != (dict(given),)
+    is_known = name in {parameter.name for parameter in card.parameters}
+    return given if is_known or type(value) is not only.kind else {only.name: value}
 
 
 def _pieces(reply: str) -> Iterator[str | list[dict[str, Any]]]:
     """Yield the pieces of the reply that may be code or calls in JSON."""
-    if (value := _json_object(_unfenced(reply))) is not None:
+    if (value := json_object(_unfenced(reply))) is not None:
         if isinstance(command := value.get("command"), str):
             yield _unfenced(command)
         yield [value]
         return
     if calls := _TOOL_CALLS.search(reply):
-        yield [_json_object(call) or {} for call in _TOOL_CALL.findall(calls[0])]
+        yield [json_object(call) or {} for call in _TOOL_CALL.findall(calls[0])]
     _, label, tail = reply.rpartition("Generated Command:")
     fences = sorted(_fences(reply), key=len, reverse=True)
     for code in (*(_fences(tail)[:1] if label else ()), *fences):
-        yield [value] if (value := _json_object(code)) else code
+        yield [value] if (value := json_object(code)) else code
     if "```" not in reply:
         yield tail.strip(" `\n")
 
@@ -146,9 +135,10 @@ def _unfenced(text: str) -> str:
     return stripped
 
 
-def _json_object(text: str) -> dict[str, Any] | None:
+def json_object(text: str) -> dict[str, Any] | None:
+    """Read a JSON object that a model wrote; None where it is none."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_number)
         # JSON can spell half a surrogate pair, which neither tokenizers nor wires take.
         value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
@@ -156,11 +146,15 @@ def _json_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _called(value: dict[str, Any], card: ToolCard) -> dict[str, object] | None:
     """Return the arguments of a call in JSON, or of an object that is the arguments."""
     if set(value) in ({"name", "arguments"}, {"name", "parameters"}):
         given = value.get("arguments", value.get("parameters"))
-        given = _json_object(given) if isinstance(given, str) else given
+        given = json_object(given) if isinstance(given, str) else given
         is_own = isinstance(value["name"], str) and _is_named(card)(value["name"])
         return given if is_own and isinstance(given, dict) else None
     names = {parameter.name for parameter in card.parameters}
