@@ -130,7 +130,8 @@ def make_refiner(config: cfg.Config, policy: Policy) -> PolicyRefiner:
 def make_planner(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) -> PolicyPlanner:
     """Make the planner."""
     prompt = make_prompt(config, tools, policy.tokenizer)
-    return PolicyPlanner(policy, prompt, config.agent.tools, tool_spellings(config, tools))
+    spellings = lenient.spellings(tool.card for tool in tools.values())
+    return PolicyPlanner(policy, prompt, config.agent.tools, spellings)
 
 
 def make_chat_planner(
@@ -142,15 +143,8 @@ def make_chat_planner(
         FullPrompt(tools.values(), None, config.agent.prompt_order),
         tuple(tools),
         config.rollout.request_timeout_s,
-        tool_spellings(config, tools),
+        lenient.spellings(tool.card for tool in tools.values()),
     )
-
-
-def tool_spellings(config: cfg.Config, tools: Mapping[str, Tool]) -> dict[str, str] | None:
-    """Return the spellings of tools that planners may use; None where they are read strictly."""
-    if config.agent.parsing == "strict":
-        return None
-    return lenient.spellings(tool.card for tool in tools.values())
 
 
 def make_agentflow(context: AgentContext) -> Flow:
@@ -205,7 +199,6 @@ def make_flow(
         snapshots: where rollouts keep the states of their tools, for branches.
     """
     agent = config.agent
-    is_lenient = agent.parsing == "lenient"
     chats = chats or {}
     own = {"verifier": verifier, "refiner": refine}
     assert {role for role, made in own.items() if made} == {*config.policy_names} - {"planner"}, (
@@ -222,13 +215,12 @@ def make_flow(
             agent.max_result_chars,
             engine=chat,
             ask_timeout_s=agent.module_timeout_s,
-            is_lenient=is_lenient,
         )
     if chat := chats.get("verifier"):
-        verifier = verifier or LLMVerifier(chat, tools_text(tools.values()), is_lenient)
+        verifier = verifier or LLMVerifier(chat, tools_text(tools.values()))
     answer: Generator = RuleGenerator(_RULES[config.tasks.name][1])
     if chat := chats.get("generator"):
-        answer = LLMGenerator(chat, is_lenient)
+        answer = LLMGenerator(chat)
     if config.roles.refiner == "rules":
         refine = RuleRefiner()
     if chat := chats.get("refiner"):

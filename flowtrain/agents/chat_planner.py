@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan, Planner, read_action
@@ -27,7 +27,7 @@ class ChatPlanner(Planner):
     tool_names: tuple[str, ...]
     timeout_s: float
     """Seconds per reply."""
-    spellings: Mapping[str, str] | None = None
+    spellings: Mapping[str, str] = field(default_factory=dict)
     """As for `read_action`."""
 
     async def plan(

@@ -1,31 +1,57 @@
 """Tool commands, `execution = tool.execute(query="...")`.
 
-AgentFlow runs this line of Python; here it is data, parsed and never executed.
+AgentFlow runs this line of Python; here it is data, parsed and never executed. Only what would run
+is read: no command in a comment, a text, a branch, a loop or a function, and none whose arguments
+are not known.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import keyword
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from typing import Any, NamedTuple
 
+from flowtrain.agents.lenient import canonical, cut_end_of_turn
 from flowtrain.tools import ToolCard
 from flowtrain.utils.text import encodable
 
 _MAX_CHARS = 100_000
 """Characters of a reply that are searched."""
-_MAX_BARE = 8
-"""Commands outside of code fences that are tried, each on a line of its own."""
-_BARE = re.compile(r"^[ \t>`]*((?:execution\s*=\s*)?tool\.execute\(.*)", re.MULTILINE)
-NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+_MAX_JOINED = 10_000
+"""Characters of a text that is put together."""
+_NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TOOL_CALLS = re.compile(rf"^[ \t]*(?:{_TOOL_CALL.pattern}\s*)+\Z", re.DOTALL | re.MULTILINE)
+_DENIED = re.compile(
+    r"(?:\b(?:not|never|avoid|wrong|cannot)|n['\u2019]t)\b.*:[ \t]*\Z", re.IGNORECASE
+)
+_ESCAPED_NAME = re.compile(r"\w*(?:\\_\w*)+(?=\.execute\()")
+_QUOTED = re.compile(
+    r"(?P<call>(?:execution\s*=\s*)?\w+\.execute\(\s*(?:\w+\s*=\s*)?)(?P<mark>[\"'])(?P<text>.*)"
+    r"(?P=mark)\s*,?\s*\)",
+    re.DOTALL,
+)
+_EXPRESSION = re.compile(r"[\"']\s*[+%*,)\]}]|[+%*,(\[{=]\s*[\"']|[\"']\s*\.\s*\w+\(")
+"""Quotes beside the signs of an expression: `"a" + b`, `"a", url="b"`."""
+
+
+class Command(NamedTuple):
+    """A command as it was written."""
+
+    arguments: dict[str, object]
+    num_commands: int
+    """Commands in the piece of the reply."""
+    rules: tuple[str, ...]
+    """The rules that it took to read it; none for a literal command of `tool`."""
 
 
 def write_command(arguments: Mapping[str, object]) -> str:
-    """Write the command on one line; `find_command` reads the same arguments from it. Names that
+    """Write the command on one line; `read_command` reads the same arguments from it. Names that
     Python does not take stand in a dictionary, `**{"max-age": 3}`.
     """
     if not all(name.isidentifier() and not keyword.iskeyword(name) for name in arguments):
@@ -37,44 +63,67 @@ def write_command(arguments: Mapping[str, object]) -> str:
     return f"execution = tool.execute({', '.join(pairs)})"
 
 
-def find_command(reply: str, card: ToolCard) -> tuple[dict[str, object], int]:
-    """Return the arguments of the first readable command in a model's reply, and how many follow.
+def read_command(reply: str, card: ToolCard) -> Command:
+    """Read the first command for the tool in a model's reply.
 
     The search goes where AgentFlow's does, in this order: the field "command" of a JSON object, the
-    code after the last "Generated Command:", code fences from the longest on; then a command on a
-    line of its own. It accepts more than AgentFlow: calls over several lines, arguments by
-    position, and names that were set to a literal before the call, `q = "..."`. It accepts nothing
-    that is not literal. The count includes the first and covers one piece of code. Raises
-    ValueError when there is no command.
+    code after the last "Generated Command:", code fences from the longest on; without a fence all
+    that follows. Beyond AgentFlow's it takes calls over several lines, arguments by position, names
+    that were set before, f-strings, sums of texts, quotes within quotes, the tool's own name for
+    `tool`, and JSON: `{"name": ..., "arguments": ...}`, as in Qwen's <tool_call>, or the
+    arguments alone. Raises ValueError where there is no command.
     """
-    for code in candidates(reply[:_MAX_CHARS]):
-        found = _calls(code, tuple(parameter.name for parameter in card.parameters))
+    for piece in _pieces(cut_end_of_turn(reply[:_MAX_CHARS])):
+        if isinstance(piece, list):
+            found = [each for value in piece if (each := _called(value, card)) is not None]
+            rules: tuple[str, ...] = ("json",)
+        else:
+            found, rules = _commands(piece, card)
         if found:
-            return found[0], len(found)
+            return Command(found[0], len(found), rules)
     raise ValueError("no tool command")
 
 
-def candidates(reply: str) -> Iterator[str]:
-    """Yield the pieces of the reply that may be code."""
-    try:
-        match json.loads(_unfenced(reply)):
-            case {"command": str(command)}:
-                yield _unfenced(command)
-    except (ValueError, RecursionError):
-        pass
+def fitted(given: dict[str, object], card: ToolCard) -> dict[str, object]:
+    """Return the arguments, with the tool's own name for its one argument."""
+    required = [parameter for parameter in card.parameters if parameter.is_required]
+    (only, *others) = required or card.parameters or (None,)
+    if only is None or others or len(given) != 1:
+        return given
+    ((name, value),) = given.items()
+    is_known = name in {parameter.name for parameter in card.parameters}
+    return given if is_known or type(value) is not only.kind else {only.name: value}
+
+
+def _pieces(reply: str) -> Iterator[str | list[dict[str, Any]]]:
+    """Yield the pieces of the reply that may be code or calls in JSON."""
+    if (value := json_object(_unfenced(reply))) is not None:
+        if isinstance(command := value.get("command"), str):
+            yield _unfenced(command)
+        yield [value]
+        return
+    if calls := _TOOL_CALLS.search(reply):
+        yield [json_object(call) or {} for call in _TOOL_CALL.findall(calls[0])]
     _, label, tail = reply.rpartition("Generated Command:")
-    if label:
-        yield from _fences(tail)[:1]
-    yield from sorted(_fences(reply), key=len, reverse=True)
-    for bare in islice(_BARE.finditer(reply), _MAX_BARE):
-        yield bare[1].rstrip("`")
+    fences = sorted(_fences(reply), key=len, reverse=True)
+    for code in (*(_fences(tail)[:1] if label else ()), *fences):
+        yield [value] if (value := json_object(code)) else code
+    if "```" not in reply:
+        yield tail.strip(" `\n")
+
+
+def _is_denied(before: str) -> bool:
+    """Return whether the line before a command says what not to run."""
+    return bool(_DENIED.search(before.rstrip().rpartition("\n")[2]))
 
 
 def _fences(text: str) -> list[str]:
     """Return the code between fences; an unclosed fence reaches to the end."""
-    parts = text.split("```")[1::2]
+    parts = text.split("```")
     return [
-        re.sub(r"\A[ \t]*(python|py)?[ \t]*\n", "", part, flags=re.IGNORECASE) for part in parts
+        re.sub(r"\A[ \t]*\w*[ \t]*\n", "", code)
+        for before, code in zip(parts[::2], parts[1::2], strict=False)
+        if not _is_denied(before)
     ]
 
 
@@ -86,67 +135,112 @@ def _unfenced(text: str) -> str:
     return stripped
 
 
-def _calls(code: str, names: tuple[str, ...]) -> list[dict[str, object]]:
-    """Return the arguments of every tool command in a piece of Python; `names` by position."""
+def json_object(text: str) -> dict[str, Any] | None:
+    """Read a JSON object that a model wrote; None where it is none."""
     try:
-        statements = parse(code)
-    except NOT_PYTHON:
-        return []
-    found: list[dict[str, object]] = []
-    known: dict[str, object] = {}
-    for statement in statements:
-        call = tool_call(statement)
+        value = json.loads(text, parse_constant=_no_number)
+        # JSON can spell half a surrogate pair, which neither tokenizers nor wires take.
+        value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _called(value: dict[str, Any], card: ToolCard) -> dict[str, object] | None:
+    """Return the arguments of a call in JSON, or of an object that is the arguments."""
+    if set(value) in ({"name", "arguments"}, {"name", "parameters"}):
+        given = value.get("arguments", value.get("parameters"))
+        given = json_object(given) if isinstance(given, str) else given
+        is_own = isinstance(value["name"], str) and _is_named(card)(value["name"])
+        return given if is_own and isinstance(given, dict) else None
+    names = {parameter.name for parameter in card.parameters}
+    required = {parameter.name for parameter in card.parameters if parameter.is_required}
+    return value if value and required <= set(value) <= names else None
+
+
+def _is_named(card: ToolCard) -> Callable[[str], bool]:
+    """Return whether a name is one of the tool's, in any spelling."""
+    own = {canonical(name) for name in ("tool", card.name, f"{card.name}_Tool", *card.aliases)}
+    return lambda name: canonical(name) in own
+
+
+def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple[str, ...]]:
+    """Return the arguments of every command that runs, and the rules that it took."""
+    rules = []
+    try:
+        statements = _parse(code.strip())
+    except _NOT_PYTHON:
         try:
-            if call is not None:
-                found.append(arguments(call, known, names))
-            elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                known.pop(statement.targets[0].id, None)
-                known[statement.targets[0].id] = literal(statement.value, known)
-        except NOT_PYTHON:
-            continue
-    return found
+            statements = _parse(_mended(code.strip()))
+        except _NOT_PYTHON:
+            return [], ()
+        rules.append("quotes")
+    names, is_tool = tuple(parameter.name for parameter in card.parameters), _is_named(card)
+    known: dict[str, object] = {}
+    found: list[dict[str, object]] = []
+    for statement in statements:
+        match statement:
+            case (
+                ast.Assign(value=ast.Call(func=ast.Attribute(ast.Name(name), "execute")) as call)
+                | ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(name), "execute")) as call)
+            ) if is_tool(name):
+                try:
+                    found.append(_arguments(call, known, names))
+                except _NOT_PYTHON:
+                    continue
+                is_exact = name == "tool" and not any(
+                    isinstance(node, ast.BinOp | ast.JoinedStr) for node in ast.walk(statement)
+                )
+                rules += [] if is_exact or len(found) > 1 else ["values"]
+            case (
+                ast.Raise()
+                | ast.Assert()
+                | ast.Expr(ast.Call(ast.Name("exit" | "quit") | ast.Attribute(_, "exit")))
+            ):
+                break
+            case _:
+                _remember(statement, known)
+    return found, tuple(rules)
 
 
-def parse(code: str) -> list[ast.stmt]:
+def _parse(code: str) -> list[ast.stmt]:
     with warnings.catch_warnings():  # about escapes in the model's strings
         warnings.simplefilter("ignore")
-        return ast.parse(code.strip()).body
+        return ast.parse(code).body
 
 
-def tool_call(
-    statement: ast.stmt, is_tool: Callable[[str], bool] = "tool".__eq__
-) -> ast.Call | None:
-    """Return the call of `execution = tool.execute(...)`, also without `execution =`."""
-    if not isinstance(statement, ast.Assign | ast.Expr):
-        return None
-    match statement.value:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="execute")) as call:
-            return call if is_tool(name) else None
-    return None
+def _remember(statement: ast.stmt, known: dict[str, object]) -> None:
+    """Keep what a statement sets to a known value; forget all else that it may change."""
+    new: dict[str, object] = {}
+    match statement:
+        case ast.Assign([ast.Name(name)], value):
+            with contextlib.suppress(*_NOT_PYTHON):
+                new[name] = _value(value, known)
+        case ast.Expr():
+            pass
+        case _:
+            known.clear()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and not (
+            isinstance(node.ctx, ast.Load) and isinstance(known.get(node.id), str | int | float)
+        ):
+            known.pop(node.id, None)
+    known |= new
 
 
-def literal(node: ast.expr, known: Mapping[str, object]) -> object:
-    """Return the value of a literal, or of a name that was set to one; raises one of NOT_PYTHON."""
-    if isinstance(node, ast.Name) and node.id in known:
-        value = known[node.id]
-    else:
-        value = ast.literal_eval(node)
-    # An escape can spell half a surrogate pair, which neither tokenizers nor wires take.
-    return encodable(value) if isinstance(value, str) else value
-
-
-def arguments(
-    call: ast.Call,
-    known: Mapping[str, object],
-    names: tuple[str, ...],
-    value_of: Callable[[ast.expr, Mapping[str, object]], object] = literal,
+def _arguments(
+    call: ast.Call, known: Mapping[str, object], names: tuple[str, ...]
 ) -> dict[str, object]:
-    """Return the arguments by name; raises what `value_of` does, and ValueError for one without."""
+    """Return the arguments by name; raises what `_value` does, and ValueError for one without."""
     if len(call.args) > len(names):
         raise ValueError("arguments without a name")
-    found = {name: value_of(value, known) for name, value in zip(names, call.args, strict=False)}
+    found = {name: _value(value, known) for name, value in zip(names, call.args, strict=False)}
     for given in call.keywords:
-        value = value_of(given.value, known)
+        value = _value(given.value, known)
         if given.arg is not None:
             found[given.arg] = value
         elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
@@ -154,3 +248,42 @@ def arguments(
         else:
             raise ValueError("arguments without a name")
     return found
+
+
+def _value(node: ast.expr, known: Mapping[str, object]) -> object:
+    """Return the value of a literal, a known name, an f-string of such, or a sum of such texts;
+    raises one of _NOT_PYTHON for any other.
+    """
+    match node:
+        case ast.Name(name) if name in known:
+            value = known[name]
+        case ast.List(items):
+            value = [_value(item, known) for item in items]
+        case ast.JoinedStr(parts):
+            value = "".join(str(_value(part, known)) for part in parts)
+        case ast.FormattedValue(inner, -1, None):
+            value = _value(inner, known)
+        case ast.BinOp(left, ast.Add(), right):
+            one, other = _value(left, known), _value(right, known)
+            if not isinstance(one, str) or not isinstance(other, str):
+                raise ValueError("no texts")
+            value = one + other
+        case _:
+            value = ast.literal_eval(node)
+    if isinstance(value, str):
+        if len(value) > _MAX_JOINED and not isinstance(node, ast.Constant):
+            raise ValueError("a text that is too long")
+        # An escape can spell half a surrogate pair, which neither tokenizers nor wires take.
+        return encodable(value)
+    return value
+
+
+def _mended(code: str) -> str:
+    r"""Write Python\_Coder without the backslash that Markdown wants, and the one text of a call as
+    a proper literal, whatever quotes stand within it.
+    """
+    code = _ESCAPED_NAME.sub(lambda found: found[0].replace("\\", ""), code)
+    found = _QUOTED.fullmatch(code)
+    if found is None or _EXPRESSION.search(found["text"]):
+        return code
+    return f"{found['call']}{found['text']!r})"

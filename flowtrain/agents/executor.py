@@ -5,14 +5,12 @@ Every failure is an error in the result.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from flowtrain.agents.commands import find_command, write_command
+from flowtrain.agents.commands import fitted, json_object, read_command, write_command
 from flowtrain.agents.deadlines import Deadline
-from flowtrain.agents.lenient_commands import Command, fitted, read_command
 from flowtrain.agents.planner import NO_TOOL
 from flowtrain.agents.prompts import tool_text
 from flowtrain.engines.chat import ChatEngine
@@ -20,7 +18,6 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import Tool, ToolCard, run_tool
 from flowtrain.tools.base import shorten
 from flowtrain.types import Action, ToolResult
-from flowtrain.utils.text import encodable
 
 NO_COMMAND = "No command was run."
 
@@ -95,26 +92,10 @@ def arguments_of(card: ToolCard, sub_goal: str) -> dict[str, object]:
     texts = [parameter.name for parameter in required or card.parameters if parameter.kind is str]
     if len(card.parameters) != 1 or not texts:
         names = {parameter.name for parameter in card.parameters}
-        arguments = _json_object(sub_goal)
+        arguments = json_object(sub_goal)
         if arguments is not None and (len(required) != 1 or arguments.keys() <= names):
             return arguments
     return {texts[0] if texts else "query": sub_goal}
-
-
-def _json_object(text: str) -> dict[str, object] | None:
-    """Read a JSON object that a model wrote; None where it is none."""
-    try:
-        value = json.loads(text, parse_constant=_no_number)
-        if not isinstance(value, dict):
-            return None
-        # JSON can spell half a surrogate pair, which neither tokenizers nor wires take.
-        return dict(json.loads(encodable(json.dumps(value, ensure_ascii=False))))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +108,6 @@ class LLMExecutor(RuleExecutor):
     engine: ChatEngine
     ask_timeout_s: float
     """Seconds that the model may take to write it."""
-    is_lenient: bool = True
 
     async def execute(
         self,
@@ -151,7 +131,7 @@ class LLMExecutor(RuleExecutor):
             reply = await self.engine.ask(
                 prompt, seed=seed, deadline_s=min(self.ask_timeout_s, deadline_s)
             )
-            found = self._read(reply, tool.card)
+            found = read_command(reply, tool.card)
         except EngineError as error:
             problem = shorten(f"the executor failed: {error}", self.max_chars)
             return Executed(NO_COMMAND, ToolResult(error=problem))
@@ -159,39 +139,12 @@ class LLMExecutor(RuleExecutor):
             command = f"No command found in: {shorten(reply, self.max_chars)}"
             return Executed(command, ToolResult(error="the executor wrote no command"))
         note = f"  # the first of {found.num_commands} commands" if found.num_commands > 1 else ""
-        command = "; ".join(map(write_command, found.runs)) + note
-        return Executed(command, await self._run_each(tool, found.runs, deadline), found.rules)
-
-    def _read(self, reply: str, card: ToolCard) -> Command:
-        """Raises ValueError where there is no command."""
-        try:
-            arguments, count = find_command(reply, card)
-        except ValueError:
-            if not self.is_lenient:
-                raise
-            return read_command(reply, card)
-        if not self.is_lenient or not card.check(arguments):
-            return Command((arguments,), count, ())
-        runs, is_changed = fitted(arguments, card)
-        return Command(runs, count, ("arguments",) if is_changed else ())
-
-    async def _run_each(
-        self, tool: Tool, runs: Sequence[Mapping[str, object]], deadline: Deadline
-    ) -> ToolResult:
-        """Run a command, or the same for each of several values, whose results are joined."""
-        results = [await self._run(tool, arguments, deadline.left_s()) for arguments in runs]
-        if len(results) == 1:
-            return results[0]
-        pairs = zip(runs, results, strict=True)
-        text = "\n".join(f"{next(iter(given.values()))}: {result.text}" for given, result in pairs)
-        failed = all(result.error is not None for result in results)
-        return ToolResult(
-            output="" if failed else shorten(text, self.max_chars),
-            error=shorten(text, self.max_chars) if failed else None,
-            seconds=sum(result.seconds for result in results),
-            wall_s=sum(result.wall_s for result in results),
-            cpu_s=sum(result.cpu_s for result in results),
-        )
+        arguments, rules = found.arguments, found.rules
+        if tool.card.check(arguments):
+            arguments = fitted(arguments, tool.card)
+            rules = rules if arguments == found.arguments else (*rules, "arguments")
+        result = await self._run(tool, arguments, deadline.left_s())
+        return Executed(write_command(arguments) + note, result, rules)
 
 
 def _not_found(action: Action) -> Executed:

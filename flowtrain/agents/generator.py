@@ -14,7 +14,6 @@ from flowtrain.agents.memory import Memory
 from flowtrain.agents.prompts import analysis_text, memory_json
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tasks.corpus import passage_value
-from flowtrain.utils.text import final_answer
 
 
 class Answer(NamedTuple):
@@ -49,15 +48,12 @@ class LLMGenerator:
     """AgentFlow's "direct" output: a summary of the process, then the answer."""
 
     engine: ChatEngine
-    is_lenient: bool = True
 
     async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
         prompt = PROMPT.format(
             question=question, analysis=analysis_text(memory), memory=memory_json(memory)
         )
         output = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
-        if not self.is_lenient:
-            return Answer(final_answer(output), output)
         found, rules = find_answer(output)
         return Answer(found, output, rules)
 

@@ -1,9 +1,8 @@
 """Read what language models really write, where the exact form that a prompt asks for fails.
 
-`agent.parsing = "lenient"` tries these rules after the exact form, each at a time on what the one
-before left. A turn keeps the names of the rules that it took to read it, and metrics count them
-(`rescued_share/<module>/<rule>`), so that leniency is seen and can be switched off. No rule
-guesses: "stop" within a sentence is no verdict, and a tool that is mentioned is not one that is
+These rules are tried after the exact form, each at a time on what the one before left. A turn keeps
+the names of the rules that it took to read it, and metrics count them
+(`rescued_share/<module>/<rule>`). No rule guesses: a tool that is mentioned is not one that is
 called.
 """
 
@@ -11,11 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from flowtrain.tools import ToolCard
-from flowtrain.types import Verdict
 from flowtrain.utils.text import boxed, final_answer
 
 _MAX_CHARS = 100_000
@@ -35,8 +33,12 @@ def cut_end_of_turn(text: str) -> str:
     return _END_OF_TURN.split(text.strip(), maxsplit=1)[0] if _END_OF_TURN.search(text) else text
 
 
-def find_object(text: str, accepts: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any] | None:
-    """Find the last JSON object of a text that is accepted, in a fence, after prose or alone."""
+def find_object(
+    text: str, accepts: Callable[[Mapping[str, Any]], object], at_end: bool = False
+) -> dict[str, Any] | None:
+    """Find the last JSON object of a text that is accepted, in a fence, after prose or alone;
+    `at_end`: only one with which the text ends.
+    """
     decoder = json.JSONDecoder()
     starts = [found.start() for found in re.finditer(r"\{", text)]
     best: tuple[int, dict[str, Any]] | None = None
@@ -46,6 +48,8 @@ def find_object(text: str, accepts: Callable[[Mapping[str, Any]], bool]) -> dict
         except (ValueError, RecursionError):
             continue
         # An object around the best one is more of what was meant; one before it is older.
+        if at_end and end < len(text):
+            continue
         if isinstance(value, dict) and accepts(value) and (best is None or end > best[0]):
             best = end, value
     return None if best is None else best[1]
@@ -54,15 +58,13 @@ def find_object(text: str, accepts: Callable[[Mapping[str, Any]], bool]) -> dict
 # ---- the planner
 
 
-_LABELS = {
-    "justification": "Justification",
-    "context": "Context",
-    "subgoal": "Sub-Goal",
-    "toolname": "Tool Name",
-    "tool": "Tool Name",
-    "selectedtool": "Tool Name",
+_FIELDS = {
+    "justification": "justification",
+    "context": "context",
+    "subgoal": "sub_goal",
+    **dict.fromkeys(("toolname", "tool", "selectedtool"), "tool_name"),
 }
-_LABEL = r"(justification|context|sub[-_ ]?goal|(?:selected[-_ ])?tool(?:[-_ ]?name)?)"
+_LABEL = r"(justification|context|sub\\?[-_ ]?goal|(?:selected\\?[-_ ])?tool(?:\\?[-_ ]?name)?)"
 _LABEL_LINE = re.compile(
     rf"^[ \t]*{_MARKS}{_LABEL}{_AFTER_LABEL}",
     re.IGNORECASE | re.MULTILINE,
@@ -72,51 +74,37 @@ _HEAD_LINE = re.compile(
 )
 
 
-class PlanRule(NamedTuple):
-    """One way in which the text of an action differs from the exact form."""
-
-    name: str
-    rewrite: Callable[[str], str]
-    for_misses: bool = False
-    """It is for texts alone in which no action with a tool was found."""
-
-
 def _object_of_action(text: str) -> str:
     """Return the JSON object in a text whose keys are the fields, in their exact names."""
 
     def is_action(value: Mapping[str, Any]) -> bool:
-        keys = {_label_of(key) for key in value}
-        return {"Sub-Goal", "Tool Name"} <= keys
+        return {"sub_goal", "tool_name"} <= {_field(key) for key in value}
 
     found = find_object(text, is_action)
-    if found is None:
-        return text
-    names = {"Justification": "justification", "Context": "context"}
-    names |= {"Sub-Goal": "sub_goal", "Tool Name": "tool_name"}
-    return json.dumps(
-        {names[label]: value for key, value in found.items() if (label := _label_of(key))}
-    )
+    fields = {field: value for key, value in (found or {}).items() if (field := _field(key))}
+    return json.dumps(fields) if found else text
 
 
-def _label_of(key: str) -> str:
-    return _LABELS.get(re.sub(r"[-_ ]", "", key.casefold()), "")
+def _field(key: str) -> str:
+    return _FIELDS.get(re.sub(r"[-_ \\]", "", key.casefold()), "")
 
 
 def _plain_labels(text: str) -> str:
     """Write labels as the prompt does: without list marks, heads, bold or full-width colons."""
 
     def label(found: re.Match[str]) -> str:
-        return f"{_label_of(found[1])}: "
+        field = _field(found[1])
+        return {"sub_goal": "Sub-Goal: ", "tool_name": "Tool Name: "}.get(field, f"{field}: ")
 
     return _HEAD_LINE.sub(label, _LABEL_LINE.sub(label, text))
 
 
-PLAN_RULES = (
-    PlanRule("end_of_turn", cut_end_of_turn),
-    PlanRule("json", _object_of_action, for_misses=True),
-    PlanRule("labels", _plain_labels),
-)
-"""In the order in which they are tried."""
+PLAN_RULES: Mapping[str, Callable[[str], str]] = {
+    "end_of_turn": cut_end_of_turn,
+    "json": _object_of_action,
+    "labels": _plain_labels,
+}
+"""How the text of an action is rewritten, in the order in which it is tried."""
 
 _QUOTES = " \t*_`\"'\u201c\u201d\u2018\u2019\xab\xbb()[]<>"
 _AFTER_NAME = re.compile(
@@ -147,63 +135,10 @@ def spellings(cards: Iterable[ToolCard]) -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """Return a tool's name without case, with one underscore for each run of spaces and such."""
-    return re.sub(r"[\s_\-]+", "_", name.strip()).casefold()
-
-
-# ---- the verifier
-
-
-_WORD = r"(?P<word>stop|continue)\b"
-_NOT_BOTH = r"(?!\W{0,3}(?:[|/]|or\b))(?!\s+(?:is|would\s+be|seems)\s+(?:not|premature|too)\b)"
-_WRAP = r"(?:\W|\\(?:boxed|text|textbf|mathbf|fbox)\b){0,16}?"
-_VERDICTS = {
-    "determination": re.compile(
-        r"\b(?:conclusion|determination|decision|verdict|recommendation|"
-        r"signal|judge?ment)(?:\s+is)?"
-        rf"{_WRAP}\b{_WORD}{_NOT_BOTH}",
-        re.IGNORECASE,
-    ),
-    "boxed": re.compile(rf"\\(?:boxed|fbox)\s*\{{{_WRAP}\b{_WORD}(?=\W{{0,4}}\}})", re.IGNORECASE),
-    "conclude_with": re.compile(
-        rf"\bconclud\w+\s+(?:with|by|that\s+we\s+(?:should|can|must))"
-        rf"\W{{0,6}}(?P<word>STOP|CONTINUE)\b"
-        rf"{_NOT_BOTH}"
-    ),
-}
-
-
-def find_verdict(reply: str) -> tuple[Verdict, str] | None:
-    """Find the last verdict that a reply states, and the rule that found it."""
-    text = cut_end_of_turn(reply[-_MAX_CHARS:])
-    found = find_object(text, lambda value: _signal(value) is not None)
-    if found is not None:
-        return (Verdict.STOP if _signal(found) else Verdict.CONTINUE), "json"
-    stated = [
-        (match.start("word"), Verdict(match["word"].upper()), rule)
-        for rule, pattern in _VERDICTS.items()
-        for match in pattern.finditer(text)
-    ]
-    *_, last = text.rstrip(_QUOTES + ".!\n").rpartition("\n")
-    if (word := last.strip(_QUOTES + ".!#-").upper()) in ("STOP", "CONTINUE"):
-        stated.append((len(text), Verdict(word), "last_line"))
-    if not stated:
-        return None
-    _, verdict, rule = max(stated, key=lambda each: each[0])
-    return verdict, rule
-
-
-def _signal(value: Mapping[str, Any]) -> bool | None:
-    """Read the field of a JSON object that holds the verdict."""
-    for key, signal in value.items():
-        name = re.sub(r"[-_ ]", "", key.casefold())
-        if name in ("stopsignal", "stop") and isinstance(signal, bool):
-            return signal
-        if name in ("conclusion", "verdict", "decision", "determination", "finaldetermination"):
-            word = str(signal).strip(_QUOTES + ".").upper()
-            if word in ("STOP", "CONTINUE"):
-                return word == "STOP"
-    return None
+    r"""Return a tool's name without case, with one underscore for each run of spaces and such, and
+    for the \_ of Markdown.
+    """
+    return re.sub(r"[\s_\-\\]+", "_", name.strip()).casefold()
 
 
 # ---- the generator
@@ -219,53 +154,31 @@ _ANSWER_LINE = re.compile(
 
 
 def find_answer(output: str) -> tuple[str, tuple[str, ...]]:
-    """Return the answer that a text holds, and the rules that it took beyond `final_answer`."""
+    """Return the answer that a text holds, and the rule that it took beyond `final_answer`."""
     exact = final_answer(output)
     if exact != output.strip():
         return exact, ()
-    for rule, read in _ANSWERS.items():
-        if answer := "".join(read(output[-_MAX_CHARS:])).strip():
-            return answer, (rule,)
+    text = cut_end_of_turn(output[-_MAX_CHARS:])
+    plain = _ESCAPED.sub(r"<\1answer>", text)
+    tagged = final_answer(plain)
+    *before, rest = _OPEN.split(plain)
+    lines = _ANSWER_LINE.findall(text)
+    found = {
+        "escaped_tags": tagged if tagged != plain.strip() else "",
+        "unclosed_tag": _HALF_CLOSED.sub("", rest) if before else "",
+        "label": lines[-1].strip().removesuffix("**").strip("`") if lines else "",
+        "boxed": boxed(text) or "",
+    }
+    for rule, answer in found.items():
+        if answer.strip():
+            return answer.strip(), (rule,)
     return exact, ()
 
 
-def _escaped(text: str) -> Iterator[str]:
-    plain = _ESCAPED.sub(r"<\1answer>", text)
-    if plain != text and (answer := final_answer(plain)) != plain.strip():
-        yield answer
-
-
-def _unclosed(text: str) -> Iterator[str]:
-    *_, rest = _OPEN.split(cut_end_of_turn(_ESCAPED.sub(r"<\1answer>", text)))
-    if _OPEN.search(text) or _ESCAPED.search(text):
-        yield _HALF_CLOSED.sub("", rest)
-
-
-def _labelled(text: str) -> Iterator[str]:
-    if lines := _ANSWER_LINE.findall(cut_end_of_turn(text)):
-        yield lines[-1].strip().removesuffix("**").strip("`")
-
-
-def _boxed(text: str) -> Iterator[str]:
-    if (answer := boxed(text)) is not None:
-        yield answer
-
-
-_ANSWERS: dict[str, Callable[[str], Iterator[str]]] = {
-    "escaped_tags": _escaped,
-    "unclosed_tag": _unclosed,
-    "label": _labelled,
-    "boxed": _boxed,
-}
-
 RULES = (
-    *(f"planner/{rule.name}" for rule in PLAN_RULES),
-    "planner/tool_name",
-    *(f"executor/{rule}" for rule in ("values", "quotes", "arguments")),
-    "verifier/end_of_turn",
-    "verifier/json",
-    *(f"verifier/{rule}" for rule in _VERDICTS),
-    "verifier/last_line",
-    *(f"generator/{rule}" for rule in _ANSWERS),
+    *(f"planner/{rule}" for rule in (*PLAN_RULES, "tool_name")),
+    *(f"executor/{rule}" for rule in ("values", "quotes", "json", "arguments")),
+    *(f"verifier/{rule}" for rule in ("end_of_turn", "json", "label", "sentence", "word")),
+    *(f"generator/{rule}" for rule in ("escaped_tags", "unclosed_tag", "label", "boxed")),
 )
 """All rules, as turns and rollouts keep them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flowtrain.agents import lenient
@@ -51,8 +51,8 @@ class PolicyPlanner(PolicyModule):
 
     prompt: PlannerPrompt
     tool_names: tuple[str, ...] = ()
-    spellings: Mapping[str, str] | None = None
-    """As for `read_action`; None: the exact form alone is read."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """As for `read_action`."""
 
     async def plan(
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
@@ -94,27 +94,24 @@ def parse_action(text: str, tool_names: Collection[str]) -> Action | None:
 
 
 def read_action(
-    text: str, tool_names: Collection[str], spellings: Mapping[str, str] | None
+    text: str, tool_names: Collection[str], spellings: Mapping[str, str]
 ) -> tuple[Action | None, tuple[str, ...]]:
     """Read the four fields as `parse_action` does, and where that fails by the lenient rules.
 
     Args:
-        spellings: tools by canonical spelling, aliases included (`lenient.spellings`); None: no
-            rule is tried.
+        spellings: tools by canonical spelling, aliases included (`lenient.spellings`).
 
     Returns the action, and the names of the rules that it took.
     """
     action, used = parse_action(text, tool_names), []
-    if spellings is None:
-        return action, ()
-    for rule in lenient.PLAN_RULES:
-        if rule.for_misses and _is_found(action):
+    for rule, rewrite in lenient.PLAN_RULES.items():
+        if rule == "json" and _is_found(action):
             continue
-        text = rule.rewrite(text)
+        text = rewrite(text)
         rewritten = parse_action(text, tool_names)
         if rewritten is not None and rewritten != action:
             action = rewritten
-            used.append(rule.name)
+            used.append(rule)
     if action is not None and not _is_found(action):
         tool = lenient.tool_of(action.tool_name.removeprefix(NO_TOOL), spellings)
         if tool:
@@ -127,13 +124,9 @@ def _is_found(action: Action | None) -> bool:
 
 
 def match_tool(name: str, tool_names: Collection[str]) -> str:
-    """Return the tool's own spelling; case and runs of spaces and underscores do not matter."""
-    wanted = _canonical(name)
-    return next((tool for tool in tool_names if _canonical(tool) == wanted), NO_TOOL + name)
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[\s_]+", "_", name.strip()).casefold()
+    """Return the tool's own spelling; case, hyphens and runs of spaces do not matter."""
+    wanted = lenient.canonical(name)
+    return next((tool for tool in tool_names if lenient.canonical(tool) == wanted), NO_TOOL + name)
 
 
 def _json_fields(text: str) -> dict[str, str]:

@@ -33,8 +33,8 @@ from flowtrain.agents.session import Session
 from flowtrain.agents.single_turn import SingleTurn
 from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.agents.tool_formats import WrittenCall
-from flowtrain.agents.verdicts import parse_verdict, read_verdict, verdict_message
-from flowtrain.agents.verifier import PolicyVerifier, Verification, find_reply
+from flowtrain.agents.verdicts import read_verdict, verdict_message
+from flowtrain.agents.verifier import PolicyVerifier, Verification
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.special_tokens import special_tokens
@@ -115,7 +115,6 @@ class TaughtVerifier:
     """The toolset as prompts show it."""
     timeout_s: float
     """Seconds per reply."""
-    is_lenient: bool
     like: PolicyVerifier
     scribe: Scribe
 
@@ -128,16 +127,15 @@ class TaughtVerifier:
         message = verdict_message(task.prompt, memory, self.tools)
         timeout_s = min(self.timeout_s, deadline_s)
         reply = (await self.teacher.ask(message, seed=seed, deadline_s=timeout_s)).strip()
-        verdict, rescued = find_reply(reply) if self.is_lenient else (parse_verdict(reply), ())
+        verdict, rules = read_verdict(reply)
         prompt, prompt_ids = self.like.prompt, self.like.encode(task.prompt, memory)
         if verdict is None:
             call = Call(prompt_ids, (), (), (), FinishReason.STOP, reply)
             return Verification(Verdict.CONTINUE, reply, call)
-        is_same = not prompt.prefix and read_verdict(reply) is verdict
-        text = reply if is_same else prompt.write(verdict)
+        text = prompt.write(verdict) if prompt.prefix or rules else reply
         call = self.scribe.write(prompt_ids, text)
         # Planners may read it later: they are to read what the student would have written.
-        return Verification(verdict, prompt.prefix + text, call, rescued)
+        return Verification(verdict, prompt.prefix + text, call, rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +247,6 @@ def taught(
             teacher,
             tools_text(tools.values()),
             config.rollout.request_timeout_s,
-            config.agent.parsing == "lenient",
             like=agent.verifier,
             scribe=Scribe(agent.verifier.policy.tokenizer, end_id),
         )

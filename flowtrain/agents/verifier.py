@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.agents.lenient import cut_end_of_turn, find_verdict
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.policy import PolicyModule
-from flowtrain.agents.verdicts import VerdictPrompt, parse_verdict, read_verdict, verdict_message
+from flowtrain.agents.verdicts import VerdictPrompt, read_verdict, verdict_message
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Call, Task, Verdict
@@ -61,7 +60,6 @@ class LLMVerifier:
     engine: ChatEngine
     tools: str
     """The toolset as prompts show it."""
-    is_lenient: bool = True
 
     async def verify(
         self, task: Task, memory: Memory, seed: int, deadline_s: float
@@ -71,15 +69,15 @@ class LLMVerifier:
             reply = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
         except EngineError as error:
             return Verification(Verdict.CONTINUE, f"the verifier failed: {error}")
-        if not self.is_lenient:
-            return Verification(parse_verdict(reply) or Verdict.CONTINUE, reply)
-        verdict, rescued = read_reply(reply)
-        return Verification(verdict, reply, rescued=rescued)
+        verdict, rules = read_verdict(reply)
+        return Verification(verdict or Verdict.CONTINUE, reply, rescued=rules)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyVerifier(PolicyModule):
-    """The verifier as a policy of its own; a malformed verdict counts as CONTINUE."""
+    """The verifier as a policy of its own; a verdict in any form but the one that its prompt asks
+    for counts as CONTINUE.
+    """
 
     prompt: VerdictPrompt
 
@@ -89,22 +87,8 @@ class PolicyVerifier(PolicyModule):
         """Raises PromptTooLong."""
         call = await self.sample(self.encode(task.prompt, memory), seed, deadline_s)
         reply = self.prompt.prefix + call.text
-        return Verification(read_verdict(reply) or Verdict.CONTINUE, reply, call)
-
-
-def read_reply(reply: str) -> tuple[Verdict, tuple[str, ...]]:
-    """Read a verdict in the exact form, or else by the lenient rules, and say which it took."""
-    verdict, rescued = find_reply(reply)
-    return verdict or Verdict.CONTINUE, rescued
-
-
-def find_reply(reply: str) -> tuple[Verdict | None, tuple[str, ...]]:
-    """Read a verdict as `read_reply` does; None for a reply that states none."""
-    said = cut_end_of_turn(reply)
-    if (verdict := parse_verdict(said)) is not None:
-        return verdict, ("end_of_turn",) if parse_verdict(reply) is not verdict else ()
-    found = find_verdict(said)
-    return (None, ()) if found is None else (found[0], (found[1],))
+        verdict, rules = read_verdict(reply)
+        return Verification(verdict if verdict and not rules else Verdict.CONTINUE, reply, call)
 
 
 def facts_enough(question: str, memory: Memory) -> bool:

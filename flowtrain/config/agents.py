@@ -48,9 +48,6 @@ class Agent(Section):
     environment: str = ""
     """name = "tools": FILE.py:NAME or PACKAGE.MODULE:NAME of a callable that makes the environment
     of a rollout from its task, with tools and a user of its own (docs/agents/environments.md)"""
-    parsing: Literal["lenient", "strict"] = "lenient"
-    """how replies of language models are read: lenient takes forms of actions, verdicts and answers
-    that differ from the one that is asked for, and counts them (rescued_share); strict does not"""
     tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
     """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
     environment; also Web_Search, Wikipedia_Search, Web_Reader, those of installed packages

@@ -23,8 +23,7 @@ def count_parts(tally: Tally, trajectories: Sequence[Trajectory], config: Config
     """Count what the config has of these parts."""
     count_rewards(tally, trajectories, bool(config.reward.function))
     count_kept(tally, trajectories, most_kept(config))
-    if config.agent.parsing == "lenient":
-        count_rescued(tally, trajectories)
+    count_rescued(tally, trajectories)
     if "verifier" in config.policy_names:
         count_verdicts(tally, trajectories, config)
     if "refiner" in config.policy_names:
@@ -91,7 +90,8 @@ def count_verdicts(tally: Tally, trajectories: Sequence[Trajectory], config: Con
         num_tokens = trajectory.num_tokens("verifier") - trajectory.num_shared("verifier")
         tally.add({"verifier/num_sampled_tokens": num_tokens})
         for turn, memory in _judged(trajectory):
-            tally.mean("verifier/malformed_share", read_verdict(turn.verdict_text) is None, 1)
+            verdict, rules = read_verdict(turn.verdict_text)
+            tally.mean("verifier/malformed_share", verdict is None or bool(rules), 1)
             tally.mean("verifier/stop_share", turn.verdict is Verdict.STOP, 1)
             if rule is not None:
                 is_alike = turn.verdict is rule.verdict(trajectory.task.question, memory)

@@ -1,4 +1,4 @@
-"""Dates and times of day in the forms that people write."""
+"""Dates in the forms that people write."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ _MONTHS = [month.casefold() for month in calendar.month_name[1:]]
 _MONTH = "(?P<month>sept|" + "|".join(f"{month[:3]}(?:{month[3:]})?" for month in _MONTHS) + ")"
 _DAY = r"(?P<day>[0-9]{1,2})(?:st|nd|rd|th)?"
 _YEAR = r"(?P<year>[0-9]{1,4})"
-_WEEKDAYS = [day.casefold() for day in calendar.day_name]
-_WEEKDAY = re.compile(rf"(?:on )?({'|'.join(_WEEKDAYS)}),? (?=.*[0-9])")
 _LEAD = re.compile(r"(?:(?:on|in) )?(?:the )?(?:year )?(?=.*[0-9])")
 _ERA = re.compile(
     r"(?:(?P<before>a\.?d\.?) ?)?(?P<date>.*?[0-9])"
@@ -27,8 +25,6 @@ _FORMS = (
     re.compile(r"(?P<year>[0-9]{1,4})"),
 )
 _SLASHES = re.compile(r"([0-9]{1,2})[/-]([0-9]{1,2})[/-]([0-9]{4})")
-_TIME = re.compile(r"([0-9]{1,2})(?:[:.]([0-5][0-9]))? ?([ap])\.?m\.?|([0-9]{1,2}):([0-5][0-9])")
-_NAMED_TIMES = {"midnight": "00:00", "12 midnight": "00:00", "noon": "12:00", "12 noon": "12:00"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,6 @@ class Date:
     """0 where none is named."""
     day: int = 0
     """0 where none is named."""
-    weekday: str = ""
-    """Where it is named."""
     has_era: bool = False
     """Whether AD, BC or the like stands beside the year."""
 
@@ -53,17 +47,13 @@ class Date:
 
     def fits(self, wanted: Date) -> bool:
         """Return whether this is the wanted date, or a more precise one within it."""
-        return (
-            all(
-                not named or given == named
-                for given, named in (
-                    (self.year, wanted.year),
-                    (self.month, wanted.month),
-                    (self.day, wanted.day),
-                )
+        return all(
+            not named or given == named
+            for given, named in (
+                (self.year, wanted.year),
+                (self.month, wanted.month),
+                (self.day, wanted.day),
             )
-            and (not self.weekday or not wanted.weekday or self.weekday == wanted.weekday)
-            and not (wanted.day and not wanted.year and not self.day)
         )
 
 
@@ -73,20 +63,19 @@ def read(text: str) -> Date | None:
     Of 03/04/2018, which is a day of March or of April, nobody knows which; so None, too.
     """
     text = " ".join(text.casefold().split()).rstrip(".,;") if len(text) <= 60 else ""
-    weekday = _WEEKDAY.match(text)
-    text = _LEAD.sub("", text[weekday.end() :] if weekday else text, count=1)
+    text = _LEAD.sub("", text, count=1)
     found = _ERA.fullmatch(text)
     if found is None:
-        return _valid(_first(text), weekday)
+        return _valid(_first(text))
     date = _first(found["date"])
     era = (found["before"] or found["after"] or "").replace(".", "").replace(" ", "")
     if date is None or (found["before"] and found["after"]) or (era and not date.year):
         return None
     if not era and date.year < 100:
         # "45" is a number, "May 45" too vague.
-        return None if date.year else _valid(date, weekday)
+        return None if date.year else _valid(date)
     year = -date.year if era.startswith("b") else date.year
-    return _valid(replace(date, year=year, has_era=bool(era)), weekday)
+    return _valid(replace(date, year=year, has_era=bool(era)))
 
 
 def _first(text: str) -> Date | None:
@@ -106,7 +95,7 @@ def _first(text: str) -> Date | None:
     return Date(int(parts.get("year", 0)), int(month), int(parts.get("day", 0)))
 
 
-def _valid(date: Date | None, weekday: re.Match[str] | None) -> Date | None:
+def _valid(date: Date | None) -> Date | None:
     if date is None or date.month > 12 or (date.day and not date.month):
         return None
     if date.day:
@@ -114,22 +103,4 @@ def _valid(date: Date | None, weekday: re.Match[str] | None) -> Date | None:
         lengths = (31, 29 if leap else 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
         if not date.month or date.day > lengths[date.month - 1]:
             return None
-    return replace(date, weekday=weekday[1]) if weekday else date
-
-
-def time_of_day(text: str) -> str:
-    """Write a time that is the whole text as "15:30"; "" for any other text."""
-    text = " ".join(text.casefold().split()) if len(text) <= 20 else ""
-    if text in _NAMED_TIMES:
-        return _NAMED_TIMES[text]
-    found = _TIME.fullmatch(text)
-    if found is None:
-        return ""
-    hour = int(found[1] or found[4])
-    if found[3]:
-        if not 1 <= hour <= 12:
-            return ""
-        hour = hour % 12 + 12 * (found[3] == "p")
-    elif 1 <= hour <= 12 and not found[4].startswith("0"):
-        return ""  # of the morning or of the afternoon
-    return f"{hour % 24:02}:{found[2] or found[5] or '00'}" if hour <= 24 else ""
+    return date

@@ -11,18 +11,19 @@ no thread can stop, and its guard is SIGALRM, which works in main threads only.)
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import math
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
+from typing import Any
 
 NUM_POINTS = 3
 """Points at which unknowns are tried."""
 MAX_LENGTH = 400
 """Characters of an expression."""
-MAX_DEPTH = 40
-"""Nested brackets, fractions, roots, signs and exponents."""
 MAX_BITS = 20_000
 """Bits of the numerator and the denominator of any intermediate value."""
 
@@ -42,6 +43,16 @@ _WORD = re.compile(
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SIGNS = {"\\cdot": "*", "\\times": "*", "\\div": "/"}
+_NUMBER = re.compile(r"[0-9.]")
+_OPERATORS = {**{sign: f" {sign} " for sign in "+-*/"}, "^": " ** "}
+_CLOSING = {"(": ")", "{": "}", "[": "]"}
+_NUM_GROUPS = {"\\frac": 2, "\\sqrt": 1}
+_ARITHMETIC: dict[type, Callable[[Any, Any], Value]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 _UNKNOWN = re.compile(
     r"[A-Za-z].*|\\(?:alpha|beta|[gG]amma|[dD]elta|(?:var)?epsilon|"
     r"zeta|eta|[tT]heta|iota|kappa|[lL]ambda|mu|nu|xi|rho|sigma|tau"
@@ -55,18 +66,20 @@ class Refused(Exception):
 
 def values(text: str) -> list[Value]:
     """Return the value of an expression at `NUM_POINTS` fixed points; raises Refused."""
-    tokens = _tokens(text)
-    try:
-        return [_bounded(_Reader(tokens, point).whole()) for point in range(NUM_POINTS)]
-    except (ZeroDivisionError, OverflowError) as error:
-        raise Refused(str(error)) from error
+    return _computed(text, range(NUM_POINTS))
 
 
 def value_below_zero(text: str) -> Value:
     """Return the value where all unknowns are negative; raises Refused, for real roots, too."""
+    return _computed(text, [_BELOW_ZERO])[0]
+
+
+def _computed(text: str, points: Iterable[int]) -> list[Value]:
+    source, names = _as_python(_tokens(text))
     try:
-        return _bounded(_Reader(_tokens(text), _BELOW_ZERO).whole())
-    except (ZeroDivisionError, OverflowError) as error:
+        tree = ast.parse(source.strip(), mode="eval").body
+        return [_value(tree, names, point) for point in points]
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise Refused(str(error)) from error
 
 
@@ -98,109 +111,74 @@ def _tokens(text: str) -> list[str]:
         token = match[0].strip()
         tokens.append(_SIGNS.get(token, token))
         position = match.end()
+    if "\\infty" in tokens and (len(tokens) > 2 or tokens[0] not in ("+", "-", "\\infty")):
+        raise Refused("nobody computes with infinity")
     return tokens
 
 
-class _Reader:
-    """Reads tokens by recursive descent and computes on the way, at one point."""
+def _as_python(tokens: Iterable[str]) -> tuple[str, dict[str, str]]:
+    r"""Write tokens as Python, with signs of products and names for numbers and unknowns.
 
-    def __init__(self, tokens: list[str], point: int) -> None:
-        self._tokens = tokens
-        self._point = point
-        self._position = 0
-        self._depth = 0
+    \frac{1}{2} becomes frac(a)(b), \sqrt[3]{8} becomes sqrt[a](b). Raises Refused.
+    """
+    source = ""
+    names: dict[str, str] = {}
+    opened: list[tuple[str, int]] = []  # closing brackets, and how many groups follow them
+    num_wanted = 0  # groups that the command before still wants
+    for token in tokens:
+        ends_value = source[-1:].isdigit() or source[-1:] == ")"
+        is_command = token in ("\\frac", "\\sqrt")
+        if num_wanted and token != "{" and (token != "[" or not source.endswith("sqrt")):
+            raise Refused(f"{token!r} instead of a group")
+        if token in _OPERATORS:
+            source += _OPERATORS[token]
+        elif token in _CLOSING:
+            follows = max(num_wanted - (token == "{"), 0)
+            source += ("*" if ends_value and not num_wanted else "") + token.replace("{", "(")
+            opened.append((_CLOSING[token], follows))
+            num_wanted = 0
+        elif opened and token == opened[-1][0]:
+            num_wanted = opened.pop()[1]
+            source += token.replace("}", ")")
+        elif is_command or _UNKNOWN.fullmatch(token) or (_NUMBER.match(token) and not ends_value):
+            name = token[1:] if is_command else f"x{len(names)}"
+            names |= {} if is_command else {name: token}
+            source += ("*" if ends_value else "") + name
+            num_wanted = _NUM_GROUPS.get(token, 0)
+        else:
+            raise Refused(f"{token!r} is not known here")
+    if num_wanted or opened:
+        raise Refused("a group is missing")
+    return source, names
 
-    def whole(self) -> Value:
-        value = self._sum()
-        if self._next:
-            raise Refused(f"{self._next!r} is left over")
-        return value
 
-    @property
-    def _next(self) -> str:
-        return self._tokens[self._position] if self._position < len(self._tokens) else ""
+def _value(node: ast.expr, names: Mapping[str, str], point: int) -> Value:
+    """Compute an expression; `names` are the tokens of its names."""
 
-    def _take(self, *wanted: str) -> str:
-        token = self._next
-        if not token or (wanted and token not in wanted):
-            raise Refused(f"{token!r} instead of {wanted}")
-        self._position += 1
-        return token
+    def value(inner: ast.expr) -> Value:
+        return _value(inner, names, point)
 
-    def _sum(self) -> Value:
-        value = self._product()
-        while self._next in ("+", "-"):
-            sign = self._take()
-            term = self._product()
-            value = _bounded(value + term if sign == "+" else value - term)
-        return value
-
-    def _product(self) -> Value:
-        value = self._signed()
-        while True:
-            if self._next in ("*", "/"):
-                sign = self._take()
-                factor = self._signed()
-            elif self._starts_factor():
-                sign, factor = "*", self._power()
-            else:
-                return value
-            value = _bounded(value * factor if sign == "*" else value / factor)
-
-    def _starts_factor(self) -> bool:
-        """Return whether a factor follows without a sign, as in 2x, 2(x+1), 2\\pi."""
-        token = self._next
-        return bool(token) and (token in ("(", "{") or token[0] == "\\" or token[0].isalpha())
-
-    def _signed(self) -> Value:
-        if self._next in ("+", "-"):
-            sign = self._take()
-            value = self._deeper(self._signed)
-            return -value if sign == "-" else value
-        return self._power()
-
-    def _power(self) -> Value:
-        base = self._atom()
-        if self._next != "^":
-            return base
-        self._take()
-        return _power(base, self._deeper(self._signed))
-
-    def _atom(self) -> Value:
-        token = self._take()
-        if token[0].isdigit() or token[0] == ".":
-            return Fraction(token)
-        if _UNKNOWN.fullmatch(token):
-            return _unknown(token, self._point)
-        if token in ("(", "{"):
-            return self._closed(")" if token == "(" else "}")
-        if token == "\\frac":
-            numerator = self._braced()
-            return numerator / self._braced()
-        if token == "\\sqrt":
-            degree: Value = Fraction(2)
-            if self._next == "[":
-                self._take()
-                degree = self._closed("]")
-            return _power(self._braced(), 1 / degree)
-        raise Refused(f"{token!r} is not known here")
-
-    def _braced(self) -> Value:
-        self._take("{")
-        return self._closed("}")
-
-    def _closed(self, bracket: str) -> Value:
-        value = self._deeper(self._sum)
-        self._take(bracket)
-        return value
-
-    def _deeper(self, read: Callable[[], Value]) -> Value:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise Refused("nested too deep")
-        value = read()
-        self._depth -= 1
-        return value
+    match node:
+        case ast.Name(name) if name in names:
+            token = names[name]
+            found: Value = _unknown(token, point) if _UNKNOWN.fullmatch(token) else Fraction(token)
+        case ast.UnaryOp(ast.USub(), inner):
+            found = -value(inner)
+        case ast.UnaryOp(ast.UAdd(), inner):
+            found = value(inner)
+        case ast.BinOp(left, ast.Pow(), right):
+            found = _power(value(left), value(right))
+        case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
+            found = _ARITHMETIC[type(op)](value(left), value(right))
+        case ast.Call(ast.Call(ast.Name("frac"), [above]), [below]):
+            found = value(above) / value(below)
+        case ast.Call(ast.Name("sqrt"), [inner]):
+            found = _power(value(inner), Fraction(1, 2))
+        case ast.Call(ast.Subscript(ast.Name("sqrt"), degree), [inner]):
+            found = _power(value(inner), 1 / value(degree))
+        case _:
+            raise Refused("not known here")
+    return _bounded(found)
 
 
 def _unknown(name: str, point: int) -> Fraction:

@@ -44,6 +44,7 @@ _RULES = tuple(
             r"mathit|mbox|operatorname)\s*\{([^{}]*)\}",
             r" \1 ",
         ),
+        (r"(?<![A-Za-z\\])(?:positive )?infinity(?![A-Za-z])", r"\\infty "),
         (r" \^", "^"),
         (r"_\{([A-Za-z0-9])\}", r"_\1"),
         (r"\{,\}", ","),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from flowtrain.rewards.expression import Refused, Value, is_equal, value_below_zero, values
 from flowtrain.rewards.latex import tidy
 from flowtrain.rewards.numerals import in_digits
-from flowtrain.rewards.units import measure, unit_name
+from flowtrain.rewards.units import is_unit, quantity, unit_name
 from flowtrain.types import Task
 
 MAX_LENGTH = 1000
@@ -18,10 +18,28 @@ MAX_PARTS = 50
 MAX_NESTED = 4
 """Lists within lists."""
 
-_LEAD = re.compile(r"\b(?:is|are|equals|equal to|be)\b:?\s|:\s")
+_NOUN = (
+    "(?:answer|value|result|solution|sum|total|limit|product|difference|ratio|side|length|width|"
+    "height|area|volume|perimeter|radius|probability|number|distance|speed|time|cost|price|average|"
+    "mean|median|remainder|measure|angle|root|slope|maximum|minimum)s?"
+)
+_LEAD = re.compile(
+    r"(?:(?:so|thus|hence|therefore),? )?(?:it|they|there|[a-z]|(?:(?:the|our|my|its) )?"
+    rf"(?:final |correct )?{_NOUN}"
+    r"(?: (?:of|to|for)(?: (?!wrong|not|incorrect)[\w\\^(){}]+){1,4})?)"
+    r"(?: (?:is|are|equals|is equal to)(?: equal to)?:? |: ?)",
+    re.IGNORECASE,
+)
+"""What may stand before a value; in any other sentence ("I doubt that it is 5") nothing is read."""
+_SIDE = re.compile(
+    rf"(?i:(?:the )?{_NOUN})"
+    r"|(?:[^A-Za-z]|(?<![A-Za-z])(?:[A-Z]{1,2}|[a-z])(?![A-Za-z])|\\[A-Za-z]+)*"
+)
+"""What may stand on the other side of a value's sign of equality."""
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 _NAME = re.compile(r"\s*(?:\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?)?(?:\s*\([A-Za-z, ]*\))?)\s*")
-_UNIT_WORD = re.compile(r"(?:[A-Za-z]{2,}\.?|[msghLNJWVKA])(?:/[A-Za-z]+)?(?:\^\{?[0-9]\}?)?")
+_COUNTED = re.compile(r"(.*[0-9)}]) ([A-Za-z]{3,})")
+_AFTER_UNIT = re.compile(r"(?<=[A-Za-z]{2}) (?:from [A-Z]|long|wide|tall|high|deep|old|apart)$")
 _GLUED_UNIT = re.compile(
     r"(?<=[0-9])(mm|cm|km|kg|mg|ml|mph|km/h|m/s|kWh|deg|am|pm)(?=(?:\^\{?[0-9]\}?)?$)"
 )
@@ -29,7 +47,12 @@ _HEDGE = re.compile(
     r"^(?:(?:approximately|approx\.?|about|roughly|around|exactly)\s+|\\approx\s*|\u2248\s*)",
     re.IGNORECASE,
 )
-_MINUS = re.compile(r"^(?:minus|negative) (?=[0-9])", re.IGNORECASE)
+_MINUS = re.compile(r"^(?:minus|negative) (?=[0-9\\])", re.IGNORECASE)
+_ORDERS = (("<=", r"\\leq?(?![A-Za-z])|\u2264"), (">=", r"\\geq?(?![A-Za-z])|\u2265"))
+_BOUND = r"((?:[^<>=A-Za-z\\]|\\[A-Za-z]+)+)"
+_ORDER = re.compile(rf"(?:{_BOUND}([<>]=?))?([A-Za-z])(?:([<>]=?){_BOUND})?")
+_TURNED = str.maketrans("<>", "><")
+_IN = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.*)")
 _RATIO = re.compile(r"([0-9]{1,9})\s*:\s*([0-9]{1,9})")
 _CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
 _SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|(?<=[0-9])\s+(?=[0-9]{3}(?![0-9]))")
@@ -48,7 +71,12 @@ def math_match(task: Task, answer: str) -> float:
     texts = readings(answer)
     return float(
         any(
-            _same(text, wanted) or _same(_plain(text), _plain(wanted))
+            _same(text, wanted)
+            or _same(_uncounted(text, task.question), wanted)
+            or _same(text, _uncounted(wanted, task.question))
+            or _same(_plain(text), _plain(wanted))
+            or _is_same_sum(_plain(text), _plain(wanted))
+            or _is_same_range(text, wanted)
             for wanted in map(tidy, task.answers)
             for text in texts
         )
@@ -56,12 +84,70 @@ def math_match(task: Task, answer: str) -> float:
 
 
 def readings(answer: str) -> list[str]:
-    """Return the tidied answer, and the part of it after "is" or a colon."""
+    """Return the tidied answer, and what its last sentence says that it is."""
     text = tidy(answer)
     if not text or len(text) > MAX_LENGTH:
         return []
-    leads = list(_LEAD.finditer(text))
-    return [text, text[leads[-1].end() :].strip()] if leads else [text]
+    last = re.split(r"(?<=[.!?])\s+", text)[-1]
+    lead = _LEAD.match(last)
+    return [text, last[lead.end() :].strip()] if lead else [text]
+
+
+def right_side(text: str) -> str:
+    """Return what follows the last sign of equality; "" where words stand before it."""
+    *left, right = text.split("=")
+    return right.strip() if all(_SIDE.fullmatch(side.strip()) for side in left) else ""
+
+
+def _uncounted(text: str, question: str) -> str:
+    """Return 17 of "17 apples" where the question speaks of apples."""
+    found = _COUNTED.fullmatch(text)
+    is_asked = found and re.search(rf"\b{re.escape(found[2])}\b", question, re.IGNORECASE)
+    return found[1] if found and is_asked else text
+
+
+def _is_same_sum(given: str, wanted: str) -> bool:
+    """Return whether both are the same measure, as 1 h 30 min and 90 min."""
+    measured = quantity(given)
+    return measured is not None and measured == quantity(wanted)
+
+
+def _is_same_range(given: str, wanted: str) -> bool:
+    r"""Return whether one is an inequality and the other its interval: x > 5 is (5, \infty).
+
+    Where (1, 2) is accepted it may be a point, which 1 < x < 2 is not.
+    """
+    for text, other in ((given, wanted), (wanted, given)):
+        if (found := _interval(text)) is None:
+            continue
+        name, interval = found
+        member = _IN.fullmatch(other)
+        written = member[2] if member else other
+        is_point = other is wanted and not member and re.fullmatch(r"\((?!.*\\infty).*\)", written)
+        if not is_point and written[:1] in ("(", "[") and (not member or member[1] == name):
+            return _same(written, interval)
+    return False
+
+
+def _interval(text: str) -> tuple[str, str] | None:
+    """Return the unknown and the interval of "1 < x \\le 2", also of several with "or"."""
+    for sign, pattern in _ORDERS:
+        text = re.sub(pattern, sign, text)
+    names, intervals = set(), []
+    for piece in re.split(r" or |\\lor ", text):
+        found = _ORDER.fullmatch(_SPACES.sub("", piece))
+        if found is None:
+            return None
+        low, left, name, right, high = (part or "" for part in found.groups())
+        if ">" in left + right:
+            low, left, right, high = high, right.translate(_TURNED), left.translate(_TURNED), low
+        if ">" in left + right or not left + right:
+            return None
+        names.add(name)
+        begin = f"{'[' if '=' in left else '('}{low}" if left else "(-\\infty"
+        end = f"{high}{']' if '=' in right else ')'}" if right else "\\infty)"
+        intervals.append(f"{begin},{end}")
+    return (name, "\\cup ".join(intervals)) if len(names) == 1 else None
 
 
 def _plain(text: str) -> str:
@@ -150,6 +236,7 @@ def _same_leaf(given: str, wanted: str) -> bool:
             return _equal(one, other) or _equal(one, [-value for value in other])
         if wanted_left and not _NAME.fullmatch(wanted_left[0]):
             return False
+        given_right = right_side(given)
         return _same_quantity(given_right, wanted_right)
     except Refused:
         return False
@@ -167,7 +254,7 @@ def _same_quantity(given: str, wanted: str) -> bool:
     """Compare values, and units where both have one."""
     (one, unit), (other, wanted_unit) = _quantity(given), _quantity(wanted)
     if unit and wanted_unit and unit != wanted_unit:
-        return _same_measure(one, unit, other, wanted_unit)
+        return False
     if unit == wanted_unit or "%" not in (unit, wanted_unit):
         return _equal(one, other) and not (
             "\\sqrt" in given + wanted and not unit + wanted_unit and _differ(given, wanted)
@@ -188,22 +275,9 @@ def _differ(given: str, wanted: str) -> bool:
         return False
 
 
-def _same_measure(
-    one: Sequence[Value], unit: str, other: Sequence[Value], wanted_unit: str
-) -> bool:
-    """Compare values in different units of one dimension: 300 cm are 3 m."""
-    dimension, factor = measure(unit)
-    wanted_dimension, wanted_factor = measure(wanted_unit)
-    return (
-        bool(dimension)
-        and dimension == wanted_dimension
-        and _equal([value * factor for value in one], [value * wanted_factor for value in other])
-    )
-
-
 def _quantity(text: str) -> tuple[list[Value], str]:
     """Read values and unit: "$1,200.50" is 1200.5 "$", "30 degrees" is 30 "degree"."""
-    text = _without_thousands(text.strip())
+    text = _without_thousands(_AFTER_UNIT.sub("", text.strip()))
     for sign in "$\u20ac\u00a3":
         if text.lstrip("+- ").startswith(sign):
             return values(text.replace(sign, "", 1)), sign
@@ -211,7 +285,7 @@ def _quantity(text: str) -> tuple[list[Value], str]:
         return values(re.sub(r"\s*(?:%|percent|per cent)$", "", text)), "%"
     words = _GLUED_UNIT.sub(r" \1", text).split()
     num_units = 0
-    while num_units < len(words) - 1 and _UNIT_WORD.fullmatch(words[-1 - num_units]):
+    while num_units < len(words) - 1 and is_unit(words[-1 - num_units]):
         num_units += 1
     number, units = words[: len(words) - num_units], words[len(words) - num_units :]
     if not num_units or not re.search(r"[0-9]|\\pi|\\sqrt", " ".join(number)):

@@ -15,12 +15,18 @@ from flowtrain.rewards import dates
 
 _SIGN = re.compile(r"(?<![^\s($])[-\u2212](?=\.?[0-9])")
 _BETWEEN = re.compile(r"(?<=[0-9])\s?([-\u2010-\u2015\u2212]|[.:/^=*+])(?=[0-9])")
+_POINT = re.compile(r"(?<![\w.])\.(?=[0-9])")
 _COMMA = re.compile(r"(?<=[0-9]),(?=[0-9])")
 _DECIMAL = re.compile(r"(?<![0-9.])[0-9]+\.[0-9]+(?![0-9.])")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _BOUND = re.compile(r"[<>](?=\s?[0-9])")
 _MARKED = re.compile(r"(?<![^\W_])([a-z]{1,2})(\+\+|\+|#|[-\u2212](?!\S))(?![^\W_])")
+_LETTERS = str.maketrans("\u00f8\u0142\u0111\u00f0\u0127\u0131", "olddhi") | {
+    ord(letter): letters
+    for letter, letters in (("\u00e6", "ae"), ("\u0153", "oe"), ("\u00fe", "th"))
+}
+"""Letters that Unicode does not take apart."""
 _KEPT = {
     "\ue000": "-",
     "\ue001": ".",
@@ -45,10 +51,11 @@ def normalise(text: str) -> str:
     """
     text = " ".join(text.casefold().replace("&", " and ").split())
     date = dates.read(text)
-    if date and date.is_full and date.year > 0 and not date.weekday:
+    if date and date.is_full and date.year > 0:
         return f"{date.year:04}-{date.month:02}-{date.day:02}"
-    plain = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
-    plain = _COMMA.sub(" ", _THOUSANDS.sub("", plain))
+    plain = unicodedata.normalize("NFKD", text.translate(_LETTERS))
+    plain = "".join(c for c in plain if not unicodedata.combining(c))
+    plain = _COMMA.sub(" ", _THOUSANDS.sub("", _POINT.sub("0.", plain)))
     plain = _DECIMAL.sub(lambda match: match[0].rstrip("0").rstrip("."), plain)
     plain = _BETWEEN.sub(_kept_between, _SIGN.sub("\ue000", plain))
     plain = _BOUND.sub(lambda match: match[0].translate(_PRIVATE), plain)

@@ -6,43 +6,21 @@ import re
 from decimal import Decimal
 
 _UNITS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-_TEENS = [
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
+_TEENS = ["ten", "eleven", "twelve", *(f"{word}teen" for word in ("thir", "four", "fif", "six"))]
+_TEENS += [f"{word}teen" for word in ("seven", "eigh", "nine")]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_SCALES = {
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-}
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _VALUES = {
     **{word: number for number, word in enumerate(_UNITS, 1)},
     **{word: number for number, word in enumerate(_TEENS, 10)},
     **{word: 10 * number for number, word in enumerate(_TENS, 2)},
     "zero": 0,
 }
-_ORDINALS = {
-    "first": 1,
-    "second": 2,
-    "third": 3,
-    "fourth": 4,
-    "fifth": 5,
-    "sixth": 6,
-    "seventh": 7,
-    "eighth": 8,
-    "ninth": 9,
-    **{f"{word}th": number for number, word in enumerate(_TEENS, 10) if word != "twelve"},
-    "twelfth": 12,
+_ODD_ORDINALS = ("first", "second", "third", "fifth", "eighth", "ninth", "twelfth")
+_ORDINALS = dict(zip(_ODD_ORDINALS, (1, 2, 3, 5, 8, 9, 12), strict=True)) | {
+    f"{word}th": number
+    for number, word in enumerate([*_UNITS, *_TEENS], 1)
+    if number not in (1, 2, 3, 5, 8, 9, 12)
 }
 _ROUND_ORDINALS = {f"{word[:-1]}ieth": 10 * number for number, word in enumerate(_TENS, 2)}
 
@@ -63,17 +41,12 @@ _ORDINAL = re.compile(
 _DIGIT = rf"(?:zero|{_UNIT})(?![a-z])"
 _POINT = re.compile(rf"({_WORDS.pattern}) point ({_DIGIT}(?: {_DIGIT})*)", re.IGNORECASE)
 _ONE = re.compile(rf"(?<![a-z])an?(?= (?:hundred|{_SCALE}))", re.IGNORECASE)
-_YEAR = re.compile(
-    rf"(?<![a-z])({'|'.join(_TEENS[4:])}|twenty)[ -]"
-    rf"((?:{_TEN})(?:[ -](?:{_UNIT}))?|{'|'.join(_TEENS)})(?![a-z])",
-    re.IGNORECASE,
-)
 _PARTS = {
     "half": 2,
     "halves": 2,
     "quarter": 4,
     "quarters": 4,
-    **{f"{word}{s}": _ORDINALS[word] for word in list(_ORDINALS)[2:10] for s in ("", "s")},
+    **{word + s: part for word, part in _ORDINALS.items() if 3 <= part <= 10 for s in ("", "s")},
 }
 _PART = re.compile(
     rf"(?<![a-z])({_UNIT})[ -]({'|'.join(sorted(_PARTS, key=len, reverse=True))})(?![a-z-])",
@@ -89,9 +62,6 @@ def in_digits(text: str) -> str:
     text = _POINT.sub(_decimal, _ONE.sub("one", text))
     text = _PART.sub(
         lambda found: f"{_value(found[1].casefold())}/{_PARTS[found[2].casefold()]}", text
-    )
-    text = _YEAR.sub(
-        lambda found: f"{_value(found[1].casefold())}{_value(found[2].casefold())}", text
     )
     text = _ORDINAL.sub(_ordinal, text)
     text = _WORDS.sub(lambda found: str(_value(found[0].casefold())), text)

@@ -1,7 +1,6 @@
-"""Compare short answers: beyond the same words, the same date, time, number, range or measure.
+"""Compare short answers: beyond the same words, the same date, number, range or measure.
 
-Only what a person would accept without knowing the question counts. "Oslo, Norway" is Oslo where
-the question asks for a place in Norway, and nowhere else: of "Paris, Texas" nobody knows.
+Only what a person would accept without knowing the question counts: "Paris, Texas" is not Paris.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from flowtrain.utils.text import boxed
 
 MAX_LENGTH = 400
 """Characters of an answer that is read as more than words."""
-MAX_QUESTION = 5000
-"""Characters of a question in which a place is looked up."""
 
 _MARKUP = re.compile(r"\*\*|__|`|\\(?:text(?:bf|it|rm)?|math(?:bf|rm|it)|emph)\s*(?=\{)")
 _BRACED = re.compile(r"\{([^{}]*)\}")
 _LEAD = re.compile(r"(?:the )?(?:final |correct )?answer(?: is|:)\s*:?\s*", re.IGNORECASE)
-_YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013]")
+_YES_NO = re.compile(r"(yes|no)\s*[,.;:!(\u2014\u2013](?!\s*[0-9])")
+_DOUBT = re.compile(
+    r"\?|\b(?:yes|no|or|if|unless|but|however|although|wait|actually|rather|sorry|maybe|perhaps)\b"
+)
 _DASH = re.compile(r"\s*[\u2010-\u2015\u2212]\s*|(?<=[0-9%])\s+-\s+(?=[0-9])")
 _HYPHEN = re.compile(
     r"(?<=[^\W\d_])\s*-\s*(?=[^\W\d_])|(?<=[^\W\d_])-(?=[0-9])|(?<=[0-9])-(?=[^\W\d_])"
@@ -44,8 +44,15 @@ _MEASURE = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)\b\.?")
 _BC = re.compile(r"(?<=[0-9]) ?[Bb]\.? ?[Cc]\.?(?: ?[Ee]\b\.?)?(?!\w)")
 _CURRENCY = re.compile(r"([\u20ac\u00a3]) ?([0-9]+(?:\.[0-9]+)?)")
 _PARENTHESIS = re.compile(r"([^()]*[^()\s])\s*\(([^()]*)\)")
-_VERSE = re.compile(r"((?:[123] )?)([a-z]{3,})\.? ([0-9]+:[0-9]+(?:-[0-9]+)?)")
-_YEAR = re.compile(r"1[0-9]{3}|20[0-9]{2}")
+_YEAR = r"(?:1[0-9]{3}|20[0-9]{2})"
+_ESTIMATED = r"(?:est\.?|estimated?|approx\.?|approximately)"
+_WHEN = re.compile(
+    rf"(?:as of |in )?{_YEAR}(?: (?:census|{_ESTIMATED}))?|{_ESTIMATED} (?:in )?{_YEAR}",
+    re.IGNORECASE,
+)
+_LIST = re.compile(r"[0-9]+(?:(?:, ?|,? and | ?& ?)[0-9]+)+")
+_TITLES = ("Sir", "Dr", "Prof", "Professor", "President")
+_JUNIOR = re.compile(r"(?<=\w )(junior|senior)$")
 _NO_UNITS = {"", "\u00a3"}
 """Words for units that mean something else, too: pounds weigh."""
 _ROUNDED = 0.03
@@ -72,37 +79,22 @@ def same(answer: str, accepted: str) -> bool:
     if normalise(given) == normalise(wanted):
         return True
     yes_no = _YES_NO.match(given.casefold())
-    if yes_no and yes_no[1] == normalise(wanted):
+    is_plain = yes_no and not _DOUBT.search(given.casefold()[yes_no.end() :])
+    if yes_no and is_plain and yes_no[1] == normalise(wanted):
         return True
     if max(len(given), len(wanted)) > MAX_LENGTH:
         return False
     date, wanted_date = dates.read(given), dates.read(wanted)
     if date and wanted_date:
         return date.fits(wanted_date)
-    clock = dates.time_of_day(given)
-    if clock and clock == dates.time_of_day(wanted):
-        return True
     wanted_texts = [wanted, *_restated(wanted)]
     return any(
         _same_words(one, other)
         for one in (given, *_restated(given), *_without_year(given))
         for other in wanted_texts
-    )
-
-
-def same_but_for_place(answer: str, accepted: str, question: str) -> bool:
-    """Return whether the answer is an accepted one and the place in which the question seeks it.
-
-    "Oslo, Norway" is Oslo where the capital of Norway is asked for.
-    """
-    head, comma, place = plain(answer).rpartition(", ")
-    if not (comma and place[:1].isupper()) or len(question) > MAX_QUESTION:
-        return False
-    asked, name = f" {normalise(question)} ", normalise(place)
-    return (
-        same(head, accepted)
-        and f" {normalise(accepted)} " not in asked
-        and any(f" {lead} {name} " in asked for lead in ("in", "capital of"))
+    ) or any(
+        normalise(one) == normalise(_untitled(other))
+        for one, other in ((given, wanted), (wanted, given))
     )
 
 
@@ -111,11 +103,13 @@ def canonical(text: str) -> str:
     text = in_digits(_DASH.sub("-", text.strip().rstrip(".")))
     text = _PLACE.sub("", _THOUSANDS.sub("", _PERCENT.sub("", text)), count=1)
     text = _HEDGE.sub("", text, count=1) if _HEDGE.match(text) else text
+    if _LIST.fullmatch(text):
+        return " and ".join(re.findall("[0-9]+", text))
     if found := _RANGE.fullmatch(text):
         text = _range(found)
     text = _BC.sub(" bc", text)
     text = _CURRENCY.sub(r"\2 \1", _MEASURE.sub(_unit, text))
-    text = normalise(_HYPHEN.sub(" ", text))
+    text = _JUNIOR.sub(lambda found: f"{found[1][0]}r", normalise(_HYPHEN.sub(" ", text)))
     return _SYNONYMS.get(text, text)
 
 
@@ -137,19 +131,11 @@ def _unit(found: re.Match[str]) -> str:
 
 
 def _same_words(given: str, wanted: str) -> bool:
-    """Compare in canonical form, measures by value, and verses whatever their book is short for."""
+    """Compare in canonical form, and measures by value."""
     if canonical(given) == canonical(wanted):
         return True
     measure = _measure(given)
-    if measure and measure == _measure(wanted):
-        return True
-    verse, wanted_verse = (_VERSE.fullmatch(text.casefold()) for text in (given, wanted))
-    return bool(
-        verse
-        and wanted_verse
-        and (verse[1], verse[3]) == (wanted_verse[1], wanted_verse[3])
-        and (verse[2].startswith(wanted_verse[2]) or wanted_verse[2].startswith(verse[2]))
-    )
+    return measure is not None and measure == _measure(wanted)
 
 
 def _measure(text: str) -> tuple[str, Fraction] | None:
@@ -163,6 +149,8 @@ def _restated(text: str) -> list[str]:
     if found is None:
         return []
     outer, inner = found.groups()
+    if re.fullmatch(_ESTIMATED, inner, re.IGNORECASE):
+        return [outer]
     one, other = _measure(outer), _measure(inner.strip())
     if one and other and one[0] == other[0]:
         is_close = abs(one[1] - other[1]) <= _ROUNDED * max(abs(one[1]), abs(other[1]))
@@ -181,6 +169,17 @@ def _initials(text: str) -> tuple[str, str]:
 
 
 def _without_year(text: str) -> list[str]:
-    """Return "The Treaty of Paris" of "The Treaty of Paris (1783)"."""
+    """Return "The Treaty of Paris" of "The Treaty of Paris (1783)", 41,173 of "41,173 (2010)"; but
+    not 1066 of "1066 (1067)".
+    """
     found = _PARENTHESIS.fullmatch(text)
-    return [found[1]] if found and _YEAR.fullmatch(found[2]) and not found[1][-1].isdigit() else []
+    is_when = found and _WHEN.fullmatch(found[2]) and not re.fullmatch("[0-9]{1,4}", found[1])
+    return [found[1]] if found and is_when else []
+
+
+def _untitled(text: str) -> str:
+    """Return "Isaac Newton" of "Sir Isaac Newton", but all of "Dr. No"."""
+    title, _, name = text.partition(" ")
+    words = name.split()
+    is_name = 2 <= len(words) <= 4 and all(word[0].isupper() for word in words)
+    return name if is_name and title.rstrip(".") in _TITLES else text

@@ -9,7 +9,7 @@ import string
 from collections import Counter
 
 from flowtrain.rewards.normal import normalise
-from flowtrain.rewards.short_answer import plain, same, same_but_for_place
+from flowtrain.rewards.short_answer import plain, same
 from flowtrain.types import Task
 
 ANSWER_SCORERS = ("exact", "qa", "f1")
@@ -25,9 +25,7 @@ def exact_match(task: Task, answer: str) -> float:
     """
     return float(
         any(
-            normalise(answer) == normalise(accepted)
-            or same(answer, accepted)
-            or same_but_for_place(answer, accepted, task.question)
+            normalise(answer) == normalise(accepted) or same(answer, accepted)
             for accepted in task.answers
         )
     )

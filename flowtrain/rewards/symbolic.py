@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flowtrain.rewards.latex import tidy
-from flowtrain.rewards.math_answer import readings
+from flowtrain.rewards.math_answer import readings, right_side
 from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Task
@@ -66,16 +66,11 @@ async def same(task: Task, answer: str) -> bool:
 def _pairs(task: Task, answer: str) -> _Pairs:
     """Return the texts that math-verify may compare."""
     pairs = [
-        (_right_side(given), wanted)
+        (right_side(given) if "=" in _SUBSCRIPT.sub("", given) else given, wanted)
         for wanted in map(tidy, task.answers)
         for given in readings(answer)
     ]
     return tuple(pair for pair in pairs if _is_for_it(*pair))[:MAX_PAIRS]
-
-
-def _right_side(text: str) -> str:
-    """Return what follows the last sign of equality that is not part of a sum's bounds."""
-    return text.rpartition("=")[2].strip() if "=" in _SUBSCRIPT.sub("", text) else text
 
 
 def _is_for_it(given: str, wanted: str) -> bool:

@@ -30,7 +30,14 @@ _SPELLINGS = {
     "yd": "yard",
     "mi": "mile",
     "square": "sq",
+    "cubic": "",
     "": "unit",
+    "cent": "",
+    "radian": "rad",
+    **dict.fromkeys(
+        ("mph", "kmh", "kwh", "N", "J", "W", "V", "K", "A", "L", "newton", "joule"), ""
+    ),
+    **dict.fromkeys(("watt", "volt", "ampere", "liter", "hectare", "acre", "gallon", "ounce"), ""),
 }
 _UNITS = {word: unit for unit, words in _SPELLINGS.items() for word in words.split()}
 _FACTORS = {
@@ -57,7 +64,8 @@ FACTORS = {
 KNOWN = set(_SPELLINGS)
 """The short names."""
 
-_QUANTITY = re.compile(r"([+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]+)\.?")
+_PART = r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]+)\.?"
+_QUANTITY = re.compile(rf"([+-]?){_PART}((?:(?:,|,? and)? ?{_PART}){{0,3}})")
 
 
 def unit_name(word: str) -> str:
@@ -68,20 +76,28 @@ def unit_name(word: str) -> str:
     return _UNITS.get(word, _UNITS.get(singular, singular))
 
 
-def measure(unit: str) -> tuple[str, Fraction]:
-    """Return dimension and factor of a unit, "m^2" and "square m", too; ("", 1) for others."""
-    name, _, power = unit.removeprefix("square ").partition("^")
-    exponent = 2 if unit.startswith("square ") else int(power) if power in ("1", "2", "3") else 1
-    dimension, factor = FACTORS.get(name, ("", Fraction(1)))
-    if not dimension or (power and power not in ("1", "2", "3")):
-        return "", Fraction(1)
-    return f"{dimension}^{exponent}", factor**exponent
+def is_unit(word: str) -> bool:
+    """Return whether a word is a unit, as "km/h" and "cm^3" are, or "per" between two."""
+    parts = re.sub(r"\^\{?[0-9]\}?$", "", word).split("/")
+    return word == "per" or all(unit_name(part) in KNOWN for part in parts)
 
 
 def quantity(text: str) -> tuple[str, Fraction] | None:
-    """Read "1.5 km" as ("length", 1500), in the base unit; None for anything else."""
+    """Read "1.5 km" as ("length", 1500), in the base unit, and "1 h 30 min" as ("time", 5400); None
+    for anything else.
+
+    A further part must be less than one of the unit before it.
+    """
     found = _QUANTITY.fullmatch(text)
-    if found is None or (unit := unit_name(found[2])) not in FACTORS:
+    if found is None or (found[1] and found[4]):
         return None
-    dimension, factor = FACTORS[unit]
-    return dimension, Fraction(found[1]) * factor
+    total, bound, dimensions = Fraction(0), None, set()
+    for number, word in re.findall(_PART, text):
+        dimension, factor = FACTORS.get(unit_name(word), ("", Fraction(0)))
+        value = Fraction(number) * factor
+        if not dimension or (bound is not None and value >= bound):
+            return None
+        # Nothing follows a fraction of a unit.
+        total, bound = total + value, Fraction(0) if "." in number else factor
+        dimensions.add(dimension)
+    return (dimension, -total if found[1] == "-" else total) if len(dimensions) == 1 else None

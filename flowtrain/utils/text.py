@@ -12,9 +12,11 @@ _UNPRINTABLE = re.compile(
 )
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BRACE = re.compile(
-    r"\\(?:boxed|fbox)(?:(?P<box>\s*\{)|\s+(?P<number>[-+]?[0-9][0-9.,/]*))|(?<!\\)\\[{}]|[{}]"
+    r"(?<!\bnot )(?<!\bnot \$)\\(?:boxed|fbox)"
+    r"(?:(?P<box>\s*\{)|\s+(?P<number>[-+]?[0-9][0-9.,/]*))|(?<!\\)\\[{}]|[{}]"
 )
 """Braces, with the command before those of a box, and \\{ and \\}, which are none."""
+_DENIED = re.compile(r"[\s}$*)\]]*(?:\?|(?:(?:is|was) )(?:not|wrong|incorrect|false)\b|isn't\b)")
 
 
 def words(text: str) -> list[str]:
@@ -57,7 +59,8 @@ def marked_answer(text: str) -> str | None:
 def boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{...} or \fbox{...} whose braces match, else None.
 
-    Of "\boxed 2", which MATH has in places, it is "2". The time is linear in the text's length.
+    Of "\boxed 2", which MATH has in places, it is "2"; of "not \boxed{2}" and "\boxed{2} is wrong"
+    None. The time is linear in the text's length.
     """
     starts: list[int | None] = []  # of the contents of open boxes; None for other braces
     found = (-1, -1)
@@ -69,7 +72,8 @@ def boxed(text: str) -> str | None:
         elif mark[0] == "}" and starts and (start := starts.pop()) is not None:
             found = max(found, (start, mark.start()))
     start, end = found
-    return text[start:end].strip() if start >= 0 else None
+    is_said = start >= 0 and not _DENIED.match(text, end)
+    return text[start:end].strip() if is_said else None
 
 
 def encodable(text: str) -> str:

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.lenient import canonical, find_answer, find_verdict, tool_of
+from flowtrain.agents.lenient import canonical, find_answer, tool_of
 from flowtrain.agents.planner import NO_TOOL, parse_action, read_action
-from flowtrain.agents.verdicts import parse_verdict
-from flowtrain.agents.verifier import read_reply
-from flowtrain.types import Action, Verdict
+from flowtrain.agents.verdicts import read_verdict
+from flowtrain.types import Action
 
 TOOLS = ("Search", "Python_Coder", "Base_Generator", "Web_Search")
 NAMES = {canonical(name): name for name in TOOLS} | {
@@ -51,7 +50,7 @@ PLANS = {
     "a next line": "Sub-Goal: area of Chad\nTool Name: Python_Coder\nIt computes.",
     "the word tool": "Sub-Goal: area of Chad\nTool Name: Python_Coder tool",
     "a suffix": "Sub-Goal: area of Chad\nTool Name: Python_Coder_Tool",
-    "hyphens": "Sub-Goal: area of Chad\nTool Name: Python-Coder",
+    "escapes": "Sub\\_Goal: area of Chad\nTool\\_Name: Python\\_Coder",
     "a space": "Sub Goal: area of Chad\nTool Name: Python_Coder",
     "one word": "Subgoal: area of Chad\nToolName: Python_Coder",
     "underscores": "Sub_Goal: area of Chad\nTool_Name: Python_Coder",
@@ -143,79 +142,6 @@ def test_what_is_accepted_reads_the_same_when_it_is_written(pieces: list[str]) -
     assert parse_action(json.dumps(fields), TOOLS) == action
 
 
-# ---- the verifier
-
-STOPS = [
-    "Conclusion: STOP",
-    "Conclusion: The memory is complete and accurate enough.\nFinal Determination: STOP",
-    "Final Determination: **STOP**",
-    "**Final Determination:** STOP.",
-    "### Conclusion\nSTOP",
-    "Conclusion: \\boxed{STOP}",
-    "So \\boxed{\\text{STOP}}.",
-    "Conclusion: `STOP`",
-    "Conclusion\uff1aSTOP",
-    '```json\n{"stop_signal": true}\n```',
-    'All is there. {"analysis": "complete", "stop_signal": true}',
-    '{"conclusion": "STOP"}',
-    "All parts are covered.\nSTOP",
-    "All parts are covered.\n\n**STOP**\n",
-    "All parts are covered.\nstop.",
-    "I conclude with STOP",
-    "We conclude that we should STOP here.",
-    "Verdict: STOP",
-    "My decision is: STOP",
-    "Conclusion: STOP<|im_end|>",
-    "Conclusion: STOP<|im_end|>\n<|im_start|>user\nConclusion: CONTINUE",
-    "Conclusion: CONTINUE\nOn second thought:\nConclusion: STOP",
-]
-NOTHING = [
-    "",
-    "We should not stop yet.",
-    "Stop words were removed from the query.",
-    "The bus stop is in Chad.",
-    "Conclusion: STOP or CONTINUE",
-    "Conclusion: STOP/CONTINUE",
-    "Conclusion: STOP | CONTINUE",
-    "Conclusion: STOP is not warranted.",
-    "Conclusion: it is too early to stop.",
-    "Final Determination: do not stop",
-    "I would conclude with one more step before we stop",
-    '{"stop_signal": "maybe"}',
-    '{"analysis": "we may stop"}',
-]
-
-
-@pytest.mark.parametrize("reply", STOPS)
-def test_a_verdict_in_another_form_is_read(reply: str) -> None:
-    found = find_verdict(reply)
-    assert found is not None and found[0] is Verdict.STOP
-    # The same reply the other way round.
-    swapped = reply.replace("STOP", "@").replace("CONTINUE", "STOP").replace("@", "CONTINUE")
-    swapped = swapped.replace("stop.", "continue.").replace(
-        '"stop_signal": true', '"stop_signal": false'
-    )
-    found = find_verdict(swapped)
-    assert found is not None and found[0] is Verdict.CONTINUE
-
-
-@pytest.mark.parametrize("reply", NOTHING)
-def test_the_word_alone_is_no_verdict(reply: str) -> None:
-    assert find_verdict(reply) is None
-
-
-@pytest.mark.parametrize("reply", STOPS)
-def test_the_verifier_takes_the_exact_form_first(reply: str) -> None:
-    verdict, rescued = read_reply(reply)
-    assert verdict is Verdict.STOP
-    assert (not rescued) == (parse_verdict(reply) is Verdict.STOP)
-
-
-@pytest.mark.parametrize("reply", NOTHING)
-def test_the_verifier_goes_on_where_nothing_is_said(reply: str) -> None:
-    assert read_reply(reply) == (Verdict.CONTINUE, ())
-
-
 # ---- the generator
 
 ANSWERS = {
@@ -260,6 +186,6 @@ def test_an_answer_reads_the_same_in_its_tags(output: str) -> None:
 )  # fmt: skip
 def test_hostile_texts_take_no_time(text: str) -> None:
     started = time.process_time()
-    for parse in (read, find_verdict, find_answer):
+    for parse in (read, read_verdict, find_answer):
         parse(text)
     assert time.process_time() - started < 3.0

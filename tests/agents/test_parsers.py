@@ -1,4 +1,4 @@
-"""Parsers of the replies of executor and verifier raise nothing and lose nothing."""
+"""The reader of commands raises nothing and loses nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.commands import find_command, write_command
+from flowtrain.agents.commands import read_command, write_command
 from flowtrain.agents.planner import parse_action
-from flowtrain.agents.verifier import parse_verdict
+from flowtrain.agents.verdicts import read_verdict
 from flowtrain.tools import Parameter, ToolCard
-from flowtrain.types import Verdict
 from flowtrain.utils.text import final_answer
 
 CARD = ToolCard(
@@ -90,7 +89,7 @@ arguments = st.dictionaries(names, values, max_size=4)
 @given(arguments)
 def test_a_command_is_read_as_it_was_written(arguments: dict[str, object]) -> None:
     command = write_command(arguments)
-    assert find_command(command, CARD) == (arguments, 1)
+    assert read_command(command, CARD)[:2] == (arguments, 1)
     assert "\n" not in command
 
 
@@ -102,7 +101,7 @@ def test_a_command_is_read_as_it_was_written(arguments: dict[str, object]) -> No
 @example("execution = tool.execute(a=-" + "-" * 20_000 + "1)")
 def test_no_reply_breaks_the_command_parser(reply: str) -> None:
     with contextlib.suppress(ValueError):
-        find_command(reply, CARD)
+        read_command(reply, CARD)
 
 
 @settings(max_examples=300)
@@ -120,11 +119,11 @@ def test_arguments_come_through_whatever_is_around_them(
         f"Generated Command:\n```\n{command}\n```\nThat should do.",
         json.dumps({"analysis": "a", "explanation": "b", "command": command}),
         "```json\n" + json.dumps({"command": f"```python\n{command}\n```"}) + "\n```",
-        f"The command is\n{command}",
+        command,
     )
     if form in (0, 1, 2) and "```" in command:
         return  # a fence within a fence ends it, for people too
-    assert find_command(replies[form], CARD) == (arguments, 1)
+    assert read_command(replies[form], CARD)[:2] == (arguments, 1)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +162,6 @@ def test_arguments_come_through_whatever_is_around_them(
         (f"```\nshort\n```\n```python\n{CALL}\n```", (CHAD, 1)),
         (f"```\ntool.execute()\n```\n```python\n{CALL}\n```", (CHAD, 1)),  # the longest fence
         (f"```python\n{CALL}", (CHAD, 1)),  # cut before the fence was closed
-        (f"> {CALL}", (CHAD, 1)),
         (f"`{CALL}`", (CHAD, 1)),
         ('{"command": "execution = tool.execute(query=\\"area of Chad\\")"}', (CHAD, 1)),
         (
@@ -178,7 +176,7 @@ def test_arguments_come_through_whatever_is_around_them(
     ],
 )
 def test_the_forms_of_a_command(reply: str, expected: tuple[dict[str, object], int]) -> None:
-    assert find_command(reply, CARD) == expected
+    assert read_command(reply, CARD)[:2] == expected
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,6 @@ def test_the_forms_of_a_command(reply: str, expected: tuple[dict[str, object], i
         "```python\nexecution = tool.run(query='x')\n```",
         "```python\nexecution = other.execute(query='x')\n```",
         "```python\nexecution = tool.execute(query=__import__('os').system('x'))\n```",
-        "```python\nexecution = tool.execute(query=f'{1}')\n```",
         "```python\nexecution = tool.execute(**{1: 'x'})\n```",
         "```python\nexecution = tool.execute(**['x'])\n```",
         "```python\nexecution = tool.execute(*['x'])\n```",
@@ -204,7 +201,7 @@ def test_the_forms_of_a_command(reply: str, expected: tuple[dict[str, object], i
 )
 def test_what_is_no_command(reply: str) -> None:
     with pytest.raises(ValueError):
-        find_command(reply, CARD)
+        read_command(reply, CARD)
 
 
 def test_nothing_of_a_command_is_executed(tmp_path: object) -> None:
@@ -215,7 +212,7 @@ def test_nothing_of_a_command_is_executed(tmp_path: object) -> None:
         f"(lambda: open({marker!r}, 'w'))()",
     ):
         for reply in (f"x = {code}\n{CALL}", f"execution = tool.execute(query={code})\n{CALL}"):
-            assert find_command(f"```python\n{reply}\n```", CARD) == (CHAD, 1)
+            assert read_command(f"```python\n{reply}\n```", CARD)[:2] == (CHAD, 1)
     from pathlib import Path
 
     assert not Path(marker).exists()
@@ -235,50 +232,8 @@ def test_nothing_of_a_command_is_executed(tmp_path: object) -> None:
 def test_a_flood_takes_no_time(flood: str) -> None:
     started = time.process_time()
     with pytest.raises(ValueError):
-        find_command(flood, CARD)
-    assert parse_verdict(flood) is None
+        read_command(flood, CARD)
+    assert read_verdict(flood) == (None, ())
     assert final_answer(flood)
     parse_action(flood, ("Wiki",))
     assert time.process_time() - started < 1.5
-
-
-# ---- verifier
-
-
-@pytest.mark.parametrize(
-    ("reply", "verdict"),
-    [
-        ("All is there.\nConclusion: STOP", "STOP"),
-        ("More is needed.\nConclusion: CONTINUE", "CONTINUE"),
-        ("**Conclusion:** STOP", "STOP"),
-        ("conclusion - stop.", "STOP"),
-        ("### Conclusion\n\n**STOP**", "STOP"),
-        ("Conclusion: STOP\nNo, wait.\nConclusion: CONTINUE", "CONTINUE"),
-        ("Conclusion: CONTINUE\n...\nConclusion: STOP", "STOP"),
-        ('{"analysis": "enough", "stop_signal": true}', "STOP"),
-        ('{"analysis": "Conclusion: STOP", "stop_signal": false}', "CONTINUE"),
-        ('{"stop_signal": "true"}', "CONTINUE"),
-        ("Do not stop yet, the area is missing.", "CONTINUE"),  # AgentFlow stops here
-        ("The bus stops at noon. Conclusion: the answer is 12.", "CONTINUE"),
-        ("I will end with Conclusion: STOP or CONTINUE, as asked.", "CONTINUE"),
-        ("Conclusion: STOP|CONTINUE", "CONTINUE"),
-        ("Conclusion: STOPPING would be wrong", "CONTINUE"),
-        ("Conclusion: do not STOP", "CONTINUE"),
-        ("", "CONTINUE"),
-        ("STOP", "CONTINUE"),
-    ],
-)
-def test_verdicts(reply: str, verdict: str) -> None:
-    assert (parse_verdict(reply) or Verdict.CONTINUE) == verdict
-
-
-@given(noise)
-def test_no_reply_breaks_the_verdict_parser(reply: str) -> None:
-    assert parse_verdict(reply) in (*Verdict, None)
-    if "stop" not in reply.casefold():
-        assert parse_verdict(reply) is not Verdict.STOP
-
-
-@given(texts, st.sampled_from(Verdict))
-def test_the_last_conclusion_wins_whatever_came_before(reasons: str, verdict: Verdict) -> None:
-    assert parse_verdict(f"{reasons}\nConclusion: {verdict.value}") is verdict

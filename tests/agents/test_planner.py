@@ -120,6 +120,7 @@ def test_without_sub_goal_or_tool_an_answer_is_malformed(text: str) -> None:
         "python_coder",
         "PYTHON CODER",
         "Python   Coder",
+        "Python-Coder",
         "python_ _coder",
         " Python_Coder ",
     ],

@@ -107,14 +107,15 @@ def test_it_keeps_the_tokens_that_were_sampled() -> None:
 def test_only_the_very_words_are_a_verdict(line: str, verdict: Verdict, is_malformed: bool) -> None:
     done = verify(Says(line, mask=MASK))
     assert done.verdict is verdict
-    assert (read_verdict(done.text) is None) == is_malformed
+    assert (read_verdict(done.text) != (verdict, ())) == is_malformed
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.text(max_size=40) | st.text("STOPCNIUE: \nocluin", max_size=40))
 def test_any_text_has_a_verdict_only_in_its_last_line(text: str) -> None:
-    assert read_verdict(f"{text}\nConclusion: STOP") is Verdict.STOP
-    assert (read_verdict(text) is not None) == (
+    assert read_verdict(f"{text}\nConclusion: STOP") == (Verdict.STOP, ())
+    verdict, rules = read_verdict(text)
+    assert (verdict is not None and not rules) == (
         text.strip().split("\n")[-1].strip() in ("Conclusion: STOP", "Conclusion: CONTINUE")
     )
 
@@ -190,7 +191,7 @@ def test_full_verdict_prompt_needs_chat_template() -> None:
         and '"sub_goal": "area of Chad"' in engine.asked[0][0]
     )
     assert all(
-        read_verdict(FullVerdictPrompt("", ChatChars()).write(verdict)) is verdict
+        read_verdict(FullVerdictPrompt("", ChatChars()).write(verdict)) == (verdict, ())
         for verdict in Verdict
     )
 
@@ -303,7 +304,7 @@ def test_the_script_says_it_in_the_policys_tokens() -> None:
         FinishReason.STOP,
         text=" CONTINUE",
     )
-    assert read_verdict(done.text) is done.verdict
+    assert read_verdict(done.text) == (done.verdict, ())
 
 
 def test_the_script_stops_early_as_often_as_it_is_told() -> None:

@@ -150,10 +150,6 @@ def test_only_what_names_a_tool_of_the_run_is_imitated(reply: str, readable: boo
     assert is_readable(turn_of(found), "planner") is readable
 
 
-def test_strict_parsing_reads_a_teacher_strictly() -> None:
-    assert plan(LOOSE, parsing="strict")[0].action is None
-
-
 def test_the_teacher_reads_the_full_prompt_with_its_own_seed_and_deadline() -> None:
     teacher = Teacher(EXACT)
     planner = flow(teacher, "compact").planner  # type: ignore[attr-defined]

@@ -24,7 +24,15 @@ PAIRS = [
     json.loads(line)
     for line in Path(__file__).with_name("answer_pairs.jsonl").read_text("utf-8").splitlines()
 ]
-REFUSED = {("math", "set"): 1, ("qa", "date"): 1, ("qa", "name"): 3}
+REFUSED = {
+    ("choice", "text"): 1,
+    ("math", "unit"): 2,
+    ("math", "word"): 1,
+    ("qa", "assorted"): 2,
+    ("qa", "date"): 6,
+    ("qa", "name"): 7,
+    ("qa", "number"): 1,
+}
 """Equal pairs that score 0 at most, by kind; of every other kind none does."""
 
 

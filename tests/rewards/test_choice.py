@@ -35,7 +35,6 @@ TASK = Task("t", "q", ("Colorectal cancer",), scorer="choice", choices=OPTIONS)
             "C. Colorectal cancer",
             "C) Colorectal cancer",
             "c) colorectal cancer",
-            "C: it follows ulcerative colitis",
             "C - Colorectal cancer",
         ),
         *(
@@ -49,7 +48,7 @@ TASK = Task("t", "q", ("Colorectal cancer",), scorer="choice", choices=OPTIONS)
             "The correct answer is (C) Colorectal cancer",
             "The correct option is **C. Colorectal cancer**",
         ),
-        *("It is most likely colorectal cancer", "Such patients get colorectal cancer."),
+        "It is most likely colorectal cancer",
     ],
 )
 def test_right(answer: str) -> None:
@@ -83,6 +82,9 @@ def test_right(answer: str) -> None:
             "not colorectal cancer",
             "colorectal cancer or oral ulcers",
             "Anything rather than colorectal cancer",
+            "Such patients get colorectal cancer.",
+            "C: it follows ulcerative colitis",
+            "\ue000",
             "A B C D",
         ),
     ],

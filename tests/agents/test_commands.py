@@ -1,0 +1,136 @@
+"""Commands that models write which are not literal, or no Python; and what is never run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain.agents.commands import fitted, read_command, write_command
+from flowtrain.agents.executor import LLMExecutor
+from flowtrain.tools import ToolCard
+from flowtrain.tools.base import Parameter
+from flowtrain.types import Action
+
+CARD = ToolCard("Python_Coder", "computes", aliases=("Python_Code_Generator_Tool",))
+TWO = ToolCard("Pages", "finds", (Parameter("query", "what"), Parameter("url", "where")))
+REPLIES = [
+    (found["reply"], found["read"])
+    for line in Path(__file__).with_name("replies.jsonl").read_text("utf-8").splitlines()
+    if (found := json.loads(line))["role"] == "executor"
+]
+"""What executors write, and the query of the command in it; None for no command that runs."""
+
+
+@pytest.mark.parametrize(("reply", "query"), REPLIES)
+def test_a_command_is_read_as_it_was_meant_or_not_at_all(reply: str, query: str | None) -> None:
+    if query is not None:
+        assert read_command(reply, CARD).arguments == {"query": query}
+        return
+    with pytest.raises(ValueError, match="no tool command"):
+        read_command(reply, CARD)
+
+
+@pytest.mark.parametrize(
+    ("reply", "rules"),
+    [
+        ('tool.execute(query="a")', ()),
+        ('Python\\_Coder.execute(query="a")', ("quotes", "values")),
+        ('tool.execute(query="a" + "b")', ("values",)),
+        ('tool.execute(query="a "b" c")', ("quotes",)),
+        ('{"query": "a"}', ("json",)),
+    ],
+)
+def test_the_rules_that_a_command_took_are_named(reply: str, rules: tuple[str, ...]) -> None:
+    assert read_command(reply, CARD).rules == rules
+
+
+@pytest.mark.parametrize(
+    ("given", "card", "wanted"),
+    [
+        ({"query": "a"}, CARD, {"query": "a"}),
+        ({"question": "a"}, CARD, {"query": "a"}),
+        ({"queries": ["a"]}, CARD, {"queries": ["a"]}),
+        ({"query": 1}, CARD, {"query": 1}),
+        ({"q": "a"}, TWO, {"q": "a"}),
+        ({"url": "a"}, TWO, {"url": "a"}),
+        ({"a": "b", "c": "d"}, CARD, {"a": "b", "c": "d"}),
+    ],
+)
+def test_the_one_argument_of_a_tool_has_any_name(
+    given: dict[str, object], card: ToolCard, wanted: dict[str, object]
+) -> None:
+    assert fitted(given, card) == wanted
+
+
+class Says:
+    """A chat engine that says one thing."""
+
+    def __init__(self, reply: str) -> None:
+        self.reply = reply
+
+    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+        return self.reply
+
+
+class Coder:
+    card = CARD
+
+    async def execute(self, query: str) -> str:
+        return query.upper()
+
+    def close(self) -> None: ...
+
+
+def execute(reply: str) -> tuple[str, str, tuple[str, ...]]:
+    tools = {"Python_Coder": Coder()}
+    executor = LLMExecutor(tools, 5.0, 100, Says(reply), 5.0)  # type: ignore[arg-type]
+    action = Action("", "", "area", "Python_Coder")
+    done = asyncio.run(executor.execute("q", action, 0, 5.0))
+    return done.command, done.result.text, done.rescued
+
+
+def test_the_executor_says_what_it_took() -> None:
+    command, text, rescued = execute('execution = tool.execute(question="a")')
+    assert command == 'execution = tool.execute(query="a")'
+    assert (text, rescued) == ("A", ("arguments",))
+    assert execute('execution = tool.execute(query="a")')[2] == ()
+    assert "takes (query: str)" in execute('tool.execute(query=["a"])')[1]
+
+
+texts = st.text(max_size=60)
+pieces = st.lists(st.sampled_from([*(reply for reply, _ in REPLIES), "\n", "(", '"', "{"])).map(
+    "".join
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(texts | pieces)
+def test_what_is_read_reads_the_same_when_it_is_written(reply: str) -> None:
+    with contextlib.suppress(ValueError):
+        found = read_command(reply, CARD).arguments
+        assert read_command(write_command(found), CARD) == (found, 1, ())
+
+
+HOSTILE = (
+    "tool.execute(" * 5000,
+    "tool.execute(query=" + "(" * 50_000,
+    "tool.execute(query=" + "-" * 50_000 + "1)",
+    "tool.execute(query=f'" + "{1}" * 20_000 + "')",
+    "x.execute" * 10_000,
+    'tool.execute(query="' + '"' * 50_000,
+)
+
+
+@pytest.mark.parametrize("code", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_commands_take_no_time(code: str) -> None:
+    started = time.process_time()
+    with pytest.raises(ValueError, match="no tool command"):
+        read_command(code, CARD)
+    assert time.process_time() - started < 3.0
