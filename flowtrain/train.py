@@ -111,34 +111,33 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
     config, samplers = run.config.rollout, run.placement.samplers
     agent = run.agent_of(step)
     tasks = run.cursor.take(config.num_questions)
-    with run.held_states():
-        with timer("collect"), run.waiting_for_rollouts(step) as tick:
-            groups = collect(
-                agent,
-                tasks,
-                group_size=run.algorithm.num_roots,
-                seed=derive_seed(run.config.run.seed, "train", step),
-                max_in_flight=config.max_in_flight,
-                rank=samplers.rank,
-                num_ranks=samplers.size,
-                straggler_share=config.straggler_share,
-                straggler_s=config.straggler_s,
-                on_done=tick,
-            )
-        with timer("branch"):
-            trainer, tokenizer = run.learner.trainer, run.components.tokenizer
-            branches = run.algorithm.branch(step, groups, trainer, tokenizer)
-        with timer("collect"):
-            groups = collect_branches(
-                agent,
-                groups,
-                branches.points,
-                group_size=config.group_size,
-                seed=derive_seed(run.config.run.seed, "branch", step),
-                max_in_flight=config.max_in_flight,
-                straggler_share=config.straggler_share,
-                straggler_s=config.straggler_s,
-            )
+    with timer("collect"), run.waiting_for_rollouts(step) as tick:
+        groups = collect(
+            agent,
+            tasks,
+            group_size=run.algorithm.num_roots,
+            seed=derive_seed(run.config.run.seed, "train", step),
+            max_in_flight=config.max_in_flight,
+            rank=samplers.rank,
+            num_ranks=samplers.size,
+            straggler_share=config.straggler_share,
+            straggler_s=config.straggler_s,
+            on_done=tick,
+        )
+    with timer("branch"):
+        trainer, tokenizer = run.learner.trainer, run.components.tokenizer
+        branches = run.algorithm.branch(step, groups, trainer, tokenizer)
+    with timer("collect"):
+        groups = collect_branches(
+            agent,
+            groups,
+            branches.points,
+            group_size=config.group_size,
+            seed=derive_seed(run.config.run.seed, "branch", step),
+            max_in_flight=config.max_in_flight,
+            straggler_share=config.straggler_share,
+            straggler_s=config.straggler_s,
+        )
     with timer("collect"):
         groups = score(groups, run.judge, run.components.reward_functions)
     if run.config.algorithm.shuffle_rewards:

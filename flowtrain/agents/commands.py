@@ -48,10 +48,15 @@ def find_command(reply: str, card: ToolCard) -> tuple[dict[str, object], int]:
     ValueError when there is no command.
     """
     for code in candidates(reply[:_MAX_CHARS]):
-        found = _calls(code, tuple(parameter.name for parameter in card.parameters))
+        found = written_calls(code, card)
         if found:
             return found[0], len(found)
     raise ValueError("no tool command")
+
+
+def written_calls(command: str, card: ToolCard) -> list[dict[str, object]]:
+    """Return the arguments of all calls in a command that `write_command` wrote."""
+    return _calls(command, tuple(parameter.name for parameter in card.parameters))
 
 
 def candidates(reply: str) -> Iterator[str]:

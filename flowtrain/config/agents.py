@@ -70,8 +70,8 @@ class Agent(Section):
     """seconds per tool command; of Python_Coder it bounds the model's reply and code_timeout_s, not
     the wait for a process and a core"""
     sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
-    """confinement of the code of Python_Coder (docs/tools.md); auto: seccomp, or for
-    python_packages bubblewrap, or limits where that is missing"""
+    """confinement of the code of Python_Coder, and of answers that a checker runs (docs/tools.md);
+    auto: seccomp, or for packages bubblewrap"""
     python_packages: tuple[str, ...] = ()
     """installed packages that the code may import, with all that is installed beside them:
     ["numpy", "sympy"]"""
@@ -81,15 +81,8 @@ class Agent(Section):
     code_memory_mb: int = Field(512, ge=64)
     """MiB of address space that the code may use"""
     python_session: bool = False
-    """keep the variables of Python_Coder from turn to turn of a rollout (docs/tools.md); needs
-    sandbox = "seccomp" and no model inside the tool"""
-    max_snapshots: PositiveInt = 1024
-    """states of tools that are kept at a time for rollouts to branch from, per process; branches
-    from a place whose state was not kept fail, and are counted"""
-    snapshot_memory_mb: PositiveInt = 4096
-    """MiB that those states may take"""
-    snapshot_lifetime_s: PositiveFloat = 3600.0
-    """seconds after which a state is dropped, if its group is still not done"""
+    """keep the variables of Python_Coder from turn to turn of a rollout (docs/tools.md); needs that
+    no model is inside the tool"""
     max_result_chars: PositiveInt = 400
     """characters of a tool result that memory, or the conversation, keeps"""
     memory_tokens: int = Field(0, ge=0)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -51,20 +52,22 @@ class ProcessSandbox:
         Args:
             timeout_s: CPU time of a run; the time that it sleeps counts too, see `TimeLimit`.
             memory_mb: MiB of address space of a run.
-            max_output_chars: a run that prints more is an error.
+            max_output_chars: of what a run prints; more loses its middle.
         """
         limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "max_chars": max_output_chars}
         self.backend = backend
         self._workers = _Workers(backend, num_workers, limits)
         weakref.finalize(self, self._workers.close)
 
-    async def run(self, code: str) -> Ran:
+    async def run(self, code: str, before: Sequence[str] = ()) -> Ran:
         """Run the code; raises ToolError only when the sandbox is closed.
 
+        The programs of `before` run first, in the same process and within the same limits; what
+        they print is not shown, and where one raises, the next goes on.
         It takes at most 2 * START_S, the limit's wall time and STOP_S, from when a worker is free.
         A run whose awaiting task is cancelled holds one worker until its time limit.
         """
-        return await asyncio.wrap_future(self._workers.submit(code))
+        return await asyncio.wrap_future(self._workers.submit(code, before))
 
     def close(self) -> None:
         """Kill all processes; runs under way and later ones raise ToolError.
@@ -84,11 +87,11 @@ class _Workers:
         self.servers = _Servers(backend)
         self._owner_pid = os.getpid()
 
-    def submit(self, code: str) -> Future[Ran]:
+    def submit(self, code: str, before: Sequence[str]) -> Future[Ran]:
         """Queue the code for the next free thread."""
         with self.servers.lock:
             self.servers.check_open()
-            return self._executor.submit(self._run, code)
+            return self._executor.submit(self._run, code, before)
 
     def close(self) -> None:
         """Kill the servers and let the threads end, but not in a forked copy of the process."""
@@ -101,8 +104,8 @@ class _Workers:
             self._executor.shutdown(wait=False)
         self.servers.close()
 
-    def _run(self, code: str) -> Ran:
-        request = {"code": code, **self._limits}
+    def _run(self, code: str, before: Sequence[str]) -> Ran:
+        request = {"code": code, "before": before, **self._limits}
         error = ""
         for _ in range(ATTEMPTS):
             server = self.servers.take()
