@@ -64,7 +64,9 @@ ATTACKS = {
         "import os\nwhile True: os.write(1, bytes(1 << 16))",
         FLOOD,
     ),
-    "a little too much": program("print('x' * 2000)", "^x{975,990}\n... 3. char.* out ...\nx{975,990}$"),
+    "a little too much": program(
+        "print('x' * 2000)", "^x{975,990}\n... 3. char.* out ...\nx{975,990}$"
+    ),
     "recursion": program(
         "def f(): return f()\nf()", "RecursionError: maximum recursion depth exceeded"
     ),
