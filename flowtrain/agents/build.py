@@ -129,7 +129,7 @@ def make_refiner(config: cfg.Config, policy: Policy) -> PolicyRefiner:
 def make_planner(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) -> PolicyPlanner:
     """Make the planner."""
     prompt = make_prompt(config, tools, policy.tokenizer)
-    return PolicyPlanner(policy, prompt, config.agent.tools, tool_spellings(config, tools))
+    return PolicyPlanner(policy, prompt, tuple(tools), tool_spellings(config, tools))
 
 
 def make_chat_planner(

@@ -53,8 +53,9 @@ class Agent(Section):
     that differ from the one that is asked for, and counts them (rescued_share); strict does not"""
     tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
     """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
-    environment; also Web_Search, Wikipedia_Search, Web_Reader, those of installed packages
-    (docs/tools.md), and of [mcp.NAME] "NAME.tool", or "NAME.*" for all"""
+    environment; also Web_Search, Wikipedia_Search, Web_Reader, FILE.py:NAME of a function or class
+    of yours, those of installed packages (docs/tools.md), and of [mcp.NAME] "NAME.tool", or
+    "NAME.*" for all"""
     tool_engines: dict[str, str] = Field(default_factory=dict)
     """models inside single tools, instead of roles.tools: names in [engines], by tool:
     {Python_Coder = "coder"}"""

@@ -71,6 +71,7 @@ class RunComponents:
     chats: ChatEngines = field(default_factory=lambda: ChatEngines({}, {}))
     """The models behind the roles of the flow, the tools and the judge."""
     tools: dict[str, Tool] = field(default_factory=dict)
+    """By name; `agent.tools` may name a file, or all tools of an MCP server."""
     reward_functions: RewardFunctions | None = None
     true_scorer: TrueScorer | None = None
     """Of held-out rollouts alone; None on nodes."""
@@ -188,9 +189,6 @@ class RunComponents:
             tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
             for tool in tools.values():
                 cleanup.callback(tool.close)
-            # Each tool by its name, where `agent.tools` names all of an MCP server.
-            agent = config.agent.model_copy(update={"tools": tuple(tools)})
-            config = config.model_copy(update={"agent": agent})
             if tasks.train:  # a node is given its tasks one by one
                 algorithm.check_inputs(tasks, tools)
             agent_kind.check(config, planner_tokenizer)

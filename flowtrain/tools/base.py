@@ -88,7 +88,10 @@ class ToolCard:
             return f"{self.name} takes ({self._takes()}): {wrong}" if wrong else ""
         kinds = {parameter.name: parameter.kind for parameter in self.parameters}
         required = {parameter.name for parameter in self.parameters if parameter.is_required}
-        fits = all(kinds.get(name) is type(value) for name, value in arguments.items())
+        fits = all(
+            kinds.get(name) is type(value) or (kinds.get(name) is float and type(value) is int)
+            for name, value in arguments.items()
+        )
         if fits and required <= arguments.keys():
             return ""
         given = ", ".join(f"{name}: {type(value).__name__}" for name, value in arguments.items())

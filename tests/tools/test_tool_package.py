@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages import check_shown, installed, printed
+from tests.packages import installed, printed
 
 FLOW = """
 import asyncio, json
@@ -50,10 +50,6 @@ def test_installed_tool_runs_in_flow_with_its_options(site: Path) -> None:
     assert wrong.startswith("Error: write '3 mile to km', with units of mm, cm")
     assert right == answer == "4.83 km"
     assert description == "Converts a length from one unit to another."
-
-
-def test_the_docs_show_the_example_as_it_is() -> None:
-    check_shown("tool_package/flowtrain_unit_converter.py", "tools.md")
 
 
 REGISTERS = """
