@@ -81,6 +81,9 @@ class Agent(Section):
     does not (AgentFlow: 10 of wall time)"""
     code_memory_mb: int = Field(512, ge=64)
     """MiB of address space that the code may use"""
+    search_cache_mb: int = Field(64, ge=0)
+    """MiB of hits, and of pages, that Web_Search, Wikipedia_Search and Web_Reader each keep in a
+    process, so that equal queries get equal results and are paid for once; 0: off"""
     python_session: bool = False
     """keep the variables of Python_Coder from turn to turn of a rollout (docs/tools.md); needs that
     no model is inside the tool"""

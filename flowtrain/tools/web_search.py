@@ -19,6 +19,7 @@ from flowtrain.tools.retrieval.corpus import open_corpus
 from flowtrain.tools.retrieval.index import page_url
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
+from flowtrain.tools.web.cache import cached
 from flowtrain.tools.web.providers import online
 
 SNIPPET_CHARS = 300
@@ -108,6 +109,6 @@ def make(context: ToolContext) -> WebSearch:
         corpus = open_corpus(context.config, "web_search.provider")
         source = corpus.pages(lambda passage: page_url(passage.url), options.num_results)
     else:
-        source = online(options)
+        source = cached(online(options), agent.search_cache_mb)
     chat = context.chat if options.summarise else None
     return WebSearch(source, agent.tool_timeout_s, agent.max_result_chars, chat)

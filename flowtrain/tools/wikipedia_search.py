@@ -20,6 +20,7 @@ from flowtrain.tools.retrieval.corpus import open_corpus
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
 from flowtrain.tools.web.api import Api, Request
+from flowtrain.tools.web.cache import cached
 from flowtrain.types import UserError
 from flowtrain.utils.text import encodable
 
@@ -129,7 +130,7 @@ def make(context: ToolContext) -> WikipediaSearch:
         corpus = open_corpus(context.config, "wikipedia.provider")
         source = corpus.pages(_title, options.num_pages)
     else:
-        source = from_mediawiki(options)
+        source = cached(from_mediawiki(options), agent.search_cache_mb)
     return WikipediaSearch(source, context.chat, agent.tool_timeout_s, agent.max_result_chars)
 
 

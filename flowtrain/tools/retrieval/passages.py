@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import mmap
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ class Passage:
     url: str = ""
 
 
-Source = Callable[[str, float], Awaitable[Sequence[Passage]]]
+Source = Callable[[str, float], Coroutine[Any, Any, Sequence[Passage]]]
 """A function of query and seconds that returns passages, best first, or raises ToolError."""
 
 

@@ -11,7 +11,7 @@ from flowtrain.tools.sandbox.server import Backend
 from flowtrain.types import UserError
 
 _of_checkers = {"sandbox": "auto"}
-"""The `agent.sandbox` of this process, for checkers of answers, which have no config."""
+"""The `agent.sandbox` of this process, for checkers of answers and readers of pages."""
 
 
 def make_sandbox(agent: Agent, max_output_chars: int = 4000) -> ProcessSandbox:
@@ -36,9 +36,15 @@ def confine_checkers(agent: Agent) -> None:
 
 
 def make_checker_sandbox(
-    package: str, time_limit_s: float, memory_mb: int, *, runs_answers: bool
+    package: str,
+    time_limit_s: float,
+    memory_mb: int,
+    *,
+    runs_answers: bool,
+    max_output_chars: int = 4000,
 ) -> ProcessSandbox:
-    """Make the sandbox for a package that checks answers, on which hostile ones may hang.
+    """Make the sandbox for a package that checks answers, or reads pages, on which hostile ones may
+    hang.
 
     Args:
         runs_answers: the package may run an answer as code. One that only parses them gets limits
@@ -54,7 +60,7 @@ def make_checker_sandbox(
     if agent.sandbox == "auto" and not runs_answers:
         is_there = not bubblewrap.why_not(bubblewrap.backend((package,)))
         agent = agent.model_copy(update={"sandbox": "bubblewrap" if is_there else "limits"})
-    return make_sandbox(agent)
+    return make_sandbox(agent, max_output_chars)
 
 
 def _backend(agent: Agent) -> Backend:
