@@ -15,7 +15,7 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.retrieval.corpus import open_corpus
+from flowtrain.tools.retrieval.corpus import open_search
 from flowtrain.tools.retrieval.index import page_url
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
@@ -106,7 +106,7 @@ def make(context: ToolContext) -> WebSearch:
     options = context.config.web_search
     agent = context.config.agent
     if options.provider == "corpus":
-        corpus = open_corpus(context.config, "web_search.provider")
+        corpus = open_search(context.config, "web_search.provider")
         source = corpus.pages(lambda passage: page_url(passage.url), options.num_results)
     else:
         source = cached(online(options), agent.search_cache_mb)

@@ -16,7 +16,7 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.retrieval.corpus import open_corpus
+from flowtrain.tools.retrieval.corpus import open_search
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
 from flowtrain.tools.web.api import Api, Request
@@ -127,7 +127,7 @@ def make(context: ToolContext) -> WikipediaSearch:
     options = context.config.wikipedia
     agent = context.config.agent
     if options.provider == "corpus":
-        corpus = open_corpus(context.config, "wikipedia.provider")
+        corpus = open_search(context.config, "wikipedia.provider")
         source = corpus.pages(_title, options.num_pages)
     else:
         source = cached(from_mediawiki(options), agent.search_cache_mb)
