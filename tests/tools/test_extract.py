@@ -162,7 +162,7 @@ def test_other_pages_that_no_person_writes_end(body: str, extractor: Extractor) 
 def test_a_process_that_dies_costs_one_page(extractor: Extractor) -> None:
     plain = page("x", content_type="text/plain")
     assert text_of(extractor, plain) == "x"
-    server = extractor._sandbox._workers.servers.idle[-1]
+    server = extractor._sandbox._workers.idle[-1]
     os.kill(server._process.pid, signal.SIGKILL)
     server._process.wait(10)
     assert text_of(extractor, plain) == "x"

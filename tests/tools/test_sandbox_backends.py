@@ -377,7 +377,7 @@ os.wait()"""
         return found
 
     assert outcome(box, daemon) == ""
-    asyncio.run(until(lambda: len(processes()) == 3))  # two servers, one in reserve, and the daemon
+    asyncio.run(until(lambda: len(processes()) == 2))  # the server and the daemon
     box.close()
     asyncio.run(until(lambda: not processes()))
 
