@@ -15,10 +15,11 @@ from flowtrain.config import Agent, GymSet
 from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.rewards import gym, score, score_one
 from flowtrain.tasks.gym import gym_tasks
-from flowtrain.tools.sandbox import make_sandbox
+from flowtrain.tools.sandbox import confine_checkers, make_sandbox
 from flowtrain.tools.sandbox.host import Ran
 from flowtrain.training.world import World
 from flowtrain.types import Group, Task, Trajectory, UserError
+from tests.attacks.sandboxes import WHY_NO_BUBBLEWRAP
 
 pytest.importorskip("reasoning_gym", reason="needs pip install 'flowtrain[gym]'")
 pytestmark = pytest.mark.filterwarnings("ignore:sandbox 'limits'")
@@ -50,8 +51,10 @@ def sandbox() -> Iterator[None]:
     """One worker: each process that waits for answers takes seconds to import the verifiers."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("os.cpu_count", lambda: 1)
-        gym._sandbox()
+        confine_checkers(Agent(sandbox="limits" if WHY_NO_BUBBLEWRAP else "auto"))
+        gym.start()
     yield
+    confine_checkers(Agent())
     gym._sandbox().close()
     gym._sandbox.cache_clear()
 

@@ -342,7 +342,8 @@ def test_a_long_output_loses_its_middle(num_chars: int, unit: str) -> None:
 
 def test_an_error_after_a_long_output_is_whole() -> None:
     box = ProcessSandbox(seccomp.backend(), num_workers=1, max_output_chars=40)
-    ran = asyncio.run(box.run("print('x' * 10_000)\nraise ValueError('why ' * 100)"))
+    ran = asyncio.run(box.run("print('x' * 10_000)\nraise ValueError('why ' * 1000)"))
     box.close()
     assert ran.error is not None and ran.error.startswith("ValueError: why why")
-    assert ran.error.endswith("(line 2: raise ValueError('why ' * 100))") and not ran.output
+    assert ran.error.endswith("(line 2: raise ValueError('why ' * 1000))") and not ran.output
+    assert len(ran.error) == 1000

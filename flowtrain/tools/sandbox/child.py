@@ -226,7 +226,7 @@ class Output:
         self._num_chars += len(text)
         room = self.max_chars - len(self._head)
         self._head += text[:room]
-        self._tail = (self._tail + text[room:])[-max(self.max_chars, MAX_ERROR_CHARS) :]
+        self._tail = (self._tail + text[room:])[-max(self.max_chars, 2 * MAX_ERROR_CHARS) :]
 
     def last_line(self) -> str:
         return (self._head + self._tail).rpartition("\n")[2]

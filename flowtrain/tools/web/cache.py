@@ -1,4 +1,4 @@
-"""What services and pages have answered in this process, so that equal queries get equal results
+"""The answers of services and pages in this process, kept so that equal queries get equal results
 and are paid for once.
 """
 
