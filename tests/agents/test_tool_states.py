@@ -52,6 +52,7 @@ from flowtrain.types import (
 )
 from tests.attacks.sandboxes import needs_bubblewrap
 
+pytestmark = pytest.mark.filterwarnings("ignore:sandbox 'limits'")
 TASK = Task("t-1", "What is it?", ("5",))
 
 
@@ -88,7 +89,7 @@ class Notes:
     def close(self) -> None: ...
 
 
-@pytest.fixture(params=["seccomp", pytest.param("bubblewrap", marks=needs_bubblewrap)])
+@pytest.fixture(params=["seccomp", pytest.param("bubblewrap", marks=needs_bubblewrap), "limits"])
 def python(request: pytest.FixtureRequest) -> Iterator[python_coder.SessionCoder]:
     made = coder(sandbox=request.param)
     yield made
@@ -285,13 +286,14 @@ def divide(n):
 
 
 def test_an_exception_keeps_what_was_set_and_a_limit_leaves_nothing() -> None:
-    tool = coder(code_timeout_s=0.4, code_memory_mb=128)
+    tool = coder(code_timeout_s=0.8, code_memory_mb=128)
     ended = {
-        "x = 2\nwhile True: pass": "CPU time limit of 0.4 s exceeded",
-        "x = 3; import time; time.sleep(60)": "time limit of 0.4 s exceeded, asleep",
+        "x = 2\nwhile True: pass": "CPU time limit of 0.8 s exceeded",
+        "x = 3; import time; time.sleep(60)": "time limit of 0.8 s exceeded, asleep",
         "x = 4; import os; os._exit(3)": "exited with status 3",
         "x = 5; import os; os.abort()": "killed by SIGSEGV",  # it cannot send what it means
         "x = 6; [0] * 10**9": "memory limit of 128 MiB exceeded",
+        "import os\nwhile True: os.write(1, bytes(1 << 16))": "output limit of 16 MiB exceeded",
     }
     raised = {
         "x = 1\n1 / 0": "ZeroDivisionError: division by zero (line 2: 1 / 0)",
