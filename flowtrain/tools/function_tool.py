@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +32,8 @@ from flowtrain.utils.errors import foreign
 
 _KINDS = (str, int, float, bool)
 _NUM_THREADS = 16
-_ARGUMENT = re.compile(r"[ \t]+(\w+)(?: \([^)]*\))?:[ \t]*(.+)")
+_ENTRY = re.compile(r"^\S.*(?:\n(?:[ \t].*)?)*", re.MULTILINE)
+_ARGUMENT = re.compile(r"(\w+)(?: \([^)]*\))?: (.+)")
 
 
 class FunctionTool(Tool):
@@ -71,15 +74,15 @@ def card_of(function: Callable[..., Any], origin: str) -> ToolCard:
     signature = inspect.signature(function)
     if unknown := meanings.keys() - signature.parameters.keys():
         raise UserError(f"{origin} has no argument {min(unknown)!r}, which its docstring describes")
-    return ToolCard(
-        name,
-        description,
-        tuple(
-            _parameter(each, types_of.get(each.name), meanings, origin)
-            for each in signature.parameters.values()
-        ),
-        examples=tuple(_examples(about, name, signature, origin)),
+    parameters = tuple(
+        _parameter(each, types_of.get(each.name), meanings, origin)
+        for each in signature.parameters.values()
     )
+    examples = tuple(_examples(about, name, signature, origin))
+    card = ToolCard(name, description, parameters, examples=examples)
+    if wrong := next(filter(None, map(card.check, examples)), ""):
+        raise UserError(f"{origin}: its example does not fit: {wrong}")
+    return card
 
 
 def _parameter(
@@ -109,12 +112,11 @@ def _parameter(
 
 
 def _meanings(about: str) -> Iterator[tuple[str, str]]:
-    """Read the arguments of a docstring, below "Args:", each on a line that is indented once."""
-    _, _, section = about.partition("\nArgs:\n")
-    for line in section.splitlines():
-        if line and not line[0].isspace():
-            return
-        if found := _ARGUMENT.fullmatch(line):
+    """Read the arguments of a docstring, below "Args:"; lines that are indented further go on."""
+    _, _, rest = about.partition("\nArgs:\n")
+    section = itertools.takewhile(lambda line: line[:1] in ("", " "), rest.splitlines())
+    for entry in _ENTRY.findall(textwrap.dedent("\n".join(section))):
+        if found := _ARGUMENT.fullmatch(" ".join(entry.split())):
             yield found[1], found[2]
 
 
@@ -127,9 +129,11 @@ def _examples(
         if not line.strip().startswith(f">>> {name}("):
             continue
         try:
-            call: Any = ast.parse(code, mode="eval").body
+            call = ast.parse(code, mode="eval").body
+            if not isinstance(call, ast.Call):
+                raise ValueError("it computes something")
             values = [ast.literal_eval(each) for each in call.args]
-            by_name = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+            by_name: Any = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
             yield dict(signature.bind(*values, **by_name).arguments)
         except (SyntaxError, ValueError, TypeError) as error:
             raise UserError(f"{origin}: its example {code!r} is no call of it: {error}") from None

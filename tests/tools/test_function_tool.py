@@ -74,6 +74,34 @@ def test_calls_of_the_example(arguments: dict[str, object], output: str, error: 
     assert result.error is error if error is None else str(result.error).startswith(error)
 
 
+def test_meanings_may_go_on_in_further_lines(tmp_path: Path) -> None:
+    source = """
+def f(a: str, b: bool = False) -> str:
+    '''Does it, in a first
+    paragraph of two lines.
+
+    And more for people.
+
+    Args:
+        a (str): what to do,
+            note: at length
+
+        b: whether.
+
+    Returns:
+        a: something.
+    '''
+    return a
+"""
+    tool = made(tmp_path, source)
+    tool.close()
+    assert tool.card.description == "Does it, in a first paragraph of two lines."
+    assert [(each.name, each.meaning) for each in tool.card.parameters] == [
+        ("a", "what to do, note: at length"),
+        ("b", "whether; else False"),
+    ]
+
+
 def test_a_function_that_blocks_holds_up_nobody_and_one_that_awaits_is_awaited(
     tmp_path: Path,
 ) -> None:
@@ -139,6 +167,8 @@ DOC = '"Does it."'
         ),
         ("def f(a: str):\n '''Does.\n\n >>> f(b=1)\n '''", r"its example 'f\(b=1\)' is no call"),
         ("def f(a: str):\n '''Does.\n\n >>> f(a=x)\n '''", r"its example 'f\(a=x\)' is no call"),
+        ("def f(a: str):\n '''Does.\n\n >>> f(a='') + 1\n '''", "is no call of it: it computes"),
+        ("def f(a: str):\n '''Does.\n\n >>> f(a=1)\n '''", r"does not fit: f takes \(a: str\)"),
         ("f = 5", "is a int, not a function or a class"),
         ("g = 5", "has no 'f'"),
         ("1 / 0", "ZeroDivisionError"),
