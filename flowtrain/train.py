@@ -133,34 +133,33 @@ def _roll_out(run: Run, step: int, number: int, num_questions: int, timer: StepT
     agent = run.agent_of(step)
     tasks = run.cursor.take(num_questions)
     part = (step, number) if number else (step,)
-    with run.held_states():
-        with timer("collect"), run.waiting_for_rollouts(step) as tick:
-            groups = collect(
-                agent,
-                tasks,
-                group_size=run.algorithm.num_roots,
-                seed=derive_seed(run.config.run.seed, "train", *part),
-                max_in_flight=config.max_in_flight,
-                rank=samplers.rank,
-                num_ranks=samplers.size,
-                straggler_share=config.straggler_share,
-                straggler_s=config.straggler_s,
-                on_done=tick,
-            )
-        with timer("branch"):
-            trainer, tokenizer = run.learner.trainer, run.components.tokenizer
-            branches = run.algorithm.branch(step, groups, trainer, tokenizer)
-        with timer("collect"):
-            groups = collect_branches(
-                agent,
-                groups,
-                branches.points,
-                group_size=config.group_size,
-                seed=derive_seed(run.config.run.seed, "branch", step),
-                max_in_flight=config.max_in_flight,
-                straggler_share=config.straggler_share,
-                straggler_s=config.straggler_s,
-            )
+    with timer("collect"), run.waiting_for_rollouts(step) as tick:
+        groups = collect(
+            agent,
+            tasks,
+            group_size=run.algorithm.num_roots,
+            seed=derive_seed(run.config.run.seed, "train", *part),
+            max_in_flight=config.max_in_flight,
+            rank=samplers.rank,
+            num_ranks=samplers.size,
+            straggler_share=config.straggler_share,
+            straggler_s=config.straggler_s,
+            on_done=tick,
+        )
+    with timer("branch"):
+        trainer, tokenizer = run.learner.trainer, run.components.tokenizer
+        branches = run.algorithm.branch(step, groups, trainer, tokenizer)
+    with timer("collect"):
+        groups = collect_branches(
+            agent,
+            groups,
+            branches.points,
+            group_size=config.group_size,
+            seed=derive_seed(run.config.run.seed, "branch", step),
+            max_in_flight=config.max_in_flight,
+            straggler_share=config.straggler_share,
+            straggler_s=config.straggler_s,
+        )
     with timer("collect"):
         functions, bounds = run.components.reward_functions, run.config.reward
         groups = score(groups, run.judge, functions, bounds)

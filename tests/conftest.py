@@ -56,7 +56,6 @@ SLOW = (
     "attacks/test_poisoned_groups.py",
     "attacks/test_power_cuts.py",
     "attacks/test_programs.py",
-    "attacks/test_session_programs.py",
     "attacks/test_strangers.py",
     "dataflow/test_bench_dataflow.py",
     "dataflow/test_chaos.py",

@@ -1,22 +1,11 @@
 """A tool with a state that can be rewound, an example in a package of its own."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flowtrain.tools import Parameter, ToolCard, ToolContext, ToolError
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A state as it was; to free it is nothing here."""
-
-    values: dict[str, int]
-
-    @property
-    def num_bytes(self) -> int:
-        return 100 * len(self.values)
-
-    def close(self) -> None:
-        """Release nothing."""
+from flowtrain.types import ToolCall
 
 
 @dataclass
@@ -30,9 +19,6 @@ class Session:
             raise ToolError("there are 1000 registers, use one of those")
         self.values[name] = self.values.get(name, 0) + add
         return f"{name} is {self.values[name]}"
-
-    async def snapshot(self) -> Kept:
-        return Kept(dict(self.values))
 
     def close(self) -> None:
         """Release nothing."""
@@ -51,11 +37,12 @@ class Registers:
     def __init__(self, context: ToolContext) -> None:
         """It has no options."""
 
-    def open_session(self) -> Session:
-        return Session()
-
-    async def restore(self, snapshot: Kept) -> Session:
-        return Session(dict(snapshot.values))
+    async def open_session(self, history: Sequence[ToolCall]) -> Session:
+        session = Session()
+        for call in history:
+            if call.result.error is None:
+                await session.execute(**json.loads(call.arguments))
+        return session
 
     async def execute(self, name: str, add: int) -> str:
         return await Session().execute(name, add)

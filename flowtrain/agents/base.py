@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.hints import Hints
@@ -16,9 +16,6 @@ from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tools import Tool
 from flowtrain.types import BranchStart, PolicyName, Task, Trajectory
-
-if TYPE_CHECKING:
-    from flowtrain.agents.tool_states import Snapshots
 
 
 class Agent(Protocol):
@@ -58,5 +55,3 @@ class AgentContext:
     """Frozen models, by the role that `[roles]` gives them."""
     max_turns: int
     """Turns of a rollout: those of training or of evaluation."""
-    snapshots: Snapshots | None = None
-    """Where rollouts keep the states of their tools, for branches; None: there are no branches."""

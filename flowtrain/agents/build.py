@@ -33,7 +33,6 @@ from flowtrain.agents.refiner import (
     RuleRefiner,
 )
 from flowtrain.agents.registry import AgentKind
-from flowtrain.agents.tool_states import Snapshots
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, VerdictPrompt
 from flowtrain.agents.verifier import (
     LLMVerifier,
@@ -131,7 +130,7 @@ def make_planner(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) 
     """Make the planner."""
     prompt = make_prompt(config, tools, policy.tokenizer)
     spellings = lenient.spellings(tool.card for tool in tools.values())
-    return PolicyPlanner(policy, prompt, config.agent.tools, spellings)
+    return PolicyPlanner(policy, prompt, tuple(tools), spellings)
 
 
 def make_chat_planner(
@@ -163,7 +162,6 @@ def make_agentflow(context: AgentContext) -> Flow:
         chats=context.chats,
         verifier=verifier,
         refine=refine,
-        snapshots=context.snapshots,
     )
 
 
@@ -189,14 +187,12 @@ def make_flow(
     chats: Mapping[str, ChatEngine] | None = None,
     verifier: Verifier | None = None,
     refine: Refiner | None = None,
-    snapshots: Snapshots | None = None,
 ) -> Flow:
     """Make the flow; rules play a role without an engine, and there is no analyst without one.
 
     Args:
         chats: the engine of every role that has one.
         verifier, refine: given iff they are policies of their own.
-        snapshots: where rollouts keep the states of their tools, for branches.
     """
     agent = config.agent
     chats = chats or {}
@@ -245,7 +241,6 @@ def make_flow(
         refiner=refine,
         passage_tools=frozenset(name for name, tool in tools.items() if tool.card.finds_passages),
         stateful_tools={n: tool for n, tool in tools.items() if isinstance(tool, StatefulTool)},
-        snapshots=snapshots,
     )
 
 

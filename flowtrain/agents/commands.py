@@ -84,6 +84,11 @@ def read_command(reply: str, card: ToolCard) -> Command:
     raise ValueError("no tool command")
 
 
+def written_calls(command: str, card: ToolCard) -> list[dict[str, object]]:
+    """Return the arguments of all calls in a command that `write_command` wrote."""
+    return _commands(command, card)[0]
+
+
 def fitted(given: dict[str, object], card: ToolCard) -> dict[str, object]:
     """Return the arguments, with the tool's own name for its one argument."""
     required = [parameter for parameter in card.parameters if parameter.is_required]

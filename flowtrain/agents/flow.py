@@ -28,13 +28,7 @@ from flowtrain.agents.memory import Memory, MemoryEntry, bounded
 from flowtrain.agents.planner import Plan, Planner
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
 from flowtrain.agents.refiner import Finding, Refiner
-from flowtrain.agents.tool_states import (
-    NO_STATES,
-    RolloutTools,
-    Snapshots,
-    StateNotKept,
-    rollout_tools,
-)
+from flowtrain.agents.tool_states import NoSession, tool_sessions
 from flowtrain.agents.verifier import Verifier
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import Tool
@@ -97,7 +91,7 @@ class _Rollout:
     prefix: ResponsePrefix | None = None
     """The beginning of a branch's first turn."""
     hint_turn: int | None = None
-    own: RolloutTools = NO_STATES
+    own_tools: Mapping[str, Tool] = field(default_factory=dict)
 
     def module_seed(self, role: str) -> int:
         """The seed of a module in the present turn."""
@@ -120,8 +114,6 @@ class Flow:
     """Tools whose results the refiner reads before the memory gets them."""
     stateful_tools: Mapping[str, Tool] = field(default_factory=dict)
     """Tools of which each rollout has a session."""
-    snapshots: Snapshots | None = None
-    """Where rollouts keep the states of those, for branches."""
 
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
@@ -142,8 +134,8 @@ class Flow:
             rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
         truncated, answer, error = "", Answer(""), ""
         try:
-            async with rollout_tools(self.stateful_tools, self.snapshots, seed, start) as own:
-                rollout.own = own
+            async with tool_sessions(self.stateful_tools.values(), start) as own_tools:
+                rollout.own_tools = own_tools
                 truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
                 answer = await self.generator.answer(
@@ -154,7 +146,7 @@ class Flow:
                 )
         except _RoleFailed as failed:
             error = str(failed)
-        except StateNotKept as missing:
+        except NoSession as missing:
             error = f"tool state: {missing}"
         return Trajectory(
             task=task,
@@ -222,7 +214,7 @@ class Flow:
                 plan.action,
                 seed=rollout.module_seed("executor"),
                 deadline_s=rollout.deadline.left_s(),
-                own_tools=rollout.own.tools,
+                own_tools=rollout.own_tools,
             )
         refined = await self._refined(rollout, plan.action, executed.result)
         result = refined.result
@@ -261,7 +253,6 @@ class Flow:
         rollout.memory = memory
         rollout.shown = shown
         rollout.turns.append(turn)
-        await rollout.own.end_turn(len(rollout.turns) - 1)
         return verified.verdict
 
     async def _plan(self, rollout: _Rollout) -> Plan:

@@ -20,7 +20,7 @@ from flowtrain.agents.base import AgentContext
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
-from flowtrain.agents.tool_states import NO_STATES, RolloutTools, StateNotKept, rollout_tools
+from flowtrain.agents.tool_states import NoSession, tool_sessions
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, run_tool
 from flowtrain.types import (
@@ -89,7 +89,7 @@ class Session:
         self._places: dict[int, int] = {}
         self._reported: dict[str, float] = {}
         self._turn_rewards: tuple[float, ...] = ()
-        self._states = NO_STATES
+        self._sessions: Mapping[str, Tool] = {}
 
     @property
     def policy(self) -> Policy:
@@ -126,8 +126,6 @@ class Session:
         that its caller cancels, or that fails, is no turn.
         """
         number = self.next_call()
-        if number:
-            await self._states.end_turn(number - 1)
         if self._start is not None and number < self._start.point.turn:
             return self._record(_again(self._start.parent.turns[number], prompt_ids))
         prefix = None
@@ -255,15 +253,15 @@ class Session:
     async def _repeat(
         self, wanted: Sequence[tuple[str, Mapping[str, object], str]], results: list[ToolResult]
     ) -> None:
-        """Call tools as the parent did, but those that have been restored to their state."""
-        mine = [n for n, (name, _, _) in enumerate(wanted) if name not in self._states.names]
+        """Call tools as the parent did, but those whose sessions have begun with those calls."""
+        mine = [n for n, (name, _, _) in enumerate(wanted) if name not in self._sessions]
         again = await self._run_tools([wanted[n] for n in mine])
         if [each.text for each in again] != [results[n].text for n in mine]:
             raise ValueError("it cannot branch: a tool gave another result than to its parent")
 
-    def with_states(self, states: RolloutTools) -> Session:
-        """Use the tools of this rollout alone."""
-        self.tools, self._states = states.tools, states
+    def with_sessions(self, sessions: Mapping[str, Tool]) -> Session:
+        """Use these tools of this rollout alone."""
+        self.tools, self._sessions = {**self.tools, **sessions}, sessions
         return self
 
     async def _run_tool(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
@@ -300,17 +298,17 @@ class SessionAgent(ABC):
         answer, truncated, error = "", "", ""
         try:
             async with (
-                rollout_tools(session.tools, self.context.snapshots, seed, start) as states,
+                tool_sessions(session.tools.values(), start) as sessions,
                 (cutoff or Cutoff())(),
             ):
-                answer = await self._answer_in_time(session.with_states(states))
+                answer = await self._answer_in_time(session.with_sessions(sessions))
         except RolloutEnded as ended:
             answer, truncated = session.answer_so_far, ended.reason
         except TurnsEnded:
             answer, truncated = session.answer_so_far, "straggler"
         except UserError:
             raise
-        except StateNotKept as missing:
+        except NoSession as missing:
             error = f"tool state: {missing}"
         # A program is foreign code, whose crash costs one rollout: it is counted, not trained.
         except Exception as failed:  # noqa: BLE001

@@ -236,8 +236,7 @@ class Appo(Algorithm):
         if stuck := [name for name, tool in tools.items() if not rewinds(tool)]:
             raise UserError(
                 f"algorithm.name='appo' rewinds rollouts; {stuck[0]!r} of agent.tools has a state "
-                "and cannot be rewound: it would need open_session, with sessions that have "
-                "snapshot, and restore (docs/tools.md)"
+                "and cannot be rewound: it would need open_session (docs/tools.md)"
             )
 
 

@@ -50,8 +50,9 @@ class Agent(Section):
     of a rollout from its task, with tools and a user of its own (docs/agents/environments.md)"""
     tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
     """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
-    environment; also Web_Search, Wikipedia_Search, Web_Reader, those of installed packages
-    (docs/tools.md), and of [mcp.NAME] "NAME.tool", or "NAME.*" for all"""
+    environment; also Web_Search, Wikipedia_Search, Web_Reader, FILE.py:NAME of a function or class
+    of yours, those of installed packages (docs/tools.md), and of [mcp.NAME] "NAME.tool", or
+    "NAME.*" for all"""
     tool_engines: dict[str, str] = Field(default_factory=dict)
     """models inside single tools, instead of roles.tools: names in [engines], by tool:
     {Python_Coder = "coder"}"""
@@ -67,8 +68,8 @@ class Agent(Section):
     """seconds per tool command; of Python_Coder it bounds the model's reply and code_timeout_s, not
     the wait for a process and a core"""
     sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
-    """confinement of the code of Python_Coder (docs/tools.md); auto: seccomp, or for
-    python_packages bubblewrap, or limits where that is missing"""
+    """confinement of the code of Python_Coder, and of answers that a checker runs (docs/tools.md);
+    auto: seccomp, or for packages bubblewrap"""
     python_packages: tuple[str, ...] = ()
     """installed packages that the code may import, with all that is installed beside them:
     ["numpy", "sympy"]"""
@@ -77,16 +78,12 @@ class Agent(Section):
     does not (AgentFlow: 10 of wall time)"""
     code_memory_mb: int = Field(512, ge=64)
     """MiB of address space that the code may use"""
+    search_cache_mb: int = Field(64, ge=0)
+    """MiB of hits, and of pages, that Web_Search, Wikipedia_Search and Web_Reader each keep in a
+    process, so that equal queries get equal results and are paid for once; 0: off"""
     python_session: bool = False
-    """keep the variables of Python_Coder from turn to turn of a rollout (docs/tools.md); needs
-    sandbox = "seccomp" and no model inside the tool"""
-    max_snapshots: PositiveInt = 1024
-    """states of tools that are kept at a time for rollouts to branch from, per process; branches
-    from a place whose state was not kept fail, and are counted"""
-    snapshot_memory_mb: PositiveInt = 4096
-    """MiB that those states may take"""
-    snapshot_lifetime_s: PositiveFloat = 3600.0
-    """seconds after which a state is dropped, if its group is still not done"""
+    """keep the variables of Python_Coder from turn to turn of a rollout (docs/tools.md); needs that
+    no model is inside the tool"""
     max_result_chars: PositiveInt = 400
     """characters of a tool result that memory, or the conversation, keeps"""
     memory_tokens: int = Field(0, ge=0)

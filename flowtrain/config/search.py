@@ -58,6 +58,9 @@ class WebReader(Section):
 
 
 class Corpus(Section):
+    retriever: str = ""
+    """address of a server that finds passages by Search-R1's protocol, POST /retrieve, in place of
+    BM25 over path"""
     path: str = ""
     """.jsonl, .json or .parquet file of passages, for tools whose provider is corpus"""
     text_key: str = "text"
@@ -68,5 +71,3 @@ class Corpus(Section):
     """key or column of its address, where there is one"""
     index: str = ""
     """folder of the search index, which is built once; empty: path with .index behind it"""
-    embedder: str = ""
-    """name in [engines] of an embedding model that finds the passages; empty: BM25"""

@@ -133,7 +133,7 @@ def _check(config: Config, named: Mapping[str, str]) -> None:
 
 def _check_tool(config: Config, tool: str, name: str) -> None:
     key = f"agent.tool_engines.{tool}={name!r}"
-    if tool not in config.agent.tools:
+    if tool not in {name.rpartition(":")[2] for name in config.agent.tools}:
         raise UserError(f"{key}: agent.tools={list(config.agent.tools)} has no such tool")
     if name not in config.engines:
         known = ", ".join(config.engines) or "nothing yet"

@@ -245,7 +245,7 @@ class Evaluator:
             )
 
     def _result(self, part: Part, found: Found) -> Evaluation:
-        tool_names, world = self.components.config.agent.tools, self.components.world
+        tool_names, world = tuple(self.components.tools), self.components.world
         return Evaluation.of(part.tasks, found[part.name], tool_names, world)
 
     def _held_out(self, part: Part, found: Found) -> Evaluation:

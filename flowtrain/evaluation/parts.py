@@ -11,6 +11,7 @@ from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.true_score import TrueScorer
 from flowtrain.rewards import RewardFunctions
 from flowtrain.tasks.sets import TaskSet
+from flowtrain.tools import Tool
 from flowtrain.training.world import World
 
 
@@ -23,6 +24,8 @@ class Parts(Protocol):
     def world(self) -> World: ...
     @property
     def tasks(self) -> TaskSet: ...
+    @property
+    def tools(self) -> Mapping[str, Tool]: ...
     @property
     def reward_functions(self) -> RewardFunctions | None: ...
     @property

@@ -51,6 +51,7 @@ OWN_KEYS = (
     "engines.*.api_key_env",
     "engines.*.model",
     "engines.*.max_concurrency",
+    "corpus.retriever",
     "corpus.path",
     "corpus.index",
     "judge.cache",

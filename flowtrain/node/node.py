@@ -17,7 +17,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,8 +67,6 @@ class Branching:
     """Rollouts that begin with the task."""
     points: Callable[[Group, int], Awaitable[list[BranchPoint]]]
     """(the roots, the work item's seed) -> where the others leave them."""
-    states: Callable[[list[int]], AbstractContextManager[None]]
-    """(the roots' seeds) -> a block, at whose end the states of their tools are freed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -250,11 +247,10 @@ class Node:
         if branching is None or lease.evaluation is not None:
             return Group(lease.index, await self._roll_out(item, ((n, None) for n in range(size))))
         numbers = range(branching.num_roots)
-        with branching.states([derive_seed(lease.seed, number) for number in numbers]):
-            roots = Group(lease.index, await self._roll_out(item, ((n, None) for n in numbers)))
-            points = await branching.points(roots, lease.seed)
-            rest = [(each.number, each.start) for each in missing(roots, points, size)]
-            return Group(lease.index, roots.trajectories + await self._roll_out(item, rest))
+        roots = Group(lease.index, await self._roll_out(item, ((n, None) for n in numbers)))
+        points = await branching.points(roots, lease.seed)
+        rest = [(each.number, each.start) for each in missing(roots, points, size)]
+        return Group(lease.index, roots.trajectories + await self._roll_out(item, rest))
 
     async def _roll_out(
         self, item: _WorkItem, starts: Iterable[tuple[int, BranchStart | None]]

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from flowtrain.agents.base import Agent
-from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms import load_algorithm
 from flowtrain.algorithms.base import NodeSampler
 from flowtrain.config import Config
@@ -91,14 +90,13 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
             name: policy.layout(getattr(torch, config.model.dtype), config.lora)
             for name, policy in components.policies.items()
         }
-        snapshots = components.make_snapshots()
-        engines = components.make_policy_engines(stores, branches=snapshots is not None)
+        engines = components.make_policy_engines(stores, branches=components.branches)
         for engine in engines.values():
             cleanup.callback(engine.close)
-        branching = _make_branching(components, engines["planner"], snapshots, cleanup)
+        branching = _make_branching(components, engines["planner"], cleanup)
         max_turns = components.config.agent.max_turns
         meter = Meter.of(engines)
-        agent = components.make_agent(meter.engines, max_turns, snapshots=snapshots)
+        agent = components.make_agent(meter.engines, max_turns)
         cleanup.callback(agent.close)
         judge = components.make_judge()
         functions = components.reward_functions
@@ -149,11 +147,11 @@ def _make_answer(
 
 
 def _make_branching(
-    components: RunComponents, engine: Engine, snapshots: Snapshots | None, cleanup: ExitStack
+    components: RunComponents, engine: Engine, cleanup: ExitStack
 ) -> Branching | None:
     """Build what chooses branch points; None where every rollout begins with its task."""
     algorithm, config = components.algorithm, components.config
-    if snapshots is None:
+    if not components.branches:
         return None
     reference: Scorer | None = None
     if algorithm.needs_node_reference and (name := config.appo.scorer):
@@ -172,4 +170,4 @@ def _make_branching(
     def points(roots: Group, seed: int) -> Awaitable[list[BranchPoint]]:
         return algorithm.node_points(roots, seed, sampler)
 
-    return Branching(algorithm.num_roots, points, snapshots.held)
+    return Branching(algorithm.num_roots, points)

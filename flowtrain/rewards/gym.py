@@ -54,6 +54,11 @@ def check(task: Task) -> None:
         )
 
 
+def start() -> None:
+    """Make the sandbox before there is an answer; raises UserError where it does not work here."""
+    _sandbox()
+
+
 def failure_of(scored_by: str) -> str:
     """Return the reason in a `scored_by`, or "" where there is none."""
     name, _, failure = scored_by.partition(": ")
@@ -102,7 +107,7 @@ def _failure(problem: str) -> str:
 @functools.cache
 def _sandbox() -> ProcessSandbox:
     """Make the sandbox with the first answer; its processes end with this one."""
-    return make_checker_sandbox("reasoning_gym", TIME_LIMIT_S, MEMORY_MB)
+    return make_checker_sandbox("reasoning_gym", TIME_LIMIT_S, MEMORY_MB, runs_answers=True)
 
 
 @functools.cache

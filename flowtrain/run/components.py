@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.registry import AgentKind, load_kind
-from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
@@ -35,7 +34,7 @@ from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.engines.token_chat import pass_to_template
 from flowtrain.evaluation.true_score import TrueScorer
 from flowtrain.metrics import RunDir, manifest
-from flowtrain.rewards import Judge, JudgeCache, RewardFunctions
+from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, gym
 from flowtrain.rewards.references import check_tasks
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
@@ -43,6 +42,7 @@ from flowtrain.run.trained_policy import load_trained_policy
 from flowtrain.tasks.sets import MAIN_SPLIT, TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
+from flowtrain.tools.sandbox import confine_checkers
 from flowtrain.training.devices import keep_freed_memory, threads_per_rank
 from flowtrain.training.world import World
 from flowtrain.types import PolicyName, UserError
@@ -71,6 +71,7 @@ class RunComponents:
     chats: ChatEngines = field(default_factory=lambda: ChatEngines({}, {}))
     """The models behind the roles of the flow, the tools and the judge."""
     tools: dict[str, Tool] = field(default_factory=dict)
+    """By name; `agent.tools` may name a file, or all tools of an MCP server."""
     reward_functions: RewardFunctions | None = None
     true_scorer: TrueScorer | None = None
     """Of held-out rollouts alone; None on nodes."""
@@ -174,6 +175,9 @@ class RunComponents:
     ) -> RunComponents:
         """Build what stands around the policies; `others` as for `make_chat_engines`."""
         config = algorithm.config
+        confine_checkers(config.agent)
+        if config.tasks.gym:
+            gym.start()
         agent_kind = load_kind(config)
         algorithm.check_agent(agent_kind)
         for policy in policies.values():
@@ -185,9 +189,6 @@ class RunComponents:
             tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
             for tool in tools.values():
                 cleanup.callback(tool.close)
-            # Each tool by its name, where `agent.tools` names all of an MCP server.
-            agent = config.agent.model_copy(update={"tools": tuple(tools)})
-            config = config.model_copy(update={"agent": agent})
             if tasks.train:  # a node is given its tasks one by one
                 algorithm.check_inputs(tasks, tools)
             agent_kind.check(config, planner_tokenizer)
@@ -315,24 +316,22 @@ class RunComponents:
         """Stand in for the policy engines where none is asked."""
         return {name: NoEngine(policy.max_positions) for name, policy in self.policies.items()}
 
-    def make_snapshots(self) -> Snapshots | None:
-        """Make room for the states of tools; None where no rollout branches."""
-        is_full = self.algorithm.num_roots == self.config.rollout.group_size
-        return None if is_full else Snapshots.of(self.config.agent)
+    @property
+    def branches(self) -> bool:
+        """Whether some rollouts of a group leave others of it."""
+        return self.algorithm.num_roots != self.config.rollout.group_size
 
     def make_agent(
         self,
         engines: Mapping[str, Engine],
         max_turns: int,
         temperature: float | None = None,
-        snapshots: Snapshots | None = None,
     ) -> Agent:
         """Build the agent that `agent.name` asks for; close it when done.
 
         Args:
             engines: those of `make_policy_engines`.
             temperature: of all policies; None: each has its own.
-            snapshots: where rollouts keep the states of their tools, for branches.
         """
         policies = {
             name: make_policy(self.config, name, engines[name], policy.tokenizer, temperature)
@@ -340,7 +339,7 @@ class RunComponents:
         }
         roles = self.chats.roles
         return self.agent_kind.make(
-            AgentContext(self.config, policies, self.tools, roles, max_turns, snapshots)
+            AgentContext(self.config, policies, self.tools, roles, max_turns)
         )
 
     def make_judge(self) -> Judge | None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowtrain.agents.base import Agent
-from flowtrain.agents.tool_states import Snapshots
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -68,8 +67,6 @@ class Run:
     agent: Agent
     meter: Meter
     """Counts the tokens that the agent samples."""
-    snapshots: Snapshots | None
-    """Where rollouts keep the states of their tools; None where none branches."""
     judge: Judge | None
     batch_source: BatchSource | None
     """The source of rollouts with `dataflow.url`; None where this run makes them."""
@@ -118,10 +115,6 @@ class Run:
         is_shown = samplers.rank == 0 and step == self.start_step + 1
         total = rollout.num_questions // samplers.size * self.algorithm.num_roots
         return waiting(f"rollouts of step {step}", is_shown, total=total)
-
-    def held_states(self) -> AbstractContextManager[None]:
-        """Keep the states of tools for a block in which rollouts branch, and free them then."""
-        return nullcontext() if self.snapshots is None else self.snapshots.held()
 
     def sleep(self) -> None:
         """Have the engines of a rank that trains give their memory back, with `vllm.sleep`."""
@@ -299,9 +292,8 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     for engine in engines.values():
         cleanup.callback(engine.close)
     judge = components.make_judge()
-    snapshots = components.make_snapshots()
     meter = Meter.of(engines)
-    agent = components.make_agent(meter.engines, config.agent.max_turns, snapshots=snapshots)
+    agent = components.make_agent(meter.engines, config.agent.max_turns)
     cleanup.callback(agent.close)
     run_dir = components.open_run_dir({"memory_plan": memory_plan.parts})
     if world.is_main:  # turns the ids in the logs into words
@@ -355,7 +347,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         engines=engines,
         agent=agent,
         meter=meter,
-        snapshots=snapshots,
         judge=judge,
         learner=learner,
         batch_source=batch_source,

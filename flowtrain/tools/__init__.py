@@ -5,7 +5,6 @@ A tool of another package imports the names below (docs/tools.md).
 
 from flowtrain.tools.base import (
     Parameter,
-    Snapshot,
     StatefulTool,
     Tool,
     ToolCard,
@@ -19,7 +18,6 @@ from flowtrain.tools.registry import ToolContext
 __all__ = [
     "BlockingPool",
     "Parameter",
-    "Snapshot",
     "StatefulTool",
     "Tool",
     "ToolCard",

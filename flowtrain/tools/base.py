@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from flowtrain.tools.json_schema import problem
-from flowtrain.types import ToolResult
+from flowtrain.types import ToolCall, ToolResult
 from flowtrain.utils.text import encodable
 
 _JSON_TYPES = {
@@ -88,7 +88,10 @@ class ToolCard:
             return f"{self.name} takes ({self._takes()}): {wrong}" if wrong else ""
         kinds = {parameter.name: parameter.kind for parameter in self.parameters}
         required = {parameter.name for parameter in self.parameters if parameter.is_required}
-        fits = all(kinds.get(name) is type(value) for name, value in arguments.items())
+        fits = all(
+            kinds.get(name) is type(value) or (kinds.get(name) is float and type(value) is int)
+            for name, value in arguments.items()
+        )
         if fits and required <= arguments.keys():
             return ""
         given = ", ".join(f"{name}: {type(value).__name__}" for name, value in arguments.items())
@@ -123,18 +126,6 @@ class Tool(Protocol):
         return
 
 
-class Snapshot(Protocol):
-    """A state of a session, kept for others to go on from."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that is held for it, at most."""
-        ...
-
-    def close(self) -> None:
-        """Free it; may be called twice."""
-
-
 class ToolSession(Protocol):
     """The state of a tool in one rollout, which calls it one at a time."""
 
@@ -143,28 +134,21 @@ class ToolSession(Protocol):
         """As `Tool.execute`."""
         ...
 
-    async def snapshot(self) -> Snapshot:
-        """Keep the state as it is now; later calls leave the snapshot alone."""
-        ...
-
     def close(self) -> None:
         """End the session, also in the middle of a call; may be called twice."""
 
 
 @runtime_checkable
 class StatefulTool(Tool, Protocol):
-    """A tool with a session per rollout, whose state can be kept and gone on from.
+    """A tool with a session per rollout, in which a branch goes on from its parent's calls.
 
     `execute` of the tool itself is for callers without a rollout: it starts from nothing each time.
     """
 
-    def open_session(self) -> ToolSession:
-        """Begin a session; one that is never called should cost next to nothing."""
-        ...
-
-    async def restore(self, snapshot: Any) -> ToolSession:
-        """Begin a session in exactly the state of a snapshot, any number of times, without touching
-        the session that it was taken of or any other.
+    async def open_session(self, history: Sequence[ToolCall]) -> ToolSession:
+        """Begin a session in the state after these calls, without touching that in which they were
+        made; a rollout that is no branch has none. One that is never called should cost next to
+        nothing.
         """
         ...
 

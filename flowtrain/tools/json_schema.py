@@ -72,14 +72,15 @@ def _validator(schema: str) -> Any:
         kind.check_schema(parsed)
     except SchemaError as error:
         raise ValueError(error.message[:_MAX_PROBLEM]) from None
-    rules = {name: _unchecked for name in _UNCHECKED if name in kind.VALIDATORS}
-    for name, rule in (("$ref", _counted), ("additionalProperties", _unless_patterns)):
-        if name in kind.VALIDATORS:
-            rules[name] = rule(kind.VALIDATORS[name])
+    has_patterns = "patternProperties" in schema  # they allow additional properties, unchecked
+    unchecked = (*_UNCHECKED, "additionalProperties") if has_patterns else _UNCHECKED
+    rules = {name: _accept for name in unchecked if name in kind.VALIDATORS}
+    if "$ref" in kind.VALIDATORS:
+        rules["$ref"] = _counted(kind.VALIDATORS["$ref"])
     return extend(kind, rules)(parsed, registry=Registry())
 
 
-def _unchecked(*_: Any) -> None:
+def _accept(*_: Any) -> None:
     """Accept anything."""
 
 
@@ -92,13 +93,3 @@ def _counted(rule: Any) -> Any:
         yield from rule(*of) or ()
 
     return follow
-
-
-def _unless_patterns(rule: Any) -> Any:
-    """Leave alone what the schema allows by patterns."""
-
-    def check(validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[Any]:
-        if "patternProperties" not in schema:
-            yield from rule(validator, allowed, instance, schema) or ()
-
-    return check

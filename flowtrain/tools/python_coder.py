@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError
 from flowtrain.tools.base_generator import ask_model
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.sandbox import make_sandbox, make_session_sandbox
+from flowtrain.tools.sandbox import make_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
-from flowtrain.tools.sandbox.sessions import CodeSession, CodeSnapshot, SessionSandbox
-from flowtrain.types import ToolResult, UserError
+from flowtrain.types import ToolCall, ToolResult, UserError
 
 FENCE = re.compile(
     r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE
@@ -29,6 +30,10 @@ import {offers}. It has {timeout_s:g} seconds. Print each result with a word tha
 is, and nothing else.
 
 Reply with the program in one ```python block."""
+
+_NOTHING = "the code ran and printed nothing"
+_RAISED = re.compile(r"\w+(:| \(line |\Z)")
+"""How the error of code begins that has raised an exception, and no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +51,10 @@ class PythonCoder:
 
     async def execute(self, query: str) -> ToolResult:
         """Return what the code prints, without trailing space, or its error, and its times."""
-        code = strip_fence(query)
-        if not code.strip():
-            raise ToolError("no code given")
-        ran = await self.sandbox.run(code)
-        output, error = ran.output.rstrip(), ran.error
-        if error is None and not output:
-            error = "the code ran and printed nothing"
-        return ToolResult(output, error, wall_s=ran.wall_s, cpu_s=ran.cpu_s)
+        result = await _run(self.sandbox, query)
+        if result.error is None and not result.output:
+            return replace(result, error=_NOTHING)
+        return result
 
     def close(self) -> None:
         """End the processes of the sandbox."""
@@ -62,33 +63,29 @@ class PythonCoder:
 
 @dataclass(frozen=True, slots=True)
 class PythonSession:
-    """The variables of one rollout."""
+    """The programs of one rollout, which run again before each new one."""
 
-    session: CodeSession
+    sandbox: ProcessSandbox
+    before: list[str]
 
     async def execute(self, query: str) -> ToolResult:
         """As `PythonCoder.execute`; code that only sets variables need not print."""
-        code = strip_fence(query)
-        if not code.strip():
-            raise ToolError("no code given")
-        ran = await self.session.run(code)
-        output = ran.output.rstrip() or "the code ran and printed nothing"
-        if ran.error is not None:
-            output = ""
-        return ToolResult(output, ran.error, wall_s=ran.wall_s, cpu_s=ran.cpu_s)
-
-    async def snapshot(self) -> CodeSnapshot:
-        return self.session.snapshot()
+        result = await _run(self.sandbox, query, self.before)
+        if _lasts(result):
+            self.before.append(strip_fence(query))
+        if result.error is None and not result.output:
+            return replace(result, output=_NOTHING)
+        return result
 
     def close(self) -> None:
-        self.session.close()
+        """Release nothing: between two calls there is no process."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCoder:
     """Runs the query as Python in the session of its rollout, whose variables last."""
 
-    sandbox: SessionSandbox
+    sandbox: ProcessSandbox
 
     card = ToolCard(
         "Python_Coder",
@@ -101,20 +98,14 @@ class SessionCoder:
 
     async def execute(self, query: str) -> ToolResult:
         """Run the code in a session of its own."""
-        session = self.open_session()
-        try:
-            return await session.execute(query)
-        finally:
-            session.close()
+        return await PythonSession(self.sandbox, []).execute(query)
 
-    def open_session(self) -> PythonSession:
-        return PythonSession(self.sandbox.open())
-
-    async def restore(self, snapshot: CodeSnapshot) -> PythonSession:
-        return PythonSession(snapshot.restore())
+    async def open_session(self, history: Sequence[ToolCall]) -> PythonSession:
+        done = [json.loads(call.arguments)["query"] for call in history if _lasts(call.result)]
+        return PythonSession(self.sandbox, [strip_fence(query) for query in done])
 
     def close(self) -> None:
-        """End all sessions."""
+        """End the processes of the sandbox."""
         self.sandbox.close()
 
 
@@ -166,8 +157,8 @@ def make(context: ToolContext) -> Tool:
                 "agent.python_session=true runs code that the policy writes itself; leave "
                 "roles.tools and agent.tool_engines of Python_Coder unset"
             )
-        return SessionCoder(make_session_sandbox(agent))
-    coder = PythonCoder(make_sandbox(agent))
+        return SessionCoder(make_sandbox(agent, agent.max_result_chars))
+    coder = PythonCoder(make_sandbox(agent, agent.max_result_chars))
     if context.chat is None:
         return coder
     return ModelCoder(
@@ -176,6 +167,22 @@ def make(context: ToolContext) -> Tool:
         timeout_s=agent.tool_timeout_s,
         code_timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
     )
+
+
+async def _run(sandbox: ProcessSandbox, query: str, before: Sequence[str] = ()) -> ToolResult:
+    """Run the code in a query; raises ToolError where there is none."""
+    code = strip_fence(query)
+    if not code.strip():
+        raise ToolError("no code given")
+    ran = await sandbox.run(code, before)
+    return ToolResult(ran.output.rstrip(), ran.error, wall_s=ran.wall_s, cpu_s=ran.cpu_s)
+
+
+def _lasts(result: ToolResult) -> bool:
+    """Return whether a session goes on with what the code has set: not where it met a limit or took
+    its process down, which it would do again.
+    """
+    return result.error is None or _RAISED.match(result.error) is not None
 
 
 def strip_fence(text: str) -> str:

@@ -1,11 +1,13 @@
-"""The tools by name: our own, and those of other packages by entry point `flowtrain.tools`.
+"""The tools by name: our own, those of other packages by entry point `flowtrain.tools`, and those
+of users' files, `agent.tools = ["my_tool.py:convert"]`.
 
-An entry point names a callable that makes the tool from a `ToolContext`; docs/tools.md shows one
-from end to end.
+An entry point names a callable that makes the tool from a `ToolContext`, a file such a class or a
+plain function; docs/tools.md shows one of each from end to end.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,9 +18,11 @@ from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.chat_engines import TOOL
 from flowtrain.tools.base import Tool
+from flowtrain.tools.function_tool import FunctionTool
 from flowtrain.types import UserError
 from flowtrain.utils import plugins
-from flowtrain.utils.errors import user_error
+from flowtrain.utils.errors import foreign, user_error
+from flowtrain.utils.plugins import OBJECT
 
 if TYPE_CHECKING:
     from flowtrain.tasks.sets import TaskSet
@@ -74,21 +78,29 @@ def make_tools(
         context = replace(context, passages=tasks.passages, guesses=tasks.guesses)
     names = config.agent.tools
     offered = plugins.offered("tool", GROUP, BUILT_IN)
+    of_files = {name: name.rpartition(":")[2] for name in names if plugins.names_object(name)}
     of_servers = [name for name in names if name.partition(".")[0] in config.mcp and "." in name]
+    there = {*offered, *of_files, *of_files.values(), *of_servers}
     for key, asked in (("agent.tools", names), ("plugins", config.plugins)):
-        if unknown := [name for name in asked if name not in offered and name not in of_servers]:
+        if unknown := [name for name in asked if name not in there]:
             known = [*offered, *(f"{server}.*" for server in config.mcp)]
-            raise UserError(f"{key}: no tool {unknown[0]!r}; there are {', '.join(known)}")
+            raise UserError(
+                f"{key}: no tool {unknown[0]!r}; there are {', '.join(known)}, and {OBJECT} names "
+                "one of your own"
+            )
     with ExitStack() as cleanup:
         tools: dict[str, Tool] = {}
         servers = _servers(config) if of_servers else None
         if servers is not None:
             cleanup.callback(servers.close)
         for name in names:
-            if servers is not None and name in of_servers:
+            own = (chats or {}).get(TOOL.format(of_files.get(name, name)), chat)
+            if name in of_files:
+                tool = _load(name, of_files[name], replace(context, chat=own))
+                made = {tool.card.name: tool}
+            elif servers is not None and name in of_servers:
                 made = servers.tools(name)
             else:
-                own = (chats or {}).get(TOOL.format(name), chat)
                 made = {name: _make(name, offered[name], replace(context, chat=own))}
             for tool in made.values():
                 cleanup.callback(tool.close)
@@ -106,6 +118,25 @@ def _servers(config: Config) -> Servers:
     ):
         from flowtrain.tools.mcp.tool import Servers
     return Servers(config.mcp)
+
+
+def _load(name: str, attribute: str, context: ToolContext) -> Tool:
+    """Make the tool that FILE.py:NAME names: a function, or a class as entry points name them."""
+    origin = f"agent.tools={name!r}"
+    found = plugins.load_object(name, origin)[1]
+    if inspect.isfunction(found):
+        return FunctionTool(found, origin)
+    if not isinstance(found, type):
+        raise UserError(f"{origin} is a {type(found).__name__}, not a function or a class")
+    with foreign(f"{origin} cannot be made"):
+        options = context.config.plugins.get(attribute, {})
+        tool: Tool = found(replace(context, options=options))
+        card_name = tool.card.name
+    if card_name != attribute:
+        raise UserError(
+            f"{origin} calls itself {card_name!r} on its card; both names must be the same"
+        )
+    return tool
 
 
 def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:

@@ -1,5 +1,5 @@
 """Search over a fixed list of passages: BM25, in process, no stemmer, no stop words; or over the
-passages of `[corpus]`, which are on disk and may be found by embeddings.
+passages of `[corpus]`, which are on disk, or found by a retriever elsewhere.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.retrieval.bm25 import Bm25
-from flowtrain.tools.retrieval.corpus import Corpus, open_corpus
+from flowtrain.tools.retrieval.corpus import open_search
+from flowtrain.tools.retrieval.passages import Searchable
 from flowtrain.tools.retrieval.text import check_query, fit
 from flowtrain.types import UserError
 
@@ -57,7 +58,7 @@ class CorpusSearch(Tool):
 
     card = Search.card
 
-    def __init__(self, corpus: Corpus, top_k: int, deadline_s: float, max_chars: int) -> None:
+    def __init__(self, corpus: Searchable, top_k: int, deadline_s: float, max_chars: int) -> None:
         """`deadline_s`: seconds for a query; `max_chars`: characters of a result."""
         self._corpus = corpus
         self._top_k = top_k
@@ -78,17 +79,17 @@ def make(context: ToolContext) -> Tool:
     """Raises UserError for questions of the user beside passages that cannot answer them."""
     config = context.config
     if config.tasks.name == "file" and not config.tasks.corpus:
-        if config.corpus.path:
+        if config.corpus.path or config.corpus.retriever:
             agent = config.agent
-            corpus = open_corpus(config, "agent.tools")
+            corpus = open_search(config, "agent.tools")
             return CorpusSearch(
                 corpus, agent.num_passages, agent.tool_timeout_s, agent.max_result_chars
             )
         raise UserError(
             f"agent.tools={list(config.agent.tools)} with tasks.name='file': Search would look "
             "through the shipped sentences about countries and elements. Give it passages of yours "
-            "(corpus.path, or tasks.corpus), or take Web_Search or Wikipedia_Search instead, which "
-            "search offline with provider = 'corpus'; tasks.corpus='shipped' if these sentences "
-            "are meant"
+            "(corpus.path, corpus.retriever, tasks.corpus), or take Web_Search or "
+            "Wikipedia_Search instead, which search offline with provider = 'corpus'; "
+            "tasks.corpus='shipped' if these sentences are meant"
         )
     return Search(context.passages, context.config.agent.num_passages)

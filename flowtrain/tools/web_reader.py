@@ -18,6 +18,7 @@ from flowtrain.tools.retrieval.corpus import Corpus, open_corpus
 from flowtrain.tools.retrieval.dense import Embedder, embedder, rank
 from flowtrain.tools.retrieval.text import check_query, chunks, cut, fit, split_words
 from flowtrain.tools.web.addresses import Resolver, Rules
+from flowtrain.tools.web.cache import Cache
 from flowtrain.tools.web.extract import Extractor
 from flowtrain.tools.web.fetch import Fetcher
 
@@ -25,8 +26,6 @@ MAX_EMBEDDED = 512
 """Chunks of a page that are embedded, from its beginning; more cost more than they are worth."""
 _OVERLAP = 10
 """A chunk shares one word in so many with the chunk before it (AgentFlow: 20 of 200)."""
-NUM_EXTRACTORS = 4
-"""Pages that are parsed at a time; each takes some 20 ms, a hostile page 5 s."""
 
 
 class Pages(Protocol):
@@ -140,14 +139,16 @@ class HttpPages:
     fetcher: Fetcher
     extractor: Extractor
     resolver: Resolver
-    threads: BlockingPool = field(default_factory=lambda: BlockingPool(NUM_EXTRACTORS, "extract"))
+    cache: Cache[tuple[str, str]]
 
     async def text(self, url: str, deadline_s: float) -> tuple[str, str]:
+        return await self.cache.get(url, lambda: self._read(url, deadline_s))
+
+    async def _read(self, url: str, deadline_s: float) -> tuple[str, str]:
         page = await self.fetcher.fetch(url, deadline_s)
-        return page.url, await self.threads.run(lambda: self.extractor.text(page))
+        return page.url, await self.extractor.text(page)
 
     def close(self) -> None:
-        self.threads.close()
         self.extractor.close()
         self.resolver.close()
 
@@ -181,7 +182,7 @@ def make(context: ToolContext) -> WebReader:
     else:
         resolver = Resolver()
         fetcher = Fetcher(Rules(allow_private=options.allow_private), resolver, options.max_bytes)
-        pages = HttpPages(fetcher, Extractor(), resolver)
+        pages = HttpPages(fetcher, Extractor(), resolver, Cache(agent.search_cache_mb))
     vectors = embedder(context.config, "web_reader.embedder", options.embedder)
     return WebReader(
         pages,

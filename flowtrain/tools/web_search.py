@@ -15,10 +15,11 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.retrieval.corpus import open_corpus
+from flowtrain.tools.retrieval.corpus import open_search
 from flowtrain.tools.retrieval.index import page_url
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
+from flowtrain.tools.web.cache import cached
 from flowtrain.tools.web.providers import online
 
 SNIPPET_CHARS = 300
@@ -105,9 +106,9 @@ def make(context: ToolContext) -> WebSearch:
     options = context.config.web_search
     agent = context.config.agent
     if options.provider == "corpus":
-        corpus = open_corpus(context.config, "web_search.provider")
+        corpus = open_search(context.config, "web_search.provider")
         source = corpus.pages(lambda passage: page_url(passage.url), options.num_results)
     else:
-        source = online(options)
+        source = cached(online(options), agent.search_cache_mb)
     chat = context.chat if options.summarise else None
     return WebSearch(source, agent.tool_timeout_s, agent.max_result_chars, chat)

@@ -16,10 +16,11 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.retrieval.corpus import open_corpus
+from flowtrain.tools.retrieval.corpus import open_search
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
 from flowtrain.tools.web.api import Api, Request
+from flowtrain.tools.web.cache import cached
 from flowtrain.types import UserError
 from flowtrain.utils.text import encodable
 
@@ -126,10 +127,10 @@ def make(context: ToolContext) -> WikipediaSearch:
     options = context.config.wikipedia
     agent = context.config.agent
     if options.provider == "corpus":
-        corpus = open_corpus(context.config, "wikipedia.provider")
+        corpus = open_search(context.config, "wikipedia.provider")
         source = corpus.pages(_title, options.num_pages)
     else:
-        source = from_mediawiki(options)
+        source = cached(from_mediawiki(options), agent.search_cache_mb)
     return WikipediaSearch(source, context.chat, agent.tool_timeout_s, agent.max_result_chars)
 
 

@@ -54,7 +54,7 @@ def outcome(box: ProcessSandbox, code: str) -> str:
 
 def server_pid(box: ProcessSandbox) -> int:
     """The process that a sandbox of one worker uses next."""
-    return box._workers.servers.idle[-1]._process.pid
+    return box._workers.idle[-1]._process.pid
 
 
 def children_of(parent: int) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.tools.sandbox import child
+from flowtrain.tools.sandbox import filters
 from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
 from tests.attacks import sandboxes
 from tests.attacks.composer import MARK, WON, compose
@@ -30,7 +30,11 @@ MAX_CHARS = 2000
 def denied_calls(has_files: bool) -> list[int]:
     """The numbers of system calls that the filter refuses."""
     column = int(os.uname().machine == "aarch64")
-    tables = [child.SYSCALLS, child.NO_EXEC_SYSCALLS, *([child.FILE_SYSCALLS] if has_files else [])]
+    tables = [
+        filters.SYSCALLS,
+        filters.NO_EXEC_SYSCALLS,
+        *([filters.FILE_SYSCALLS] if has_files else []),
+    ]
     granted = {numbers[column] for table in tables for numbers in table.values()}
     # 335, 336 on x86_64: uretprobe and uprobe, which recent kernels hide from filters.
     return sorted({*range(500)} - granted - {335, 336})

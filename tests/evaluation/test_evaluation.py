@@ -351,6 +351,7 @@ class FakeComponents:
 
     config: Config
     world: World = WORLD
+    tools: dict[str, Tool] = field(default_factory=dict)
     made: list[tuple[str, int, float | None]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
 

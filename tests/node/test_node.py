@@ -8,7 +8,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -405,16 +404,8 @@ def test_branches_leave_the_roots_where_the_rule_says(ledger: Ledger, nodes: Nod
         assert len(roots.trajectories) == 2 and seed == 7
         return [BranchPoint(1, 0, 1, 0.5)]
 
-    @contextmanager
-    def states(seeds: list[int]) -> Iterator[None]:
-        """Note that the roots' states are held until the last rollout is done."""
-        assert seeds == [derive_seed(7, 0), derive_seed(7, 1)] and not asked
-        yield
-        held.append(len(asked))
-
-    held: list[int] = []
     node = nodes.make(rollout, max_in_flight=4, num_groups=1)
-    node._branching = Branching(2, points, states)
+    node._branching = Branching(2, points)
     node._member.joined = replace(node._member.joined, group_size=4)
     item = _WorkItem(Lease(1, 1, TASKS[0], seed=7, index=3), 4)
     made = asyncio.run(node._group(item))
@@ -423,7 +414,7 @@ def test_branches_leave_the_roots_where_the_rule_says(ledger: Ledger, nodes: Nod
     assert branch.branch == BranchPoint(1, 0, 1, 0.5) and branch.turns == roots[1].turns
     assert [t.seed for t in made.trajectories] == [derive_seed(7, n) for n in range(4)]
     assert [start.parent for _, start in asked if start] == [roots[1]] and item.num_left == 0
-    assert made.index == 3 and held == [4]
+    assert made.index == 3
 
 
 def test_a_node_that_is_too_busy_keeps_its_leases(ledger: Ledger, nodes: Nodes) -> None:

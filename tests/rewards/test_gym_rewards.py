@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from flowtrain.config import Agent, GymSet
+from flowtrain.config import Agent, Config, GymSet
 from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.rewards import gym, score, score_one
+from flowtrain.run.components import RunComponents
 from flowtrain.tasks.gym import gym_tasks
-from flowtrain.tools.sandbox import make_sandbox
+from flowtrain.tools.sandbox import confine_checkers, make_sandbox
 from flowtrain.tools.sandbox.host import Ran
 from flowtrain.training.world import World
 from flowtrain.types import Group, Task, Trajectory, UserError
+from tests.attacks.sandboxes import WHY_NO_BUBBLEWRAP
 
 pytest.importorskip("reasoning_gym", reason="needs pip install 'flowtrain[gym]'")
 pytestmark = pytest.mark.filterwarnings("ignore:sandbox 'limits'")
@@ -50,8 +52,10 @@ def sandbox() -> Iterator[None]:
     """One worker: each process that waits for answers takes seconds to import the verifiers."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("os.cpu_count", lambda: 1)
-        gym._sandbox()
+        confine_checkers(Agent(sandbox="limits" if WHY_NO_BUBBLEWRAP else "auto"))
+        gym.start()
     yield
+    confine_checkers(Agent())
     gym._sandbox().close()
     gym._sandbox.cache_clear()
 
@@ -219,6 +223,20 @@ def test_equal_answers_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gym, "_sandbox", Counts)
     found = verify_all([(LEGS, "12"), (LEGS, "12"), (LEGS, "13"), (LEGS, "")])
     assert [each.reward for each in found] == [0.5, 0.5, 0.5, 0.0] and len(seen) == 2
+
+
+def test_without_a_sandbox_a_run_is_refused_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym, "_sandbox", gym._sandbox.__wrapped__)
+    monkeypatch.setenv("PATH", "")
+    values = {
+        "tasks": {"name": "reasoning-gym", "gym": {"leg_counting": {}}, "num_train": 4},
+        "eval": {"num_tasks": 4},
+        "agent": {"name": "single"},
+        "tiny": {"hidden_size": 24, "num_layers": 2},
+        "run": {"threads": 1},
+    }
+    with pytest.raises(UserError, match=r"^agent\.sandbox='auto': bubblewrap .* is not installed"):
+        RunComponents.prepare(Config.model_validate(values), World(0, 1, torch.device("cpu")))
 
 
 def test_a_task_without_its_data_is_refused() -> None:

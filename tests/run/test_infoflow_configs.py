@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 from chat_servers import chat_server
@@ -91,24 +90,27 @@ def scripted(body: dict[str, Any]) -> str:
     return f"Justification: j\nContext: c\nSub-Goal: {sub_goal}\nTool Name: Search"
 
 
-async def embeddings(request: Request) -> JSONResponse:
-    """Vectors that are alike where texts share words."""
-    texts = (await request.json())["input"]
-    rows = [[0.001] * 256 for _ in texts]
-    for row, text in zip(rows, texts, strict=True):
-        for word in re.findall(r"\w+", text):
-            row[crc32(word.encode()) % 256] += 1.0
-    data = [{"index": place, "embedding": row} for place, row in enumerate(rows)]
-    return JSONResponse({"data": data})
+async def retrieve(request: Request) -> JSONResponse:
+    """Search-R1's protocol, over the file: the documents that share most words with the query."""
+    asked = await request.json()
+    documents = [json.loads(line) for line in Path("data/wiki-18.jsonl").read_text().splitlines()]
+    words = set(re.findall(r"\w+", asked["queries"][0]))
+
+    def score(document: dict[str, Any]) -> float:
+        return len(words & set(re.findall(r"\w+", document["contents"])))
+
+    best = sorted(documents, key=score, reverse=True)[: asked["topk"]]
+    return JSONResponse({"result": [[{"document": doc, "score": score(doc)} for doc in best]]})
 
 
 @pytest.fixture
 def endpoints() -> Iterator[list[str]]:
-    """Options that name the endpoints of the teacher, the refiner and E5."""
-    app = Starlette(routes=[Route("/v1/embeddings", embeddings, methods=["POST"])])
-    with chat_server(scripted) as chat, running(app) as vectors:
-        urls = {"teacher": chat.base_url, "refiner": chat.base_url, "e5": f"{vectors}/v1"}
-        yield [f"--engines.{name}.base_url={url}" for name, url in urls.items()]
+    """Options that name the endpoints of the teacher and the refiner, and the retriever."""
+    app = Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"])])
+    with chat_server(scripted) as chat, running(app) as retriever:
+        names = ("teacher", "refiner")
+        urls = [f"--engines.{name}.base_url={chat.base_url}" for name in names]
+        yield [*urls, f"--corpus.retriever={retriever}"]
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
@@ -153,7 +155,7 @@ def test_they_have_what_the_paper_says(name: str) -> None:
     assert (rollout.num_questions, rollout.group_size, rollout.temperature) == (256, 8, 0.8)
     assert (agent.max_turns, agent.eval_max_turns, agent.num_passages) == (10, 10, 5)
     assert (config.infoflow.sub_goal_weight, config.infoflow.hint_turn) == (0.3, 5)
-    assert config.algorithm.name == "infoflow" and config.engines["e5"].model.endswith("e5-base-v2")
+    assert config.algorithm.name == "infoflow" and config.corpus.retriever
     length = (2, 8192) if name == "infoflow-refiner" else (3, 16384)
     assert (config.rft.num_epochs, config.rft.max_tokens, config.rft.lr) == (*length, 1e-5)
 

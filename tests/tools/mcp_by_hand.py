@@ -57,8 +57,6 @@ def result(word: str, text: str) -> dict[str, Any]:
             return {"content": [own, image, own]}
         case "long":
             return {"content": [{"type": "text", "text": "x" * (7 << 20)}]}
-        case "huge_result":
-            return {"content": [{"type": "text", "text": "x" * (9 << 20)}]}
         case "slow_pattern":
             return {"content": [own], "structuredContent": {"text": "a" * 40 + "!"}}
         case "structured":

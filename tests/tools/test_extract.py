@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -30,6 +29,10 @@ def extractor() -> Iterator[Extractor]:
     extractor.close()
 
 
+def text_of(extractor: Extractor, page: Page) -> str:
+    return asyncio.run(extractor.text(page))
+
+
 def page(body: str | bytes, charset: str = "", content_type: str = "text/html") -> Page:
     return Page(
         "http://site.example/",
@@ -42,9 +45,9 @@ def page(body: str | bytes, charset: str = "", content_type: str = "text/html") 
 def test_of_a_short_page_the_menu_goes_too(extractor: Extractor) -> None:
     items = "".join(f"<li><a href='/{number}'>Section {number}</a></li>" for number in range(30))
     menu = f"<nav><ul>{items}</ul></nav>"
-    text = extractor.text(page(f"<html><body>{menu}<p>The Niger rises here.</p></body></html>"))
+    text = text_of(extractor, page(f"<html><body>{menu}<p>The Niger rises here.</p></body></html>"))
     assert text.strip() == "The Niger rises here."
-    assert "Section" in extractor.text(page(f"<html><body>{menu}</body></html>"))
+    assert "Section" in text_of(extractor, page(f"<html><body>{menu}</body></html>"))
 
 
 def test_the_article_stays_and_what_is_around_it_goes(extractor: Extractor) -> None:
@@ -53,10 +56,11 @@ def test_the_article_stays_and_what_is_around_it_goes(extractor: Extractor) -> N
         f"<article><h1>Niger River</h1>{paragraphs}<table><tr><td>Length</td><td>4180 "
         "km</td></tr></table></article>"
     )
-    text = extractor.text(
+    text = text_of(
+        extractor,
         page(
             f"<html><body>{MENU}{article}<footer>Imprint</footer><script>alert(1)</script></body></html>"
-        )
+        ),
     )
     assert (
         all(f"{n}. {SENTENCE}" in text for n in range(10))
@@ -93,12 +97,12 @@ def test_the_article_stays_and_what_is_around_it_goes(extractor: Extractor) -> N
 def test_the_charset_is_that_of_the_header_or_guessed(
     body: bytes, charset: str, extractor: Extractor
 ) -> None:
-    assert "Café à Bamako, où coule le fleuve." in extractor.text(page(body, charset))
+    assert "Café à Bamako, où coule le fleuve." in text_of(extractor, page(body, charset))
 
 
 def test_plain_text_stays_as_it_is(extractor: Extractor) -> None:
-    assert extractor.text(page("a <b>\n c", content_type="text/plain")) == "a <b>\n c"
-    assert extractor.text(page(b"caf\xe9", "latin-1", "text/plain")) == "café"
+    assert text_of(extractor, page("a <b>\n c", content_type="text/plain")) == "a <b>\n c"
+    assert text_of(extractor, page(b"caf\xe9", "latin-1", "text/plain")) == "café"
 
 
 @pytest.mark.parametrize(
@@ -106,11 +110,11 @@ def test_plain_text_stays_as_it_is(extractor: Extractor) -> None:
 )
 def test_a_page_without_text_says_so(body: str | bytes, extractor: Extractor) -> None:
     with pytest.raises(ToolError, match="no text that can be read"):
-        extractor.text(page(body))
+        text_of(extractor, page(body))
 
 
 def test_a_text_has_a_limit(extractor: Extractor) -> None:
-    assert len(extractor.text(page("word " * 300_000, content_type="text/plain"))) == 1_000_000
+    assert len(text_of(extractor, page("word " * 300_000, content_type="text/plain"))) == 1_000_000
 
 
 # ---- hostile pages
@@ -127,9 +131,9 @@ def test_slow_page_is_killed_and_next_page_is_read() -> None:
     extractor = Extractor(timeout_s=1.5)
     start = time.perf_counter()
     with pytest.raises(ToolError, match=r"cannot be taken apart in 1\.5 s"):
-        extractor.text(page(MANY_ATTRIBUTES))
+        text_of(extractor, page(MANY_ATTRIBUTES))
     assert time.perf_counter() - start < 8.0
-    assert SENTENCE in extractor.text(page(f"<html><body><p>{SENTENCE}</p></body></html>"))
+    assert SENTENCE in text_of(extractor, page(f"<html><body><p>{SENTENCE}</p></body></html>"))
     extractor.close()
 
 
@@ -151,42 +155,28 @@ def test_slow_page_is_killed_and_next_page_is_read() -> None:
 )
 def test_other_pages_that_no_person_writes_end(body: str, extractor: Extractor) -> None:
     with contextlib.suppress(ToolError):
-        assert extractor.text(page(body)).strip()
-    assert SENTENCE in extractor.text(page(f"<html><body><p>{SENTENCE}</p></body></html>"))
+        assert text_of(extractor, page(body)).strip()
+    assert SENTENCE in text_of(extractor, page(f"<html><body><p>{SENTENCE}</p></body></html>"))
 
 
 def test_a_process_that_dies_costs_one_page(extractor: Extractor) -> None:
-    extractor.text(page("x", content_type="text/plain"))
-    os.kill(extractor._idle[-1]._process.pid, signal.SIGKILL)
-    extractor._idle[-1]._process.wait(10)
-    with pytest.raises(ToolError, match="cannot be taken apart"):
-        extractor.text(page("x", content_type="text/plain"))
-    assert extractor.text(page("x", content_type="text/plain")) == "x"
+    plain = page("x", content_type="text/plain")
+    assert text_of(extractor, plain) == "x"
+    server = extractor._sandbox._workers.idle[-1]
+    os.kill(server._process.pid, signal.SIGKILL)
+    server._process.wait(10)
+    assert text_of(extractor, plain) == "x"
 
 
-def test_threads_share_processes_and_closing_ends_them() -> None:
+def test_pages_at_once_and_closing() -> None:
     extractor = Extractor()
-    with ThreadPoolExecutor(2) as threads:
-        texts = list(
-            threads.map(
-                lambda n: extractor.text(page(f"text {n}", content_type="text/plain")), range(20)
-            )
-        )
-    assert texts == [f"text {n}" for n in range(20)]
-    processes: list[subprocess.Popen[bytes]] = [each._process for each in extractor._idle]
-    assert 1 <= len(processes) <= 2
-    extractor.close()
-    extractor.close()
-    assert all(process.poll() is not None for process in processes)
-    assert (
-        extractor.text(page("late", content_type="text/plain")) == "late" and extractor._idle == []
-    )
 
+    async def many() -> list[str]:
+        pages = (page(f"text {n}", content_type="text/plain") for n in range(20))
+        return await asyncio.gather(*map(extractor.text, pages))
 
-def test_the_processes_see_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERPER_API_KEY", "secret-of-the-tests")
-    extractor = Extractor()
-    extractor.text(page("x", content_type="text/plain"))
-    with open(f"/proc/{extractor._idle[0]._process.pid}/environ", "rb") as environ:  # noqa: PTH123
-        assert b"secret-of-the-tests" not in environ.read()
+    assert asyncio.run(many()) == [f"text {n}" for n in range(20)]
     extractor.close()
+    extractor.close()
+    with pytest.raises(ToolError, match="closed"):
+        text_of(extractor, page("late", content_type="text/plain"))

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from mcp.client import stdio
 from ports import free_port
 
 from flowtrain.agents.executor import RuleExecutor
@@ -37,7 +38,7 @@ BY_HAND = str(Path(__file__).parent / "mcp_by_hand.py")
 @pytest.fixture(autouse=True)
 def short_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that hang are killed sooner."""
-    monkeypatch.setattr(transports, "_END_S", 0.2)
+    monkeypatch.setattr(stdio, "PROCESS_TERMINATION_TIMEOUT", 0.2)
 
 
 @contextmanager
@@ -200,9 +201,9 @@ def test_cards_hold_no_control_characters(tmp_path: Path) -> None:
     assert card.description == "Says \\x1b[2J it \\u202eagain."
 
 
-@pytest.mark.parametrize("word", ["huge_line", "huge_result", "flood", "no_result"])
+@pytest.mark.parametrize("word", ["huge_line", "flood", "no_result"])
 def test_a_call_that_goes_wrong_is_an_error_of_its_turn(tmp_path: Path, word: str) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=60.0)) as tools:
+    with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=2.0)) as tools:
         started = time.monotonic()
         result = call(tools["hand.echo"], query="hi")
     assert result.error is not None and result.output == ""
@@ -228,19 +229,16 @@ def test_a_server_that_dies_or_hangs_is_started_again(
         assert len(pids) == 2 and is_gone(pids[0])
 
 
-def test_a_server_that_dies_again_is_given_up(tmp_path: Path) -> None:
+def test_many_failures_at_a_time_start_a_server_once(tmp_path: Path) -> None:
     with tools_of("hand.echo", hand=by_hand(tmp_path, "dies")) as tools:
 
         async def many() -> list[ToolResult]:
             each = (run_tool(tools["hand.echo"], {"query": "x"}, 60.0, 400) for _ in range(8))
             return await asyncio.gather(*each)
 
-        assert all(result.error for result in asyncio.run(many()))
-        assert len(starts(tmp_path)) == 2, "many failures at a time are one"
-        call(tools["hand.echo"], query="hi")
-        error = call(tools["hand.echo"], query="hi").error
-        assert error is not None and error.startswith("the server 'hand' is gone: ")
-        assert len(starts(tmp_path)) == 2
+        for num_starts in (1, 2, 3):
+            assert all(result.error for result in asyncio.run(many()))
+            assert len(starts(tmp_path)) == num_starts
 
 
 @pytest.mark.parametrize(

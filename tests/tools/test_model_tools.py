@@ -182,3 +182,17 @@ def test_make_passes_model_and_shorter_timeout() -> None:
     tool.close()
     with pytest.raises(ToolError, match="the sandbox is closed"):
         asyncio.run(tool.coder.execute("1"))
+
+
+@pytest.mark.parametrize("max_chars", [60, 400, 100_000])
+def test_a_loop_that_prints_much_keeps_both_ends(max_chars: int) -> None:
+    config = Config.model_validate({"agent": {"max_result_chars": max_chars}})
+    tool = python_coder.make(ToolContext(config))
+    code = {"query": "for i in range(10_000): print(i)"}
+    result = asyncio.run(run_tool(tool, code, 10.0, max_chars))
+    tool.close()
+    lines = result.output.split("\n")
+    assert result.error is None and len(result.output) <= max_chars
+    assert (lines[0], lines[-1]) == ("0", "9999")
+    notes = [line for line in lines if not line.isdecimal()]
+    assert len(notes) == (max_chars < 48_889) and all("characters left out" in n for n in notes)

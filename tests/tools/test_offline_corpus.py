@@ -17,8 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from embedding_server import embeddings
-from web_servers import ScriptedChat, html, json_answer, serving, status
+from web_servers import Answer, ScriptedChat, html, json_answer, serving, status
 
 from flowtrain.config import Config
 from flowtrain.tools import Tool, run_tool
@@ -80,11 +79,9 @@ def corpus(tmp_path: Path) -> Callable[..., str]:
 
 def config(path: str, **options: Any) -> Config:
     offline = {name: {"provider": "corpus"} for name in ("web_search", "wikipedia", "web_reader")}
-    agent = {"tools": TOOLS, "max_result_chars": 2000, "tool_timeout_s": 10.0}
-    engines = options.pop("engines", {})
-    return Config.model_validate(
-        {**offline, "agent": agent, "engines": engines, "corpus": {"path": path, **options}}
-    )
+    tools = options.pop("tools", TOOLS)
+    agent = {"tools": tools, "max_result_chars": 2000, "tool_timeout_s": 10.0}
+    return Config.model_validate({**offline, "agent": agent, "corpus": {"path": path, **options}})
 
 
 def made(path: str, chat: ScriptedChat | None = None, **options: Any) -> dict[str, Tool]:
@@ -349,10 +346,10 @@ def test_who_has_waited_for_the_lock_finds_the_index_there(
 
     def another_was_faster(*_: object) -> None:
         monkeypatch.setattr(index_module.fcntl, "flock", lambda *_: None)
-        ensure_index(options, None)
+        ensure_index(options)
 
     monkeypatch.setattr(index_module.fcntl, "flock", another_was_faster)
-    ensure_index(options, None)
+    ensure_index(options)
     assert len(built) == 1
 
 
@@ -384,112 +381,77 @@ def test_a_file_where_the_folder_should_be_is_named(
         made(corpus(), index=str(tmp_path / "file" / "index"))
 
 
-# ---- dense
+# ---- a retriever elsewhere
 
 
-def dense(url: str) -> dict[str, Any]:
-    return {
-        "engines": {"vectors": {"model": "toy", "base_url": f"{url}/v1", "api_key_env": ""}},
-        "embedder": "vectors",
-    }
+def documents(*found: object) -> Answer:
+    return json_answer({"result": [list(found)]})
 
 
-def test_an_embedding_engine_finds_and_ranks(corpus: Callable[..., str]) -> None:
-    rows = [
-        *ROWS,
-        *({"text": f"Filler number {n} says nothing.", "title": f"F{n}"} for n in range(150)),
-    ]
-    path = corpus(rows)
-    with serving(embeddings()) as server:
-        tools = made(path, **dense(server.url))
-        num_built = len(server.seen)
-        assert ask(tools["Web_Search"], query="capital of Mali").startswith(
-            "Mali\nhttps://wiki.example/Mali#capital\n"
+FOUND = [
+    {"document": {"id": "7", "contents": '"Mali"\nThe capital of Mali is Bamako.'}, "score": 0.9},
+    {"document": {"id": 8, "contents": "Bamako lies on the Niger."}, "score": 0.8},
+    {"id": "9", "contents": "no score", "title": "Niger", "url": "https://wiki.example/Niger"},
+]
+
+
+def test_a_retriever_finds_what_the_tools_show() -> None:
+    with serving(documents(*FOUND)) as server:
+        for address in (server.url, f"{server.url}/retrieve"):
+            tools = made("", tools=TOOLS[:2], retriever=address)
+            assert ask(tools["Web_Search"], query="capital of Mali") == (
+                "Mali\ncorpus:7\nThe capital of Mali is Bamako.\n\n"
+                "corpus:8\ncorpus:8\nBamako lies on the Niger.\n\n"
+                "Niger\nhttps://wiki.example/Niger\nno score"
+            )
+        assert "Mali\ncorpus:7\n" in ask(tools["Wikipedia_Search"], query="x")
+        asked = [json.loads(request.body) for request in server.seen if request.body]
+        assert {request.path for request in server.seen} == {"/retrieve"}
+    assert {"queries": ["capital of Mali"], "topk": 30, "return_scores": True} in asked
+
+
+def test_search_asks_the_retriever_for_as_many_as_it_shows() -> None:
+    with serving(documents(*FOUND)) as server:
+        settings = Config.model_validate(
+            {
+                "agent": {"tools": ["Search"], "num_passages": 2, "max_result_chars": 400},
+                "tasks": {"name": "file", "path": "questions.jsonl"},
+                "corpus": {"retriever": server.url},
+            }
         )
-        assert ask(tools["Wikipedia_Search"], query="number 77 filler").startswith("F77\n")
-        assert len(server.seen) == num_built + 2 and num_built == 3
-        del tools
-        gc.collect()
-        again = made(path, **dense(server.url))
-        assert len(server.seen) == num_built + 2, "the vectors are on disk"
-        assert ask(again["Web_Search"], query="river Niger").startswith("Bamako\n")
-    matrix = np.load(Path(f"{path}.index") / "vectors.npy")
-    assert matrix.shape == (156, 256) and matrix.dtype == np.float32
-    assert np.allclose(np.linalg.norm(matrix, axis=1), 1.0, atol=1e-6)
-
-
-def test_queries_and_passages_get_the_prefixes_of_their_model(corpus: Callable[..., str]) -> None:
-    """Another prefix of passages is another index."""
-    path, queries = corpus(), {"query_prefix": "query: "}
-    with serving(embeddings()) as server:
-        for prefixes in (queries, queries | {"passage_prefix": "passage: "}, queries):
-            options = dense(server.url)
-            options["engines"]["vectors"] |= prefixes
-            ask(made(path, **options)["Web_Search"], query="capital of Mali")
-            gc.collect()
-        asked = [json.loads(request.body)["input"] for request in server.seen]
-    passages = [text for batch in asked[::2] for text in batch]
-    starts = [text.startswith("passage: ") for text in passages]
-    assert starts == [False] * len(ROWS) + [True] * len(ROWS) + [False] * len(ROWS)
-    assert asked[1::2] == [["query: capital of Mali"]] * 3
+        text = ask(make_tools(settings)["Search"], query="capital of Mali")
+        assert json.loads(server.seen[-1].body)["topk"] == 2
+    assert text == "Mali: The capital of Mali is Bamako.\nBamako lies on the Niger."
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (status(401, "no key"), r"corpus\.embedder: 127\.0\.0\.1 refused with HTTP 401: 'no key'"),
-        (html("<html>"), r"corpus\.embedder: .*not JSON"),
-        (
-            json_answer({"data": []}),
-            r"corpus\.embedder: toy at .* answered without embeddings|with 0 embeddings",
-        ),
-        (json_answer({"data": [{"index": 0}]}), "answered without embeddings"),
-        (
-            json_answer({"data": [{"index": 0, "embedding": [0.0, 0.0]}]}),
-            "with 1 embeddings, some of them of no use, for 6 texts",
-        ),
-        (
-            json_answer({"data": [{"index": n, "embedding": [1.0] * (n + 1)} for n in range(6)]}),
-            "answered without embeddings",
-        ),
-        (
-            json_answer({"data": [{"index": n, "embedding": [1e999]} for n in range(6)]}),
-            "some of them of no use",
-        ),
-        (
-            json_answer({"data": [{"index": n, "embedding": ["x"]} for n in range(6)]}),
-            "answered without embeddings",
-        ),
+        (status(404, "no such path"), r"127\.0\.0\.1 refused with HTTP 404"),
+        (html("<html>"), "not JSON"),
+        (json_answer({"data": []}), "the retriever answered in another form"),
+        (json_answer({"result": []}), "the retriever answered in another form"),
+        (documents({"document": {"body": "x"}}), "the retriever answered in another form"),
+        (documents({"document": {"contents": 5}}), "the retriever answered in another form"),
+        (documents("x"), "the retriever answered in another form"),
     ],
 )
-def test_an_engine_that_cannot_embed_is_named_at_the_start(
-    answer: Any, reason: str, corpus: Callable[..., str]
-) -> None:
-    with serving(answer) as server, pytest.raises(UserError, match=reason):
-        made(corpus(), **dense(server.url))
+def test_what_is_no_retriever_ends_the_run_at_its_start(answer: Answer, reason: str) -> None:
+    with (
+        serving(answer) as server,
+        pytest.raises(UserError, match=rf"^corpus\.retriever='{server.url}': .*{reason}"),
+    ):
+        made("", tools=TOOLS[:1], retriever=server.url)
 
 
-@pytest.mark.parametrize(
-    ("table", "reason"),
-    [
-        (
-            {"model": "m"},
-            r"engines\.vectors\.api_key_env='OPENAI_API_KEY': this environment variable holds "
-            r"nothing",
-        ),
-        ({"api_key_env": ""}, r"engines\.vectors\.model must name the embedding model"),
-        (
-            {"model": "m", "kind": "vllm"},
-            r"engines\.vectors\.kind='vllm': embeddings come from an endpoint",
-        ),
-    ],
-)
-def test_an_engine_that_lacks_something_is_named(
-    table: dict[str, str], reason: str, corpus: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(UserError, match=reason):
-        made(corpus(), engines={"vectors": table}, embedder="vectors")
+def test_a_retriever_reads_no_pages_and_has_an_address() -> None:
+    with (
+        serving(documents(*FOUND)) as server,
+        pytest.raises(UserError, match=r"corpus\.path='' must name .* web_reader\.provider"),
+    ):
+        made("", retriever=server.url)
+    with pytest.raises(UserError, match=r"corpus\.retriever='localhost:8000' must be the address"):
+        made("", tools=TOOLS[:1], retriever="localhost:8000")
 
 
 # ---- files that are wrong

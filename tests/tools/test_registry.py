@@ -103,7 +103,8 @@ def test_an_unknown_tool_is_refused_with_those_that_there_are(
 ) -> None:
     install(site, "shouting", {"Shout": "shouting:Shout"}, SHOUT)
     with pytest.raises(
-        UserError, match=rf"^{key}: no tool 'Serch'; there are Search, .*, Web_Reader, Shout$"
+        UserError,
+        match=rf"^{key}: no tool 'Serch'; there are Search, .*, Web_Reader, Shout, and FILE",
     ):
         make_tools(asked, TASKS)
 

@@ -18,11 +18,19 @@ import pytest
 from test_sandbox_processes import until
 
 from flowtrain.config import Agent
-from flowtrain.tools.sandbox import bubblewrap, limits, make_sandbox, seccomp, server
+from flowtrain.tools.sandbox import (
+    bubblewrap,
+    confine_checkers,
+    limits,
+    make_checker_sandbox,
+    make_sandbox,
+    seccomp,
+    server,
+)
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.tools.sandbox.server import Backend
 from flowtrain.types import UserError
-from tests.attacks.sandboxes import needs_bubblewrap, outcome, server_pid
+from tests.attacks.sandboxes import WHY_NO_BUBBLEWRAP, needs_bubblewrap, outcome, server_pid
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
 IS_ROOT = os.geteuid() == 0
@@ -142,29 +150,66 @@ def test_packages_want_bubblewrap() -> None:
     )
 
 
-def test_without_bubblewrap_packages_get_limits_and_a_warning(
+def test_without_bubblewrap_auto_refuses_and_names_the_ways(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    can = "READ ALL FILES THAT ANY USER MAY READ" if IS_ROOT else "READ AND WRITE YOUR FILES"
-    with pytest.warns(
-        RuntimeWarning,
-        match=rf"^sandbox 'limits': code that a model wrote can {can}; install bubblewrap",
-    ):
-        assert chosen(python_packages=["numpy"]).name == "limits"
-    with pytest.raises(
-        UserError,
-        match=r"^agent\.sandbox='bubblewrap': bubblewrap \(the program bwrap\) is not installed$",
-    ):
+    with pytest.raises(UserError) as refused:
+        chosen(python_packages=["numpy"])
+    assert str(refused.value) == (
+        "agent.sandbox='auto': bubblewrap (the program bwrap) is not installed. Install it "
+        "(apt-get install bubblewrap) and allow namespaces; or, where nothing of value can be "
+        "read, set agent.sandbox = 'limits', which keeps code from no file (docs/tools.md)"
+    )
+    with pytest.raises(UserError, match=r"^agent\.sandbox='bubblewrap': bubblewrap \(the program"):
         chosen(sandbox="bubblewrap")
+    assert chosen().name == "seccomp", "pure computation needs none"
+    can = "READ ALL FILES THAT ANY USER MAY READ" if IS_ROOT else "READ AND WRITE YOUR FILES"
+    warned = rf"^sandbox 'limits': code that a model wrote can {can}; install bubblewrap"
+    with pytest.warns(RuntimeWarning, match=warned):
+        assert chosen(sandbox="limits", python_packages=["numpy"]).name == "limits"
 
 
-def test_without_seccomp_auto_goes_down_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_seccomp_auto_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seccomp, "is_offered", lambda: False)
     monkeypatch.setattr(limits, "is_offered", lambda: False)
     monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"agent\.sandbox='auto': bubblewrap"):
+        chosen()
     with pytest.warns(RuntimeWarning, match="USE THE NETWORK"):
-        assert chosen().name == "limits"
+        assert chosen(sandbox="limits").name == "limits"
+
+
+def checker(*, sandbox: str, runs_answers: bool) -> str:
+    confine_checkers(Agent.model_validate({"sandbox": sandbox}))
+    try:
+        box = make_checker_sandbox("numpy", 1.0, 512, runs_answers=runs_answers)
+    finally:
+        confine_checkers(Agent())
+    box.close()
+    return box.backend.name
+
+
+@pytest.mark.filterwarnings("ignore:sandbox 'limits'")
+@pytest.mark.parametrize("sandbox", ["auto", "seccomp", "bubblewrap", "limits"])
+def test_checkers_of_answers_follow_agent_sandbox(
+    sandbox: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not WHY_NO_BUBBLEWRAP:
+        expected = "limits" if sandbox == "limits" else "bubblewrap"
+        assert checker(sandbox=sandbox, runs_answers=True) == expected
+        assert checker(sandbox=sandbox, runs_answers=False) == expected
+    monkeypatch.setenv("PATH", "")
+    if sandbox == "limits":
+        assert checker(sandbox=sandbox, runs_answers=True) == "limits"
+        return
+    with pytest.raises(UserError, match=r"agent\.sandbox="):
+        checker(sandbox=sandbox, runs_answers=True)
+    if sandbox == "bubblewrap":
+        with pytest.raises(UserError, match=r"agent\.sandbox="):
+            checker(sandbox=sandbox, runs_answers=False)
+    else:
+        assert checker(sandbox=sandbox, runs_answers=False) == "limits", "it only parses them"
 
 
 @needs_bubblewrap
@@ -188,7 +233,7 @@ def test_a_bubblewrap_that_does_not_work_says_why(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         UserError,
-        match=r"bubblewrap does not work here: bwrap: No permissions to create new namespace$",
+        match=r"bubblewrap does not work here: bwrap: No permissions to create new namespace\. ",
     ):
         chosen(sandbox="bubblewrap")
 
@@ -332,7 +377,7 @@ os.wait()"""
         return found
 
     assert outcome(box, daemon) == ""
-    asyncio.run(until(lambda: len(processes()) == 3))  # two servers, one in reserve, and the daemon
+    asyncio.run(until(lambda: len(processes()) == 2))  # the server and the daemon
     box.close()
     asyncio.run(until(lambda: not processes()))
 

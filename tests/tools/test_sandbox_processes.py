@@ -146,7 +146,7 @@ def test_a_lost_server_fails_its_run_and_is_replaced(killer: signal.Signals) -> 
 
     assert asyncio.run(main()) == "42\n"
     box.close()
-    asyncio.run(until(lambda: servers() <= others))  # one that was being started goes too
+    asyncio.run(until(lambda: servers() <= others))
 
 
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGSTOP])
@@ -158,19 +158,6 @@ def test_a_server_that_is_lost_between_runs_is_not_noticed(killer: signal.Signal
     asyncio.run(until(lambda: clocks.state(server) in "TZ"))
     assert outcome(box, "6 * 7") == "42\n"
     asyncio.run(until(lambda: is_gone(server)))
-    box.close()
-
-
-def test_the_next_run_uses_the_reserve() -> None:
-    others, box = servers(), Sandbox(num_workers=1)
-    assert outcome(box, "1") == "1\n"
-    asyncio.run(until(lambda: len(servers() - others) == 2))
-    server = server_pid(box)
-    (reserve,) = servers() - others - {server}
-    os.kill(server, signal.SIGKILL)
-    asyncio.run(until(lambda: is_gone(server)))
-    assert outcome(box, "6 * 7") == "42\n" and server_pid(box) == reserve
-    asyncio.run(until(lambda: len(servers() - others) == 2))  # there is a new one
     box.close()
 
 
@@ -225,7 +212,6 @@ def test_close_ends_runs_and_processes_and_may_be_called_twice() -> None:
             asyncio.create_task(box.run("while True: pass")) for _ in range(3)
         ]  # two under way, one queued
         await until(lambda: sum(len(children_of(pid)) for pid in servers() - others) == 2)
-        await until(lambda: len(servers() - others) == 3)  # one in reserve
         mine = servers() - others
         pids = {*mine, *(child for pid in mine for child in children_of(pid))}
         box.close()
@@ -234,7 +220,7 @@ def test_close_ends_runs_and_processes_and_may_be_called_twice() -> None:
         return pids, results
 
     pids, results = asyncio.run(main())
-    assert len(pids) == 5
+    assert len(pids) == 4
     asyncio.run(until(lambda: threading.active_count() == num_threads))
     assert [str(result) for result in results] == ["the sandbox is closed"] * 3
     box.close()
@@ -245,10 +231,10 @@ def test_close_ends_runs_and_processes_and_may_be_called_twice() -> None:
 def test_a_forgotten_sandbox_leaves_no_process() -> None:
     others, box = servers(), Sandbox(num_workers=1)
     assert outcome(box, "1") == "1\n"
-    asyncio.run(until(lambda: len(servers() - others) == 2))
+    assert len(servers() - others) == 1
     del box
     gc.collect()
-    asyncio.run(until(lambda: servers() <= others))  # one that was being started goes too
+    asyncio.run(until(lambda: servers() <= others))
 
 
 @pytest.mark.parametrize(

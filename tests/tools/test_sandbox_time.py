@@ -53,7 +53,7 @@ def starved(timeout_s: float, wall_s: float = 240.0) -> Iterator[ProcessSandbox]
         patch.setattr(subprocess, "Popen", functools.partial(_in_our_session, subprocess.Popen))
         box = ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=timeout_s)
         run(box, "1")
-    pid = box._workers.servers.idle[-1]._channel.pid
+    pid = box._workers.idle[-1]._channel.pid
     os.sched_setaffinity(pid, {core})
     os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
     pin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\n{LOOP}"

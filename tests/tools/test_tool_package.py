@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packages import check_shown, installed, printed
+from tests.packages import installed, printed
 
 FLOW = """
 import asyncio, json
@@ -52,30 +52,30 @@ def test_installed_tool_runs_in_flow_with_its_options(site: Path) -> None:
     assert description == "Converts a length from one unit to another."
 
 
-def test_the_docs_show_the_example_as_it_is() -> None:
-    check_shown("tool_package/flowtrain_unit_converter.py", "tools.md")
-
-
 REGISTERS = """
 import asyncio, json
-from flowtrain.types import BranchStart
-from flowtrain.agents.tool_states import Snapshots, rollout_tools
+from flowtrain.agents.tool_states import tool_sessions
 from flowtrain.config.options import parse
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools.registry import make_tools
-from flowtrain.types import BranchPoint, Task, Trajectory
+from flowtrain.types import (
+    BranchPoint, BranchStart, Task, ToolCall, ToolResult, Trajectory, Turn, Verdict
+)
 
 tools = make_tools(parse(["--agent.tools", '["Registers"]']), TaskSet((), {}, ()))
-kept, told = Snapshots(9, 1, 60.0), []
+told = []
 
 async def rollout(start, adds):
-    async with rollout_tools(tools, kept, 1, start) as own:
-        for turn, add in enumerate(adds):
-            told.append(await own.tools["Registers"].execute(name="r", add=add))
-            await own.end_turn(turn)
+    turns = []
+    async with tool_sessions(tools.values(), start) as own:
+        for add in adds:
+            arguments = {"name": "r", "add": add}
+            told.append(await own["Registers"].execute(**arguments))
+            calls = (ToolCall("Registers", json.dumps(arguments), ToolResult(told[-1])),)
+            turns.append(Turn({}, None, "", ToolResult(), Verdict.CONTINUE, 0.0, tool_calls=calls))
+    return Trajectory(Task("t", "", ()), tuple(turns), "", 0.0, 1)
 
-root = Trajectory(Task("t", "", ()), (), "", 0.0, 1)
-asyncio.run(rollout(None, (1, 10)))
+root = asyncio.run(rollout(None, (1, 10)))
 for turn in (1, 1, 2):
     asyncio.run(rollout(BranchStart(root, BranchPoint(0, turn, 0, 0.0)), (100,)))
 print(json.dumps(told))

@@ -31,6 +31,7 @@ from flowtrain.tools import run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.retrieval.dense import embedder
 from flowtrain.tools.web.addresses import Resolver, Rules
+from flowtrain.tools.web.cache import Cache
 from flowtrain.tools.web.extract import Extractor
 from flowtrain.tools.web.fetch import Fetcher
 from flowtrain.tools.web_reader import HttpPages, WebReader
@@ -41,7 +42,15 @@ FILLER = (
     "The banks are green and people live there from fishing and from trade with their neighbours "
     "upstream."
 )
-EXTRACTOR = Extractor(timeout_s=20.0)
+
+
+class Unclosed(Extractor):
+    """One for all readers of this file."""
+
+    def close(self) -> None: ...
+
+
+EXTRACTOR = Unclosed(timeout_s=20.0)
 
 
 def article(*facts: str) -> str:
@@ -79,7 +88,7 @@ def reading(
         )
         fetcher = Fetcher(Rules(), internet.resolve, config.web_reader.max_bytes, internet)
         vectors = embedder(config, "web_reader.embedder", config.web_reader.embedder)
-        pages = HttpPages(fetcher, EXTRACTOR, Resolver())
+        pages = HttpPages(fetcher, EXTRACTOR, Resolver(), Cache(64))
         reader = WebReader(pages, config.web_reader, vectors, chat, deadline_s, max_chars)
         try:
             yield reader, server
@@ -97,7 +106,7 @@ def read(
 @pytest.fixture(scope="module", autouse=True)
 def end_of_the_extractor() -> Iterator[None]:
     yield
-    EXTRACTOR.close()
+    Extractor.close(EXTRACTOR)
 
 
 def test_the_chunk_that_fits_best_comes_first() -> None:
@@ -260,7 +269,7 @@ def test_cancelled_read_leaks_no_task_connection_or_thread() -> None:
         while not server.hung_up and time.monotonic() < end:
             server.released.wait(0.01)
         assert server.hung_up
-    names = ("reader", "extract", "resolve")
+    names = ("reader", "resolve")
     ours = [
         thread
         for thread in threading.enumerate()

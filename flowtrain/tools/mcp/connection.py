@@ -1,21 +1,18 @@
 """One connection to an MCP server, which all rollouts of a process share.
 
 It lives on a thread and an event loop of its own. A server that has died, or does not even list its
-tools after a call failed, is started once more; if it fails again before a call has worked, every
-later call is an error.
+tools after a call failed, is started once more, and so after each later call that fails so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 from mcp import ClientSession, MCPError
-from mcp.client.stdio import get_default_environment
 from mcp_types import PaginatedRequestParams
 
 from flowtrain.config import McpServer
@@ -40,26 +37,41 @@ class _Session(ClientSession):
         """Leave out the check by the server's own schema: a pattern in it could take for ever."""
 
 
-@dataclass(slots=True)
 class _Link:
-    """A session from its start to its end."""
+    """A session from its start to its end, in a task of its own: the SDK wants it opened and closed
+    by one.
+    """
 
-    ready: asyncio.Future[ClientSession]
-    """Awaited under `shield`: one caller's cancellation is no other's."""
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to end it."""
-    task: asyncio.Task[None] | None = None
+    def __init__(self, transport: AbstractAsyncContextManager[Streams]) -> None:
+        self._transport = transport
+        self._over = asyncio.Event()
+        self._ready: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(lambda ready: ready.exception())  # nobody may wait for it
+        self._task = asyncio.create_task(self._live())
+        self._task.add_done_callback(self._end)
 
-    def end(self, task: asyncio.Task[None]) -> None:
+    async def session(self) -> ClientSession:
+        """Wait for the session; one caller's cancellation is no other's."""
+        return await asyncio.shield(self._ready)
+
+    async def close(self) -> None:
+        self._over.set()
+        if not self._ready.done():
+            self._task.cancel()
+        await asyncio.wait({self._task}, timeout=_CLOSE_S)
+
+    async def _live(self) -> None:
+        async with self._transport as streams, _Session(*streams) as session:
+            await _greet(session)
+            self._ready.set_result(session)
+            await self._over.wait()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
         """Tell those who wait for the session why it has not come."""
-        if not self.ready.done():
-            error = None if task.cancelled() else task.exception()
-            self.ready.set_exception(
-                error if isinstance(error, Exception) else ConnectionError("it was cancelled")
-            )
-
-    async def list_tools(self) -> None:
-        await (await asyncio.shield(self.ready)).list_tools()
+        error = None if task.cancelled() else task.exception()
+        if not self._ready.done():
+            cancelled = ConnectionError("it was cancelled")
+            self._ready.set_exception(error if isinstance(error, Exception) else cancelled)
 
 
 class Connection:
@@ -76,15 +88,11 @@ class Connection:
         self.name = name
         self._options = options
         self._token = token
-        self._environment = {**get_default_environment(), **environment}
+        self._environment = environment
         self._thread = LoopThread(f"mcp {name}")
         self._program: Program | None = None
         self._link: _Link | None = None
         self._look = asyncio.Lock()
-        self._has_restarted = False
-        """Since a call has worked."""
-        self._failed = ""
-        """Why there will be no further session."""
 
     def open(self) -> list[Any]:
         """Connect and return the server's tools. Raises UserError where that fails."""
@@ -115,8 +123,8 @@ class Connection:
 
     async def _open(self) -> list[Any]:
         async with asyncio.timeout(self._options.timeout_s):
-            self._link = self._connect()
-            return await self._list(await asyncio.shield(self._link.ready))
+            self._link = _Link(self._transport())
+            return await self._list(await self._link.session())
 
     async def _list(self, session: ClientSession) -> list[Any]:
         found: list[Any] = []
@@ -136,71 +144,37 @@ class Connection:
 
     async def _call(self, tool: str, arguments: dict[str, object]) -> Any:
         link = self._link
-        if link is None or self._failed:
-            raise ToolError(self._failed or f"the server {self.name!r} is closed")
+        if link is None:
+            raise ToolError(f"the server {self.name!r} is closed")
         timeout_s = self._options.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                session = await asyncio.shield(link.ready)
-                result = await session.call_tool(tool, arguments)
+                return await (await link.session()).call_tool(tool, arguments)
         except TimeoutError:
-            await self._look_after(link)
-            raise ToolError(f"timed out after {timeout_s:g} s") from None
+            problem = f"timed out after {timeout_s:g} s"
         # The SDK raises errors of the protocol, of streams, of HTTP and of values.
         except Exception as error:  # noqa: BLE001
-            await self._look_after(link)
-            raise ToolError(self._failed or self._problem(error)) from None
-        self._has_restarted = False
-        return result
+            problem = self._problem(error)
+        await self._look_after(link)
+        raise ToolError(problem)
 
     async def _look_after(self, link: _Link) -> None:
         """Start the server again if it does not even list its tools, once for all who ask."""
         async with self._look:
-            if self._link is not link or self._failed:
+            if self._link is not link:
                 return
-            if not await self._trouble(link.list_tools(), min(_LOOK_S, self._options.timeout_s)):
-                return
-            await self._leave()
-            again = self._has_restarted
-            self._has_restarted = True
-            problem = "it has ended or hangs once more after a new start"
-            if not again:
-                self._link = self._connect()
-                ready = asyncio.shield(self._link.ready)
-                if not (problem := await self._trouble(ready, self._options.timeout_s)):
-                    return
-            self._failed = f"the server {self.name!r} is gone: {problem}"
-
-    async def _trouble(self, work: Awaitable[object], timeout_s: float) -> str:
-        """Return what is wrong where the work fails or takes longer; else ""."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await work
-        except Exception as error:  # noqa: BLE001  as in `open`
-            return self._problem(error)
-        return ""
-
-    def _connect(self) -> _Link:
-        """Begin a session, in a task of its own: the SDK wants it opened and closed by one."""
-        link = _Link(asyncio.get_running_loop().create_future())
-        link.ready.add_done_callback(lambda ready: ready.exception())  # nobody may wait for it
-        link.task = asyncio.create_task(self._live(link))
-        link.task.add_done_callback(link.end)
-        return link
-
-    async def _live(self, link: _Link) -> None:
-        async with self._transport() as streams, _Session(*streams) as session:
-            await _greet(session)
-            link.ready.set_result(session)
-            await link.over.wait()
+            try:
+                async with asyncio.timeout(min(_LOOK_S, self._options.timeout_s)):
+                    await (await link.session()).list_tools()
+            except Exception:  # noqa: BLE001  as in `open`
+                await link.close()
+                if self._link is link:  # nobody has closed the connection meanwhile
+                    self._link = _Link(self._transport())
 
     async def _leave(self) -> None:
         link, self._link = self._link, None
-        if link is not None and link.task is not None:
-            link.over.set()
-            if not link.ready.done():
-                link.task.cancel()
-            await asyncio.wait({link.task}, timeout=_CLOSE_S)
+        if link is not None:
+            await link.close()
 
     def _transport(self) -> AbstractAsyncContextManager[Streams]:
         if self._options.command:

@@ -1,46 +1,37 @@
-"""The two ways to an MCP server: a child process's pipes, and streamable HTTP.
-
-The SDK's own pipes read lines without a limit and its HTTP client reads JSON without one, so both
-have theirs here.
+"""The two ways to an MCP server, by the SDK: a child process's pipes, and streamable HTTP, of which
+the SDK bounds no body that is JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
-import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
-import anyio
 import httpx2
-import mcp_types
+from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp.shared.message import SessionMessage
 
 from flowtrain.net.bodies import no_cookies
 
 MAX_BYTES = 8 << 20
-"""Bytes of a message."""
-MAX_UNASKED = 10_000
-"""Messages that a program may send one after the other without being asked for anything."""
+"""Bytes of a message over HTTP."""
 _STDERR_CHARS = 300
 _END_OF_EVENT = re.compile(rb"\n\n|\r\r|\r\n\r\n")
-_END_S = 2.0
-"""Seconds that a program has to end by itself once its stdin is closed."""
 Streams: TypeAlias = tuple[Any, Any]
 """Where the SDK's session reads and writes."""
 
 
 class Program:
-    """A server that is a child process, in a process group of its own."""
+    """A server that is a child process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._command = command
-        self._environment = dict(environment)
+        """`environment` comes on top of the SDK's HOME, LOGNAME, PATH, SHELL, TERM and USER."""
+        program, *args = command
+        self._parameters = StdioServerParameters(command=program, args=args, env=dict(environment))
         self._last_words = b""
 
     @property
@@ -50,102 +41,21 @@ class Program:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Streams]:
-        """Start it; end its whole process group at the end. Raises OSError if it cannot start."""
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            env=self._environment,
-            limit=MAX_BYTES,
-            start_new_session=True,
-        )
-        to_session, from_program = anyio.create_memory_object_stream[Any](0)
-        to_program, from_session = anyio.create_memory_object_stream[Any](0)
-        link = _Pipes(process, to_session, from_session)
-        tasks = [
-            asyncio.create_task(work) for work in (link.read(), link.write(), self._listen(process))
-        ]
+        """Start it, and end it with all that it started. Raises OSError if it cannot start."""
+        loop = asyncio.get_running_loop()
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        loop.add_reader(reader, self._listen, reader)
         try:
-            yield from_program, to_program
+            with os.fdopen(writer, "w") as stderr:
+                async with stdio_client(self._parameters, errlog=stderr) as streams:
+                    yield streams
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for stream in (to_session, from_program, to_program, from_session):
-                stream.close()
-            await _end(process)
+            loop.remove_reader(reader)
+            os.close(reader)
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None
-        while text := await process.stderr.read(1 << 16):
-            self._last_words = (self._last_words + text)[-4 * _STDERR_CHARS :]
-
-
-class _Pipes:
-    """The two directions between a process and the SDK's session."""
-
-    def __init__(self, process: asyncio.subprocess.Process, to_session: Any, outgoing: Any) -> None:
-        self._process = process
-        self._to_session = to_session
-        self._outgoing = outgoing
-        self._num_unasked = 0
-
-    async def read(self) -> None:
-        """Pass on messages, a line each, until the program ends or sends too much."""
-        assert self._process.stdout is not None
-        async with self._to_session:  # its end tells the session
-            # ValueError: a line beyond the limit.
-            with contextlib.suppress(ValueError, anyio.BrokenResourceError):
-                while self._num_unasked < MAX_UNASKED:
-                    line = await self._process.stdout.readline()
-                    if not line:
-                        return
-                    self._num_unasked += 1
-                    await self._pass_on(line)
-
-    async def _pass_on(self, line: bytes) -> None:
-        try:
-            message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-        except ValueError:  # a word for people, which has no place on stdout
-            return
-        await self._to_session.send(SessionMessage(message))
-
-    async def write(self) -> None:
-        """Pass on what the session sends, until the program is gone."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            async for item in self._outgoing:
-                self._num_unasked = 0
-                text = item.message.model_dump_json(by_alias=True, exclude_unset=True)
-                self._process.stdin.write(f"{text}\n".encode())
-                await self._process.stdin.drain()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Let the program end by itself, then kill what is left of its process group."""
-    assert process.stdin is not None
-    process.stdin.close()
-    await _exited(process)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await _exited(process)
-
-
-async def _exited(process: asyncio.subprocess.Process) -> None:
-    """Wait for the exit, but not for ever: a process that has left the group can hold the pipes.
-    What is still in them is read, or their end would not be seen.
-    """
-
-    async def discard(pipe: asyncio.StreamReader | None) -> None:
-        assert pipe is not None
-        while await pipe.read(1 << 16):
-            pass
-
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_END_S):
-            await asyncio.gather(process.wait(), discard(process.stdout), discard(process.stderr))
+    def _listen(self, reader: int) -> None:
+        self._last_words = (self._last_words + os.read(reader, 1 << 16))[-4 * _STDERR_CHARS :]
 
 
 @asynccontextmanager

@@ -15,9 +15,9 @@ import numpy as np
 
 from flowtrain.config import Config
 from flowtrain.tools.retrieval.bm25 import Bm25
-from flowtrain.tools.retrieval.dense import Embedder, embedder, rank
 from flowtrain.tools.retrieval.index import ensure_index, page_hash, page_url
-from flowtrain.tools.retrieval.passages import Passage, Passages, Source
+from flowtrain.tools.retrieval.passages import Passage, Passages, Searchable
+from flowtrain.tools.retrieval.remote import Retriever
 from flowtrain.types import UserError
 
 SCHEME = "corpus:"
@@ -26,41 +26,20 @@ SCHEME = "corpus:"
 T = TypeVar("T")
 
 
-class Corpus:
-    """Passages and their indexes. Safe to share between tasks, event loops and threads."""
+class Corpus(Searchable):
+    """Passages of a file and their index."""
 
-    def __init__(self, folder: Path, embedder: Embedder | None) -> None:
-        """Open the index that `ensure_index` built with that embedder."""
+    def __init__(self, folder: Path) -> None:
+        """Open the index that `ensure_index` built."""
         self._passages = Passages(folder)
-        self._embedder = embedder
-        if embedder:
-            self._vectors = np.load(folder / "vectors.npy", mmap_mode="r")
-        else:
-            self._bm25 = Bm25.load(folder / "bm25")
+        self._bm25 = Bm25.load(folder / "bm25")
         self._pages = np.load(folder / "pages.npy", mmap_mode="r")
         self._places = np.load(folder / "places.npy", mmap_mode="r")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="corpus")
 
     async def search(self, query: str, k: int, deadline_s: float) -> list[Passage]:
-        """Return at most `k` passages, best first; BM25 finds only those that share a word.
-
-        Raises ToolError when the embedder fails.
-        """
-        if self._embedder is None:
-            return await self._in_thread(lambda: self._take(self._bm25.rank(query, k)))
-        vectors_1D = await self._embedder.embed([self._embedder.as_query(query)], deadline_s)
-        return await self._in_thread(lambda: self._take(rank(self._vectors, vectors_1D[0], k)))
-
-    def pages(self, page_of: Callable[[Passage], str], num_pages: int) -> Source:
-        """Make the source whose hits are pages, each with its best passage."""
-
-        async def search(query: str, deadline_s: float) -> list[Passage]:
-            pages: dict[str, Passage] = {}
-            for passage in await self.search(query, 3 * num_pages, deadline_s):
-                pages.setdefault(page_of(passage), passage)
-            return list(pages.values())[:num_pages]
-
-        return search
+        """As `Searchable.search`, by BM25: finds only passages that share a word."""
+        return await self._in_thread(lambda: self._take(self._bm25.rank(query, k)))
 
     async def read(self, url: str) -> list[Passage]:
         """Return the passages of a page, in the order of the file; none for an unknown page."""
@@ -85,6 +64,11 @@ class Corpus:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
+def open_search(config: Config, key: str) -> Searchable:
+    """Return the retriever of `[corpus]`, or else its file as `open_corpus` does."""
+    return Retriever(config.corpus) if config.corpus.retriever else open_corpus(config, key)
+
+
 _open: weakref.WeakValueDictionary[tuple[object, ...], Corpus] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 
@@ -100,10 +84,9 @@ def open_corpus(config: Config, key: str) -> Corpus:
             f"corpus.path='' must name the file of passages that {key}='corpus' searches"
         )
     with _opening:
-        vectors = embedder(config, "corpus.embedder", config.corpus.embedder)
-        folder, stamp = ensure_index(config.corpus, vectors)
+        folder, stamp = ensure_index(config.corpus)
         name = (folder, *stamp.items())
         corpus = _open.get(name)
         if corpus is None:
-            corpus = _open[name] = Corpus(folder, vectors)
+            corpus = _open[name] = Corpus(folder)
         return corpus

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,17 +13,11 @@ from flowtrain.tools.base import ToolError
 from flowtrain.tools.retrieval.bm25 import best
 from flowtrain.tools.web.api import Api, Request, key_from_env
 from flowtrain.types import UserError
-from flowtrain.utils.errors import user_error
-from flowtrain.utils.terminal import bar
 
 BATCH = 64
 """Texts per request."""
 MAX_CHARS = 8000
 """Characters of a text that are sent; some 2,000 tokens, which every embedding model takes."""
-_BUILD_S = 600.0
-"""Seconds for a batch while an index is built, pauses of a busy endpoint included."""
-_ROWS = 1 << 16
-"""Rows of the matrix that are read from disk and multiplied at a time."""
 
 
 class Embedder:
@@ -55,11 +46,6 @@ class Embedder:
         self._url = options.base_url.rstrip("/") + "/embeddings"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._api = Api(options.max_concurrency)
-
-    @property
-    def stamp(self) -> str:
-        """Name what the vectors of an index depend on."""
-        return f"{self.name}, {self._passage_prefix!r}" if self._passage_prefix else self.name
 
     def as_query(self, text: str) -> str:
         """Return a query as the model wants it."""
@@ -100,44 +86,9 @@ def embedder(config: Config, key: str, name: str) -> Embedder | None:
     return Embedder(name, config.engines[name]) if name else None
 
 
-def write_vectors(path: Path, texts: Iterable[str], num_texts: int, embedder: Embedder) -> None:
-    """Write a .npy file of one row per text, with a progress bar; raises UserError on failure."""
-    work = _write_vectors(path, iter(texts), num_texts, embedder)
-    # On a thread with a loop of its own, because this thread may have one that runs.
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="embed") as thread,
-        user_error("corpus.embedder", ToolError),
-    ):
-        thread.submit(asyncio.run, work).result()
-
-
-async def _write_vectors(
-    path: Path, texts: Iterable[str], num_texts: int, embedder: Embedder
-) -> None:
-    matrix: np.memmap | None = None
-    done = 0
-    with bar(total=num_texts, desc="embeddings", unit="text") as shown:
-        while batch := list(itertools.islice(texts, 8 * BATCH)):
-            vectors = await embedder.embed(list(map(embedder.as_passage, batch)), _BUILD_S)
-            if matrix is None:
-                matrix = np.lib.format.open_memmap(
-                    path, "w+", np.float32, (num_texts, vectors.shape[1])
-                )
-            if vectors.shape[1] != matrix.shape[1]:
-                raise ToolError(f"{embedder.name} answered with embeddings of several lengths")
-            matrix[done : done + len(batch)] = vectors
-            done += len(batch)
-            shown.update(len(batch))
-    assert matrix is not None and done == num_texts
-    matrix.flush()
-
-
 def rank(matrix: np.ndarray, query_D: np.ndarray, k: int) -> list[int]:
-    """Return the `k` rows most like the query, best first; the matrix may be on disk."""
-    scores = np.concatenate(
-        [matrix[start : start + _ROWS] @ query_D for start in range(0, len(matrix), _ROWS)]
-    )
-    return best(scores, k).tolist()
+    """Return the `k` rows most like the query, best first."""
+    return best(matrix @ query_D, k).tolist()
 
 
 def _vectors(answer: Any, num_texts: int, name: str) -> np.ndarray:

@@ -3,8 +3,7 @@
 stamp.json       the source of the index, which is built again when the stamp does not match
 passages.jsonl   the passages, and offsets.npy, the byte at which each begins
 pages.npy        hashes of the URLs of pages, sorted, and places.npy, the numbers of their passages
-bm25/            the scores of bm25s, or, with an embedder,
-vectors.npy      one row per passage
+bm25/            the scores of bm25s
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import numpy as np
 
 from flowtrain.config.search import Corpus
 from flowtrain.tools.retrieval.bm25 import Bm25
-from flowtrain.tools.retrieval.dense import Embedder, write_vectors
 from flowtrain.tools.retrieval.passages import Passages, read_passages
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
@@ -28,27 +26,27 @@ from flowtrain.utils.files import sync, sync_tree
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
 
-_FORMAT = 1
+_FORMAT = 2
 _PAGE = np.dtype([("hash", np.uint64), ("place", np.int64)])
 
 Stamp = dict[str, str | int]
 
 
-def ensure_index(corpus: Corpus, embedder: Embedder | None) -> tuple[Path, Stamp]:
+def ensure_index(corpus: Corpus) -> tuple[Path, Stamp]:
     """Return the folder of the index and its stamp; build the index unless it is up to date.
 
     Of several processes one builds it and the others wait. Raises UserError, which names the key of
     the wrong file, column or folder.
     """
     folder = Path(corpus.index or f"{corpus.path}.index").resolve()
-    stamp = _stamp(corpus, embedder)
+    stamp = _stamp(corpus)
     if _read_stamp(folder) != stamp:
         with user_error(f"corpus.index={str(folder)!r} cannot be written", OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with folder.with_name(f"{folder.name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when its holder dies
                 if _read_stamp(folder) != stamp:
-                    _build(folder, corpus, embedder, stamp)
+                    _build(folder, corpus, stamp)
     return folder, stamp
 
 
@@ -62,7 +60,7 @@ def page_hash(url: str) -> np.uint64:
     return np.uint64(int.from_bytes(digest, "big"))
 
 
-def _stamp(corpus: Corpus, embedder: Embedder | None) -> Stamp:
+def _stamp(corpus: Corpus) -> Stamp:
     with user_error(f"corpus.path={corpus.path!r} cannot be read", OSError):
         file = Path(corpus.path).stat()
     return {
@@ -71,7 +69,6 @@ def _stamp(corpus: Corpus, embedder: Embedder | None) -> Stamp:
         "num_bytes": file.st_size,
         "mtime_ns": file.st_mtime_ns,
         **corpus.model_dump(include={"text_key", "title_key", "url_key"}),
-        "embedder": embedder.stamp if embedder else "",
     }
 
 
@@ -80,7 +77,7 @@ def _read_stamp(folder: Path) -> Stamp | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _build(folder: Path, corpus: Corpus, embedder: Embedder | None, stamp: Stamp) -> None:
+def _build(folder: Path, corpus: Corpus, stamp: Stamp) -> None:
     if folder.exists() and _read_stamp(folder) is None:
         raise UserError(
             f"corpus.index={str(folder)!r} exists and is no index of ours; name another folder"
@@ -95,10 +92,7 @@ def _build(folder: Path, corpus: Corpus, embedder: Embedder | None, stamp: Stamp
         Passages.write(new, found)
         passages = Passages(new)
         _write_pages(new, passages)
-        if embedder:
-            write_vectors(new / "vectors.npy", _texts(passages), len(passages), embedder)
-        else:
-            _write_bm25(new / "bm25", passages, corpus)
+        _write_bm25(new / "bm25", passages, corpus)
         (new / "stamp.json").write_text(json.dumps(stamp))
         sync_tree(new)
         if folder.exists():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import mmap
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,8 +29,27 @@ class Passage:
     url: str = ""
 
 
-Source = Callable[[str, float], Awaitable[Sequence[Passage]]]
+Source = Callable[[str, float], Coroutine[Any, Any, Sequence[Passage]]]
 """A function of query and seconds that returns passages, best first, or raises ToolError."""
+
+
+class Searchable(ABC):
+    """Passages that can be searched. Safe to share between tasks, event loops and threads."""
+
+    @abstractmethod
+    async def search(self, query: str, k: int, deadline_s: float) -> list[Passage]:
+        """Return at most `k` passages, best first; raises ToolError when the search fails."""
+
+    def pages(self, page_of: Callable[[Passage], str], num_pages: int) -> Source:
+        """Make the source whose hits are pages, each with its best passage."""
+
+        async def search(query: str, deadline_s: float) -> list[Passage]:
+            pages: dict[str, Passage] = {}
+            for passage in await self.search(query, 3 * num_pages, deadline_s):
+                pages.setdefault(page_of(passage), passage)
+            return list(pages.values())[:num_pages]
+
+        return search
 
 
 def read_passages(corpus: Corpus) -> Iterator[Passage]:

@@ -8,46 +8,63 @@ from flowtrain.config import Agent
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.tools.sandbox.server import Backend
-from flowtrain.tools.sandbox.sessions import SessionSandbox
 from flowtrain.types import UserError
 
+_of_checkers = {"sandbox": "auto"}
+"""The `agent.sandbox` of this process, for checkers of answers and readers of pages."""
 
-def make_sandbox(agent: Agent) -> ProcessSandbox:
-    """Make the sandbox of `agent.sandbox`, with a worker per core and 32 at most."""
+
+def make_sandbox(agent: Agent, max_output_chars: int = 4000) -> ProcessSandbox:
+    """Make the sandbox of `agent.sandbox`, with a worker per core and 32 at most.
+
+    Raises UserError where it does not work here.
+    """
     return ProcessSandbox(
         _backend(agent),
         num_workers=min(32, os.cpu_count() or 1),
         timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
         memory_mb=agent.code_memory_mb,
+        max_output_chars=max_output_chars,
     )
 
 
-def make_session_sandbox(agent: Agent) -> SessionSandbox:
-    """Make the sandbox of `agent.python_session`. Raises UserError where it does not work."""
-    sandbox = SessionSandbox(
-        _backend(agent),
-        num_workers=min(32, os.cpu_count() or 1),
-        timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
-        memory_mb=agent.code_memory_mb,
-    )
-    sandbox.check()
-    return sandbox
+def confine_checkers(agent: Agent) -> None:
+    """Let the checkers of answers follow `agent.sandbox`; they need packages, so seccomp alone does
+    not do for them and bubblewrap takes its place.
+    """
+    _of_checkers["sandbox"] = "auto" if agent.sandbox == "seccomp" else agent.sandbox
 
 
-def make_checker_sandbox(package: str, time_limit_s: float, memory_mb: int) -> ProcessSandbox:
-    """Make the sandbox for a package that checks answers, on which hostile ones may hang."""
-    return make_sandbox(
-        Agent(
-            python_packages=(package,),
-            tool_timeout_s=time_limit_s,
-            code_timeout_s=time_limit_s,
-            code_memory_mb=memory_mb,
-        )
+def make_checker_sandbox(
+    package: str,
+    time_limit_s: float,
+    memory_mb: int,
+    *,
+    runs_answers: bool,
+    max_output_chars: int = 4000,
+) -> ProcessSandbox:
+    """Make the sandbox for a package that checks answers, or reads pages, on which hostile ones may
+    hang.
+
+    Args:
+        runs_answers: the package may run an answer as code. One that only parses them gets limits
+            where agent.sandbox = "auto" finds nothing better.
+    """
+    agent = Agent(
+        sandbox=_of_checkers["sandbox"],
+        python_packages=(package,),
+        tool_timeout_s=time_limit_s,
+        code_timeout_s=time_limit_s,
+        code_memory_mb=memory_mb,
     )
+    if agent.sandbox == "auto" and not runs_answers:
+        is_there = not bubblewrap.why_not(bubblewrap.backend((package,)))
+        agent = agent.model_copy(update={"sandbox": "bubblewrap" if is_there else "limits"})
+    return make_sandbox(agent, max_output_chars)
 
 
 def _backend(agent: Agent) -> Backend:
-    """Choose the backend; "auto" is the strictest that serves the config and works here."""
+    """Choose the backend; "auto" is the strictest that serves the config, and never limits."""
     packages = agent.python_packages
     if agent.sandbox == "seccomp" or (
         agent.sandbox == "auto" and not packages and seccomp.is_offered()
@@ -56,9 +73,10 @@ def _backend(agent: Agent) -> Backend:
     if agent.sandbox == "limits":
         return limits.backend(packages)
     wrapped = bubblewrap.backend(packages)
-    reason = bubblewrap.why_not(wrapped)
-    if not reason:
-        return wrapped
-    if agent.sandbox == "auto":
-        return limits.backend(packages)
-    raise UserError(f"agent.sandbox='bubblewrap': {reason}")
+    if reason := bubblewrap.why_not(wrapped):
+        raise UserError(
+            f"agent.sandbox={agent.sandbox!r}: {reason}. Install it (apt-get install bubblewrap) "
+            "and allow namespaces; or, where nothing of value can be read, set "
+            "agent.sandbox = 'limits', which keeps code from no file (docs/tools.md)"
+        )
+    return wrapped

@@ -1,4 +1,4 @@
-"""The host's end of a socket to a fork server, or to the supervisor of a session."""
+"""The host's end of a socket to a fork server."""
 
 from __future__ import annotations
 
@@ -56,12 +56,6 @@ class Channel:
         with contextlib.suppress(OSError):  # the other end has closed it
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def send_socket(self, theirs: socket.socket, until: float) -> None:
-        """Hand over a socket, with a message of one byte; raises TimeoutError, ConnectionError."""
-        if not self._wait(select.POLLOUT, until):
-            raise TimeoutError
-        socket.send_fds(self._socket, [b"."], [theirs.fileno()])
 
     def is_stopped(self) -> bool:
         """Return whether a signal has stopped the other end: code without a filter can."""

@@ -7,7 +7,8 @@ import errno
 import os
 import sys
 
-from flowtrain.tools.sandbox.child import MACHINES, PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+from flowtrain.tools.sandbox.child import PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+from flowtrain.tools.sandbox.filters import MACHINES
 from flowtrain.tools.sandbox.server import Backend
 
 MODULES = """

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from flowtrain.tools.sandbox.channel import Channel
 from flowtrain.tools.sandbox.clocks import Clock, TimeLimit
+from flowtrain.tools.sandbox.filters import filter_program
 
 PYTHON = os.path.realpath(sys.executable)
 CHILD = Path(__file__).with_name("child.py")
@@ -57,8 +58,8 @@ class NotStarted(Exception):
 class Server:
     """One fork server. One thread at a time talks to it; any thread may kill it."""
 
-    def __init__(self, backend: Backend, script: Path | None = None) -> None:
-        """Start the process of the script, `CHILD` or another; `begin` waits until it is ready."""
+    def __init__(self, backend: Backend) -> None:
+        """Start the process; `begin` waits until it is ready."""
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         self._kill_lock = threading.RLock()
@@ -77,6 +78,7 @@ class Server:
             "path": backend.path,
             "scratch": scratch,
             "uid": uid,
+            "filter": filter_program(os.uname().machine, bool(scratch)).hex(),
             "must_filter": backend.must_filter,
         }
         command = [PYTHON, "-P", "-s", "-S", "-B", "-X", "utf8", "-W", "ignore"]
@@ -86,7 +88,7 @@ class Server:
             self._process = subprocess.Popen(
                 # Nothing of the host's environment, folder and site-packages gets in. Not -I, which
                 # would ignore the hash seed too.
-                [*backend.argv, *command, str(script or CHILD), json.dumps(setup)],
+                [*backend.argv, *command, str(CHILD), json.dumps(setup)],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
@@ -110,15 +112,6 @@ class Server:
         except ConnectionError as error:
             raise NotStarted(f"the sandbox's process did not start: {error}") from error
         return Clock(pid)
-
-    def hand_over(self, theirs: socket.socket) -> float:
-        """Give a server of sessions a socket to serve; return until when it should have begun.
-
-        Raises TimeoutError, ConnectionError.
-        """
-        until = self._wait_until_ready()
-        self._channel.send_socket(theirs, until)
-        return until
 
     def _wait_until_ready(self) -> float:
         until = time.monotonic() + START_S

@@ -1,0 +1,73 @@
+"""The answers of services and pages in this process, kept so that equal queries get equal results
+and are paid for once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from flowtrain.tools.retrieval.passages import Passage, Source
+
+T = TypeVar("T")
+_Asked = tuple[asyncio.AbstractEventLoop, str]
+
+
+class Cache(Generic[T]):
+    """Keeps results by key; the least recently used go first. For one event loop after another."""
+
+    def __init__(self, max_mb: int) -> None:
+        """Keep about `max_mb` MiB of text; with 0 nothing, and nothing is shared."""
+        self._room = max_mb << 20
+        self._is_on = max_mb > 0
+        self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
+        self._asked: dict[_Asked, asyncio.Task[T]] = {}
+        self._waiting: Counter[asyncio.Task[T]] = Counter()
+
+    async def get(self, key: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return what is kept, or else what `ask` returns, which all who wait for it share: its
+        errors too, which are not kept. It is cancelled with the last of them.
+        """
+        if not self._is_on:
+            return await ask()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
+        asked = (asyncio.get_running_loop(), key)
+        if asked not in self._asked:
+            task = asyncio.create_task(ask())
+            self._asked[asked] = task
+            task.add_done_callback(partial(self._keep, asked))
+        task = self._asked[asked]
+        self._waiting[task] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._waiting[task] -= 1
+            if not self._waiting[task]:
+                del self._waiting[task]
+                task.cancel()  # which does nothing once it is done
+
+    def _keep(self, asked: _Asked, task: asyncio.Task[T]) -> None:
+        del self._asked[asked]
+        if task.cancelled() or task.exception() is not None:
+            return
+        key, found = asked[1], task.result()
+        size = len(key) + len(repr(found))
+        self._kept[key] = (found, size)
+        self._room -= size
+        while self._room < 0:
+            self._room += self._kept.popitem(last=False)[1][1]
+
+
+def cached(source: Source, max_mb: int) -> Source:
+    """Return the source behind a cache."""
+    cache: Cache[Sequence[Passage]] = Cache(max_mb)
+
+    async def search(query: str, deadline_s: float) -> Sequence[Passage]:
+        return await cache.get(query, lambda: source(query, deadline_s))
+
+    return search
