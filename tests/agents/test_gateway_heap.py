@@ -14,5 +14,5 @@ def test_what_was_imported_is_set_aside_once_per_process(monkeypatch: pytest.Mon
     monkeypatch.setattr(server.gc, "freeze", lambda: called.append("freeze"))
     server._keep_imports.cache_clear()
     for _ in range(2):
-        Gateway("127.0.0.1", 0).close()
+        Gateway().close()
     assert called == ["collect", "freeze"]

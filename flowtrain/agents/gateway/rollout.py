@@ -12,13 +12,13 @@ import hashlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowtrain.agents.gateway.recorder import Recorder
-from flowtrain.agents.gateway.requests import ChatRequest, Refusal, TextRequest
+from flowtrain.agents.gateway.requests import ChatRequest, Refusal
 from flowtrain.agents.gateway.responses import Reply
 from flowtrain.agents.session import RolloutEnded, Session
 from flowtrain.types import Task
@@ -126,8 +126,6 @@ class Rollout:
         """The limit that a request has met."""
         self.failure: Exception | None = None
         """What went wrong here, and not in the program."""
-        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        """As the program has told it by /rollouts/done."""
         self._loop = asyncio.get_running_loop()
         self._attempts: dict[bytes, _Attempt] = {}
         self._lock = threading.Lock()
@@ -138,13 +136,12 @@ class Rollout:
     def task(self) -> Task:
         return self.session.task
 
-    def check(self, asked: ChatRequest | TextRequest) -> None:
+    def check(self, asked: ChatRequest) -> None:
         """Raise Refusal for sampling that training would take for another, where that is asked."""
         if not self.is_strict:
             return
-        policy, options = self.session.policy, asked.options
         for name in ("temperature", "top_p"):
-            given, own = getattr(options, name), getattr(policy, name)
+            given, own = getattr(asked, name), getattr(self.session.policy, name)
             if given is not None and given != own:
                 raise Refusal(
                     f"{name}={given:g} is not what is trained (gateway.sampling='strict'): leave "
@@ -154,7 +151,7 @@ class Rollout:
                 )
 
     def ask(
-        self, asked: ChatRequest | TextRequest, body: bytes, *, retry_of: bytes | None
+        self, asked: ChatRequest, body: bytes, *, retry_of: bytes | None
     ) -> asyncio.Future[Reply]:
         """Answer a request; from any event loop. Raises Refusal once the rollout is over.
 
@@ -165,11 +162,15 @@ class Rollout:
             retry_of: the request may have been made before; under this key, or with the same body
                 where it is empty.
         """
-        return self._cross(self._join, asked, body, retry_of)
-
-    def end_with(self, outcome: Outcome) -> asyncio.Future[None]:
-        """Take the outcome; from any event loop. A second one is a Refusal."""
-        return self._cross(self._take, outcome)
+        # Callbacks alone cross over, as a task on either side would cost more than most work.
+        future: Future[Reply] = Future()
+        with self._lock:
+            if self._is_over:
+                raise over()
+            self._under_way.add(future)
+            self._loop.call_soon_threadsafe(self._join, future, asked, body, retry_of)
+        future.add_done_callback(self._forget)
+        return asyncio.wrap_future(future)
 
     async def close(self) -> None:
         """Take no more requests, and end those under way."""
@@ -184,37 +185,14 @@ class Rollout:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.recorder.finish()
 
-    def _cross(self, work: Callable[..., None], *arguments: Any) -> asyncio.Future[Any]:
-        """Let work on the rollout's own loop settle a future of this one. Callbacks alone cross
-        over, as a task on either side would cost more than most work.
-        """
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._is_over:
-                raise over()
-            self._under_way.add(future)
-            self._loop.call_soon_threadsafe(work, future, *arguments)
-        future.add_done_callback(self._forget)
-        return asyncio.wrap_future(future)
-
     def _forget(self, future: Future[Any]) -> None:
         with self._lock:
             self._under_way.discard(future)
 
-    def _take(self, future: Future[None], outcome: Outcome) -> None:
-        if self._is_over:
-            _fail(future, over())
-        elif self.outcome.done():
-            _fail(future, Refusal("the outcome of this rollout is known already", status=409))
-        else:
-            self.outcome.set_result(outcome)
-            with contextlib.suppress(InvalidStateError):  # the client has left
-                future.set_result(None)
-
     def _join(
         self,
         future: Future[Reply],
-        asked: ChatRequest | TextRequest,
+        asked: ChatRequest,
         body: bytes,
         retry_of: bytes | None,
     ) -> None:
@@ -233,9 +211,7 @@ class Rollout:
 
         future.add_done_callback(leave)
 
-    def _attempt(
-        self, asked: ChatRequest | TextRequest, body: bytes, retry_of: bytes | None
-    ) -> _Attempt:
+    def _attempt(self, asked: ChatRequest, body: bytes, retry_of: bytes | None) -> _Attempt:
         """Return the attempt that a retry repeats, or a new one."""
         digest = hashlib.sha256(body).digest()
         name = hashlib.sha256(retry_of).digest() + digest if retry_of else digest
@@ -250,11 +226,9 @@ class Rollout:
             del self._attempts[key]
         return attempt
 
-    async def _sample(self, asked: ChatRequest | TextRequest) -> Reply:
+    async def _sample(self, asked: ChatRequest) -> Reply:
         try:
-            if isinstance(asked, ChatRequest):
-                return await self.recorder.chat(asked)
-            return await self.recorder.complete(asked)
+            return await self.recorder.chat(asked)
         except RolloutEnded as ended:
             self.ended = self.ended or ended
             raise _refusal(ended) from None
