@@ -356,13 +356,14 @@ def roll_out(
     return tuple(trajectory for group in scored for trajectory in group.trajectories)
 
 
+def short_metrics(trajectory: Trajectory) -> dict[str, float]:
+    """Compute EM and F1 of a short answer; {} for other answers."""
+    return published_metrics(trajectory.task, final_answer(trajectory.answer)[-MAX_CHARS:])
+
+
 def _mean_metrics(trajectories: Sequence[Trajectory], world: World) -> dict[str, float]:
     """Mean EM and F1 of the short answers that did not fail; {} without any; collective."""
-    found = [
-        published_metrics(each.task, final_answer(each.answer)[-MAX_CHARS:])
-        for each in trajectories
-        if not each.error
-    ]
+    found = [short_metrics(each) for each in trajectories if not each.error]
     short = [metrics for metrics in found if metrics]
     num, *sums = world.sum(
         [len(short), *(math.fsum(each[name] for each in short) for name in ("em", "f1"))]

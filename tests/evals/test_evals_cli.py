@@ -20,9 +20,8 @@ from chat_servers import ChatServer, Gate, chat_server
 from cli_runs import Server, read, timeless
 from starlette.responses import JSONResponse
 
-from flowtrain.evals.records import read_entries
-from flowtrain.evals.summary import summarise
-from flowtrain.evals.tables import tables
+from flowtrain.evals.records import RecordLog
+from flowtrain.evals.summary import summarise, table
 from flowtrain.metrics import aligned
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
@@ -59,8 +58,8 @@ def data(lookups: list[Task], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scores(path: Path) -> dict[str, Any]:
     """The scores of an evaluation of one system, by benchmark."""
-    (row,) = json.loads((path / "summary.json").read_text())["rows"]
-    return dict(row["benchmarks"])
+    found = json.loads((path / "summary.json").read_text())["scores"]
+    return {score["benchmark"]: score for score in found}
 
 
 class Script:
@@ -186,7 +185,9 @@ def test_an_evaluation_leaves_its_records_and_numbers(
         t: [r["reward"] for r in records if (r["benchmark"], r["trial"]) == ("bamboogle", t)]
         for t in (1, 2)
     }
-    assert summary["by_trial"] == [pytest.approx(sum(rewards[t]) / NUM_ROWS) for t in (1, 2)]
+    assert summary["accuracy"]["by_trial"] == [
+        pytest.approx(sum(rewards[t]) / NUM_ROWS) for t in (1, 2)
+    ]
     assert (summary["num_questions"], summary["num_failed"], summary["stats"]["turns_mean"]) == (
         NUM_ROWS,
         0,
@@ -223,12 +224,6 @@ def test_the_config_that_is_left_gives_the_same_records(
     )
     assert one["evaluation"] == two["evaluation"] and one["versions"] == two["versions"]
     pins = one["evaluation"]
-    made = pins["systems"]["gpt"]
-    assert (
-        made["engines"]["gpt"].startswith("scripted at http://127.0.0.1:")
-        and "temperature 0" in made["engines"]["gpt"]
-    )
-    assert {"analyst", "executor", "verifier", "generator"} <= set(made["prompts"])
     assert (
         pins["benchmarks"]["hotpotqa"]["rows"] == NUM_ROWS
         and len(pins["benchmarks"]["hotpotqa"]["sha256"]) == 64
@@ -273,13 +268,13 @@ def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
     assert without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), (
         "the same as without the interruption"
     )
-    assert out.partition("a rollout")[0] == server_table(tmp_path / "whole")
+    assert out.startswith(server_table(tmp_path / "whole"))
 
 
 def server_table(path: Path) -> str:
     names = ("bamboogle", "hotpotqa")
-    rows = summarise(read_entries(path).values(), [("gpt", 3)], names, ("Search", "Base_Generator"))
-    return aligned(tables(rows, {})[0]) + "\n"
+    entries = RecordLog(path).entries.values()
+    return aligned(table(summarise(entries, [("gpt", 3)], names, ("Search", "Base_Generator")), {}))
 
 
 def test_failed_rollouts_stand_apart_and_are_asked_again(
@@ -343,16 +338,6 @@ def test_another_evaluation_is_not_gone_on_with(
         code, lines, _ = server.run("evals", *words, *more)
         assert code == 2 and len(lines) == 1 and said in lines[0], lines
         assert log.read_bytes() == before
-
-
-def test_another_prompt_is_not_gone_on_with(
-    server: Server, words: tuple[str, ...], tmp_path: Path
-) -> None:
-    words = (*words, "--rows", "1", "--out", str(tmp_path / "run"))
-    assert server.run("evals", *words)[0] == 0
-    before = "import flowtrain.agents.generator as g; g.PROMPT += ' Be brief.'"
-    code, lines, _ = server.run("evals", *words, "--resume", before=before)
-    assert code == 2 and len(lines) == 1 and "prompts.generator was" in lines[0], lines
 
 
 @pytest.mark.parametrize(
@@ -436,7 +421,7 @@ def test_the_policy_plans_and_two_runs_stand_side_by_side(
     )
     assert code == 0, lines
     assert without_clock(tmp_path / "one") == without_clock(tmp_path / "two")
-    assert out.splitlines()[0].split()[-4:] == ["failed", "EM", "F1", str(tmp_path / "one")]
+    assert out.splitlines()[0].split()[-4:] == ["EM", "F1", "turns", str(tmp_path / "one")]
     records = read(tmp_path / "two" / "trajectories.jsonl")
     assert len(records) == 6 and all(
         record["turns"][0]["prompt_text"].startswith("Question: ") for record in records
@@ -449,6 +434,10 @@ def test_the_policy_plans_and_two_runs_stand_side_by_side(
     assert (tmp_path / "two" / "tokenizer.json").read_text() == (
         tmp_path / "one" / "tokenizer.json"
     ).read_text()
-    pins = json.loads((tmp_path / "two" / "manifest.json").read_text())["evaluation"]
-    engine = pins["systems"]["policy"]["engines"]["policy"]
-    assert re.fullmatch(r".*/warm/model, weights [0-9a-f]{32}, torch, temperature 0", engine)
+    path = tmp_path / "two" / "manifest.json"
+    written = json.loads(path.read_text())
+    assert re.fullmatch("[0-9a-f]{32}", written["evaluation"]["weights"])
+    written["evaluation"]["weights"] = "0" * 32
+    path.write_text(json.dumps(written))
+    code, lines, _ = server.run("evals", *words, "--out", tmp_path / "two", "--resume")
+    assert code == 2 and len(lines) == 1 and "weights was" in lines[0]
