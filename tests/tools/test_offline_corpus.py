@@ -499,9 +499,9 @@ def test_an_engine_that_lacks_something_is_named(
     ("name", "content", "reason"),
     [
         (
-            "x.csv",
+            "x.txt",
             b"text\n",
-            r"x\.csv: the file name must end in \.jsonl, \.json, \.tsv or \.parquet",
+            r"x\.txt: the file name must end in \.jsonl, \.json, \.tsv, \.csv, \.parquet",
         ),
         ("x.jsonl", b"", "the file holds no passages"),
         ("x.jsonl", b'{"text": "a"}\n{"text"\n', r"x\.jsonl, line 2: cannot be read as JSON"),
