@@ -16,6 +16,7 @@ from flowtrain.config import Config
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.parts import Parts
+from flowtrain.evaluation.pass_at_k import pass_metrics
 from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.rewards import Judge, RewardFunctions, score
 from flowtrain.rewards.scorers import MAX_CHARS
@@ -152,16 +153,18 @@ class Evaluator:
         return Measured(held_out, benchmarks, versions or {})
 
     def benchmark_metrics(self, parts: Sequence[Part], found: Found) -> dict[str, float]:
-        """Compute metrics by name, "eval_accuracy/aime24": the mean reward, EM and F1 of short
-        answers (`published_metrics`), turns of a rollout, and failed rollouts, where there are
-        some.
+        """Compute metrics by name, "eval_accuracy/aime24": the mean reward, pass@k of several
+        trials, EM and F1 of short answers (`published_metrics`), turns of a rollout, and failed
+        rollouts, where there are some.
         """
         metrics: dict[str, float] = {}
+        world = self.components.world
         for part in parts:
             result = self._result(part, found)
-            short = _mean_metrics(result.trajectories, self.components.world)
-            stats = result.stats
-            named = {"accuracy": stats.reward_mean, **short, "turns": stats.turns_mean}
+            own, stats = result.trajectories, result.stats
+            several = pass_metrics(own, part.settings.trials, world)
+            short = _mean_metrics(own, world)
+            named = {"accuracy": stats.reward_mean, **several, **short, "turns": stats.turns_mean}
             if stats.failed_rollouts:
                 named["failed"] = float(stats.failed_rollouts)
             metrics |= {f"eval_{key}/{part.name}": value for key, value in named.items()}
