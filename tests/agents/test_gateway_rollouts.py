@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from gateway_runs import TASK, calls_of, logging_engine, make_agent, roll_out
+from chat_templates import tokenizer_of
+from gateway_runs import TASK, LoggingEngine, calls_of, logging_engine, make_agent, roll_out
 
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.gateway import agent as agent_module
@@ -380,8 +381,7 @@ def test_the_outcome_may_be_told_as_a_mapping() -> None:
 
 
 def test_a_model_without_a_chat_template_is_refused_whatever_the_prompt() -> None:
-    engine = logging_engine()
-    engine.tokenizer.chat_template = None
+    engine = LoggingEngine(tokenizer_of("", "<|im_end|>"))
     for prompt in ("compact", "full"):
         with pytest.raises(UserError) as refused:
             make_agent(engine, function="json:dumps", agent={"prompt": prompt})
