@@ -7,13 +7,12 @@ asked crosses over here, and nothing is left hanging when either of the two ends
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import math
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,12 +95,6 @@ class _Attempt:
             return self.task.cancelling() > 0
         return self.task.cancelled() or self.task.exception() is not None
 
-    def leave(self) -> None:
-        """Let one request wait no longer."""
-        self.num_waiting -= 1
-        if not self.num_waiting and not self.task.done():
-            self.task.cancel()
-
 
 class Rollout:
     """A rollout whose program works."""
@@ -162,13 +155,12 @@ class Rollout:
             retry_of: the request may have been made before; under this key, or with the same body
                 where it is empty.
         """
-        # Callbacks alone cross over, as a task on either side would cost more than most work.
-        future: Future[Reply] = Future()
         with self._lock:
             if self._is_over:
                 raise over()
+            answering = self._answer(asked, body, retry_of)
+            future = asyncio.run_coroutine_threadsafe(answering, self._loop)
             self._under_way.add(future)
-            self._loop.call_soon_threadsafe(self._join, future, asked, body, retry_of)
         future.add_done_callback(self._forget)
         return asyncio.wrap_future(future)
 
@@ -177,39 +169,34 @@ class Rollout:
         with self._lock:
             self._is_over = True
             under_way = tuple(self._under_way)
-        for future in under_way:
-            _fail(future, over())
         tasks = [attempt.task for attempt in self._attempts.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Those whose turn has not come yet on this loop are answered, too.
+        waiting = map(asyncio.wrap_future, under_way)
+        await asyncio.gather(*tasks, *waiting, return_exceptions=True)
         self.recorder.finish()
 
     def _forget(self, future: Future[Any]) -> None:
         with self._lock:
             self._under_way.discard(future)
 
-    def _join(
-        self,
-        future: Future[Reply],
-        asked: ChatRequest,
-        body: bytes,
-        retry_of: bytes | None,
-    ) -> None:
-        """Let a request wait for an attempt, which is cancelled when all that wait have left."""
-        if self._is_over or future.cancelled():
-            _fail(future, over())
-            return
+    async def _answer(self, asked: ChatRequest, body: bytes, retry_of: bytes | None) -> Reply:
+        """Wait for an attempt, which is cancelled when all that wait have left."""
+        if self._is_over:
+            raise over()
         attempt = self._attempt(asked, body, retry_of)
         attempt.num_waiting += 1
-        attempt.task.add_done_callback(lambda task: _settle(future, task))
-
-        def leave(future: Future[Reply]) -> None:
-            # Only before the rollout is over, which settles all futures; so its loop is there.
-            if future.cancelled():
-                self._loop.call_soon_threadsafe(attempt.leave)
-
-        future.add_done_callback(leave)
+        try:
+            return await asyncio.shield(attempt.task)
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise over() from None
+            raise
+        finally:
+            attempt.num_waiting -= 1
+            if not attempt.num_waiting:
+                attempt.task.cancel()
 
     def _attempt(self, asked: ChatRequest, body: bytes, retry_of: bytes | None) -> _Attempt:
         """Return the attempt that a retry repeats, or a new one."""
@@ -240,22 +227,6 @@ class Rollout:
             _log.debug("a request failed", exc_info=error)
             text = f"the policy failed: {type(error).__name__}"
             raise Refusal(text, status=500, code="policy_failed") from error
-
-
-def _settle(future: Future[Reply], task: asyncio.Task[Reply]) -> None:
-    """Pass on what a task has found, where somebody still waits for it."""
-    if task.cancelled():  # that of an attempt that is waited for is, when the rollout ends
-        _fail(future, over())
-    elif error := task.exception():
-        _fail(future, error)
-    else:
-        with contextlib.suppress(InvalidStateError):
-            future.set_result(task.result())
-
-
-def _fail(future: Future[Any], error: BaseException) -> None:
-    with contextlib.suppress(InvalidStateError):
-        future.set_exception(error)
 
 
 def over() -> Refusal:
