@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ from flowtrain.utils.commands import end_on_signals, number
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import writing
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.utils.terminal import bar, protect_output
-from flowtrain.utils.text import printable
+from flowtrain.utils.terminal import protect_output
+from flowtrain.utils.waiting import waiting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,20 +179,18 @@ class _Annotation:
         async def one(task: Task) -> None:
             async with free:
                 await self._row(task)
-            if self.chat is not None:
-                progress.set_postfix_str(printable(_cost_of(self.chat), keep=""), refresh=False)
-            progress.update(1)
+            tick()
 
         async def every() -> None:
             async with asyncio.TaskGroup() as running:
                 for task in tasks:
                     running.create_task(one(task))
 
-        with bar(total=len(tasks), unit="row", disable=not sys.stderr.isatty()) as progress:
+        with waiting("annotated rows", True, total=len(tasks)) as tick:
             try:
                 asyncio.run(every())
             except* UserError as mistakes:
-                raise _first(mistakes) from None
+                raise mistakes.exceptions[0] from None
 
     async def _row(self, task: Task) -> None:
         try:
@@ -213,7 +211,7 @@ class _Annotation:
         elif not goals:
             return await self._asked(task)
         try:
-            sub_goals.check(_with(task, goals))
+            sub_goals.check(replace(task, sub_goals=goals))
         except UserError as error:
             raise _NoSubGoals(str(error)) from error
         return goals
@@ -242,16 +240,6 @@ class _Annotation:
 
 class _NoSubGoals(Exception):
     """A row that gets no sub-goals, and why."""
-
-
-def _first(failures: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first failure inside nested groups."""
-    inner = failures.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
-
-
-def _with(task: Task, goals: tuple[SubGoal, ...]) -> Task:
-    return Task(task.id, task.question, task.answers, sub_goals=goals)
 
 
 def _row_of(task: Task, goals: Sequence[SubGoal]) -> dict[str, Any]:
