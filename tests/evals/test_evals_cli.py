@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,24 +124,6 @@ def without_clock(path: Path) -> dict[tuple[str, str, int], Any]:
         (r["benchmark"], r["pid"], r["trial"]): timeless(r)
         for r in read(path / "trajectories.jsonl")
     }
-
-
-def asked_of(record: dict[str, Any], endpoint: ChatServer) -> int:
-    """How many requests were made for the planner's turns of a rollout."""
-    prompts = Counter((body["messages"][0]["content"], body["seed"]) for body in endpoint.asked)
-    assert len(record["turns"]) == 1
-    (seed,) = {
-        seed
-        for prompt, seed in prompts
-        if prompt == record["turns"][0]["prompt_text"] and _is_of(record, seed)
-    }
-    return prompts[(record["turns"][0]["prompt_text"], seed)]
-
-
-def _is_of(record: dict[str, Any], seed: int) -> bool:
-    from flowtrain.utils.seeds import derive_seed
-
-    return derive_seed(record["seed"], 0) % 2**31 == seed
 
 
 # ---- a whole evaluation
@@ -263,7 +244,6 @@ def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
         without_clock(tmp_path / "run")
     )
     assert len(endpoint.asked) - num_asked == 2 * (NUM_ROLLOUTS - len(finished))
-    assert [asked_of(record, endpoint) for record in finished] == [1] * len(finished)
     assert server.run("evals", *words, "--out", tmp_path / "whole")[0] == 0
     assert without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), (
         "the same as without the interruption"

@@ -18,7 +18,6 @@ import pytest
 from chat_servers import ChatServer, chat_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_benchmark_files import FOLDER, needs_files
 
 from flowtrain.tasks.annotate import main
 from flowtrain.tasks.files import load_tasks
@@ -105,25 +104,6 @@ def test_rows_get_sub_goals_and_what_is_written_is_not_asked_again(
     assert {(task.scorer, task.answers) for task in tasks} == {("qa", ("Moss",))}
     for task in tasks:
         check(task)
-
-
-@needs_files
-def test_agentflows_file_of_hotpotqa_is_annotated(tmp_path: Path) -> None:
-    """Its rows have questions and answers alone; the expert finds steps in half of them."""
-    rows, out = FOLDER / "hotpotqa.json", tmp_path / "annotated.jsonl"
-
-    def expert(prompt: str) -> str:
-        number = len(re.findall(r"[aeiou]", prompt.split("Question: ")[1].split("\n")[0]))
-        goal = {"names": [f"bridge {number}"], "importance": 1, "query": "who links the two"}
-        return said(goal) if number % 2 else said()
-
-    with engine(expert) as (server, options):
-        argv = ["--in", str(rows), "--out", str(out), "--tasks.scorer", "qa", *options]
-        assert main(argv) == 0
-        assert len(server.asked) == 100
-    tasks = load_tasks(out)
-    assert len(tasks) == 100 and not any("final answer enclosed" in task.question for task in tasks)
-    assert 20 < sum(bool(task.sub_goals) for task in tasks) < 80
 
 
 def test_a_bad_reply_is_asked_again_with_the_reason(
