@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import gc
 import hashlib
 import logging
 import secrets
@@ -39,16 +37,6 @@ _END_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
-def _keep_imports() -> None:
-    """Take what has been imported out of the collector's walks, which would hold requests up.
-
-    Once per process: what is garbage at that moment, later gateways' too, would never go.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 class Gateway:
     """An ASGI application, and the thread that serves it."""
 
@@ -58,7 +46,6 @@ class Gateway:
         from flowtrain.net.connections import allow_files
 
         allow_files()
-        _keep_imports()
         self._rollouts: dict[bytes, Rollout] = {}
         self._ended: dict[bytes, None] = {}
         self._lock = threading.Lock()
