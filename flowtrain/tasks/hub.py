@@ -6,6 +6,7 @@ its reader of JSON makes numbers of texts and dates of others.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -66,10 +67,12 @@ def folder_rows(folder: Path, split: str, columns: Sequence[str] | None) -> Rows
     with foreign(f"{key}: holds no data set"):
         found = datasets.load_dataset_builder(str(folder)).config.data_files
     files = [Path(file) for file in _chosen(found or {}, folder, split)]
-    if len(folders := sorted({str(file.parent.relative_to(folder)) for file in files})) > 1:
+    folders = sorted({str(file.parent) for file in files})
+    if len(folders) > 1:
+        names = ", ".join(os.path.relpath(each, os.path.commonpath(folders)) for each in folders)
         raise UserError(
-            f"{key}: split {split!r} lies in several folders, {', '.join(folders)}; name one of "
-            "them, or several in tasks.mixture"
+            f"{key}: split {split!r} lies in several folders, {names}; name one of them, or "
+            "several in tasks.mixture"
         )
     number = 0
     for file in files:

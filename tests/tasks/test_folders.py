@@ -52,7 +52,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_splits(layout: str, tmp_path: Path) -> None:
+def test_splits(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     one, other, test = LAYOUTS[layout]
     folder = tmp_path / "gsm8k"
     for name, entries in ((one, rows("a", "b")), (other, rows("c")), (test, rows("d"))):
@@ -64,7 +65,7 @@ def test_splits(layout: str, tmp_path: Path) -> None:
     assert [task.question for task in source.tasks] == ["a?", "b?", "c?"]
     assert [task.id for task in source.tasks] == [f"gsm8k-train-{n}" for n in (1, 2, 3)]
     assert source.text().startswith("tasks: gsm8k, 3 rows, preset gsm8k: ")
-    assert questions(folder, "test") == ["d?"]
+    assert questions(Path("gsm8k"), "test") == ["d?"]
     with pytest.raises(UserError, match=r"tasks\.split='x': .* it has test, train"):
         load_tasks(folder, split="x")
 
