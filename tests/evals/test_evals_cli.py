@@ -19,9 +19,6 @@ from chat_servers import ChatServer, Gate, chat_server
 from cli_runs import Server, read, timeless
 from starlette.responses import JSONResponse
 
-from flowtrain.evals.records import RecordLog
-from flowtrain.evals.summary import summarise, table
-from flowtrain.metrics import aligned
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
 from flowtrain.training.world import World
@@ -244,17 +241,11 @@ def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
         without_clock(tmp_path / "run")
     )
     assert len(endpoint.asked) - num_asked == 2 * (NUM_ROLLOUTS - len(finished))
-    assert server.run("evals", *words, "--out", tmp_path / "whole")[0] == 0
-    assert without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), (
+    code, _, whole = server.run("evals", *words, "--out", tmp_path / "whole")
+    assert code == 0 and without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), (
         "the same as without the interruption"
     )
-    assert out.startswith(server_table(tmp_path / "whole"))
-
-
-def server_table(path: Path) -> str:
-    names = ("bamboogle", "hotpotqa")
-    entries = RecordLog(path).entries.values()
-    return aligned(table(summarise(entries, [("gpt", 3)], names, ("Search", "Base_Generator")), {}))
+    assert out.splitlines()[:5] == whole.splitlines()[:5]
 
 
 def test_failed_rollouts_stand_apart_and_are_asked_again(
