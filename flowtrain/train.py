@@ -34,6 +34,7 @@ With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while 
 from __future__ import annotations
 
 from flowtrain.agents.collect import collect, collect_branches
+from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
 from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
 from flowtrain.metrics.mismatch import MismatchGate
@@ -107,17 +108,38 @@ def train(config: Config) -> int:
 
 
 def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
-    """Roll out the next questions here and now."""
+    """Roll out the next questions here and now, and with `algorithm.dynamic_sampling` others in
+    place of those that teach nothing.
+    """
+    num_questions, num_asked = run.config.rollout.num_questions, 0
+    rollouts, num_missing = Rollouts((), {}, {}), num_questions
+    for number in range(1 + (run.config.algorithm.dynamic_sampling or 0)):
+        rollouts = joined(rollouts, _roll_out(run, step, number, num_missing, timer), num_asked)
+        num_asked += num_missing
+        if run.config.algorithm.dynamic_sampling:
+            rollouts, num_mixed = mixed_first(rollouts, run.placement.world)
+            num_missing = num_questions - num_mixed
+        if not num_missing:
+            break
+    if not run.config.algorithm.shuffle_rewards:
+        return rollouts
+    seed = derive_seed(run.config.run.seed, "shuffle", step)
+    return rollouts._replace(groups=shuffle_rewards(rollouts.groups, seed))
+
+
+def _roll_out(run: Run, step: int, number: int, num_questions: int, timer: StepTimer) -> Rollouts:
+    """Roll out and score the next questions; `number` of the round within the step."""
     config, samplers = run.config.rollout, run.placement.samplers
     agent = run.agent_of(step)
-    tasks = run.cursor.take(config.num_questions)
+    tasks = run.cursor.take(num_questions)
+    part = (step, number) if number else (step,)
     with run.held_states():
         with timer("collect"), run.waiting_for_rollouts(step) as tick:
             groups = collect(
                 agent,
                 tasks,
                 group_size=run.algorithm.num_roots,
-                seed=derive_seed(run.config.run.seed, "train", step),
+                seed=derive_seed(run.config.run.seed, "train", *part),
                 max_in_flight=config.max_in_flight,
                 rank=samplers.rank,
                 num_ranks=samplers.size,
@@ -140,9 +162,8 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
                 straggler_s=config.straggler_s,
             )
     with timer("collect"):
-        groups = score(groups, run.judge, run.components.reward_functions)
-    if run.config.algorithm.shuffle_rewards:
-        groups = shuffle_rewards(groups, derive_seed(run.config.run.seed, "shuffle", step))
+        functions, bounds = run.components.reward_functions, run.config.reward
+        groups = score(groups, run.judge, functions, bounds)
     return Rollouts(groups, branches.logprobs, {})
 
 

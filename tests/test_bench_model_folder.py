@@ -105,10 +105,10 @@ def test_questions_are_of_reasoning_gym_and_its_verifier_scores_them(
     tasks = model_folder.questions(6)
     assert [task.kind for task in tasks] == ["chain_sum", "leg_counting"] * 3
 
-    def verify_all(cases: Sequence[tuple[Task, str]]) -> list[gym.Verified]:
-        return [gym.Verified(float(answer in task.answers)) for task, answer in cases]
+    async def verify(task: Task, answer: str) -> gym.Verified:
+        return gym.Verified(float(answer in task.answers))
 
-    monkeypatch.setattr(gym, "verify_all", verify_all)
+    monkeypatch.setattr(gym, "verify", verify)
     assert model_folder.verified(tasks[0], [tasks[0].answers[0], "none"]) == [1.0, 0.0]
 
 

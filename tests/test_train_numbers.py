@@ -18,12 +18,11 @@ pytest_plugins = ("cli_runs",)
 EVERY = ("--checkpoint.every", "1", "--eval.at_ends", "false")
 # Of rollouts, not of the solutions that a run checks before.
 REWARD = """
-import dataclasses, flowtrain.rewards as rewards
-real_reward = rewards._with_rule_reward
-def spoiled(trajectory):
-    scored = real_reward(trajectory)
-    return dataclasses.replace(scored, reward={}) if scored.turns else scored
-rewards._with_rule_reward = spoiled
+from flowtrain.rewards import scoring
+real = scoring._scored
+def spoiled(trajectory, reward, *rest):
+    return real(trajectory, {} if trajectory.turns else reward, *rest)
+scoring._scored = spoiled
 """
 SPOILED = """
 from flowtrain.training.trainer import Trainer

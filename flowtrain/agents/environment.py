@@ -7,6 +7,7 @@ its rollouts in an environment of that rollout alone.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from flowtrain.types import Task, ToolResult, UserError
 from flowtrain.utils import plugins
 
 _CLOSE_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 class Environment(Protocol):
@@ -78,6 +80,7 @@ async def opened(
     """Make the environment of a rollout, give the session its tools, and report its reward when the
     rollout is over or has come to a limit; yields the first messages too.
     """
+    session.must_report = True
     environment = maker(session.task)
     try:
         messages = await environment.open()
@@ -93,8 +96,11 @@ async def opened(
             raise
         await _report(environment, session)
     finally:
-        async with asyncio.timeout(_CLOSE_S):
-            await environment.close()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await environment.close()
+        except TimeoutError:
+            _log.warning("an environment was not closed within %g s, and is left", _CLOSE_S)
 
 
 async def _report(environment: Environment, session: Session) -> None:

@@ -58,7 +58,8 @@ class Session:
 
     `answer_so_far` is the answer of a rollout that a limit ends, `engine_error` the reason why the
     policy's engine failed for good, which ends the run. With `repeats_tools` a branch calls the
-    tools of its parent again, because their state is the rollout's own.
+    tools of its parent again, because their state is the rollout's own. With `must_report` a
+    rollout fails that ends without a `report`, as no rule of a task can score it.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Session:
         self.answer_so_far = ""
         self.engine_error: EngineError | None = None
         self.repeats_tools = False
+        self.must_report = False
         self._options = context.config.agent
         self._max_turns = context.max_turns
         self._start = start
@@ -307,6 +309,8 @@ class SessionAgent(ABC):
                 raise session.engine_error from None
             text = encodable(" ".join(f"{type(failed).__name__}: {failed}".split()))
             error = f"agent: {text[:_MAX_ERROR]}"
+        if session.must_report and not session.reported and not error:
+            error = f"agent: cut off ({truncated or 'no limit'}) before it had a reward"
         return Trajectory(
             task=task,
             turns=_ended(session.turns, is_done=not truncated),

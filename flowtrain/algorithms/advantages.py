@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean, pstdev
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from flowtrain.types import Call, Group, PolicyName, Sample, SampleId, Trajectory
+from flowtrain.types import (
+    Call,
+    FilterReason,
+    Group,
+    PolicyName,
+    Sample,
+    SampleId,
+    TrainBatch,
+    Trajectory,
+)
+
+if TYPE_CHECKING:
+    from flowtrain.training.world import World
 
 EPS = 1e-6
 """Added to a standard deviation before it divides."""
 Mode = Literal["paper", "released"]
 """How AgentFlow's objective averages: as the paper says, or as its code does."""
+Average = Literal["rollout", "token", "constant"]
+"""What an objective is a mean over. rollout: rollouts of a group, then turns, then tokens (GRPO).
+token: all tokens of an update (DAPO). constant: rollouts, of the sum over their tokens divided by a
+constant C (Dr.GRPO)."""
+Credit = float | Sequence[float]
+"""The advantage of a turn: one number, or one per token of its response."""
 EqualGroups = Literal["drop", "keep"]
 """Whether groups of one reward are trained: their advantages are 0."""
 
@@ -49,6 +70,7 @@ def make_sample(
     advantages: tuple[float, ...],
     loss_weights: tuple[float, ...],
     minibatch: int = 0,
+    divisor: float | None = None,
 ) -> Sample:
     """Make a sample of a call; `advantages` and `loss_weights` have one number per token."""
     return Sample(
@@ -60,48 +82,116 @@ def make_sample(
         minibatch=minibatch,
         sample_id=sample_id,
         sampling_mask=call.sampling_mask,
+        divisor=divisor,
     )
 
 
-def broadcast(
-    group: Group,
-    advantages: Sequence[float],
+def make_batch(
+    groups: Sequence[Group],
+    credit: Callable[[Group], Sequence[Sequence[Credit]]],
     *,
-    mode: Mode,
-    minibatch: int,
-    policy: PolicyName,
-) -> tuple[list[Sample], int]:
-    """Give every token of a rollout its advantage, and weigh it as `mode` averages.
-
-    Mode "paper" averages over the rollouts of a group, then turns, then tokens; "released" over all
-    tokens.
+    average: Average,
+    drops_equals: bool,
+    num_minibatches: int = 1,
+    num_groups: int | None = None,
+    policy: PolicyName = "planner",
+    most_tokens: int = 1,
+    leaves_out: Callable[[Trajectory], bool] = lambda trajectory: False,
+) -> TrainBatch:
+    """Turn scored groups into samples with advantages and loss weights.
 
     Args:
-        advantages: one per finished rollout of the group.
-        minibatch: which optimizer step of the batch trains the group.
+        groups: this rank's groups, every trajectory with a reward but those that failed.
+        credit: gives the advantages of each turn of each finished rollout of a group.
+        average: what the objective is a mean over.
+        drops_equals: leave groups of one reward out, so that the size of a step does not depend on
+            how many questions were too easy or too hard.
+        num_minibatches: optimizer steps per batch; a group belongs to one, decided by its index
+            alone, so it is the same for any number of ranks.
+        num_groups: groups in the batch over all ranks; by default `len(groups)`.
         policy: whose calls are trained, one per turn at most.
+        most_tokens: C, which average "constant" divides by.
+        leaves_out: tells which finished rollouts count in the statistics of their group, but are
+            not trained.
 
-    Returns the samples, and the number of calls without tokens (the deadline struck first). What a
-    rollout without any token would have weighed falls to the others.
+    A reward that is not finite spoils the advantages of its group. The weights are not divided by
+    the size of the batch: the trainer divides by their sum over all ranks, or by that of
+    `Sample.divisor`.
     """
-    samples = []
-    num_empty = 0
-    finished = [(n, each) for n, each in enumerate(group.trajectories) if not each.error]
-    for (member, trajectory), advantage in zip(finished, advantages, strict=True):
-        calls = trained_calls(trajectory, policy)
-        made = [turn.calls.get(policy) for turn in trajectory.turns]
-        num_empty += sum(call is not None for call in made) - len(calls)
-        scale = 1.0 if mode == "released" else 1.0 / (len(finished) * max(len(calls), 1))
-        for turn, call in calls:
-            num_tokens = len(call.response_ids)
-            weight = scale if mode == "released" else scale / num_tokens
-            samples.append(
-                make_sample(
-                    call,
-                    SampleId(group.index, member, turn),
-                    advantages=(advantage,) * num_tokens,
-                    loss_weights=(weight,) * num_tokens,
-                    minibatch=minibatch,
+    num_groups = len(groups) if num_groups is None else num_groups
+    samples: list[Sample] = []
+    counts, tokens, num_dropped = Counter[FilterReason](), Counter[FilterReason](), 0
+    for group in groups:
+        rewards = [reward_of(trajectory) for trajectory in group.finished]
+        if not rewards or (drops_equals and are_equal(rewards)):
+            num_dropped += 1
+            continue
+        is_finite = all(map(math.isfinite, rewards))
+        credits = credit(group) if is_finite else broadcast(group, [math.nan] * len(rewards))
+        minibatch = group.index * num_minibatches // num_groups
+        finished = [(n, each) for n, each in enumerate(group.trajectories) if not each.error]
+        for (member, trajectory), of_turns in zip(finished, credits, strict=True):
+            calls = trained_calls(trajectory, policy)
+            made = [turn.calls.get(policy) for turn in trajectory.turns]
+            counts[FilterReason.EMPTY] += sum(call is not None for call in made) - len(calls)
+            if leaves_out(trajectory):
+                counts[FilterReason.OVERLONG] += len(calls)
+                tokens[FilterReason.OVERLONG] += trajectory.num_tokens(policy)
+                continue
+            for turn, call in calls:
+                num_tokens = len(call.response_ids)
+                weight, divisor = _weight(
+                    average, len(finished), len(calls), num_tokens, most_tokens
                 )
-            )
-    return samples, num_empty
+                samples.append(
+                    make_sample(
+                        call,
+                        SampleId(group.index, member, turn),
+                        advantages=_per_token(of_turns[turn], num_tokens),
+                        loss_weights=(weight,) * num_tokens,
+                        minibatch=minibatch,
+                        divisor=divisor,
+                    )
+                )
+    return TrainBatch(tuple(samples), num_dropped, counts, tokens)
+
+
+def broadcast(group: Group, advantages: Sequence[float]) -> list[list[Credit]]:
+    """Give every turn of a rollout its advantage."""
+    return [
+        [advantage] * len(trajectory.turns)
+        for trajectory, advantage in zip(group.finished, advantages, strict=True)
+    ]
+
+
+def whitened(batch: TrainBatch, world: World) -> TrainBatch:
+    """Compute (A - mean) / (std + 1e-6) of all tokens of a batch, over all ranks; collective."""
+    values = [a for sample in batch.samples for a in sample.advantages]
+    num, total = world.sum([len(values), math.fsum(values)])
+    mean = total / max(num, 1)
+    (squares,) = world.sum([math.fsum((a - mean) ** 2 for a in values)])
+    std = math.sqrt(squares / max(num, 1))
+    samples = [
+        replace(sample, advantages=tuple((a - mean) / (std + EPS) for a in sample.advantages))
+        for sample in batch.samples
+    ]
+    return replace(batch, samples=tuple(samples))
+
+
+def _weight(
+    average: Average, num_rollouts: int, num_calls: int, num_tokens: int, most_tokens: int
+) -> tuple[float, float | None]:
+    """Return a token's loss weight, and what its sample adds to the divisor: None, its weights."""
+    if average == "rollout":
+        # What a rollout without any token would have weighed falls to the others.
+        return 1.0 / (num_rollouts * num_calls) / num_tokens, None
+    if average == "token":
+        return 1.0, None
+    return 1.0 / most_tokens, 1.0 / num_calls
+
+
+def _per_token(credit: Credit, num_tokens: int) -> tuple[float, ...]:
+    if isinstance(credit, int | float):
+        return (credit,) * num_tokens
+    assert len(credit) == num_tokens, f"{len(credit)} advantages for {num_tokens} tokens"
+    return tuple(credit)

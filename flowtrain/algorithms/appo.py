@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from flowtrain.algorithms.advantages import make_sample, normalise, reward_of, trained_calls
-from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler
+from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler, Values
 from flowtrain.config import Algorithm as Options
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import Tool
@@ -148,9 +148,9 @@ class Appo(Algorithm):
         a = self.config.appo
         return FutureRatio(a.future_coef, a.future_half_life, a.future_low, a.future_high)
 
-    def clips(self, chosen: Options) -> dict[str, float]:
+    def defaults(self, chosen: Options) -> Values:
         higher = {} if chosen.m2po is not None else {"clip_high": 0.28}
-        return super().clips(chosen) | higher | {"dual_clip": 3.0}
+        return super().defaults(chosen) | higher | {"dual_clip": 3.0}
 
     def check(self) -> None:
         super().check()

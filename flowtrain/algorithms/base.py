@@ -2,24 +2,36 @@
 
 The loop asks it in the order of a step: how many rollouts of a question begin with it
 (`num_roots`), which hints they may read (`hints`), where rollouts branch (`branch`), what is
-trained (`advantages`), and under which loss (`loss_spec`, `token_loss`). A new algorithm is a
-subclass that says where it differs; one of another package is named by an entry point (`registry`).
+trained (`advantages`, for most by `credit`), and under which loss (`loss_spec`, `token_loss`). A
+new algorithm is a subclass that says where it differs: `algorithm.name = "mine.py:Mine"`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from pydantic import ValidationError
 
+from flowtrain.algorithms.advantages import Average, Credit, broadcast, make_batch, reward_of
 from flowtrain.config import Algorithm as Options
 from flowtrain.config import Config, Section
-from flowtrain.types import BranchPoint, Group, SampleId, TrainBatch, UserError
+from flowtrain.types import (
+    BranchPoint,
+    FinishReason,
+    Group,
+    SampleId,
+    TrainBatch,
+    Trajectory,
+    UserError,
+)
+from flowtrain.utils import plugins
 
 if TYPE_CHECKING:
-    from flowkernels import LossSpec, TokenLossFn
+    from flowkernels import LossSpec, TokenLossFn, Tokens
+    from flowkernels.loss_spec import LossType
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
     from flowtrain.agents.hints import Hints
@@ -30,6 +42,10 @@ if TYPE_CHECKING:
     from flowtrain.training.minibatch_factor import MinibatchFactor
     from flowtrain.training.token_scores import Scored
     from flowtrain.training.trainer import Trainer
+
+
+Values = dict[str, Any]
+"""Options of `[algorithm]` by name."""
 
 
 class Branches(NamedTuple):
@@ -53,28 +69,90 @@ class NodeSampler(NamedTuple):
     """The policy that training started from, where `Algorithm.needs_node_reference`."""
 
 
-class Algorithm(ABC):
-    """The interface of an algorithm, with Flow-GRPO's answers; subclasses override what differs."""
+class Algorithm:
+    """The interface of an algorithm; subclasses have a `credit`, and override what differs."""
 
     options_type: ClassVar[type[Section]] = Section
     """Options of its own, which `algorithm.options` holds; by default there are none."""
 
+    whitens: ClassVar[bool] = False
+    """Advantages are normalised over all tokens of the batch."""
+
     def __init__(self, config: Config) -> None:
-        """Check the config, and fill in the clips that it leaves unset.
+        """Check the config, and fill in the options of `defaults` that it leaves unset.
 
         Raises UserError for options that the algorithm does not have or cannot work with.
         """
         chosen = config.algorithm
         self.options = self._options(chosen)
-        unset = {k: v for k, v in self.clips(chosen).items() if getattr(chosen, k) is None}
+        self.own_loss = _own_loss(chosen)
+        """What `algorithm.loss` names in a file; None: a loss of flowkernels."""
+        self.config = config
+        unset = {
+            key: value
+            for key, value in self.defaults(chosen).items()
+            if key not in chosen.model_fields_set or getattr(chosen, key) is None
+        }
         filled = chosen.model_copy(update=unset)
         self.config = config.model_copy(update={"algorithm": filled})
         """The config of the run, as it is stored and as every part of the run reads it."""
         self.check()
 
-    @abstractmethod
+    @property
+    def average(self) -> Average:
+        """Say what the objective is a mean over."""
+        return "rollout"
+
+    def credit(self, rewards: Sequence[float]) -> Sequence[float]:
+        """Return the advantages of the rollouts of a group that did not fail, given their
+        rewards.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no credit of its own")
+
+    def token_credit(self, group: Group) -> Sequence[Sequence[Credit]]:
+        """Return the advantages of each turn of each rollout of a group that did not fail: one
+        number for a turn, or one per token of its response. By default all have their rollout's.
+        """
+        return broadcast(group, self.credit([reward_of(each) for each in group.finished]))
+
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
         """Turn this rank's scored groups of a step into samples with advantages and weights."""
+        a, rollout = self.config.algorithm, self.config.rollout
+        equal_groups = a.equal_groups or ("drop" if self.average == "rollout" else "keep")
+        if a.overlong_buffer:
+            groups = [self._punished(group) for group in groups]
+        return make_batch(
+            groups,
+            self.token_credit,
+            average=self.average,
+            drops_equals=equal_groups == "drop",
+            num_minibatches=self.config.train.num_minibatches,
+            num_groups=rollout.num_questions,
+            policy=self.config.train.policy,
+            most_tokens=self.config.agent.max_turns * rollout.max_new_tokens,
+            leaves_out=self._is_overlong if a.overlong == "mask" else lambda _: False,
+        )
+
+    def _is_overlong(self, trajectory: Trajectory) -> bool:
+        """Tell whether a rollout ran into a limit of tokens."""
+        calls = (turn.calls.get(self.config.train.policy) for turn in trajectory.turns)
+        reasons = [call.finish_reason for call in calls if call is not None]
+        return trajectory.truncated == "prompt" or FinishReason.LENGTH in reasons
+
+    def _punished(self, group: Group) -> Group:
+        """Take off the rewards what DAPO's eq. 13 takes for the longest response of a rollout."""
+        limit, policy = self.config.rollout.max_new_tokens, self.config.train.policy
+        buffer = self.config.algorithm.overlong_buffer
+
+        def punished(trajectory: Trajectory) -> Trajectory:
+            if trajectory.error:
+                return trajectory
+            calls = [turn.calls.get(policy) for turn in trajectory.turns]
+            longest = max((len(call.response_ids) for call in calls if call), default=0)
+            excess = max(0, longest - (limit - buffer))
+            return replace(trajectory, reward=reward_of(trajectory) - excess / buffer)
+
+        return replace(group, trajectories=tuple(map(punished, group.trajectories)))
 
     @property
     def num_roots(self) -> int:
@@ -139,7 +217,7 @@ class Algorithm(ABC):
         a = self.config.algorithm
         assert a.clip_low is not None and a.clip_high is not None, "filled in by __init__"
         return LossSpec(
-            a.loss,
+            "clip" if a.has_own_loss else cast("LossType", a.loss),
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
@@ -152,7 +230,9 @@ class Algorithm(ABC):
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
         """Return the loss of a mini-batch, whose clips M2PO may have changed in `spec`."""
-        return spec
+        from flowkernels import by_autograd
+
+        return spec if self.own_loss is None else by_autograd(self.own_loss)
 
     def minibatch_factor(self) -> MinibatchFactor | None:
         """Return what advantages are multiplied by where it takes a look at a whole mini-batch,
@@ -160,8 +240,8 @@ class Algorithm(ABC):
         """
         return None
 
-    def clips(self, chosen: Options) -> dict[str, float]:
-        """Return the defaults of `clip_low`, `clip_high` and `dual_clip`, where there is one."""
+    def defaults(self, chosen: Options) -> Values:
+        """Return what options of `[algorithm]` are that the config leaves unset."""
         if chosen.m2po is not None:
             clips = {"clip_low": 0.95, "clip_high": 20.0}
         else:
@@ -170,18 +250,39 @@ class Algorithm(ABC):
 
     def check(self) -> None:
         """Raise UserError for a config that the algorithm cannot work with."""
+        a = self.config.algorithm
+        if type(self).advantages is not Algorithm.advantages:
+            for key in ("overlong", "overlong_buffer", "dynamic_sampling"):
+                if (value := getattr(a, key)) not in ("train", 0, None):
+                    raise UserError(
+                        f"algorithm.{key}={value!r} does not go with algorithm.name={a.name!r}, "
+                        "which makes its samples in a way of its own"
+                    )
+        if a.has_own_loss and type(self).token_loss is not Algorithm.token_loss:
+            raise UserError(
+                f"algorithm.loss={a.loss!r} does not go with algorithm.name={a.name!r}, which has "
+                "factors of its own in the loss"
+            )
+        if a.dynamic_sampling and self.config.dataflow.url:
+            raise UserError(
+                f"algorithm.dynamic_sampling={a.dynamic_sampling} must be 0 with dataflow.url: "
+                "its rule mixed drops such groups, and nodes go on with other questions"
+            )
+        if a.overlong_buffer > self.config.rollout.max_new_tokens:
+            raise UserError(
+                f"algorithm.overlong_buffer={a.overlong_buffer} must be at most "
+                f"rollout.max_new_tokens={self.config.rollout.max_new_tokens}"
+            )
         if self.config.dataflow.url:
             self.check_nodes()
 
-    def check_nodes(self) -> None:  # noqa: B027  # most algorithms have nothing to check
+    def check_nodes(self) -> None:  # most algorithms have nothing to check
         """Raise UserError where rollout nodes cannot make this algorithm's rollouts."""
 
-    def check_agent(self, kind: AgentKind) -> None:  # noqa: B027
+    def check_agent(self, kind: AgentKind) -> None:
         """Raise UserError for an agent whose rollouts the algorithm cannot do with."""
 
-    def check_inputs(  # noqa: B027
-        self, tasks: TaskSet, tools: Mapping[str, Tool]
-    ) -> None:
+    def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
         """Raise UserError for training tasks or tools that the algorithm cannot work with."""
 
     def _options(self, chosen: Options) -> Any:
@@ -191,3 +292,19 @@ class Algorithm(ABC):
             first = error.errors(include_url=False)[0]
             key = ".".join(map(str, ("algorithm.options", *first["loc"])))
             raise UserError(f"{key}={first['input']!r}: {first['msg']}") from None
+
+
+def _own_loss(chosen: Options) -> Callable[[Tokens], Tensor] | None:
+    """Import a loss of the user's. Raises UserError for one that is not there, and for options that
+    only losses of ours have.
+    """
+    if not chosen.has_own_loss:
+        return None
+    origin = f"algorithm.loss={chosen.loss!r}"
+    for key in ("tis", "mis", "entropy_coef"):
+        if value := getattr(chosen, key):
+            raise UserError(f"algorithm.{key}={value} does not go with {origin}")
+    name, found = plugins.load_object(chosen.loss, origin)
+    if not callable(found):
+        raise UserError(f"{origin}: {name!r} is a {type(found).__name__}, not a function")
+    return found

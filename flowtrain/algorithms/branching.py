@@ -221,7 +221,7 @@ def find_points(
             mine = [s for s, root in enumerate(roots) if root[0] == g]
             strict_here = [strict[s] for s in mine]
             loose_here = [loose[s] for s in mine]
-            chosen.append(choose(strict_here, loose_here, num_branches, options.spread))
+            chosen.append(choose(strict_here, loose_here, num_branches))
     shift = int(options.keep_token)
     return [
         [BranchPoint(roots[s][1], turn, token + shift, value) for value, s, turn, token in each]
@@ -252,7 +252,6 @@ def choose(
     strict: Sequence[Sequence[Candidate]],
     loose: Sequence[Sequence[Candidate]],
     num_branches: int,
-    spread: str,
 ) -> list[Candidate]:
     """Choose exactly `num_branches` points of one question, if it has any: candidates first, then
     other tokens, then the same points again.
@@ -261,19 +260,17 @@ def choose(
         strict, loose: of each root, best first: candidates, and places where any token may be
             chosen.
     """
-    found = _pooled(strict, spread)[:num_branches]
+    found = _pooled(strict)[:num_branches]
     if len(found) < num_branches:
         had = {place[1:] for place in found}
-        found += [place for place in _pooled(loose, spread) if place[1:] not in had][
+        found += [place for place in _pooled(loose) if place[1:] not in had][
             : num_branches - len(found)
         ]
     return [found[i % len(found)] for i in range(num_branches)] if found else []
 
 
-def _pooled(places: Sequence[Sequence[Candidate]], spread: str) -> list[Candidate]:
-    """Order the points: every root's best, then the second best, ...; or by score alone."""
-    if spread == "question":
-        return sorted((place for root in places for place in root), key=lambda place: -place[0])
+def _pooled(places: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """Order the points: every root's best, then the second best, and so on."""
     depth = max((len(root) for root in places), default=0)
     return [
         place

@@ -8,22 +8,23 @@ of the mini-batch, so long answers and many-turn rollouts weigh more.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from flowtrain.algorithms.advantages import (
     EPS,
+    Average,
+    Credit,
     EqualGroups,
     Mode,
-    are_equal,
     broadcast,
+    make_batch,
     normalise,
     reward_of,
     trained_calls,
 )
 from flowtrain.algorithms.base import Algorithm
-from flowtrain.types import FilterReason, Group, PolicyName, Sample, TrainBatch, UserError
+from flowtrain.types import Group, PolicyName, TrainBatch, UserError
 
 
 class FlowGrpo(Algorithm):
@@ -37,15 +38,20 @@ class FlowGrpo(Algorithm):
                 "0; it must be at least 2"
             )
 
-    def advantages(self, groups: Sequence[Group]) -> TrainBatch:
-        return flow_grpo(
-            groups,
-            mode=self.config.algorithm.mode,
-            num_minibatches=self.config.train.num_minibatches,
-            num_groups=self.config.rollout.num_questions,
-            policy=self.config.train.policy,
-            equal_groups=self.config.algorithm.equal_groups,
-        )
+    @property
+    def average(self) -> Average:
+        return _AVERAGES[self.config.algorithm.mode]
+
+    def credit(self, rewards: Sequence[float]) -> list[float]:
+        return normalise(rewards)
+
+    def token_credit(self, group: Group) -> Sequence[Sequence[Credit]]:
+        if self.config.algorithm.mode == "paper":
+            return super().token_credit(group)
+        return broadcast(group, _over_turns(group, self.config.train.policy))
+
+
+_AVERAGES: dict[Mode, Average] = {"paper": "rollout", "released": "token"}
 
 
 def flow_grpo(
@@ -59,48 +65,33 @@ def flow_grpo(
     """Compute advantages and loss weights of scored groups.
 
     Args:
-        groups: this rank's groups, every trajectory with a reward but those that failed.
+        groups, num_minibatches, num_groups, policy: as for `make_batch`.
         mode: "paper" or "released".
-        num_minibatches: optimizer steps per batch; a group belongs to one, decided by its index
-            alone, so it is the same for any number of ranks.
-        num_groups: groups in the batch over all ranks; by default `len(groups)`.
-        policy: whose calls are trained, one per turn.
-        equal_groups: "drop" or "keep" groups of one reward; by default "drop" in mode "paper", so
-            that the size of a step does not depend on how many questions were too easy or too hard.
+        equal_groups: "drop" or "keep" groups of one reward; by default "drop" in mode "paper".
 
-    The weights are not divided by the size of the batch: the trainer divides by their sum over all
-    ranks, which is the number of kept groups in mode "paper" and of tokens in mode "released". A
-    reward that is not finite spoils the advantages of its group.
+    The weights sum to the number of kept groups in mode "paper", and to that of tokens in mode
+    "released".
     """
-    num_groups = len(groups) if num_groups is None else num_groups
-    drops_equals = (equal_groups or ("drop" if mode == "paper" else "keep")) == "drop"
-    samples: list[Sample] = []
-    num_dropped = num_empty = 0
-    for group in groups:
-        rewards = [reward_of(trajectory) for trajectory in group.finished]
-        if not rewards or (drops_equals and are_equal(rewards)):
-            num_dropped += 1
-            continue
-        found, empty = broadcast(
-            group,
-            _advantages(group, rewards, mode, policy),
-            mode=mode,
-            minibatch=group.index * num_minibatches // num_groups,
-            policy=policy,
-        )
-        samples += found
-        num_empty += empty
-    return TrainBatch(tuple(samples), num_dropped, {FilterReason.EMPTY: num_empty})
+
+    def credit(group: Group) -> list[list[Credit]]:
+        if mode == "released":
+            return broadcast(group, _over_turns(group, policy))
+        return broadcast(group, normalise([reward_of(each) for each in group.finished]))
+
+    return make_batch(
+        groups,
+        credit,
+        average=_AVERAGES[mode],
+        drops_equals=(equal_groups or ("drop" if mode == "paper" else "keep")) == "drop",
+        num_minibatches=num_minibatches,
+        num_groups=num_groups,
+        policy=policy,
+    )
 
 
-def _advantages(
-    group: Group, rewards: Sequence[float], mode: Mode, policy: PolicyName
-) -> list[float]:
-    """One per trajectory: (R - mean) / (std + 1e-6), over trajectories or over turn samples."""
-    if not all(map(math.isfinite, rewards)):
-        return [math.nan] * len(rewards)
-    if mode == "paper":
-        return normalise(rewards)
+def _over_turns(group: Group, policy: PolicyName) -> list[float]:
+    """Compute (R - mean) / (std + 1e-6) of each trajectory, statistics over turn samples."""
+    rewards = [reward_of(trajectory) for trajectory in group.finished]
     per_turn = [
         reward
         for trajectory, reward in zip(group.finished, rewards, strict=True)

@@ -1,5 +1,6 @@
-"""Find algorithms by name: those of this package, and those of other packages behind the entry
-point group `flowtrain.algorithms`, which names subclasses of `Algorithm`.
+"""Find algorithms by name: those of this package, those of other packages behind the entry point
+group `flowtrain.algorithms`, and those of users' files, `algorithm.name = "mine.py:Mine"`. All are
+subclasses of `Algorithm`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
 from flowtrain.types import UserError
 from flowtrain.utils import plugins
+from flowtrain.utils.errors import foreign
 
 GROUP = "flowtrain.algorithms"
 BUILT_IN = plugins.built_in(
@@ -19,10 +21,14 @@ BUILT_IN = plugins.built_in(
         "flow_grpo": "flow_grpo:FlowGrpo",
         "appo": "appo:Appo",
         "infoflow": "infoflow:Infoflow",
+        "dr_grpo": "relatives:DrGrpo",
+        "dapo": "relatives:Dapo",
+        "rloo": "relatives:Rloo",
+        "reinforce_plus_plus": "relatives:ReinforcePlusPlus",
     },
 )
 
-_MEANT = {"grpo": "flow_grpo"}
+_MEANT = {"grpo": "flow_grpo", "reinforce++": "reinforce_plus_plus"}
 """Names that others use: Flow-GRPO on rollouts of one turn is GRPO."""
 
 
@@ -30,16 +36,16 @@ def load_algorithm(config: Config) -> Algorithm:
     """Make the algorithm that `algorithm.name` asks for.
 
     Raises UserError for a name that nobody offers, for a config that the algorithm refuses, and for
-    a package whose code fails.
+    code of others that fails.
     """
     name = config.algorithm.name
-    offered = plugins.offered("algorithm", GROUP, BUILT_IN)
-    if name not in offered:
-        meant = _MEANT.get(name) or next(iter(get_close_matches(name, offered, 1, 0.88)), "")
-        hint = f"did you mean {meant}? " if meant else ""
-        raise UserError(f"algorithm.name={name!r} is unknown; {hint}there are {', '.join(offered)}")
-    entry = offered[name]
-    package = plugins.package(entry)
-    with plugins.guard(entry, f"algorithm {name!r} of package {package} cannot be made"):
-        algorithm: Algorithm = entry.load()(config)
-    return algorithm
+    meant = _MEANT.get(name) or next(iter(get_close_matches(name, BUILT_IN, 1, 0.88)), name)
+    hint = f"; did you mean {meant}?" if meant != name else ""
+    origin = f"algorithm.name={name!r}{hint}"
+    found = plugins.load(name, origin, "algorithm", GROUP, BUILT_IN)
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise UserError(f"{origin} is no subclass of flowtrain.algorithms.Algorithm")
+    if found.__module__.startswith("flowtrain.algorithms."):
+        return found(config)
+    with foreign(f"{origin} cannot be made"):
+        return found(config)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from flowtrain.config.section import Section
+
+LOSSES = ("clip", "gspo", "cispo")
+"""Losses of flowkernels that reinforce."""
 
 
 class Algorithm(Section):
     name: str = "flow_grpo"
     """flow_grpo: AgentFlow's; appo: rollouts branch where it matters most; infoflow: sub-goals earn
-    rewards, stuck rollouts get hints; or an entry point in the group flowtrain.algorithms"""
+    rewards, stuck rollouts get hints; dr_grpo, dapo, rloo, reinforce_plus_plus: relatives of GRPO;
+    FILE.py:CLASS: your own; or an entry point in the group flowtrain.algorithms"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """options of an algorithm of another package"""
+    """options of an algorithm of your own"""
     mode: Literal["paper", "released"] = "paper"
     """paper: nested means, statistics over trajectories; released: token mean, statistics over
     turns, clip 0.2/0.3, dual clip 3"""
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
-    """token loss: PPO's clip, GSPO's clip of the ratio of whole turns (wants clips near 4e-4), or
-    CISPO's bounded ratio"""
+    loss: str = "clip"
+    """token loss: clip (PPO's), gspo (GSPO's clip of the ratio of whole turns, which wants clips
+    near 4e-4), cispo (CISPO's bounded ratio), or FILE.py:NAME of a function of yours"""
     clip_low: float | None = Field(None, ge=0, le=1)
     """ratio is clipped below 1 - clip_low; unset: the algorithm's, 0.2 or with m2po 0.95"""
     clip_high: float | None = Field(None, ge=0)
@@ -32,12 +36,22 @@ class Algorithm(Section):
     equal_groups: Literal["drop", "keep"] | None = None
     """questions whose rollouts all have one reward. drop: they leave the loss and what it is
     divided by; keep: their advantages are 0, and they count in the mean and in the KL term; unset:
-    keep in mode released of flow_grpo and infoflow, else drop"""
+    drop with appo, dapo and mode paper of flow_grpo and infoflow, else keep"""
+    dynamic_sampling: int | None = Field(None, ge=0)
+    """rounds of further questions that a step may take in place of those whose rollouts all have
+    one reward; unset: 0, or 9 with dapo"""
+    overlong: Literal["train", "mask"] = "train"
+    """rollouts that ran into a limit of tokens. mask: they are not trained, but count in the
+    statistics of their group"""
+    overlong_buffer: int = Field(0, ge=0)
+    """DAPO's soft punishment: the reward falls linearly by 1 while the longest response of a
+    rollout takes up the last so many of rollout.max_new_tokens; 0: off"""
     kl: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """estimator of the KL to the reference policy, the model that training started from;
     low_var_kl: verl's, which is k3 up to 10 and has no gradient beyond (AgentFlow's code)"""
     kl_coef: float = Field(0.001, ge=0)
-    """weight of the KL term (AgentFlow: 0.001); 0 spares the reference policy"""
+    """weight of the KL term (AgentFlow: 0.001); 0 spares the reference policy, and is the default
+    with dr_grpo, dapo, rloo and reinforce_plus_plus"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
     tis: float | None = Field(None, gt=0)
@@ -51,6 +65,18 @@ class Algorithm(Section):
     log-ratios at this, say 0.04; unset: off"""
     shuffle_rewards: bool = False
     """control experiment: deal the rewards of a step out at random; nothing should be learnt"""
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, loss: str) -> str:
+        if loss not in LOSSES and ":" not in loss:
+            raise ValueError(f"{loss!r} is none of {', '.join(LOSSES)}, and no FILE.py:NAME")
+        return loss
+
+    @property
+    def has_own_loss(self) -> bool:
+        """The loss is a function of the user's."""
+        return self.loss not in LOSSES
 
     @property
     def scores_sub_goals(self) -> bool:
@@ -70,8 +96,6 @@ class Appo(Section):
     rule: Literal["score", "entropy", "arpo", "random"] = "score"
     """where to branch: score: entropy x decayed future ratio; entropy: its first factor; arpo:
     after tools that raised the entropy; random: anywhere, a control"""
-    spread: Literal["root", "question"] = "root"
-    """root: as many branches from every root; question: the best places of all roots"""
     spacing: int = Field(16, ge=0)
     """tokens that two branches of a root are apart, at least"""
     keep_token: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
-from flowtrain.config import Config
+from flowtrain.config import Config, Reward
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.parts import Parts
@@ -242,7 +242,7 @@ class Evaluator:
                 self.samplers,
                 self.components.config.rollout.max_in_flight,
                 judge=self.judge,
-                functions=functions_of(self.components, part.settings),
+                scoring=scoring_of(self.components, part.settings),
                 trials=part.settings.trials,
                 name=part.name,
             )
@@ -284,9 +284,15 @@ def make_agent(components: Parts, engines: Mapping[str, Engine], settings: EvalS
     return components.make_agent(engines, settings.max_turns, settings.temperature)
 
 
-def functions_of(components: Parts, settings: EvalSettings) -> RewardFunctions | None:
-    """Return the reward functions of an evaluation; benchmarks have rules instead."""
-    return None if settings.rules else components.reward_functions
+def scoring_of(
+    components: Parts, settings: EvalSettings
+) -> tuple[RewardFunctions | None, Reward | None]:
+    """Return the reward functions and the bounds of rewards of an evaluation; benchmarks have rules
+    instead.
+    """
+    if settings.rules:
+        return None, None
+    return components.reward_functions, components.config.reward
 
 
 def family(task: Task) -> str:
@@ -335,7 +341,7 @@ def roll_out(
     max_in_flight: int,
     *,
     judge: Judge | None = None,
-    functions: RewardFunctions | None = None,
+    scoring: tuple[RewardFunctions | None, Reward | None] = (None, None),
     trials: int = 1,
     name: str = "evaluation",
 ) -> tuple[Trajectory, ...]:
@@ -355,7 +361,7 @@ def roll_out(
             num_ranks=samplers.size,
             on_done=tick,
         )
-        scored = score(groups, judge, functions)
+        scored = score(groups, judge, *scoring)
     return tuple(trajectory for group in scored for trajectory in group.trajectories)
 
 

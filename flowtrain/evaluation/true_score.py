@@ -4,15 +4,14 @@ reward that trains is only something like it.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flowtrain.config import Config, Reward
-from flowtrain.rewards import RewardFunctions
+from flowtrain.rewards import RewardFunctions, score
 from flowtrain.training.world import World
-from flowtrain.types import Task, Trajectory
+from flowtrain.types import Group, Task, Trajectory
 
 KEY = "eval.true_scorer"
 _WIDEST = 1e6
@@ -48,8 +47,8 @@ class TrueScorer:
         counted.
         """
         finished = [replace(each, reward=None) for each in trajectories if not each.error]
-        scored = asyncio.run(self.functions.score_all(finished))
-        scores = [each.reward for each in scored if each.reward is not None]
+        (group,) = score([Group(0, tuple(finished))], functions=self.functions)
+        scores = [each.reward for each in group.trajectories if each.reward is not None]
         own = [len(scores), math.fsum(scores), math.fsum(s * s for s in scores)]
         num, total, squares, num_failed = world.sum([*own, len(finished) - len(scores)])
         found = {"eval_true_failed": num_failed} if num_failed else {}
@@ -57,5 +56,5 @@ class TrueScorer:
             return found
         mean = total / num
         deviation = math.sqrt(max(squares / num - mean**2, 0.0))
-        score = {"eval_true_score": mean, "eval_true_score_error": deviation / math.sqrt(num)}
-        return score | found
+        metrics = {"eval_true_score": mean, "eval_true_score_error": deviation / math.sqrt(num)}
+        return metrics | found

@@ -102,7 +102,9 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
         cleanup.callback(agent.close)
         judge = components.make_judge()
         functions = components.reward_functions
-        score = functools.partial(score_one, judge=judge, functions=functions)
+        score = functools.partial(
+            score_one, judge=judge, functions=functions, bounds=components.config.reward
+        )
         rollout = _make_rollout(components, agent, engines, score)
         answer = _make_answer(components, engines, judge, cleanup)
         yield Sampler(rollout, score, answer, engines, meter, stores, layouts, branching)
@@ -141,7 +143,7 @@ def _make_answer(
                 cleanup.callback(made.close)
                 agents[settings] = made
         trajectory = await agents[settings].run(task, seed)
-        return await score_one(trajectory, judge, evaluation.functions_of(components, settings))
+        return await score_one(trajectory, judge, *evaluation.scoring_of(components, settings))
 
     return answer
 

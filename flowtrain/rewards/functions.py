@@ -29,6 +29,7 @@ from flowtrain.tools.blocking import BlockingPool
 from flowtrain.types import Task, Trajectory, UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.per_loop import Gate
 from flowtrain.utils.text import encodable, final_answer
 
 FAILURES = ("exception", "timeout", "value")
@@ -90,6 +91,7 @@ class RewardFunctions:
 
     options: Reward
     functions: tuple[_Function, ...]
+    gate: Gate
     key: str = "reward.function"
     running: set[object] = field(default_factory=set)
     """Calls of plain functions that have begun and not returned."""
@@ -113,7 +115,7 @@ class RewardFunctions:
             raise UserError(
                 f"{key}={twice[0].name!r}: another one is called {twice[0].part!r}, too"
             )
-        return cls(options, found, key)
+        return cls(options, found, Gate(options.max_concurrency), key)
 
     @property
     def name(self) -> str:
@@ -137,11 +139,15 @@ class RewardFunctions:
                     SCORERS[function.name](task, "")
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
-        """Fill `reward`, `reward_parts` and `scored_by`, or let the rollout fail; the caller bounds
-        concurrent calls.
+        """Fill `reward`, `reward_parts` and `scored_by`, or let the rollout fail;
+        `reward.max_concurrency` at a time.
         """
         if trajectory.error:
             return trajectory
+        async with self.gate():
+            return await self._score(trajectory)
+
+    async def _score(self, trajectory: Trajectory) -> Trajectory:
         reached = solved_weight(trajectory.task, trajectory.turns, trajectory.output)
         trajectory = replace(trajectory, sub_goals=reached)
         try:
@@ -159,16 +165,6 @@ class RewardFunctions:
             scored_by = f"{self.name}: {failed.reason}"
             return replace(trajectory, scored_by=scored_by, error=str(failed))
         return replace(trajectory, reward=reward, reward_parts=parts, scored_by=self.name)
-
-    async def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Score rollouts, `reward.max_concurrency` at a time."""
-        free = asyncio.Semaphore(self.options.max_concurrency)
-
-        async def score(trajectory: Trajectory) -> Trajectory:
-            async with free:
-                return await self.score(trajectory)
-
-        return await asyncio.gather(*map(score, trajectories))
 
     async def _call_all(self, trajectory: Trajectory) -> tuple[dict[str, float], list[float]]:
         """Call each function; return the parts by name, and with their weights."""

@@ -7,7 +7,6 @@ a reason that `Trajectory.scored_by` names.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import math
@@ -18,6 +17,7 @@ from typing import NamedTuple
 from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Task, UserError
+from flowtrain.utils.per_loop import Together
 
 NAME = "reasoning-gym"
 """The scorer in `Task.scorer`."""
@@ -60,26 +60,19 @@ def failure_of(scored_by: str) -> str:
     return failure if name == NAME else ""
 
 
-def verify_all(cases: Sequence[tuple[Task, str]]) -> list[Verified]:
-    """Verify final answers, as many at once as there are cores, and equal ones once.
-
-    Must not be called where an event loop runs.
-    """
-    different = list(dict.fromkeys((task.entry, answer) for task, answer in cases))
-
-    async def all_of_them() -> list[Verified]:
-        return await asyncio.gather(*(_verify(entry, answer) for entry, answer in different))
-
-    known = dict(zip(different, asyncio.run(all_of_them()), strict=True)) if different else {}
-    return [known[task.entry, answer] for task, answer in cases]
-
-
 async def verify(task: Task, answer: str) -> Verified:
-    """Verify one final answer."""
-    return await _verify(task.entry, answer)
+    """Verify a final answer; equal ones side by side are verified once."""
+    return await _verify((task.entry, answer))
 
 
-async def _verify(entry: str, answer: str) -> Verified:
+async def _verify_one(cases: Sequence[tuple[str, str]]) -> list[Verified]:
+    return [await _verified(*case) for case in cases]
+
+
+_verify = Together(_verify_one)
+
+
+async def _verified(entry: str, answer: str) -> Verified:
     if not answer:
         return Verified(0.0)
     if len(answer) > MAX_CHARS:

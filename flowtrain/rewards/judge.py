@@ -14,6 +14,7 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.types import Task
+from flowtrain.utils.per_loop import Gate, Together
 from flowtrain.utils.text import encodable
 
 MAX_LINE = 200
@@ -58,41 +59,31 @@ class Judge:
         self._cache = cache
         self._options = options
         self.mode = options.mode
-        self._counts = Counter(asked=0, cached=0, malformed=0, failed=0)
-
-    def judge_all(self, cases: Sequence[tuple[Task, str]]) -> list[bool | None]:
-        """Decide whether each final answer is right; None where the judge gives none.
-
-        Must not be called where an event loop runs.
-        """
-        prompts = [judge_prompt(task, answer) for task, answer in cases]
-        different = list(dict.fromkeys(prompts))
-        self._counts["cached"] += len(prompts) - len(different)
-        judgements = asyncio.run(self._judge_all(different)) if different else []
-        known = dict(zip(different, judgements, strict=True))
-        return [known[prompt] for prompt in prompts]
+        self._counts = Counter(asked=0, judged=0, new=0, malformed=0, failed=0)
+        self._together = Together(self._judge)
+        self._gate = Gate(options.max_concurrency)
 
     async def judge(self, task: Task, answer: str) -> bool | None:
-        """Decide whether one final answer is right; the caller bounds concurrent calls."""
-        return await self._judge(judge_prompt(task, answer))
+        """Decide whether a final answer is right; None where the judge gives no verdict. Equal ones
+        side by side are asked about once, and `judge.max_concurrency` at a time.
+        """
+        self._counts["judged"] += 1
+        return await self._together(judge_prompt(task, answer))
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the start: requests, cache hits, unreadable replies and failures."""
-        return {f"judge/{name}": float(count) for name, count in self._counts.items()}
+        counts = dict(self._counts)
+        counts["cached"] = counts.pop("judged") - counts.pop("new")
+        return {f"judge/{name}": float(count) for name, count in counts.items()}
 
-    async def _judge_all(self, prompts: Sequence[str]) -> list[bool | None]:
-        free = asyncio.Semaphore(self._options.max_concurrency)
-
-        async def judge(prompt: str) -> bool | None:
-            async with free:
-                return await self._judge(prompt)
-
-        return await asyncio.gather(*map(judge, prompts))
-
-    async def _judge(self, prompt: str) -> bool | None:
-        known = self._cache.get(self._engine.name, prompt)
-        self._counts["cached"] += known is not None
-        return await self._ask(prompt) if known is None else known
+    async def _judge(self, prompts: Sequence[str]) -> list[bool | None]:
+        (prompt,) = prompts
+        known = await asyncio.to_thread(self._cache.get, self._engine.name, prompt)
+        if known is not None:
+            return [known]
+        self._counts["new"] += 1
+        async with self._gate():
+            return [await self._ask(prompt)]
 
     async def _ask(self, prompt: str) -> bool | None:
         """Ask, and ask once more, with another seed, after a reply without a judgement."""
@@ -107,7 +98,8 @@ class Judge:
                 return None
             is_right = parse_judgement(reply)
             if is_right is not None:
-                self._cache.put(self._engine.name, prompt, is_right, reply)
+                name = self._engine.name
+                await asyncio.to_thread(self._cache.put, name, prompt, is_right, reply)
                 return is_right
             self._counts["malformed"] += 1
         return None

@@ -22,6 +22,7 @@ from flowtrain.rewards.math_answer import readings
 from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Task
+from flowtrain.utils.per_loop import Together
 
 SCORER = "math"
 """The scorer whose 0 math-verify may overrule."""
@@ -54,27 +55,12 @@ _SUBSCRIPT = re.compile(r"_\{[A-Za-z]=[^{}]*\}")
 _COMMAND = re.compile(r"\\(?!begin|end)[A-Za-z]+")
 
 
-def same_all(cases: Sequence[tuple[Task, str]]) -> list[bool]:
-    """Return for each final answer whether it equals an accepted one; equal cases are asked once.
-
-    Must not be called where an event loop runs.
-    """
-    asked = [_pairs(task, answer) for task, answer in cases]
-    different = [pairs for pairs in dict.fromkeys(asked) if pairs]
-    parts = [different[start : start + TOGETHER] for start in range(0, len(different), TOGETHER)]
-
-    async def all_of_them() -> list[list[bool]]:
-        return await asyncio.gather(*map(_same, parts))
-
-    found = list(itertools.chain(*asyncio.run(all_of_them()))) if different else []
-    known = dict(zip(different, found, strict=True))
-    return [known.get(pairs, False) for pairs in asked]
-
-
 async def same(task: Task, answer: str) -> bool:
-    """Return whether one final answer equals an accepted one."""
+    """Return whether a final answer equals an accepted one; those that are asked about side by side
+    share processes, and equal ones are compared once.
+    """
     pairs = _pairs(task, answer)
-    return (await _same([pairs]))[0] if pairs else False
+    return await _same_together(pairs) if pairs else False
 
 
 def _pairs(task: Task, answer: str) -> _Pairs:
@@ -115,6 +101,9 @@ async def _same(cases: Sequence[_Pairs]) -> list[bool]:
         return [False]
     alone = await asyncio.gather(*(_same([pairs]) for pairs in cases))
     return list(itertools.chain(*alone))
+
+
+_same_together = Together(_same, TOGETHER)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from typing import Any
 
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import roll_out, run_to_end
-from flowtrain.config import Config
+from flowtrain.config import Config, Reward
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import Refused
 from flowtrain.engines.chat import Usage, metered
@@ -212,6 +212,7 @@ def collect_demonstrations(
     is_over: Callable[[], bool],
     judge: Judge | None = None,
     functions: RewardFunctions | None = None,
+    bounds: Reward | None = None,
 ) -> None:
     """Roll out tasks by the number of their demonstration, and log each as it ends.
 
@@ -230,7 +231,7 @@ def collect_demonstrations(
             with metered() as usage:
                 trajectory = await roll_out(agent, task, derive_seed(seed, number, task.id))
                 if not trajectory.error:
-                    trajectory = await score_one(trajectory, judge, functions)
+                    trajectory = await score_one(trajectory, judge, functions, bounds)
         await asyncio.to_thread(log.append, number, trajectory, usage)  # which waits for the disk
         progress.show(log.num_done, log.state())
 

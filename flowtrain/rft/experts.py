@@ -78,6 +78,6 @@ def demonstrate(components: RunComponents, agent: Agent) -> Sequence[Trajectory]
         components.world,
         config.rollout.max_in_flight,
         judge=components.make_judge(),
-        functions=components.reward_functions,
+        scoring=(components.reward_functions, components.config.reward),
         name="the expert",
     )

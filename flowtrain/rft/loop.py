@@ -255,5 +255,6 @@ def _learn_from_teacher(
             is_over=lambda: interrupt.requested,
             judge=components.make_judge(),
             functions=components.reward_functions,
+            bounds=components.config.reward,
         )
     return list(log.read(range(world.rank, len(tasks), world.size)))

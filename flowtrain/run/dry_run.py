@@ -151,7 +151,7 @@ def _roll_out(
             seed=derive_seed(config.run.seed, "train", 1),
             max_in_flight=config.rollout.max_in_flight,
         )
-        groups = score(groups, components.make_judge(), components.reward_functions)
+        groups = score(groups, components.make_judge(), components.reward_functions, config.reward)
     return tuple(trajectory for group in groups for trajectory in group.trajectories)
 
 

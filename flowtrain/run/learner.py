@@ -12,6 +12,7 @@ import torch
 from flowkernels import LossSpec, TokenLossFn
 
 from flowtrain.algorithms import filter_samples
+from flowtrain.algorithms.advantages import whitened
 from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
@@ -107,6 +108,8 @@ class Learner:
         shape = self.components.model.config
         batch = self.components.algorithm.advantages(rollouts.groups)
         batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size)
+        if self.components.algorithm.whitens:
+            batch = whitened(batch, self.placement.world)
         batch = split(batch, self.config.train, self.placement.world)
         samples = attach_logprobs(batch.samples, rollouts.logprobs)
         return replace(batch, samples=tuple(samples))

@@ -335,8 +335,10 @@ class Trainer:
 
 
 def _weight(rows: Sequence[PackedRow]) -> float:
-    """Sum the loss weights of rows, in fp64 on the CPU, where it waits for the device once."""
-    sums = [row.loss_weight_T.sum() for row in rows]
+    """Sum what the loss of rows is divided by, in fp64 on the CPU, where it waits for the device
+    once.
+    """
+    sums = [(row.loss_weight_T if row.divisor_S is None else row.divisor_S).sum() for row in rows]
     return sum(torch.stack(sums).tolist()) if sums else 0.0
 
 

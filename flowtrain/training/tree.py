@@ -64,6 +64,8 @@ class PackedRow:
     term."""
     sample_ids: tuple[SampleId, ...] = ()
     """`Sample.sample_id` of each sample; () where they have none."""
+    divisor_S: Tensor | None = None
+    """fp32, `Sample.divisor` of each sample; None where they have none."""
     mask_ids_K: Tensor | None = None
     """int64, the ids that log-probs are taken among, target after target; None: among all."""
     mask_offsets_T1: Tensor | None = None
@@ -190,6 +192,8 @@ def _pack_row(
     has_ref = bool(samples) and all(s.ref_logprobs for s in samples)
     sample_ids = tuple(s.sample_id for s in samples if s.sample_id is not None)
     assert len(sample_ids) in (0, len(samples)), "all samples of a row have an id, or none has"
+    divisors = [s.divisor for s in samples if s.divisor is not None]
+    assert len(divisors) in (0, len(samples)), "all samples of a row have a divisor, or none has"
     return PackedRow(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64),
         position_ids_N=torch.tensor(position_ids, dtype=torch.int64),
@@ -208,6 +212,7 @@ def _pack_row(
         num_unshared_tokens=sum(map(len, inputs)),
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         sample_ids=sample_ids,
+        divisor_S=targets(divisors) if divisors else None,
         **_mask_tensors(samples),
     )
 

@@ -45,6 +45,9 @@ class Sample:
     """The trainer's own, where it has scored the sample before; else ()."""
     ref_logprobs: tuple[float, ...] = ()
     """The reference policy's, likewise."""
+    divisor: float | None = None
+    """What the sample adds to the number that the loss of its mini-batch is divided by; None: the
+    sum of its loss weights. All samples of a batch have one, or none has."""
 
 
 class FilterReason(enum.StrEnum):
@@ -60,6 +63,8 @@ class FilterReason(enum.StrEnum):
     """The sampler's log-prob of a trained token is none that sampling gives."""
     TOKEN = "token"
     """A token is none of the model's, or outside of its mask; or the prompt is empty."""
+    OVERLONG = "overlong"
+    """It is of a rollout that ran into a limit of tokens, with algorithm.overlong = "mask"."""
 
 
 @dataclass(frozen=True, slots=True)

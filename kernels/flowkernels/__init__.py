@@ -31,6 +31,7 @@ from flowkernels.token_loss import (
     TokenLoss,
     TokenLossFn,
     Tokens,
+    by_autograd,
     correct_for_sampler,
     token_loss,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "WordDiff",
     "branch_points",
     "branching_score",
+    "by_autograd",
     "correct_for_sampler",
     "diff_words",
     "digest_at",

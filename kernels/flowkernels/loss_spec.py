@@ -6,14 +6,14 @@ import json
 import math
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 LossType = Literal["clip", "gspo", "cispo", "nll"]
 KL = Literal["k1", "k2", "k3", "low_var_kl"]
 Level = Literal["token", "sequence"]
-LOSS_TYPES: tuple[LossType, ...] = ("clip", "gspo", "cispo", "nll")
-KLS: tuple[KL, ...] = ("k1", "k2", "k3", "low_var_kl")
-LEVELS: tuple[Level, ...] = ("token", "sequence")
+LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
+KLS: tuple[KL, ...] = get_args(KL)
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True, slots=True)

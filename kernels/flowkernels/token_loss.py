@@ -160,6 +160,41 @@ TokenLossFn = Callable[[Tokens], TokenLoss]
 derivatives. Weights are applied afterwards."""
 
 
+def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
+    """Make a token loss of a function that returns the loss [T] of each token.
+
+    Autograd takes its slopes by `logprob_T`, `entropy_T` and `lse_T`. A token's loss may look at
+    other tokens as far as they are held constant.
+    """
+
+    def with_slopes(tokens: Tokens) -> TokenLoss:
+        with torch.enable_grad():
+            given = [
+                x.detach().requires_grad_()
+                for x in (tokens.logprob_T, tokens.entropy_T, tokens.lse_T)
+            ]
+            own = replace(tokens, logprob_T=given[0], entropy_T=given[1], lse_T=given[2])
+            loss_T = loss(own)
+            if loss_T.shape != tokens.logprob_T.shape:
+                raise ValueError(
+                    f"the loss has the shape {tuple(loss_T.shape)}, not one number for each of "
+                    f"{len(tokens.logprob_T)} tokens"
+                )
+            slopes = torch.autograd.grad(loss_T.sum(), given, allow_unused=True)
+        none_T = torch.zeros_like(tokens.logprob_T)
+        # The statistics are those of any loss; here nothing is known of a clip.
+        plain = token_loss(LossSpec("nll"), tokens)
+        return replace(
+            plain,
+            loss_T=loss_T.detach(),
+            dlogprob_T=none_T if slopes[0] is None else slopes[0],
+            dentropy_T=slopes[1],
+            dlse_T=slopes[2],
+        )
+
+    return with_slopes
+
+
 def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     """The loss of each token and its derivatives.
 

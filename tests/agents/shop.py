@@ -97,6 +97,12 @@ class Slow(Shop):
         return None
 
 
+class Sticky(Shop):
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.Event().wait()
+
+
 class BadReward(Shop):
     async def reward(self) -> Any:
         return "much"

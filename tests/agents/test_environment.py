@@ -167,6 +167,15 @@ def test_an_environment_that_hangs_is_closed_when_the_rollouts_are_cut_off() -> 
     cutoff.set(0.0)
     done, _ = play("hm", maker="Slow", cutoff=cutoff)
     assert done.truncated == "straggler"
+    (group,) = score([Group(0, (done,))])
+    assert group.trajectories[0].reward is None, "the rule of the task knows nothing of the shop"
+    assert "cut off (straggler) before it had a reward" in group.trajectories[0].error
+
+
+def test_one_that_does_not_close_costs_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.agents.environment._CLOSE_S", 0.01)
+    done, _ = play(*GOOD, maker="Sticky")
+    assert done.error == "" and done.reported == {"state": 0.9, "brevity": 0.1}
 
 
 def test_a_function_can_make_them_and_a_number_is_a_reward() -> None:

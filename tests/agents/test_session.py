@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.registry import load_kind
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
 from flowtrain.algorithms.registry import load_algorithm
-from flowtrain.config import Config
+from flowtrain.config import Config, Reward
 from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards import score
 from flowtrain.tools import Tool, ToolCard
@@ -202,9 +203,22 @@ def test_a_reported_reward_out_of_bounds_fails_the_rollout(part: float) -> None:
         session.report(solved=part)
         return "5"
 
-    (group,) = score([Group(0, (run(program),))])
+    rollouts = [Group(0, (run(program),))]
+    (group,) = score(rollouts)
     assert group.trajectories[0].reward is None
     assert "scorer reported: its reward is" in group.trajectories[0].error
+    (group,) = score(rollouts, bounds=Reward(low=-1, high=2))
+    within = None if math.isnan(part) else part
+    assert group.trajectories[0].reward == within
+
+
+def test_the_sum_of_what_is_reported_may_round() -> None:
+    async def program(session: Session) -> str:
+        session.report(a=0.7, b=0.2, c=0.1 + 1e-12)
+        return "5"
+
+    (group,) = score([Group(0, (run(program),))])
+    assert group.trajectories[0].reward == 1.0
 
 
 # ---- how it ends

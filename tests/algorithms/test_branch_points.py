@@ -169,17 +169,16 @@ def place(value: float, root: int, token: int) -> Candidate:
     return value, root, 0, token
 
 
-def test_roots_share_the_branches_out_evenly_or_the_best_places_win() -> None:
+def test_roots_share_the_branches_out_evenly() -> None:
     strict = [[place(9, 0, 1), place(8, 0, 20)], [place(2, 1, 5), place(1, 1, 30)]]
-    assert [p[0] for p in choose(strict, strict, 2, "root")] == [9, 2]
-    assert [p[0] for p in choose(strict, strict, 3, "root")] == [9, 2, 8]
-    assert [p[0] for p in choose(strict, strict, 3, "question")] == [9, 8, 2]
+    assert [p[0] for p in choose(strict, strict, 2)] == [9, 2]
+    assert [p[0] for p in choose(strict, strict, 3)] == [9, 2, 8]
 
 
 def test_what_candidates_lack_other_tokens_fill_and_then_the_same_again() -> None:
     strict, loose = [[place(9, 0, 1)]], [[place(9, 0, 1), place(3, 0, 7)]]
-    assert [p[3] for p in choose(strict, loose, 5, "root")] == [1, 7, 1, 7, 1]
-    assert choose([[]], [[]], 5, "root") == []
+    assert [p[3] for p in choose(strict, loose, 5)] == [1, 7, 1, 7, 1]
+    assert choose([[]], [[]], 5) == []
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -190,15 +189,14 @@ def test_what_candidates_lack_other_tokens_fill_and_then_the_same_again() -> Non
         max_size=4,
     ),
     st.integers(1, 6),
-    st.sampled_from(["root", "question"]),
     st.integers(0, 3),
 )
 def test_there_are_exactly_as_many_as_asked_for_and_all_exist(
-    roots: list[list[list[int]]], num: int, spread: str, spacing: int
+    roots: list[list[list[int]]], num: int, spacing: int
 ) -> None:
     group = Group(0, tuple(rollout(*map(turn, turns)) for turns in roots))
     ids = [x for turns in roots for response in turns for x in response]
-    rule = Appo(rule="entropy", spread="root" if spread == "root" else "question", spacing=spacing)
+    rule = Appo(rule="entropy", spacing=spacing)
     (found,) = points([group], scores([float(x) for x in ids]), rule, num)
     assert len(found) == (num if ids else 0)
     assert all(

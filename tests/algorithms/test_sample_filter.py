@@ -24,6 +24,7 @@ from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import (
     Call,
+    FilterReason,
     FinishReason,
     Group,
     Sample,
@@ -37,7 +38,7 @@ from flowtrain.types import (
 )
 
 VOCAB_SIZE = 280
-NONE_LEFT_OUT = dict.fromkeys(("empty", "too_long", "advantage", "logprob", "token"), 0)
+NONE_LEFT_OUT = dict.fromkeys(FilterReason, 0)
 GOOD = Sample((1, 2, 3), (4, 5), (-1.0, -2.0), (0.5, 0.5), (1.0, 1.0))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from flowkernels import LossSpec, TokenLoss, Tokens, correct_for_sampler, token_loss
+from flowkernels import LossSpec, TokenLoss, Tokens, by_autograd, correct_for_sampler, token_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -503,3 +503,27 @@ def test_a_spec_accepts_its_limits() -> None:
         z_loss_coef=1e-4,
     )
     assert set(REFUSED) == {field.name for field in fields(LossSpec) if field.init}
+
+
+def test_autograd_gives_a_loss_of_ones_own_its_slopes() -> None:
+    """PPO's loss with an entropy bonus and z-loss, by autograd and by hand."""
+    spec = LossSpec(clip_high=0.3, entropy_coef=0.1, z_loss_coef=0.01)
+
+    def ppo(t: Tokens) -> Tensor:
+        ratio_T = torch.exp(t.logprob_T - t.old_logprob_T)
+        clipped_T = torch.minimum(ratio_T * t.advantage_T, ratio_T.clamp(0.8, 1.3) * t.advantage_T)
+        return -clipped_T - 0.1 * t.entropy_T + 0.01 * t.lse_T**2
+
+    numbers = torch.Generator().manual_seed(3)
+    one = {name: torch.randn(40, generator=numbers) for name in ("logprob_T", "entropy_T", "lse_T")}
+    old_T = one["logprob_T"] + 0.3 * torch.randn(40, generator=numbers)
+    advantage_T = torch.randn(40, generator=numbers)
+    tokens = Tokens(**one, advantage_T=advantage_T, weight_T=torch.ones(40), old_logprob_T=old_T)
+    ours, truth = by_autograd(ppo)(tokens), token_loss(spec, tokens)
+    for name in ("loss_T", "dlogprob_T", "dentropy_T", "dlse_T", "log_ratio_T"):
+        torch.testing.assert_close(getattr(ours, name), getattr(truth, name))
+    assert not ours.loss_T.requires_grad
+    plain = by_autograd(lambda t: -t.logprob_T)(tokens)
+    assert plain.dentropy_T is None and plain.dlse_T is None
+    with pytest.raises(ValueError, match=r"the loss has the shape \(\), not one number for each"):
+        by_autograd(lambda t: t.logprob_T.mean())(tokens)

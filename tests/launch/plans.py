@@ -109,7 +109,7 @@ def fake_python(folder: Path) -> str:
 
 
 FORKING_PYTHON = """#!{python} -S
-import json, os, signal, socket, sys
+import contextlib, json, os, signal, socket, sys
 
 argv = sys.argv[2:]
 if argv[0] in ("flowtrain.dataflow", "flowtrain.weights"):
@@ -121,7 +121,12 @@ with socket.socket(socket.AF_UNIX) as asked:
     lines = asked.makefile("rw")
     print(json.dumps(job), file=lines, flush=True)
     forked = int(lines.readline())
-    signal.signal(signal.SIGTERM, lambda number, _: os.kill(forked, number))
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(forked, number)
+
+    signal.signal(signal.SIGTERM, pass_on)
     sys.exit(int(lines.readline()))
 """
 

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,13 @@ HOSTILE = [
 ]
 
 
+def same_all(cases: Sequence[tuple[Task, str]]) -> list[bool]:
+    async def all_of_them() -> list[bool]:
+        return await asyncio.gather(*(symbolic.same(*case) for case in cases))
+
+    return asyncio.run(all_of_them())
+
+
 def test_hostile_text_is_stopped_and_spoils_no_other(
     sandbox: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,10 +133,10 @@ def test_hostile_text_is_stopped_and_spoils_no_other(
     assert sandbox._workers._limits.items() >= limits.items()
     monkeypatch.setitem(sandbox._workers._limits, "timeout_s", 0.5)
     monkeypatch.setattr(sandbox._workers, "_time_limit", TimeLimit(0.5))
-    monkeypatch.setattr(symbolic, "TOGETHER", 5)
+    monkeypatch.setattr(symbolic._same_together, "_size", 5)
     cases = [(Task("t", "?", ("120",), scorer="math"), text) for text in (*HOSTILE, "5!")]
     started = time.process_time()
-    assert symbolic.same_all(cases) == [False] * len(HOSTILE) + [True]
+    assert same_all(cases) == [False] * len(HOSTILE) + [True]
     assert time.process_time() - started < 2, "the processes are others"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,15 @@ def sandbox() -> Iterator[None]:
     gym._sandbox.cache_clear()
 
 
+def verify_all(cases: Sequence[tuple[Task, str]]) -> list[gym.Verified]:
+    async def all_of_them() -> list[gym.Verified]:
+        return await asyncio.gather(*(gym.verify(*case) for case in cases))
+
+    return asyncio.run(all_of_them())
+
+
 def rewards(*cases: tuple[Task, str]) -> list[float]:
-    found = gym.verify_all(cases)
+    found = verify_all(cases)
     assert [each.failure for each in found] == [""] * len(cases)
     return [each.reward for each in found]
 
@@ -115,7 +122,7 @@ def test_data_with_tuples_and_without_an_answer_is_scored() -> None:
 
 def test_what_cannot_be_verified_says_why() -> None:
     broken = replace(LEGS, entry=repr({"name": "leg_counting", "options": {}, "entry": {}}))
-    found = gym.verify_all([(LEGS, "1" * (gym.MAX_CHARS + 1)), (broken, "12"), (LEGS, "12")])
+    found = verify_all([(LEGS, "1" * (gym.MAX_CHARS + 1)), (broken, "12"), (LEGS, "12")])
     assert found == [
         gym.Verified(0.0, "too long"),
         gym.Verified(0.0, "verifier raised"),
@@ -138,7 +145,7 @@ def test_what_stops_a_verifier_is_named(
     quick = make_sandbox(Agent(tool_timeout_s=0.3, code_timeout_s=0.3, code_memory_mb=256))
     monkeypatch.setattr(gym, "_sandbox", lambda: quick)
     monkeypatch.setattr(gym, "_source", lambda: code)
-    assert gym.verify_all([(LEGS, "12")]) == [gym.Verified(0.0, failure)]
+    assert verify_all([(LEGS, "12")]) == [gym.Verified(0.0, failure)]
     quick.close()
 
 
@@ -161,7 +168,7 @@ def test_rewards_stay_between_0_and_1(
             return Ran(output)
 
     monkeypatch.setattr(gym, "_sandbox", Says)
-    assert gym.verify_all([(LEGS, "12")]) == [expected]
+    assert verify_all([(LEGS, "12")]) == [expected]
 
 
 def rollout(asked: Task, answer: str, error: str = "") -> Trajectory:
@@ -171,9 +178,8 @@ def rollout(asked: Task, answer: str, error: str = "") -> Trajectory:
 class NoJudge:
     mode = "rules-first"
 
-    def judge_all(self, cases: list[Any]) -> list[bool]:
-        assert not cases
-        return []
+    async def judge(self, task: Task, answer: str) -> bool:
+        raise AssertionError("nobody is to judge it")
 
 
 def test_score_reads_the_final_answer_and_counts_failures() -> None:
@@ -211,7 +217,7 @@ def test_equal_answers_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> Non
             return Ran('{"reward": 0.5}')
 
     monkeypatch.setattr(gym, "_sandbox", Counts)
-    found = gym.verify_all([(LEGS, "12"), (LEGS, "12"), (LEGS, "13"), (LEGS, "")])
+    found = verify_all([(LEGS, "12"), (LEGS, "12"), (LEGS, "13"), (LEGS, "")])
     assert [each.reward for each in found] == [0.5, 0.5, 0.5, 0.0] and len(seen) == 2
 
 
@@ -236,4 +242,4 @@ def test_every_family_scores_its_own_answer() -> None:
     train, _ = gym_tasks(families, len(families), len(families), seed=3)
     cases = [(asked, asked.answers[0]) for (asked,) in train.values() if asked.answers]
     assert len(families) == 104 and len(cases) == 99
-    assert set(gym.verify_all(cases)) == {gym.Verified(1.0)}
+    assert set(verify_all(cases)) == {gym.Verified(1.0)}

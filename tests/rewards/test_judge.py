@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -258,12 +259,42 @@ def test_a_bug_in_an_engine_is_not_hidden(cache: JudgeCache) -> None:
 def test_questions_are_asked_side_by_side_up_to_the_limit(
     cache: JudgeCache, limit: int, most: int
 ) -> None:
-    engine = Scripted(by_answer)
+    class Crowded(Scripted):
+        is_full = asyncio.Event()
+
+        async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
+            if self.num_running + 1 == limit:
+                self.is_full.set()
+            reply = await super().ask(prompt, seed=seed)
+            self.num_running += 1
+            await self.is_full.wait()
+            self.num_running -= 1
+            return reply
+
+    engine = Crowded(by_answer)
     judged(
         Judge(engine, cache, JudgeOptions(max_concurrency=limit)),
         *(f"town {number}" for number in range(12)),
     )
     assert engine.most_running == most and len(engine.asked) == 12
+
+
+def test_a_slow_disk_holds_up_no_other_rollout(cache: JudgeCache) -> None:
+    """The lookup waits until the event loop, which it must not block, has gone on."""
+    went_on, engine = threading.Event(), Scripted(by_answer)
+
+    class Slow:
+        def get(self, engine: str, prompt: str) -> bool | None:
+            assert went_on.wait(30)
+            return True
+
+    async def both() -> bool | None:
+        judgement = asyncio.ensure_future(judge.judge(TASK, "Bergen"))
+        asyncio.get_running_loop().call_later(0, went_on.set)
+        return await judgement
+
+    judge = Judge(engine, Slow(), JudgeOptions())  # type: ignore[arg-type]
+    assert asyncio.run(both()) is True
 
 
 # ---- what a verdict is

@@ -87,6 +87,17 @@ def test_the_normaliser_is_the_sum_of_all_weights(
     assert distance(gradient_of(trainer, pack_rows([*samples, ignored], 30)), truth) < TOLERANCE
 
 
+def test_divisors_of_samples_take_the_place_of_their_weights(
+    make_trainer: MakeTrainer, random_samples: MakeSamples
+) -> None:
+    samples, trainer = random_samples(6), make_trainer(grad_clip=0.0)
+    truth = gradient_of(trainer, pack_rows(samples, 30))
+    weight = sum(sum(sample.loss_weights) for sample in samples)
+    divided = [replace(sample, divisor=0.5) for sample in samples]
+    found = gradient_of(trainer, pack_rows(divided, 30))
+    assert distance({k: v * 3 / weight for k, v in found.items()}, truth) < TOLERANCE
+
+
 def test_weights_decide_how_much_a_token_counts(
     make_trainer: MakeTrainer, random_samples: MakeSamples
 ) -> None:

@@ -100,6 +100,7 @@ def group_samples(step: int, index: int) -> list[Sample]:
                 weights,
                 index // 2,
                 SampleId(index, 0, len(samples)),
+                divisor=0.25 * (index + 1) if step == len(GROUPS) - 1 else None,
             )
         )
     return samples

@@ -1,0 +1,38 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): questions whose rollouts all have one
+reward teach nothing, so others are asked in their place.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from flowtrain.algorithms.advantages import are_equal, reward_of
+from flowtrain.training.records import Rollouts
+from flowtrain.training.world import World
+from flowtrain.types import Group
+
+
+def joined(rollouts: Rollouts, others: Rollouts, num_asked: int) -> Rollouts:
+    """Return this rank's groups of two rounds; `num_asked` questions were in the rounds before."""
+    later = [replace(group, index=group.index + num_asked) for group in others.groups]
+    return Rollouts([*rollouts.groups, *later], others.logprobs, {})
+
+
+def mixed_first(rollouts: Rollouts, world: World) -> tuple[Rollouts, int]:
+    """Number the groups of all ranks anew: first those whose rewards differ, which share the
+    mini-batches evenly so. Return how many these are, too; collective.
+    """
+    own = [[group.index, _has_one_reward(group)] for group in rollouts.groups]
+    texts = world.gather_text(json.dumps(own))
+    everyone = sorted((is_equal, index) for text in texts for index, is_equal in json.loads(text))
+    number = {index: place for place, (_, index) in enumerate(everyone)}
+    groups = [replace(group, index=number[group.index]) for group in rollouts.groups]
+    num_mixed = sum(not is_equal for is_equal, _ in everyone)
+    metrics = {"num_questions_sampled": float(len(everyone))}
+    return Rollouts(groups, rollouts.logprobs, metrics), num_mixed
+
+
+def _has_one_reward(group: Group) -> bool:
+    rewards = [reward_of(trajectory) for trajectory in group.finished]
+    return not rewards or are_equal(rewards)

@@ -1,0 +1,159 @@
+"""The reward of a rollout: by its task's rule, and behind that by a language model as judge, or by
+functions that users write, or as its environment or program reported it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+from flowtrain.config import Reward
+from flowtrain.config.agents import JudgeMode
+from flowtrain.rewards import gym, symbolic
+from flowtrain.rewards.functions import RewardFunctions
+from flowtrain.rewards.judge import Judge
+from flowtrain.rewards.scorers import MAX_CHARS, SCORERS
+from flowtrain.tasks.sub_goals import solved_weight
+from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.utils.text import final_answer
+
+_REFUSALS = {
+    *("none", "null", "n/a", "na", "unknown", "unclear", "undetermined", "unanswerable", "idk"),
+    *("no answer", "no idea", "no information", "not known", "not found", "not available"),
+    *("i do not know", "i don't know", "cannot answer", "unable to answer", "cannot determine"),
+    *("unable to determine", "cannot be determined", "can not be determined"),
+    *("not enough information", "insufficient information"),
+}
+
+REPORTED = "reported"
+"""`scored_by` of a reward that the rollout's environment or program reported."""
+FINAL_SCORERS = ("f1", "gameof24", gym.NAME)
+"""Scorers that no judge overrules: one grades, the others prove."""
+
+
+def score(
+    groups: Sequence[Group],
+    judge: Judge | None = None,
+    functions: RewardFunctions | None = None,
+    bounds: Reward | None = None,
+) -> list[Group]:
+    """Return the groups with `reward` and `scored_by` of every trajectory filled, as `score_one`
+    does it. Must not be called where an event loop runs.
+    """
+
+    async def all_of_them() -> list[Trajectory]:
+        each = [t for group in groups for t in group.trajectories]
+        return await asyncio.gather(*(score_one(t, judge, functions, bounds) for t in each))
+
+    rest = iter(asyncio.run(all_of_them()))
+    return [
+        replace(group, trajectories=tuple(islice(rest, len(group.trajectories))))
+        for group in groups
+    ]
+
+
+async def score_one(
+    trajectory: Trajectory,
+    judge: Judge | None = None,
+    functions: RewardFunctions | None = None,
+    bounds: Reward | None = None,
+) -> Trajectory:
+    """Return the rollout with `reward` and `scored_by` filled.
+
+    A task's rule, or the checker of reasoning-gym, scores the final answer (`final_answer`). Where
+    a rule gives 0 (or always, by `judge.mode`), the judge is asked, unless there is no answer;
+    without a judgement the rule's reward stands, or the rollout fails where the judge alone
+    decides. A reward that the rollout's environment or program reported, within `low` to `high` of
+    `bounds` (0 to 1), takes the rule's place, and reward functions that of all of it. A failed
+    rollout gets no reward, and one whose reward lies outside of the bounds fails.
+
+    Raises UserError when a task names an unknown scorer, or one that cannot use its answers.
+    """
+    if functions is not None:
+        return await functions.score(trajectory)
+    if trajectory.reported and not trajectory.error:
+        reward = math.fsum(trajectory.reported.values())
+        scored = replace(trajectory, reward_parts=trajectory.reported)
+        return _scored(scored, reward, REPORTED, bounds or Reward())
+    task, answer = trajectory.task, final_answer(trajectory.answer)
+    _check_scorer(task)
+    if trajectory.error:
+        return trajectory
+    reward, scored_by = await _by_rule(task, answer)
+    if judge is not None and _is_for_judge(task, answer, reward, judge.mode):
+        is_right = await judge.judge(task, answer)
+        if is_right is not None:
+            reward, scored_by = float(is_right), "judge"
+        elif judge.mode == "judge-only":
+            return replace(trajectory, scored_by="judge", error="judge: no verdict")
+    return _scored(trajectory, reward, scored_by, Reward())
+
+
+def _scored(trajectory: Trajectory, reward: float, scored_by: str, bounds: Reward) -> Trajectory:
+    """Fill the reward in, or let the rollout fail."""
+    within = bounds.bounded(reward)
+    problem = (
+        f"scorer {scored_by}: its reward is {reward:g}, not from {bounds.low:g} to {bounds.high:g}"
+    )
+    return replace(
+        trajectory,
+        reward=within,
+        scored_by=scored_by,
+        error=problem if within is None else "",
+        sub_goals=solved_weight(trajectory.task, trajectory.turns, trajectory.output),
+    )
+
+
+def _check_scorer(task: Task) -> None:
+    if task.scorer == gym.NAME:
+        gym.check(task)
+    elif task.scorer not in SCORERS:
+        raise UserError(
+            f"task {task.id!r}: scorer {task.scorer!r} is unknown; known: {', '.join(SCORERS)}"
+        )
+
+
+async def _by_rule(task: Task, answer: str) -> tuple[float, str]:
+    """Return the reward of a final answer and what gave it."""
+    if task.scorer == gym.NAME:
+        found = await gym.verify(task, answer)
+        return found.reward, found.scored_by
+    if not answer:
+        return 0.0, task.scorer
+    read = answer[-MAX_CHARS:]
+    reward = SCORERS[task.scorer](task, read)
+    if not reward and task.scorer == symbolic.SCORER:
+        reward = float(await symbolic.same(task, read))
+    return reward, task.scorer
+
+
+def _is_for_judge(task: Task, answer: str, reward: float, mode: JudgeMode) -> bool:
+    """Return whether the judge is asked: about a rule's 0 alone, or first, about its 1 too."""
+    is_open = reward == 0 or mode != "rules-first"
+    has_answer = not is_refusal(answer) and len(answer) <= MAX_CHARS
+    return is_open and has_answer and task.scorer not in FINAL_SCORERS
+
+
+def is_refusal(answer: str) -> bool:
+    """Return whether a final answer gives none ("", "None", "I don't know.")."""
+    plain = " ".join(answer[:100].casefold().replace("\u2019", "'").split())
+    plain = plain.strip(" .!?\"'*`()[]<>")
+    return not plain or plain in _REFUSALS
+
+
+def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
+    """Permute the rewards of all finished rollouts: a control with nothing to learn."""
+    rewards = [trajectory.reward for group in groups for trajectory in group.finished]
+    random.Random(seed).shuffle(rewards)
+    left = iter(rewards)
+
+    def shuffled(trajectory: Trajectory) -> Trajectory:
+        return trajectory if trajectory.error else replace(trajectory, reward=next(left))
+
+    return [
+        replace(group, trajectories=tuple(map(shuffled, group.trajectories))) for group in groups
+    ]

@@ -1,0 +1,156 @@
+"""GRPO's relatives, turns with advantages of their own and what DAPO adds, worked by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flowtrain.algorithms import Algorithm, load_algorithm
+from flowtrain.algorithms.advantages import whitened
+from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
+from flowtrain.config import Config
+from flowtrain.training.records import Rollouts
+from flowtrain.training.world import World
+from flowtrain.types import FinishReason, Group, TrainBatch, Trajectory, UserError
+from tests.algorithms.test_flow_grpo import approx, with_lengths
+from tests.training.conftest import alone
+
+__all__ = ["alone"]
+
+
+def made(name: str, **options: Any) -> Algorithm:
+    config = {
+        "algorithm": {"name": name} | options.pop("algorithm", {}),
+        "rollout": {"num_questions": 2, "group_size": 4, "max_new_tokens": 10},
+        "agent": {"max_turns": 2},
+        "train": {"num_minibatches": 1},
+    }
+    return load_algorithm(Config.model_validate(config | options))
+
+
+def batch(name: str, *groups: Sequence[Trajectory], **options: Any) -> TrainBatch:
+    numbered = [Group(index, tuple(group)) for index, group in enumerate(groups)]
+    return made(name, **options).advantages(numbered)
+
+
+MIXED = [with_lengths(1, 2, 4), with_lengths(0, 5), with_lengths(0, 1), with_lengths(0.6, 3)]
+"""Rewards 1, 0, 0, 0.6: mean 0.4, population variance (0.36 + 0.16 + 0.16 + 0.04) / 4 = 0.18."""
+EQUAL = [with_lengths(1, 1), with_lengths(1, 1)]
+
+
+def test_dr_grpo_has_no_std_and_a_constant_divisor() -> None:
+    """C = 2 turns of 10 tokens. Each rollout counts 1 in the divisor, which is 6."""
+    out = batch("dr_grpo", MIXED, EQUAL)
+    assert [s.advantages[0] for s in out.samples] == approx([0.6, 0.6, -0.4, -0.4, 0.2, 0.0, 0.0])
+    assert {w for s in out.samples for w in s.loss_weights} == {1 / 20}
+    assert [s.divisor for s in out.samples] == [0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert out.num_groups_dropped == 0
+
+
+def test_rloo_takes_the_mean_of_the_others() -> None:
+    """1 - 0.6/3, 0 - 1.6/3, the same, 0.6 - 1/3; a mean over tokens."""
+    out = batch("rloo", MIXED)
+    first = [0.8, 0.8, -1.6 / 3, -1.6 / 3, 0.6 - 1 / 3]
+    assert [s.advantages[0] for s in out.samples] == approx(first)
+    assert {w for s in out.samples for w in s.loss_weights} == {1.0}
+    assert all(s.divisor is None for s in out.samples)
+
+
+def test_dapo_leaves_out_what_teaches_nothing() -> None:
+    out = batch("dapo", MIXED, EQUAL)
+    std = math.sqrt(0.18) + 1e-6
+    expected = [0.6 / std, 0.6 / std, -0.4 / std, -0.4 / std, 0.2 / std]
+    assert [s.advantages[0] for s in out.samples] == approx(expected)
+    assert {w for s in out.samples for w in s.loss_weights} == {1.0}
+    assert out.num_groups_dropped == 1
+    a = made("dapo").config.algorithm
+    assert (a.clip_low, a.clip_high, a.dual_clip, a.kl_coef, a.dynamic_sampling) == (
+        *(0.2, 0.28, None, 0.0, 9),
+    )
+    assert made("dapo", algorithm={"kl_coef": 0.1, "clip_high": 0.4}).loss_spec().kl_coef == 0.1
+
+
+def test_reinforce_plus_plus_normalises_over_the_batch(alone: World) -> None:
+    """Tokens: 6 of A = 0.6, 5 + 1 of -0.4, 3 of 0.2, and 2 of 0 of the group of one reward.
+
+    Mean (3.6 - 2.4 + 0.6) / 17 = 1.8 / 17; mean square (2.16 + 0.96 + 0.12) / 17 = 3.24 / 17.
+    """
+    algorithm = made("reinforce_plus_plus")
+    assert algorithm.whitens and not made("rloo").whitens
+    out = whitened(algorithm.advantages([Group(0, tuple(MIXED)), Group(1, tuple(EQUAL))]), alone)
+    mean = 1.8 / 17
+    std = math.sqrt(3.24 / 17 - mean**2) + 1e-6
+    expected = [(a - mean) / std for a in (0.6, 0.6, -0.4, -0.4, 0.2, 0.0, 0.0)]
+    assert [s.advantages[0] for s in out.samples] == pytest.approx(expected, rel=1e-9)
+    assert made("reinforce_plus_plus").credit([0.7]) == [0.7], "one rollout has no baseline"
+
+
+def test_one_mode_of_two_and_an_algorithm_that_makes_its_samples_itself() -> None:
+    with pytest.raises(UserError, match="mode='released' is AgentFlow's code"):
+        made("rloo", algorithm={"mode": "released"})
+    for options in ({"overlong": "mask"}, {"overlong_buffer": 2}, {"dynamic_sampling": 1}):
+        with pytest.raises(UserError, match=r"does not go with algorithm\.name='infoflow'"):
+            made("infoflow", algorithm=options)
+    with pytest.raises(UserError, match=r"overlong_buffer=11 must be at most rollout\.max_new"):
+        made("flow_grpo", algorithm={"overlong_buffer": 11})
+    with pytest.raises(UserError, match=r"dynamic_sampling=1 must be 0 with dataflow\.url"):
+        made("rloo", algorithm={"dynamic_sampling": 1}, dataflow={"url": "http://x:1"})
+    assert not made("dapo", dataflow={"url": "http://x:1"}).config.algorithm.dynamic_sampling
+
+
+class PerTurn(Algorithm):
+    """The number of the turn, and token by token in the last one."""
+
+    def token_credit(self, group: Group) -> list[list[Any]]:
+        return [
+            [*range(len(t.turns) - 1), [0.5] * len(t.turns[-1].calls["planner"].response_ids)]
+            for t in group.finished
+        ]
+
+
+def test_a_turn_and_a_token_may_have_advantages_of_their_own() -> None:
+    config = made("flow_grpo").config
+    group = Group(0, (with_lengths(1, 2, 1, 2), with_lengths(0, 3)))
+    out = PerTurn(config).advantages([group])
+    assert [s.advantages for s in out.samples] == [(0, 0), (1,), (0.5, 0.5), (0.5, 0.5, 0.5)]
+    assert [s.loss_weights[0] for s in out.samples] == approx([1 / 12, 1 / 6, 1 / 12, 1 / 6])
+
+
+def cut(trajectory: Trajectory) -> Trajectory:
+    """Let the first response end at its limit."""
+    first = trajectory.turns[0]
+    call = replace(first.calls["planner"], finish_reason=FinishReason.LENGTH)
+    return replace(trajectory, turns=(replace(first, calls={"planner": call}),))
+
+
+def test_overlong_rollouts_count_in_the_statistics_but_are_not_trained() -> None:
+    group = [with_lengths(1, 2), cut(with_lengths(0, 7)), with_lengths(0, 3)]
+    group.append(replace(with_lengths(0, 4), truncated="prompt"))
+    out = batch("dr_grpo", group, algorithm={"overlong": "mask"})
+    assert [(len(s.response_ids), s.advantages[0]) for s in out.samples] == [(2, 0.75), (3, -0.25)]
+    assert (out.num_filtered["overlong"], out.num_filtered_tokens["overlong"]) == (2, 11)
+    assert len(batch("dr_grpo", group).samples) == 4
+
+
+def test_soft_punishment_of_long_responses() -> None:
+    """Limit 10, buffer 4: R - 0, 1/4, 4/4 for a longest response of 6, 7, 10 tokens."""
+    group = [with_lengths(1, 2, 6), with_lengths(1, 7, 1), with_lengths(1, 10)]
+    out = batch("dr_grpo", group, algorithm={"overlong_buffer": 4})
+    mean = (1 + 0.75 + 0) / 3
+    of_turns = [1 - mean, 1 - mean, 0.75 - mean, 0.75 - mean, -mean]
+    assert [s.advantages[0] for s in out.samples] == approx(of_turns)
+
+
+def test_mixed_groups_come_first_and_later_rounds_have_other_numbers(alone: World) -> None:
+    first = [Group(0, tuple(EQUAL)), Group(1, tuple(MIXED))]
+    failed = Group(1, tuple(replace(t, error="x", reward=None) for t in MIXED))
+    more = [Group(0, tuple(MIXED[:2])), failed]
+    rollouts, num = mixed_first(joined(Rollouts((), {}, {}), Rollouts(first, {}, {}), 0), alone)
+    assert num == 1 and [g.index for g in rollouts.groups] == [1, 0]
+    rollouts, num = mixed_first(joined(rollouts, Rollouts(more, {}, {}), 2), alone)
+    assert num == 2 and [g.index for g in rollouts.groups] == [2, 0, 1, 3]
+    assert rollouts.metrics == {"num_questions_sampled": 4.0}
