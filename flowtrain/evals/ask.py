@@ -10,7 +10,8 @@ from flowtrain.agents.collect import roll_out, run_to_end
 from flowtrain.engines.chat import metered
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.system import System
-from flowtrain.evaluation.evaluator import family, short_metrics
+from flowtrain.evaluation.benchmark_metrics import short_metrics
+from flowtrain.evaluation.evaluator import family
 from flowtrain.metrics import ProgressLine
 from flowtrain.rewards import score_one
 from flowtrain.types import Task

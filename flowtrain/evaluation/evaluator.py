@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -15,18 +14,15 @@ from flowtrain.agents.collect import collect
 from flowtrain.config import Config, Reward
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.protocol import Engine
+from flowtrain.evaluation.benchmark_metrics import mean_metrics, pass_metrics
 from flowtrain.evaluation.parts import Parts
-from flowtrain.evaluation.pass_at_k import pass_metrics
 from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.rewards import Judge, RewardFunctions, score
-from flowtrain.rewards.scorers import MAX_CHARS
-from flowtrain.rewards.squad import published_metrics
 from flowtrain.tasks.benchmarks import parse_benchmarks
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training.world import World
 from flowtrain.types import Group, Task, Trajectory
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.utils.text import final_answer
 from flowtrain.utils.waiting import waiting
 
 _log = logging.getLogger(__name__)
@@ -163,7 +159,7 @@ class Evaluator:
             result = self._result(part, found)
             own, stats = result.trajectories, result.stats
             several = pass_metrics(own, part.settings.trials, world)
-            short = _mean_metrics(own, world)
+            short = mean_metrics(own, world)
             named = {"accuracy": stats.reward_mean, **several, **short, "turns": stats.turns_mean}
             if stats.failed_rollouts:
                 named["failed"] = float(stats.failed_rollouts)
@@ -363,21 +359,6 @@ def roll_out(
         )
         scored = score(groups, judge, *scoring)
     return tuple(trajectory for group in scored for trajectory in group.trajectories)
-
-
-def short_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Compute EM and F1 of a short answer; {} for other answers."""
-    return published_metrics(trajectory.task, final_answer(trajectory.answer)[-MAX_CHARS:])
-
-
-def _mean_metrics(trajectories: Sequence[Trajectory], world: World) -> dict[str, float]:
-    """Mean EM and F1 of the short answers that did not fail; {} without any; collective."""
-    found = [short_metrics(each) for each in trajectories if not each.error]
-    short = [metrics for metrics in found if metrics]
-    num, *sums = world.sum(
-        [len(short), *(math.fsum(each[name] for each in short) for name in ("em", "f1"))]
-    )
-    return {name: total / num for name, total in zip(("em", "f1"), sums, strict=True) if num}
 
 
 def _mean_by(

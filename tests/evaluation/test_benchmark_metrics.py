@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from flowtrain.evaluation.pass_at_k import pass_at_k, pass_metrics
+from flowtrain.evaluation.benchmark_metrics import pass_at_k, pass_metrics
 from flowtrain.training.world import World
 from flowtrain.types import Task, Trajectory
 
