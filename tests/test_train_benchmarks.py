@@ -53,13 +53,14 @@ def test_every_evaluation_asks_them(run: Path) -> None:
     assert [step for step, metrics in found.items() if metrics] == [0, 2, 4]
     for metrics in filter(None, found.values()):
         assert set(metrics) == {
-            *(f"eval_{name}/mine" for name in ("accuracy", "em", "f1", "turns")),
-            *(f"eval_{name}/gameof24" for name in ("accuracy", "turns")),
+            *(f"eval_{name}/mine" for name in ("accuracy", "pass_at_2", "em", "f1", "turns")),
+            *(f"eval_{name}/gameof24" for name in ("accuracy", "pass_at_2", "turns")),
         }
         # Four questions, twice each.
         assert metrics["eval_accuracy/mine"] * 8 == pytest.approx(
             round(metrics["eval_accuracy/mine"] * 8)
         )
+        assert metrics["eval_accuracy/mine"] <= metrics["eval_pass_at_2/mine"]
         assert metrics["eval_em/mine"] == metrics["eval_accuracy/mine"] <= metrics["eval_f1/mine"]
     assert any(metrics.get("eval_accuracy/mine", 0) > 0 for metrics in found.values()), (
         "this run shows something"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
 from flowtrain import config as cfg
-from flowtrain.agents import analyst, executor, generator, lenient, prompts, refiner, verdicts
+from flowtrain.agents import lenient
 from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.chat_planner import ChatPlanner
@@ -242,19 +241,3 @@ def make_flow(
         passage_tools=frozenset(name for name, tool in tools.items() if tool.card.finds_passages),
         stateful_tools={n: tool for n, tool in tools.items() if isinstance(tool, StatefulTool)},
     )
-
-
-def prompt_hashes() -> dict[str, str]:
-    """Return a short digest of every role's prompt template, for the manifest of a run."""
-    templates = {
-        **{f"planner/{order}": template for order, template in prompts.TEMPLATES.items()},
-        "analyst": analyst.PROMPT,
-        "executor": executor.PROMPT,
-        "verifier": verdicts.PROMPT,
-        "generator": generator.PROMPT,
-        "refiner": refiner.PROMPT,
-    }
-    return {
-        name: hashlib.sha256(template.encode()).hexdigest()[:16]
-        for name, template in templates.items()
-    }

@@ -100,6 +100,12 @@ class ChatTemplate:
             return True
         return ended and self._is_special(last)
 
+    @property
+    def end_id(self) -> Any:
+        """The token that ends a reply: the template's, or else the tokenizer's."""
+        own = self._closing_id
+        return getattr(self._tokenizer, "eos_token_id", None) if own is None else own
+
     @cached_property
     def opening(self) -> str:
         """The text that opens a reply, e.g. "<|im_start|>assistant" and a newline."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 
 from flowtrain.config.section import Section
 
@@ -16,14 +16,7 @@ class Gateway(Section):
     """
     function: str = ""
     """a function of this process instead, my_program.py:solve, called as solve(task, base_url=...,
-    api_key=...); with neither of the two, workers elsewhere ask for rollouts
-    (docs/agents/gateway.md)"""
-    host: str = "127.0.0.1"
-    """address to listen at; others than this machine's own need TLS in front"""
-    port: int = Field(0, ge=0, le=65535)
-    """0: any free one; else the process of local rank r listens at port + r"""
-    public_url: str = ""
-    """base URL that workers on other machines use, /v1 included; empty: that of host and port"""
+    api_key=...)"""
     sampling: Literal["ours", "strict"] = "ours"
     """ours: temperature, top_p and seed of a program's requests are ignored; strict: requests whose
     temperature or top_p differ from those that are trained are refused"""
@@ -36,7 +29,7 @@ class Gateway(Section):
     """environment variables that a command gets besides PATH, HOME, LANG and those of the rollout
     """
     columns: tuple[str, ...] = ()
-    """columns of a task's row that commands and workers get besides id, question and choices;
+    """columns of a task's row that commands get besides id, question and choices;
     "answers" gives the accepted answers, which the policy may then come to see"""
 
     @model_validator(mode="after")

@@ -95,6 +95,9 @@ class Rft(Section):
     """author of the demonstrations: scripted (it knows each plan but errs), policy (the model
     itself), or the name in [engines] of a teacher, which plays train.policy (docs/fine-tuning.md)
     """
+    conversations: str = ""
+    """a file of conversations whose replies are imitated instead of demonstrations: rows
+    {"messages": [...], "tools": [...]} (docs/fine-tuning.md)"""
     expert_error: float = Field(0.6, ge=0, le=1)
     """probability per turn that the scripted expert guesses instead of following the plan"""
     fictional: bool = False

@@ -10,7 +10,7 @@ from flowtrain.config.gateway import Gateway
 from flowtrain.config.lora import Lora
 from flowtrain.config.reward import Reward
 from flowtrain.config.run import Eval
-from flowtrain.config.train import EXPERTS
+from flowtrain.config.train import EXPERTS, Rft
 
 if TYPE_CHECKING:
     from flowtrain.config import Config
@@ -274,6 +274,11 @@ def _check_rft(config: Config) -> None:
     if rft.screen != "none" and config.agent.name == "single":
         raise ValueError(
             f"rft.screen={rft.screen!r} does not go with agent.name='single', which has no tools"
+        )
+    if rft.conversations and rft.expert != Rft().expert:
+        raise ValueError(
+            f"rft.conversations={rft.conversations!r} takes the place of rft.expert="
+            f"{rft.expert!r}: name one of them"
         )
     if rft.collect_only and rft.expert in EXPERTS:
         raise ValueError(

@@ -59,76 +59,33 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "--config",
-        metavar="FILE.toml",
-        help="options; config.toml of an evaluation's folder repeats it",
+    text = "options; config.toml of an evaluation's folder repeats it"
+    add("--config", metavar="FILE.toml", help=text)
+    text = (
+        f"of {', '.join(BENCHMARKS)}; NAME=FILE for a file elsewhere, or one of your own, "
+        "NAME=FILE:SCORER with the rule for rows that name none"
     )
-    add(
-        "--benchmarks",
-        required=True,
-        metavar="A,B",
-        help=f"of {', '.join(BENCHMARKS)}; NAME=FILE for a file elsewhere, or one of your own, "
-        "NAME=FILE:SCORER with the rule for rows that name none",
-    )
-    add(
-        "--trials",
-        type=int,
-        default=1,
-        metavar="N",
-        help="times to ask every question (AgentFlow's paper: 3; default 1)",
-    )
-    add(
-        "--rows",
-        default="",
-        metavar="N|all",
-        help="first rows of each benchmark (default: as many as AgentFlow runs, 100 of the larger "
-        "ones)",
-    )
-    add(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help=f"folder of the benchmark files (default: {FOLDER_ENV} of the environment, or "
-        "tasks.benchmarks)",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for records, manifest and summary (default: run.dir/evals)",
-    )
-    add(
-        "--resume",
-        action="store_true",
-        help="go on with the evaluation in --out; what has ended is not asked again",
-    )
-    add(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="of the planner; 0 is greedy (default: rollout.temperature)",
-    )
-    add(
-        "--planner",
-        default="policy",
-        metavar="A,B",
-        help="policy, or names in [engines]: frozen planners; of several each is asked "
-        "(default: policy)",
-    )
-    add(
-        "--turns",
-        default="",
-        metavar="N,M",
-        help="budgets of turns, each for each planner (AgentFlow's figure 10: 3,5,7,10; default: "
-        "agent.eval_max_turns)",
-    )
-    add("--beside", type=Path, metavar="DIR", help="another evaluation to show beside this one")
-    add(
-        "--paper",
-        action="store_true",
-        help="show the numbers of AgentFlow's paper beside this evaluation's",
-    )
+    add("--benchmarks", required=True, metavar="A,B", help=text)
+    text = "times to ask every question (AgentFlow's paper: 3; default 1)"
+    add("--trials", type=int, default=1, metavar="N", help=text)
+    text = "first rows of each (default: as many as AgentFlow runs, 100 of the larger ones)"
+    add("--rows", default="", metavar="N|all", help=text)
+    text = f"folder of the benchmark files (default: {FOLDER_ENV} of the environment, or "
+    add("--data", type=Path, metavar="DIR", help=f"{text}tasks.benchmarks)")
+    text = "folder for records, manifest and summary (default: run.dir/evals)"
+    add("--out", type=Path, metavar="DIR", help=text)
+    text = "go on with the evaluation in --out; what has ended is not asked again"
+    add("--resume", action="store_true", help=text)
+    text = "of the planner; 0 is greedy (default: rollout.temperature)"
+    add("--temperature", type=float, metavar="T", help=text)
+    text = "policy, or names in [engines]: frozen planners; each is asked (default: policy)"
+    add("--planner", default="policy", metavar="A,B", help=text)
+    text = "budgets of turns, each for each planner (default: agent.eval_max_turns)"
+    add("--turns", default="", metavar="N,M", help=text)
+    text = "another evaluation, of one planner and budget, to show beside this one"
+    add("--beside", type=Path, metavar="DIR", help=text)
+    text = "show the numbers of AgentFlow's paper beside this evaluation's"
+    add("--paper", action="store_true", help=text)
     return parser
 
 

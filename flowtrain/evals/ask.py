@@ -10,14 +10,12 @@ from flowtrain.agents.collect import roll_out, run_to_end
 from flowtrain.engines.chat import metered
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.system import System
+from flowtrain.evaluation.benchmark_metrics import short_metrics
 from flowtrain.evaluation.evaluator import family
 from flowtrain.metrics import ProgressLine
-from flowtrain.rewards import Judge, is_refusal, score_one
-from flowtrain.rewards.scorers import MAX_CHARS
-from flowtrain.rewards.squad import published_metrics
-from flowtrain.types import Task, Trajectory
+from flowtrain.rewards import score_one
+from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.utils.text import final_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +67,15 @@ def ask(
             # All planners and budgets of turns share a question's seed, so that chance tells them
             # apart less.
             own_seed = derive_seed(seed, "evals", key.benchmark, key.pid, key.trial)
-            metrics: Mapping[str, float] = {}
             with metered() as usage:
                 agent = system.agents[family(task), key.max_turns]
                 scored = await roll_out(agent, task, own_seed)
                 if not scored.error:
                     scored = await score_one(scored, system.judge)
-                if not scored.error:
-                    metrics = await _metrics(scored, system.judge)
-        log.append(rollout_record(key, question.index, scored, usage, metrics, system.decode))
-        progress.show(len(log.done), _state(log))
+        metrics = {} if scored.error else short_metrics(scored)
+        record = rollout_record(key, question.index, scored, usage, metrics, system.decode)
+        await asyncio.to_thread(log.append, record)  # which waits for the disk
+        progress.show(len(log.done), log.state())
 
     async def every_rollout() -> None:
         async with asyncio.TaskGroup() as running:
@@ -86,27 +83,3 @@ def ask(
                 running.create_task(rollout(question))
 
     run_to_end(every_rollout())
-
-
-async def _metrics(trajectory: Trajectory, judge: Judge | None) -> dict[str, float]:
-    """Measure a short answer in all ways, whichever the reward is by.
-
-    The judge is asked about every one, right by the rules or not, but about each pair of question
-    and answer once. Without its verdict "judge" is missing.
-    """
-    task, answer = trajectory.task, final_answer(trajectory.answer)
-    metrics = published_metrics(task, answer[-MAX_CHARS:])
-    if not metrics or judge is None:
-        return metrics
-    if is_refusal(answer):
-        return {**metrics, "judge": 0.0}
-    verdict = await judge.judge(task, answer) if len(answer) <= MAX_CHARS else None
-    return metrics if verdict is None else {**metrics, "judge": float(verdict)}
-
-
-def _state(log: RecordLog) -> str:
-    """Format the running accuracy over all rollouts in the log."""
-    rewards = [entry.outcome.reward or 0.0 for entry in log.entries.values() if not entry.error]
-    failed = len(log.entries) - len(rewards)
-    accuracy = f"accuracy {sum(rewards) / max(len(rewards), 1):.1%}"
-    return f"{accuracy}, {failed} failed" if failed else accuracy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,26 +70,34 @@ class RecordLog:
     def __init__(self, folder: Path) -> None:
         """Open the log and drop a line that a killed process has left unfinished."""
         self.path = Path(folder) / FILE
+        self.entries: dict[Key, Entry] = {}
+        """The last of every rollout, earlier processes included: one that failed may have been
+        asked again."""
+        self.done: set[Key] = set()
+        """Keys of rollouts that have an answer; failed ones have none."""
+        self._reward = 0.0
+        self._lock = threading.Lock()
         cut_lines(self.path, sys.maxsize)
-        self.entries = read_entries(folder)
-        """Entries by key, earlier processes included."""
-
-    @property
-    def done(self) -> set[Key]:
-        """Return the keys of rollouts that have an answer; failed ones have none."""
-        return {key for key, entry in self.entries.items() if not entry.error}
+        for record in read_lines(self.path) if self.path.exists() else ():
+            self._note(Entry.of(record))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a record; it is on disk when the call returns."""
-        append_lines(self.path, [record])
-        entry = Entry.of(record)
+        """Append a record, from any thread; it is on disk when the call returns."""
+        with self._lock:
+            append_lines(self.path, [record])
+            self._note(Entry.of(record))
+
+    def state(self) -> str:
+        """Format the running accuracy over all rollouts."""
+        accuracy = f"accuracy {self._reward / max(len(self.done), 1):.1%}"
+        failed = len(self.entries) - len(self.done)
+        return f"{accuracy}, {failed} failed" if failed else accuracy
+
+    def _note(self, entry: Entry) -> None:
         self.entries[entry.key] = entry
-
-
-def read_entries(folder: Path) -> dict[Key, Entry]:
-    """Read the last line of every rollout; a failed rollout may have been asked again."""
-    path = Path(folder) / FILE
-    return {entry.key: entry for entry in map(Entry.of, read_lines(path))} if path.exists() else {}
+        if not entry.error:
+            self.done.add(entry.key)
+            self._reward += entry.outcome.reward or 0.0
 
 
 def rollout_record(
@@ -104,7 +113,7 @@ def rollout_record(
     Args:
         index: the question's place among those of all benchmarks.
         usage: what the frozen models took.
-        metrics: "em", "f1" and "judge" of a short answer, from 0 to 1; {} for other answers.
+        metrics: "em" and "f1" of a short answer, from 0 to 1; {} for other answers.
         decode: turns the planner's prompt ids into text.
     """
     record = trajectory_record(trajectory, index)

@@ -13,13 +13,11 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
-from flowtrain.evals.ask import Question, ask, questions
+from flowtrain.evals.ask import ask, questions
 from flowtrain.evals.paper import PAPER
-from flowtrain.evals.pins import config_pins
 from flowtrain.evals.records import Entry, RecordLog
-from flowtrain.evals.summary import Row, as_json, summarise
+from flowtrain.evals.summary import as_json, summarise, table
 from flowtrain.evals.system import System, check_planner, open_system
-from flowtrain.evals.tables import system_label, tables
 from flowtrain.evaluation.evaluator import family
 from flowtrain.metrics import (
     ProgressLine,
@@ -30,11 +28,21 @@ from flowtrain.metrics import (
     markdown,
     write_summary,
 )
-from flowtrain.metrics.pins import check_same
+from flowtrain.metrics.pins import check_same, flat
 from flowtrain.metrics.run_dir import is_used
 from flowtrain.rewards import score
 from flowtrain.tasks.benchmarks import AGENTFLOW, BenchmarkFile
 from flowtrain.types import Group, Task, Trajectory, UserError
+
+_DECIDING = (
+    *("model", "tiny", "tasks", "agent", "roles", "engines", "policies", "plugins", "rollout"),
+    *("vllm", "judge", "corpus"),
+)
+_NOT_DECIDING = (
+    *("rollout.max_in_flight", "rollout.num_questions", "rollout.group_size"),
+    *("agent.max_turns", "agent.eval_max_turns", "tasks.num_train"),
+    *("judge.cache", "judge.max_concurrency"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class Request:
         return tuple(each.name for each in self.benchmarks)
 
     @property
-    def rows_of_table(self) -> list[tuple[str, int]]:
+    def systems(self) -> list[tuple[str, int]]:
         """The planners with their budgets of turns, in order."""
         return [(planner, limit) for planner in self.planners for limit in self.max_turns]
 
@@ -83,18 +91,19 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     pins = _pins(config, request, files)
     families = dict.fromkeys(family(task) for each in tasks.values() for task in each)
     kinds = [(name, limit) for name in families for limit in request.max_turns]
-    every = {
-        planner: questions(planner, request.max_turns, tasks, request.trials)
-        for planner in request.planners
-    }
+    total = sum(map(len, tasks.values())) * request.trials * len(request.systems)
     with RunDir.lock(request.out, "--out"):
         _check_begun(config, request, pins)
         scratch = request.out.with_name(f".{request.out.name}.weights")
         for planner in request.planners:
             with open_system(config, kinds, planner, request.temperature, scratch) as system:
-                _begin(config, request.out, pins, planner, system)
+                _begin(config, request.out, pins, system)
                 log = RecordLog(request.out)
-                _ask_what_is_left(config, every, planner, system, log)
+                every = questions(planner, request.max_turns, tasks, request.trials)
+                todo = [question for question in every if question.key not in log.done]
+                progress = ProgressLine(total, len(log.done), enabled=True, unit="rollout")
+                in_flight = config.rollout.max_in_flight
+                ask(system, todo, log, config.run.seed, in_flight, progress)
         _report(request, list(log.entries.values()), config.agent.tools, references)
     return 0
 
@@ -143,44 +152,14 @@ def _pins(config: Config, request: Request, files: Mapping[str, Any]) -> dict[st
         "planners": list(request.planners),
         "max_turns": list(request.max_turns),
         "benchmarks": files,
-        "config": config_pins(config),
+        "config": _config_pins(config),
     }
 
 
-def _ask_what_is_left(
-    config: Config,
-    every: Mapping[str, Sequence[Question]],
-    planner: str,
-    system: System,
-    log: RecordLog,
-) -> None:
-    todo = [question for question in every[planner] if question.key not in log.done]
-    total = sum(map(len, every.values()))
-    progress = ProgressLine(total, len(log.done), enabled=True, unit="rollout")
-    ask(system, todo, log, config.run.seed, config.rollout.max_in_flight, progress)
-
-
-def _begin(
-    config: Config, out: Path, pins: Mapping[str, Any], planner: str, system: System
-) -> None:
-    """Write down what the system is made of, or check that it is what it was.
-
-    The first system makes the folder; from its config and the command in its manifest the
-    evaluation can be repeated.
-    """
-    path = out / "manifest.json"
-    if not path.exists():
-        facts = manifest(config.run.seed, sys.argv, world_size=1)
-        RunDir.create(out, to_toml(config), {**facts, "evaluation": {**pins}})
-    written = json.loads(path.read_text())
-    systems = written["evaluation"].setdefault("systems", {})
-    if planner in systems:
-        check_same(out, systems[planner], system.pins)
-    else:
-        systems[planner] = {name: dict(values) for name, values in system.pins.items()}
-        write_summary(path, written)
-    if system.tokenizer_json:
-        atomic_write_text(out / "tokenizer.json", system.tokenizer_json)
+def _config_pins(config: Config) -> dict[str, Any]:
+    """Return the options that decide an evaluation's outcome, as JSON, by dotted key."""
+    values = config.model_dump(mode="json", include=set(_DECIDING))
+    return {key: value for key, value in flat(values).items() if key not in _NOT_DECIDING}
 
 
 def _check_begun(config: Config, request: Request, pins: Mapping[str, Any]) -> None:
@@ -208,24 +187,34 @@ def _check_begun(config: Config, request: Request, pins: Mapping[str, Any]) -> N
     check_same(request.out, {key: begun[key] for key in pins if key in begun}, pins)
 
 
-def _accuracies(folder: Path) -> dict[str, dict[str, float]]:
-    """Read the accuracies of another evaluation by label and benchmark: a label for each of its
-    planners and budgets of turns.
+def _begin(config: Config, out: Path, pins: Mapping[str, Any], system: System) -> None:
+    """Make the folder, from whose files the evaluation can be repeated, and write the policy's
+    weights down, or check that they are what they were.
     """
+    path = out / "manifest.json"
+    if not path.exists():
+        facts = manifest(config.run.seed, sys.argv, world_size=1)
+        RunDir.create(out, to_toml(config), {**facts, "evaluation": dict(pins)})
+    if system.weights:
+        written = json.loads(path.read_text())
+        begun = written["evaluation"].setdefault("weights", system.weights)
+        check_same(out, {"weights": begun}, {"weights": system.weights})
+        write_summary(path, written)
+        atomic_write_text(out / "tokenizer.json", system.tokenizer_json)
+
+
+def _accuracies(folder: Path) -> dict[str, Mapping[str, float]]:
+    """Read the accuracies of another evaluation, of one planner and budget, by benchmark."""
     path = folder / "summary.json"
     if not path.exists():
         raise UserError(f"--beside {folder}: no evaluation is there")
-    rows = json.loads(path.read_text()).get("rows")
-    if rows is None:
+    scores = json.loads(path.read_text()).get("scores")
+    if not scores:
         raise UserError(f"--beside {folder}: was not written by this version; evaluate again")
-    found = {}
-    for row in rows:
-        label = f" {system_label(row['planner'], row['max_turns'])}" if len(rows) > 1 else ""
-        accuracies = {name: each["accuracy"] for name, each in row["benchmarks"].items()}
-        found[f"{folder}{label}"] = {
-            name: accuracy for name, accuracy in accuracies.items() if accuracy is not None
-        }
-    return found
+    if len({(score["planner"], score["max_turns"]) for score in scores}) > 1:
+        raise UserError(f"--beside {folder}: has several planners or budgets of turns")
+    known = {score["benchmark"]: score["accuracy"] for score in scores}
+    return {str(folder): {name: mean["mean"] for name, mean in known.items() if mean is not None}}
 
 
 def _report(
@@ -234,22 +223,17 @@ def _report(
     tool_names: Sequence[str],
     references: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Print the tables, and write them and all numbers."""
-    rows = summarise(entries, request.rows_of_table, request.names, tool_names)
-    found = tables(rows, references)
+    """Print the table, and write it and all numbers."""
+    rows = summarise(entries, request.systems, request.names, tool_names)
+    lines = table(rows, references)
     write_summary(request.out / "summary.json", as_json(rows))
-    atomic_write_text(request.out / "summary.md", "\n".join(map(markdown, found)))
-    print("\n".join(map(aligned, found)), end="")
-    files = "trajectories.jsonl, summary.json, summary.md, manifest.json"
-    _warn_of_failures(rows, entries)
-    print(f"{request.out}/{files}; to look at it: python -m flowtrain.view {request.out}")
-
-
-def _warn_of_failures(rows: Sequence[Row], entries: Sequence[Entry]) -> None:
-    if failed := sum(score.num_failed for row in rows for score in row.scores):
-        errors = next(entry.error for entry in entries if entry.error)
+    atomic_write_text(request.out / "summary.md", markdown(lines))
+    print(aligned(lines))
+    if failed := [entry.error for entry in entries if entry.error]:
         print(
-            f"{failed} rollouts failed and have no part in the accuracy ({errors}); --resume asks "
-            "them again",
+            f"{len(failed)} rollouts failed and have no part in the accuracy ({failed[0]}); "
+            "--resume asks them again",
             file=sys.stderr,
         )
+    files = "trajectories.jsonl, summary.json, summary.md, manifest.json"
+    print(f"{request.out}/{files}; to look at it: python -m flowtrain.view {request.out}")

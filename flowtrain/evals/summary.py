@@ -1,5 +1,5 @@
-"""The numbers of an evaluation, from its records: accuracy with its spread and interval, other
-metrics of short answers, and what the rollouts were like.
+"""The numbers of an evaluation, from its records: accuracy with its spread and interval, EM and F1
+of short answers, and what the rollouts were like.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from flowtrain.evals.records import Entry
 from flowtrain.metrics.rollouts import RolloutStats
 
 CONFIDENCE = 0.95
-METRICS = ("em", "f1", "judge")
-"""Metrics of short answers, see `records.rollout_record`."""
+_HEADING = (
+    *("planner", "budget", "benchmark", "questions", "mean %", "spread", "95% interval"),
+    *("failed", "EM", "F1", "turns"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,6 @@ class Mean:
     """Mean of each trial."""
     spread: float | None
     """Standard deviation of the trials (divided by their number less 1); None for a single one."""
-    num_rollouts: int
 
     @classmethod
     def of(cls, values: Iterable[tuple[int, float]]) -> Mean | None:
@@ -39,36 +40,47 @@ class Mean:
             trials[trial].append(value)
         if not trials:
             return None
-        by_trial = tuple(statistics.fmean(trials[trial]) for trial in sorted(trials))
-        return cls(
-            statistics.fmean(by_trial), by_trial, _spread(by_trial), sum(map(len, trials.values()))
-        )
+        by_trial = [statistics.fmean(trials[trial]) for trial in sorted(trials)]
+        return cls(statistics.fmean(by_trial), tuple(by_trial), _spread(by_trial))
+
+    @classmethod
+    def of_all(cls, means: Sequence[Mean | None]) -> Mean | None:
+        """Average benchmarks, each counting alike; None unless all are known, for the mean of some
+        benchmarks is not that of all.
+        """
+        known = [mean for mean in means if mean is not None]
+        if len(known) < len(means):
+            return None
+        has_all = len({len(mean.by_trial) for mean in known}) == 1
+        trials = zip(*(mean.by_trial for mean in known), strict=True) if has_all else ()
+        by_trial = [statistics.fmean(trial) for trial in trials]
+        mean = statistics.fmean(mean.mean for mean in known)
+        return cls(mean, tuple(by_trial), _spread(by_trial))
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One benchmark. Failed rollouts are in `num_failed` and nowhere else."""
+    """A planner with a budget of turns on one benchmark. Failed rollouts are in `num_failed` and
+    nowhere else.
+    """
 
+    planner: str
+    max_turns: int
     benchmark: str
     num_questions: int
     """Questions with at least one scored rollout."""
-    accuracy: float | None
-    """Mean over trials of the mean reward; None when nothing was scored."""
-    by_trial: tuple[float, ...]
-    """Mean reward of each trial."""
-    spread: float | None
-    """Standard deviation of the trials (divided by their number less 1); None for a single one."""
+    num_failed: int
+    """Rollouts that a frozen module or an engine could not finish."""
+    accuracy: Mean | None
+    """The reward; None when nothing was scored."""
     low: float | None
     """Wilson's interval around the accuracy, see `wilson`."""
     high: float | None
-    metrics: dict[str, Mean]
-    """Those of `METRICS` that some rollouts have."""
-    num_failed: int
-    """Rollouts that a frozen module or an engine could not finish."""
+    em: Mean | None
+    """SQuAD's exact match and F1; None where answers are no short texts."""
+    f1: Mean | None
     seconds_mean: float
     """Per rollout, while others ran beside it."""
-    tokens_mean: float
-    """The policy's prompts and responses, per rollout."""
     frozen_tokens_mean: float
     """Prompts and replies of frozen models (modules, tools, judge, a frozen planner), per rollout.
     """
@@ -78,82 +90,60 @@ class Score:
     """Rollouts by the rule that decided."""
     stats: RolloutStats
 
+    @classmethod
+    def of(
+        cls,
+        system: tuple[str, int],
+        benchmark: str,
+        entries: Sequence[Entry],
+        tool_names: Sequence[str],
+    ) -> Score:
+        scored = [entry for entry in entries if not entry.error]
+        num_questions = len({entry.key.pid for entry in scored})
+        accuracy = Mean.of((entry.key.trial, entry.outcome.reward or 0.0) for entry in scored)
+        low, high = wilson(accuracy.mean, num_questions) if accuracy else (None, None)
+        em, f1 = (
+            Mean.of((e.key.trial, e.metrics[name]) for e in scored if name in e.metrics)
+            for name in ("em", "f1")
+        )
+        stats = RolloutStats.of_outcomes((entry.outcome for entry in scored), tool_names)
+        frozen = [entry.usage.prompt_tokens + entry.usage.reply_tokens for entry in scored]
+        return cls(
+            *system,
+            benchmark,
+            num_questions,
+            len(entries) - len(scored),
+            accuracy,
+            low,
+            high,
+            em,
+            f1,
+            seconds_mean=statistics.fmean(e.seconds for e in scored) if scored else 0.0,
+            frozen_tokens_mean=statistics.fmean(frozen) if scored else 0.0,
+            cost=math.fsum(entry.usage.cost for entry in entries),
+            scored_by=dict(Counter(entry.scored_by for entry in scored)),
+            stats=stats,
+        )
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A planner with a budget of turns."""
 
-    planner: str
-    max_turns: int
-    scores: tuple[Score, ...]
-    """One per benchmark."""
-
-    @property
-    def accuracy(self) -> float | None:
-        """The mean of all benchmarks, each counting alike; None unless all are known."""
-        return mean_of_all(score.accuracy for score in self.scores)
-
-    @property
-    def spread(self) -> float | None:
-        """The standard deviation of the trials' means over all benchmarks; None for one trial."""
-        trials = {len(score.by_trial) for score in self.scores}
-        if len(trials) > 1:
-            return None
-        by_trial = zip(*(score.by_trial for score in self.scores), strict=True)
-        return _spread([statistics.fmean(trial) for trial in by_trial])
+Rows = Mapping[tuple[str, int], Sequence[Score]]
+"""The scores by planner and budget of turns, one for each benchmark."""
 
 
 def summarise(
     entries: Iterable[Entry],
-    rows: Sequence[tuple[str, int]],
+    systems: Sequence[tuple[str, int]],
     benchmarks: Sequence[str],
     tool_names: Sequence[str],
-) -> list[Row]:
-    """Sum the entries up by planner and budget of turns (`rows`), and by benchmark."""
+) -> Rows:
+    """Sum the entries up by planner and budget of turns (`systems`), and by benchmark."""
     found: dict[tuple[str, int, str], list[Entry]] = defaultdict(list)
     for entry in entries:
         found[entry.key.planner, entry.key.max_turns, entry.key.benchmark].append(entry)
-    return [
-        Row(
-            planner,
-            limit,
-            tuple(_score(name, found[planner, limit, name], tool_names) for name in benchmarks),
-        )
-        for planner, limit in rows
-    ]
-
-
-def _score(benchmark: str, entries: Sequence[Entry], tool_names: Sequence[str]) -> Score:
-    scored = [entry for entry in entries if not entry.error]
-    rewards = Mean.of((entry.key.trial, entry.outcome.reward or 0.0) for entry in scored)
-    metrics = {
-        name: Mean.of((e.key.trial, e.metrics[name]) for e in scored if name in e.metrics)
-        for name in METRICS
+    return {
+        system: [Score.of(system, name, found[*system, name], tool_names) for name in benchmarks]
+        for system in systems
     }
-    num_questions = len({entry.key.pid for entry in scored})
-    low, high = (None, None) if rewards is None else wilson(rewards.mean, num_questions)
-    stats = RolloutStats.of_outcomes((entry.outcome for entry in scored), tool_names)
-    return Score(
-        benchmark,
-        num_questions,
-        rewards.mean if rewards else None,
-        rewards.by_trial if rewards else (),
-        rewards.spread if rewards else None,
-        low,
-        high,
-        metrics={name: mean for name, mean in metrics.items() if mean is not None},
-        num_failed=len(entries) - len(scored),
-        seconds_mean=statistics.fmean(entry.seconds for entry in scored) if scored else 0.0,
-        tokens_mean=stats.turns_mean * (stats.prompt_len_mean + stats.response_len_mean),
-        frozen_tokens_mean=statistics.fmean(
-            e.usage.prompt_tokens + e.usage.reply_tokens for e in scored
-        )
-        if scored
-        else 0.0,
-        cost=math.fsum(entry.usage.cost for entry in entries),
-        scored_by=dict(Counter(entry.scored_by for entry in scored)),
-        stats=stats,
-    )
 
 
 def wilson(share: float, num_questions: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -176,35 +166,78 @@ def wilson(share: float, num_questions: int, confidence: float = CONFIDENCE) -> 
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def mean_of_all(values: Iterable[float | None]) -> float | None:
-    """Average the values; None unless all are known, for the mean of some benchmarks is not that of
-    all.
-    """
-    known = list(values)
-    return (
-        statistics.fmean(value for value in known if value is not None)
-        if known and None not in known
-        else None
-    )
-
-
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """Build summary.json: for each planner and budget of turns the mean accuracy, each benchmark
-    counting alike, and the scores by benchmark.
-    """
+def as_json(rows: Rows) -> dict[str, Any]:
+    """Build summary.json: all scores, and the average accuracy of each planner and budget."""
+    averages = [
+        {"planner": planner, "max_turns": limit, "accuracy": _json(_average(scores))}
+        for (planner, limit), scores in rows.items()
+    ]
     return {
-        "rows": [
-            {
-                "planner": row.planner,
-                "max_turns": row.max_turns,
-                "accuracy": row.accuracy,
-                "spread": row.spread,
-                "benchmarks": {score.benchmark: asdict(score) for score in row.scores},
-            }
-            for row in rows
-        ]
+        "scores": [asdict(score) for scores in rows.values() for score in scores],
+        "averages": averages,
     }
+
+
+def table(rows: Rows, references: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Make the table, the first row the heading: a line for each score, and one for the average of
+    several benchmarks.
+
+    Args:
+        references: accuracies of other systems to show beside, by label and benchmark.
+    """
+    lines = [[*_HEADING, *references]]
+    for (planner, limit), scores in rows.items():
+        system = [planner, f"{limit} turn{'' if limit == 1 else 's'}"]
+        for score in scores:
+            others = [_percent(named.get(score.benchmark)) for named in references.values()]
+            lines.append([*system, *_cells(score), *others])
+        if len(scores) > 1:
+            average = [*_with_spread(_average(scores)), "", ""]
+            em = _mean(Mean.of_all([score.em for score in scores]))
+            f1 = _mean(Mean.of_all([score.f1 for score in scores]))
+            others = [_percent(_mean_of(named, scores)) for named in references.values()]
+            lines.append([*system, "average", "", *average, em, f1, "", *others])
+    return lines
+
+
+def _cells(score: Score) -> list[str]:
+    return [
+        score.benchmark,
+        str(score.num_questions),
+        *_with_spread(score.accuracy),
+        f"{_percent(score.low)} to {_percent(score.high)}",
+        str(score.num_failed),
+        _mean(score.em),
+        _mean(score.f1),
+        f"{score.stats.turns_mean:.2f}",
+    ]
+
+
+def _average(scores: Sequence[Score]) -> Mean | None:
+    return Mean.of_all([score.accuracy for score in scores])
+
+
+def _mean_of(named: Mapping[str, float], scores: Sequence[Score]) -> float | None:
+    """Average a reference's accuracies; None unless it has all of the benchmarks."""
+    known = [named[score.benchmark] for score in scores if score.benchmark in named]
+    return statistics.fmean(known) if len(known) == len(scores) else None
 
 
 def _spread(by_trial: Sequence[float]) -> float | None:
     return statistics.stdev(by_trial) if len(by_trial) > 1 else None
+
+
+def _json(mean: Mean | None) -> dict[str, Any] | None:
+    return None if mean is None else asdict(mean)
+
+
+def _with_spread(mean: Mean | None) -> list[str]:
+    return [_mean(mean), _percent(None if mean is None else mean.spread)]
+
+
+def _mean(mean: Mean | None) -> str:
+    return _percent(None if mean is None else mean.mean)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

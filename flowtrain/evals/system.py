@@ -1,29 +1,26 @@
-"""The system under evaluation: its agents, and the names of all models in it."""
+"""The system under evaluation: its agents and its judge."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from flowtrain.agents.base import Agent
-from flowtrain.agents.build import make_chat_planner, make_flow, prompt_hashes
-from flowtrain.agents.prompts import tools_text
+from flowtrain.agents.build import make_chat_planner, make_flow
 from flowtrain.config import OWN, Config
-from flowtrain.engines.chat_engines import POLICY, ChatEngines, make_chat_engines
-from flowtrain.evaluation.evaluator import with_rules_of
+from flowtrain.dataflow.contract import EvalSettings
+from flowtrain.engines.chat_engines import POLICY, make_chat_engines
+from flowtrain.evaluation.evaluator import make_agent, with_rules_of
 from flowtrain.rewards import Judge
-from flowtrain.rewards.judge import judge_prompt
 from flowtrain.run.components import RunComponents, make_judge
 from flowtrain.run.learner import publish_start
 from flowtrain.tasks.sets import task_set
-from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World
-from flowtrain.types import Task, UserError
+from flowtrain.types import UserError
 from flowtrain.weights import WeightStore
 
 Kind = tuple[str, int]
@@ -36,13 +33,12 @@ class System:
 
     agents: Mapping[Kind, Agent]
     judge: Judge | None
-    pins: Mapping[str, Mapping[str, str]]
-    """Names of engines with all their settings, the policy's with the hash of its weights; hashes
-    of prompts."""
-    decode: Callable[[Sequence[int]], str] | None
-    """Decodes the planner's prompt ids; None for a planner that takes text."""
-    tokenizer_json: str
-    """The tokenizer that reads those ids; "" for a planner that takes text."""
+    weights: str = ""
+    """The hash of the policy's weights; "" where a frozen model plans, as in what follows."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Decodes the planner's prompt ids."""
+    tokenizer_json: str = ""
+    """The tokenizer that reads those ids."""
 
 
 @contextmanager
@@ -95,40 +91,28 @@ def _with_policy(
     scratch: Path,
     cleanup: ExitStack,
 ) -> System:
-    config = components.config
+    trained = components.config.train.policy
     shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
     cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
     store = WeightStore(scratch)
-    engines = components.make_policy_engines({config.train.policy: store})
+    engines = components.make_policy_engines({trained: store})
     for engine in engines.values():
         cleanup.callback(engine.close)
     publish_start(components, store)
-    engines[config.train.policy].load(0)
-    policy = (
-        f"{config.model.path}, weights {store.manifest(0).root}, {config.rollout.engine}, "
-        f"temperature {temperature:g}"
-    )
+    engines[trained].load(0)
     agents = {
-        (name, limit): replace(components, config=with_rules_of(config, name)).make_agent(
-            engines, limit, temperature
-        )
+        (name, limit): make_agent(components, engines, EvalSettings(limit, temperature, rules=name))
         for name, limit in kinds
     }
     for agent in agents.values():
         cleanup.callback(agent.close)
-    frozen = {
-        f"policies.{name}": model.path
-        for name, model in components.policies.items()
-        if name != config.train.policy
-    }
-    pins = _pins({POLICY: policy, **frozen, **_names(components.chats)}, components.tools)
     tokenizer = components.policies["planner"].tokenizer
     return System(
         agents,
         components.make_judge(),
-        pins,
-        tokenizer.decode,
-        tokenizer.backend_tokenizer.to_str(),
+        weights=store.manifest(0).root,
+        decode=tokenizer.decode,
+        tokenizer_json=tokenizer.backend_tokenizer.to_str(),
     )
 
 
@@ -146,21 +130,4 @@ def _without_policy(
         (name, limit): make_flow(with_rules_of(config, name), frozen, tools, limit, chats.roles)
         for name, limit in kinds
     }
-    return System(agents, make_judge(config, chats), _pins(_names(chats), tools), None, "")
-
-
-def _pins(engines: Mapping[str, str], tools: Mapping[str, Tool]) -> dict[str, Mapping[str, str]]:
-    """Build the pins of a system: its engines, and hashes of all prompts and tool texts."""
-    texts = {"judge": judge_prompt(Task("", "", ()), ""), "tools": tools_text(tools.values())}
-    return {
-        "engines": engines,
-        "prompts": {**prompt_hashes(), **{name: _digest(text) for name, text in texts.items()}},
-    }
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _names(chats: ChatEngines) -> dict[str, str]:
-    return {name: chat.name for name, chat in chats.started.items() if name != POLICY}
+    return System(agents, make_judge(config, chats))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -15,17 +14,15 @@ from flowtrain.agents.collect import collect
 from flowtrain.config import Config, Reward
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.protocol import Engine
+from flowtrain.evaluation.benchmark_metrics import mean_metrics, pass_metrics
 from flowtrain.evaluation.parts import Parts
 from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.rewards import Judge, RewardFunctions, score
-from flowtrain.rewards.scorers import MAX_CHARS
-from flowtrain.rewards.squad import published_metrics
 from flowtrain.tasks.benchmarks import parse_benchmarks
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training.world import World
 from flowtrain.types import Group, Task, Trajectory
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.utils.text import final_answer
 from flowtrain.utils.waiting import waiting
 
 _log = logging.getLogger(__name__)
@@ -152,16 +149,18 @@ class Evaluator:
         return Measured(held_out, benchmarks, versions or {})
 
     def benchmark_metrics(self, parts: Sequence[Part], found: Found) -> dict[str, float]:
-        """Compute metrics by name, "eval_accuracy/aime24": the mean reward, EM and F1 of short
-        answers (`published_metrics`), turns of a rollout, and failed rollouts, where there are
-        some.
+        """Compute metrics by name, "eval_accuracy/aime24": the mean reward, pass@k of several
+        trials, EM and F1 of short answers (`published_metrics`), turns of a rollout, and failed
+        rollouts, where there are some.
         """
         metrics: dict[str, float] = {}
+        world = self.components.world
         for part in parts:
             result = self._result(part, found)
-            short = _mean_metrics(result.trajectories, self.components.world)
-            stats = result.stats
-            named = {"accuracy": stats.reward_mean, **short, "turns": stats.turns_mean}
+            own, stats = result.trajectories, result.stats
+            several = pass_metrics(own, part.settings.trials, world)
+            short = mean_metrics(own, world)
+            named = {"accuracy": stats.reward_mean, **several, **short, "turns": stats.turns_mean}
             if stats.failed_rollouts:
                 named["failed"] = float(stats.failed_rollouts)
             metrics |= {f"eval_{key}/{part.name}": value for key, value in named.items()}
@@ -360,20 +359,6 @@ def roll_out(
         )
         scored = score(groups, judge, *scoring)
     return tuple(trajectory for group in scored for trajectory in group.trajectories)
-
-
-def _mean_metrics(trajectories: Sequence[Trajectory], world: World) -> dict[str, float]:
-    """Mean EM and F1 of the short answers that did not fail; {} without any; collective."""
-    found = [
-        published_metrics(each.task, final_answer(each.answer)[-MAX_CHARS:])
-        for each in trajectories
-        if not each.error
-    ]
-    short = [metrics for metrics in found if metrics]
-    num, *sums = world.sum(
-        [len(short), *(math.fsum(each[name] for each in short) for name in ("em", "f1"))]
-    )
-    return {name: total / num for name, total in zip(("em", "f1"), sums, strict=True) if num}
 
 
 def _mean_by(

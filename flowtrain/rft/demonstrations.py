@@ -13,6 +13,7 @@ import base64
 import binascii
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,6 +104,7 @@ class DemonstrationLog:
         self._entries: dict[int, _Entry] = {}
         self._num_failed = 0
         self._reward = 0.0
+        self._lock = threading.Lock()
         for record in read_lines(self.path) if resumes and self.path.exists() else ():
             self._note(record)
 
@@ -141,7 +143,7 @@ class DemonstrationLog:
         cut_lines(self.path, sys.maxsize)
 
     def append(self, number: int, trajectory: Trajectory, usage: Usage) -> None:
-        """Append a rollout; it is on disk when the call returns."""
+        """Append a rollout, from any thread; it is on disk when the call returns."""
         record = {
             "step": 1,
             "version": 0,
@@ -149,8 +151,9 @@ class DemonstrationLog:
             "usage": asdict(usage),
             "group": base64.b64encode(pack_group(Group(number, (trajectory,)))).decode(),
         }
-        append_lines(self.path, [record])
-        self._note(record)
+        with self._lock:
+            append_lines(self.path, [record])
+            self._note(record)
 
     def read(self, numbers: Sequence[int]) -> Iterator[Trajectory]:
         """Read the last rollout of each of these numbers. Raises UserError for a damaged line."""
@@ -229,7 +232,7 @@ def collect_demonstrations(
                 trajectory = await roll_out(agent, task, derive_seed(seed, number, task.id))
                 if not trajectory.error:
                     trajectory = await score_one(trajectory, judge, functions, bounds)
-        log.append(number, trajectory, usage)
+        await asyncio.to_thread(log.append, number, trajectory, usage)  # which waits for the disk
         progress.show(log.num_done, log.state())
 
     async def every() -> None:

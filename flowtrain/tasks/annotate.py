@@ -10,33 +10,32 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, run_command
-from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.chat_engines import start_engine
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.token_chat import TokenChat
 from flowtrain.tasks import sub_goals
-from flowtrain.tasks.annotated import AnnotatedFile
 from flowtrain.tasks.files import load_source
 from flowtrain.tasks.research_trees import as_sub_goals, findings
+from flowtrain.tasks.rows import parse_json
 from flowtrain.tasks.sub_goal_prompt import ask_again, prompt_for, read_reply
 from flowtrain.types import SubGoal, Task, UserError
 from flowtrain.utils.commands import end_on_signals, number
+from flowtrain.utils.errors import user_error
+from flowtrain.utils.files import writing
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.utils.terminal import bar, protect_output
-from flowtrain.utils.text import printable
-
-_COMMAND = "python -m flowtrain.tasks.annotate"
-_NUM_SHOWN = 5
-"""Failed rows that are printed."""
+from flowtrain.utils.terminal import protect_output
+from flowtrain.utils.waiting import waiting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,14 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def annotate(config: Config, engine: str, rows: str, out: Path, num_attempts: int = 3) -> int:
-    """Write the tasks of `rows` with sub-goals to `out`, and return the command's exit code.
+    """Append the tasks of `rows` with sub-goals to `out`, and return the command's exit code.
 
-    Rows that `out` has are not asked again. Rows that fail are listed beside it with their reasons
-    and asked again the next time. Raises UserError for rows, files and engines that cannot be used.
+    Rows that `out` has are not asked again; those that fail are asked the next time. Raises
+    UserError for rows, files and engines that cannot be used.
     """
-    written = AnnotatedFile(out)
     tasks = _tasks(config, rows)
-    todo = written.left(tasks)
+    done = _done(out, tasks)
+    todo = [task for task in tasks if task.id not in done]
     needs = [task for task in todo if not task.sub_goals and findings(task) is None]
     if needs and not engine:
         raise UserError(
@@ -76,27 +75,24 @@ def annotate(config: Config, engine: str, rows: str, out: Path, num_attempts: in
             "name its sub-goals: --engine NAME"
         )
     chat = start_engine(config, engine, "--engine") if needs else None
+    annotation = _Annotation(config, chat, out, num_attempts)
     try:
-        work = _Annotation(config, chat, written, num_attempts)
-        with bar(
-            total=len(tasks),
-            initial=len(tasks) - len(todo),
-            unit="row",
-            disable=not sys.stderr.isatty(),
-        ) as progress:
-            width = config.engines[engine].max_concurrency if needs else 1
-            work.run(todo, width, lambda text: _show(progress, text))
+        annotation.run(todo, config.engines[engine].max_concurrency if needs else 1)
     finally:
         if chat is not None:
             chat.close()
-    written.finish([task.id for task in tasks], work.failed)
-    _report(work, written, out, engine)
-    return 1 if work.failed else 0
+    num_rows = len(tasks) - len(annotation.failed)
+    print(f"{out}: {num_rows:,} rows; {len(annotation.failed):,} failed")
+    if chat is not None:
+        print(f"{engine}: {annotation.num_asked:,} rows answered, {_cost_of(chat)}")
+    for task_id, reason in annotation.failed.items():
+        print(f"failed: {task_id}: {reason}", file=sys.stderr)
+    return 1 if annotation.failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=_COMMAND,
+        prog="python -m flowtrain.tasks.annotate",
         description="Give questions sub-goals with weights, for algorithm.name = 'infoflow'.",
         epilog="Options of a run go too: --tasks.preset, --tasks.scorer, --tasks.question_key, ... "
         "say how the rows are read, [engines.NAME] how the model is asked.",
@@ -135,45 +131,76 @@ def _tasks(config: Config, rows: str) -> list[Task]:
     return list(source.tasks)
 
 
+def _done(out: Path, tasks: Sequence[Task]) -> set[str]:
+    """Return the ids of the rows that `out` has, without one that a killed process has left
+    unfinished. Raises UserError for a file that holds something else.
+    """
+    if not out.exists():
+        return set()
+    with user_error(f"--out {out}: cannot be read", OSError):
+        data = out.read_bytes()
+    questions = {task.id: task.question for task in tasks}
+    whole = data[: data.rfind(b"\n") + 1]
+    done = set()
+    for place, line in enumerate(whole.splitlines(), start=1):
+        where = f"--out {out}, line {place}"
+        row = parse_json(line.decode(errors="replace"), where)
+        if not isinstance(row, dict) or not {"id", "question", "sub_goals"} <= row.keys():
+            raise UserError(f"{where}: was not written by this command; name another file")
+        if questions.get(row["id"]) != row["question"]:
+            raise UserError(
+                f"{where}: {row['id']!r} is of another question than those of --in; name another "
+                "file"
+            )
+        done.add(row["id"])
+    if whole != data:
+        with writing(out):
+            os.truncate(out, len(whole))
+    return done
+
+
 @dataclass
 class _Annotation:
     """Rows under way, and what became of them."""
 
     config: Config
-    chat: ChatEngine | None
-    out: AnnotatedFile
+    chat: Endpoint | TokenChat | None
+    out: Path
     num_attempts: int
     failed: dict[str, str] = field(default_factory=dict)
     """Reasons by the ids of rows."""
     num_asked: int = 0
     """Rows that the engine has answered."""
 
-    def run(self, tasks: Sequence[Task], width: int, show: Callable[[str], None]) -> None:
+    def run(self, tasks: Sequence[Task], width: int) -> None:
         """Annotate `width` rows at a time; an interrupt leaves in the file what is done."""
-        left = iter(tasks)
+        free = asyncio.Semaphore(width)
 
-        async def worker(left: Iterator[Task]) -> None:
-            for task in left:
+        async def one(task: Task) -> None:
+            async with free:
                 await self._row(task)
-                show(_cost_of(self.chat))
+            tick()
 
-        async def workers() -> None:
+        async def every() -> None:
             async with asyncio.TaskGroup() as running:
-                for _ in range(min(width, len(tasks))):
-                    running.create_task(worker(left))
+                for task in tasks:
+                    running.create_task(one(task))
 
-        try:
-            asyncio.run(workers())
-        except* UserError as mistakes:
-            raise _first(mistakes) from None
+        with waiting("annotated rows", True, total=len(tasks)) as tick:
+            try:
+                asyncio.run(every())
+            except* UserError as mistakes:
+                raise mistakes.exceptions[0] from None
 
     async def _row(self, task: Task) -> None:
         try:
             goals = await self._sub_goals(task)
         except (_NoSubGoals, EngineError) as error:
             self.failed[task.id] = str(error)
-        else:
-            self.out.append(_row_of(task, goals))
+            return
+        line = json.dumps(_row_of(task, goals), ensure_ascii=False) + "\n"
+        with writing(self.out), self.out.open("ab") as file:
+            file.write(line.encode())
 
     async def _sub_goals(self, task: Task) -> tuple[SubGoal, ...]:
         if not task.answers:
@@ -184,7 +211,7 @@ class _Annotation:
         elif not goals:
             return await self._asked(task)
         try:
-            sub_goals.check(_with(task, goals))
+            sub_goals.check(replace(task, sub_goals=goals))
         except UserError as error:
             raise _NoSubGoals(str(error)) from error
         return goals
@@ -215,16 +242,6 @@ class _NoSubGoals(Exception):
     """A row that gets no sub-goals, and why."""
 
 
-def _first(failures: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first failure inside nested groups."""
-    inner = failures.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
-
-
-def _with(task: Task, goals: tuple[SubGoal, ...]) -> Task:
-    return Task(task.id, task.question, task.answers, sub_goals=goals)
-
-
 def _row_of(task: Task, goals: Sequence[SubGoal]) -> dict[str, Any]:
     """Return a row of our own layout."""
     row: dict[str, Any] = {"id": task.id, "question": task.question, "answer": list(task.answers)}
@@ -233,36 +250,12 @@ def _row_of(task: Task, goals: Sequence[SubGoal]) -> dict[str, Any]:
     return row | {"scorer": task.scorer, "sub_goals": [asdict(goal) for goal in goals]}
 
 
-# ---- what people see
-
-
-def _show(progress: Any, text: str) -> None:
-    progress.set_postfix_str(printable(text, keep=""), refresh=False)
-    progress.update(1)
-
-
-def _cost_of(chat: ChatEngine | None) -> str:
-    if not isinstance(chat, Endpoint | TokenChat):
-        return ""
+def _cost_of(chat: Endpoint | TokenChat) -> str:
     meter = chat.meter.metrics()
     return (
         f"{meter['requests']:.0f} requests, {meter['prompt_tokens']:,.0f} + "
         f"{meter['reply_tokens']:,.0f} tokens, cost {meter['cost']:.4g}"
     )
-
-
-def _report(work: _Annotation, written: AnnotatedFile, out: Path, engine: str) -> None:
-    num, num_empty = len(written), written.num_without
-    print(
-        f"{out}: {num:,} rows, {num - num_empty:,} with sub-goals, {num_empty:,} that need none "
-        f"on the way; {len(work.failed):,} failed"
-    )
-    if cost := _cost_of(work.chat):
-        print(f"{engine}: {work.num_asked:,} rows answered, {cost}")
-    for task_id, reason in list(work.failed.items())[:_NUM_SHOWN]:
-        print(f"failed: {task_id}: {reason}", file=sys.stderr)
-    if work.failed:
-        print(f"all failed rows: {written.failures}", file=sys.stderr)
 
 
 if __name__ == "__main__":

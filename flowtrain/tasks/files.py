@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.tasks import published
-from flowtrain.tasks.folders import DEFAULT_SPLIT, split_files
-from flowtrain.tasks.hub import hub_rows, is_hub_name
+from flowtrain.tasks.hub import DEFAULT_SPLIT, folder_rows, hub_rows, is_hub_name
 from flowtrain.tasks.layouts import PRESETS, Layout, read_task, recognise
 from flowtrain.tasks.rows import SUFFIXES, Row, read_rows
 from flowtrain.types import Task, UserError
@@ -23,7 +22,7 @@ _NUM_PEEKED = 20
 _RECOGNISED_BY = tuple({name for layout in PRESETS.values() for name in layout.columns})
 
 _Read = Callable[[Sequence[str] | None], Iterator[tuple[int, str, Row]]]
-"""Yields number, place and row; of tables only the given columns."""
+"""Yields number, place and row; of Parquet only the given columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +124,7 @@ def _opened(path: str, split: str) -> tuple[str, _Read]:
     """Return how the ids of its tasks begin, and how to read it."""
     place = Path(path)
     if place.is_dir():
-        files = split_files(place, split)
-        return f"{place.resolve().name}-{split}", partial(_read_all, files)
+        return f"{place.resolve().name}-{split}", partial(folder_rows, place, split)
     is_absent = not place.exists() and place.suffix not in SUFFIXES
     if is_absent and not is_hub_name(path):
         raise UserError(f"tasks.path={path!r}: there is no such file or folder")
@@ -139,14 +137,3 @@ def _opened(path: str, split: str) -> tuple[str, _Read]:
             f"{path!r}"
         )
     return place.stem, partial(read_rows, place)
-
-
-def _read_all(
-    files: Sequence[Path], columns: Sequence[str] | None
-) -> Iterator[tuple[int, str, Row]]:
-    """Read several files as one, with the rows numbered through."""
-    number = 0
-    for path in files:
-        for _, where, row in read_rows(path, columns):
-            number += 1
-            yield number, where, row

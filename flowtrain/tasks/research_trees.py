@@ -1,9 +1,9 @@
 """Sub-goals that published rows hold already, and the passages that they come with.
 
-Three shapes are read: the steps of MuSiQue (`question_decomposition`), the facts of 2WikiMultihopQA
-(`evidences`), and trees of entities under the answer, as InfoSeek's `root` or a column `tree`
-(arXiv 2509.00375). A finding's importance is 1 + the number of steps that build on it, the answer
-among them; InfoFlow's paper (arXiv 2510.26575) had a model assign it.
+Two shapes are read: the steps of MuSiQue (`question_decomposition`), and trees of entities under
+the answer, as InfoSeek's `root` or a column `tree` (arXiv 2509.00375). A finding's importance is
+1 + the number of steps that build on it, the answer among them; InfoFlow's paper (arXiv 2510.26575)
+had a model assign it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ def findings(task: Task) -> list[Finding] | None:
     row = task.extra
     if steps := _dicts(row.get("question_decomposition")):
         return _of_steps(steps)
-    if facts := _facts(row.get("evidences")):
-        return _of_facts(facts, task.answers)
     for column in _TREES:
         if (tree := _tree(row.get(column))) is not None:
             return _of_tree(tree)
@@ -72,17 +70,12 @@ def as_sub_goals(task: Task, found: Sequence[Finding]) -> tuple[SubGoal, ...]:
 
 
 def passages(row: Mapping[str, Any], max_chars: int) -> str:
-    """Return the passages of a row, a paragraph each, those that support the answer first; "" where
-    it has none.
-    """
+    """Return the passages of a row, a paragraph each; "" where it has none."""
     value = next((row[name] for name in _PASSAGES if row.get(name)), "")
     if isinstance(value, dict):  # columns of a table instead of rows
         value = list(zip(*map(_list, map(value.get, ("title", "sentences"))), strict=False))
-    entries = value if isinstance(value, list) else [value]
-    supporting = _titles(row.get("supporting_facts"))
-    texts = [(_title(entry) not in supporting, _text(entry)) for entry in entries]
-    texts.sort(key=lambda each: each[0])
-    return "\n\n".join(text for _, text in texts if text)[:max_chars]
+    texts = map(_text, value if isinstance(value, list) else [value])
+    return "\n\n".join(filter(None, texts))[:max_chars]
 
 
 # ---- findings
@@ -110,28 +103,6 @@ def _of_steps(steps: Sequence[Mapping[str, Any]]) -> list[Finding]:
         Finding((answer,), 1.0 + max(len(later), 1), filled(question).replace(" >> ", ", "))
         for question, answer, later in zip(questions, answers, needed_by, strict=True)
         if answer
-    ]
-
-
-def _of_facts(facts: Sequence[tuple[str, str, str]], answers: Sequence[str]) -> list[Finding]:
-    """Read subject, relation and object: the object is found, from the subject on."""
-
-    def later(name: str) -> int:
-        """Count the steps that build on a fact about `name`; the answer is one of its own where no
-        fact states it.
-        """
-        reached, frontier, num = {name}, [name], 0
-        while frontier:
-            subject = frontier.pop()
-            found = [third for first, _, third in facts if first == subject]
-            num += len(found)
-            frontier += [third for third in dict.fromkeys(found) if third not in reached]
-            reached.update(found)
-        return num + reached.isdisjoint(answers)
-
-    return [
-        Finding((found,), 1.0 + later(found), f"{relation} of {subject}")
-        for subject, relation, found in facts
     ]
 
 
@@ -164,16 +135,6 @@ def _fair(query: str, names: Sequence[str], task: Task) -> str:
 # ---- columns, in which anything may stand
 
 
-def _facts(value: Any) -> list[tuple[str, str, str]]:
-    if isinstance(value, dict):
-        value = list(zip(*map(_list, map(value.get, ("fact", "relation", "entity"))), strict=False))
-    triples = [
-        tuple(each) for each in _list(value)[:MAX_FINDINGS] if isinstance(each, list | tuple)
-    ]
-    read = [tuple(map(_string, each)) for each in triples if len(each) == 3]
-    return [(first, relation, third) for first, relation, third in read if first and third]
-
-
 def _tree(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, str):
         try:
@@ -189,27 +150,14 @@ def _children(node: Mapping[str, Any]) -> list[dict[str, Any]]:
     return _dicts(node.get("children"))
 
 
-def _titles(value: Any) -> set[str]:
-    if isinstance(value, dict):
-        return set(map(_string, _list(value.get("title"))))
-    return {_string(each[0]) for each in _list(value) if isinstance(each, list) and each}
-
-
-def _title(entry: Any) -> str:
-    if isinstance(entry, dict):
-        return _string(entry.get("title"))
-    return _string(entry[0]) if isinstance(entry, list | tuple) and entry else ""
-
-
 def _text(entry: Any) -> str:
     """Return a passage: a text, {title, text} or [title, sentences]."""
-    if isinstance(entry, str):
-        return entry.strip()
-    title, body = _title(entry), ""
     if isinstance(entry, dict):
-        body = next((_joined(entry[name]) for name in _TEXTS if entry.get(name)), "")
-    elif isinstance(entry, list | tuple) and len(entry) > 1:
-        body = _joined(entry[1])
+        body = next((entry[name] for name in _TEXTS if entry.get(name)), "")
+        entry = [entry.get("title"), body]
+    if not isinstance(entry, list | tuple):
+        return _string(entry)
+    title, body = (_joined(part) for part in [*entry, "", ""][:2])
     return f"{title}: {body}" if title and body else body
 
 

@@ -1,29 +1,25 @@
-"""Rows of a file: JSONL (one object per line), JSON (a list of objects), TSV, Parquet or Arrow."""
+"""Rows of a file: JSONL (one object per line), JSON (a list of objects), TSV, CSV or Parquet."""
 
 from __future__ import annotations
 
 import codecs
 import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 
-if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
-
 Row = dict[str, Any]
-SUFFIXES = (".jsonl", ".json", ".tsv", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".tsv", ".csv", ".parquet")
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, str, Row]]:
     """Yield (1-based number, "file, line 3", row) for each row of a file.
 
-    Of Parquet and Arrow files only those of `columns` that they have are read (None: all). Raises
+    Of Parquet only those of `columns` that it has are read (None: all). Raises
     UserError, which names the file and the wrong line or entry.
     """
     match path.suffix:
@@ -31,14 +27,12 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
             rows = _jsonl(path)
         case ".json":
             rows = _json(path)
-        case ".tsv":
-            rows = _tsv(path)
+        case ".tsv" | ".csv":
+            rows = _table(path)
         case ".parquet":
             rows = _parquet(path, columns)
-        case ".arrow":
-            rows = _arrow(path, columns)
         case _:
-            raise UserError(f"{path}: the file name must end in .jsonl, .json, .tsv or .parquet")
+            raise UserError(f"{path}: the file name must end in {', '.join(SUFFIXES)}")
     for number, where, entry in rows:
         if not isinstance(entry, dict):
             raise UserError(f"{where}: must be an object, not {type_name(entry)}")
@@ -90,14 +84,15 @@ def _json(path: Path) -> Iterator[tuple[int, str, Any]]:
         yield number, f"{path}, entry {number}", entry
 
 
-def _tsv(path: Path) -> Iterator[tuple[int, str, Any]]:
+def _table(path: Path) -> Iterator[tuple[int, str, Any]]:
     """Read a table whose first line names the columns; all values are texts."""
-    problem = f"{path}: cannot be read as UTF-8 text with tabs"
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    problem = f"{path}: cannot be read as {path.suffix[1:].upper()} in UTF-8"
     with (
         user_error(problem, OSError, UnicodeDecodeError, csv.Error),
         path.open(encoding="utf-8-sig", newline="") as file,
     ):
-        reader = csv.DictReader(file, delimiter="\t", strict=True)
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         for number, entry in enumerate(reader, start=1):
             where = f"{path}, line {reader.line_num}"
             if None in entry or None in entry.values():
@@ -106,43 +101,19 @@ def _tsv(path: Path) -> Iterator[tuple[int, str, Any]]:
 
 
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, str, Any]]:
-    with _opened(path) as file:
-        names = [name for name in file.schema_arrow.names if columns is None or name in columns]
-        yield from _of_batches(path, file.iter_batches(columns=names))
-
-
-def _arrow(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, str, Any]]:
-    """Read a stream of record batches, which `datasets` writes."""
-    with user_error(f"{path}: Arrow needs pip install 'flowtrain[parquet]'", ImportError):
+    with user_error(f"{path}: Parquet needs pip install 'flowtrain[parquet]'", ImportError):
         import pyarrow
-    problem = f"{path}: cannot be read as an Arrow stream"
-    with (
-        user_error(problem, OSError, pyarrow.ArrowException),
-        pyarrow.memory_map(str(path)) as file,
-        pyarrow.ipc.open_stream(file) as stream,
-    ):
-        names = [name for name in stream.schema.names if columns is None or name in columns]
-        yield from _of_batches(path, (batch.select(names) for batch in stream))
-
-
-def _of_batches(path: Path, batches: Iterable[Any]) -> Iterator[tuple[int, str, Any]]:
+        from pyarrow.parquet import ParquetFile
+    problem = f"{path}: cannot be read as Parquet"
     number = 0
-    for batch in batches:
-        for entry in batch.to_pylist():
-            number += 1
-            yield number, f"{path}, row {number}", without_nulls(entry)
+    with user_error(problem, OSError, pyarrow.ArrowException), ParquetFile(path) as file:
+        names = [name for name in file.schema_arrow.names if columns is None or name in columns]
+        for batch in file.iter_batches(columns=names):
+            for entry in batch.to_pylist():
+                number += 1
+                yield number, f"{path}, row {number}", without_nulls(entry)
 
 
 def without_nulls(row: Row) -> Row:
     """Return a row without the columns that are null, as tables have all columns in all rows."""
     return {key: value for key, value in row.items() if value is not None}
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[ParquetFile]:
-    with user_error(f"{path}: Parquet needs pip install 'flowtrain[parquet]'", ImportError):
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    problem = f"{path}: cannot be read as Parquet"
-    with user_error(problem, OSError, pyarrow.ArrowException), ParquetFile(path) as file:
-        yield file

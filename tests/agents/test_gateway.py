@@ -14,12 +14,14 @@ from gateway_runs import (
     logging_engine,
     roll_out,
 )
+from openai.types.chat import ChatCompletion
 
 from flowtrain.types import Verdict
 
 CHAT = """
 import json
 from openai import OpenAI
+from openai.types.chat import ChatCompletionChunk
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
 
@@ -63,6 +65,7 @@ return reply.model_dump_json()
     with function_agent(tmp_path, source, engine) as agent:
         found = json.loads(roll_out(agent).answer)
     ((prompt, said),) = engine.log
+    ChatCompletion.model_validate(found)
     assert found["object"] == "chat.completion" and found["model"] == "policy"
     (choice,) = found["choices"]
     assert choice["message"]["content"] == "Yes." and choice["finish_reason"] == "stop"
@@ -76,6 +79,7 @@ def test_a_stream_says_the_same(tmp_path: Path) -> None:
 options = {"stream": True, "stream_options": {"include_usage": True}, "tools": TOOLS}
 texts, calls, reasons, usage = [], [], [], None
 for chunk in ask([{"role": "user", "content": "Hi"}], **options):
+    ChatCompletionChunk.model_validate(chunk.model_dump())
     usage = chunk.usage or usage
     for choice in chunk.choices:
         texts.append(choice.delta.content or "")
@@ -210,29 +214,6 @@ return json.dumps([ask(messages).choices[0].message.content for _ in range(2)])
     assert engine.asked[1].seed != engine.asked[2].seed
 
 
-def test_texts_are_completed_token_by_token(tmp_path: Path) -> None:
-    source = program("""
-def complete(prompt, **options):
-    return client.completions.create(model="policy", prompt=prompt, **options).choices[0].text
-
-text = "Question: area? Thought:"
-said = complete(text, stop=["Observation:"])
-text += said + "Observation: 1284 Thought:"
-last = complete(text)
-ids = complete([5, 6, 7])
-return json.dumps([said, last, ids])
-""")
-    engine = logging_engine(" look Observation: made up", " it is 1284", "x")
-    with function_agent(tmp_path, source, engine) as agent:
-        trajectory = roll_out(agent)
-    assert json.loads(trajectory.answer) == [" look ", " it is 1284", "x"]
-    (first, said), (second, _), (third, _) = engine.log
-    assert second[: len(first) + len(said)] == first + said
-    assert engine.tokenizer.decode(second).endswith("Observation: 1284 Thought:")
-    assert engine.tokenizer.decode(second).count("Observation:") == 1
-    assert third == (5, 6, 7)
-
-
 def test_the_limits_of_a_request_count_and_ours_are_the_greatest(tmp_path: Path) -> None:
     source = program("""
 hi = [{"role": "user", "content": "Hi"}]
@@ -257,6 +238,9 @@ except APIStatusError as error:
 """
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
@@ -273,6 +257,11 @@ except APIStatusError as error:
         ({"extra_body": {"messages": []}}, "messages"),
         ({"extra_body": {"messages": [{"role": "nobody", "content": ""}]}}, "messages"),
         ({"extra_body": {"messages": [{"role": "tool", "content": ""}]}}, "messages"),
+        ({"extra_body": {"messages": [{"role": "user"}]}}, "messages"),
+        ({"extra_body": {"messages": ["Hi"]}}, "messages"),
+        ({"extra_body": {"messages": [{"role": "user", "content": [IMAGE]}]}}, "messages"),
+        ({"extra_body": {"messages": [{"role": "assistant", "tool_calls": [{}]}]}}, "messages"),
+        ({"extra_body": {"stream_options": 3}}, "stream_options"),
         ({"extra_body": {"tools": [{"type": "custom", "custom": {"name": "x"}}]}}, "tools"),
     ],
 )

@@ -46,9 +46,7 @@ class Program:
         body = {"model": "x", "messages": list(messages), **options}
         asked = read_chat(json.dumps(body).encode())
         reply = await self.recorder.chat(asked)
-        message: dict[str, Any] = json.loads(chat_body(asked.options, reply))["choices"][0][
-            "message"
-        ]
+        message: dict[str, Any] = json.loads(chat_body(asked, reply))["choices"][0]["message"]
         return message
 
     def check(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -49,18 +51,14 @@ def test_or_what_it_marks_as_the_answer(tmp_path: Path) -> None:
     assert run_command(tmp_path, source).answer == "two\nlines"
 
 
-def test_or_what_it_tells_the_gateway(tmp_path: Path) -> None:
-    told = {"answer": "told", "reward": 0.25}
-    source = f"""
-import json, os, urllib.request
-headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
-url = os.environ["OPENAI_BASE_URL"] + "/rollouts/done"
-urllib.request.urlopen(urllib.request.Request(url, {json.dumps(told).encode()!r}, headers))
-print('log')
-"""
-    trajectory = run_command(tmp_path, source)
+def test_or_what_it_writes_as_its_outcome(tmp_path: Path) -> None:
+    source = "import os\nopen(os.environ['FLOWTRAIN_OUTCOME'], 'w').write({told!r})\nprint('log')"
+    told = json.dumps({"answer": "told", "reward": 0.25})
+    trajectory = run_command(tmp_path, source.format(told=told))
     assert (trajectory.answer, trajectory.error) == ("told", "")
     assert trajectory.reported == {"reward": 0.25}
+    for bad, problem in (("{", "FLOWTRAIN_OUTCOME"), ('{"answer": 3}', "the answer is a int")):
+        assert problem in run_command(tmp_path, source.format(told=bad)).error
 
 
 def test_a_command_gets_a_folder_and_few_variables(
@@ -77,9 +75,37 @@ def test_a_command_gets_a_folder_and_few_variables(
     task, variables, folder, home = json.loads(answer)
     assert task == {"id": "t-1", "question": TASK.question}
     assert set(variables) - {"LC_CTYPE"} == {
-        *("FLOWTRAIN_TASK", "HOME", "LANG", "OPENAI_API_KEY", "OPENAI_BASE_URL", "PATH", "SHARED")
+        *("FLOWTRAIN_OUTCOME", "FLOWTRAIN_TASK", "HOME", "LANG", "OPENAI_API_KEY"),
+        *("OPENAI_BASE_URL", "PATH", "SHARED"),
     }
     assert folder == home and not Path(folder).exists()
+
+
+def test_the_removal_of_a_folder_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, others_went_on = threading.Event(), threading.Event()
+    waited: list[bool] = []
+    remove = shutil.rmtree
+
+    def slow(path: str, *arguments: Any, **options: Any) -> None:
+        begun.set()
+        waited.append(others_went_on.wait(5))
+        remove(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    agent = make_agent(logging_engine(), command=[sys.executable, "-S", "-c", "print(42)"])
+
+    async def run() -> Trajectory:
+        rolling = asyncio.create_task(agent.run(TASK, 0))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        others_went_on.set()
+        return await rolling
+
+    trajectory = asyncio.run(run())
+    agent.close()
+    assert waited == [True] and (trajectory.answer, trajectory.error) == ("42", "")
 
 
 def test_a_failed_command_says_why(tmp_path: Path) -> None:

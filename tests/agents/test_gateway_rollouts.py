@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from gateway_runs import TASK, calls_of, function_agent, logging_engine, make_agent, roll_out
+from chat_templates import tokenizer_of
+from gateway_runs import TASK, LoggingEngine, calls_of, logging_engine, make_agent, roll_out
 
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.gateway import agent as agent_module
@@ -333,17 +332,8 @@ def test_an_engine_that_fails_for_good_ends_the_run(monkeypatch: pytest.MonkeyPa
         ("POST", "/chat/completions", b"\xff", 400),
         ("POST", "/chat/completions", b"[]", 400),
         ("POST", "/chat/completions", b"[" * 100_000, 400),
-        ("POST", "/completions", b'{"model": "x", "prompt": [99999]}', 400),
-        ("POST", "/completions", b'{"model": "x", "prompt": [-1]}', 400),
-        ("POST", "/completions", b'{"model": "x", "prompt": ["a", "b"]}', 400),
         ("POST", "/chat/completions", b" " * ((16 << 20) + 1), 413),
-        ("GET", "/rollouts", b"", 401),
-        ("POST", "/rollouts/next", b"", 401),
-        ("POST", "/rollouts/done", b'{"answer": 3}', 400),
-        ("POST", "/rollouts/done", b'{"answer": "x", "reward": "y"}', 400),
-        ("POST", "/rollouts/done", b'{"answer": "x", "reward": {"a\\n": 1}}', 400),
-        ("POST", "/rollouts/done", b'{"answer": "x", "reward": NaN}', 400),
-        ("POST", "/rollouts/done", b'{"answer": "x", "score": 1}', 400),
+        ("POST", "/completions", b'{"model": "x", "prompt": "x"}', 404),
     ],
 )
 def test_requests_that_are_none_are_refused_in_openais_form(
@@ -358,100 +348,13 @@ def test_requests_that_are_none_are_refused_in_openais_form(
     assert solved(monkeypatch, logging_engine("still here"), solve).answer == "still here"
 
 
-# ---- workers
-
-
-def worker(base_url: str, token: str, results: list[Any], reward: Any = None) -> None:
-    """Ask for one rollout, solve it with one request, and tell the outcome twice."""
-    with httpx2.Client(base_url=base_url, timeout=20) as client:
-        known = {"Authorization": f"Bearer {token}"}
-        found = client.post("/rollouts/next", json={"wait_s": 15}, headers=known).json()
-        counts = client.get("/rollouts", headers=known).json()
-        headers = {"Authorization": f"Bearer {found['api_key']}"}
-        response = client.post("/chat/completions", json=HI, headers=headers)
-        done = {"answer": said(response), "reward": reward}
-        first = client.post("/rollouts/done", json=done, headers=headers)
-        again = client.post("/rollouts/done", json=done, headers=headers)
-        results += [found, counts, first.status_code, again.status_code]
-
-
-def test_a_worker_elsewhere_solves_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOWTRAIN_GATEWAY_TOKEN", "secret")
-    agent = make_agent(logging_engine("1284"), columns=["level"], agent={"rollout_timeout_s": 20})
-    results: list[Any] = []
-    reward = {"right": 1, "short": 0.5}
-    arguments = (agent.gateway.base_url, "secret", results, reward)
-    thread = threading.Thread(target=worker, args=arguments)
-    thread.start()
-    trajectory = roll_out(agent)
-    thread.join()
-    agent.close()
-    assert trajectory.answer == "1284" and trajectory.reported == {"right": 1.0, "short": 0.5}
-    found, counts, first, again = results
-    assert found["task"] == {"id": "t-1", "question": TASK.question, "level": 3}
-    assert counts == {"waiting": 0, "under_way": 1}
-    assert first == 200 and again in (409, 410)
-
-
-def test_where_no_rollout_waits_a_worker_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOWTRAIN_GATEWAY_TOKEN", "secret")
-    agent = make_agent(logging_engine())
-    headers = {"Authorization": "Bearer secret"}
-    url = f"{agent.gateway.base_url}/rollouts/next"
-    assert httpx2.post(url, json={"wait_s": 0}, headers=headers).json() == {}
-    wrong = httpx2.post(url, headers={"Authorization": "Bearer other"})
-    assert wrong.status_code == 401
-    assert httpx2.post(url, json={"wait_s": "x"}, headers=headers).status_code == 400
-    agent.close()
-
-
-def test_a_cutoff_ends_a_rollout_that_no_worker_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOWTRAIN_GATEWAY_TOKEN", "secret")
-    agent = make_agent(logging_engine())
-
-    async def run() -> Trajectory:
-        cutoff = Cutoff()
-        running = asyncio.create_task(agent.run(TASK, 0, cutoff))
-        while not agent.gateway.waiting:
-            await asyncio.sleep(0)
-        cutoff.set(asyncio.get_running_loop().time())
-        return await running
-
-    trajectory = asyncio.run(run())
-    assert trajectory.truncated == "straggler" and len(agent.gateway.waiting) == 0
-    agent.close()
-
-
 # ---- agents
-
-
-def test_agents_share_the_server_of_a_fixed_port(tmp_path: Path) -> None:
-    with function_agent(tmp_path, "def solve(task, base_url, api_key): return 'x'") as first:
-        port = int(first.gateway.base_url.split(":")[2].split("/")[0])
-        first.close()
-        engine = logging_engine()
-        options = {"function": f"{tmp_path / 'program.py'}:solve", "port": port}
-        agents = [make_agent(engine, **options) for _ in range(2)]
-        assert agents[0].gateway is agents[1].gateway
-        agents[0].close()
-        agents[0].close()
-        assert roll_out(agents[1]).answer == "x"
-        agents[1].close()
-        assert httpx2_fails(f"http://127.0.0.1:{port}/v1/models")
-
-
-def httpx2_fails(url: str) -> bool:
-    try:
-        httpx2.get(url)
-    except httpx2.TransportError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, "FLOWTRAIN_GATEWAY_TOKEN"),
+        ({}, "gateway.command or gateway.function"),
         ({"command": ["no-such-program"]}, "gateway.command"),
         ({"function": "nowhere.py:solve"}, "nowhere.py"),
         ({"function": "os.path:join"}, "base_url"),
@@ -461,9 +364,8 @@ def httpx2_fails(url: str) -> bool:
     ],
 )
 def test_a_program_that_is_not_there_is_a_mistake_of_the_config(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
+    options: dict[str, Any], named: str
 ) -> None:
-    monkeypatch.delenv("FLOWTRAIN_GATEWAY_TOKEN", raising=False)
     with pytest.raises(UserError, match=named.replace(".", r"\.")):
         make_agent(logging_engine(), **options)
 
@@ -471,6 +373,18 @@ def test_a_program_that_is_not_there_is_a_mistake_of_the_config(
 def test_the_outcome_may_be_told_as_a_mapping() -> None:
     assert Outcome.of({"answer": "x", "reward": 1}) == Outcome("x", {"reward": 1.0})
     assert Outcome.of(json.loads('{"answer": "x"}')) == Outcome("x")
-    for bad in (3, {"answer": "x", "reward": {}}, {"reward": True}, {"answer": None}):
+    bad_reward = ({}, True, "y", {"a\n": 1}, float("nan"))
+    bad_rewards = [{"answer": "x", "reward": each} for each in bad_reward]
+    for bad in (3, {"answer": None}, {"answer": "x", "score": 1}, *bad_rewards):
         with pytest.raises(ValueError):
             Outcome.of(bad)
+
+
+def test_a_model_without_a_chat_template_is_refused_whatever_the_prompt() -> None:
+    engine = LoggingEngine(tokenizer_of("", "<|im_end|>"))
+    for prompt in ("compact", "full"):
+        with pytest.raises(UserError) as refused:
+            make_agent(engine, function="json:dumps", agent={"prompt": prompt})
+        text = str(refused.value)
+        assert "no chat template" in text and "agent.name='gateway'" in text
+        assert "use agent.prompt" not in text and "\n" not in text

@@ -19,7 +19,7 @@ from char_tokenizer import CharTokenizer
 from chat_servers import ChatServer, chat_server
 from starlette.responses import JSONResponse, Response
 
-from flowtrain.agents.build import MODULES, make_flow, prompt_hashes
+from flowtrain.agents.build import MODULES, make_flow
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import NO_COMMAND
 from flowtrain.agents.flow import Flow
@@ -528,26 +528,6 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
     lost = Group(1, tuple(t for t in group.trajectories if t.error))
     assert samples([alone, lost]) == samples([alone])
     assert flow_grpo([lost], mode).num_groups_dropped == 1
-
-
-# ---- prompts
-
-
-def test_prompt_hashes_tell_templates_apart_and_stay() -> None:
-    hashes = prompt_hashes()
-    assert list(hashes) == [
-        "planner/shared",
-        "planner/paper",
-        "analyst",
-        "executor",
-        "verifier",
-        "generator",
-        "refiner",
-    ]
-    assert len(set(hashes.values())) == 7 and all(
-        re.fullmatch("[0-9a-f]{16}", value) for value in hashes.values()
-    )
-    assert prompt_hashes() == hashes
 
 
 def test_a_role_whose_engine_nobody_started_is_our_mistake() -> None:

@@ -333,6 +333,10 @@ def test_a_bad_value_is_named_with_its_key(
             ["--rft.num_epochs=3", "--rft.num_steps=5"],
             ["rft.num_steps=5", "rft.num_epochs=3", "one of them"],
         ),
+        (
+            ["--rft.conversations=a.jsonl", "--rft.expert=policy"],
+            ["rft.conversations='a.jsonl'", "rft.expert='policy'", "one of them"],
+        ),
         (["--rft.num_steps=0"], ["rft.num_steps=0", "rft.num_epochs=0", "above 0"]),
         (["--rft.collect_only=true"], ["rft.collect_only", "[engines]", "'scripted'"]),
         (

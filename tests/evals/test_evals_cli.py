@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,6 @@ from chat_servers import ChatServer, Gate, chat_server
 from cli_runs import Server, read, timeless
 from starlette.responses import JSONResponse
 
-from flowtrain.evals.records import read_entries
-from flowtrain.evals.summary import summarise
-from flowtrain.evals.tables import tables
-from flowtrain.metrics import aligned
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
 from flowtrain.training.world import World
@@ -59,8 +54,8 @@ def data(lookups: list[Task], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def scores(path: Path) -> dict[str, Any]:
     """The scores of an evaluation of one system, by benchmark."""
-    (row,) = json.loads((path / "summary.json").read_text())["rows"]
-    return dict(row["benchmarks"])
+    found = json.loads((path / "summary.json").read_text())["scores"]
+    return {score["benchmark"]: score for score in found}
 
 
 class Script:
@@ -128,24 +123,6 @@ def without_clock(path: Path) -> dict[tuple[str, str, int], Any]:
     }
 
 
-def asked_of(record: dict[str, Any], endpoint: ChatServer) -> int:
-    """How many requests were made for the planner's turns of a rollout."""
-    prompts = Counter((body["messages"][0]["content"], body["seed"]) for body in endpoint.asked)
-    assert len(record["turns"]) == 1
-    (seed,) = {
-        seed
-        for prompt, seed in prompts
-        if prompt == record["turns"][0]["prompt_text"] and _is_of(record, seed)
-    }
-    return prompts[(record["turns"][0]["prompt_text"], seed)]
-
-
-def _is_of(record: dict[str, Any], seed: int) -> bool:
-    from flowtrain.utils.seeds import derive_seed
-
-    return derive_seed(record["seed"], 0) % 2**31 == seed
-
-
 # ---- a whole evaluation
 
 
@@ -186,7 +163,9 @@ def test_an_evaluation_leaves_its_records_and_numbers(
         t: [r["reward"] for r in records if (r["benchmark"], r["trial"]) == ("bamboogle", t)]
         for t in (1, 2)
     }
-    assert summary["by_trial"] == [pytest.approx(sum(rewards[t]) / NUM_ROWS) for t in (1, 2)]
+    assert summary["accuracy"]["by_trial"] == [
+        pytest.approx(sum(rewards[t]) / NUM_ROWS) for t in (1, 2)
+    ]
     assert (summary["num_questions"], summary["num_failed"], summary["stats"]["turns_mean"]) == (
         NUM_ROWS,
         0,
@@ -223,12 +202,6 @@ def test_the_config_that_is_left_gives_the_same_records(
     )
     assert one["evaluation"] == two["evaluation"] and one["versions"] == two["versions"]
     pins = one["evaluation"]
-    made = pins["systems"]["gpt"]
-    assert (
-        made["engines"]["gpt"].startswith("scripted at http://127.0.0.1:")
-        and "temperature 0" in made["engines"]["gpt"]
-    )
-    assert {"analyst", "executor", "verifier", "generator"} <= set(made["prompts"])
     assert (
         pins["benchmarks"]["hotpotqa"]["rows"] == NUM_ROWS
         and len(pins["benchmarks"]["hotpotqa"]["sha256"]) == 64
@@ -268,18 +241,11 @@ def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
         without_clock(tmp_path / "run")
     )
     assert len(endpoint.asked) - num_asked == 2 * (NUM_ROLLOUTS - len(finished))
-    assert [asked_of(record, endpoint) for record in finished] == [1] * len(finished)
-    assert server.run("evals", *words, "--out", tmp_path / "whole")[0] == 0
-    assert without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), (
+    code, _, whole = server.run("evals", *words, "--out", tmp_path / "whole")
+    assert code == 0 and without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), (
         "the same as without the interruption"
     )
-    assert out.partition("a rollout")[0] == server_table(tmp_path / "whole")
-
-
-def server_table(path: Path) -> str:
-    names = ("bamboogle", "hotpotqa")
-    rows = summarise(read_entries(path).values(), [("gpt", 3)], names, ("Search", "Base_Generator"))
-    return aligned(tables(rows, {})[0]) + "\n"
+    assert out.splitlines()[:5] == whole.splitlines()[:5]
 
 
 def test_failed_rollouts_stand_apart_and_are_asked_again(
@@ -343,16 +309,6 @@ def test_another_evaluation_is_not_gone_on_with(
         code, lines, _ = server.run("evals", *words, *more)
         assert code == 2 and len(lines) == 1 and said in lines[0], lines
         assert log.read_bytes() == before
-
-
-def test_another_prompt_is_not_gone_on_with(
-    server: Server, words: tuple[str, ...], tmp_path: Path
-) -> None:
-    words = (*words, "--rows", "1", "--out", str(tmp_path / "run"))
-    assert server.run("evals", *words)[0] == 0
-    before = "import flowtrain.agents.generator as g; g.PROMPT += ' Be brief.'"
-    code, lines, _ = server.run("evals", *words, "--resume", before=before)
-    assert code == 2 and len(lines) == 1 and "prompts.generator was" in lines[0], lines
 
 
 @pytest.mark.parametrize(
@@ -436,7 +392,7 @@ def test_the_policy_plans_and_two_runs_stand_side_by_side(
     )
     assert code == 0, lines
     assert without_clock(tmp_path / "one") == without_clock(tmp_path / "two")
-    assert out.splitlines()[0].split()[-4:] == ["failed", "EM", "F1", str(tmp_path / "one")]
+    assert out.splitlines()[0].split()[-4:] == ["EM", "F1", "turns", str(tmp_path / "one")]
     records = read(tmp_path / "two" / "trajectories.jsonl")
     assert len(records) == 6 and all(
         record["turns"][0]["prompt_text"].startswith("Question: ") for record in records
@@ -449,6 +405,10 @@ def test_the_policy_plans_and_two_runs_stand_side_by_side(
     assert (tmp_path / "two" / "tokenizer.json").read_text() == (
         tmp_path / "one" / "tokenizer.json"
     ).read_text()
-    pins = json.loads((tmp_path / "two" / "manifest.json").read_text())["evaluation"]
-    engine = pins["systems"]["policy"]["engines"]["policy"]
-    assert re.fullmatch(r".*/warm/model, weights [0-9a-f]{32}, torch, temperature 0", engine)
+    path = tmp_path / "two" / "manifest.json"
+    written = json.loads(path.read_text())
+    assert re.fullmatch("[0-9a-f]{32}", written["evaluation"]["weights"])
+    written["evaluation"]["weights"] = "0" * 32
+    path.write_text(json.dumps(written))
+    code, lines, _ = server.run("evals", *words, "--out", tmp_path / "two", "--resume")
+    assert code == 2 and len(lines) == 1 and "weights was" in lines[0]

@@ -9,8 +9,8 @@ import pytest
 
 from flowtrain.config.options import parse
 from flowtrain.engines.chat import Usage
-from flowtrain.evals.pins import config_pins
-from flowtrain.evals.records import Key, RecordLog, read_entries, rollout_record
+from flowtrain.evals.records import Key, RecordLog, rollout_record
+from flowtrain.evals.run import _config_pins as config_pins
 from flowtrain.metrics.pins import check_same
 from flowtrain.types import (
     Action,
@@ -90,7 +90,7 @@ def test_what_is_read_back_is_what_was_appended(tmp_path: Path) -> None:
     for trial in (1, 2):
         log.append(record(trial=trial))
     log.append(record("amc23", reward=0.0))
-    assert RecordLog(tmp_path).entries == log.entries == read_entries(tmp_path)
+    assert RecordLog(tmp_path).entries == log.entries
     assert log.done == {
         Key("policy", 10, "aime24", "7", 1),
         Key("policy", 10, "aime24", "7", 2),
@@ -152,6 +152,7 @@ def test_the_same_config_is_the_same_and_folders_do_not_matter() -> None:
         ("model.path", "other", 'model.path was "tiny", is "other"'),
         ("roles.judge", "gpt", 'roles.judge was "none", is "gpt"'),
         ("engines.gpt.model", "x", 'engines.gpt.model was absent, is "x"'),
+        ("judge.mode", "judge-only", 'judge.mode was "rules-first", is "judge-only"'),
         ("rollout.max_new_tokens", "9", "rollout.max_new_tokens was 48, is 9"),
     ],
 )

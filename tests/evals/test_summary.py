@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from flowtrain.evals.paper import PAPER
 from flowtrain.evals.records import Entry
-from flowtrain.evals.summary import Row, Score, as_json, summarise, wilson
-from flowtrain.evals.tables import tables
+from flowtrain.evals.summary import Rows, Score, as_json, summarise, table, wilson
 from flowtrain.metrics import aligned
 
 TOOLS = ("Search", "Python_Coder")
@@ -58,18 +57,17 @@ def record(
     )
 
 
-def one_row(entries: list[Entry], *benchmarks: str) -> Row:
-    (row,) = summarise(entries, [("policy", 3)], benchmarks or ("aime24",), TOOLS)
-    return row
+def one_system(entries: list[Entry], *benchmarks: str) -> Rows:
+    return summarise(entries, [("policy", 3)], benchmarks or ("aime24",), TOOLS)
 
 
 def score_of(entries: list[Entry]) -> Score:
-    (score,) = one_row(entries).scores
+    ((score,),) = one_system(entries).values()
     return score
 
 
-def table(row: Row, references: Mapping[str, Mapping[str, float]]) -> str:
-    return aligned(tables([row], references)[0])
+def lines_of(rows: Rows, references: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return aligned(table(rows, references)).splitlines()
 
 
 TWO_TRIALS = [
@@ -81,13 +79,13 @@ TWO_TRIALS = [
 def test_accuracy_and_spread_by_hand() -> None:
     """0.25 and 0.5: their mean is 0.375, their squared distances from it sum to 2/64, over 1."""
     score = score_of(TWO_TRIALS)
-    assert (score.num_questions, score.by_trial, score.accuracy) == (4, (0.25, 0.5), 0.375)
-    assert score.spread == pytest.approx(math.sqrt(2) / 8)
+    assert score.accuracy is not None
+    assert (score.num_questions, score.accuracy.by_trial) == (4, (0.25, 0.5))
+    assert score.accuracy.mean == 0.375
+    assert score.accuracy.spread == pytest.approx(math.sqrt(2) / 8)
     assert (score.low, score.high) == wilson(0.375, 4)
     assert (score.num_failed, score.seconds_mean, score.scored_by) == (0, 2.0, {"math": 8})
-    assert (score.tokens_mean, score.frozen_tokens_mean, score.cost) == (36, 1050, 2.0), (
-        "10 + 2 + 20 + 4; 8 rollouts of 0.25"
-    )
+    assert (score.frozen_tokens_mean, score.cost) == (1050, 2.0), "8 rollouts of 0.25"
     assert (score.stats.prompt_len_mean, score.stats.response_len_mean) == (15, 3)
     assert (
         score.stats.turns_mean,
@@ -98,7 +96,8 @@ def test_accuracy_and_spread_by_hand() -> None:
 
 def test_one_trial_has_no_spread() -> None:
     score = score_of(TWO_TRIALS[:4])
-    assert score.spread is None and score.by_trial == (0.25,)
+    assert score.accuracy is not None
+    assert score.accuracy.spread is None and score.accuracy.by_trial == (0.25,)
 
 
 @pytest.mark.parametrize(
@@ -125,23 +124,19 @@ def test_wilson_holds_the_share_and_stays_within_0_and_1(num: int, share: float)
 
 def test_failed_rollouts_are_counted_apart_and_do_not_lower_the_accuracy() -> None:
     failed = record(0, 1, None, error="generator: no answer", seconds=500.0)
-    row = one_row([failed, record(1, 1, 1.0), record(2, 1, 0.0)])
-    (score,) = row.scores
-    assert (score.accuracy, score.num_questions, score.num_failed, score.seconds_mean) == (
-        0.5,
-        2,
-        1,
-        2.0,
-    )
-    assert " 1" in table(row, {}).splitlines()[2], "the table says so"
+    entries = [failed, record(1, 1, 1.0), record(2, 1, 0.0)]
+    score = score_of(entries)
+    assert score.accuracy is not None and score.accuracy.mean == 0.5
+    assert (score.num_questions, score.num_failed, score.seconds_mean) == (2, 1, 2.0)
+    assert table(one_system(entries), {})[1][7] == "1", "the table says so"
 
 
 def test_a_benchmark_of_failures_has_no_accuracy() -> None:
-    row = one_row([record(0, 1, None, error="x")])
-    (score,) = row.scores
+    rows = one_system([record(0, 1, None, error="x")])
+    ((score,),) = rows.values()
     assert (score.accuracy, score.low, score.num_failed) == (None, None, 1)
-    assert "-" in table(row, {}).splitlines()[2]
-    assert as_json([row])["rows"][0]["accuracy"] is None
+    assert table(rows, {})[1][4:8] == ["-", "-", "- to -", "1"]
+    assert as_json(rows)["averages"][0]["accuracy"] is None
 
 
 def test_benchmarks_with_the_same_pids_do_not_mix() -> None:
@@ -150,23 +145,23 @@ def test_benchmarks_with_the_same_pids_do_not_mix() -> None:
         record(0, 1, 0.0, benchmark="amc23"),
         record(1, 1, 0.0, benchmark="amc23"),
     ]
-    row = one_row(records, "aime24", "amc23")
-    assert [(score.benchmark, score.num_questions, score.accuracy) for score in row.scores] == [
-        ("aime24", 1, 1.0),
-        ("amc23", 2, 0.0),
-    ]
-    assert as_json([row])["rows"][0]["accuracy"] == 0.5, "each benchmark counts alike"
+    rows = one_system(records, "aime24", "amc23")
+    found = as_json(rows)
+    assert [
+        (score["benchmark"], score["num_questions"], score["accuracy"]["mean"])
+        for score in found["scores"]
+    ] == [("aime24", 1, 1.0), ("amc23", 2, 0.0)]
+    assert found["averages"][0]["accuracy"]["mean"] == 0.5, "each benchmark counts alike"
 
 
 def test_the_paper_s_numbers_stand_beside_ours() -> None:
     entries = [record(0, 1, 1.0), record(0, 1, 0.0, benchmark="amc23")]
-    lines = table(
-        one_row(entries, "aime24", "amc23"), PAPER | {"other run": {"aime24": 0.123}}
-    ).splitlines()
+    references = PAPER | {"other run": {"aime24": 0.123}}
+    lines = lines_of(one_system(entries, "aime24", "amc23"), references)
     assert "paper: 7B Flow-GRPO" in lines[0]
     assert lines[2].split()[-3:] == ["16.7", "40.0", "12.3"]
     assert lines[3].split()[-3:] == ["47.4", "61.5", "-"]
-    assert lines[4].split() == ["mean", "50.0", "32.0", "50.8", "-"], (
+    assert lines[4].split()[-3:] == ["32.0", "50.8", "-"], (
         "the mean of some benchmarks is not that of all"
     )
     assert len(PAPER["paper: 7B frozen"]) == 10 and PAPER["paper: 7B frozen"]["medqa"] == 0.76
@@ -175,7 +170,7 @@ def test_the_paper_s_numbers_stand_beside_ours() -> None:
 # ---- several systems, and several metrics
 
 
-def sweep() -> list[Row]:
+def sweep() -> Rows:
     """Two trials of two benchmarks with one question each: with 3 turns 1, 0 and 0, 0 are right,
     with 10 turns 1, 1 and 1, 0.
     """
@@ -192,49 +187,29 @@ def sweep() -> list[Row]:
 
 def test_the_average_s_spread_is_that_of_the_trials_averages() -> None:
     """With 10 turns the trials' averages are 1 and 1/2: 0.75, and sqrt(2)/4 = 0.354 apart."""
-    rows = sweep()
-    assert [row.accuracy for row in rows] == [0.25, 0.75]
-    assert [row.spread for row in rows] == pytest.approx([math.sqrt(2) / 4] * 2)
-    json_rows = as_json(rows)["rows"]
-    assert [(row["planner"], row["max_turns"], row["accuracy"]) for row in json_rows] == [
-        ("gpt", 3, 0.25),
-        ("gpt", 10, 0.75),
+    found = as_json(sweep())
+    averages = [each["accuracy"] for each in found["averages"]]
+    assert [each["mean"] for each in averages] == [0.25, 0.75]
+    assert [each["spread"] for each in averages] == pytest.approx([math.sqrt(2) / 4] * 2)
+    assert [(each["planner"], each["max_turns"]) for each in found["averages"]] == [
+        ("gpt", 3),
+        ("gpt", 10),
     ]
-    assert json_rows[0]["benchmarks"]["nq"]["metrics"]["f1"] == {
+    assert found["scores"][0]["f1"] == {
         "mean": 0.75,
         "by_trial": (1.0, 0.5),
         "spread": pytest.approx(math.sqrt(2) / 4),
-        "num_rollouts": 2,
     }
 
 
-def test_the_tables_of_a_sweep() -> None:
-    accuracy, em, f1, turns = tables(sweep(), {"paper": {"nq": 0.5}})
-    assert accuracy == [
-        ["accuracy [%]", "nq", "aime24", "average"],
-        ["gpt, 3 turns", "50.0 ± 70.7", "0.0 ± 0.0", "25.0 ± 35.4"],
-        ["gpt, 10 turns", "100.0 ± 0.0", "50.0 ± 70.7", "75.0 ± 35.4"],
-        ["paper", "50.0", "-", "-"],
+def test_the_table_of_a_sweep() -> None:
+    first, *lines = table(sweep(), {"paper": {"nq": 0.5}})
+    assert first[:6] == ["planner", "budget", "benchmark", "questions", "mean %", "spread"]
+    assert first[6:] == ["95% interval", "failed", "EM", "F1", "turns", "paper"]
+    without_interval = [[*line[:6], *line[7:]] for line in lines]
+    assert without_interval[:3] == [
+        ["gpt", "3 turns", "nq", "1", "50.0", "70.7", "0", "50.0", "75.0", "2.00", "50.0"],
+        ["gpt", "3 turns", "aime24", "1", "0.0", "0.0", "0", "-", "-", "2.00", "-"],
+        ["gpt", "3 turns", "average", "", "25.0", "35.4", "", "-", "-", "", "-"],
     ]
-    assert em == [["EM [%]", "nq"], *([line[0], line[1]] for line in accuracy[1:3])]
-    assert f1[2] == ["gpt, 10 turns", "100.0 ± 0.0"]
-    assert turns[1] == ["gpt, 3 turns", "2.00", "2.00"]
-    failed = [record(0, 1, None, "x", system=("gpt", limit)) for limit in (3, 10)]
-    rows = summarise(failed, [("gpt", 3), ("gpt", 10)], ("aime24",), TOOLS)
-    assert tables(rows, {})[-1] == [
-        ["failed rollouts", "aime24"],
-        ["gpt, 3 turns", "1"],
-        ["gpt, 10 turns", "1"],
-    ]
-
-
-def test_metrics_of_one_system_stand_beside_the_accuracy() -> None:
-    judged = [
-        record(0, 1, 1.0, benchmark="nq", metrics={"em": 0.0, "f1": 0.5, "judge": 1.0}),
-        record(1, 1, 1.0, benchmark="nq", metrics={"em": 1.0, "f1": 1.0}),
-    ]
-    lines = table(one_row([*judged, record(0, 1, 1.0)], "nq", "aime24"), {}).splitlines()
-    assert lines[0].split()[-3:] == ["EM", "F1", "judge"]
-    assert lines[2].split()[-3:] == ["50.0", "75.0", "100.0"]
-    assert lines[3].split()[-3:] == ["-", "-", "-"]
-    assert lines[4].split() == ["mean", "100.0", "50.0", "75.0", "100.0"]
+    assert without_interval[5][:6] == ["gpt", "10 turns", "average", "", "75.0", "35.4"]

@@ -403,6 +403,8 @@ def test_benchmarks_are_asked_as_the_options_say(tmp_path: Path) -> None:
         "eval_turns/mine": 0.0,
         "eval_failed/mine": 2.0,
         "eval_accuracy/gameof24": 0.0,
+        "eval_pass_at_2/mine": 0.5,
+        "eval_pass_at_2/gameof24": 0.0,
         "eval_turns/gameof24": 0.0,
     }
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
 from flowtrain.config import Config
 from flowtrain.engines.chat import Usage
-from flowtrain.rft.demonstrations import PINS, DemonstrationLog, open_log, pins
+from flowtrain.metrics import ProgressLine
+from flowtrain.rft.demonstrations import (
+    PINS,
+    DemonstrationLog,
+    collect_demonstrations,
+    open_log,
+    pins,
+)
 from flowtrain.types import (
     Action,
     Call,
@@ -66,6 +75,42 @@ def test_failed_and_missing_ones_are_asked_for(tmp_path: Path) -> None:
         assert each.missing(3, num_ranks=1) == [1] and each.num_done == 2
         assert each.state() == "reward 0.500, 31 + 4 tokens, cost 1.0000"
     assert [t.reward for t in log.read(range(5))] == [1.0, 0.0]
+
+
+class Answers:
+    """An agent that answers at once."""
+
+    def __init__(self, third_began: threading.Event) -> None:
+        self.third_began = third_began
+
+    async def run(self, task: Task, seed: int) -> Trajectory:
+        if task.id == "t-2":
+            self.third_began.set()
+        return rollout(int(task.id[2:]), reward=None)
+
+
+def test_a_slow_disk_holds_no_other_rollout_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third_began = threading.Event()
+    waited: list[bool] = []
+    sync = os.fsync
+
+    def slow(file: int) -> None:
+        waited.append(third_began.wait(5))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    collect_demonstrations(
+        Answers(third_began),  # type: ignore[arg-type]
+        dict(enumerate(TASKS)),
+        log_of(tmp_path),
+        seed=0,
+        max_in_flight=2,
+        progress=ProgressLine(5, 0, enabled=False),
+        is_over=lambda: False,
+    )
+    assert waited[0] and log_of(tmp_path).num_done == 5
 
 
 def test_a_run_that_begins_reads_nothing_of_another(tmp_path: Path) -> None:

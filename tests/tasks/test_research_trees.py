@@ -43,38 +43,6 @@ def test_musiques_steps_weigh_as_much_as_builds_on_them() -> None:
     assert [goal.weight for goal in goals] == pytest.approx([4 / 9, 3 / 9, 2 / 9])
 
 
-def test_2wikis_facts_are_chained_by_their_names() -> None:
-    """The director is needed by the birth date, and that by the answer: 3 and 2 of each film."""
-    facts = [
-        ["Film A", "director", "Ann Lee"],
-        ["Film B", "director", "Bo Dahl"],
-        ["Ann Lee", "date of birth", "1 May 1901"],
-        ["Bo Dahl", "date of birth", "2 June 1950"],
-    ]
-    as_table = {
-        "fact": [fact[0] for fact in facts],
-        "relation": [fact[1] for fact in facts],
-        "entity": [fact[2] for fact in facts],
-    }
-    for evidences in (facts, as_table):
-        asked = task(
-            {"evidences": evidences}, "Film A", "Which has the older director, Film A or Film B?"
-        )
-        goals = as_sub_goals(asked, findings(asked) or [])
-        assert [(goal.names[0], goal.query, goal.weight) for goal in goals] == [
-            ("Ann Lee", "director of Film A", 0.3),
-            ("Bo Dahl", "director of Film B", 0.3),
-            ("1 May 1901", "date of birth of Ann Lee", 0.2),
-            ("2 June 1950", "date of birth of Bo Dahl", 0.2),
-        ]
-
-
-def test_a_chain_of_facts_ends_in_the_answer() -> None:
-    facts = [["Utopia", "author", "Ann Lee"], ["Ann Lee", "town", "Moss"], ["Moss", "x", "Oslo"]]
-    found = findings(task({"evidences": facts})) or []
-    assert [finding.importance for finding in found[:2]] == [3.0, 2.0]
-
-
 TREE = {
     "entity": "Oslo",
     "question": "Where does the mayor live?",
@@ -129,7 +97,7 @@ def test_the_answer_is_no_sub_goal_and_a_hint_names_nothing() -> None:
         {"tree": "no JSON"},
         {"tree": "[" * 100_000},
         {"root": {"entity": "x", "children": []}},
-        {"evidences": [["a", "b"], "c", 3]},
+        {"evidences": [["Utopia", "author", "Ann Lee"]]},
         {"question_decomposition": [1, "x"]},
     ],
 )
@@ -164,9 +132,7 @@ _JSON = st.recursive(
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     st.dictionaries(
-        st.sampled_from(
-            ["tree", "root", "evidences", "question_decomposition", "context", "supporting_facts"]
-        ),
+        st.sampled_from(["tree", "root", "question_decomposition", "context"]),
         _JSON,
         max_size=4,
     )
@@ -181,14 +147,12 @@ def test_whatever_a_row_holds_its_sub_goals_fit(row: dict[str, Any]) -> None:
 # ---- passages
 
 
-def test_passages_begin_with_those_that_support_the_answer() -> None:
+def test_passages_of_published_rows() -> None:
     """HotpotQA in both of its published forms, and MuSiQue's paragraphs."""
     pairs = [["Moss", ["Moss is", " a town."]], ["Utopia", ["By Ann Lee."]]]
     table = {"title": ["Moss", "Utopia"], "sentences": [pair[1] for pair in pairs]}
-    wanted = "Utopia: By Ann Lee.\n\nMoss: Moss is a town."
-    assert passages({"context": pairs, "supporting_facts": [["Utopia", 0]]}, 1000) == wanted
-    facts = {"title": ["Utopia"], "sent_id": [0]}
-    assert passages({"context": table, "supporting_facts": facts}, 1000) == wanted
+    wanted = "Moss: Moss is a town.\n\nUtopia: By Ann Lee."
+    assert passages({"context": pairs}, 1000) == passages({"context": table}, 1000) == wanted
     paragraphs = [{"title": "Moss", "paragraph_text": "Moss is a town."}, "plain"]
     assert passages({"paragraphs": paragraphs}, 1000) == "Moss: Moss is a town.\n\nplain"
     assert passages({"context": "one text"}, 3) == "one" and passages({}, 9) == ""

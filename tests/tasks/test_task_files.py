@@ -142,9 +142,9 @@ def test_malformed_lines_are_refused(tmp_path: Path, line: str, message: str) ->
         ("set.tsv", "question\tanswer\n", "holds no tasks"),
         ("set.tsv", "question\tanswer\nq\n", "line 2: must have 2 columns"),
         ("set.tsv", "question\tanswer\nq\ta\tb\n", "line 2: must have 2 columns"),
-        ("set.tsv", 'question\tanswer\n"q\ta\n', "cannot be read as UTF-8 text with tabs"),
-        ("set.csv", "question,answer", "must end in .jsonl, .json, .tsv or .parquet"),
-        ("set", "", "the file name must end in .jsonl, .json, .tsv or .parquet"),
+        ("set.tsv", 'question\tanswer\n"q\ta\n', "cannot be read as TSV in UTF-8"),
+        ("set.csv", "question,answer\na,b,c\n", "line 2: must have 2 columns"),
+        ("set", "", "the file name must end in .jsonl, .json, .tsv, .csv, .parquet"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -166,8 +166,13 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     ):
         load_tasks(tmp_path / "absent.json")
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(UserError, match=r"folder\.json': the folder holds no"):
+    with pytest.raises(UserError, match=r"folder\.json': holds no data set"):
         load_tasks(tmp_path / "folder.json")
     (tmp_path / "bytes.jsonl").write_bytes(b'{"question": "\xff"}')
     with pytest.raises(UserError, match=r"bytes\.jsonl, line 1: is not UTF-8 text"):
         load_tasks(tmp_path / "bytes.jsonl")
+
+
+def test_a_table_with_commas_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "set.csv", 'question,answer\n"a, b?",007\n')
+    assert [(task.question, task.answers) for task in load_tasks(path)] == [("a, b?", ("007",))]

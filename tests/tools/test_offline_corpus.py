@@ -461,9 +461,9 @@ def test_a_retriever_reads_no_pages_and_has_an_address() -> None:
     ("name", "content", "reason"),
     [
         (
-            "x.csv",
+            "x.txt",
             b"text\n",
-            r"x\.csv: the file name must end in \.jsonl, \.json, \.tsv or \.parquet",
+            r"x\.txt: the file name must end in \.jsonl, \.json, \.tsv, \.csv, \.parquet",
         ),
         ("x.jsonl", b"", "the file holds no passages"),
         ("x.jsonl", b'{"text": "a"}\n{"text"\n', r"x\.jsonl, line 2: cannot be read as JSON"),

@@ -8,31 +8,23 @@ it is sampled.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
-from contextvars import ContextVar
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.conversation import ChatTemplate, TemplateRewrites
 from flowtrain.agents.deadlines import Cutoff, TurnsEnded
-from flowtrain.agents.gateway import shared
 from flowtrain.agents.gateway.chat import Chat
-from flowtrain.agents.gateway.programs import Command, Function, Program, task_record
+from flowtrain.agents.gateway.programs import Command, Function, Program
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.agents.gateway.server import Gateway, new_key
-from flowtrain.agents.gateway.workers import Claim
-from flowtrain.agents.policy import check_prompt
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
 from flowtrain.agents.tool_calling import choose_format
 from flowtrain.config import Config
 from flowtrain.config.gateway import Gateway as Options
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import BranchStart, Task, Trajectory, UserError
-
-_claim: ContextVar[Claim] = ContextVar("_claim")
-"""That of the rollout that the running task makes, where workers solve tasks."""
 
 
 class GatewayAgent(SessionAgent):
@@ -61,49 +53,36 @@ class GatewayAgent(SessionAgent):
                     f"agent.{key}={given!r} does not go with agent.name='gateway', whose program "
                     "has its own"
                 )
-        check_prompt(config, tokenizer)
         _chat(config, tokenizer)
-        if (program := _program(config.gateway)) is not None:
-            program.close()
+        _program(config.gateway).close()
 
     @property
     def gateway(self) -> Gateway:
         """The server, which starts when it is first asked for."""
         with self._lock:
             if self._gateway is None:
-                self._gateway = shared.open_gateway(self._options)
+                self._gateway = Gateway()
             return self._gateway
 
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
     ) -> Trajectory:
-        """Wait for a place or a worker, and then begin the time of the rollout."""
-        if self._program is not None and not self._program.is_bounded:
+        """Wait for a place, and then begin the time of the rollout."""
+        if not self._program.is_bounded:
             return await super().run(task, seed, cutoff, start)
         cutoff = cutoff or Cutoff()
-        is_late = Trajectory(task, (), "", seconds=0.0, seed=seed, truncated="straggler")
-        if self._program is not None:
-            place = self._places.setdefault(
-                asyncio.get_running_loop(), asyncio.Semaphore(self._options.max_programs)
-            )
-            try:
-                async with cutoff():
-                    await place.acquire()
-            except TurnsEnded:
-                return is_late
-            try:
-                return await super().run(task, seed, cutoff, start)
-            finally:
-                place.release()
-        claim = Claim()
-        with self.gateway.waiting.offered(claim):
-            try:
-                async with cutoff():
-                    await asyncio.shield(asyncio.wrap_future(claim.is_taken))
-            except TurnsEnded:
-                return is_late
-            _claim.set(claim)
+        place = self._places.setdefault(
+            asyncio.get_running_loop(), asyncio.Semaphore(self._options.max_programs)
+        )
+        try:
+            async with cutoff():
+                await place.acquire()
+        except TurnsEnded:
+            return Trajectory(task, (), "", seconds=0.0, seed=seed, truncated="straggler")
+        try:
             return await super().run(task, seed, cutoff, start)
+        finally:
+            place.release()
 
     async def answer(self, session: Session) -> str:
         gateway = self.gateway
@@ -136,12 +115,7 @@ class GatewayAgent(SessionAgent):
         return outcome.answer  # where a prompt was too long, the program has found another one
 
     async def _solve(self, rollout: Rollout, gateway: Gateway) -> Outcome:
-        if self._program is None:
-            record = task_record(rollout.task, self._options.columns)
-            _claim.get().begin(rollout, record, self._options.public_url or gateway.base_url)
-            solving = asyncio.ensure_future(asyncio.shield(rollout.outcome))
-        else:
-            solving = asyncio.ensure_future(self._program.solve(rollout, gateway.base_url))
+        solving = asyncio.ensure_future(self._program.solve(rollout, gateway.base_url))
         try:
             await asyncio.wait({solving}, timeout=rollout.session.left_s())
             if not solving.done():
@@ -155,32 +129,27 @@ class GatewayAgent(SessionAgent):
         with self._lock:
             gateway, self._gateway = self._gateway, None
         if gateway is not None:
-            shared.release(gateway)
-        if self._program is not None:
-            self._program.close()
+            gateway.close()
+        self._program.close()
 
 
-def _program(options: Options) -> Program | None:
-    """Make the program; None where workers solve the tasks."""
+def _program(options: Options) -> Program:
     if options.command:
         return Command(options)
     if options.function:
         return Function(options)
-    if not os.environ.get(shared.WORKER_VARIABLE):
-        raise UserError(
-            "agent.name='gateway' needs gateway.command or gateway.function, or for workers "
-            f"elsewhere a token of theirs in the environment variable {shared.WORKER_VARIABLE}"
-        )
-    return None
+    raise UserError("agent.name='gateway' needs gateway.command or gateway.function")
 
 
-def _chat(config: Config, tokenizer: ChatTokenizer) -> Chat | None:
-    """Read the chat template; None where there is none, and texts alone can be completed."""
+def _chat(config: Config, tokenizer: ChatTokenizer) -> Chat:
+    key, path = config.path_of("planner")
     if not tokenizer.chat_template:
-        return None
+        raise UserError(
+            f"{key}={path!r} has no chat template, which agent.name='gateway' needs, whatever "
+            "agent.prompt is"
+        )
     try:
         template = ChatTemplate(tokenizer)
         return Chat(template, choose_format(config, template))
     except TemplateRewrites as error:
-        key, path = config.path_of("planner")
         raise UserError(f"{key}={path!r} does not go with agent.name='gateway': {error}") from None

@@ -10,7 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain.agents.conversation import ChatTemplate, Conversation, Message
+from flowtrain.agents.conversation import (
+    ChatTemplate,
+    Conversation,
+    Message,
+    TemplateRewrites,
+)
 from flowtrain.agents.tool_calling import result_text
 from flowtrain.agents.tool_formats import ToolFormat, WrittenCall
 
@@ -24,6 +29,25 @@ class Chat:
 
     def start(self, messages: Sequence[Message], tools: Sequence[Message]) -> Conversation:
         """Begin a conversation. Raises TemplateRewrites."""
+        return Conversation.start(self.template, *self._prepared(messages, tools))
+
+    def reply_text(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        """Return the last message, a reply, as the template writes it up to its end, after the
+        prompt that asks for it. Raises TemplateRewrites.
+        """
+        template = self.template
+        before = template.render(*self._prepared(messages[:-1], tools))
+        whole = template.render(*self._prepared(messages, tools), reply=False)
+        if not whole.startswith(before) or not whole.endswith(template.closing):
+            raise TemplateRewrites(
+                "the chat template writes a reply otherwise than it asks for one"
+            )
+        return whole[len(before) :].removesuffix(template.closing)
+
+    def _prepared(
+        self, messages: Sequence[Message], tools: Sequence[Message]
+    ) -> tuple[list[Message], Sequence[Message]]:
+        """Return messages and tools that the template shows."""
         template = self.template
         shown = self._shown(messages, messages)
         described = "" if template.takes_tools or not tools else self.format.describe(tools)
@@ -35,7 +59,7 @@ class Chat:
                 shown.insert(0, {"role": "system", "content": text})
             else:
                 shown[0] = {**shown[0], "content": f"{text}\n\n{shown[0]['content']}"}
-        return Conversation.start(template, shown, () if described else tools)
+        return shown, () if described else tools
 
     def add(
         self, conversation: Conversation, messages: Sequence[Message], num_known: int

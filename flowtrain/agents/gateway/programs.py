@@ -19,16 +19,17 @@ from typing import Any, Protocol
 
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.config.gateway import Gateway as Options
+from flowtrain.tools import BlockingPool
 from flowtrain.types import Task, UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import final_answer
-from flowtrain.utils.threads import LoopThread, background
+from flowtrain.utils.threads import LoopThread
 
 MAX_OUTPUT = 256 << 10
 """Bytes of a command's output that are kept, the last ones."""
-MAX_LATE = 64
-"""Plain functions that may be late at a time: no thread can be ended from outside."""
+MAX_OUTCOME = 4 << 20
+"""Characters of what a command writes as its outcome."""
 _MAX_ERROR = 200
 _CLOSE_S = 2.0
 
@@ -47,6 +48,13 @@ class Program(Protocol):
         """Return the outcome; when it is cancelled, nothing of the program goes on."""
 
     def close(self) -> None: ...
+
+
+def _outcome(found: object) -> Outcome:
+    try:
+        return Outcome.of(found)
+    except ValueError as error:
+        raise ProgramFailed(str(error)) from None
 
 
 def task_record(task: Task, columns: tuple[str, ...]) -> dict[str, Any]:
@@ -89,25 +97,31 @@ class Command:
             self._environment[name] = os.environ[name]
 
     async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
-        with tempfile.TemporaryDirectory(
-            prefix="flowtrain-gateway-", ignore_cleanup_errors=True
-        ) as folder:
-            file = Path(folder) / "task.json"
-            file.write_text(json.dumps(task_record(rollout.task, self._columns)), encoding="utf-8")
-            environment = {
-                **self._environment,
-                "HOME": folder,
-                "OPENAI_BASE_URL": base_url,
-                "OPENAI_API_KEY": rollout.key,
-                "FLOWTRAIN_TASK": str(file),
-            }
-            code, output, errors = await self._run(folder, environment)
+        folder = tempfile.mkdtemp(prefix="flowtrain-gateway-")
+        try:
+            return await self._solve_in(folder, rollout, base_url)
+        finally:
+            # In a thread: a command may have cloned a repository into it.
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _solve_in(self, folder: str, rollout: Rollout, base_url: str) -> Outcome:
+        task, told = Path(folder) / "task.json", Path(folder) / "outcome.json"
+        task.write_text(json.dumps(task_record(rollout.task, self._columns)), encoding="utf-8")
+        environment = {
+            **self._environment,
+            "HOME": folder,
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": rollout.key,
+            "FLOWTRAIN_TASK": str(task),
+            "FLOWTRAIN_OUTCOME": str(told),
+        }
+        code, output, errors = await self._run(folder, environment)
         if code:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             last = _last_line(errors)[:_MAX_ERROR]
             raise ProgramFailed(f"{self._words[0]}: {how}" + (f": {last}" if last else ""))
-        if rollout.outcome.done():
-            return rollout.outcome.result()
+        if told.is_file():
+            return _told(told)
         answer = final_answer(output)
         return Outcome(answer if answer != output.strip() else _last_line(output))
 
@@ -140,6 +154,15 @@ class Command:
 
     def close(self) -> None:
         """It holds nothing."""
+
+
+def _told(path: Path) -> Outcome:
+    """Read the outcome that a command has written. Raises ProgramFailed."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return _outcome(json.loads(file.read(MAX_OUTCOME)))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProgramFailed(f"FLOWTRAIN_OUTCOME: {error}") from None
 
 
 @contextlib.asynccontextmanager
@@ -182,7 +205,8 @@ def _last_line(text: str) -> str:
 
 class Function:
     """A function of this process: an async one on an event loop that all such calls share, so that
-    its clients live from step to step; a plain one in a thread.
+    its clients live from step to step; a plain one in a thread, which is lost where it does not
+    return.
     """
 
     def __init__(self, options: Options) -> None:
@@ -196,8 +220,7 @@ class Function:
         with user_error(f"{origin} must take (task, base_url, api_key)", TypeError, ValueError):
             inspect.signature(call).bind(None, base_url="", api_key="")
         self._call: Callable[..., Any] = call
-        self._late: set[object] = set()
-        self._running: set[object] = set()
+        self._threads = BlockingPool(options.max_programs, "gateway program")
         self._loop: LoopThread | None = None
         if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__):
             self._loop = LoopThread("gateway programs")
@@ -210,40 +233,21 @@ class Function:
             deadline = time.monotonic() + rollout.session.left_s() + _CLOSE_S
             found = await self._loop.call(_guarded_async(call), deadline)
         else:
-            found = await self._in_thread(call)
-        if rollout.outcome.done():
-            return rollout.outcome.result()
-        try:
-            return Outcome.of(found)
-        except ValueError as error:
-            raise ProgramFailed(str(error)) from None
-
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        """Call a plain function in a thread, which is lost where the function does not return."""
-        self._late.intersection_update(self._running)
-        if len(self._late) >= MAX_LATE:
-            raise ProgramFailed(f"{MAX_LATE} earlier calls have not returned yet")
-        token = object()
-        self._running.add(token)
-        guarded = functools.partial(_guarded, call, self._running, token)
-        try:
-            return await asyncio.wrap_future(background(guarded, "gateway program"))
-        finally:
-            self._late.add(token)
+            found = await self._threads.run(functools.partial(_guarded, call))
+        return _outcome(found)
 
     def close(self) -> None:
+        self._threads.close()
         if self._loop is not None:
             self._loop.close(_nothing, _CLOSE_S)
 
 
-def _guarded(call: Callable[[], Any], running: set[object], token: object) -> Any:
-    """Call a program, which may not end this process; it is in `running` until it returns."""
+def _guarded(call: Callable[[], Any]) -> Any:
+    """Call a program, which may not end this process."""
     try:
         return call()
     except SystemExit as error:
         raise ProgramFailed(f"it has called exit({error.code})") from error
-    finally:
-        running.discard(token)
 
 
 async def _guarded_async(call: Callable[[], Any]) -> Any:

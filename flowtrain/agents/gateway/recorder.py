@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence, Sized
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flowtrain.agents.conversation import Conversation, TemplateRewrites
 from flowtrain.agents.gateway.chat import Chat
-from flowtrain.agents.gateway.requests import ChatRequest, Message, Options, Refusal, TextRequest
+from flowtrain.agents.gateway.requests import ChatRequest, Message, Refusal
 from flowtrain.agents.gateway.responses import AskedCall, Reply
 from flowtrain.agents.session import Session
-from flowtrain.engines.special_tokens import Rendered, unmarked
 from flowtrain.tools.base import shorten
 from flowtrain.types import Call, FinishReason, ToolCall, ToolResult
 from flowtrain.utils.seeds import derive_seed
@@ -30,12 +29,7 @@ _ID_CHARS = 9
 class Recorder:
     """The conversations of one rollout; for the coroutines of its event loop."""
 
-    def __init__(
-        self,
-        session: Session,
-        chat: Chat | None,
-        max_result_chars: int,
-    ) -> None:
+    def __init__(self, session: Session, chat: Chat, max_result_chars: int) -> None:
         self._session = session
         self._chat = chat
         self._max_result_chars = max_result_chars
@@ -43,25 +37,23 @@ class Recorder:
         """By the digest of their messages, which end where a reply begins."""
         self._answered: dict[bytes, Conversation] = {}
         """Likewise, with the reply."""
-        self._texts: dict[str, tuple[int, ...]] = {}
-        """Ids of prompts of /completions with their responses, by both texts."""
         self._unanswered: dict[str, tuple[Call, tuple[AskedCall, ...]]] = {}
         """Calls of tools without a result yet, with all of their response, by id."""
         self._num_replies = 0
 
     async def chat(self, asked: ChatRequest) -> Reply:
         """Sample the next message of a conversation. Raises Refusal and what the session raises."""
-        if (chat := self._chat) is None:
-            raise Refusal("the model has no chat template: ask /v1/completions", status=404)
         path = _digests(asked.messages, asked.tools)
-        conversation = self._find(asked, path, chat)
+        conversation = self._find(asked, path)
         self._prompts[path[-1]] = conversation
         self._note_results(asked.messages)
-        call = await self._sample(conversation.prompt_ids, asked.options)
+        call = await self._session.sample(
+            conversation.prompt_ids, max_new_tokens=asked.max_new_tokens, stop_strings=asked.stop
+        )
         number = self._num_replies
         self._num_replies += 1
-        text, calls = self._read(call, asked, chat, number)
-        reply = self._reply(call, asked.options, text, calls, number=number)
+        text, calls = self._read(call, asked, number)
+        reply = self._reply(call, asked, text, calls, number=number)
         message = reply.message()
         grown = conversation.add_response(call.response_ids, message, _is_whole(call))
         self._answered[_extended(path[-1], message)] = grown
@@ -69,54 +61,38 @@ class Recorder:
             self._unanswered[each.id] = (call, calls)
         return reply
 
-    async def complete(self, asked: TextRequest) -> Reply:
-        """Sample what follows a text or ids."""
-        prompt_ids = self._text_ids(asked.prompt)
-        call = await self._sample(prompt_ids, asked.options)
-        number = self._num_replies
-        self._num_replies += 1
-        if isinstance(asked.prompt, str):
-            self._texts[asked.prompt + call.text] = call.prompt_ids + self._without_end(call)
-        text = _before_stop(call.text, asked.options.stop)
-        return self._reply(call, asked.options, text, (), number=number)
-
     def finish(self) -> None:
         """Record the calls of tools whose results no request has brought."""
         while self._unanswered:
             self._record_calls(next(iter(self._unanswered)), {})
 
-    def _find(self, asked: ChatRequest, path: Sequence[bytes], chat: Chat) -> Conversation:
+    def _find(self, asked: ChatRequest, path: Sequence[bytes]) -> Conversation:
         """Return the conversation that the request goes on with, or begin one."""
         if (found := self._prompts.get(path[-1])) is not None:
             return found
         for place in range(len(path) - 2, 0, -1):
             if (before := self._answered.get(path[place])) is not None:
                 try:
-                    return chat.add(before, asked.messages, place)
+                    return self._chat.add(before, asked.messages, place)
                 except TemplateRewrites:
                     break
         try:
-            return chat.start(asked.messages, asked.tools)
+            return self._chat.start(asked.messages, asked.tools)
         except TemplateRewrites as error:
             raise Refusal(str(error), param="messages") from None
 
-    async def _sample(self, prompt_ids: tuple[int, ...], options: Options) -> Call:
-        return await self._session.sample(
-            prompt_ids, max_new_tokens=options.max_new_tokens, stop_strings=options.stop
-        )
-
     def _read(
-        self, call: Call, asked: ChatRequest, chat: Chat, number: int
+        self, call: Call, asked: ChatRequest, number: int
     ) -> tuple[str, tuple[AskedCall, ...]]:
         """Return a response's text and calls of tools. One that is malformed is all text."""
         if not asked.reads_calls:
-            return _before_stop(call.text, asked.options.stop), ()
-        whole = chat.template.text_of(call.response_ids, _is_whole(call))
-        content, written = chat.format.parse(_before_stop(whole, asked.options.stop))
+            return _before_stop(call.text, asked.stop), ()
+        whole = self._chat.template.text_of(call.response_ids, _is_whole(call))
+        content, written = self._chat.format.parse(_before_stop(whole, asked.stop))
         if problem := next((each.problem for each in written if each.problem), ""):
             self._session.record_malformed(call, problem)
         if problem or not written:
-            return _before_stop(call.text, asked.options.stop), ()
+            return _before_stop(call.text, asked.stop), ()
         calls = [
             AskedCall(self._id(number, place), each.name, each.arguments)
             for place, each in enumerate(written)
@@ -126,7 +102,7 @@ class Recorder:
     def _reply(
         self,
         call: Call,
-        options: Options,
+        asked: ChatRequest,
         text: str,
         calls: tuple[AskedCall, ...],
         *,
@@ -134,7 +110,7 @@ class Recorder:
     ) -> Reply:
         decode = self._session.policy.decode
         tokens: tuple[tuple[str, float], ...] = ()
-        if options.logprobs:
+        if asked.logprobs:
             pairs = zip(call.response_ids, call.logprobs, strict=True)
             tokens = tuple((decode((token,)), logprob) for token, logprob in pairs)
         return Reply(
@@ -150,23 +126,6 @@ class Recorder:
     def _id(self, number: int, place: int) -> str:
         """Name a call; the same rollout gives the same names, as they may be in its prompts."""
         return f"{derive_seed(self._session.seed, 'call', number, place):016x}"[-_ID_CHARS:]
-
-    def _text_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            num_tokens = len(cast(Sized, self._session.policy.tokenizer))
-            if not all(0 <= token < num_tokens for token in prompt):
-                text = f"prompt holds an id that is none of the model's {num_tokens} tokens"
-                raise Refusal(text, param="prompt")
-            return prompt
-        known = max(filter(prompt.startswith, self._texts), key=len, default="")
-        new = Rendered(unmarked(prompt[len(known) :]))  # the program writes its own template
-        return self._texts.get(known, ()) + self._session.policy.encode(new)
-
-    def _without_end(self, call: Call) -> tuple[int, ...]:
-        """Return a response without its end token, which the text that goes on does not have."""
-        ids = call.response_ids
-        is_ended = bool(ids) and not self._session.policy.decode(ids[-1:])
-        return ids[:-1] if is_ended else ids
 
     def _note_results(self, messages: Sequence[Message]) -> None:
         """Record the results of tools that ran in the program."""

@@ -1,7 +1,6 @@
-"""OpenAI's requests, by the types of its own client library.
+"""OpenAI's requests, checked and brought into one plain form.
 
-They are checked against those types and brought into one plain form. What is not supported is
-refused by name, as is every value that would be ignored where it matters.
+What is not supported is refused by name, as is every value that would be ignored where it matters.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Message = Mapping[str, Any]
 MAX_STOPS = 4
@@ -26,7 +24,6 @@ _IGNORED = {
 """Parameters that change nothing here; seeds are those of the rollout."""
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
-    "best_of": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
@@ -34,16 +31,8 @@ _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "echo": (False,),
-    "suffix": ("",),
 }
 """The values that a parameter may have."""
-_USED = {"model", "temperature", "top_p", "stop", "max_tokens", "stream", "stream_options"} | {
-    "logprobs"
-}
-_OF_CHATS = {"messages", "max_completion_tokens", "tools"}
-_OF_TEXTS = {"prompt"}
 
 
 class Refusal(Exception):
@@ -69,10 +58,15 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Options that chats and texts have in common."""
+class ChatRequest:
+    """A request for the next message of a conversation."""
 
     model: str
+    messages: tuple[Message, ...]
+    """Plain: role and content; tool_calls, tool_call_id and name where there are any."""
+    tools: tuple[Message, ...]
+    reads_calls: bool
+    """Calls of tools are read out of the response."""
     max_new_tokens: int | None
     stop: tuple[str, ...]
     temperature: float | None
@@ -82,58 +76,110 @@ class Options:
     include_usage: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A request for the next message of a conversation."""
-
-    options: Options
-    messages: tuple[Message, ...]
-    """Plain: role and content; tool_calls, tool_call_id and name where there are any."""
-    tools: tuple[Mapping[str, Any], ...]
-    reads_calls: bool
-    """Calls of tools are read out of the response."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextRequest:
-    """A request for what follows a text, or token ids."""
-
-    options: Options
-    prompt: str | tuple[int, ...]
-
-
 def read_chat(body: bytes) -> ChatRequest:
     """Read a request to /chat/completions. Raises Refusal."""
-    given = _parameters(body, _OF_CHATS, _known_of_chats())
-    options = _options(given)
-    if isinstance(given.get("messages"), list):
-        given["messages"] = [_without_nulls(each) for each in given["messages"]]
     try:
-        checked: Any = _chat_type().validate_python(given)
-        messages = tuple(_message(each) for each in checked["messages"])
-        tools = tuple(_tool(each) for each in checked.get("tools", ()))
+        given = _Request.model_validate(_parameters(body))
     except ValidationError as error:
         raise _refusal_of(error) from None
-    if not messages:
-        raise Refusal("messages must hold at least one message", param="messages")
-    reads_calls = bool(tools) and given.get("tool_choice", "auto") == "auto"
-    return ChatRequest(options, messages, tools, reads_calls)
+    return ChatRequest(
+        model=given.model[:_MAX_SHOWN],
+        messages=tuple(_message(each) for each in given.messages),
+        tools=tuple(_tool(each) for each in given.tools),
+        reads_calls=bool(given.tools) and given.tool_choice == "auto",
+        max_new_tokens=given.max_completion_tokens or given.max_tokens,
+        stop=tuple(map(_text, [given.stop] if isinstance(given.stop, str) else given.stop)),
+        temperature=given.temperature,
+        top_p=given.top_p,
+        logprobs=given.logprobs,
+        stream=given.stream,
+        include_usage=given.stream_options.include_usage,
+    )
 
 
-def read_text(body: bytes) -> TextRequest:
-    """Read a request to /completions. Raises Refusal."""
-    given = _parameters(body, _OF_TEXTS, _known_of_texts())
-    options = _options(given)
-    prompt = given.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = prompt[0]  # a batch of one
-    is_ids = isinstance(prompt, list) and all(type(each) is int for each in prompt)
-    if not prompt or not (isinstance(prompt, str) or is_ids):
-        raise Refusal("prompt must be one text or one list of token ids", param="prompt")
-    return TextRequest(options, _text(prompt) if isinstance(prompt, str) else tuple(prompt))
+# ---- their form
 
 
-def _parameters(body: bytes, own: set[str], known: frozenset[str]) -> dict[str, Any]:
+class _Part(BaseModel):
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+
+class _CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class _Call(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: _CalledFunction
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_Call] | None = None
+    function_call: None = None
+    audio: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> _Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the role {self.role!r} needs content")
+        if self.tool_call_id is None and self.role == "tool":
+            raise ValueError("a message of the role 'tool' needs a tool_call_id")
+        return self
+
+
+class _Function(BaseModel):
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> _Function:
+        if not self.name.isprintable():
+            raise ValueError("its name must have printable characters only")
+        if _depth(self.parameters) > _DEEPEST:
+            raise ValueError("its parameters are nested too deep")
+        return self
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Function
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+_Stop = Annotated[str, Field(min_length=1)]
+_Limit = Annotated[int, Field(ge=1)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    model: str = ""
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[_Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] = []
+    temperature: float | None = None
+    top_p: float | None = None
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+
+
+def _parameters(body: bytes) -> dict[str, Any]:
     """Parse a body; refuse parameters that are not supported. A null is as good as nothing."""
     # RecursionError: brackets nested too deep.
     try:
@@ -144,9 +190,9 @@ def _parameters(body: bytes, own: set[str], known: frozenset[str]) -> dict[str, 
         raise Refusal("the request must be a JSON object")
     given = {name: value for name, value in found.items() if value is not None}
     for name, value in given.items():
-        if name in _USED or name in own or (name in _IGNORED and name in known):
+        if name in _Request.model_fields or name in _IGNORED:
             continue
-        if name not in known or name not in _DEFAULTS:
+        if name not in _DEFAULTS:
             shown = name[:_MAX_SHOWN]
             raise Refusal(f"{shown!r} is not supported", param=shown, code="unsupported_parameter")
         if not any(value == allowed for allowed in _DEFAULTS[name]):
@@ -159,95 +205,42 @@ def _parameters(body: bytes, own: set[str], known: frozenset[str]) -> dict[str, 
     return given
 
 
-def _options(given: Mapping[str, Any]) -> Options:
-    limit = _number(given, "max_completion_tokens", int) or _number(given, "max_tokens", int)
-    if limit is not None and limit < 1:
-        raise Refusal(f"max_tokens={limit} must be at least 1", param="max_tokens")
-    stop = given.get("stop", ())
-    stop = (stop,) if isinstance(stop, str) else stop
-    is_texts = isinstance(stop, list | tuple) and all(isinstance(each, str) for each in stop)
-    if not is_texts or len(stop) > MAX_STOPS or not all(stop):
-        raise Refusal(f"stop must be 1 to {MAX_STOPS} texts", param="stop")
-    stream_options = given.get("stream_options", {})
-    if not isinstance(stream_options, dict):
-        raise Refusal("stream_options must be an object", param="stream_options")
-    return Options(
-        model=str(given.get("model", ""))[:_MAX_SHOWN],
-        max_new_tokens=limit,
-        stop=tuple(map(_text, stop)),
-        temperature=_number(given, "temperature", float),
-        top_p=_number(given, "top_p", float),
-        logprobs=bool(given.get("logprobs")),
-        stream=given.get("stream") is True,
-        include_usage=stream_options.get("include_usage") is True,
-    )
+def _refusal_of(error: ValidationError) -> Refusal:
+    """Tell the first problem."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return Refusal(f"{place}: {first['msg']}"[:_MAX_SHOWN], param=str(first["loc"][0]))
 
 
-def _number(given: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = given.get(name)
-    is_right = type(value) is int or (kind is float and type(value) is float)
-    if value is not None and not is_right:
-        raise Refusal(f"{name} must be a number", param=name)
-    return value
+# ---- the plain form
 
 
-def _without_nulls(message: Any) -> Any:
-    """Leave out the nulls that OpenAI's own objects have where they say nothing."""
-    if not isinstance(message, dict):
-        return message
-    return {name: value for name, value in message.items() if value is not None}
+def _message(given: _Message) -> Message:
+    content = given.content or ""
+    if not isinstance(content, str):
+        content = "".join(part.text or part.refusal for part in content)
+    role = "system" if given.role == "developer" else given.role
+    message: dict[str, Any] = {"role": role, "content": _text(content)}
+    if role == "assistant" and given.tool_calls:
+        message["tool_calls"] = [_asked(each) for each in given.tool_calls]
+    named = {"tool_call_id": given.tool_call_id, "name": given.name}
+    return message | {name: _text(value) for name, value in named.items() if value}
 
 
-def _message(given: Mapping[str, Any]) -> Message:
-    """Bring a message into the plain form; its parts are checked as they are read."""
-    role = "system" if given["role"] == "developer" else given["role"]
-    if role == "function" or given.get("function_call") or given.get("audio"):
-        raise Refusal("messages may hold texts and tool_calls", param="messages")
-    message: dict[str, Any] = {"role": role, "content": _content(given.get("content"))}
-    if role == "assistant" and (calls := [_asked(each) for each in given.get("tool_calls") or ()]):
-        message["tool_calls"] = calls
-    for name in ("tool_call_id", "name"):
-        if given.get(name):
-            message[name] = _text(given[name])
-    return message
+def _asked(call: _Call) -> Message:
+    function = call.function
+    named = {"name": _text(function.name), "arguments": _text(function.arguments)}
+    return {"id": _text(call.id), "type": "function", "function": named}
 
 
-def _content(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return _text(content or "")
-    parts = list(content)
-    for part in parts:
-        if part["type"] not in ("text", "refusal"):
-            raise Refusal(
-                f"a message's part of type {part['type']!r} is not supported, only text",
-                param="messages",
-                code="unsupported_value",
-            )
-    return _text("".join(part.get("text") or part.get("refusal") or "" for part in parts))
-
-
-def _asked(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = _function_of(call, "messages")
-    named = {"name": _text(function["name"]), "arguments": _text(function["arguments"])}
-    return {"id": _text(call["id"]), "type": "function", "function": named}
-
-
-def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = _function_of(tool, "tools")
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    if not 0 < len(function["name"]) <= 64 or not function["name"].isprintable():
-        raise Refusal("a tool's name must have 1 to 64 printable characters", param="tools")
-    if _depth(parameters) > _DEEPEST:
-        raise Refusal("the parameters of a tool are nested too deep", param="tools")
-    described = {"name": function["name"], "description": _text(function.get("description") or "")}
-    return {"type": "function", "function": {**described, "parameters": parameters}}
-
-
-def _function_of(given: Mapping[str, Any], param: str) -> Mapping[str, Any]:
-    if given["type"] != "function":
-        raise Refusal("only tools of the type function are supported", param=param)
-    function: Mapping[str, Any] = given["function"]
-    return function
+def _tool(tool: _Tool) -> Message:
+    function = tool.function
+    described = {
+        "name": function.name,
+        "description": _text(function.description or ""),
+        "parameters": function.parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": described}
 
 
 def _depth(value: Any) -> int:
@@ -262,43 +255,3 @@ def _depth(value: Any) -> int:
 def _text(text: str) -> str:
     """Replace halves of surrogate pairs, which tokenizers do not take."""
     return text.encode(errors="replace").decode()
-
-
-def _refusal_of(error: ValidationError) -> Refusal:
-    """Tell the first problem; of a message or a tool that may be of several kinds, under the kind
-    that it says it is of.
-    """
-    errors = error.errors(include_url=False)
-    others = {
-        each["loc"][:2]
-        for each in errors
-        if each["type"] == "literal_error" and each["loc"][-1] in ("role", "type")
-    }
-    first = next((each for each in errors if each["loc"][:2] not in others), errors[0])
-    top = str(first["loc"][0]) if isinstance(first["loc"][0], str) else "messages"
-    path = [str(part) for part in first["loc"] if "Param" not in str(part)]
-    place = ".".join(path if path[:1] == [top] else [top, *path])
-    if first["loc"][:2] in others:
-        return Refusal(f"{place}: it is none that is known", param=top)
-    return Refusal(f"{place}: {first['msg']}"[:_MAX_SHOWN], param=top)
-
-
-@cache
-def _chat_type() -> TypeAdapter[Any]:
-    from openai.types.chat.completion_create_params import CompletionCreateParamsBase
-
-    return TypeAdapter(CompletionCreateParamsBase)
-
-
-@cache
-def _known_of_chats() -> frozenset[str]:
-    from openai.types.chat.completion_create_params import CompletionCreateParamsBase
-
-    return frozenset(CompletionCreateParamsBase.__annotations__)
-
-
-@cache
-def _known_of_texts() -> frozenset[str]:
-    from openai.types.completion_create_params import CompletionCreateParamsBase
-
-    return frozenset(CompletionCreateParamsBase.__annotations__)

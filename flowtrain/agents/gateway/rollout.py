@@ -7,18 +7,17 @@ asked crosses over here, and nothing is left hanging when either of the two ends
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowtrain.agents.gateway.recorder import Recorder
-from flowtrain.agents.gateway.requests import ChatRequest, Refusal, TextRequest
+from flowtrain.agents.gateway.requests import ChatRequest, Refusal
 from flowtrain.agents.gateway.responses import Reply
 from flowtrain.agents.session import RolloutEnded, Session
 from flowtrain.types import Task
@@ -96,12 +95,6 @@ class _Attempt:
             return self.task.cancelling() > 0
         return self.task.cancelled() or self.task.exception() is not None
 
-    def leave(self) -> None:
-        """Let one request wait no longer."""
-        self.num_waiting -= 1
-        if not self.num_waiting and not self.task.done():
-            self.task.cancel()
-
 
 class Rollout:
     """A rollout whose program works."""
@@ -126,8 +119,6 @@ class Rollout:
         """The limit that a request has met."""
         self.failure: Exception | None = None
         """What went wrong here, and not in the program."""
-        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        """As the program has told it by /rollouts/done."""
         self._loop = asyncio.get_running_loop()
         self._attempts: dict[bytes, _Attempt] = {}
         self._lock = threading.Lock()
@@ -138,13 +129,12 @@ class Rollout:
     def task(self) -> Task:
         return self.session.task
 
-    def check(self, asked: ChatRequest | TextRequest) -> None:
+    def check(self, asked: ChatRequest) -> None:
         """Raise Refusal for sampling that training would take for another, where that is asked."""
         if not self.is_strict:
             return
-        policy, options = self.session.policy, asked.options
         for name in ("temperature", "top_p"):
-            given, own = getattr(options, name), getattr(policy, name)
+            given, own = getattr(asked, name), getattr(self.session.policy, name)
             if given is not None and given != own:
                 raise Refusal(
                     f"{name}={given:g} is not what is trained (gateway.sampling='strict'): leave "
@@ -154,7 +144,7 @@ class Rollout:
                 )
 
     def ask(
-        self, asked: ChatRequest | TextRequest, body: bytes, *, retry_of: bytes | None
+        self, asked: ChatRequest, body: bytes, *, retry_of: bytes | None
     ) -> asyncio.Future[Reply]:
         """Answer a request; from any event loop. Raises Refusal once the rollout is over.
 
@@ -165,77 +155,50 @@ class Rollout:
             retry_of: the request may have been made before; under this key, or with the same body
                 where it is empty.
         """
-        return self._cross(self._join, asked, body, retry_of)
-
-    def end_with(self, outcome: Outcome) -> asyncio.Future[None]:
-        """Take the outcome; from any event loop. A second one is a Refusal."""
-        return self._cross(self._take, outcome)
+        with self._lock:
+            if self._is_over:
+                raise over()
+            answering = self._answer(asked, body, retry_of)
+            future = asyncio.run_coroutine_threadsafe(answering, self._loop)
+            self._under_way.add(future)
+        future.add_done_callback(self._forget)
+        return asyncio.wrap_future(future)
 
     async def close(self) -> None:
         """Take no more requests, and end those under way."""
         with self._lock:
             self._is_over = True
             under_way = tuple(self._under_way)
-        for future in under_way:
-            _fail(future, over())
         tasks = [attempt.task for attempt in self._attempts.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # Those whose turn has not come yet on this loop are answered, too.
+        waiting = map(asyncio.wrap_future, under_way)
+        await asyncio.gather(*tasks, *waiting, return_exceptions=True)
         self.recorder.finish()
-
-    def _cross(self, work: Callable[..., None], *arguments: Any) -> asyncio.Future[Any]:
-        """Let work on the rollout's own loop settle a future of this one. Callbacks alone cross
-        over, as a task on either side would cost more than most work.
-        """
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._is_over:
-                raise over()
-            self._under_way.add(future)
-            self._loop.call_soon_threadsafe(work, future, *arguments)
-        future.add_done_callback(self._forget)
-        return asyncio.wrap_future(future)
 
     def _forget(self, future: Future[Any]) -> None:
         with self._lock:
             self._under_way.discard(future)
 
-    def _take(self, future: Future[None], outcome: Outcome) -> None:
+    async def _answer(self, asked: ChatRequest, body: bytes, retry_of: bytes | None) -> Reply:
+        """Wait for an attempt, which is cancelled when all that wait have left."""
         if self._is_over:
-            _fail(future, over())
-        elif self.outcome.done():
-            _fail(future, Refusal("the outcome of this rollout is known already", status=409))
-        else:
-            self.outcome.set_result(outcome)
-            with contextlib.suppress(InvalidStateError):  # the client has left
-                future.set_result(None)
-
-    def _join(
-        self,
-        future: Future[Reply],
-        asked: ChatRequest | TextRequest,
-        body: bytes,
-        retry_of: bytes | None,
-    ) -> None:
-        """Let a request wait for an attempt, which is cancelled when all that wait have left."""
-        if self._is_over or future.cancelled():
-            _fail(future, over())
-            return
+            raise over()
         attempt = self._attempt(asked, body, retry_of)
         attempt.num_waiting += 1
-        attempt.task.add_done_callback(lambda task: _settle(future, task))
+        try:
+            return await asyncio.shield(attempt.task)
+        except asyncio.CancelledError:
+            if self._is_over:
+                raise over() from None
+            raise
+        finally:
+            attempt.num_waiting -= 1
+            if not attempt.num_waiting:
+                attempt.task.cancel()
 
-        def leave(future: Future[Reply]) -> None:
-            # Only before the rollout is over, which settles all futures; so its loop is there.
-            if future.cancelled():
-                self._loop.call_soon_threadsafe(attempt.leave)
-
-        future.add_done_callback(leave)
-
-    def _attempt(
-        self, asked: ChatRequest | TextRequest, body: bytes, retry_of: bytes | None
-    ) -> _Attempt:
+    def _attempt(self, asked: ChatRequest, body: bytes, retry_of: bytes | None) -> _Attempt:
         """Return the attempt that a retry repeats, or a new one."""
         digest = hashlib.sha256(body).digest()
         name = hashlib.sha256(retry_of).digest() + digest if retry_of else digest
@@ -250,11 +213,9 @@ class Rollout:
             del self._attempts[key]
         return attempt
 
-    async def _sample(self, asked: ChatRequest | TextRequest) -> Reply:
+    async def _sample(self, asked: ChatRequest) -> Reply:
         try:
-            if isinstance(asked, ChatRequest):
-                return await self.recorder.chat(asked)
-            return await self.recorder.complete(asked)
+            return await self.recorder.chat(asked)
         except RolloutEnded as ended:
             self.ended = self.ended or ended
             raise _refusal(ended) from None
@@ -266,22 +227,6 @@ class Rollout:
             _log.debug("a request failed", exc_info=error)
             text = f"the policy failed: {type(error).__name__}"
             raise Refusal(text, status=500, code="policy_failed") from error
-
-
-def _settle(future: Future[Reply], task: asyncio.Task[Reply]) -> None:
-    """Pass on what a task has found, where somebody still waits for it."""
-    if task.cancelled():  # that of an attempt that is waited for is, when the rollout ends
-        _fail(future, over())
-    elif error := task.exception():
-        _fail(future, error)
-    else:
-        with contextlib.suppress(InvalidStateError):
-            future.set_result(task.result())
-
-
-def _fail(future: Future[Any], error: BaseException) -> None:
-    with contextlib.suppress(InvalidStateError):
-        future.set_exception(error)
 
 
 def over() -> Refusal:

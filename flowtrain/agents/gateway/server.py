@@ -1,4 +1,4 @@
-"""The endpoint: requests of programs under the keys of their rollouts, and rollouts for workers.
+"""The endpoint: requests of programs under the keys of their rollouts.
 
 It runs on a thread with an event loop of its own, from the first rollout until it is closed. The
 responses of the policy are sampled where the rollouts live (rollout.py).
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import gc
 import hashlib
-import json
 import logging
 import secrets
 import threading
@@ -20,14 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowtrain.agents.gateway import requests, responses
 from flowtrain.agents.gateway.requests import Refusal
-from flowtrain.agents.gateway.rollout import Outcome, Rollout, over
-from flowtrain.agents.gateway.workers import Waiting
+from flowtrain.agents.gateway.rollout import Rollout, over
 from flowtrain.net import serving
-from flowtrain.net.credentials import Access
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
@@ -35,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PREFIX = "/v1"
+_METHODS = {"/models": "GET", "/chat/completions": "POST"}
 MAX_BODY = 16 << 20
 """Bytes of a request."""
 _NUM_ENDED = 4096
@@ -43,36 +37,20 @@ _END_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
-def _keep_imports() -> None:
-    """Take what has been imported out of the collector's walks, which would hold requests up.
-
-    Once per process: what is garbage at that moment, later gateways' too, would never go.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 class Gateway:
     """An ASGI application, and the thread that serves it."""
 
-    def __init__(self, host: str, port: int, worker_token: str = "") -> None:
-        """Serve at once; port 0 is any free one. Workers show a token; where it is empty there are
-        none. Raises UserError for an address that cannot be had, or a bad token.
-        """
+    def __init__(self) -> None:
+        """Serve at once, this machine alone, at any free port."""
         serving.require("starlette.requests", "starlette.responses")
-        responses.prepare()
         from flowtrain.net.connections import allow_files
 
         allow_files()
-        _keep_imports()
-        self._access = Access(worker_token) if worker_token else None
         self._rollouts: dict[bytes, Rollout] = {}
         self._ended: dict[bytes, None] = {}
         self._lock = threading.Lock()
-        self._server, self._listener = serving.make_server(self, host, port)
+        self._server, self._listener = serving.make_server(self)
         self.base_url = serving.address(self._listener) + PREFIX
-        self.waiting = Waiting()
         self._thread = threading.Thread(
             target=self._server.run,
             kwargs={"sockets": [self._listener]},
@@ -118,24 +96,20 @@ class Gateway:
 
     async def _route(self, request: Request) -> Response:
         path: str = request.scope["path"].removeprefix(PREFIX)
-        methods = {"/models": "GET", "/rollouts": "GET"}
-        if path not in (*methods, *_POSTS):
+        if path not in _METHODS:
             raise Refusal("there is no such path", status=404)
-        if request.method != methods.get(path, "POST"):
+        if request.method != _METHODS[path]:
             raise Refusal("the path is asked otherwise", status=405)
-        if path in ("/rollouts", "/rollouts/next"):
-            self._check_worker(request)
-            return await self._work(request, path)
         rollout = self._rollout(request)
         if path == "/models":
-            return _json(responses.models_body(list(rollout.session.policies)))
+            return _response(responses.models_body(list(rollout.session.policies)))
         if rollout.num_requests >= rollout.max_requests:
             text = f"more than gateway.max_requests={rollout.max_requests} requests at a time"
             headers = {"Retry-After": "1"}
             raise Refusal(text, status=429, code="rate_limit_exceeded", headers=headers)
         rollout.num_requests += 1
         try:
-            return await self._answer(request, path, rollout)
+            return await _answer(request, rollout)
         finally:
             rollout.num_requests -= 1
 
@@ -153,48 +127,15 @@ class Gateway:
             raise over()
         raise Refusal("the key is missing or wrong", status=401, code="invalid_api_key")
 
-    async def _answer(self, request: Request, path: str, rollout: Rollout) -> Response:
-        body = await serving.read_body(request, MAX_BODY)
-        if path == "/rollouts/done":
-            try:
-                outcome = Outcome.of(_object(body))
-            except ValueError as error:
-                raise Refusal(str(error)) from None
-            await rollout.end_with(outcome)
-            return _json(b"{}")
-        asked: Any = _POSTS[path][0](body)
-        rollout.check(asked)
-        retry_of = _retry_of(request)
-        reply = await _while_connected(request, rollout.ask(asked, body, retry_of=retry_of))
-        media = "text/event-stream" if asked.options.stream else "application/json"
-        return _response(_POSTS[path][1](asked.options, reply), media)
 
-    def _check_worker(self, request: Request) -> None:
-        authorization = request.headers.get("authorization", "")
-        if self._access is None or self._access.caller(authorization) is None:
-            raise Refusal("the token is missing or wrong", status=401, code="invalid_api_key")
-        request.scope["admit"]()
-
-    async def _work(self, request: Request, path: str) -> Response:
-        if path == "/rollouts":
-            counts = {"waiting": len(self.waiting), "under_way": len(self._rollouts)}
-            return _json(json.dumps(counts).encode())
-        body = await serving.read_body(request, MAX_BODY)
-        wait_s = _object(body or b"{}").get("wait_s", 0.0)
-        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s >= 0:
-            raise Refusal("wait_s must be a number of seconds", param="wait_s")
-        is_ending = request.scope["is_ending"]
-        offer = await _while_connected(request, self.waiting.next(wait_s, is_ending))
-        return _json(b"{}" if offer is None else offer)
-
-
-_POSTS: dict[str, Any] = {
-    "/chat/completions": (requests.read_chat, responses.chat_body),
-    "/completions": (requests.read_text, responses.text_body),
-    "/rollouts/next": None,
-    "/rollouts/done": None,
-}
-"""What reads the requests of a path, and what writes the answers."""
+async def _answer(request: Request, rollout: Rollout) -> Response:
+    body = await serving.read_body(request, MAX_BODY)
+    asked = requests.read_chat(body)
+    rollout.check(asked)
+    working = rollout.ask(asked, body, retry_of=_retry_of(request))
+    reply = await _while_connected(request, working)
+    media_type = "text/event-stream" if asked.stream else "application/json"
+    return _response(responses.chat_body(asked, reply), media_type)
 
 
 def new_key() -> str:
@@ -218,12 +159,12 @@ def _retry_of(request: Request) -> bytes | None:
     return b"" if count.isdecimal() and count.strip("0") else None
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-    """Do work, and cancel it when the client leaves."""
-    working = asyncio.ensure_future(work)
+async def _while_connected(request: Request, working: asyncio.Future[T]) -> T:
+    """Wait for work, and cancel it when the client leaves."""
     leaving = asyncio.ensure_future(request.receive())
+    both: set[asyncio.Future[Any]] = {working, leaving}
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Refusal("the client has left", status=499)
         return await working
@@ -232,22 +173,7 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T] | asyn
         leaving.cancel()
 
 
-def _object(body: bytes) -> dict[str, Any]:
-    # RecursionError: brackets nested too deep.
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise Refusal("the request must be a JSON object")
-    return found
-
-
-def _json(body: bytes) -> Response:
-    return _response(body, "application/json")
-
-
-def _response(body: bytes, media_type: str) -> Response:
+def _response(body: bytes, media_type: str = "application/json") -> Response:
     from starlette.responses import Response
 
     return Response(body, media_type=media_type)

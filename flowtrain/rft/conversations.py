@@ -1,0 +1,144 @@
+"""Imitate the replies of conversations in a file: rows {"messages": [...], "tools": [...]} as
+OpenAI and TRL have them, `tools` where the replies call some.
+
+Every reply is a sample of its own: what the model would read before it, with earlier replies as
+`Conversation` keeps them, and then the reply as its chat template writes it, to its end. So no
+other token is trained, and a template that takes the thinking out of earlier replies takes it out
+of later prompts alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from flowtrain.agents.conversation import ChatTemplate, Conversation, Message, TemplateRewrites
+from flowtrain.agents.gateway.chat import Chat
+from flowtrain.agents.gateway.requests import ChatRequest, Refusal, read_chat
+from flowtrain.agents.tool_calling import choose_format
+from flowtrain.config import Config
+from flowtrain.config.command import Interrupt
+from flowtrain.engines.token_chat import ChatTokenizer, pass_to_template
+from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
+from flowtrain.run.components import RunComponents
+from flowtrain.tasks.rows import Row, read_rows
+from flowtrain.types import Call, Completion, FinishReason, UserError
+from flowtrain.utils.waiting import waiting
+from flowtrain.weights.ranks import together
+
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+
+
+def imitate_file(components: RunComponents, interrupt: Interrupt) -> int:
+    """Imitate the replies of `rft.conversations`, without an agent, tools or rewards."""
+    config, world = components.config, components.world
+    started = time.monotonic()
+    pass_to_template(components.tokenizer, config.model.chat_template_kwargs)
+    replies: list[Call] = []
+
+    def read() -> None:
+        replies.extend(read_replies(config, components.tokenizer, world.rank, world.size))
+
+    with waiting("reading the conversations", world.is_main):
+        together(world, read, other_failed=UserError)
+    samples = [sample_of(call, config.rft.prompt_weight) for call in replies]
+    batch = trainable(components, samples)
+    num_turns, *left_out = world.sum([len(batch.samples), *batch.num_filtered.values()])
+    num_excluded = named(list(batch.num_filtered), left_out)
+    key = f"rft.conversations={config.rft.conversations!r}"
+    told = f"{num_turns:.0f} replies{listed(', left out: {}', num_excluded)}"
+    if world.max([not batch.samples])[0]:
+        raise UserError(f"{key} leaves a rank without a reply: {told}")
+    if world.is_main:
+        print(f"{key}: {told}", flush=True)
+    run_dir = components.open_run_dir()
+    interrupt.defer()
+    counts = {"num_turns": num_turns, "num_excluded": num_excluded}
+    return fit(components, batch, counts, run_dir, interrupt, started)
+
+
+def read_replies(
+    config: Config, tokenizer: ChatTokenizer, rank: int = 0, num_ranks: int = 1
+) -> list[Call]:
+    """Return the replies of this rank's share of the rows of `rft.conversations`, as if they had
+    been sampled.
+
+    Raises UserError for a model without chat template, and for a row that cannot be imitated.
+    """
+    key, path = config.path_of(config.train.policy)
+    if not tokenizer.chat_template:
+        raise UserError(f"{key}={path!r} has no chat template, which rft.conversations needs")
+    try:
+        template = ChatTemplate(tokenizer)
+    except TemplateRewrites as error:
+        raise UserError(f"{key}={path!r} does not go with rft.conversations: {error}") from None
+    chat = Chat(template, choose_format(config, template))
+    rows = read_rows(Path(config.rft.conversations))
+    return [
+        call
+        for _, where, row in islice(rows, rank, None, num_ranks)
+        for call in _replies(chat, _conversation(row, where), where)
+    ]
+
+
+def _conversation(row: Row, where: str) -> ChatRequest:
+    """Read a row. Raises UserError for what is none, or has what nobody would read."""
+    messages = row.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        known = message.items() if isinstance(message, dict) else ()
+        if other := next((k for k, value in known if k not in _KEYS and value is not None), ""):
+            raise UserError(f"{where}: messages.{number}.{other} is not read; take it out")
+    given = {key: row[key] for key in ("messages", "tools") if key in row}
+    try:
+        asked = read_chat(json.dumps(given).encode())
+    except Refusal as refusal:
+        raise UserError(f"{where}: {refusal}") from None
+    if all(message["role"] != "assistant" for message in asked.messages):
+        raise UserError(f"{where}: there is no message of the role 'assistant' to imitate")
+    if asked.messages[0]["role"] == "assistant":
+        raise UserError(f"{where}: the first message is a reply, and nothing asks for it")
+    return asked
+
+
+def _replies(chat: Chat, asked: ChatRequest, where: str) -> Iterator[Call]:
+    """Yield the replies of a conversation. Raises UserError for one that the template cannot show
+    as it would be sampled.
+    """
+    messages, template = asked.messages, chat.template
+    places = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
+    conversation: Conversation | None = None
+    num_known = 0
+    for place in places:
+        try:
+            conversation = _asking(chat, conversation, messages[:place], num_known, asked.tools)
+            text = chat.reply_text(messages[: place + 1], asked.tools)
+        except TemplateRewrites as error:
+            raise UserError(f"{where}: messages.{place}: {error}") from None
+        ids = (*template.encode(text), template.end_id)
+        if template.end_id in ids[:-1]:
+            end = template.decode([template.end_id])
+            raise UserError(f"{where}: messages.{place} holds {end!r}, which would end it")
+        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
+        yield Call.of(conversation.prompt_ids, completion, text)
+        conversation = conversation.add_response(ids, messages[place], ended=True)
+        num_known = place + 1
+
+
+def _asking(
+    chat: Chat,
+    before: Conversation | None,
+    messages: Sequence[Message],
+    num_known: int,
+    tools: Sequence[Message],
+) -> Conversation:
+    """Return the conversation that asks for the next reply. Raises TemplateRewrites."""
+    if before is not None:
+        try:
+            return chat.add(before, messages, num_known)
+        except TemplateRewrites:
+            # As a program would be answered: the whole is read as text.
+            return chat.start(messages, tools)
+    return chat.start(messages, tools)
