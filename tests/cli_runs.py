@@ -23,8 +23,10 @@ import pytest
 import torch
 from ports import free_port
 from safetensors.torch import load_file
+from toy_options import FLOW
 
 SMALL = (
+    *FLOW,
     *(
         "--tiny.hidden_size",
         "32",

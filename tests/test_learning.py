@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from cli_runs import read
+from toy_options import toy
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -100,7 +101,7 @@ def config(place: Path, run: str, seed: int, **sections: dict[str, Any]) -> Conf
     }
     for name, section in sections.items():
         values[name] = values[name] | section if name in values else section
-    return Config.model_validate(values)
+    return toy(values)
 
 
 def with_plans(tasks: TaskSet) -> TaskSet:

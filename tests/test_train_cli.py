@@ -318,6 +318,16 @@ def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"], "nothing half-written"
 
 
+@pytest.mark.parametrize("module", ["train", "rft"])
+@pytest.mark.parametrize("model", ["tiny", "quickstart"])
+def test_a_model_too_small_for_the_defaults_is_told_where_its_options_are(
+    module: str, model: str, server: Server, tmp_path: Path
+) -> None:
+    parts = ("max_new_tokens=2048", "256 positions", "configs/quickstart.toml")
+    check_refused(server, module, "--model.path", model, parts=parts, cwd=tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [

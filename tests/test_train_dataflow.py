@@ -29,6 +29,7 @@ from cli_runs import (
 )
 from http_servers import running
 from safetensors.torch import load_file
+from toy_options import FLOW
 
 from flowtrain.config.options import parse
 from flowtrain.dataflow.codec import pack_group
@@ -52,6 +53,7 @@ pytest_plugins = ("cli_runs",)
 
 NUM_QUESTIONS, GROUP_SIZE, TOKEN = 4, 3, "secret"
 WORDS = (
+    *FLOW,
     *(
         "--tiny.hidden_size",
         "32",

@@ -76,13 +76,8 @@ def make_policy(
     temperature: float | None = None,
 ) -> Policy:
     """Make a policy as agents see it; `temperature` None takes the config's."""
+    check_room(config, name, engine.max_tokens)
     max_new_tokens, own_temperature = config.sampling_of(name)
-    key = "rollout" if name == "planner" else f"policies.{name}"
-    if max_new_tokens >= engine.max_tokens:
-        raise UserError(
-            f"{key}.max_new_tokens={max_new_tokens} must be below the model's "
-            f"{engine.max_tokens} positions"
-        )
     rollout = config.rollout
     policy = Policy(
         engine,
@@ -99,6 +94,17 @@ def make_policy(
         top_p=rollout.top_p,
         frequency_penalty=rollout.frequency_penalty,
     )
+
+
+def check_room(config: cfg.Config, name: PolicyName, positions: int) -> None:
+    """Raise UserError for a model that has not the positions of a response."""
+    max_new_tokens = config.sampling_of(name)[0]
+    if max_new_tokens >= positions:
+        key = "rollout" if name == "planner" else f"policies.{name}"
+        raise UserError(
+            f"{key}.max_new_tokens={max_new_tokens} must be below the model's {positions} "
+            "positions; --config configs/quickstart.toml has the options of a small model"
+        )
 
 
 def most_kept(config: cfg.Config) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from flowtrain.config.agents import (
+    BY_THE_POLICY,
     NO_ENGINE,
     OWN,
     OWN_ROLES,
@@ -48,6 +49,8 @@ class Config(Section):
     agent: Agent = Agent()
     gateway: Gateway = Gateway()
     roles: Roles = Roles()
+    """With another agent than AgentFlow, executor, verifier and generator are rules by default, and
+    tools none."""
     engines: dict[str, Chat] = Field(default_factory=dict)
     """Named language models for the roles."""
     policies: dict[PolicyName, Policy] = Field(default_factory=dict)
@@ -75,6 +78,16 @@ class Config(Section):
     weights: Weights = Weights()
     log: Log = Log()
     rft: Rft = Rft()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _roles_of_its_agent(cls, options: Any) -> Any:
+        """The modules of AgentFlow are models: without another one, the policy as it is."""
+        agent, roles = options.get("agent", {}), options.get("roles", {})
+        if not (isinstance(agent, dict) and isinstance(roles, dict)):
+            return options
+        is_flow = agent.get("name", "agentflow") == "agentflow"
+        return options | {"roles": BY_THE_POLICY | roles} if is_flow else options
 
     @model_validator(mode="after")
     def _validate(self) -> Config:

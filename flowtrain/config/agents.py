@@ -38,35 +38,35 @@ class Agent(Section):
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "xml", "json"] = "auto"
     """name = "tools" or "gateway": how the policy writes calls (docs/agents/tools.md); auto: as its
     chat template does, or xml where the template takes no tools"""
-    prompt: Literal["compact", "full"] = "compact"
-    """compact: under 100 tokens, for the tiny planner; full: instructions, tool metadata and all
-    four fields, through the chat template; with name = "single" compact is a plain text, and full
-    the chat template around the question; name = "tools" needs full"""
+    prompt: Literal["compact", "full"] = "full"
+    """full: instructions, tool metadata and all four fields, through the chat template; compact:
+    under 100 tokens, for the tiny planner; with name = "single" full is the chat template around
+    the question, and compact a plain text; name = "tools" needs full"""
     prompt_order: Literal["shared", "paper"] = "shared"
     """prompt = "full": shared puts the memory last, so that turns share all that stands before it
     and cost less; paper: AgentFlow's order"""
     environment: str = ""
     """name = "tools": FILE.py:NAME or PACKAGE.MODULE:NAME of a callable that makes the environment
     of a rollout from its task, with tools and a user of its own (docs/agents/environments.md)"""
-    tools: tuple[str, ...] = ("Search", "Python_Coder", "Base_Generator")
+    tools: tuple[str, ...] = ("Base_Generator", "Python_Coder", "Wikipedia_Search")
     """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
-    environment; also Web_Search, Wikipedia_Search, Web_Reader, FILE.py:NAME of a function or class
-    of yours, those of installed packages (docs/tools.md), and of [mcp.NAME] "NAME.tool", or
-    "NAME.*" for all"""
+    environment; also Web_Search, Web_Reader, Search, FILE.py:NAME of a function or class of yours,
+    those of installed packages (docs/tools.md), and of [mcp.NAME] "NAME.tool", or "NAME.*" for
+    all"""
     tool_engines: dict[str, str] = Field(default_factory=dict)
     """models inside single tools, instead of roles.tools: names in [engines], by tool:
     {Python_Coder = "coder"}"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
-    eval_max_turns: PositiveInt = 3
+    eval_max_turns: PositiveInt = 10
     """turns per rollout in evaluation (AgentFlow: 10)"""
     rollout_timeout_s: PositiveFloat = 500.0
     """seconds after which no further turn starts (AgentFlow: 500)"""
     num_passages: PositiveInt = 1
     """passages that the tool Search returns; more than one make sense with a refiner"""
-    tool_timeout_s: PositiveFloat = 2.0
-    """seconds per tool command; of Python_Coder it bounds the model's reply and code_timeout_s, not
-    the wait for a process and a core"""
+    tool_timeout_s: PositiveFloat = 120.0
+    """seconds per tool command (AgentFlow: 120); of Python_Coder it bounds the model's reply and
+    code_timeout_s, not the wait for a process and a core"""
     sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
     """confinement of the code of Python_Coder, and of answers that a checker runs (docs/tools.md);
     auto: seccomp, or for packages bubblewrap"""
@@ -84,7 +84,7 @@ class Agent(Section):
     python_session: bool = False
     """keep the variables of Python_Coder from turn to turn of a rollout (docs/tools.md); needs that
     no model is inside the tool"""
-    max_result_chars: PositiveInt = 400
+    max_result_chars: PositiveInt = 8000
     """characters of a tool result that memory, or the conversation, keeps"""
     memory_tokens: int = Field(0, ge=0)
     """tokens of memory in a prompt; beyond them results lose their middle, the oldest first,
@@ -100,13 +100,13 @@ class Agent(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_its_name(cls, options: Any) -> Any:
-        if not isinstance(options, dict) or options.get("name", "agentflow") == "agentflow":
+        name = options.get("name", "agentflow") if isinstance(options, dict) else "agentflow"
+        if name == "agentflow":
             return options
-        if options["name"] == "tools":
-            has_own = {"tools": ()} if options.get("environment") else {}
-            return {"prompt": "full"} | has_own | options
-        defaults: dict[str, Any] = {"tools": (), "prompt": "full"}
-        if options["name"] == "single":
+        if name == "tools" and not options.get("environment"):
+            return {"tools": ("Python_Coder", "Wikipedia_Search")} | options
+        defaults: dict[str, Any] = {"tools": ()}
+        if name == "single":
             defaults |= {"max_turns": 1, "eval_max_turns": 1}
         return defaults | options
 
@@ -194,6 +194,10 @@ class Chat(Section):
     """price of a million prompt tokens, for the cost meter"""
     price_out: float = Field(0.0, ge=0)
     """price of a million reply tokens, for the cost meter"""
+
+
+BY_THE_POLICY = dict.fromkeys(("executor", "verifier", "generator", "tools"), "policy")
+"""The roles of agent.name = "agentflow" that the config does not set."""
 
 
 class Roles(Section):

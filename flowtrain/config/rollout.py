@@ -33,9 +33,9 @@ class Rollout(Section):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     """a token's logit loses this for each time that the response has it already (AgentFlow's code:
     1.2); the trained policy knows no penalty, so it needs train.rescore"""
-    max_new_tokens: PositiveInt = 48
+    max_new_tokens: PositiveInt = 2048
     """tokens per planner response (AgentFlow: 2048)"""
-    request_timeout_s: PositiveFloat = 60.0
+    request_timeout_s: PositiveFloat = 500.0
     """seconds per planner response"""
     max_batch_size: PositiveInt = 256
     """responses that the torch engine samples at a time"""

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.agents.base import Agent, AgentContext
-from flowtrain.agents.build import make_policy
+from flowtrain.agents.build import check_room, make_policy
 from flowtrain.agents.registry import AgentKind, load_kind
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
@@ -180,7 +180,8 @@ class RunComponents:
             gym.start()
         agent_kind = load_kind(config)
         algorithm.check_agent(agent_kind)
-        for policy in policies.values():
+        for name, policy in policies.items():
+            check_room(config, name, policy.max_positions)
             pass_to_template(policy.tokenizer, config.model.chat_template_kwargs)
         with ExitStack() as cleanup:  # frees what has started when a later part cannot
             planner_tokenizer = policies["planner"].tokenizer

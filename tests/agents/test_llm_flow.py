@@ -18,6 +18,7 @@ import pytest
 from char_tokenizer import CharTokenizer
 from chat_servers import ChatServer, chat_server
 from starlette.responses import JSONResponse, Response
+from toy_options import toy
 
 from flowtrain.agents.build import MODULES, make_flow
 from flowtrain.agents.collect import collect
@@ -28,7 +29,6 @@ from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.config import Config
 from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.rewards import score
@@ -143,7 +143,7 @@ def llm_flow(
             "max_retries": 1,
             **chat,
         }
-        config = Config.model_validate(
+        config = toy(
             {
                 "engines": {"local": options},
                 "roles": dict.fromkeys(MODULES, "local"),
@@ -531,9 +531,7 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
 
 
 def test_a_role_whose_engine_nobody_started_is_our_mistake() -> None:
-    config = Config.model_validate(
-        {"roles": {"verifier": "local"}, "engines": {"local": {"model": "m"}}}
-    )
+    config = toy({"roles": {"verifier": "local"}, "engines": {"local": {"model": "m"}}})
     with pytest.raises(AssertionError, match="verifier"):
         make_flow(config, None, {}, 1)  # type: ignore[arg-type]
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from char_tokenizer import CharTokenizer, Says
+from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_policy, make_prompt
 from flowtrain.agents.expert import ScriptedPlanner, next_step
@@ -15,7 +16,6 @@ from flowtrain.agents.planner import PolicyPlanner, parse_action
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough, facts_enough, gameof24_enough
-from flowtrain.config import Config
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import FinishReason, PlanStep, Task, UserError, Verdict
@@ -283,21 +283,21 @@ TASKS = TaskSet(
 
 
 def test_the_toolset_is_what_the_config_names() -> None:
-    config = Config.model_validate({"agent": {"tools": ["Base_Generator", "Search"]}})
+    config = toy({"agent": {"tools": ["Base_Generator", "Search"]}})
     assert list(make_tools(config, TASKS)) == ["Base_Generator", "Search"]
 
 
 def test_the_full_prompt_needs_a_chat_template() -> None:
-    config, plain = Config.model_validate({"agent": {"prompt": "full"}}), CharTokenizer()
+    config, plain = toy({"agent": {"prompt": "full"}}), CharTokenizer()
     plain.chat_template = None
     with pytest.raises(UserError, match=r"model\.path='tiny' has no chat template"):
         make_prompt(config, {}, plain)
-    assert isinstance(make_prompt(Config(), {}, plain), CompactPrompt)
+    assert isinstance(make_prompt(toy(), {}, plain), CompactPrompt)
     assert isinstance(make_prompt(config, {}, CharTokenizer()), FullPrompt)
 
 
 def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
-    config = Config.model_validate({"rollout": {"max_new_tokens": 100}})
+    config = toy({"rollout": {"max_new_tokens": 100}})
     with pytest.raises(
         UserError, match=r"rollout\.max_new_tokens=100 must be below the model's 100 positions"
     ):
@@ -317,6 +317,6 @@ def test_each_family_of_tasks_has_its_rules(name: str, rule: object, extract: ob
         "tasks": {"name": name, "path": "x.jsonl" if name == "file" else ""},
         "agent": {"rollout_timeout_s": 7.0},
     }
-    flow = make_flow(Config.model_validate(values), expert(0.0), {}, max_turns=9)
+    flow = make_flow(toy(values), expert(0.0), {}, max_turns=9)
     assert flow.verifier == RuleVerifier(rule) and flow.generator == RuleGenerator(extract)  # type: ignore[arg-type]
     assert (flow.limits.max_turns, flow.limits.timeout_s) == (9, 7.0)

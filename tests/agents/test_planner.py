@@ -11,13 +11,13 @@ import pytest
 from char_tokenizer import ChatChars, Says
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from toy_options import toy
 
 from flowtrain.agents.build import make_planner, make_policy
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, PolicyPlanner, match_tool, parse_action
 from flowtrain.agents.policy import Policy, PromptTooLong
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
-from flowtrain.config import Config
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.search import Search
 from flowtrain.types import Action, PlanStep, Sampling, Task, VersionSpan
@@ -384,7 +384,7 @@ def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
 
 
 def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
-    engine, config = Says(""), Config.model_validate({"rollout": {"top_k": 20, "top_p": 0.8}})
+    engine, config = Says(""), toy({"rollout": {"top_k": 20, "top_p": 0.8}})
     asyncio.run(
         make_planner(config, make_policy(config, "planner", engine, ChatChars(), 0.7), {}).plan(  # type: ignore[arg-type]
             TASK, Memory(), 0, 0, 5.0
@@ -401,7 +401,7 @@ def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
 
 def test_top_p_alone_is_bounded_by_its_cap() -> None:
     rollout = {"top_p": 0.99, "top_p_cap": 64, "frequency_penalty": 1.2}
-    config = Config.model_validate({"rollout": rollout, "train": {"rescore": True}})
+    config = toy({"rollout": rollout, "train": {"rescore": True}})
     planner = make_policy(config, "planner", Says(""), ChatChars())  # type: ignore[arg-type]
     assert (planner.top_k, planner.top_p, planner.frequency_penalty) == (64, 0.99, 1.2)
     verifier = make_policy(config, "verifier", Says(""), ChatChars())  # type: ignore[arg-type]

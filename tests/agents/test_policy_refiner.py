@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 from char_tokenizer import CharTokenizer, Says
+from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_policy, make_refiner
 from flowtrain.agents.executor import LLMExecutor, RuleExecutor
@@ -21,7 +22,6 @@ from flowtrain.agents.policy import ResponsePrefix
 from flowtrain.agents.refiner import Evidence, Finding, LLMRefiner, PolicyRefiner, Refiner
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import ToolCard
 from flowtrain.types import (
@@ -36,9 +36,7 @@ from flowtrain.types import (
     VersionSpan,
 )
 
-OWN = Config.model_validate(
-    {"roles": {"refiner": "own"}, "policies": {"refiner": {"max_new_tokens": 40}}}
-)
+OWN = toy({"roles": {"refiner": "own"}, "policies": {"refiner": {"max_new_tokens": 40}}})
 KNOWN = Memory((MemoryEntry("Search", "area of Chad", "c", "The area of Chad is 1284."),))
 PASSAGES = "The area of Mali is 1240.\nThe capital of Mali is Bamako."
 FINDING = Finding("How large are both?", KNOWN, "area of Mali", PASSAGES)
@@ -47,7 +45,7 @@ TASK = Task("t", "How large are both?", ("x",))
 
 
 def refiner(engine: Says, tokenizer: CharTokenizer | None = None, **agent: object) -> PolicyRefiner:
-    config = Config.model_validate(OWN.model_dump() | {"agent": {"tools": ["Search"], **agent}})
+    config = toy(OWN.model_dump() | {"agent": {"tools": ["Search"], **agent}})
     policy = make_policy(config, "refiner", engine, tokenizer or CharTokenizer())  # type: ignore[arg-type]
     return make_refiner(config, policy)
 

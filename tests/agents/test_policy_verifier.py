@@ -10,6 +10,7 @@ import pytest
 from char_tokenizer import CharTokenizer, ChatChars, Says
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_policy, make_verifier
 from flowtrain.agents.executor import RuleExecutor
@@ -43,7 +44,7 @@ PLAN = (
     PlanStep("1284 + 1240", "Python_Coder"),
 )
 TASK = Task("t", "What is the area of Chad plus the area of Mali?", ("2524",), plan=PLAN)
-OWN = Config.model_validate({"roles": {"verifier": "own"}})
+OWN = toy({"roles": {"verifier": "own"}})
 MASK = SamplingMask.of([(1, 2)])
 
 
@@ -121,7 +122,7 @@ def test_any_text_has_a_verdict_only_in_its_last_line(text: str) -> None:
 
 
 def test_it_is_told_how_to_sample() -> None:
-    config = Config.model_validate(
+    config = toy(
         {
             "roles": {"verifier": "own"},
             "policies": {"verifier": {"temperature": 0.5, "max_new_tokens": 9}},
@@ -169,7 +170,7 @@ def test_a_reply_as_long_as_the_model_is_refused() -> None:
 
 
 def test_full_verdict_prompt_needs_chat_template() -> None:
-    full = Config.model_validate(
+    full = toy(
         {
             "roles": {"verifier": "own"},
             "agent": {"prompt": "full"},

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from char_tokenizer import CharTokenizer
+from toy_options import toy
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
@@ -96,7 +97,7 @@ class Agent(SessionAgent):
 def make(
     program: Program, engine: Engine, tool: Tool | None = None, **agent: object
 ) -> SessionAgent:
-    config = Config.model_validate({"agent": {"name": "x.py:X", **agent}})
+    config = toy({"agent": {"name": "x.py:X", **agent}})
     policy = make_policy(config, "planner", engine, CharTokenizer())  # type: ignore[arg-type]
     tools = {} if tool is None else {"Shout": tool}
     made = Agent(AgentContext(config, {"planner": policy}, tools, {}, config.agent.max_turns))
@@ -367,7 +368,7 @@ def mine(tmp_path: Path) -> str:
 
 
 def config(name: str, **sections: object) -> Config:
-    return Config.model_validate({"agent": {"name": name}, **sections})
+    return toy({"agent": {"name": name}, **sections})
 
 
 def test_an_agent_of_ones_own_file_makes_rollouts(mine: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from char_tokenizer import ChatChars
+from toy_options import toy
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
@@ -58,7 +59,7 @@ class Speaker:
 
 
 def config(**agent: object) -> Config:
-    return Config.model_validate({"agent": {"name": "single", **agent}})
+    return toy({"agent": {"name": "single", **agent}})
 
 
 def agent(engine: Speaker, temperature: float | None = None, **options: object) -> SingleTurn:
@@ -198,14 +199,14 @@ def test_options_that_do_not_fit_are_refused(
     options: dict[str, object], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ValueError) as refusal:
-        Config.model_validate(options)
+        toy(options)
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 def test_one_turn_has_neither_tools_nor_further_turns() -> None:
     chosen = config()
     assert (chosen.agent.tools, chosen.agent.max_turns, chosen.agent.prompt) == ((), 1, "full")
-    assert Config.model_validate(chosen.model_dump()) == chosen
+    assert toy(chosen.model_dump()) == chosen
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:

@@ -13,6 +13,7 @@ import pytest
 from chat_templates import TEMPLATES, styled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_options import toy
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.base import Agent, AgentContext
@@ -29,7 +30,6 @@ from flowtrain.agents.teacher import (
     is_readable,
     taught,
 )
-from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.tools.base import Parameter, ToolCard
 from flowtrain.types import Call, Task, ToolResult, Trajectory, Turn, UserError, Verdict
@@ -70,7 +70,7 @@ def student(
     teacher: Teacher, tokenizer: PreTrainedTokenizerFast, **sections: dict[str, Any]
 ) -> Agent:
     """An agent with a teacher in the place of its trained policy; nobody samples."""
-    config = Config.model_validate({**OPTIONS, **sections})
+    config = toy({**OPTIONS, **sections})
     engine = NoEngine(4000)
     policies = {
         name: make_policy(config, name, engine, tokenizer)  # type: ignore[arg-type]
@@ -311,6 +311,6 @@ def test_a_single_response_follows_the_students_prompt(prompt: str, written: str
 
 
 def test_agents_of_others_are_refused() -> None:
-    config = Config.model_validate({**OPTIONS, "agent": {"name": "x.py:Mine"}})
+    config = toy({**OPTIONS, "agent": {"name": "x.py:Mine"}})
     with pytest.raises(UserError, match=r"rft.expert='gpt' plays .* it is 'x.py:Mine'"):
         taught(object(), Teacher(""), config, {}, 0)  # type: ignore[arg-type]

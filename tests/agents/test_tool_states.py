@@ -15,6 +15,7 @@ from char_tokenizer import CharTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_session import Engine
+from toy_options import toy
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
@@ -31,7 +32,6 @@ from flowtrain.agents.tool_states import tool_sessions
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.algorithms.appo import appo
 from flowtrain.algorithms.registry import load_algorithm
-from flowtrain.config import Config
 from flowtrain.rewards import score
 from flowtrain.tools import StatefulTool, Tool, ToolCard, ToolContext, python_coder
 from flowtrain.types import (
@@ -100,7 +100,7 @@ def coder(**options: object) -> python_coder.SessionCoder:
     if sys.platform != "linux":
         pytest.skip("seccomp is Linux's")
     agent = {"python_session": True, "tool_timeout_s": 5.0, "max_result_chars": 400, **options}
-    tool = python_coder.make(ToolContext(Config.model_validate({"agent": agent})))
+    tool = python_coder.make(ToolContext(toy({"agent": agent})))
     assert isinstance(tool, python_coder.SessionCoder)
     return tool
 
@@ -118,7 +118,7 @@ def agent(program: Program, tools: Mapping[str, Any]) -> SessionAgent:
         async def answer(self, session: Session) -> str:
             return await program(session)
 
-    config = Config.model_validate({"agent": {"name": "tools", "tools": tuple(tools)}})
+    config = toy({"agent": {"name": "tools", "tools": tuple(tools)}})
     policy = make_policy(config, "planner", Engine(), CharTokenizer())  # type: ignore[arg-type]
     return Agent(AgentContext(config, {"planner": policy}, tools, {}, 4))
 
@@ -235,7 +235,7 @@ def test_appo_refuses_a_state_that_cannot_be_rewound_and_says_what_it_needs() ->
         close = Notes.close
 
     values = {"algorithm": {"name": "appo"}, "rollout": {"group_size": 8}}
-    algorithm = load_algorithm(Config.model_validate(values))
+    algorithm = load_algorithm(toy(values))
     algorithm.check_inputs(SimpleNamespace(), {"Notes": Notes()})  # type: ignore[arg-type]
     words = "'Notes' of agent.tools has a state and cannot be rewound: it would need open_session"
     with pytest.raises(UserError, match=words):

@@ -82,7 +82,8 @@ def test_without_arguments_every_option_has_its_default() -> None:
         8,
         0.001,
     ), "AgentFlow's numbers"
-    assert config.agent.tools == ("Search", "Python_Coder", "Base_Generator")
+    assert config.agent.tools == ("Base_Generator", "Python_Coder", "Wikipedia_Search")
+    assert (config.agent.prompt, config.rollout.max_new_tokens) == ("full", 2048)
     assert (config.run.resume, config.model.path) == ("never", "tiny")
 
 
@@ -308,7 +309,10 @@ def test_a_bad_value_is_named_with_its_key(
             ["--vllm.tensor_parallel_size", "2"],
             ["vllm.tensor_parallel_size=2 needs rollout.engine='vllm'", "'torch'"],
         ),
-        (["--agent.memory_fields", '["time"]'], ["agent.memory_fields=['time']", "agent.prompt"]),
+        (
+            ["--agent.memory_fields", '["time"]', "--agent.prompt=compact"],
+            ["agent.memory_fields=['time']", "agent.prompt"],
+        ),
         (["--rollout.frequency_penalty=1.2"], ["rollout.frequency_penalty=1.2", "train.rescore"]),
         (
             ["--rollout.frequency_penalty=1", "--train.rescore=true", "--algorithm.name=appo"],
@@ -451,7 +455,7 @@ def test_help_all_lists_every_option_with_type_default_and_meaning() -> None:
     assert shown["train.lr"] == "  --train.lr FLOAT = 1e-06"
     assert (
         shown["agent.tools"]
-        == '  --agent.tools LIST = ["Search", "Python_Coder", "Base_Generator"]'
+        == '  --agent.tools LIST = ["Base_Generator", "Python_Coder", "Wikipedia_Search"]'
     )
     assert shown["algorithm.mode"] == '  --algorithm.mode paper|released = "paper"'
     assert shown["algorithm.dual_clip"] == "  --algorithm.dual_clip FLOAT = unset"
@@ -683,7 +687,10 @@ def test_appo_has_its_clips() -> None:
     [
         (("--appo.num_roots", "8"), "appo.num_roots=8 must be below rollout.group_size=8"),
         (
-            ("--appo.num_roots", "1", "--appo.spacing", "40", "--rollout.group_size", "9"),
+            (
+                *("--appo.num_roots", "1", "--appo.spacing", "40", "--rollout.group_size", "9"),
+                *("--rollout.max_new_tokens", "48"),
+            ),
             "appo.num_roots=1 roots hold at most 6 places 40",
         ),
         (("--appo.future_low", "2"), "appo.future_low=2.0 must be at most appo.future_high=1.2"),
@@ -706,7 +713,7 @@ def test_sampling_of_a_policy_falls_back_to_the_rollout_section() -> None:
         "--roles.verifier", "own", "--policies.verifier.path", "v", "--rollout.temperature", "0.7"
     )
     assert config.policy_names == ("planner", "verifier")
-    assert config.sampling_of("planner") == config.sampling_of("verifier") == (48, 0.7)
+    assert config.sampling_of("planner") == config.sampling_of("verifier") == (2048, 0.7)
     own = parsed(
         "--roles.verifier",
         "own",
@@ -715,7 +722,7 @@ def test_sampling_of_a_policy_falls_back_to_the_rollout_section() -> None:
         "--policies.verifier.max_new_tokens",
         "9",
     )
-    assert (own.sampling_of("planner"), own.sampling_of("verifier")) == ((48, 1.0), (9, 0.5))
+    assert (own.sampling_of("planner"), own.sampling_of("verifier")) == ((2048, 1.0), (9, 0.5))
 
 
 def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
@@ -745,7 +752,7 @@ def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
     [
         (
             ("--train.policy", "verifier"),
-            "train.policy='verifier' needs roles.verifier='own', which is 'rules'",
+            "train.policy='verifier' needs roles.verifier='own', which is 'policy'",
         ),
         (
             ("--train.policy", "judge"),

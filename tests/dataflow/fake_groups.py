@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from toy_options import toy
+
 from flowtrain.config import Config
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register
@@ -97,9 +99,7 @@ def options(both: bool = False, **dataflow: Any) -> Config:
     """`both`: the verifier is a policy, too."""
     own = {"roles": {"verifier": "own"}} if both else {}
     rollout = {"group_size": 2, "num_questions": 4}
-    return Config.model_validate(
-        {"rollout": rollout, "train": {"num_minibatches": 1}, "dataflow": dataflow, **own}
-    )
+    return toy({"rollout": rollout, "train": {"num_minibatches": 1}, "dataflow": dataflow, **own})
 
 
 def ledger(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engines_under_way import loud_model
+from toy_options import toy
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.build import make_flow
@@ -66,7 +67,7 @@ def policy(folder: str, tokenizer: PreTrainedTokenizerFast) -> Iterator[TorchEng
 
 
 def config(roles: dict[str, str], engines: dict[str, Any] | None = None, **sections: Any) -> Config:
-    return Config.model_validate({"roles": roles, "engines": engines or {}, **sections})
+    return toy({"roles": roles, "engines": engines or {}, **sections})
 
 
 def start(config: Config, tokenizer: PreTrainedTokenizerFast) -> ChatEngines:
@@ -250,7 +251,7 @@ class Sleeper:
 
 
 def test_frozen_models_sleep_and_the_policy_is_left_to_its_owner() -> None:
-    options = Config.model_validate({"engines": {"a": {"kind": "openai", "model": "m"}}}).engines
+    options = toy({"engines": {"a": {"kind": "openai", "model": "m"}}}).engines
     sleepers: Any = {name: Sleeper() for name in ("frozen", "policy")}
     chats: Any = {
         name: TokenChat(name, options["a"], None, engine)  # type: ignore[arg-type]

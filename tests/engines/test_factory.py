@@ -14,9 +14,10 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
+from toy_options import toy
 from transformers import AutoModelForCausalLM
 
-from flowtrain.config import Chat, Config, Lora, Vllm
+from flowtrain.config import Chat, Lora, Vllm
 from flowtrain.engines import factory
 from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import NoEngine
@@ -37,7 +38,7 @@ GREEDY = Sampling(6, temperature=0.0, ignore_end=True)
 @pytest.fixture
 def components(tiny_path: str, tmp_path: Path) -> Iterator[RunComponents]:
     """Components of a run whose two policies start from one warm model."""
-    config = Config.model_validate(
+    config = toy(
         {
             "run": {"dir": str(tmp_path / "run"), "device": "cpu", "threads": 1},
             "roles": {"verifier": "own"},
@@ -108,7 +109,7 @@ def test_a_policy_without_a_store_has_the_weights_at_its_path(
 def test_each_policy_has_its_own_temperature(components: RunComponents) -> None:
     values = components.config.model_dump()
     values["policies"]["verifier"]["temperature"] = 0.5
-    flow = dataclasses.replace(components, config=Config.model_validate(values)).make_agent(
+    flow = dataclasses.replace(components, config=toy(values)).make_agent(
         components.make_no_engines(), 3
     )
     assert (flow.planner.policy.temperature, flow.verifier.policy.temperature) == (1.0, 0.5)  # type: ignore[attr-defined]
@@ -122,7 +123,7 @@ def test_vllm_gets_the_location_of_the_store(
     made: list[Any] = []
     monkeypatch.setattr(factory, "VllmEngine", lambda model, *rest: made.append(model))
     policy = ModelSpec.load("model.path", tiny_path)
-    config = Config.model_validate({"rollout": {"engine": "vllm"}})
+    config = toy({"rollout": {"engine": "vllm"}})
     for store in (
         None,
         WeightStore(tmp_path / "store"),
@@ -161,7 +162,7 @@ def test_policies_of_one_model_share_a_vllm(
     values["rollout"]["engine"] = "vllm"
     stores = {"planner": WeightStore(tmp_path / "store")}
     for lora in ({}, {"rank": 4}, {"rank": 4, "alpha": 8, "sync": "adapter"}):
-        config = Config.model_validate({**values, "lora": lora})
+        config = toy({**values, "lora": lora})
         dataclasses.replace(components, config=config).make_policy_engines(stores)
     (model,) = shared
     assert len(alone) == 4 and not any(each.adapters for each in alone)
@@ -191,7 +192,7 @@ def test_vllm_gets_a_saved_adapter_as_a_whole_model(
     tokenizer = models.load_tokenizer(tiny_path)
     models.export_shape(network, tokenizer, tmp_path / "saved", torch.float32)
     save_file(weights, tmp_path / "saved" / WEIGHTS)
-    config = Config.model_validate({"rollout": {"engine": "vllm"}})
+    config = toy({"rollout": {"engine": "vllm"}})
     make_engine(config, ModelSpec.load("model.path", str(tmp_path / "saved")), CPU)
     name = "model.layers.0.mlp.up_proj.weight"
     merged = made[0].source.get_parameter(name)  # type: ignore[union-attr]
@@ -212,7 +213,7 @@ def test_what_cannot_be_cut_for_several_devices_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(factory, "VllmEngine", lambda *rest: None)
     options = {"rollout": {"engine": "vllm"}, "vllm": {"tensor_parallel_size": size}}
-    config, policy = Config.model_validate(options), ModelSpec.load("model.path", tiny_path)
+    config, policy = toy(options), ModelSpec.load("model.path", tiny_path)
     policy.shape.intermediate_size = 96
     with pytest.raises(UserError, match=rf"vllm\.tensor_parallel_size={size} {message}"):
         make_engine(config, policy, torch.device(device))
@@ -227,7 +228,7 @@ def test_an_exact_policy_has_a_batch_invariant_vllm(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     options = {"rollout": {"engine": "vllm"}, "train": {"exact": True}}
-    config, policy = Config.model_validate(options), ModelSpec.load("model.path", tiny_path)
+    config, policy = toy(options), ModelSpec.load("model.path", tiny_path)
     store = WeightStore(tmp_path)
     make_engine(config, policy, torch.device("cuda:0"), store)
     assert made[0].environment["VLLM_BATCH_INVARIANT"] == "1"
@@ -254,12 +255,10 @@ def test_vllm_takes_at_most_the_positions_of_the_model(
     monkeypatch.setattr(factory, "VllmEngine", lambda model, *rest: made.append(model))
     model = ModelSpec.load("the.key", tiny_path)
     for length in (0, 40, 64):
-        config = Config.model_validate(
-            {"rollout": {"engine": "vllm"}, "vllm": {"max_model_len": length}}
-        )
+        config = toy({"rollout": {"engine": "vllm"}, "vllm": {"max_model_len": length}})
         make_engine(config, model, CPU, chat=chat)
     assert [each.max_tokens for each in made] == [64, 40, 64]
-    config = Config.model_validate({"rollout": {"engine": "vllm"}, "vllm": {"max_model_len": 65}})
+    config = toy({"rollout": {"engine": "vllm"}, "vllm": {"max_model_len": 65}})
     message = r"vllm\.max_model_len=65 must be at most the 64 positions of the\.key='.*'"
     with pytest.raises(UserError, match=message):
         make_engine(config, model, CPU, chat=chat)
@@ -271,7 +270,7 @@ def test_a_chat_model_has_its_own_engine_and_capacity(
     made: list[Vllm] = []
     monkeypatch.setattr(factory, "VllmEngine", lambda model, tokenizer, opts: made.append(opts))
     model = ModelSpec.load("the.key", tiny_path)
-    config = Config.model_validate({"rollout": {"engine": "torch", "max_batch_size": 3}})
+    config = toy({"rollout": {"engine": "torch", "max_batch_size": 3}})
     make_engine(config, model, CPU, chat=Chat(kind="vllm", max_concurrency=5))
     assert made[0].max_num_seqs == 5
     for chat, capacity in ((None, 3), (Chat(kind="torch", max_concurrency=7), 7)):

@@ -18,6 +18,7 @@ import torch
 from chat_servers import ChatServer, Gate, chat_server
 from cli_runs import Server, read, timeless
 from starlette.responses import JSONResponse
+from toy_options import FLOW
 
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
@@ -108,6 +109,7 @@ def words(data: Path, endpoint: ChatServer) -> tuple[str, ...]:
     return (
         *("--benchmarks", "bamboogle,hotpotqa", "--trials", str(NUM_TRIALS), "--data", str(data)),
         *("--planner", "gpt", "--engines.gpt.model", "scripted"),
+        *FLOW,
         *("--engines.gpt.base_url", endpoint.base_url, "--engines.gpt.api_key_env", ""),
         *("--engines.gpt.price_in", "2", "--engines.gpt.price_out", "10"),
         *("--engines.gpt.max_retries", "0", "--roles.generator", "gpt"),

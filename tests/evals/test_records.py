@@ -148,12 +148,12 @@ def test_the_same_config_is_the_same_and_folders_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("agent.prompt", "full", 'agent.prompt was "compact", is "full"'),
+        ("agent.prompt", "compact", 'agent.prompt was "full", is "compact"'),
         ("model.path", "other", 'model.path was "tiny", is "other"'),
         ("roles.judge", "gpt", 'roles.judge was "none", is "gpt"'),
         ("engines.gpt.model", "x", 'engines.gpt.model was absent, is "x"'),
         ("judge.mode", "judge-only", 'judge.mode was "rules-first", is "judge-only"'),
-        ("rollout.max_new_tokens", "9", "rollout.max_new_tokens was 48, is 9"),
+        ("rollout.max_new_tokens", "9", "rollout.max_new_tokens was 2048, is 9"),
     ],
 )
 def test_what_differs_is_named(option: str, value: str, said: str) -> None:

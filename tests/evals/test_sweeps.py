@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from chat_servers import ChatServer, Gate, chat_server
 from cli_runs import Server, read, timeless
+from toy_options import FLOW
 
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
@@ -81,6 +82,7 @@ def words(sub_goals: dict[str, str], endpoint: ChatServer, tmp_path: Path) -> tu
     return (
         *("--benchmarks", f"nq={path},mine={path}:qa", "--planner", "steady,lost"),
         *("--turns", ",".join(map(str, TURNS)), "--trials", "2"),
+        *FLOW,
         *engines,
         *("--roles.generator", "steady", "--agent.tools", '["Search", "Base_Generator"]'),
         *("--run.threads", "1", "--run.device", "cpu", "--rollout.max_in_flight", "4"),

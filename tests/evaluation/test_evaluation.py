@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toy_options import toy
 
 from flowtrain.agents.build import make_flow
 from flowtrain.agents.expert import ScriptedPlanner
@@ -197,7 +198,7 @@ def test_statistics_are_over_all_ranks() -> None:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return Config.model_validate({"tasks": {"num_train": 50}, "eval": {"num_tasks": 60}})
+    return toy({"tasks": {"num_train": 50}, "eval": {"num_tasks": 60}})
 
 
 @pytest.fixture(scope="module")
@@ -372,7 +373,7 @@ def asked(folder: Path, **options: object) -> tuple[FakeComponents, dict[str, fl
     )
     (folder / "gameof24.json").write_text('[{"query": "24?", "question": [1, 2, 3, 4]}]')
     named = [f"mine={folder / 'mine.jsonl'}:qa", "gameof24"]
-    config = Config.model_validate(
+    config = toy(
         {
             "agent": {"eval_max_turns": 7},
             "tasks": {"benchmarks": str(folder)},

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import uvicorn
 from torch import Tensor
+from toy_options import toy
 
 from flowtrain import toy
 from flowtrain.agents.prompts import CHAT_TEMPLATE
@@ -61,7 +62,7 @@ def make_config(model: str, **sections: dict[str, Any]) -> Config:
         "run": {"device": "cpu", "threads": 1},
         "dataflow": {"lease_s": 60.0, "wait_s": 60.0, "max_staleness": 8},
     }
-    return Config.model_validate(
+    return toy(
         {name: {**small.get(name, {}), **sections.get(name, {})} for name in {**small, **sections}}
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from toy_options import toy
 
-from flowtrain.config import Config
 from flowtrain.rft.experts import asked_policies
 
 OWN = {"roles": {"verifier": "own"}}
@@ -29,5 +29,5 @@ ENGINES = {"engines": {"gpt": {"model": "m"}}}
 def test_a_teacher_needs_no_engine_of_its_student(
     expert: str, options: dict[str, Any], asked: tuple[str, ...]
 ) -> None:
-    config = Config.model_validate({**ENGINES, **options, "rft": {"expert": expert}})
+    config = toy({**ENGINES, **options, "rft": {"expert": expert}})
     assert asked_policies(config) == asked

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from toy_options import toy
 
-from flowtrain.config import Config
 from flowtrain.run.banner import rft_banner, train_banner
 
 
 def parts(**sections: Any) -> tuple[Any, Any]:
     """Components and placement as far as the banner reads them."""
-    config = Config.model_validate({"run": {"dir": "runs/a"}, **sections})
+    config = toy({"run": {"dir": "runs/a"}, **sections})
     world = SimpleNamespace(size=1, device=torch.device("cpu"))
     several = SimpleNamespace(size=8, device=torch.device("cuda"))
     tasks = SimpleNamespace(

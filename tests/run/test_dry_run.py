@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Server
+from toy_options import FLOW
 
 from flowtrain.config.command import run_command
 from flowtrain.run import dry_run
@@ -17,11 +18,12 @@ from flowtrain.types import UserError
 pytest_plugins = ("cli_runs",)
 
 SMALL = (
+    *FLOW,
     *("--run.dry_run", "true", "--run.device", "cpu", "--run.threads", "1"),
     *("--tasks.num_train", "60", "--eval.num_tasks", "5", "--tiny.hidden_size", "24"),
     *("--tiny.num_layers", "2", "--rollout.max_new_tokens", "8", "--train.token_budget", "512"),
 )
-SINGLE = ("--agent.name", "single", "--agent.prompt", "compact")
+SINGLE = ("--agent.name", "single", "--agent.tools", "[]", "--agent.eval_max_turns", "1")
 
 
 @pytest.fixture

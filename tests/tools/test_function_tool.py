@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toy_options import toy
 
 from flowtrain.agents.commands import write_command
 from flowtrain.agents.executor import arguments_of
@@ -201,7 +202,7 @@ def test_a_run_takes_a_tool_of_a_file() -> None:
         "run": {"threads": 1},
     }
     world = World(0, 1, torch.device("cpu"))
-    components = RunComponents.prepare(Config.model_validate(values), world)
+    components = RunComponents.prepare(toy(values), world)
     try:
         assert components.config.agent.tools == asked
         assert tuple(components.tools) == ("Search", "convert")

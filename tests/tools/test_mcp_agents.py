@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from toy_options import toy
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.agents.tool_formats import FORMATS, WrittenCall
-from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World
@@ -59,9 +59,7 @@ class Engine:
 
 
 def test_the_agent_tools_calls_one(tmp_path: Path) -> None:
-    config = Config.model_validate(
-        {**options(tmp_path, "good"), "agent": {"name": "tools", "tools": ["hand.echo"]}}
-    )
+    config = toy({**options(tmp_path, "good"), "agent": {"name": "tools", "tools": ["hand.echo"]}})
     tools = make_tools(config)
     call = FORMATS["hermes"].write([WrittenCall("hand.echo", json.dumps({"query": "Mali"}))])
     wrong = FORMATS["hermes"].write([WrittenCall("hand.echo", json.dumps({"q": 1}))])
@@ -80,7 +78,7 @@ def test_the_agent_tools_calls_one(tmp_path: Path) -> None:
 
 
 def test_a_run_names_every_tool_that_it_uses(tmp_path: Path) -> None:
-    config = Config.model_validate(options(tmp_path, "good"))
+    config = toy(options(tmp_path, "good"))
     components = RunComponents.prepare(config, World(0, 1, torch.device("cpu")))
     try:
         assert tuple(components.tools) == ("Search", "hand.echo")
@@ -93,7 +91,7 @@ def test_a_run_names_every_tool_that_it_uses(tmp_path: Path) -> None:
 def test_a_server_that_may_change_the_world_cannot_be_rewound(tmp_path: Path) -> None:
     for word, is_refused in (("good", True), ("read_only", False)):
         given = {**options(tmp_path, word), "algorithm": {"name": "appo"}}
-        config = Config.model_validate(given)
+        config = toy(given)
         world = World(0, 1, torch.device("cpu"))
         if is_refused:
             with pytest.raises(UserError, match=r"rewinds rollouts; 'hand\.echo'"):
