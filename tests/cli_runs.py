@@ -25,8 +25,7 @@ from ports import free_port
 from safetensors.torch import load_file
 from toy_options import FLOW
 
-SMALL = (
-    *FLOW,
+TINY = (
     *(
         "--tiny.hidden_size",
         "32",
@@ -51,6 +50,8 @@ SMALL = (
     ),
     *("--run.threads", "1", "--run.device", "cpu", "--log.tensorboard", "false"),
 )
+SMALL = (*FLOW, *TINY)
+"""AgentFlow on the tiny model; TINY is for other agents."""
 RFT = (
     "--rft.num_rollouts",
     "300",

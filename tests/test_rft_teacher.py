@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from chat_servers import ChatServer, chat_server, reply
-from cli_runs import KILL, SMALL, Server, read
+from cli_runs import KILL, SMALL, TINY, Server, read
 from starlette.responses import JSONResponse
 
 from flowtrain.config.options import parse
@@ -288,7 +288,7 @@ def test_max_tokens_leaves_out_longer_turns(
 
 
 def test_a_teacher_calls_tools(server: Server, tmp_path: Path) -> None:
-    config = ("--config", Path("configs/tools.toml").resolve(), *TASKS)
+    config = ("--config", Path("configs/tools.toml").resolve(), *TINY)
 
     def calls(body: dict[str, Any]) -> str:
         prompt = body["messages"][0]["content"]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import RFT, SMALL, Server, read
+from cli_runs import RFT, SMALL, TINY, Server, read
 
 pytest_plugins = ("cli_runs",)
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ("--config", ROOT / "configs" / "tools.toml", *SMALL)
+TOOLS = ("--config", ROOT / "configs" / "tools.toml", *TINY)
 GATEWAY = (
-    *("--config", ROOT / "configs" / "gateway.toml", *SMALL),
+    *("--config", ROOT / "configs" / "gateway.toml", *TINY),
     *("--tasks.name", "facts", "--tasks.path", ""),
     *("--gateway.function", "examples/gateway/plain.py:solve"),
 )
@@ -38,8 +38,9 @@ def caller(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def agent_words(words: tuple[str, ...]) -> tuple[str, ...]:
     """Options of a run whose agent has no tools of AgentFlow's."""
-    at = words.index("--agent.tools")
-    return (*words[:at], *words[at + 2 :], *TWO_STEPS)
+    own = words[len(SMALL) :]
+    at = own.index("--agent.tools")
+    return (*TINY, *own[:at], *own[at + 2 :], *TWO_STEPS)
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import toy_options
 import uvicorn
 from torch import Tensor
-from toy_options import toy
 
 from flowtrain import toy
 from flowtrain.agents.prompts import CHAT_TEMPLATE
@@ -62,7 +62,7 @@ def make_config(model: str, **sections: dict[str, Any]) -> Config:
         "run": {"device": "cpu", "threads": 1},
         "dataflow": {"lease_s": 60.0, "wait_s": 60.0, "max_staleness": 8},
     }
-    return toy(
+    return toy_options.toy(
         {name: {**small.get(name, {}), **sections.get(name, {})} for name in {**small, **sections}}
     )
 
