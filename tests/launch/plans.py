@@ -12,7 +12,8 @@ CONFIG = """
 run = {device = "cpu", threads = 1}
 tiny = {hidden_size = 32, num_layers = 1, num_heads = 2}
 tasks = {num_train = 40}
-agent = {max_turns = 2, tools = ["Search", "Base_Generator"]}
+agent = {prompt = "compact", max_turns = 2, tools = ["Search", "Base_Generator"]}
+roles = {executor = "rules", verifier = "rules", generator = "rules", tools = "none"}
 rollout = {num_questions = 2, group_size = 2, max_new_tokens = 8}
 train = {num_steps = 2}
 eval = {num_tasks = 2}

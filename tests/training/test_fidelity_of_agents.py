@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_options
 from flowkernels import LossSpec
 from gradients import TOLERANCE, Plain, distance, gradient_of
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,6 @@ from flowtrain.agents.collect import collect
 from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.agents.registry import load_kind
 from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.config import Config
 from flowtrain.tools.search import Search
 from flowtrain.training import model as models
 from flowtrain.training.trainer import Trainer
@@ -136,7 +136,7 @@ def roll_out(
         sections["roles"] = {"verifier": "own", "refiner": "own"}
     if options["name"] == "gateway":
         sections["gateway"] = {"function": f"{PROGRAM}:solve"}
-    config = Config.model_validate(sections)
+    config = toy_options.toy(sections)
     tokenizer = models.load_tokenizer(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
     engines = {
