@@ -76,4 +76,5 @@ STUDIES: Mapping[str, Study] = {
 }
 """appo: APPO and its rivals on the quickstart's questions. branching: the same on questions of 4
 and 5 turns, with random places as a control. lora: an adapter against all weights, on the
-quickstart's questions. infoflow: on those of 4 and 5 turns. relatives: GRPO's, on the quickstart's questions."""
+quickstart's questions. infoflow: on those of 4 and 5 turns. relatives: GRPO's, on the quickstart's.
+"""
