@@ -59,9 +59,7 @@ _ROUNDED = 0.03
 """How far a measure in parentheses may be from the one before them."""
 _SYNONYMS = {
     **dict.fromkeys(("usa", "united states", "united states of america"), "us"),
-    **dict.fromkeys(
-        ("united kingdom", "united kingdom of great britain and northern ireland"), "uk"
-    ),
+    "united kingdom": "uk",
 }
 
 
