@@ -164,7 +164,7 @@ def _sentences(text: str, choices: Sequence[str], options: list[set[int]]) -> It
             flags=re.IGNORECASE,
         )
     text = _LABEL.sub(r"\1 ", _NAMED.sub(named, _PLACE.sub(placed, text)))
-    for sentence in re.split(r"(?<=[.!?\u2026])\s+|\n", text):
+    for sentence in re.split(r"(?<=[.!?\u2026])\s+|\n(?![a-z][^)])", text):
         if stripped := re.sub(r"^(?:[>#*\u2022-]+\s+)+", "", sentence.strip("\"' \n")):
             yield stripped
 

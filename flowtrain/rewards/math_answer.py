@@ -88,9 +88,12 @@ def readings(answer: str) -> list[str]:
     text = tidy(answer)
     if not text or len(text) > MAX_LENGTH:
         return []
-    last = re.split(r"(?<=[.!?])\s+", text)[-1]
-    lead = _LEAD.match(last)
-    return [text, last[lead.end() :].strip()] if lead else [text]
+    found = [text]
+    for part in (text, tidy(re.split(r"\n(?![a-z])", answer.strip())[-1])):
+        last = re.split(r"(?<=[.!?])\s+", part)[-1]
+        if lead := _LEAD.match(last):
+            found.append(last[lead.end() :].strip())
+    return found
 
 
 def right_side(text: str) -> str:
