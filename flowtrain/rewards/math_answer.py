@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flowtrain.rewards.expression import Refused, Value, is_equal, value_below_zero, values
+from flowtrain.rewards.expression import Refused, Value, is_equal, values
 from flowtrain.rewards.latex import tidy
 from flowtrain.rewards.numerals import in_digits
 from flowtrain.rewards.units import is_unit, quantity, unit_name
@@ -239,8 +239,7 @@ def _same_leaf(given: str, wanted: str) -> bool:
             return _equal(one, other) or _equal(one, [-value for value in other])
         if wanted_left and not _NAME.fullmatch(wanted_left[0]):
             return False
-        given_right = right_side(given)
-        return _same_quantity(given_right, wanted_right)
+        return _same_quantity(right_side(given), wanted_right)
     except Refused:
         return False
 
@@ -259,23 +258,13 @@ def _same_quantity(given: str, wanted: str) -> bool:
     if unit and wanted_unit and unit != wanted_unit:
         return False
     if unit == wanted_unit or "%" not in (unit, wanted_unit):
-        return _equal(one, other) and not (
-            "\\sqrt" in given + wanted and not unit + wanted_unit and _differ(given, wanted)
-        )
+        return _equal(one, other)
     if wanted_unit == "%":
         one, other = other, one
     # Beside 25 %, 0.25 is the same number; so is 25, which answers how many per cent.
     return _equal([value / 100 for value in one], other) or (
         not -1 < other[0] < 1 and _equal(one, other)
     )
-
-
-def _differ(given: str, wanted: str) -> bool:
-    """Return whether two expressions differ below zero, where the root of x^2 is not x."""
-    try:
-        return not is_equal(value_below_zero(given), value_below_zero(wanted))
-    except Refused:
-        return False
 
 
 def _quantity(text: str) -> tuple[list[Value], str]:

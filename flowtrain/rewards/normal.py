@@ -39,7 +39,7 @@ def normalise(text: str) -> str:
     """
     text = " ".join(text.casefold().replace("&", " and ").split())
     date = dates.read(text)
-    if date and date.is_full and date.year > 0:
+    if date and date.year > 0 and date.day:
         return f"{date.year:04}-{date.month:02}-{date.day:02}"
     plain = unicodedata.normalize("NFKD", text.translate(_LETTERS))
     plain = "".join(c for c in plain if not unicodedata.combining(c))
