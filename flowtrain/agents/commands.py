@@ -252,6 +252,8 @@ def _arguments(
     found = {name: _value(value, known) for name, value in zip(names, call.args, strict=False)}
     for given in call.keywords:
         value = _value(given.value, known)
+        if given.arg in found:
+            raise ValueError("an argument that is given twice")
         if given.arg is not None:
             found[given.arg] = value
         elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
