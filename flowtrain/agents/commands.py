@@ -20,6 +20,8 @@ from flowtrain.agents.lenient import canonical, cut_end_of_turn
 from flowtrain.tools import ToolCard
 from flowtrain.utils.text import encodable
 
+MAX_RUNS = 5
+"""Values of a list that are given to a tool which takes one, each in a run of its own."""
 _MAX_CHARS = 100_000
 """Characters of a reply that are searched."""
 _MAX_JOINED = 10_000
@@ -89,15 +91,24 @@ def written_calls(command: str, card: ToolCard) -> list[dict[str, object]]:
     return _commands(command, card)[0]
 
 
-def fitted(given: dict[str, object], card: ToolCard) -> dict[str, object]:
-    """Return the arguments, with the tool's own name for its one argument."""
+def fitted(
+    given: Mapping[str, object], card: ToolCard
+) -> tuple[tuple[dict[str, object], ...], bool]:
+    """Fit arguments to what the tool takes: another name for its one argument, a list of values
+    for one. Return the arguments of each run, and whether they were changed.
+    """
     required = [parameter for parameter in card.parameters if parameter.is_required]
     (only, *others) = required or card.parameters or (None,)
     if only is None or others or len(given) != 1:
-        return given
+        return (dict(given),), False
     ((name, value),) = given.items()
-    is_known = name in {parameter.name for parameter in card.parameters}
-    return given if is_known or type(value) is not only.kind else {only.name: value}
+    values = value if isinstance(value, list) and only.kind is str else [value]
+    fits = 0 < len(values) <= MAX_RUNS and all(type(each) is only.kind for each in values)
+    known = {parameter.name for parameter in card.parameters}
+    if not fits or (name in known and name != only.name):
+        return (dict(given),), False
+    runs = tuple({only.name: each} for each in values)
+    return runs, runs != (dict(given),)
 
 
 def _pieces(reply: str) -> Iterator[str | list[dict[str, Any]]]:
@@ -246,6 +257,8 @@ def _arguments(
     found = {name: _value(value, known) for name, value in zip(names, call.args, strict=False)}
     for given in call.keywords:
         value = _value(given.value, known)
+        if given.arg in found:
+            raise ValueError("an argument that is given twice")
         if given.arg is not None:
             found[given.arg] = value
         elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
