@@ -198,12 +198,13 @@ def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple
     names, is_tool = tuple(parameter.name for parameter in card.parameters), _is_named(card)
     known: dict[str, object] = {}
     found: list[dict[str, object]] = []
+    others: set[str] = set()  # names that the code has given to something else
     for statement in statements:
         match statement:
             case (
                 ast.Assign(value=ast.Call(func=ast.Attribute(ast.Name(name), "execute")) as call)
                 | ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(name), "execute")) as call)
-            ) if is_tool(name):
+            ) if is_tool(name) and name not in others:
                 try:
                     found.append(_arguments(call, known, names))
                 except _NOT_PYTHON:
@@ -215,10 +216,12 @@ def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple
             case (
                 ast.Raise()
                 | ast.Assert()
+                | ast.Return()
                 | ast.Expr(ast.Call(ast.Name("exit" | "quit") | ast.Attribute(_, "exit")))
             ):
                 break
             case _:
+                others |= {name for name in _changed(statement) if not _is_made(statement, is_tool)}
                 _remember(statement, known)
     return found, tuple(rules)
 
@@ -229,6 +232,20 @@ def _parse(code: str) -> list[ast.stmt]:
         return ast.parse(code).body
 
 
+def _changed(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement may give a new meaning."""
+    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+    return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+
+
+def _is_made(statement: ast.stmt, is_tool: Callable[[str], bool]) -> bool:
+    """Return whether a statement makes the tool: `tool = Wikipedia_Search_Tool()`."""
+    match statement:
+        case ast.Assign([ast.Name()], ast.Call(ast.Name(name), [], [])):
+            return is_tool(name)
+    return False
+
+
 def _remember(statement: ast.stmt, known: dict[str, object]) -> None:
     """Keep what a statement sets to a known value; forget all else that it may change."""
     new: dict[str, object] = {}
@@ -236,6 +253,8 @@ def _remember(statement: ast.stmt, known: dict[str, object]) -> None:
         case ast.Assign([ast.Name(name)], value):
             with contextlib.suppress(*_NOT_PYTHON):
                 new[name] = _value(value, known)
+        case ast.Expr(ast.Call(ast.Name("exec" | "eval" | "setattr"))):
+            known.clear()
         case ast.Expr():
             pass
         case _:
