@@ -1,4 +1,4 @@
-"""What belongs to one event loop, made anew for each: every `asyncio.run` makes a loop."""
+"""Keep for each event loop what belongs to it: every `asyncio.run` makes a loop."""
 
 from __future__ import annotations
 
