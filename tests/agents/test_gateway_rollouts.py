@@ -288,9 +288,9 @@ def test_time_ends_the_rollout_and_what_is_under_way(monkeypatch: pytest.MonkeyP
     async def solve(client: httpx2.AsyncClient) -> str:
         return said(await post(client, HI))
 
-    trajectory = solved(monkeypatch, engine, solve, agent={"rollout_timeout_s": 0.3})
+    trajectory = solved(monkeypatch, engine, solve, agent={"rollout_timeout_s": 0.5})
     assert (trajectory.truncated, trajectory.turns) == ("time", ())
-    assert engine.num_cancelled == 1
+    assert engine.num_cancelled == len(engine.asked), "where the request came in time"
 
 
 def test_a_cutoff_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
