@@ -36,6 +36,13 @@ STUDIES: Mapping[str, Study] = {
         "entropy": [*_APPO, "--appo.rule", "entropy"],
         "arpo": [*_APPO, "--appo.rule", "arpo"],
     },
+    "relatives": {
+        "flow_grpo": ["--train.num_steps", "60"],
+        **{
+            name: ["--train.num_steps", "60", "--algorithm.name", name]
+            for name in ("dr_grpo", "dapo", "rloo", "reinforce_plus_plus")
+        },
+    },
     "branching": {
         "flow_grpo": [*_FORKED, "--train.num_steps", "24"],
         "appo": [*_DEEP_APPO, "--appo.gamma", "1"],
@@ -69,4 +76,5 @@ STUDIES: Mapping[str, Study] = {
 }
 """appo: APPO and its rivals on the quickstart's questions. branching: the same on questions of 4
 and 5 turns, with random places as a control. lora: an adapter against all weights, on the
-quickstart's questions. infoflow: on those of 4 and 5 turns."""
+quickstart's questions. infoflow: on those of 4 and 5 turns. relatives: GRPO's, on the quickstart's.
+"""

@@ -327,7 +327,7 @@ def patch(module: str, name: str, body: str) -> str:
 
 def test_another_advantage_is_named_before_the_weights(server: Server, whole: Path) -> None:
     body = "[2 * x for x in real(*a, **k)]"
-    before = patch("flowtrain.algorithms.flow_grpo", "_advantages", body)
+    before = patch("flowtrain.algorithms.flow_grpo", "_over_turns", body)
     code, record = replayed(server, whole, before=before)
     assert (code, record["num_equal"]) == (1, 1 + record["num_steps"])
     [text] = record["problems"]
@@ -357,7 +357,7 @@ def test_another_start_is_named_before_the_first_step(server: Server, whole: Pat
 
 def test_other_counts_of_what_is_left_out_are_named(server: Server, whole: Path) -> None:
     body = "__import__('dataclasses').replace(real(*a, **k), num_groups_dropped=99)"
-    before = patch("flowtrain.algorithms.flow_grpo", "flow_grpo", body)
+    before = patch("flowtrain.algorithms.base", "make_batch", body)
     code, record = replayed(server, whole, before=before)
     assert code == 1
     assert ": 99 left out as num_groups_dropped, there were " in record["problems"][0]

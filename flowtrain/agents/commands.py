@@ -20,6 +20,8 @@ from flowtrain.agents.lenient import canonical, cut_end_of_turn
 from flowtrain.tools import ToolCard
 from flowtrain.utils.text import encodable
 
+MAX_RUNS = 5
+"""Values of a list that are given to a tool which takes one, each in a run of its own."""
 _MAX_CHARS = 100_000
 """Characters of a reply that are searched."""
 _MAX_JOINED = 10_000
@@ -89,15 +91,24 @@ def written_calls(command: str, card: ToolCard) -> list[dict[str, object]]:
     return _commands(command, card)[0]
 
 
-def fitted(given: dict[str, object], card: ToolCard) -> dict[str, object]:
-    """Return the arguments, with the tool's own name for its one argument."""
+def fitted(
+    given: Mapping[str, object], card: ToolCard
+) -> tuple[tuple[dict[str, object], ...], bool]:
+    """Fit arguments to what the tool takes: another name for its one argument, a list of values
+    for one. Return the arguments of each run, and whether they were changed.
+    """
     required = [parameter for parameter in card.parameters if parameter.is_required]
     (only, *others) = required or card.parameters or (None,)
     if only is None or others or len(given) != 1:
-        return given
+        return (dict(given),), False
     ((name, value),) = given.items()
-    is_known = name in {parameter.name for parameter in card.parameters}
-    return given if is_known or type(value) is not only.kind else {only.name: value}
+    values = value if isinstance(value, list) and only.kind is str else [value]
+    fits = 0 < len(values) <= MAX_RUNS and all(type(each) is only.kind for each in values)
+    known = {parameter.name for parameter in card.parameters}
+    if not fits or (name in known and name != only.name):
+        return (dict(given),), False
+    runs = tuple({only.name: each} for each in values)
+    return runs, runs != (dict(given),)
 
 
 def _pieces(reply: str) -> Iterator[str | list[dict[str, Any]]]:
@@ -187,12 +198,13 @@ def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple
     names, is_tool = tuple(parameter.name for parameter in card.parameters), _is_named(card)
     known: dict[str, object] = {}
     found: list[dict[str, object]] = []
+    others: set[str] = set()  # names that the code has given to something else
     for statement in statements:
         match statement:
             case (
                 ast.Assign(value=ast.Call(func=ast.Attribute(ast.Name(name), "execute")) as call)
                 | ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(name), "execute")) as call)
-            ) if is_tool(name):
+            ) if is_tool(name) and name not in others:
                 try:
                     found.append(_arguments(call, known, names))
                 except _NOT_PYTHON:
@@ -204,10 +216,12 @@ def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple
             case (
                 ast.Raise()
                 | ast.Assert()
+                | ast.Return()
                 | ast.Expr(ast.Call(ast.Name("exit" | "quit") | ast.Attribute(_, "exit")))
             ):
                 break
             case _:
+                others |= {name for name in _changed(statement) if not _is_made(statement, is_tool)}
                 _remember(statement, known)
     return found, tuple(rules)
 
@@ -218,6 +232,20 @@ def _parse(code: str) -> list[ast.stmt]:
         return ast.parse(code).body
 
 
+def _changed(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement may give a new meaning."""
+    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+    return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+
+
+def _is_made(statement: ast.stmt, is_tool: Callable[[str], bool]) -> bool:
+    """Return whether a statement makes the tool: `tool = Wikipedia_Search_Tool()`."""
+    match statement:
+        case ast.Assign([ast.Name()], ast.Call(ast.Name(name), [], [])):
+            return is_tool(name)
+    return False
+
+
 def _remember(statement: ast.stmt, known: dict[str, object]) -> None:
     """Keep what a statement sets to a known value; forget all else that it may change."""
     new: dict[str, object] = {}
@@ -225,6 +253,8 @@ def _remember(statement: ast.stmt, known: dict[str, object]) -> None:
         case ast.Assign([ast.Name(name)], value):
             with contextlib.suppress(*_NOT_PYTHON):
                 new[name] = _value(value, known)
+        case ast.Expr(ast.Call(ast.Name("exec" | "eval" | "setattr"))):
+            known.clear()
         case ast.Expr():
             pass
         case _:
@@ -246,6 +276,8 @@ def _arguments(
     found = {name: _value(value, known) for name, value in zip(names, call.args, strict=False)}
     for given in call.keywords:
         value = _value(given.value, known)
+        if given.arg in found:
+            raise ValueError("an argument that is given twice")
         if given.arg is not None:
             found[given.arg] = value
         elif isinstance(value, dict) and all(isinstance(name, str) for name in value):

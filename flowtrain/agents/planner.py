@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flowtrain.agents import lenient
+from flowtrain.agents.commands import json_object
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.policy import PolicyModule, ResponsePrefix
 from flowtrain.agents.prompts import PlannerPrompt
 from flowtrain.types import Action, Call, Task
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.utils.text import encodable
 
 NO_TOOL = "No matched tool given: "
 
@@ -130,18 +129,10 @@ def match_tool(name: str, tool_names: Collection[str]) -> str:
 
 
 def _json_fields(text: str) -> dict[str, str]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(value, dict):
-        return {}
+    value = json_object(text) or {}
     keys = dict(zip(("justification", "context", "sub_goal", "tool_name"), _LABELS, strict=True))
-    # JSON can spell half a surrogate pair, which no tokenizer takes.
     return {
-        label: encodable(str(value[key])).strip()
-        for key, label in keys.items()
-        if value.get(key) is not None
+        label: str(value[key]).strip() for key, label in keys.items() if value.get(key) is not None
     }
 
 

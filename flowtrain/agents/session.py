@@ -85,7 +85,7 @@ class Session:
         self._start = start
         self._deadline = Deadline(self._options.rollout_timeout_s)
         self._num_calls = 0
-        self._turns: list[Turn] = []
+        self._turns: dict[int, Turn] = {}
         self._places: dict[int, int] = {}
         self._reported: dict[str, float] = {}
         self._turn_rewards: tuple[float, ...] = ()
@@ -98,8 +98,8 @@ class Session:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns so far, in the order in which their responses were complete."""
-        return tuple(self._turns)
+        """The turns so far, in the order in which their responses were asked for."""
+        return tuple(self._turns[number] for number in sorted(self._turns))
 
     @property
     def reported(self) -> Mapping[str, float]:
@@ -127,7 +127,7 @@ class Session:
         """
         number = self.next_call()
         if self._start is not None and number < self._start.point.turn:
-            return self._record(_again(self._start.parent.turns[number], prompt_ids))
+            return self._record(number, _again(self._start.parent.turns[number], prompt_ids))
         prefix = None
         if self._start is not None and number == self._start.point.turn:
             left = _again(self._start.parent.turns[number], prompt_ids)
@@ -147,7 +147,7 @@ class Session:
         except EngineError as error:
             self.engine_error = error
             raise
-        return self.record(call, time.monotonic() - started)
+        return self._record(number, _turn_of(call, time.monotonic() - started))
 
     def next_call(self) -> int:
         """Return the number of the next response, from 0; whoever writes one without `sample` asks.
@@ -162,18 +162,8 @@ class Session:
         return self._num_calls - 1
 
     def record(self, call: Call, seconds: float = 0.0) -> Call:
-        """Record a response as a turn; `sample` does so with its own."""
-        return self._record(
-            Turn(
-                calls={"planner": call},
-                action=None,
-                command="",
-                result=ToolResult(),
-                verdict=Verdict.CONTINUE,
-                seconds=seconds,
-                plan_s=seconds,
-            )
-        )
+        """Record a response as the next turn; `sample` does so with its own."""
+        return self._record(len(self._turns), _turn_of(call, seconds))
 
     async def use_tool(
         self, call: Call, name: str, arguments: Mapping[str, object], id: str = ""
@@ -229,10 +219,10 @@ class Session:
         """Report what each turn earned, besides the parts of `report`."""
         self._turn_rewards = tuple(rewards)
 
-    def _record(self, turn: Turn) -> Call:
+    def _record(self, number: int, turn: Turn) -> Call:
         call = turn.calls["planner"]
-        self._places[id(call)] = len(self._turns)
-        self._turns.append(turn)
+        self._places[id(call)] = number
+        self._turns[number] = turn
         return call
 
     def _turn(self, call: Call) -> Turn:
@@ -349,6 +339,18 @@ class SessionAgent(ABC):
 
     def close(self) -> None:  # noqa: B027  # most agents hold nothing
         """Free what the agent holds."""
+
+
+def _turn_of(call: Call, seconds: float) -> Turn:
+    return Turn(
+        calls={"planner": call},
+        action=None,
+        command="",
+        result=ToolResult(),
+        verdict=Verdict.CONTINUE,
+        seconds=seconds,
+        plan_s=seconds,
+    )
 
 
 def _again(turn: Turn, prompt_ids: tuple[int, ...]) -> Turn:

@@ -83,6 +83,12 @@ _TAKES_BACK = re.compile(
     r"stop|continue|more|missing)\b",
     re.IGNORECASE,
 )
+_QUOTES = re.compile(
+    r"\b(?:wrong|incorrect|example|e\.g|told|asked|would|could|if|when|never|not)\b[^.!?]*"
+    r"(?::|\b(?:say|be|is|was|with|write|reply|like|to))$",
+    re.IGNORECASE,
+)
+"""A line that the next one is quoted by, or that goes on in it."""
 _LABEL_ALONE = re.compile(rf"^({_MARKS}{_LABEL}) ?:?\n\s*", re.IGNORECASE | re.MULTILINE)
 _BOXED = re.compile(r"\\f?boxed ?\{ ?(?:\\text\w* ?\{ ?)?(stop|continue)[ }]*\}", re.IGNORECASE)
 
@@ -110,7 +116,12 @@ def read_verdict(reply: str) -> tuple[Verdict | None, tuple[str, ...]]:
     before = lines[-2] if len(lines) > 1 else "."
     is_other = stated[0] is not None and stated[0][0] is not verdict
     # A sentence may end on a line of its own: "It is too early to\nstop."
-    if is_other or before == "or" or (rule == "word" and not re.search(r"[.!#]$", before)):
+    if (
+        is_other
+        or before == "or"
+        or _QUOTES.search(before)
+        or (rule == "word" and not re.search(r"[.!#]$", before))
+    ):
         return None, ()
     is_exact = text.rpartition("\n")[2].strip() == f"Conclusion: {verdict.value}"
     return verdict, rules if is_exact else (*rules, rule)

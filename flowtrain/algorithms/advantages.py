@@ -131,7 +131,7 @@ def make_batch(
         ):
             num_dropped += 1
             continue
-        minibatch = group.index * num_minibatches // num_groups
+        minibatch = min(group.index * num_minibatches // num_groups, num_minibatches - 1)
         finished = [(n, each) for n, each in enumerate(group.trajectories) if not each.error]
         for (member, trajectory), of_turns in zip(finished, credits, strict=True):
             calls = trained_calls(trajectory, policy)

@@ -128,20 +128,24 @@ class Algorithm:
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
         """Turn this rank's scored groups of a step into samples with advantages and weights."""
         a, rollout = self.config.algorithm, self.config.rollout
-        equal_groups = a.equal_groups or ("drop" if self.average == "rollout" else "keep")
         if a.overlong_buffer:
             groups = [self._punished(group) for group in groups]
         return make_batch(
             groups,
             self.token_credit,
             average=self.average,
-            drops_equals=equal_groups == "drop",
+            drops_equals=self._drops_equals,
             num_minibatches=self.config.train.num_minibatches,
             num_groups=rollout.num_questions,
             policy=self.config.train.policy,
             most_tokens=self.config.agent.max_turns * rollout.max_new_tokens,
             leaves_out=self._is_overlong if a.overlong == "mask" else lambda _: False,
         )
+
+    @property
+    def _drops_equals(self) -> bool:
+        chosen = self.config.algorithm.equal_groups
+        return (chosen or ("drop" if self.average == "rollout" else "keep")) == "drop"
 
     def _is_overlong(self, trajectory: Trajectory) -> bool:
         """Tell whether a rollout ran into a limit of tokens."""
@@ -260,15 +264,20 @@ class Algorithm:
 
     def check(self) -> None:
         """Raise UserError for a config that the algorithm cannot work with."""
-        a = self.config.algorithm
-        if type(self).advantages is not Algorithm.advantages:
+        a, own = self.config.algorithm, type(self)
+        if all(
+            getattr(own, name) is getattr(Algorithm, name)
+            for name in ("credit", "token_credit", "advantages")
+        ):
+            raise UserError(f"algorithm.name={a.name!r} has no credit(rewards) of its own")
+        if own.advantages is not Algorithm.advantages:
             for key in ("overlong", "overlong_buffer", "dynamic_sampling", "turn_credit"):
                 if (value := getattr(a, key)) not in ("train", 0, None, "rollout"):
                     raise UserError(
                         f"algorithm.{key}={value!r} does not go with algorithm.name={a.name!r}, "
                         "which makes its samples in a way of its own"
                     )
-        if a.has_own_loss and type(self).token_loss is not Algorithm.token_loss:
+        if a.has_own_loss and own.token_loss is not Algorithm.token_loss:
             raise UserError(
                 f"algorithm.loss={a.loss!r} does not go with algorithm.name={a.name!r}, which has "
                 "factors of its own in the loss"
@@ -277,6 +286,11 @@ class Algorithm:
             raise UserError(
                 f"algorithm.dynamic_sampling={a.dynamic_sampling} must be 0 with dataflow.url: "
                 "its rule mixed drops such groups, and nodes go on with other questions"
+            )
+        if a.dynamic_sampling and not self._drops_equals:
+            raise UserError(
+                f"algorithm.dynamic_sampling={a.dynamic_sampling} needs algorithm.equal_groups = "
+                "'drop': others are asked in the place of such groups"
             )
         if a.overlong_buffer > self.config.rollout.max_new_tokens:
             raise UserError(

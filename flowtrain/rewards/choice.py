@@ -64,17 +64,14 @@ _DOUBT = re.compile(
     r"|kidding|joke|trap|distractor|except|would|should|unlikely|hardly)\b",
     re.IGNORECASE,
 )
-_FRAME = frozenset(
-    word
-    for line in (
-        "a an the is it it's this that be my our final best correct right true of these",
-        "answer option choice letter must should would i i'd we we'd choose chose pick picked",
-        "select selected go with think believe say conclude get am confident sure",
-        "most likely probably definitely clearly certainly therefore thus hence going",
-        ", ; : . ( ) \" ' \u201c \u201d - \u2013 \u2014",
-    )
-    for word in line.split()
+_WORDS = (
+    "a an the is it it's this that be my our final best correct right true of these "
+    "answer option choice letter must should would i i'd we we'd choose chose pick picked "
+    "select selected go with think believe say conclude get am confident sure "
+    "most likely probably definitely clearly certainly therefore thus hence going "
+    ", ; : . ( ) \" ' \u201c \u201d - \u2013 \u2014"
 )
+_FRAME = frozenset(_WORDS.split())
 """Words and signs of a sentence that states its option."""
 _QUESTION = ("is", "am", "must", "should", "would")
 _SEVERAL = -1
@@ -164,7 +161,7 @@ def _sentences(text: str, choices: Sequence[str], options: list[set[int]]) -> It
             flags=re.IGNORECASE,
         )
     text = _LABEL.sub(r"\1 ", _NAMED.sub(named, _PLACE.sub(placed, text)))
-    for sentence in re.split(r"(?<=[.!?\u2026])\s+|\n", text):
+    for sentence in re.split(r"(?<=[.!?\u2026])\s+|\n(?![a-z][^)])", text):
         if stripped := re.sub(r"^(?:[>#*\u2022-]+\s+)+", "", sentence.strip("\"' \n")):
             yield stripped
 

@@ -37,24 +37,11 @@ class Date:
     """0 where none is named."""
     day: int = 0
     """0 where none is named."""
-    has_era: bool = False
-    """Whether AD, BC or the like stands beside the year."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it is one day."""
-        return bool(self.year and self.month and self.day)
 
     def fits(self, wanted: Date) -> bool:
         """Return whether this is the wanted date, or a more precise one within it."""
-        return all(
-            not named or given == named
-            for given, named in (
-                (self.year, wanted.year),
-                (self.month, wanted.month),
-                (self.day, wanted.day),
-            )
-        )
+        pairs = ((self.year, wanted.year), (self.month, wanted.month), (self.day, wanted.day))
+        return all(not named or given == named for given, named in pairs)
 
 
 def read(text: str) -> Date | None:
@@ -75,7 +62,7 @@ def read(text: str) -> Date | None:
         # "45" is a number, "May 45" too vague.
         return None if date.year else _valid(date)
     year = -date.year if era.startswith("b") else date.year
-    return _valid(replace(date, year=year, has_era=bool(era)))
+    return _valid(replace(date, year=year))
 
 
 def _first(text: str) -> Date | None:

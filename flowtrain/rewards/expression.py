@@ -65,26 +65,25 @@ class Refused(Exception):
 
 
 def values(text: str) -> list[Value]:
-    """Return the value of an expression at `NUM_POINTS` fixed points; raises Refused."""
-    return _computed(text, range(NUM_POINTS))
-
-
-def value_below_zero(text: str) -> Value:
-    """Return the value where all unknowns are negative; raises Refused, for real roots, too."""
-    return _computed(text, [_BELOW_ZERO])[0]
-
-
-def _computed(text: str, points: Iterable[int]) -> list[Value]:
+    """Return the value of an expression at `NUM_POINTS` fixed points, and where all unknowns are
+    negative, NaN for none, as of real roots. Raises Refused.
+    """
     source, names = _as_python(_tokens(text))
     try:
         tree = ast.parse(source.strip(), mode="eval").body
-        return [_value(tree, names, point) for point in points]
+        found = [_value(tree, names, point) for point in range(NUM_POINTS)]
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
         raise Refused(str(error)) from error
+    try:
+        return [*found, _value(tree, names, _BELOW_ZERO)]
+    except (Refused, ArithmeticError):
+        return [*found, math.nan]
 
 
 def is_equal(one: Value, other: Value) -> bool:
-    """Compare exactly where both are rational, else to nine digits."""
+    """Compare exactly where both are rational, else to nine digits; NaN equals all."""
+    if one != one or other != other:
+        return True
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
     return math.isclose(_float(one), _float(other), rel_tol=1e-9, abs_tol=1e-12)

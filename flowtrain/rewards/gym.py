@@ -107,7 +107,7 @@ def _failure(problem: str) -> str:
 @functools.cache
 def _sandbox() -> ProcessSandbox:
     """Make the sandbox with the first answer; its processes end with this one."""
-    return make_checker_sandbox("reasoning_gym", TIME_LIMIT_S, MEMORY_MB, runs_answers=True)
+    return make_checker_sandbox("reasoning_gym", TIME_LIMIT_S, MEMORY_MB, only_parses=False)
 
 
 @functools.cache

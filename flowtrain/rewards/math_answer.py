@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flowtrain.rewards.expression import Refused, Value, is_equal, value_below_zero, values
+from flowtrain.rewards.expression import Refused, Value, is_equal, values
 from flowtrain.rewards.latex import tidy
 from flowtrain.rewards.numerals import in_digits
 from flowtrain.rewards.units import is_unit, quantity, unit_name
@@ -88,9 +88,12 @@ def readings(answer: str) -> list[str]:
     text = tidy(answer)
     if not text or len(text) > MAX_LENGTH:
         return []
-    last = re.split(r"(?<=[.!?])\s+", text)[-1]
-    lead = _LEAD.match(last)
-    return [text, last[lead.end() :].strip()] if lead else [text]
+    found = [text]
+    for part in (text, tidy(re.split(r"\n(?![a-z])", answer.strip())[-1])):
+        last = re.split(r"(?<=[.!?])\s+", part)[-1]
+        if lead := _LEAD.match(last):
+            found.append(last[lead.end() :].strip())
+    return found
 
 
 def right_side(text: str) -> str:
@@ -236,8 +239,7 @@ def _same_leaf(given: str, wanted: str) -> bool:
             return _equal(one, other) or _equal(one, [-value for value in other])
         if wanted_left and not _NAME.fullmatch(wanted_left[0]):
             return False
-        given_right = right_side(given)
-        return _same_quantity(given_right, wanted_right)
+        return _same_quantity(right_side(given), wanted_right)
     except Refused:
         return False
 
@@ -256,23 +258,13 @@ def _same_quantity(given: str, wanted: str) -> bool:
     if unit and wanted_unit and unit != wanted_unit:
         return False
     if unit == wanted_unit or "%" not in (unit, wanted_unit):
-        return _equal(one, other) and not (
-            "\\sqrt" in given + wanted and not unit + wanted_unit and _differ(given, wanted)
-        )
+        return _equal(one, other)
     if wanted_unit == "%":
         one, other = other, one
     # Beside 25 %, 0.25 is the same number; so is 25, which answers how many per cent.
     return _equal([value / 100 for value in one], other) or (
         not -1 < other[0] < 1 and _equal(one, other)
     )
-
-
-def _differ(given: str, wanted: str) -> bool:
-    """Return whether two expressions differ below zero, where the root of x^2 is not x."""
-    try:
-        return not is_equal(value_below_zero(given), value_below_zero(wanted))
-    except Refused:
-        return False
 
 
 def _quantity(text: str) -> tuple[list[Value], str]:

@@ -27,19 +27,7 @@ _LETTERS = str.maketrans("\u00f8\u0142\u0111\u00f0\u0127\u0131", "olddhi") | {
     for letter, letters in (("\u00e6", "ae"), ("\u0153", "oe"), ("\u00fe", "th"))
 }
 """Letters that Unicode does not take apart."""
-_KEPT = {
-    "\ue000": "-",
-    "\ue001": ".",
-    "\ue002": ":",
-    "\ue003": "/",
-    "\ue004": "<",
-    "\ue005": ">",
-    "\ue006": "+",
-    "\ue007": "#",
-    "\ue008": "^",
-    "\ue009": "=",
-    "\ue00a": "*",
-}
+_KEPT = {chr(0xE000 + number): sign for number, sign in enumerate("-.:/<>+#^=*")}
 """Private characters that stand for what is kept while punctuation is removed."""
 _PRIVATE = str.maketrans({kept: private for private, kept in _KEPT.items()})
 
@@ -51,7 +39,7 @@ def normalise(text: str) -> str:
     """
     text = " ".join(text.casefold().replace("&", " and ").split())
     date = dates.read(text)
-    if date and date.is_full and date.year > 0:
+    if date and date.year > 0 and date.day:
         return f"{date.year:04}-{date.month:02}-{date.day:02}"
     plain = unicodedata.normalize("NFKD", text.translate(_LETTERS))
     plain = "".join(c for c in plain if not unicodedata.combining(c))

@@ -50,7 +50,7 @@ _WHEN = re.compile(
     rf"(?:as of |in )?{_YEAR}(?: (?:census|{_ESTIMATED}))?|{_ESTIMATED} (?:in )?{_YEAR}",
     re.IGNORECASE,
 )
-_LIST = re.compile(r"[0-9]+(?:(?:, ?|,? and | ?& ?)[0-9]+)+")
+_LIST = re.compile(r"[0-9]+(?:(?:, |,? and | ?& ?)[0-9]+)+")
 _TITLES = ("Sir", "Dr", "Prof", "Professor", "President")
 _JUNIOR = re.compile(r"(?<=\w )(junior|senior)$")
 _NO_UNITS = {"", "\u00a3"}
@@ -59,9 +59,7 @@ _ROUNDED = 0.03
 """How far a measure in parentheses may be from the one before them."""
 _SYNONYMS = {
     **dict.fromkeys(("usa", "united states", "united states of america"), "us"),
-    **dict.fromkeys(
-        ("united kingdom", "united kingdom of great britain and northern ireland"), "uk"
-    ),
+    "united kingdom": "uk",
 }
 
 

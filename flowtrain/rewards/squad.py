@@ -23,12 +23,7 @@ def exact_match(task: Task, answer: str) -> float:
 
     "Yes, both were." counts as yes.
     """
-    return float(
-        any(
-            normalise(answer) == normalise(accepted) or same(answer, accepted)
-            for accepted in task.answers
-        )
-    )
+    return float(any(same(answer, accepted) for accepted in task.answers))
 
 
 def token_f1(task: Task, answer: str) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -257,8 +259,13 @@ def test_a_program_that_fails_at_the_limit_is_cut_and_not_failed(
         await post(client, HI)
         return said(await post(client, HI))
 
-    trajectory = solved(monkeypatch, logging_engine("one"), solve, agent={"max_turns": 1})
+    one_turn = {"max_turns": 1}
+    trajectory = solved(monkeypatch, logging_engine("one"), solve, agent=one_turn)
     assert (trajectory.truncated, trajectory.answer, trajectory.error) == ("turns", "", "")
+    agent, _ = solving(monkeypatch, logging_engine("one"), solve, agent=one_turn)
+    with contextlib.closing(agent):
+        of_verifiers = roll_out(agent, task=replace(TASK, columns='{"verifiers": {}}'))
+    assert of_verifiers.error == "agent: cut off (turns) before it had a reward", "it has no rule"
 
 
 def test_a_prompt_that_is_too_long_is_400_and_the_rollout_goes_on(
@@ -281,9 +288,9 @@ def test_time_ends_the_rollout_and_what_is_under_way(monkeypatch: pytest.MonkeyP
     async def solve(client: httpx2.AsyncClient) -> str:
         return said(await post(client, HI))
 
-    trajectory = solved(monkeypatch, engine, solve, agent={"rollout_timeout_s": 0.3})
+    trajectory = solved(monkeypatch, engine, solve, agent={"rollout_timeout_s": 0.5})
     assert (trajectory.truncated, trajectory.turns) == ("time", ())
-    assert engine.num_cancelled == 1
+    assert engine.num_cancelled == len(engine.asked), "where the request came in time"
 
 
 def test_a_cutoff_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,6 +331,27 @@ def test_a_branch_runs_the_program_again_up_to_its_point(turn: int, token: int) 
     assert len(tool.heard) == (1 if turn == 1 else 2), "a tool before the point runs once"
 
 
+def test_calls_side_by_side_are_turns_in_the_order_in_which_they_were_asked() -> None:
+    """The first is answered last, and a branch from the third finds both again."""
+
+    class Late(Engine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            for _ in range(20 if tuple(prompt_ids) == (1,) else 0):
+                await asyncio.sleep(0)
+            return await super().generate(prompt_ids, sampling)
+
+    async def program(session: Session) -> str:
+        drafts = await asyncio.gather(session.sample((1,)), session.sample((2,)))
+        return (await session.sample(drafts[0].response_ids + drafts[1].response_ids)).text
+
+    agent = make(program, Late())
+    parent = asyncio.run(agent.run(TASK, 1))
+    assert [turn.calls["planner"].prompt_ids for turn in parent.turns[:2]] == [(1,), (2,)]
+    start = BranchStart(parent, BranchPoint(0, 2, 1, 1.0))
+    branch = asyncio.run(agent.run(TASK, 2, start=start))
+    assert branch.error == "" and branch.turns[:2] == parent.turns[:2]
+
+
 def test_a_program_that_asks_something_else_cannot_branch() -> None:
     async def counting(session: Session) -> str:
         tries.append(0)

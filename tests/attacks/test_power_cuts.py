@@ -247,7 +247,7 @@ from flowtrain.tools.retrieval.index import ensure_index
 corpus = Path(sys.argv[1], "corpus.jsonl")
 for number in range(2):
     corpus.write_text("".join(json.dumps({"text": f"a {number} {n}"}) + "\\n" for n in range(3)))
-    folder, _ = ensure_index(Corpus(path=str(corpus)), None)
+    folder, _ = ensure_index(Corpus(path=str(corpus)))
     Path(sys.argv[2], f"{number}").write_bytes((folder / "stamp.json").read_bytes())
 """
 """Builds the index of a corpus, and again when that has changed."""

@@ -203,7 +203,7 @@ def test_agrees_with_python(text: str) -> None:
         with pytest.raises(Refused):
             values(text.replace("**", "^"))
         return
-    assert values(text.replace("**", "^")) == [expected] * 3
+    assert values(text.replace("**", "^")) == [expected] * 4
 
 
 PIECES = [

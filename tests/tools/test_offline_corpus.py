@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -22,7 +21,6 @@ from web_servers import Answer, ScriptedChat, html, json_answer, serving, status
 from flowtrain.config import Config
 from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
-from flowtrain.tools.retrieval import corpus as corpus_module
 from flowtrain.tools.retrieval import index as index_module
 from flowtrain.tools.retrieval.corpus import open_corpus
 from flowtrain.tools.retrieval.index import ensure_index
@@ -196,20 +194,6 @@ def test_web_reader_reads_all_passages_of_a_page(corpus: Callable[..., str]) -> 
         assert "is in the corpus; take one from a search result" in ask(
             reader, url=url, query="capital"
         )
-
-
-def test_pages_whose_hashes_collide_are_told_apart(
-    corpus: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (index_module, corpus_module):
-        monkeypatch.setattr(module, "page_hash", lambda url: np.uint64(7))
-    reader = made(corpus())["Web_Reader"]
-    assert ask(reader, url="https://wiki.example/Bamako", query="river").endswith(
-        "\nBamako Bamako lies on the river Niger."
-    )
-    assert "is in the corpus; take one" in ask(
-        reader, url="https://wiki.example/Oslo", query="river"
-    )
 
 
 def test_what_a_search_lists_can_be_read(corpus: Callable[..., str]) -> None:

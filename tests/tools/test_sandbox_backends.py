@@ -180,10 +180,10 @@ def test_without_seccomp_auto_refuses_too(monkeypatch: pytest.MonkeyPatch) -> No
         assert chosen(sandbox="limits").name == "limits"
 
 
-def checker(*, sandbox: str, runs_answers: bool) -> str:
+def checker(*, sandbox: str, only_parses: bool) -> str:
     confine_checkers(Agent.model_validate({"sandbox": sandbox}))
     try:
-        box = make_checker_sandbox("numpy", 1.0, 512, runs_answers=runs_answers)
+        box = make_checker_sandbox("numpy", 1.0, 512, only_parses=only_parses)
     finally:
         confine_checkers(Agent())
     box.close()
@@ -197,19 +197,19 @@ def test_checkers_of_answers_follow_agent_sandbox(
 ) -> None:
     if not WHY_NO_BUBBLEWRAP:
         expected = "limits" if sandbox == "limits" else "bubblewrap"
-        assert checker(sandbox=sandbox, runs_answers=True) == expected
-        assert checker(sandbox=sandbox, runs_answers=False) == expected
+        assert checker(sandbox=sandbox, only_parses=False) == expected
+        assert checker(sandbox=sandbox, only_parses=True) == expected
     monkeypatch.setenv("PATH", "")
     if sandbox == "limits":
-        assert checker(sandbox=sandbox, runs_answers=True) == "limits"
+        assert checker(sandbox=sandbox, only_parses=False) == "limits"
         return
     with pytest.raises(UserError, match=r"agent\.sandbox="):
-        checker(sandbox=sandbox, runs_answers=True)
+        checker(sandbox=sandbox, only_parses=False)
     if sandbox == "bubblewrap":
         with pytest.raises(UserError, match=r"agent\.sandbox="):
-            checker(sandbox=sandbox, runs_answers=False)
+            checker(sandbox=sandbox, only_parses=True)
     else:
-        assert checker(sandbox=sandbox, runs_answers=False) == "limits", "it only parses them"
+        assert checker(sandbox=sandbox, only_parses=True) == "limits", "it only parses them"
 
 
 @needs_bubblewrap

@@ -19,7 +19,7 @@ from flowtrain.agents.executor import RuleExecutor
 from flowtrain.config import Config
 from flowtrain.tools import ToolContext, python_coder, run_tool
 from flowtrain.tools.python_coder import PythonCoder
-from flowtrain.tools.sandbox import channel, clocks
+from flowtrain.tools.sandbox import clocks, server
 from flowtrain.tools.sandbox.clocks import Clock, TimeLimit
 from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
 from flowtrain.types import Action
@@ -53,7 +53,7 @@ def starved(timeout_s: float, wall_s: float = 240.0) -> Iterator[ProcessSandbox]
         patch.setattr(subprocess, "Popen", functools.partial(_in_our_session, subprocess.Popen))
         box = ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=timeout_s)
         run(box, "1")
-    pid = box._workers.idle[-1]._channel.pid
+    pid = box._workers.idle[-1].pid
     os.sched_setaffinity(pid, {core})
     os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
     pin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\n{LOOP}"
@@ -77,7 +77,7 @@ def test_a_wait_for_a_core_does_not_count() -> None:
 
 
 def test_waits_between_naps_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "LOOK_S", 0.005)  # so that many looks find it asleep
+    monkeypatch.setattr(server, "LOOK_S", 0.005)  # so that many looks find it asleep
     with starved(timeout_s=0.7) as box:
         ran = run(box, "import time\nfor _ in range(40): time.sleep(0.01)\nprint(1)")
     assert (ran.output, ran.error) == ("1\n", None)
@@ -94,7 +94,7 @@ def test_the_same_program_with_a_core_exceeds_the_limit() -> None:
 @pytest.mark.parametrize("code", [UNTIL.format(0.5), f"print('x', flush=True)\n{LOOP}"])
 def test_what_it_computed_counts_to_the_end(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Also where the host has no core for a look, and the code ends or meets its cap in between."""
-    monkeypatch.setattr(channel, "LOOK_S", 60.0)
+    monkeypatch.setattr(server, "LOOK_S", 60.0)
     box = ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=0.05)
     ran = run(box, code)
     box.close()

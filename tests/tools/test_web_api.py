@@ -28,8 +28,8 @@ from web_servers import (
 from flowtrain.tools import ToolError
 from flowtrain.tools.web import api as api_module
 from flowtrain.tools.web.api import Api, Request, key_from_env
-from flowtrain.tools.web.per_loop import PerLoop
 from flowtrain.types import UserError
+from flowtrain.utils.per_loop import PerLoop
 
 GOOD = json_answer({"ok": True})
 

@@ -24,6 +24,7 @@ from flowtrain.agents.tool_calling import choose_format
 from flowtrain.config import Config
 from flowtrain.config.gateway import Gateway as Options
 from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.tasks.verifiers import COLUMN as VERIFIERS
 from flowtrain.types import BranchStart, Task, Trajectory, UserError
 
 
@@ -86,6 +87,7 @@ class GatewayAgent(SessionAgent):
 
     async def answer(self, session: Session) -> str:
         gateway = self.gateway
+        session.must_report = VERIFIERS in session.task.extra
         recorder = Recorder(session, self._chat, self.context.config.agent.max_result_chars)
         rollout = Rollout(
             session,

@@ -35,9 +35,9 @@ _KINDS: Mapping[object, type] = {
 class McpTool(Tool):
     """One tool of a server. Safe to share."""
 
-    def __init__(self, server: Server, card: ToolCard, name: str) -> None:
+    def __init__(self, connection: Connection, card: ToolCard, name: str) -> None:
         """`name` is the server's for it."""
-        self._server = server
+        self._connection = connection
         self._card = card
         self._name = name
 
@@ -49,7 +49,7 @@ class McpTool(Tool):
         """Return the text of the result. Raises ToolError where the server says that it failed,
         and where it has no text.
         """
-        result = await self._server.connection.call(self._name, arguments)
+        result = await self._connection.call(self._name, arguments)
         text, others = _content(result)
         if result.is_error:
             raise ToolError(text or "the tool failed and did not say why")
@@ -58,8 +58,8 @@ class McpTool(Tool):
         return "\n".join([text, *(f"[{other} is left out]" for other in others)])
 
     def close(self) -> None:
-        """Close the server with the last of its tools."""
-        self._server.leave(self._card.name)
+        """Close the server, whose tools end together."""
+        self._connection.close()
 
 
 class Server:
@@ -77,7 +77,6 @@ class Server:
             raise UserError(f"{key}.env: the environment variable {missing[0]!r} is not set")
         environment = {each: os.environ[each] for each in options.env}
         self.connection = Connection(name, options, token, environment)
-        self._users: set[str] = set()
         with on_failure(self.connection.close):
             self._offered = {tool.name: tool for tool in self.connection.open()}
 
@@ -91,18 +90,8 @@ class Server:
                 f"agent.tools: no tool {wanted!r}; the tools of mcp.{server} are "
                 f"{printable(offered, keep='')[:1000]}"
             )
-        made: dict[str, Tool] = {}
-        for each in names:
-            card = card_of(server, self._offered[each])
-            self._users.add(card.name)
-            made[card.name] = McpTool(self, card, each)
-        return made
-
-    def leave(self, tool: str) -> None:
-        """Close the connection when none of the tools is used any longer."""
-        self._users.discard(tool)
-        if not self._users:
-            self.connection.close()
+        cards = {each: card_of(server, self._offered[each]) for each in names}
+        return {card.name: McpTool(self.connection, card, name) for name, card in cards.items()}
 
 
 class Servers:

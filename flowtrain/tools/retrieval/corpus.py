@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from flowtrain.config import Config
 from flowtrain.tools.retrieval.bm25 import Bm25
-from flowtrain.tools.retrieval.index import ensure_index, page_hash, page_url
-from flowtrain.tools.retrieval.passages import Passage, Passages, Searchable
+from flowtrain.tools.retrieval.index import DATABASE, ensure_index, page_url
+from flowtrain.tools.retrieval.passages import Passage, Searchable
 from flowtrain.tools.retrieval.remote import Retriever
 from flowtrain.types import UserError
+from flowtrain.utils.text import encodable
 
 SCHEME = "corpus:"
 """A passage without a URL gets this and its number in the file, so that all can be read."""
@@ -31,10 +30,11 @@ class Corpus(Searchable):
 
     def __init__(self, folder: Path) -> None:
         """Open the index that `ensure_index` built."""
-        self._passages = Passages(folder)
+        # Nobody writes to it, so that a network's file system need not lock it.
+        where = f"{(folder / DATABASE).as_uri()}?mode=ro&immutable=1"
+        self._database = sqlite3.connect(where, uri=True, check_same_thread=False)
+        weakref.finalize(self, self._database.close)
         self._bm25 = Bm25.load(folder / "bm25")
-        self._pages = np.load(folder / "pages.npy", mmap_mode="r")
-        self._places = np.load(folder / "places.npy", mmap_mode="r")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="corpus")
 
     async def search(self, query: str, k: int, deadline_s: float) -> list[Passage]:
@@ -47,18 +47,18 @@ class Corpus(Searchable):
 
     def _page(self, url: str) -> list[Passage]:
         number = url.removeprefix(SCHEME)
-        is_number = url.startswith(SCHEME) and number.isdecimal() and len(number) < 12
-        if is_number and int(number) < len(self._passages):
+        if url.startswith(SCHEME) and number.isdecimal() and len(number) < 12:
             return self._take([int(number)])
-        start, end = (
-            int(np.searchsorted(self._pages, page_hash(url), side)) for side in ("left", "right")
-        )
-        same_hash = self._take(self._places[start:end].tolist())
-        return [passage for passage in same_hash if page_url(passage.url) == page_url(url)]
+        return self._select("page = ? ORDER BY number", encodable(page_url(url)))
 
     def _take(self, numbers: list[int]) -> list[Passage]:
-        passages = [(number, self._passages[number]) for number in numbers]
-        return [p if p.url else replace(p, url=f"{SCHEME}{number}") for number, p in passages]
+        return [found for number in numbers for found in self._select("number = ?", number)]
+
+    def _select(self, where: str, value: object) -> list[Passage]:
+        rows = self._database.execute(
+            f"SELECT text, title, url, number FROM passages WHERE {where}", (value,)
+        )
+        return [Passage(text, title, url or f"{SCHEME}{n}") for text, title, url, n in rows]
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -1,25 +1,23 @@
 """The index of a corpus on disk. A folder is complete: it is built under another name and renamed.
 
-stamp.json       the source of the index, which is built again when the stamp does not match
-passages.jsonl   the passages, and offsets.npy, the byte at which each begins
-pages.npy        hashes of the URLs of pages, sorted, and places.npy, the numbers of their passages
-bm25/            the scores of bm25s
+stamp.json        the source of the index, which is built again when the stamp does not match
+passages.sqlite   the passages, by their numbers and by the URLs of their pages
+bm25/             the scores of bm25s
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
+import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
-
-import numpy as np
 
 from flowtrain.config.search import Corpus
 from flowtrain.tools.retrieval.bm25 import Bm25
-from flowtrain.tools.retrieval.passages import Passages, read_passages
+from flowtrain.tools.retrieval.passages import Passage, read_passages
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import sync, sync_tree
@@ -27,7 +25,7 @@ from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
 
 _FORMAT = 2
-_PAGE = np.dtype([("hash", np.uint64), ("place", np.int64)])
+DATABASE = "passages.sqlite"
 
 Stamp = dict[str, str | int]
 
@@ -53,11 +51,6 @@ def ensure_index(corpus: Corpus) -> tuple[Path, Stamp]:
 def page_url(url: str) -> str:
     """Strip the fragment, so that all parts of a page have one URL."""
     return url.partition("#")[0]
-
-
-def page_hash(url: str) -> np.uint64:
-    digest = hashlib.blake2b(page_url(url).encode(errors="replace"), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "big"))
 
 
 def _stamp(corpus: Corpus) -> Stamp:
@@ -89,10 +82,9 @@ def _build(folder: Path, corpus: Corpus, stamp: Stamp) -> None:
         new.mkdir()
         shown = printable(f"passages of {corpus.path}", keep="")
         found = bar(read_passages(corpus), desc=shown, unit="passage")
-        Passages.write(new, found)
-        passages = Passages(new)
-        _write_pages(new, passages)
-        _write_bm25(new / "bm25", passages, corpus)
+        with closing(sqlite3.connect(new / DATABASE)) as database:
+            _write_passages(database, found)
+            _write_bm25(new / "bm25", database, corpus)
         (new / "stamp.json").write_text(json.dumps(stamp))
         sync_tree(new)
         if folder.exists():
@@ -101,21 +93,24 @@ def _build(folder: Path, corpus: Corpus, stamp: Stamp) -> None:
         sync(folder.parent)
 
 
-def _write_bm25(folder: Path, passages: Passages, corpus: Corpus) -> None:
+def _write_passages(database: sqlite3.Connection, passages: Iterable[Passage]) -> None:
+    rows = (
+        (number, passage.text, passage.title, passage.url, page_url(passage.url) or None)
+        for number, passage in enumerate(passages)
+    )
+    with database:
+        database.execute(
+            "CREATE TABLE passages "
+            "(number INTEGER PRIMARY KEY, text TEXT, title TEXT, url TEXT, page TEXT)"
+        )
+        if not database.executemany("INSERT INTO passages VALUES (?, ?, ?, ?, ?)", rows).rowcount:
+            raise UserError("corpus.path: the file holds no passages; at least one is needed")
+        database.execute("CREATE INDEX pages ON passages (page) WHERE page IS NOT NULL")
+
+
+def _write_bm25(folder: Path, database: sqlite3.Connection, corpus: Corpus) -> None:
+    found = database.execute("SELECT title || char(10) || text FROM passages ORDER BY number")
     with user_error(
         f"corpus.path={corpus.path!r}, corpus.text_key={corpus.text_key!r}", ValueError
     ):
-        Bm25.build(_texts(passages), progress="BM25").save(folder)
-
-
-def _write_pages(folder: Path, passages: Passages) -> None:
-    urls = ((passage.url, number) for number, passage in enumerate(passages))
-    pages = np.fromiter(((page_hash(url), number) for url, number in urls if url), dtype=_PAGE)
-    pages.sort(order=("hash", "place"))
-    np.save(folder / "pages.npy", pages["hash"])
-    np.save(folder / "places.npy", pages["place"])
-
-
-def _texts(passages: Passages) -> Iterator[str]:
-    """Return the texts that a search reads."""
-    return (f"{passage.title}\n{passage.text}" for passage in passages)
+        Bm25.build((text for (text,) in found), progress="BM25").save(folder)

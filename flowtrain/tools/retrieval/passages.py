@@ -1,22 +1,17 @@
-"""Passages in a file of the user's, and in the folder of an index."""
+"""Passages, and how they are read from a file of the user's."""
 
 from __future__ import annotations
 
-import json
-import mmap
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from flowtrain.config.search import Corpus
 from flowtrain.tasks.rows import read_rows
-from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 
 
@@ -64,38 +59,3 @@ def read_passages(corpus: Corpus) -> Iterator[Passage]:
         with user_error(f"{where} ({named})", msgspec.ValidationError):
             passage = msgspec.convert(found, Passage)
         yield passage
-
-
-class Passages:
-    """Passages on disk, memory-mapped: [text, title, url] per line of `passages.jsonl`.
-
-    `offsets.npy` has the byte at which each line begins.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._offsets = np.load(folder / "offsets.npy", mmap_mode="r")
-        with (folder / "passages.jsonl").open("rb") as file:
-            self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    @staticmethod
-    def write(folder: Path, passages: Iterable[Passage]) -> None:
-        offsets = array("q", [0])
-        with (folder / "passages.jsonl").open("wb") as file:
-            for passage in passages:
-                file.write(json.dumps(astuple(passage), ensure_ascii=False).encode() + b"\n")
-                offsets.append(file.tell())
-        if len(offsets) == 1:
-            raise UserError("corpus.path: the file holds no passages; at least one is needed")
-        np.save(folder / "offsets.npy", np.array(offsets))
-
-    def __iter__(self) -> Iterator[Passage]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __getitem__(self, index: int) -> Passage:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start, end = map(int, self._offsets[index : index + 2])
-        return Passage(*json.loads(self._lines[start:end]))

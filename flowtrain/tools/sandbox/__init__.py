@@ -14,13 +14,15 @@ _of_checkers = {"sandbox": "auto"}
 """The `agent.sandbox` of this process, for checkers of answers and readers of pages."""
 
 
-def make_sandbox(agent: Agent, max_output_chars: int = 4000) -> ProcessSandbox:
+def make_sandbox(
+    agent: Agent, max_output_chars: int = 4000, *, only_parses: bool = False
+) -> ProcessSandbox:
     """Make the sandbox of `agent.sandbox`, with a worker per core and 32 at most.
 
-    Raises UserError where it does not work here.
+    Raises UserError where it does not work here; with `only_parses` "auto" is limits there.
     """
     return ProcessSandbox(
-        _backend(agent),
+        _backend(agent, only_parses),
         num_workers=min(32, os.cpu_count() or 1),
         timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
         memory_mb=agent.code_memory_mb,
@@ -40,15 +42,15 @@ def make_checker_sandbox(
     time_limit_s: float,
     memory_mb: int,
     *,
-    runs_answers: bool,
+    only_parses: bool,
     max_output_chars: int = 4000,
 ) -> ProcessSandbox:
     """Make the sandbox for a package that checks answers, or reads pages, on which hostile ones may
     hang.
 
     Args:
-        runs_answers: the package may run an answer as code. One that only parses them gets limits
-            where agent.sandbox = "auto" finds nothing better.
+        only_parses: the package runs no answer as code, and so gets limits where
+            agent.sandbox = "auto" finds nothing better.
     """
     agent = Agent(
         sandbox=_of_checkers["sandbox"],
@@ -57,14 +59,11 @@ def make_checker_sandbox(
         code_timeout_s=time_limit_s,
         code_memory_mb=memory_mb,
     )
-    if agent.sandbox == "auto" and not runs_answers:
-        is_there = not bubblewrap.why_not(bubblewrap.backend((package,)))
-        agent = agent.model_copy(update={"sandbox": "bubblewrap" if is_there else "limits"})
-    return make_sandbox(agent, max_output_chars)
+    return make_sandbox(agent, max_output_chars, only_parses=only_parses)
 
 
-def _backend(agent: Agent) -> Backend:
-    """Choose the backend; "auto" is the strictest that serves the config, and never limits."""
+def _backend(agent: Agent, only_parses: bool) -> Backend:
+    """Choose the backend; "auto" is the strictest that serves the config."""
     packages = agent.python_packages
     if agent.sandbox == "seccomp" or (
         agent.sandbox == "auto" and not packages and seccomp.is_offered()
@@ -73,10 +72,13 @@ def _backend(agent: Agent) -> Backend:
     if agent.sandbox == "limits":
         return limits.backend(packages)
     wrapped = bubblewrap.backend(packages)
-    if reason := bubblewrap.why_not(wrapped):
-        raise UserError(
-            f"agent.sandbox={agent.sandbox!r}: {reason}. Install it (apt-get install bubblewrap) "
-            "and allow namespaces; or, where nothing of value can be read, set "
-            "agent.sandbox = 'limits', which keeps code from no file (docs/tools.md)"
-        )
-    return wrapped
+    reason = bubblewrap.why_not(wrapped)
+    if not reason:
+        return wrapped
+    if agent.sandbox == "auto" and only_parses:
+        return limits.backend(packages)
+    raise UserError(
+        f"agent.sandbox={agent.sandbox!r}: {reason}. Install it (apt-get install bubblewrap) "
+        "and allow namespaces; or, where nothing of value can be read, set "
+        "agent.sandbox = 'limits', which keeps code from no file (docs/tools.md)"
+    )

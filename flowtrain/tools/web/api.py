@@ -15,8 +15,8 @@ from flowtrain import __version__
 from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
 from flowtrain.net.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 from flowtrain.tools.base import ToolError
-from flowtrain.tools.web.per_loop import PerLoop
 from flowtrain.types import UserError
+from flowtrain.utils.per_loop import PerLoop
 
 MAX_BYTES = 8 << 20
 """Bytes of an answer, after decompression; its values take up to 64 times as many."""

@@ -31,7 +31,7 @@ class Extractor:
             # Of a weak sandbox; pages are parsed here, and never run.
             warnings.simplefilter("ignore", RuntimeWarning)
             self._sandbox = make_checker_sandbox(
-                "trafilatura", timeout_s, MEMORY_MB, runs_answers=False, max_output_chars=MAX_CHARS
+                "trafilatura", timeout_s, MEMORY_MB, only_parses=True, max_output_chars=MAX_CHARS
             )
 
     async def text(self, page: Page) -> str:

@@ -13,7 +13,7 @@ from flowtrain import __version__
 from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, TooLong, read_body
 from flowtrain.tools.base import ToolError
 from flowtrain.tools.web.addresses import MAX_URL, Checked, Refused, Resolve, Rules
-from flowtrain.tools.web.per_loop import PerLoop
+from flowtrain.utils.per_loop import PerLoop
 
 MAX_REDIRECTS = 5
 MAX_CONNECTIONS = 32
