@@ -69,10 +69,9 @@ _CALL = re.compile(r"\d+ +(\w+)\((.*)\) += (-?\d+)")
 def _parse(lines: Iterable[str], root: Path, marks: Path) -> Iterator[Op]:
     """Read a log of strace, whose strings and paths are all in hexadecimal."""
     places: dict[str, int] = {}  # of the next write, by descriptor; -1: at the end
-    for line in lines:
+    for line in _whole(lines):
         found = _CALL.match(line)
         if found is None:
-            assert "unfinished" not in line or root.name.encode().hex("x") not in line, line
             continue
         call, arguments, result = found[1], found[2].split(", "), int(found[3])
         if result < 0:
@@ -111,6 +110,19 @@ def _parse(lines: Iterable[str], root: Path, marks: Path) -> Iterator[Op]:
             yield Op("mkdir", path, 0, b"")
         else:
             raise ValueError(f"{call} is not understood")
+
+
+def _whole(lines: Iterable[str]) -> Iterator[str]:
+    """Join the two halves of calls that another thread has come between, at their ends."""
+    begun: dict[str, str] = {}
+    for line in lines:
+        thread, rest = line.split(maxsplit=1)
+        if head := re.fullmatch(r"(.*) <unfinished \.\.\.>\n?", line):
+            begun[thread] = head[1]
+        elif tail := re.match(r"<\.\.\. \w+ resumed>(.*)", rest):
+            yield begun.pop(thread) + tail[1]
+        else:
+            yield line
 
 
 def _paths(call: str, arguments: Sequence[str]) -> list[str]:

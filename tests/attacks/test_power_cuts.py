@@ -24,6 +24,7 @@ from tests.attacks.file_ops import (
     Disk,
     Op,
     Tree,
+    _parse,
     all_of_it,
     by_chance,
     lay_out,
@@ -280,3 +281,22 @@ def index_of(tree: Tree, name: str) -> Tree:
     return {
         path.removeprefix(f"{name}/"): each for path, each in tree.items() if f"{name}/" in path
     }
+
+
+def test_calls_of_threads_that_cut_each_other_off_are_read_whole(tmp_path: Path) -> None:
+    """The sync is done when it returns, which is after another thread's write."""
+    path, other = (str(tmp_path / name).encode().hex() for name in ("a", "b"))
+    named, beside = (re.sub("..", r"\\x\g<0>", each) for each in (path, other))
+    lines = [
+        f'1 openat(AT_FDCWD, "{named}", O_WRONLY|O_CREAT|O_TRUNC, 0666) = 3<{named}>\n',
+        f'1 write(3<{named}>, "\\x31", 1) = 1\n',
+        f"1 fsync(3<{named}> <unfinished ...>\n",
+        f'2 openat(AT_FDCWD, "{beside}", O_WRONLY|O_CREAT, 0666) = 4<{beside}>\n',
+        f'2 write(4<{beside}>, "\\x32", 1 <unfinished ...>\n',
+        "1 <... fsync resumed>)     = 0\n",
+        "2 <... write resumed>)     = 1\n",
+        "1 +++ exited with 0 +++\n",
+    ]
+    kinds = [(op.kind, Path(op.path).name) for op in _parse(lines, tmp_path, tmp_path / "marks")]
+    first = [("create", "a"), ("truncate", "a"), ("write", "a")]
+    assert kinds == [*first, ("create", "b"), ("sync", "a"), ("write", "b")]
