@@ -35,16 +35,8 @@ TINY = (
 SMALL = (*FLOW, *TINY)
 """AgentFlow on the tiny model; TINY is for other agents."""
 RFT = (
-    "--rft.num_rollouts",
-    "300",
-    "--rft.num_steps",
-    "120",
-    "--rft.lr",
-    "1e-2",
-    "--rft.warmup_steps",
-    "10",
-    "--rft.keep",
-    "all",
+    *("--rft.num_rollouts", "300", "--rft.num_steps", "120", "--rft.lr", "1e-2"),
+    *("--rft.warmup_steps", "10", "--rft.keep", "all"),
 )
 NUM_STEPS = 6
 ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -295,24 +287,9 @@ def words(place: Path, warm: Path) -> tuple[str, ...]:
     """Options of a training run of NUM_STEPS steps; what is left to say is --run.dir."""
     return (
         *SMALL,
-        *(
-            "--tasks.name",
-            "file",
-            "--tasks.path",
-            str(place / "tasks.jsonl"),
-            "--tasks.corpus",
-            str(place / "corpus.json"),
-        ),
-        *(
-            "--model.path",
-            str(warm / "model"),
-            "--train.num_steps",
-            str(NUM_STEPS),
-            "--train.lr",
-            "3e-3",
-            "--checkpoint.every",
-            "2",
-        ),
+        *("--tasks.name", "file", "--tasks.path", str(place / "tasks.jsonl")),
+        *("--tasks.corpus", str(place / "corpus.json"), "--model.path", str(warm / "model")),
+        *("--train.num_steps", str(NUM_STEPS), "--train.lr", "3e-3", "--checkpoint.every", "2"),
         # Without the tool that takes time: what shares a batch then never depends on the clock, and
         # neither does any bit of the result.
         *("--agent.tools", '["Search", "Base_Generator"]'),
