@@ -25,6 +25,7 @@ import torch
 from engines_under_way import loud_model, run, under_way
 from flowkernels import LossSpec
 from torch import Tensor
+from toy_options import toy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.agents.base import AgentContext
@@ -34,7 +35,7 @@ from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.policy import Policy, ResponsePrefix
 from flowtrain.agents.prompts import CHAT_TEMPLATE, CompactPrompt
 from flowtrain.agents.registry import load_kind
-from flowtrain.config import Config, Vllm
+from flowtrain.config import Vllm
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.engines.vllm.engine import VllmEngine
@@ -295,7 +296,7 @@ class TestVllm:
         prompt = "full" if name == "tools" else "compact"
         program = tmp_path / "program.py"
         program.write_text(PROGRAM)
-        config = Config.model_validate(
+        config = toy(
             {
                 "agent": {"name": name, "tools": tools, "prompt": prompt},
                 "gateway": {"function": f"{program}:solve"} if name == "gateway" else {},
