@@ -34,7 +34,7 @@ SKEWED = "import time; real = time.time; time.time = lambda: real() + {skew_s}"
 """On a machine whose clock is wrong."""
 ACTOR = """
 import sys
-sys.path.insert(0, {here!r})
+sys.path[:0] = [{here!r}, {tests!r}]
 import many_nodes
 many_nodes.main(*{words!r})
 os._exit(0)
@@ -59,7 +59,8 @@ class Crew:
         self._alive[name] = self._server.start("dataflow", *command, before=before, env=env)
 
     def act(self, name: str, *words: str) -> None:
-        self.start(name, before=ACTOR.format(here=str(HERE), words=words))
+        both = {"here": str(HERE), "tests": str(HERE.parent)}
+        self.start(name, before=ACTOR.format(**both, words=words))
 
     def kill(self, name: str, number: int) -> int:
         """With a signal; its exit code. It begins anew."""

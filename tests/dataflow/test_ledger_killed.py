@@ -31,7 +31,7 @@ def node_processes(
     """Run `node_processes.py` and return the JSON of each database; `on_death` is called with the
     number of each death.
     """
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
+    path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE)))
     command = [sys.executable, str(HERE / "node_processes.py"), *databases]
     with subprocess.Popen(
         command,
