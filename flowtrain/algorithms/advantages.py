@@ -124,11 +124,12 @@ def make_batch(
     counts, tokens, num_dropped = Counter[FilterReason](), Counter[FilterReason](), 0
     for group in groups:
         rewards = [reward_of(trajectory) for trajectory in group.finished]
+        if not rewards:  # which no `credit` is asked about
+            num_dropped += 1
+            continue
         is_finite = all(map(math.isfinite, rewards))
         credits = credit(group) if is_finite else broadcast(group, [math.nan] * len(rewards))
-        if not rewards or (
-            drops_equals and are_equal(rewards) and not _turns_differ(group, credits)
-        ):
+        if drops_equals and are_equal(rewards) and not _turns_differ(group, credits):
             num_dropped += 1
             continue
         minibatch = min(group.index * num_minibatches // num_groups, num_minibatches - 1)

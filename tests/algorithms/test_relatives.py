@@ -108,6 +108,14 @@ def test_one_mode_of_two_and_an_algorithm_that_makes_its_samples_itself() -> Non
     assert not made("dapo", dataflow={"url": "http://x:1"}).config.algorithm.dynamic_sampling
 
 
+@pytest.mark.parametrize("name", ["dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "flow_grpo"])
+@pytest.mark.parametrize("turn_credit", ["rollout", "to_go"])
+def test_a_group_whose_rollouts_all_failed_is_dropped(name: str, turn_credit: str) -> None:
+    failed = [replace(each, error="down", reward=None) for each in MIXED]
+    out = batch(name, failed, algorithm={"turn_credit": turn_credit})
+    assert out.samples == () and out.num_groups_dropped == 1
+
+
 class PerTurn(Algorithm):
     """The number of the turn, and token by token in the last one."""
 
