@@ -11,7 +11,6 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Of one optimizer step on rows of 16,384 tokens."""
 _SMALL = {"token_budget": 512}
 QUICKSTART = ("--config", "configs/quickstart.toml", "--log.tensorboard", "false")
+PLANNER = ("--model.path", "flowtrain/toy/planner")
+"""The warmed-up planner of the quickstart."""
 
 
 def profile(cases: Cases) -> None:
@@ -188,10 +189,10 @@ def runs(cases: Cases) -> None:
     """Whole runs on one device: the quickstart, a real small model, a random one of 0.5B."""
     few = ("--train.num_steps", "2", "--eval.num_tasks", "10")
     short = few if cases.is_small else ()
-    short_rft = ("--rft.num_rollouts", "200", "--rft.num_steps", "10") if cases.is_small else ()
     half = ("--tiny.hidden_size", "1280", "--tiny.num_layers", "24", "--tiny.num_heads", "20")
     smollm2 = os.environ.get("FLOWTRAIN_SMOLLM2", "models/SmolLM2-135M-Instruct")
-    cases.run("quickstart", partial(_quickstart, cases, short_rft, short), limit_s=480)
+    run = (*QUICKSTART, *PLANNER, *short)
+    cases.run("quickstart", partial(_train, cases, "quickstart", *run), limit_s=480)
     if Path(smollm2).exists() and not cases.is_small:
         run = ("--config", "configs/smollm2.toml", "--model.path", smollm2, *short)
         cases.run("SmolLM2", partial(_train, cases, "SmolLM2", *run), limit_s=480)
@@ -201,10 +202,13 @@ def runs(cases: Cases) -> None:
 
 
 def vllm(cases: Cases) -> None:
-    """A short run that samples with vLLM, and the pause of a live vLLM for new weights."""
-    few = ("--train.num_steps", "3", "--eval.num_tasks", "10", "--tiny.num_heads", "3")
-    run = partial(_train, cases, "vllm", *QUICKSTART, "--rollout.engine", "vllm", *few)
-    cases.run("run", partial(_with_vllm, run), limit_s=300)
+    """Runs that sample with vLLM, and the pause of a live vLLM for new weights."""
+    options = (*QUICKSTART, "--rollout.engine", "vllm", "--train.num_steps")
+    if cases.device == "cuda":  # on a CPU, vLLM has no heads of 16
+        run = (*options, "40", *PLANNER, "--model.dtype", "bfloat16")
+        cases.run("planner", partial(_with_vllm, partial(_train, cases, "planner", *run)), 300)
+    run = (*options, "3", "--eval.num_tasks", "10", "--tiny.num_heads", "3")
+    cases.run("random", partial(_with_vllm, partial(_train, cases, "random", *run)), 300)
     cases.run("pause", partial(_with_vllm, partial(_pause, cases)), limit_s=300)
 
 
@@ -219,12 +223,6 @@ def _pause(cases: Cases) -> list[Row]:
     _python("-m", "bench.weights", "--json", str(path))
     rows: list[Row] = json.loads(path.read_text())["rows"]
     return rows
-
-
-def _quickstart(cases: Cases, short_rft: Sequence[str], short: Sequence[str]) -> list[Row]:
-    warm = cases.folder / "warm"
-    _module("flowtrain.rft", *QUICKSTART, "--run.dir", str(warm), *short_rft)
-    return _train(cases, "quickstart", *QUICKSTART, "--model.path", f"{warm}/model", *short)
 
 
 def _train(cases: Cases, name: str, *options: str) -> list[Row]:

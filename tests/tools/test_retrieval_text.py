@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -115,6 +118,17 @@ def test_bm25_from_disk_ranks_as_it_did(tmp_path: Path) -> None:
     assert isinstance(loaded._index.scores["data"], np.memmap), (
         "a large index is not read at the start"
     )
+
+
+def test_bm25_leaves_jax_alone(tmp_path: Path) -> None:
+    """Imported beside a GPU, JAX takes three quarters of its memory."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("started = True")
+    (tmp_path / "jax" / "lax.py").write_text("print('JAX was tried')\ndef top_k(x, k): ...")
+    code = "import flowtrain.tools.retrieval.bm25, jax; print(jax.started)"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    run = [sys.executable, "-c", code]
+    assert subprocess.check_output(run, text=True, env={"PYTHONPATH": path}) == "True\n"
 
 
 def test_bm25_of_texts_without_words_is_refused() -> None:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
+import sys
 from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-import bm25s
 import numpy as np
 
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import words
+
+# Where bm25s finds JAX it tries it, and JAX takes three quarters of a GPU's memory for itself.
+_modules: dict[str, Any] = sys.modules
+_jax = _modules.get("jax")
+_modules["jax"] = None
+import bm25s  # noqa: E402
+
+del _modules["jax"]
+if _jax is not None:
+    _modules["jax"] = _jax
 
 
 class Bm25:
