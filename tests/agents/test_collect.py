@@ -218,7 +218,7 @@ def test_stragglers_answer_from_finished_turns() -> None:
         straggler_share=0.7,
         straggler_s=0.2,
     )
-    assert 0.2 <= time.monotonic() - started < 10
+    assert 0.2 <= time.monotonic() - started < 60
     for group in groups:
         is_slow = group.index in (2, 5)
         for trajectory in group.trajectories:

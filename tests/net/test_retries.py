@@ -61,7 +61,7 @@ def test_a_pause_that_outlasts_the_deadline_is_not_waited_for() -> None:
     started = time.monotonic()
     with pytest.raises(GaveUp, match=r"^busy; no time is left for another attempt after 3600\.0 s"):
         run(attempt)
-    assert len(times) == 1 and time.monotonic() - started < 4
+    assert len(times) == 1 and time.monotonic() - started < 60
 
 
 def test_a_server_may_ask_for_a_longer_pause() -> None:

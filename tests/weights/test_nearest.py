@@ -114,7 +114,7 @@ def test_silence_costs_little(
         source = nearest(url, two[0].url, cache=tmp_path)
         began = time.monotonic()
         assert source.head() == LAST and source.manifest(LAST).version == LAST
-        assert time.monotonic() - began < 4.0, "less than the timeout"
+        assert time.monotonic() - began < 25, "less than the timeout"
 
 
 def test_where_nobody_answers_the_error_says_so(tmp_path: Path) -> None:
