@@ -35,6 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 _CHILD = ("-m", "bench.gpu_stages")
 _LEAST_S = 15
 """A stage is not begun with less time than this."""
+_MOST_BYTES = 1 << 22
+"""Of a file in an archive; a trace of kernels, compressed, is below."""
 LIMITS_S = {
     "environment": 60,
     "gpu_tests": 120,
@@ -206,9 +208,14 @@ def _keep(folder: Path, name: str, outcomes: dict[str, Outcome], is_judged: bool
     with tarfile.open(folder / f"{name}.tar", "w") as archive:
         for path in (*sorted(folder.glob(f"{name}.*")), folder / name):
             if path.exists() and path.suffix != ".tar":
-                archive.add(path, path.name)
+                archive.add(path, path.name, filter=_without_models)
         for kept in ("stages.json", "report.md"):
             archive.add(folder / kept, kept)
+
+
+def _without_models(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Leave out what the runs of a stage have written for themselves: weights and moments."""
+    return member if member.size < _MOST_BYTES else None
 
 
 def _chosen(text: str) -> Sequence[str]:

@@ -43,8 +43,17 @@ def lack_gpu():
     raise Needs("a GPU")
 
 
+def leave():
+    """A run leaves its log and its weights."""
+    folder = Path(sys.argv[2]).with_suffix("")
+    folder.mkdir(exist_ok=True)
+    (folder / "log").write_text("fine")
+    (folder / "weights").write_bytes(bytes(1 << 23))
+
+
 def quick(cases):
     cases.run("one", note)
+    leave()
 
 
 def mixed(cases):
@@ -131,7 +140,8 @@ def test_a_second_call_goes_on_behind_the_first(
     )
     with tarfile.open(tmp_path / "out" / "quick.tar") as archive:
         names = set(archive.getnames())
-    assert {"quick.json", "quick.log", "stages.json", "report.md"} <= names
+    assert {"quick.json", "quick.log", "stages.json", "report.md", "quick/log"} <= names
+    assert "quick/weights" not in names, "too large to be carried away"
     runs = tmp_path / "out" / "quick.json.runs"
     for options, num_runs in (((), 1), (("--again", "quick"), 2)):
         call({"quick": 30}, *options)
