@@ -74,8 +74,8 @@ class Agent(Section):
     """installed packages that the code may import, with all that is installed beside them:
     ["numpy", "sympy"]"""
     code_timeout_s: PositiveFloat = Field(10.0, le=3600)
-    """CPU seconds of the code, tool_timeout_s at most; time asleep counts too, a wait for a core
-    does not (AgentFlow: 10 of wall time)"""
+    """CPU seconds of the code, tool_timeout_s at most; ten times as many of wall time end what
+    sleeps (AgentFlow: 10 of wall time)"""
     code_memory_mb: int = Field(512, ge=64)
     """MiB of address space that the code may use"""
     search_cache_mb: int = Field(64, ge=0)

@@ -289,7 +289,6 @@ def test_an_exception_keeps_what_was_set_and_a_limit_leaves_nothing() -> None:
     tool = coder(code_timeout_s=0.8, code_memory_mb=128)
     ended = {
         "x = 2\nwhile True: pass": "CPU time limit of 0.8 s exceeded",
-        "x = 3; import time; time.sleep(60)": "time limit of 0.8 s exceeded, asleep",
         "x = 4; import os; os._exit(3)": "exited with status 3",
         "x = 5; import os; os.abort()": "killed by SIGSEGV",  # it cannot send what it means
         "x = 6; [0] * 10**9": "memory limit of 128 MiB exceeded",
