@@ -186,10 +186,6 @@ class Chat(Section):
     """further attempts after a refusal, a failure or a timeout, with growing pauses"""
     max_concurrency: PositiveInt = 64
     """requests under way at a time; more wait"""
-    query_prefix: str = ""
-    """embedding models: text before each query (E5: "query: ")"""
-    passage_prefix: str = ""
-    """embedding models: text before each passage (E5: "passage: ")"""
     price_in: float = Field(0.0, ge=0)
     """price of a million prompt tokens, for the cost meter"""
     price_out: float = Field(0.0, ge=0)

@@ -74,7 +74,7 @@ def ask_wiki(server: RawServer) -> object:
 
 def embed(server: RawServer) -> object:
     embedder = Embedder("e", Chat(base_url=server.url, model="m", api_key_env=""))
-    return asyncio.run(embedder.embed(["one", "two"], DEADLINE_S))
+    return asyncio.run(embedder.rank("one", ["two"], 1, DEADLINE_S))
 
 
 def ask_model(server: RawServer) -> object:
