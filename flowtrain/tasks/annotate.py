@@ -2,7 +2,7 @@
 --in rows.jsonl --out annotated.jsonl
 
 InfoFlow (arXiv 2510.26575) rewards what a rollout finds out on the way, and had a model name these
-findings offline, with weights. Rows that hold them already need no engine (`research_trees`).
+findings offline, with weights. Rows that hold them already need no engine.
 `docs/reproduce-infoflow.md` shows the command in its place.
 """
 
@@ -26,9 +26,8 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.token_chat import TokenChat
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.files import load_source
-from flowtrain.tasks.research_trees import as_sub_goals, findings
 from flowtrain.tasks.rows import parse_json
-from flowtrain.tasks.sub_goal_prompt import ask_again, prompt_for, read_reply
+from flowtrain.tasks.sub_goal_prompt import ask_again, from_tree, prompt_for, read_reply
 from flowtrain.types import SubGoal, Task, UserError
 from flowtrain.utils.commands import end_on_signals, number
 from flowtrain.utils.errors import user_error
@@ -68,11 +67,11 @@ def annotate(config: Config, engine: str, rows: str, out: Path, num_attempts: in
     tasks = _tasks(config, rows)
     done = _done(out, tasks)
     todo = [task for task in tasks if task.id not in done]
-    needs = [task for task in todo if not task.sub_goals and findings(task) is None]
+    needs = [task for task in todo if not task.sub_goals and from_tree(task) is None]
     if needs and not engine:
         raise UserError(
-            f"{rows}: task {needs[0].id!r} has no steps of its own that are read, so a model must "
-            "name its sub-goals: --engine NAME"
+            f"{rows}: task {needs[0].id!r} has no sub-goals of its own, so a model must name "
+            "them: --engine NAME"
         )
     chat = start_engine(config, engine, "--engine") if needs else None
     annotation = _Annotation(config, chat, out, num_attempts)
@@ -195,7 +194,7 @@ class _Annotation:
     async def _row(self, task: Task) -> None:
         try:
             goals = await self._sub_goals(task)
-        except (_NoSubGoals, EngineError) as error:
+        except (UserError, EngineError) as error:
             self.failed[task.id] = str(error)
             return
         line = json.dumps(_row_of(task, goals), ensure_ascii=False) + "\n"
@@ -203,21 +202,17 @@ class _Annotation:
             file.write(line.encode())
 
     async def _sub_goals(self, task: Task) -> tuple[SubGoal, ...]:
+        """Raises UserError, or EngineError, for a row that gets none."""
         if not task.answers:
-            raise _NoSubGoals("the row has no answer")
-        goals = task.sub_goals
-        if not goals and (found := findings(task)) is not None:
-            goals = as_sub_goals(task, found)
-        elif not goals:
+            raise UserError("the row has no answer")
+        goals = task.sub_goals or from_tree(task)
+        if goals is None:
             return await self._asked(task)
-        try:
-            sub_goals.check(replace(task, sub_goals=goals))
-        except UserError as error:
-            raise _NoSubGoals(str(error)) from error
+        sub_goals.check(replace(task, sub_goals=goals))
         return goals
 
     async def _asked(self, task: Task) -> tuple[SubGoal, ...]:
-        """Ask until a reply can be used. Raises EngineError, and `_NoSubGoals`."""
+        """Ask until a reply can be used."""
         assert self.chat is not None, "checked before the start"
         prompt = first = prompt_for(task)
         problem = ""
@@ -235,11 +230,7 @@ class _Annotation:
             else:
                 self.num_asked += 1
                 return goals
-        raise _NoSubGoals(f"{problem} ({self.num_attempts} replies)")
-
-
-class _NoSubGoals(Exception):
-    """A row that gets no sub-goals, and why."""
+        raise UserError(f"{problem} ({self.num_attempts} replies)")
 
 
 def _row_of(task: Task, goals: Sequence[SubGoal]) -> dict[str, Any]:
