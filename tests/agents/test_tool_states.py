@@ -23,7 +23,7 @@ from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.agents.commands import write_command
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import RuleGenerator
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -395,8 +395,8 @@ def python_flow(tool: StatefulTool) -> Flow:
     return Flow(
         Planner(),  # type: ignore[arg-type]
         RuleExecutor(tools, 5.0, 400),
-        RuleVerifier(lambda question, memory: False),
-        RuleGenerator(last_result),
+        RuleVerifier(lambda task, memory: False),
+        RuleGenerator(),
         FlowLimits(3, 60.0),
         stateful_tools=tools,
     )
