@@ -77,6 +77,9 @@ class Server:
         with on_failure(self.connection.close):
             self._offered = {tool.name: tool for tool in self.connection.open()}
 
+    def close(self) -> None:
+        self.connection.close()
+
     def tools(self, wanted: str) -> dict[str, Tool]:
         """Return the tools "NAME.tool", or all for "NAME.*". Raises UserError if there is none."""
         server, _, name = wanted.partition(".")
@@ -89,25 +92,6 @@ class Server:
             )
         cards = {each: card_of(server, self._offered[each]) for each in names}
         return {card.name: McpTool(self.connection, card, name) for name, card in cards.items()}
-
-
-class Servers:
-    """The servers of a run by name; each is connected to when the first of its tools is made."""
-
-    def __init__(self, options: Mapping[str, McpServer]) -> None:
-        self._options = options
-        self._open: dict[str, Server] = {}
-
-    def tools(self, wanted: str) -> dict[str, Tool]:
-        """Return the tools that "NAME.tool" or "NAME.*" of `agent.tools` means."""
-        name = wanted.partition(".")[0]
-        if name not in self._open:
-            self._open[name] = Server(name, self._options[name])
-        return self._open[name].tools(wanted)
-
-    def close(self) -> None:
-        for server in self._open.values():
-            server.connection.close()
 
 
 def card_of(server: str, tool: Any) -> ToolCard:
