@@ -14,11 +14,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from flowtrain.config import Config
+from flowtrain.config import Chat, Config
 from flowtrain.config.command import INTERRUPTED, run_command
 from flowtrain.engines.chat_engines import start_engine
 from flowtrain.engines.endpoint import Endpoint
@@ -29,12 +29,15 @@ from flowtrain.tasks.files import load_source
 from flowtrain.tasks.rows import parse_json
 from flowtrain.tasks.sub_goal_prompt import ask_again, from_tree, prompt_for, read_reply
 from flowtrain.types import SubGoal, Task, UserError
-from flowtrain.utils.commands import end_on_signals, number
+from flowtrain.utils.commands import end_on_signals
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import writing
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.terminal import protect_output
 from flowtrain.utils.waiting import waiting
+
+NUM_ATTEMPTS = 3
+"""Replies per row: one that cannot be used is asked again, with the reason."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def body(config: Config) -> int:
         end_on_signals()  # what was answered is written down already
         try:
-            return annotate(
-                config, options.engine, options.rows, options.out, num_attempts=options.attempts
-            )
+            return annotate(config, options.engine, options.rows, options.out)
         except KeyboardInterrupt:
             print("\nstopped; the same command goes on", file=sys.stderr)
             return INTERRUPTED
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command("flowtrain.tasks.annotate", body, words)
 
 
-def annotate(config: Config, engine: str, rows: str, out: Path, num_attempts: int = 3) -> int:
+def annotate(config: Config, engine: str, rows: str, out: Path) -> int:
     """Append the tasks of `rows` with sub-goals to `out`, and return the command's exit code.
 
     Rows that `out` has are not asked again; those that fail are asked the next time. Raises
@@ -74,19 +75,21 @@ def annotate(config: Config, engine: str, rows: str, out: Path, num_attempts: in
             "them: --engine NAME"
         )
     chat = start_engine(config, engine, "--engine") if needs else None
-    annotation = _Annotation(config, chat, out, num_attempts)
     try:
-        annotation.run(todo, config.engines[engine].max_concurrency if needs else 1)
+        failed = _annotate(config, chat, todo, out, config.engines[engine] if needs else None)
     finally:
         if chat is not None:
             chat.close()
-    num_rows = len(tasks) - len(annotation.failed)
-    print(f"{out}: {num_rows:,} rows; {len(annotation.failed):,} failed")
+    print(f"{out}: {len(tasks) - len(failed):,} rows; {len(failed):,} failed")
     if chat is not None:
-        print(f"{engine}: {annotation.num_asked:,} rows answered, {_cost_of(chat)}")
-    for task_id, reason in annotation.failed.items():
+        meter = chat.meter.metrics()
+        print(
+            f"{engine}: {meter['requests']:.0f} requests, {meter['prompt_tokens']:,.0f} + "
+            f"{meter['reply_tokens']:,.0f} tokens, cost {meter['cost']:.4g}"
+        )
+    for task_id, reason in failed.items():
         print(f"failed: {task_id}: {reason}", file=sys.stderr)
-    return 1 if annotation.failed else 0
+    return 1 if failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,8 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--in", dest="rows", required=True, metavar="PATH", help=text)
     text = "rows with sub_goals, for tasks.path; one that is there is gone on with"
     add("--out", type=_jsonl, required=True, metavar="FILE.jsonl", help=text)
-    text = "replies per row: one that cannot be used is asked again with the reason (default: 3)"
-    add("--attempts", type=number(1, 100), default=3, metavar="N", help=text)
     return parser
 
 
@@ -158,79 +159,68 @@ def _done(out: Path, tasks: Sequence[Task]) -> set[str]:
     return done
 
 
-@dataclass
-class _Annotation:
-    """Rows under way, and what became of them."""
+def _annotate(
+    config: Config,
+    chat: Endpoint | TokenChat | None,
+    tasks: Sequence[Task],
+    out: Path,
+    engine: Chat | None,
+) -> dict[str, str]:
+    """Annotate as many rows at a time as the engine takes, each of which is in the file as soon as
+    it is done; return the reasons of those that failed, by their ids.
+    """
+    free = asyncio.Semaphore(engine.max_concurrency if engine else 1)
+    failed: dict[str, str] = {}
 
-    config: Config
-    chat: Endpoint | TokenChat | None
-    out: Path
-    num_attempts: int
-    failed: dict[str, str] = field(default_factory=dict)
-    """Reasons by the ids of rows."""
-    num_asked: int = 0
-    """Rows that the engine has answered."""
-
-    def run(self, tasks: Sequence[Task], width: int) -> None:
-        """Annotate `width` rows at a time; an interrupt leaves in the file what is done."""
-        free = asyncio.Semaphore(width)
-
-        async def one(task: Task) -> None:
-            async with free:
-                await self._row(task)
-            tick()
-
-        async def every() -> None:
-            async with asyncio.TaskGroup() as running:
-                for task in tasks:
-                    running.create_task(one(task))
-
-        with waiting("annotated rows", True, total=len(tasks)) as tick:
+    async def one(task: Task) -> None:
+        async with free:
             try:
-                asyncio.run(every())
-            except* UserError as mistakes:
-                raise mistakes.exceptions[0] from None
+                goals = await _sub_goals(config, chat, task)
+            except (UserError, EngineError) as error:
+                failed[task.id] = str(error)
+            else:
+                line = json.dumps(_row_of(task, goals), ensure_ascii=False) + "\n"
+                with writing(out), out.open("ab") as file:
+                    file.write(line.encode())
+        tick()
 
-    async def _row(self, task: Task) -> None:
+    async def every() -> None:
+        async with asyncio.TaskGroup() as running:
+            for task in tasks:
+                running.create_task(one(task))
+
+    with waiting("annotated rows", True, total=len(tasks)) as tick:
         try:
-            goals = await self._sub_goals(task)
-        except (UserError, EngineError) as error:
-            self.failed[task.id] = str(error)
-            return
-        line = json.dumps(_row_of(task, goals), ensure_ascii=False) + "\n"
-        with writing(self.out), self.out.open("ab") as file:
-            file.write(line.encode())
+            asyncio.run(every())
+        except* UserError as mistakes:  # of the file
+            raise mistakes.exceptions[0] from None
+    return failed
 
-    async def _sub_goals(self, task: Task) -> tuple[SubGoal, ...]:
-        """Raises UserError, or EngineError, for a row that gets none."""
-        if not task.answers:
-            raise UserError("the row has no answer")
-        goals = task.sub_goals or from_tree(task)
-        if goals is None:
-            return await self._asked(task)
+
+async def _sub_goals(
+    config: Config, chat: Endpoint | TokenChat | None, task: Task
+) -> tuple[SubGoal, ...]:
+    """Return the row's own sub-goals, or ask until a reply can be used; raises UserError or
+    EngineError for a row that gets none.
+    """
+    if not task.answers:
+        raise UserError("the row has no answer")
+    goals = task.sub_goals or from_tree(task)
+    if goals is not None:
         sub_goals.check(replace(task, sub_goals=goals))
         return goals
-
-    async def _asked(self, task: Task) -> tuple[SubGoal, ...]:
-        """Ask until a reply can be used."""
-        assert self.chat is not None, "checked before the start"
-        prompt = first = prompt_for(task)
-        problem = ""
-        for attempt in range(self.num_attempts):
-            reply = await self.chat.ask(
-                prompt,
-                seed=derive_seed(self.config.run.seed, "annotate", task.id, attempt),
-                deadline_s=self.config.agent.module_timeout_s,
-            )
-            try:
-                goals = read_reply(task, reply)
-            except UserError as error:
-                problem = str(error)
-                prompt = ask_again(first, reply, problem)
-            else:
-                self.num_asked += 1
-                return goals
-        raise UserError(f"{problem} ({self.num_attempts} replies)")
+    assert chat is not None, "checked before the start"
+    prompt = first = prompt_for(task)
+    problem = ""
+    for attempt in range(NUM_ATTEMPTS):
+        seed = derive_seed(config.run.seed, "annotate", task.id, attempt)
+        reply = await chat.ask(prompt, seed=seed, deadline_s=config.agent.module_timeout_s)
+        try:
+            return read_reply(task, reply)
+        except UserError as error:
+            problem = str(error)
+            prompt = ask_again(first, reply, problem)
+    raise UserError(f"{problem} ({NUM_ATTEMPTS} replies)")
 
 
 def _row_of(task: Task, goals: Sequence[SubGoal]) -> dict[str, Any]:
@@ -239,14 +229,6 @@ def _row_of(task: Task, goals: Sequence[SubGoal]) -> dict[str, Any]:
     others = {"kind": task.kind, "num_turns": task.num_turns, "choices": list(task.choices)}
     row |= {name: value for name, value in others.items() if value}
     return row | {"scorer": task.scorer, "sub_goals": [asdict(goal) for goal in goals]}
-
-
-def _cost_of(chat: Endpoint | TokenChat) -> str:
-    meter = chat.meter.metrics()
-    return (
-        f"{meter['requests']:.0f} requests, {meter['prompt_tokens']:,.0f} + "
-        f"{meter['reply_tokens']:,.0f} tokens, cost {meter['cost']:.4g}"
-    )
 
 
 if __name__ == "__main__":
