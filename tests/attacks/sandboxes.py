@@ -15,7 +15,6 @@ from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.tools.sandbox.server import Backend
 
 TIMEOUT_S = 0.3
-WALL_S = 1.0
 WHY_NO_BUBBLEWRAP = bubblewrap.why_not(bubblewrap.backend(()))
 needs_bubblewrap = pytest.mark.skipif(
     bool(WHY_NO_BUBBLEWRAP), reason=f"{WHY_NO_BUBBLEWRAP}; apt-get install bubblewrap"
@@ -37,7 +36,6 @@ def make(kind: str) -> ProcessSandbox:
     box = ProcessSandbox(
         backend(kind), num_workers=1, timeout_s=TIMEOUT_S, memory_mb=128, max_output_chars=2000
     )
-    box._workers.limits["wall_s"] = WALL_S
     # Nothing hostile may start with a filter that is not there: some of it would kill every process
     # of the machine.
     assert outcome(box, "import os; os.kill(0, 0)").startswith("PermissionError")
