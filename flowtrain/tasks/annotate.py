@@ -25,7 +25,7 @@ from flowtrain.engines.endpoint import Endpoint
 from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.token_chat import TokenChat
 from flowtrain.tasks import sub_goals
-from flowtrain.tasks.files import load_source
+from flowtrain.tasks.files import load_configured
 from flowtrain.tasks.rows import parse_json
 from flowtrain.tasks.sub_goal_prompt import ask_again, from_tree, prompt_for, read_reply
 from flowtrain.types import SubGoal, Task, UserError
@@ -65,7 +65,7 @@ def annotate(config: Config, engine: str, rows: str, out: Path) -> int:
     Rows that `out` has are not asked again; those that fail are asked the next time. Raises
     UserError for rows, files and engines that cannot be used.
     """
-    tasks = _tasks(config, rows)
+    tasks = load_configured(rows, config.tasks, keeps_columns=True).tasks
     done = _done(out, tasks)
     todo = [task for task in tasks if task.id not in done]
     needs = [task for task in todo if not task.sub_goals and from_tree(task) is None]
@@ -115,20 +115,6 @@ def _jsonl(text: str) -> Path:
     if not text.endswith(".jsonl"):
         raise argparse.ArgumentTypeError(f"{text!r} must end in .jsonl")
     return Path(text)
-
-
-def _tasks(config: Config, rows: str) -> list[Task]:
-    tasks = config.tasks
-    source = load_source(
-        rows,
-        tasks.preset,
-        split=tasks.split,
-        question_key=tasks.question_key,
-        answer_key=tasks.answer_key,
-        scorer=tasks.scorer,
-        keeps_columns=True,
-    )
-    return list(source.tasks)
 
 
 def _done(out: Path, tasks: Sequence[Task]) -> set[str]:
