@@ -29,7 +29,7 @@ from bench.measure import report
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import Executed, RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Answer, RuleGenerator, last_result
+from flowtrain.agents.generator import Answer, RuleGenerator
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan, PolicyPlanner
 from flowtrain.agents.policy import Policy, ResponsePrefix
@@ -134,7 +134,7 @@ class Simulated:
             Verdict.STOP if random.Random(f"{key} stop").random() < STOP_SHARE else Verdict.CONTINUE
         )
 
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
+    async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
         await asyncio.sleep(self.latencies.chat_s(memory.entries[-1].sub_goal, "answer"))
         return Answer("answer")
 
@@ -240,8 +240,8 @@ def overhead_row(num_rollouts: int, num_turns: int) -> dict[str, Any]:
     flow = Flow(
         planner,
         RuleExecutor(tools, 2.0, 400),
-        RuleVerifier(lambda question, memory: False),
-        RuleGenerator(last_result),
+        RuleVerifier(lambda task, memory: False),
+        RuleGenerator(),
         FlowLimits(num_turns, 500.0),
     )
     tasks = [Task(str(n), "What is the area of Chad?", ("1284",)) for n in range(num_rollouts)]

@@ -17,7 +17,7 @@ from typing import Any
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import RuleGenerator
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -100,12 +100,12 @@ def _run(engine: Engine, tasks: Sequence[Task], max_in_flight: int) -> tuple[flo
     """Return the seconds of the whole run, and of each tool call."""
     tool = SimulatedTool()
     executor = RuleExecutor({tool.card.name: tool}, timeout_s=300.0, max_chars=10)
-    goes_on = RuleVerifier(lambda question, memory: False)
+    goes_on = RuleVerifier(lambda task, memory: False)
     flow = Flow(
         SamplingPlanner(engine),
         executor,
         goes_on,
-        RuleGenerator(last_result),
+        RuleGenerator(),
         FlowLimits(TURNS, 600.0),
     )
     started = time.perf_counter()

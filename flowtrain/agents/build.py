@@ -12,13 +12,7 @@ from flowtrain.agents.base import AgentContext
 from flowtrain.agents.chat_planner import ChatPlanner
 from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import (
-    Generator,
-    LLMGenerator,
-    RuleGenerator,
-    last_expression,
-    last_result,
-)
+from flowtrain.agents.generator import Generator, LLMGenerator, RuleGenerator
 from flowtrain.agents.planner import Planner, PolicyPlanner
 from flowtrain.agents.policy import Policy, check_prompt, check_template
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt, tools_text
@@ -33,15 +27,7 @@ from flowtrain.agents.refiner import (
 )
 from flowtrain.agents.registry import AgentKind
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, VerdictPrompt
-from flowtrain.agents.verifier import (
-    LLMVerifier,
-    PolicyVerifier,
-    RuleVerifier,
-    Verifier,
-    any_result_enough,
-    facts_enough,
-    gameof24_enough,
-)
+from flowtrain.agents.verifier import LLMVerifier, PolicyVerifier, RuleVerifier, Verifier
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.token_chat import ChatTokenizer
@@ -50,13 +36,6 @@ from flowtrain.types import PolicyName, UserError
 
 MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
 """The roles of a flow besides the planner."""
-_RULES = {
-    "facts": (facts_enough, last_result),
-    "gameof24": (gameof24_enough, last_expression),
-    "reasoning-gym": (any_result_enough, last_result),
-    "file": (any_result_enough, last_result),
-}
-"""The rules of the verifier and the generator, by family of tasks."""
 
 
 def make_prompt(
@@ -179,11 +158,6 @@ AGENTFLOW = AgentKind(
 )
 
 
-def rule_verifier(config: cfg.Config) -> RuleVerifier:
-    """Make the rule-based verifier for the family of the tasks."""
-    return RuleVerifier(_RULES[config.tasks.name][0])
-
-
 def make_flow(
     config: cfg.Config,
     planner: Planner,
@@ -219,7 +193,7 @@ def make_flow(
         )
     if chat := chats.get("verifier"):
         verifier = verifier or LLMVerifier(chat, tools_text(tools.values()))
-    answer: Generator = RuleGenerator(_RULES[config.tasks.name][1])
+    answer: Generator = RuleGenerator()
     if chat := chats.get("generator"):
         answer = LLMGenerator(chat)
     if config.roles.refiner == "rules":
@@ -233,7 +207,7 @@ def make_flow(
     return Flow(
         planner,
         executor=run_executor,
-        verifier=verifier or rule_verifier(config),
+        verifier=verifier or RuleVerifier(),
         generator=answer,
         limits=FlowLimits(
             max_turns,

@@ -139,7 +139,7 @@ class Flow:
                 truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
                 answer = await self.generator.answer(
-                    task.prompt,
+                    task,
                     rollout.shown,
                     seed=derive_seed(seed, "generator"),
                     deadline_s=self.limits.module_timeout_s,

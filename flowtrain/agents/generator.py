@@ -5,7 +5,6 @@ It always runs, also when the loop ran out of turns or time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,6 +13,7 @@ from flowtrain.agents.memory import Memory
 from flowtrain.agents.prompts import analysis_text, memory_json
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tasks.corpus import passage_value
+from flowtrain.types import Task
 
 
 class Answer(NamedTuple):
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 class Generator(Protocol):
     """Answers the question from the memory alone."""
 
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
+    async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
         """Raises EngineError."""
 
 
@@ -37,10 +37,9 @@ class Generator(Protocol):
 class RuleGenerator:
     """Stands in for AgentFlow's LLM generator; answers "" when the memory holds no result."""
 
-    extract: Callable[[Memory], str]
-
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
-        return Answer(self.extract(memory))
+    async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
+        is_expression = task.rules == "gameof24"
+        return Answer(last_expression(memory) if is_expression else last_result(memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,9 @@ class LLMGenerator:
 
     engine: ChatEngine
 
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
+    async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
         prompt = PROMPT.format(
-            question=question, analysis=analysis_text(memory), memory=memory_json(memory)
+            question=task.prompt, analysis=analysis_text(memory), memory=memory_json(memory)
         )
         output = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
         found, rules = find_answer(output)

@@ -74,8 +74,8 @@ class Agent(Section):
     """installed packages that the code may import, with all that is installed beside them:
     ["numpy", "sympy"]"""
     code_timeout_s: PositiveFloat = Field(10.0, le=3600)
-    """CPU seconds of the code, tool_timeout_s at most; time asleep counts too, a wait for a core
-    does not (AgentFlow: 10 of wall time)"""
+    """CPU seconds of the code, tool_timeout_s at most; ten times as many of wall time end what
+    sleeps (AgentFlow: 10 of wall time)"""
     code_memory_mb: int = Field(512, ge=64)
     """MiB of address space that the code may use"""
     search_cache_mb: int = Field(64, ge=0)
@@ -186,10 +186,6 @@ class Chat(Section):
     """further attempts after a refusal, a failure or a timeout, with growing pauses"""
     max_concurrency: PositiveInt = 64
     """requests under way at a time; more wait"""
-    query_prefix: str = ""
-    """embedding models: text before each query (E5: "query: ")"""
-    passage_prefix: str = ""
-    """embedding models: text before each passage (E5: "passage: ")"""
     price_in: float = Field(0.0, ge=0)
     """price of a million prompt tokens, for the cost meter"""
     price_out: float = Field(0.0, ge=0)

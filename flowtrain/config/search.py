@@ -10,17 +10,13 @@ from flowtrain.config.section import Section
 
 
 class WebSearch(Section):
-    provider: Literal["google", "serper", "searxng", "corpus"] = "serper"
-    """google: Programmable Search; serper: serper.dev; searxng: an instance of yours; corpus: the
-    passages of [corpus], offline"""
+    provider: Literal["serper", "searxng", "corpus"] = "serper"
+    """serper: Google by serper.dev; searxng: an instance of yours; corpus: the passages of
+    [corpus], offline"""
     base_url: str = ""
     """address of the service; empty: the provider's own (an instance of SearXNG has to be named)"""
-    api_key_env: str = ""
-    """environment variable that holds the key; empty: GOOGLE_API_KEY or SERPER_API_KEY, by provider
-    """
-    cx_env: str = "GOOGLE_CX"
-    """provider = "google": environment variable that holds the id of the Programmable Search engine
-    """
+    api_key_env: str = "SERPER_API_KEY"
+    """provider = "serper": environment variable that holds the key"""
     num_results: int = Field(10, ge=1, le=10)
     """hits per query"""
     summarise: bool = True

@@ -101,8 +101,8 @@ class EvalSettings:
     """Of all policies; None: each has its own."""
     trials: int = 1
     """Rollouts of each question."""
-    rules: str = ""
-    """The value of `tasks.name` whose rules a benchmark follows; empty: as the run does."""
+    is_benchmark: bool = False
+    """Rewards come from the tasks' own rules and the judge, in place of functions."""
 
 
 @dataclass(frozen=True, slots=True)

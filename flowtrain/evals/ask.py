@@ -11,7 +11,6 @@ from flowtrain.engines.chat import metered
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.system import System
 from flowtrain.evaluation.benchmark_metrics import short_metrics
-from flowtrain.evaluation.evaluator import family
 from flowtrain.metrics import ProgressLine
 from flowtrain.rewards import score_one
 from flowtrain.types import Task
@@ -68,7 +67,7 @@ def ask(
             # apart less.
             own_seed = derive_seed(seed, "evals", key.benchmark, key.pid, key.trial)
             with metered() as usage:
-                agent = system.agents[family(task), key.max_turns]
+                agent = system.agents[key.max_turns]
                 scored = await roll_out(agent, task, own_seed)
                 if not scored.error:
                     scored = await score_one(scored, system.judge)

@@ -18,7 +18,6 @@ from flowtrain.evals.paper import PAPER
 from flowtrain.evals.records import Entry, RecordLog
 from flowtrain.evals.summary import as_json, summarise, table
 from flowtrain.evals.system import System, check_planner, open_system
-from flowtrain.evaluation.evaluator import family
 from flowtrain.metrics import (
     ProgressLine,
     RunDir,
@@ -89,14 +88,13 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     for planner in request.planners:  # none is asked before all are known to be there
         check_planner(config, planner)
     pins = _pins(config, request, files)
-    families = dict.fromkeys(family(task) for each in tasks.values() for task in each)
-    kinds = [(name, limit) for name in families for limit in request.max_turns]
     total = sum(map(len, tasks.values())) * request.trials * len(request.systems)
     with RunDir.lock(request.out, "--out"):
         _check_begun(config, request, pins)
         scratch = request.out.with_name(f".{request.out.name}.weights")
         for planner in request.planners:
-            with open_system(config, kinds, planner, request.temperature, scratch) as system:
+            limits = request.max_turns
+            with open_system(config, limits, planner, request.temperature, scratch) as system:
                 _begin(config, request.out, pins, system)
                 log = RecordLog(request.out)
                 every = questions(planner, request.max_turns, tasks, request.trials)

@@ -13,7 +13,7 @@ from flowtrain.agents.build import make_chat_planner, make_flow
 from flowtrain.config import OWN, Config
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.chat_engines import POLICY, make_chat_engines
-from flowtrain.evaluation.evaluator import make_agent, with_rules_of
+from flowtrain.evaluation.evaluator import make_agent
 from flowtrain.rewards import Judge
 from flowtrain.run.components import RunComponents, make_judge
 from flowtrain.run.learner import publish_start
@@ -23,15 +23,13 @@ from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.weights import WeightStore
 
-Kind = tuple[str, int]
-"""(family of tasks, by which modules choose their rules; budget of turns)."""
-
 
 @dataclass(frozen=True, slots=True)
 class System:
     """A system under evaluation."""
 
-    agents: Mapping[Kind, Agent]
+    agents: Mapping[int, Agent]
+    """By their budgets of turns."""
     judge: Judge | None
     weights: str = ""
     """The hash of the policy's weights; "" where a frozen model plans, as in what follows."""
@@ -43,7 +41,7 @@ class System:
 
 @contextmanager
 def open_system(
-    config: Config, kinds: Sequence[Kind], planner: str, temperature: float, scratch: Path
+    config: Config, max_turns: Sequence[int], planner: str, temperature: float, scratch: Path
 ) -> Iterator[System]:
     """Start what the config names; `planner` is the policy or an engine's name. Raises UserError
     for what is not there.
@@ -57,9 +55,9 @@ def open_system(
         if planner == POLICY:
             components = RunComponents.prepare(config, world)
             cleanup.callback(components.close)
-            yield _with_policy(components, kinds, temperature, scratch, cleanup)
+            yield _with_policy(components, max_turns, temperature, scratch, cleanup)
         else:
-            yield _without_policy(config, kinds, planner, world, cleanup)
+            yield _without_policy(config, max_turns, planner, world, cleanup)
 
 
 def check_planner(config: Config, planner: str) -> None:
@@ -86,7 +84,7 @@ def check_planner(config: Config, planner: str) -> None:
 
 def _with_policy(
     components: RunComponents,
-    kinds: Sequence[Kind],
+    max_turns: Sequence[int],
     temperature: float,
     scratch: Path,
     cleanup: ExitStack,
@@ -101,8 +99,8 @@ def _with_policy(
     publish_start(components, store)
     engines[trained].load(0)
     agents = {
-        (name, limit): make_agent(components, engines, EvalSettings(limit, temperature, rules=name))
-        for name, limit in kinds
+        limit: make_agent(components, engines, EvalSettings(limit, temperature))
+        for limit in max_turns
     }
     for agent in agents.values():
         cleanup.callback(agent.close)
@@ -117,7 +115,7 @@ def _with_policy(
 
 
 def _without_policy(
-    config: Config, kinds: Sequence[Kind], planner: str, world: World, cleanup: ExitStack
+    config: Config, max_turns: Sequence[int], planner: str, world: World, cleanup: ExitStack
 ) -> System:
     """Build a system around a frozen planner; only the models in `[engines]` are loaded."""
     chats = make_chat_engines(config, None, world.device, {"planner": planner})
@@ -126,8 +124,5 @@ def _without_policy(
     for tool in tools.values():
         cleanup.callback(tool.close)
     frozen = make_chat_planner(config, chats.roles["planner"], tools)
-    agents = {
-        (name, limit): make_flow(with_rules_of(config, name), frozen, tools, limit, chats.roles)
-        for name, limit in kinds
-    }
+    agents = {limit: make_flow(config, frozen, tools, limit, chats.roles) for limit in max_turns}
     return System(agents, make_judge(config, chats))

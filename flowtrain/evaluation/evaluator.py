@@ -223,7 +223,7 @@ class Evaluator:
                     config.agent.eval_max_turns,
                     config.eval.temperature,
                     config.eval.trials,
-                    family(tasks[0]),
+                    is_benchmark=True,
                 ),
             )
             for name, tasks in self.benchmarks.items()
@@ -275,8 +275,6 @@ def held_out_name(split: str, temperature: float | None = None) -> str:
 
 def make_agent(components: Parts, engines: Mapping[str, Engine], settings: EvalSettings) -> Agent:
     """Build the agent of an evaluation; close it when done."""
-    if settings.rules:
-        components = components.with_config(with_rules_of(components.config, settings.rules))
     return components.make_agent(engines, settings.max_turns, settings.temperature)
 
 
@@ -286,19 +284,9 @@ def scoring_of(
     """Return the reward functions and the bounds of rewards of an evaluation; benchmarks have rules
     instead.
     """
-    if settings.rules:
+    if settings.is_benchmark:
         return None, None
     return components.reward_functions, components.config.reward
-
-
-def family(task: Task) -> str:
-    """Return the value of `tasks.name` whose rules fit the task, for modules that go by rules."""
-    return "gameof24" if task.scorer == "gameof24" else "file"
-
-
-def with_rules_of(config: Config, name: str) -> Config:
-    """Return the config with the rules of another family of tasks."""
-    return config.model_copy(update={"tasks": config.tasks.model_copy(update={"name": name})})
 
 
 def load_benchmarks(config: Config) -> dict[str, tuple[Task, ...]]:

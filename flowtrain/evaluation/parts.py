@@ -30,9 +30,6 @@ class Parts(Protocol):
     def reward_functions(self) -> RewardFunctions | None: ...
     @property
     def true_scorer(self) -> TrueScorer | None: ...
-    def with_config(self, config: Config) -> Parts:
-        """Return the same parts with another config."""
-
     def make_agent(
         self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
     ) -> Agent:

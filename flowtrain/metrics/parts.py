@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from flowtrain.agents.build import most_kept, rule_verifier
+from flowtrain.agents.build import most_kept
 from flowtrain.agents.lenient import RULES
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.verdicts import read_verdict
+from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.config import Config
 from flowtrain.metrics.sums import Tally
 from flowtrain.rewards.functions import FAILURES, failure_of
@@ -25,7 +26,7 @@ def count_parts(tally: Tally, trajectories: Sequence[Trajectory], config: Config
     count_kept(tally, trajectories, most_kept(config))
     count_rescued(tally, trajectories)
     if "verifier" in config.policy_names:
-        count_verdicts(tally, trajectories, config)
+        count_verdicts(tally, trajectories)
     if "refiner" in config.policy_names:
         count_evidence(tally, trajectories)
 
@@ -79,12 +80,11 @@ def count_rescued(tally: Tally, trajectories: Sequence[Trajectory]) -> None:
         tally.mean(f"{_RESCUED}{rule}", used[rule], num)
 
 
-def count_verdicts(tally: Tally, trajectories: Sequence[Trajectory], config: Config) -> None:
-    """Count the verdicts of the verifier, and its tokens. Tasks from files and from reasoning-gym
-    have no rule to agree with.
+def count_verdicts(tally: Tally, trajectories: Sequence[Trajectory]) -> None:
+    """Count the verdicts of the verifier, and its tokens. Only tasks with rules of their own have
+    verdicts to agree with.
     """
-    rule = None if config.tasks.name in ("file", "reasoning-gym") else rule_verifier(config)
-    for name in ("malformed", "stop", *(() if rule is None else ("agreement",))):
+    for name in ("malformed", "stop"):
         tally.mean(f"verifier/{name}_share", 0, 0)
     for trajectory in trajectories:
         num_tokens = trajectory.num_tokens("verifier") - trajectory.num_shared("verifier")
@@ -93,8 +93,8 @@ def count_verdicts(tally: Tally, trajectories: Sequence[Trajectory], config: Con
             verdict, rules = read_verdict(turn.verdict_text)
             tally.mean("verifier/malformed_share", verdict is None or bool(rules), 1)
             tally.mean("verifier/stop_share", turn.verdict is Verdict.STOP, 1)
-            if rule is not None:
-                is_alike = turn.verdict is rule.verdict(trajectory.task.question, memory)
+            if trajectory.task.rules:
+                is_alike = turn.verdict is RuleVerifier().verdict(trajectory.task, memory)
                 tally.mean("verifier/agreement_share", is_alike, 1)
 
 

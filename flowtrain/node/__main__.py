@@ -59,7 +59,6 @@ OWN_KEYS = (
     "agent.sandbox",
     "web_search.base_url",
     "web_search.api_key_env",
-    "web_search.cx_env",
     "wikipedia.base_url",
     "wikipedia.contact",
 )

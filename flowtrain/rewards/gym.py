@@ -24,7 +24,7 @@ NAME = "reasoning-gym"
 MAX_CHARS = 8000
 """Characters of an answer; a longer one is not verified."""
 TIME_LIMIT_S = 5.0
-"""CPU time for one answer; time asleep counts too."""
+"""CPU time for one answer."""
 MEMORY_MB = 2048
 """Address space for one answer; numpy and sympy alone take some hundred MiB of it."""
 FAILURES = ("too long", "time limit", "memory limit", "verifier raised", "process died")

@@ -208,10 +208,6 @@ class RunComponents:
             reward_functions=functions,
         )
 
-    def with_config(self, config: Config) -> RunComponents:
-        """Return the same parts with another config."""
-        return replace(self, config=config)
-
     def show_sources(self) -> None:
         """Print how the files of questions are read, a line each, on the main rank."""
         if self.world.is_main:

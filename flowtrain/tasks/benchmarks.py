@@ -13,7 +13,7 @@ from typing import get_args
 from flowtrain import config as cfg
 from flowtrain.tasks import published
 from flowtrain.tasks.files import load_source
-from flowtrain.tasks.layouts import PRESETS, Layout, read_task
+from flowtrain.tasks.layouts import PRESETS, Layout, read_task, rules_of
 from flowtrain.tasks.rows import SUFFIXES, read_rows
 from flowtrain.types import Task, UserError
 
@@ -193,6 +193,7 @@ def _read(name: str, path: Path) -> list[Task]:
             read_task(row, benchmark.layout, where, f"{name}-{number - 1}"),
             kind=name,
             scorer=benchmark.scorer,
+            rules=rules_of(benchmark.scorer),
         )
         for number, where, row in read_rows(path, benchmark.layout.columns)
     ]

@@ -136,6 +136,7 @@ def facts_tasks(
             kind=kind,
             num_turns=len(item.plan),
             scorer="exact",
+            rules="facts",
             plan=item.plan,
             sub_goals=item.sub_goals,
         )

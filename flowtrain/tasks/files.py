@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from flowtrain.config import Tasks
 from flowtrain.tasks import published
 from flowtrain.tasks.hub import DEFAULT_SPLIT, folder_rows, hub_rows, is_hub_name
 from flowtrain.tasks.layouts import PRESETS, Layout, read_task, recognise
@@ -96,6 +97,19 @@ def load_source(
     if not tasks:
         raise UserError(f"{path}: holds no tasks; at least one is needed")
     return TaskSource(str(path), preset, tuple(tasks), solutions, num_system)
+
+
+def load_configured(path: str, tasks: Tasks, keeps_columns: bool) -> TaskSource:
+    """Load the tasks of a path as the options of `[tasks]` say."""
+    return load_source(
+        path,
+        tasks.preset,
+        split=tasks.split,
+        question_key=tasks.question_key,
+        answer_key=tasks.answer_key,
+        scorer=tasks.scorer,
+        keeps_columns=keeps_columns,
+    )
 
 
 def load_tasks(path: str | Path, preset: str = "auto", **options: Any) -> list[Task]:

@@ -70,6 +70,7 @@ def _task(task_id: str, puzzle: _Numbers) -> Task:
         kind="gameof24",
         num_turns=1,
         scorer="gameof24",
+        rules="gameof24",
         plan=(PlanStep(expression, "Python_Coder"),),
     )
 

@@ -184,6 +184,11 @@ def recognise(rows: Sequence[Row]) -> str:
     return "own"
 
 
+def rules_of(scorer: str) -> str:
+    """Return the `Task.rules` of a row with that scorer."""
+    return "gameof24" if scorer == "gameof24" else ""
+
+
 def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
     """Make a task of a row.
 
@@ -223,6 +228,7 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
         kind=read.kind,
         num_turns=read.num_turns,
         scorer=scorer,
+        rules=rules_of(scorer),
         choices=_without_labels(read.choices),
         sub_goals=read.sub_goals,
         columns=others,

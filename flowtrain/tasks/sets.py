@@ -13,7 +13,7 @@ from flowtrain.tasks.corpus import load_corpus, passage_value, passages
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.facts import SPLITS, facts_tasks
 from flowtrain.tasks.fiction import fictional_entities
-from flowtrain.tasks.files import TaskSource, load_source
+from flowtrain.tasks.files import TaskSource, load_configured
 from flowtrain.tasks.gameof24 import gameof24_tasks
 from flowtrain.tasks.gym import gym_tasks
 from flowtrain.tasks.mixture import MixedCursor, shares
@@ -123,15 +123,8 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     paths: dict[str, str] = {}
     sources: list[TaskSource] = []
     for path in tasks.mixture or (tasks.path,):
-        source = load_source(
-            path,
-            tasks.preset,
-            split=tasks.split,
-            question_key=tasks.question_key,
-            answer_key=tasks.answer_key,
-            scorer=tasks.scorer,
-            keeps_columns=bool(config.reward.function) or config.agent.name == "gateway",
-        )
+        keeps_columns = bool(config.reward.function) or config.agent.name == "gateway"
+        source = load_configured(path, tasks, keeps_columns)
         sources.append(source)
         for task in source.tasks:
             if paths.setdefault(task.id, path) != path:

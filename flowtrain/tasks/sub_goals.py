@@ -26,13 +26,13 @@ def solved(task: Task, turns: Sequence[Turn], closing: str = "") -> list[SubGoal
     found = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
-        written = _words(turn.calls["planner"].text) if turn.action is not None else ""
+        written = spaced(turn.calls["planner"].text) if turn.action is not None else ""
         reached += [goal for goal in found if found[goal] and _names(goal, written)]
         for given, output in findings(turn):
-            asked, result = _words(given), _words(output)
+            asked, result = spaced(given), spaced(output)
             for goal in found:
                 found[goal] |= _names(goal, result) and not _names(goal, asked)
-    written = _words(closing)
+    written = spaced(closing)
     reached += [goal for goal in found if found[goal] and _names(goal, written)]
     return [goal for goal in found if goal in reached]
 
@@ -45,7 +45,7 @@ def solved_weight(task: Task, turns: Sequence[Turn], output: str = "") -> float:
 
 def sought(task: Task) -> list[SubGoal]:
     """Return the sub-goals that the question does not name."""
-    question = _words(task.question)
+    question = spaced(task.question)
     return [goal for goal in task.sub_goals if not _names(goal, question)]
 
 
@@ -60,13 +60,13 @@ def check(task: Task) -> None:
             f"{total:g}"
         )
     for goal in task.sub_goals:
-        if not goal.names or not all(_words(name).strip() for name in goal.names):
+        if not goal.names or not all(spaced(name).strip() for name in goal.names):
             raise UserError(
                 f"task {task.id!r}: every sub-goal needs names with at least one word, not "
                 f"{goal.names!r}"
             )
         for name in (*goal.names, *task.answers):
-            if _words(name) in _words(goal.query) and _words(name) not in _words(task.question):
+            if spaced(name) in spaced(goal.query) and spaced(name) not in spaced(task.question):
                 raise UserError(
                     f"task {task.id!r}: the query {goal.query!r} of a sub-goal gives {name!r} away"
                 )
@@ -84,10 +84,10 @@ def findings(turn: Turn) -> Iterator[tuple[str, str]]:
             yield used.arguments, used.result.output
 
 
-def _names(goal: SubGoal, words: str) -> bool:
-    return any(_words(name) in words for name in goal.names)
+def _names(goal: SubGoal, text: str) -> bool:
+    return any(spaced(name) in text for name in goal.names)
 
 
-def _words(text: str) -> str:
+def spaced(text: str) -> str:
     """Return the words of a text between single spaces, so that `in` compares whole words."""
     return " " + " ".join(words(text)) + " "

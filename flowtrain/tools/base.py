@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from flowtrain.tools.json_schema import problem
 from flowtrain.types import ToolCall, ToolResult
 from flowtrain.utils.text import encodable
 
@@ -66,7 +65,8 @@ class ToolCard:
     machine does as wall time does; `agent.tool_timeout_s` leaves it alone."""
 
     schema: str = ""
-    """The arguments as a JSON schema, where they are richer than `parameters` can say; else ""."""
+    """The arguments as a JSON schema, where they are richer than `parameters` can say; else "". The
+    model sees it; a call is checked by `parameters`, and the rest by the tool."""
 
     def json_schema(self) -> dict[str, Any]:
         """Return the arguments as a JSON schema: the card's own, or one of `parameters`."""
@@ -83,13 +83,13 @@ class ToolCard:
 
     def check(self, arguments: Mapping[str, object]) -> str:
         """Return the reason why the arguments of a call do not fit, or ""."""
-        if self.schema:
-            wrong = problem(self.schema, arguments)
-            return f"{self.name} takes ({self._takes()}): {wrong}" if wrong else ""
+        # With a schema there may be more than the card lists.
+        other = object if self.schema else None
         kinds = {parameter.name: parameter.kind for parameter in self.parameters}
         required = {parameter.name for parameter in self.parameters if parameter.is_required}
         fits = all(
-            kinds.get(name) is type(value) or (kinds.get(name) is float and type(value) is int)
+            kinds.get(name, other) in (type(value), object)
+            or (kinds.get(name) is float and type(value) is int)
             for name, value in arguments.items()
         )
         if fits and required <= arguments.keys():

@@ -81,11 +81,8 @@ class PythonSession:
         """Release nothing: between two calls there is no process."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionCoder:
+class SessionCoder(PythonCoder):
     """Runs the query as Python in the session of its rollout, whose variables last."""
-
-    sandbox: ProcessSandbox
 
     card = ToolCard(
         "Python_Coder",
@@ -96,17 +93,9 @@ class SessionCoder:
         aliases=("Python_Code_Generator_Tool",),
     )
 
-    async def execute(self, query: str) -> ToolResult:
-        """Run the code in a session of its own."""
-        return await PythonSession(self.sandbox, []).execute(query)
-
     async def open_session(self, history: Sequence[ToolCall]) -> PythonSession:
         done = [json.loads(call.arguments)["query"] for call in history if _lasts(call.result)]
         return PythonSession(self.sandbox, [strip_fence(query) for query in done])
-
-    def close(self) -> None:
-        """End the processes of the sandbox."""
-        self.sandbox.close()
 
 
 @dataclass(frozen=True, slots=True)

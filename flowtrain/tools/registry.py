@@ -8,8 +8,8 @@ plain function; docs/tools.md shows one of each from end to end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from flowtrain.utils.plugins import OBJECT
 
 if TYPE_CHECKING:
     from flowtrain.tasks.sets import TaskSet
-    from flowtrain.tools.mcp.tool import Servers
+    from flowtrain.tools.mcp.tool import Server
 
 GROUP = "flowtrain.tools"
 
@@ -90,16 +90,17 @@ def make_tools(
             )
     with ExitStack() as cleanup:
         tools: dict[str, Tool] = {}
-        servers = _servers(config) if of_servers else None
-        if servers is not None:
-            cleanup.callback(servers.close)
+        servers: dict[str, Server] = {}
         for name in names:
             own = (chats or {}).get(TOOL.format(of_files.get(name, name)), chat)
             if name in of_files:
-                tool = _load(name, of_files[name], replace(context, chat=own))
-                made = {tool.card.name: tool}
-            elif servers is not None and name in of_servers:
-                made = servers.tools(name)
+                made = {of_files[name]: _load(name, of_files[name], replace(context, chat=own))}
+            elif name in of_servers:
+                server = name.partition(".")[0]
+                if server not in servers:
+                    servers[server] = _server(server, config)
+                    cleanup.callback(servers[server].close)
+                made = servers[server].tools(name)
             else:
                 made = {name: _make(name, offered[name], replace(context, chat=own))}
             for tool in made.values():
@@ -111,13 +112,13 @@ def make_tools(
     return tools
 
 
-def _servers(config: Config) -> Servers:
+def _server(name: str, config: Config) -> Server:
     with user_error(
         "agent.tools: tools of an MCP server need a package: pip install 'flowtrain[mcp]'",
         ModuleNotFoundError,
     ):
-        from flowtrain.tools.mcp.tool import Servers
-    return Servers(config.mcp)
+        from flowtrain.tools.mcp.tool import Server
+    return Server(name, config.mcp[name])
 
 
 def _load(name: str, attribute: str, context: ToolContext) -> Tool:
@@ -128,26 +129,31 @@ def _load(name: str, attribute: str, context: ToolContext) -> Tool:
         return FunctionTool(found, origin)
     if not isinstance(found, type):
         raise UserError(f"{origin} is a {type(found).__name__}, not a function or a class")
-    with foreign(f"{origin} cannot be made"):
-        options = context.config.plugins.get(attribute, {})
-        tool: Tool = found(replace(context, options=options))
-        card_name = tool.card.name
-    if card_name != attribute:
-        raise UserError(
-            f"{origin} calls itself {card_name!r} on its card; both names must be the same"
-        )
-    return tool
+    return _checked(found, attribute, context, origin, foreign(f"{origin} cannot be made"))
 
 
 def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:
     """Raises UserError, which names the package, when a tool of another package cannot be made."""
-    mine = replace(context, options=context.config.plugins.get(name, {}))
-    tool_of_package = f"tool {name!r} of package {plugins.package(entry)}"
-    with plugins.guard(entry, f"{tool_of_package} cannot be made"):
-        tool: Tool = entry.load()(mine)
+    origin = f"tool {name!r} of package {plugins.package(entry)}"
+    problem = f"{origin} cannot be made"
+    with plugins.guard(entry, problem):
+        kind = entry.load()
+    return _checked(kind, name, context, origin, plugins.guard(entry, problem))
+
+
+def _checked(
+    kind: Callable[[ToolContext], Tool],
+    name: str,
+    context: ToolContext,
+    origin: str,
+    guard: AbstractContextManager[None],
+) -> Tool:
+    """Make the tool with its own table of options; its card must have its name."""
+    with guard:
+        tool = kind(replace(context, options=context.config.plugins.get(name, {})))
         card_name = tool.card.name
     if card_name != name:
         raise UserError(
-            f"{tool_of_package} calls itself {card_name!r} on its card; both names must be the same"
+            f"{origin} calls itself {card_name!r} on its card; both names must be the same"
         )
     return tool

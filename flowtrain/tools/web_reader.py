@@ -15,7 +15,7 @@ from flowtrain.tools.blocking import BlockingPool
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.retrieval.bm25 import Bm25
 from flowtrain.tools.retrieval.corpus import Corpus, open_corpus
-from flowtrain.tools.retrieval.dense import Embedder, embedder, rank
+from flowtrain.tools.retrieval.dense import Embedder, embedder
 from flowtrain.tools.retrieval.text import check_query, chunks, cut, fit, split_words
 from flowtrain.tools.web.addresses import Resolver, Rules
 from flowtrain.tools.web.cache import Cache
@@ -98,9 +98,8 @@ class WebReader:
                 lambda: _rank(query, _cut_up(text, self.options), num_chunks)
             )
         pieces = (await self.threads.run(lambda: _cut_up(text, self.options)))[:MAX_EMBEDDED]
-        texts = [self.embedder.as_query(query), *map(self.embedder.as_passage, pieces)]
-        vectors = await self.embedder.embed(texts, deadline_s)
-        return [pieces[index] for index in rank(vectors[1:], vectors[0], num_chunks)]
+        best = await self.embedder.rank(query, pieces, num_chunks, deadline_s)
+        return [pieces[index] for index in best]
 
 
 def _cut_up(text: str, options: Options) -> list[str]:

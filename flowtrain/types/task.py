@@ -51,6 +51,9 @@ class Task:
     """Turns a perfect planner needs; 0 where nobody knows."""
     scorer: str = "exact"
     """Name of the rule in `flowtrain.rewards` that scores an answer."""
+    rules: str = ""
+    """The rules that stand in for a flow's verifier and generator, "facts" or "gameof24"; "": those
+    for tasks of which nothing is known."""
     plan: tuple[PlanStep, ...] = ()
     """Steps of a perfect planner, for the scripted expert; the policy never sees them."""
     choices: tuple[str, ...] = ()

@@ -14,11 +14,11 @@ import pytest
 from flowtrain.agents.collect import RolloutRequest, _collect, collect, collect_branches
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import RuleGenerator
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
-from flowtrain.agents.verifier import RuleVerifier, any_result_enough
+from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard
 from flowtrain.types import (
     Action,
@@ -84,8 +84,8 @@ def flow(planner: FakePlanner) -> Flow:
     return Flow(
         planner,
         executor,
-        RuleVerifier(any_result_enough),
-        RuleGenerator(last_result),
+        RuleVerifier(),
+        RuleGenerator(),
         FlowLimits(3, 60.0),
     )
 
@@ -193,7 +193,7 @@ class SlowPlanner(FakePlanner):
         return replace(plan, action=Action("", "", f"{task.id} turn {turn}", "Echo"))
 
 
-def never(question: str, memory: Memory) -> bool:
+def never(task: Task, memory: Memory) -> bool:
     return False
 
 
@@ -203,7 +203,7 @@ def slow_flow(slow: tuple[str, ...], seconds: float = 3600.0) -> Flow:
         SlowPlanner(slow=slow, seconds=seconds),
         executor,
         RuleVerifier(never),
-        RuleGenerator(last_result),
+        RuleGenerator(),
         FlowLimits(3, 60.0),
     )
 

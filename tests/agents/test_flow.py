@@ -13,7 +13,7 @@ import pytest
 
 from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
 from flowtrain.agents.flow import MALFORMED, Flow, FlowLimits
-from flowtrain.agents.generator import Answer, RuleGenerator, last_result
+from flowtrain.agents.generator import Answer, RuleGenerator
 from flowtrain.agents.memory import VERIFICATION_CHARS, Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, Plan
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
@@ -119,17 +119,17 @@ TOOLS: Mapping[str, Tool] = {
 }
 
 
-def never(question: str, memory: Memory) -> bool:
+def never(task: Task, memory: Memory) -> bool:
     return False
 
 
-def always(question: str, memory: Memory) -> bool:
+def always(task: Task, memory: Memory) -> bool:
     return True
 
 
 def flow(
     script: Script,
-    is_enough: Callable[[str, Memory], bool] = never,
+    is_enough: Callable[[Task, Memory], bool] = never,
     max_turns: int = 3,
     timeout_s: float = 30.0,
     tool_timeout_s: float = 5.0,
@@ -141,7 +141,7 @@ def flow(
         FakePlanner(script, seconds),
         executor,
         RuleVerifier(is_enough),
-        RuleGenerator(last_result),
+        RuleGenerator(),
         limits,
     )
 
@@ -159,7 +159,7 @@ def results(trajectory: Trajectory) -> list[str]:
 
 def test_stop_ends_the_rollout_with_the_answer() -> None:
     trajectory = run(
-        flow([ECHO], is_enough=lambda question, memory: len(memory.entries) == 2, max_turns=5)
+        flow([ECHO], is_enough=lambda task, memory: len(memory.entries) == 2, max_turns=5)
     )
     assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE, Verdict.STOP]
     assert (trajectory.truncated, trajectory.answer, trajectory.reward) == ("", "1284", None)
@@ -328,8 +328,8 @@ def test_the_sub_goal_reaches_the_tool_word_for_word(sub_goal: str) -> None:
 def test_the_verifier_judges_the_new_entry() -> None:
     seen: list[tuple[str, list[str]]] = []
 
-    def note(question: str, memory: Memory) -> bool:
-        seen.append((question, [entry.sub_goal for entry in memory.entries]))
+    def note(task: Task, memory: Memory) -> bool:
+        seen.append((task.question, [entry.sub_goal for entry in memory.entries]))
         return False
 
     run(flow([ECHO, Action("", "", "capital of Chad", "Echo")], is_enough=note, max_turns=2))
@@ -462,7 +462,7 @@ class NotingModule:
         self.told.append(("verify", seed, deadline_s))
         return Verification(Verdict.CONTINUE, "so far so good")
 
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
+    async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
         self.told.append(("answer", seed, deadline_s))
         return Answer("42", "it is 42")
 

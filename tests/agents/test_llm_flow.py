@@ -542,6 +542,7 @@ def test_results_are_data() -> None:
     memory = Memory((MemoryEntry("Wiki", odd, odd, odd),), odd)
     assert FullPrompt([Wiki()], CharTokenizer()).render(odd, memory).count("{0} {{x}}") == 5
     with llm_flow({}) as (flow, server, _):
-        asyncio.run(flow.generator.answer(odd, memory, 0, 5.0))
-        asyncio.run(flow.verifier.verify(Task("t", odd, ("a",)), memory, 0, 5.0))
+        task = Task("t", odd, ("a",))
+        asyncio.run(flow.generator.answer(task, memory, 0, 5.0))
+        asyncio.run(flow.verifier.verify(task, memory, 0, 5.0))
     assert [prompt.count("{0} {{x}}") for prompt in server.prompts] == [5, 5]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import RuleGenerator
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.policy import Policy
@@ -171,8 +171,8 @@ def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) ->
     flow = Flow(
         planner,
         RuleExecutor(tools, 5.0, 100_000),
-        RuleVerifier(lambda question, memory: False),
-        RuleGenerator(last_result),
+        RuleVerifier(lambda task, memory: False),
+        RuleGenerator(),
         limits,
     )
     trajectory = asyncio.run(flow.run(TASK, 0))

@@ -10,12 +10,12 @@ from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_policy, make_prompt
 from flowtrain.agents.expert import ScriptedPlanner, next_step
-from flowtrain.agents.generator import Answer, RuleGenerator, last_expression, last_result
+from flowtrain.agents.generator import Answer, RuleGenerator, last_expression
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner, parse_action
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt
-from flowtrain.agents.verifier import RuleVerifier, any_result_enough, facts_enough, gameof24_enough
+from flowtrain.agents.verifier import RuleVerifier, facts_enough, gameof24_enough
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import FinishReason, PlanStep, Task, UserError, Verdict
@@ -130,7 +130,7 @@ def test_24_from_other_numbers_is_not_enough(expression: str, enough: bool) -> N
 
 def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     async def verdict(result: str) -> Verdict:
-        done = await RuleVerifier(any_result_enough).verify(
+        done = await RuleVerifier().verify(
             SUM, memory(("Search", "fine"), ("Search", result)), 0, 1.0
         )
         assert (done.text, done.call) == ("", None), "a rule gives no reasons"
@@ -164,7 +164,7 @@ def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     ],
 )
 def test_the_last_result_is_the_answer(entries: list[tuple[str, str]], answer: str) -> None:
-    found = asyncio.run(RuleGenerator(last_result).answer("q", memory(*entries), 0, 1.0))
+    found = asyncio.run(RuleGenerator().answer(SUM, memory(*entries), 0, 1.0))
     assert found == Answer(answer)
 
 
@@ -305,18 +305,18 @@ def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "extract"),
-    [
-        ("facts", facts_enough, last_result),
-        ("gameof24", gameof24_enough, last_expression),
-        ("file", any_result_enough, last_result),
-    ],
+    ("rules", "verdict", "answer"),
+    [("facts", "CONTINUE", "24"), ("gameof24", "STOP", "6 * 4"), ("", "STOP", "24")],
 )
-def test_each_family_of_tasks_has_its_rules(name: str, rule: object, extract: object) -> None:
-    values = {
-        "tasks": {"name": name, "path": "x.jsonl" if name == "file" else ""},
-        "agent": {"rollout_timeout_s": 7.0},
-    }
-    flow = make_flow(toy(values), expert(0.0), {}, max_turns=9)
-    assert flow.verifier == RuleVerifier(rule) and flow.generator == RuleGenerator(extract)  # type: ignore[arg-type]
+def test_a_task_names_its_rules(rules: str, verdict: str, answer: str) -> None:
+    config = toy({"agent": {"rollout_timeout_s": 7.0}})
+    flow = make_flow(config, expert(0.0), {}, max_turns=9)
+    task = Task("t", "What is the area of Chad?", ("1284",), rules=rules)
+    found = memory(("Python_Coder", "6 * 4", "24"))
+
+    async def both() -> tuple[str, str]:
+        done = await flow.verifier.verify(task, found, 0, 1.0)
+        return done.verdict.name, (await flow.generator.answer(task, found, 0, 1.0)).text
+
+    assert asyncio.run(both()) == (verdict, answer)
     assert (flow.limits.max_turns, flow.limits.timeout_s) == (9, 7.0)

@@ -15,7 +15,7 @@ from flowtrain.agents.build import make_flow, make_policy, make_refiner
 from flowtrain.agents.executor import LLMExecutor, RuleExecutor
 from flowtrain.agents.expert import ScriptedRefiner
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import RuleGenerator
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -153,8 +153,8 @@ def flow(refine: Refiner, executor: RuleExecutor | None = None) -> Flow:
     return Flow(
         Planner(),
         executor or RuleExecutor(tools, 5.0, 1000),
-        RuleVerifier(lambda question, memory: False),
-        RuleGenerator(last_result),
+        RuleVerifier(lambda task, memory: False),
+        RuleGenerator(),
         FlowLimits(2, 60.0),
         refiner=refine,
         passage_tools=frozenset({"Archive"}),

@@ -16,7 +16,7 @@ from flowtrain.agents.build import make_flow, make_policy, make_verifier
 from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.expert import ScriptedVerifier, steps_left
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import RuleGenerator
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
@@ -223,7 +223,7 @@ def flow(engine: Says) -> Flow:
         Planner(),
         RuleExecutor({}, 5.0, 100),
         verifier(engine),
-        RuleGenerator(last_result),
+        RuleGenerator(),
         FlowLimits(2, 30.0),
     )
 

@@ -39,7 +39,7 @@ def call(*arguments):
 
 TIME = "^CPU time limit of 0.3 s exceeded$"
 FLOOD = f"{TIME}|^output limit of 16 MiB exceeded$"
-ASLEEP = "^time limit of 0.3 s exceeded, asleep$"
+ASLEEP = "^wall time limit of 1 s exceeded$"
 
 ATTACKS = {
     "infinite loop": program("while True: pass", TIME),

@@ -26,7 +26,7 @@ from flowtrain.tools.web import api
 from flowtrain.tools.web.addresses import Rules
 from flowtrain.tools.web.api import Api, Request
 from flowtrain.tools.web.fetch import Fetcher
-from flowtrain.tools.web.providers import _SERVICES, _hits
+from flowtrain.tools.web.providers import HITS, hits
 from flowtrain.tools.wikipedia_search import _wiki_pages
 from flowtrain.types import UserError
 from tests.attacks import raw_server as raw
@@ -65,7 +65,7 @@ def read_page(server: RawServer) -> object:
 
 def search(server: RawServer) -> object:
     answer = asyncio.run(Api().ask(Request(server.url), DEADLINE_S))
-    return _hits(answer, _SERVICES["serper"])
+    return hits(answer, *HITS["serper"])
 
 
 def ask_wiki(server: RawServer) -> object:
@@ -74,7 +74,7 @@ def ask_wiki(server: RawServer) -> object:
 
 def embed(server: RawServer) -> object:
     embedder = Embedder("e", Chat(base_url=server.url, model="m", api_key_env=""))
-    return asyncio.run(embedder.embed(["one", "two"], DEADLINE_S))
+    return asyncio.run(embedder.rank("one", ["two"], 1, DEADLINE_S))
 
 
 def ask_model(server: RawServer) -> object:

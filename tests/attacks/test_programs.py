@@ -12,7 +12,7 @@ import pytest
 
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from tests.attacks import sandboxes
-from tests.attacks.programs import ATTACKS
+from tests.attacks.programs import ASLEEP, ATTACKS
 from tests.attacks.sandboxes import KINDS, outcome, server_pid
 from tests.attacks.tally import Tally
 
@@ -27,14 +27,19 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_fails_and_next_run_works(sandbox: ProcessSandbox, name: str, tally: Tally) -> None:
+def test_attack_fails_and_next_run_works(
+    sandbox: ProcessSandbox, name: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = sandbox.backend.name
     program = ATTACKS[name]
     expected = getattr(program, kind)
     if not expected:
         pytest.skip("not stopped by limits alone, as docs/tools.md says")
+    if expected == ASLEEP:
+        monkeypatch.setitem(sandbox._workers.limits, "wall_s", 1.0)
     server = server_pid(sandbox)
     result = outcome(sandbox, program.code).strip()
+    monkeypatch.undo()
     is_next_run_well = outcome(sandbox, "6 * 7") == "42\n"
     # With a scratch folder it may end because of a file.
     is_server_well = bool(sandbox.backend.scratch) or server_pid(sandbox) == server

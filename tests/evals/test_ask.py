@@ -69,7 +69,7 @@ def run(
     log = RecordLog(folder)
     tasks = [replace(task, id=task.id.replace("aime24", benchmark)) for task in TASKS]
     todo = questions("policy", (3,), {benchmark: tasks}, num_trials)[more.get("first", 0) :]
-    system = System({("file", 3): flow}, judge)  # type: ignore[dict-item]
+    system = System({3: flow}, judge)  # type: ignore[dict-item]
     ask(system, todo, log, more.get("seed", 0), 2, ProgressLine(len(todo), 0, enabled=False))
     return log
 
@@ -212,7 +212,7 @@ def test_a_short_answer_has_its_exact_match_and_f1(tmp_path: Path) -> None:
     tasks = [Task(f"nq-{pid}", f"{pid}?", ("Oslo",), "nq", 0, "qa") for pid in answers]
     log = RecordLog(tmp_path)
     flow = FakeFlow(lambda task: answers[task.id.removeprefix("nq-")])
-    system = System({("file", 3): flow}, None)  # type: ignore[dict-item]
+    system = System({3: flow}, None)  # type: ignore[dict-item]
     todo = questions("policy", (3,), {"nq": tasks}, 1)
     ask(system, todo, log, 0, 2, ProgressLine(len(todo), 0, enabled=False))
     assert {entry.key.pid: entry.metrics for entry in log.entries.values()} == {

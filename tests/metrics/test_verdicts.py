@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain.config import Config
 from flowtrain.metrics.parts import count_verdicts, part_metrics
 from flowtrain.metrics.sums import Tally
 from flowtrain.types import (
@@ -30,7 +29,7 @@ def turn(tool: str, text: str, verdict: Verdict, call: Call | None = CALL) -> Tu
     return Turn(calls, action, "", result, verdict, 0.1, verdict_text=text)
 
 
-TASK = Task("t", "What is the area of Chad?", ("1284",))
+TASK = Task("t", "What is the area of Chad?", ("1284",), rules="facts")
 ROLLOUTS = [
     Trajectory(
         TASK,
@@ -54,14 +53,14 @@ ROLLOUTS = [
 ]
 
 
-def verdict_metrics(trajectories: list[Trajectory], config: Config) -> dict[str, float]:
+def verdict_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     tally = Tally()
-    count_verdicts(tally, trajectories, config)
+    count_verdicts(tally, trajectories)
     return part_metrics(tally)
 
 
 def test_shares_by_hand() -> None:
-    assert verdict_metrics(ROLLOUTS, Config()) == pytest.approx(
+    assert verdict_metrics(ROLLOUTS) == pytest.approx(
         {
             "verifier/malformed_share": 1 / 4,
             "verifier/stop_share": 2 / 4,
@@ -73,15 +72,15 @@ def test_shares_by_hand() -> None:
 
 def test_a_branch_sampled_no_verdict_before_it_left() -> None:
     branch = replace(ROLLOUTS[0], branch=BranchPoint(parent=0, turn=1, token=0, score=0.0))
-    found = verdict_metrics([ROLLOUTS[0], branch], Config())
+    found = verdict_metrics([ROLLOUTS[0], branch])
     assert found["verifier/num_sampled_tokens"] == 3 + 2
 
 
 def test_tasks_without_a_rule_have_nothing_to_agree_with() -> None:
-    config = Config.model_validate({"tasks": {"name": "file", "path": "x.jsonl"}})
-    assert set(verdict_metrics(ROLLOUTS, config)) == {
+    others = [replace(each, task=replace(TASK, rules="")) for each in ROLLOUTS]
+    assert set(verdict_metrics(others)) == {
         "verifier/malformed_share",
         "verifier/stop_share",
         "verifier/num_sampled_tokens",
     }
-    assert set(verdict_metrics([], config).values()) == {0.0}
+    assert set(verdict_metrics([]).values()) == {0.0}

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from flowtrain.rewards import SCORERS, score, symbolic
-from flowtrain.tools.sandbox.clocks import TimeLimit
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Group, Task, Trajectory
 
@@ -138,9 +137,8 @@ def test_hostile_text_is_stopped_and_spoils_no_other(
     sandbox: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = {"timeout_s": 60.0, "memory_mb": symbolic.MEMORY_MB}
-    assert sandbox._workers._limits.items() >= limits.items()
-    monkeypatch.setitem(sandbox._workers._limits, "timeout_s", 0.5)
-    monkeypatch.setattr(sandbox._workers, "_time_limit", TimeLimit(0.5))
+    assert sandbox._workers.limits.items() >= limits.items()
+    monkeypatch.setitem(sandbox._workers.limits, "timeout_s", 0.5)
     monkeypatch.setattr(symbolic._same_together, "_size", 5)
     cases = [(Task("t", "?", ("120",), scorer="math"), text) for text in (*HOSTILE, "5!")]
     started = time.process_time()

@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from flowtrain.tasks.annotate import main
 from flowtrain.tasks.files import load_tasks
-from flowtrain.tasks.sub_goal_prompt import MAX_REPLY_CHARS, read_reply
+from flowtrain.tasks.sub_goal_prompt import MAX_REPLY_CHARS, from_tree, passages, read_reply
 from flowtrain.tasks.sub_goals import check
 from flowtrain.types import SubGoal, Task, UserError
 
@@ -89,7 +90,7 @@ def test_rows_get_sub_goals_and_what_is_written_is_not_asked_again(
         words = sum(len(each.split()) for each in server.prompts)
         replied = 21 * len(text.split())
         cost = f"{(words + 2 * replied) / 1e6:.4g}"
-        assert f"expert: 21 rows answered, 21 requests, {words:,} + {replied:,} tokens" in shown
+        assert f"expert: 21 requests, {words:,} + {replied:,} tokens" in shown
         assert shown.strip().endswith(f"cost {cost}")
         lines = out.read_bytes().splitlines(keepends=True)
         out.write_bytes(b"".join(lines[:5]) + lines[5][:20])  # killed in the middle of a row
@@ -109,15 +110,16 @@ def test_rows_get_sub_goals_and_what_is_written_is_not_asked_again(
 def test_a_bad_reply_is_asked_again_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replies = ["I would rather not.", said({**GOAL, "query": "Ann Lee's books"}), said(GOAL)]
+    bad = said({**GOAL, "query": "Ann Lee's books"})
+    replies = ["I would rather not.", bad, bad, said(GOAL)]
     rows, out = write(tmp_path / "rows.jsonl", ROW), tmp_path / "out.jsonl"
     with engine(lambda _: replies[len(server.asked) - 1]) as (server, options):
         argv = ["--in", str(rows), "--out", str(out), *options]
-        assert main([*argv, "--attempts", "2"]) == 1
+        assert main(argv) == 1
         assert "Your last reply was:\nI would rather not." in server.prompts[1]
         told = capsys.readouterr().err.strip()
-        assert told.startswith("failed: rows-1: the query") and not out.exists()
-        assert told.endswith("away (2 replies)")
+        assert told.startswith("failed: rows-1: task 'rows-1': the query") and not out.exists()
+        assert told.endswith("away (3 replies)")
         assert main(argv) == 0
     assert len(read(out)) == 1
 
@@ -142,7 +144,7 @@ def test_a_stopped_command_keeps_its_rows_and_goes_on(
         stops.clear()
         assert main(argv) == 0
         # A request that was under way may reach the server after the stop: count what was sent.
-        assert f"{12 - num_done} rows answered, {12 - num_done} req" in capsys.readouterr().out
+        assert f"expert: {12 - num_done} requests" in capsys.readouterr().out
     assert {task.question for task in load_tasks(out)} == {row["question"] for row in many}
     assert len(read(out)) == 12
 
@@ -164,33 +166,28 @@ def test_an_engine_that_fails_fails_its_row_alone(
     assert "HTTP 503" in capsys.readouterr().err
 
 
-def test_rows_with_steps_or_sub_goals_of_their_own_need_no_engine(
+def test_rows_with_a_tree_or_sub_goals_of_their_own_need_no_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = [
-        {"question": "author of Utopia", "answer": "Ann Lee"},
-        {"question": "#1 >> place of birth", "answer": "Moss"},
-    ]
     own = {"names": ["Ann Lee"], "weight": 1.0, "query": "author of Utopia"}
     plain = {key: ROW[key] for key in ("question", "answer")}
     rows = write(
         tmp_path / "rows.jsonl",
-        {"question_decomposition": steps, **plain},
         {"sub_goals": [own], **plain},
         {"root": {"entity": "Moss", "children": [{"entity": "Ann Lee"}]}, **plain},
     )
     out = tmp_path / "out.jsonl"
     assert main(["--in", str(rows), "--out", str(out)]) == 0
-    assert "3 rows; 0 failed" in capsys.readouterr().out
-    goals = [task.sub_goals for task in load_tasks(out)]
-    assert goals[:2] == [(SubGoal(("Ann Lee",), 1.0, "author of Utopia"),)] * 2
-    assert goals[2] == (SubGoal(("Ann Lee",), 1.0),)
+    assert "2 rows; 0 failed" in capsys.readouterr().out
+    asked, drawn = (task.sub_goals for task in load_tasks(out))
+    assert asked == (SubGoal(("Ann Lee",), 1.0, "author of Utopia"),)
+    assert drawn == (SubGoal(("Ann Lee",), 1.0),)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "task 'rows-1' has no steps of its own that are read"),
+        ([], "task 'rows-1' has no sub-goals of its own"),
         (["--engine", "gpt"], "--engine 'gpt' must be a name in [engines], which holds nothing"),
     ],
 )
@@ -251,8 +248,8 @@ def test_importance_becomes_weights_that_sum_to_one() -> None:
         (said(*[GOAL] * 17), "sub_goals"),
         (said(GOAL, GOAL), "twice"),
         (said({"names": ["moss"], "importance": 1}), "the answer itself"),
-        (said({**GOAL, "query": "who is Ann Lee"}), "gives 'Ann Lee' or the answer away"),
-        (said({**GOAL, "query": "author born in Moss"}), "gives 'Ann Lee' or the answer away"),
+        (said({**GOAL, "query": "who is Ann Lee"}), "gives 'Ann Lee' away"),
+        (said({**GOAL, "query": "author born in Moss"}), "gives 'Moss' away"),
         (said({"names": ["Utopia"], "importance": 1}), "the question itself names 'Utopia'"),
         (said({"names": ["Bo Dahl"], "importance": 1}), "the passages do not name 'Bo Dahl'"),
         ("x" * MAX_REPLY_CHARS + said(GOAL), "more than 20000"),
@@ -272,3 +269,59 @@ def test_any_reply_is_read_or_refused(reply: str) -> None:
         except UserError:
             continue
         assert goals == () or goals[0].names[0].startswith("Ann Lee")
+
+
+# ---- what rows hold
+
+
+def row_of(columns: dict[str, Any]) -> Task:
+    return Task("t", "Where does the mayor live?", ("Oslo",), columns=json.dumps(columns))
+
+
+TREE = {
+    "entity": "Oslo",
+    "question": "Where does the mayor live?",
+    "children": [
+        {"entity": "Bo Dahl", "question": "mayor of a fjord town", "children": []},
+        {
+            "entity": "Moss",
+            "question": "the town of Moss",
+            "children": [
+                {"entity": "Ann Lee", "question": "author born in Moss", "children": []},
+                {"entity": "None", "children": []},
+                {"entity": "oslo", "children": [7]},
+                {"entity": None},
+            ],
+        },
+    ],
+}
+
+
+def test_a_tree_begins_with_what_is_deepest() -> None:
+    """Two nodes stand on the author, one on the others: 3, 2 and 2 of 7."""
+    asked = row_of({"root": TREE})
+    goals = from_tree(asked) or ()
+    assert [(goal.names, goal.query) for goal in goals] == [
+        (("Ann Lee",), "author born in Moss"),
+        (("Bo Dahl",), "mayor of a fjord town"),
+        (("Moss",), ""),
+    ]
+    assert [goal.weight for goal in goals] == pytest.approx([3 / 7, 2 / 7, 2 / 7])
+    check(replace(asked, sub_goals=goals))
+
+
+@pytest.mark.parametrize("root", [None, 7, "Oslo", {"entity": "x"}, {"entity": "x", "children": 3}])
+def test_other_rows_have_no_tree(root: object) -> None:
+    assert from_tree(row_of({"root": root})) is None
+
+
+def test_passages_of_published_rows() -> None:
+    """HotpotQA in both of its published forms, and MuSiQue's paragraphs."""
+    pairs = [["Moss", ["Moss is", " a town."]], ["Utopia", ["By Ann Lee."]]]
+    table = {"title": ["Moss", "Utopia"], "sentences": [pair[1] for pair in pairs]}
+    wanted = "Moss: Moss is a town.\n\nUtopia: By Ann Lee."
+    assert passages({"context": pairs}) == passages({"context": table}) == wanted
+    paragraphs = [{"title": "Moss", "paragraph_text": "Moss is a town."}, "plain"]
+    assert passages({"paragraphs": paragraphs}) == "Moss: Moss is a town.\n\nplain"
+    assert passages({"context": "one text"}) == "one text" and passages({}) == ""
+    assert len(passages({"passages": ["x" * 20_000]})) == 16_000

@@ -91,6 +91,7 @@ def test_counts_and_formats(name: str) -> None:
         assert {len(task.choices) for task in whole} == {4} and not any(
             option[:2] == "A." for task in whole for option in task.choices
         )
+    assert {task.rules for task in whole} == {name if name == "gameof24" else ""}
     if name == "gameof24":
         assert {len(task.answers) for task in whole} == {4} and all(
             answer.isdigit() for task in whole for answer in task.answers

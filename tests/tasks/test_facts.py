@@ -74,7 +74,7 @@ def test_plans_solve_their_tasks(split: str) -> None:
         found = [run_step(step) for step in task.plan]
         assert (found[-1],) == task.answers
         assert task.num_turns == len(task.plan) == NUM_TURNS[task.kind]
-        assert task.scorer == "exact"
+        assert (task.scorer, task.rules) == ("exact", "facts")
         if task.kind == "sum":
             assert [found[0], found[1]] == re.split(r" [-+] ", task.plan[2].sub_goal)
 

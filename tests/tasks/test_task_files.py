@@ -32,7 +32,7 @@ def test_jsonl(tmp_path: Path) -> None:
     ]
     assert load_tasks(write(tmp_path, "set.jsonl", "\n".join(lines))) == [
         Task("set-1", "Why?", ("Because",), "", 0, "exact"),
-        Task("mine", "How many?", ("385", "385.0", "3.5"), "count", 2, "gameof24"),
+        Task("mine", "How many?", ("385", "385.0", "3.5"), "count", 2, *("gameof24",) * 2),
         Task("12", "a\u2028b", ("7",), "", 0, "exact"),
     ]
 

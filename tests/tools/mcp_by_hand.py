@@ -17,32 +17,8 @@ TOOLS: dict[str, list[dict[str, Any]]] = {
     "control": [{**ECHO, "description": "Says\n\x1b[2J it \u202eagain."}],
     "read_only": [{**ECHO, "annotations": {"readOnlyHint": True}}],
     "bad_name": [{**ECHO, "name": "echo\x1b[2J"}],
-    "bad_schema": [{**ECHO, "inputSchema": {"type": "object", "properties": {"a": {"type": 5}}}}],
-    "bad_key": [{**ECHO, "inputSchema": {"type": "object", "properties": {"a\x07": {}}}}],
-    "huge_schema": [{**ECHO, "inputSchema": {**SCHEMA, "description": "x" * 100_000}}],
-    "slow_pattern": [
-        {
-            **ECHO,
-            "inputSchema": {
-                "type": "object",
-                "properties": {"query": {"type": "string", "pattern": "^(a+)+$"}},
-            },
-            "outputSchema": {
-                "type": "object",
-                "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}},
-            },
-        }
-    ],
     "none": [],
 }
-
-
-def listing(word: str, cursor: str | None) -> dict[str, Any]:
-    if word == "endless_list":
-        return {"tools": [ECHO], "nextCursor": f"{int(cursor or 0) + 1}"}
-    if word == "long_list":
-        return {"tools": [{**ECHO, "name": f"echo_{i}"} for i in range(400)], "nextCursor": "on"}
-    return {"tools": TOOLS.get(word, [ECHO])}
 
 
 def result(word: str, text: str) -> dict[str, Any]:
@@ -57,8 +33,6 @@ def result(word: str, text: str) -> dict[str, Any]:
             return {"content": [own, image, own]}
         case "long":
             return {"content": [{"type": "text", "text": "x" * (7 << 20)}]}
-        case "slow_pattern":
-            return {"content": [own], "structuredContent": {"text": "a" * 40 + "!"}}
         case "structured":
             return {"content": [], "structuredContent": {"found": [text]}}
         case "no_result":
@@ -109,7 +83,7 @@ def main(word: str, starts: int) -> None:
                     "serverInfo": {"name": "by hand", "version": "1"},
                 }
             case "tools/list":
-                answer = listing(word, (message.get("params") or {}).get("cursor"))
+                answer = {"tools": TOOLS.get(word, [ECHO])}
             case "tools/call" if word == "refuses":
                 error = {"code": -32602, "message": "not today"}
                 say({"id": message["id"], "error": error})

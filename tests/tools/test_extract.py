@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -129,10 +128,8 @@ MANY_ATTRIBUTES = (
 
 def test_slow_page_is_killed_and_next_page_is_read() -> None:
     extractor = Extractor(timeout_s=1.5)
-    start = time.perf_counter()
     with pytest.raises(ToolError, match=r"cannot be taken apart in 1\.5 s"):
         text_of(extractor, page(MANY_ATTRIBUTES))
-    assert time.perf_counter() - start < 60
     assert SENTENCE in text_of(extractor, page(f"<html><body><p>{SENTENCE}</p></body></html>"))
     extractor.close()
 

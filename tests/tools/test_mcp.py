@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from mcp.client import stdio
 from ports import free_port
@@ -26,7 +24,6 @@ from flowtrain.agents.prompts import tools_text
 from flowtrain.config import Config
 from flowtrain.config.options import parse
 from flowtrain.tools import Tool, run_tool
-from flowtrain.tools.mcp import transports
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import Action, ToolResult, UserError
 
@@ -101,7 +98,7 @@ def test_the_example_works_over_both_transports(transport: str) -> None:
         assert call(tools["areas.area"], country="Chad").output == "The area of Chad is 1284."
         assert call(tools["areas.total"], numbers=[1, 2.5], times=2).output == "7"
         wrong = call(tools["areas.total"], numbers=["x"]).error
-        assert wrong is not None and "['numbers'][0] 'x' is not of type 'number'" in wrong
+        assert wrong is not None and "numbers.0\n  Input should be a valid number" in wrong
         failed = call(tools["areas.area"], country="Atlantis").error
         assert failed is not None and "area" in failed
         executor = RuleExecutor(tools, 30.0, 400)
@@ -171,7 +168,6 @@ def test_a_program_gets_only_the_variables_that_it_is_meant_to(
         ("failed", "", "hi"),
         ("refuses", "", "not today"),
         ("no_json", "hi", None),
-        ("slow_pattern", "hi", None),
     ],
 )
 def test_results(tmp_path: Path, word: str, output: str, error: str | None) -> None:
@@ -179,13 +175,6 @@ def test_results(tmp_path: Path, word: str, output: str, error: str | None) -> N
         result = call(tools["hand.echo"], query="hi")
         assert (result.output, result.error) == (output, error)
         assert len(starts(tmp_path)) == 1
-
-
-def test_a_pattern_of_the_server_cannot_hold_up_the_check_of_arguments(tmp_path: Path) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, "slow_pattern")) as tools:
-        started = time.monotonic()
-        assert tools["hand.echo"].card.check({"query": "a" * 40 + "!"}) == ""
-        assert time.monotonic() - started < 5.0
 
 
 def test_a_long_result_loses_its_middle(tmp_path: Path) -> None:
@@ -244,14 +233,9 @@ def test_many_failures_at_a_time_start_a_server_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("endless_list", "its list of tools has no end after 100 tools"),
-        ("long_list", "its list of tools has no end after 1200 tools"),
         ("dies_at_once", r"\(it said: no licence\)"),
         ("silent", "no answer within 1 s"),
         ("bad_name", r"its tool 'echo\\x1b\[2J' has a name"),
-        ("bad_schema", "its tool 'echo' has a schema that cannot be used"),
-        ("bad_key", "its tool 'echo' has a schema that cannot be used: the name"),
-        ("huge_schema", "has a schema that cannot be used: 100[0-9]+ characters, 32000"),
         ("none", r"no tool 'hand.\*'; the tools of mcp.hand are none"),
     ],
 )
@@ -301,11 +285,11 @@ def test_tables_that_make_no_sense(argv: tuple[str, ...]) -> None:
         parse(argv)
 
 
-# ---- hostile HTTP
+# ---- over HTTP
 
 
 @contextmanager
-def answering(body: bytes, **headers: str) -> Iterator[tuple[str, list[str]]]:
+def answering(body: bytes) -> Iterator[tuple[str, list[str]]]:
     """A server that gives every request one answer; the tokens that it has seen."""
     seen: list[str] = []
 
@@ -314,8 +298,7 @@ def answering(body: bytes, **headers: str) -> Iterator[tuple[str, list[str]]]:
             seen.append(self.headers.get("Authorization", ""))
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
-            for name, value in {"Content-Type": "application/json", **headers}.items():
-                self.send_header(name.replace("_", "-"), value)
+            self.send_header("Content-Type", "application/json")
             self.end_headers()
             self.wfile.write(body)
 
@@ -328,20 +311,11 @@ def answering(body: bytes, **headers: str) -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("body", "headers"),
-    [
-        (b" " * (9 << 20), {}),
-        (gzip.compress(b" " * (9 << 20)), {"Content_Encoding": "gzip"}),
-        (b"no JSON", {}),
-    ],
-    ids=["huge", "compressed", "no JSON"],
-)
-def test_bad_answers_over_http_end_the_run_at_its_start(
-    body: bytes, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_a_bad_answer_over_http_ends_the_run_at_its_start(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HAND_TOKEN", "secret-1")
-    with answering(body, **headers) as (url, seen):
+    with answering(b"no JSON") as (url, seen):
         server = {"url": url, "token_env": "HAND_TOKEN", "timeout_s": 5.0}
         with (
             pytest.raises(UserError, match=r"^mcp\.hand: ") as raised,
@@ -349,43 +323,3 @@ def test_bad_answers_over_http_end_the_run_at_its_start(
         ):
             pass
     assert set(seen) == {"Bearer secret-1"} and "secret-1" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "parts", "is_refused"),
-    [
-        ("application/json", [b"x" * (5 << 20)], False),
-        ("application/json", [b"x" * (5 << 20)] * 2, True),
-        ("text/event-stream", [b"data: x" * (1 << 19) + b"\n", b"\n"] * 4, False),
-        ("text/event-stream", [b"data: x" * (1 << 19)] * 4, True),
-    ],
-)
-def test_what_a_message_over_http_may_weigh(
-    kind: str, parts: list[bytes], is_refused: bool
-) -> None:
-    class Body(httpx2.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            for part in parts:
-                yield part
-
-    async def read() -> bytes:
-        response = httpx2.Response(200, headers={"Content-Type": kind}, stream=Body())
-        await transports._bound(response)
-        return await response.aread()
-
-    if is_refused:
-        with pytest.raises(httpx2.ReadError, match="a message of more than 8388608 bytes"):
-            asyncio.run(read())
-    else:
-        assert asyncio.run(read()) == b"".join(parts)
-
-
-def test_compressed_answers_are_not_unpacked() -> None:
-    response = httpx2.Response(
-        200,
-        headers={"Content-Encoding": "gzip"},
-        content=gzip.compress(b"x"),
-        request=httpx2.Request("POST", "http://x"),
-    )
-    with pytest.raises(httpx2.DecodingError, match="the answer is compressed"):
-        asyncio.run(transports._bound(response))

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from flowtrain.tools import ToolError
-from flowtrain.tools.sandbox import clocks, host, seccomp
+from flowtrain.tools.sandbox import host, seccomp
 from flowtrain.tools.sandbox import server as fork_server
 from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
 from flowtrain.tools.sandbox.server import Backend
@@ -130,17 +130,22 @@ def test_a_cancelled_run_gives_its_worker_back() -> None:
 
 
 @pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_server_fails_its_run_and_is_replaced(killer: signal.Signals) -> None:
+def test_a_lost_server_fails_its_run_and_is_replaced(
+    killer: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     others, box = servers(), Sandbox(num_workers=1, timeout_s=60.0)
 
     async def main() -> str:
         await box.run("1")
         server = server_pid(box)
-        task = asyncio.create_task(box.run("while True: pass"))
-        await until(lambda: bool(children_of(server)))
-        (child,) = children_of(server)
-        os.kill(server, killer)
-        assert (await task).error == "the process that ran the code died"
+        with monkeypatch.context() as patch:
+            patch.setattr(fork_server, "START_S", 0.3)
+            patch.setitem(box._workers.limits, "wall_s", 1.0)
+            task = asyncio.create_task(box.run("while True: pass"))
+            await until(lambda: bool(children_of(server)))
+            (child,) = children_of(server)
+            os.kill(server, killer)
+            assert (await task).error == "the process that ran the code died"
         await until(lambda: is_gone(server) and is_gone(child))
         return (await box.run("6 * 7")).output
 
@@ -149,13 +154,12 @@ def test_a_lost_server_fails_its_run_and_is_replaced(killer: signal.Signals) -> 
     asyncio.run(until(lambda: servers() <= others))
 
 
-@pytest.mark.parametrize("killer", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_is_lost_between_runs_is_not_noticed(killer: signal.Signals) -> None:
+def test_a_server_that_is_lost_between_runs_is_not_noticed() -> None:
     box = Sandbox(num_workers=1)
     assert outcome(box, "1") == "1\n"
     server = server_pid(box)
-    os.kill(server, killer)
-    asyncio.run(until(lambda: clocks.state(server) in "TZ"))
+    os.kill(server, signal.SIGKILL)
+    asyncio.run(until(lambda: is_gone(server)))
     assert outcome(box, "6 * 7") == "42\n"
     asyncio.run(until(lambda: is_gone(server)))
     box.close()
@@ -189,7 +193,7 @@ def test_a_server_that_does_not_start_is_not_noticed(broken: Callable[[int, str]
 @pytest.mark.parametrize(
     ("deed", "error"),
     [
-        ("import time\ntime.sleep(1000)", "the sandbox's process did not start within 0.3 s"),
+        ("import time\ntime.sleep(1000)", "the sandbox's process did not start: timed out"),
         ("", "the sandbox's process did not start: the fork server has closed its end"),
     ],
 )

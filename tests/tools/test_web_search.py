@@ -18,42 +18,6 @@ from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import ToolResult, UserError
 
-# developers.google.com/custom-search/v1/reference/rest/v1/Search
-GOOGLE: dict[str, Any] = {
-    "kind": "customsearch#search",
-    "url": {
-        "type": "application/json",
-        "template": "https://www.googleapis.com/customsearch/v1?q={searchTerms}",
-    },
-    "queries": {
-        "request": [
-            {
-                "title": "Google Custom Search - mali",
-                "totalResults": "2",
-                "searchTerms": "mali",
-                "count": 2,
-                "startIndex": 1,
-            }
-        ]
-    },
-    "context": {"title": "Google"},
-    "searchInformation": {"searchTime": 0.31, "totalResults": "2"},
-    "items": [
-        {
-            "kind": "customsearch#result",
-            "title": "Mali - Wikipedia",
-            "htmlTitle": "<b>Mali</b> - Wikipedia",
-            "link": "https://en.wikipedia.org/wiki/Mali",
-            "displayLink": "en.wikipedia.org",
-            "snippet": "The capital of Mali\n is Bamako.",
-        },
-        {
-            "kind": "customsearch#result",
-            "title": "Bamako",
-            "link": "https://en.wikipedia.org/wiki/Bamako",
-        },
-    ],
-}
 # serper.dev, playground: web search
 SERPER = {
     "searchParameters": {"q": "mali", "type": "search", "num": 10, "engine": "google"},
@@ -96,7 +60,7 @@ SEARXNG = {
     "suggestions": ["mali empire"],
     "unresponsive_engines": [["google", "timeout"]],
 }
-SHAPES = {"google": GOOGLE, "serper": SERPER, "searxng": SEARXNG}
+SHAPES = {"serper": SERPER, "searxng": SEARXNG}
 LISTED = """Mali - Wikipedia
 https://en.wikipedia.org/wiki/Mali
 The capital of Mali is Bamako.
@@ -108,12 +72,7 @@ PROVIDERS = pytest.mark.parametrize("provider", SHAPES)
 
 @pytest.fixture(autouse=True)
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "GOOGLE_API_KEY": "key-of-google",
-        "GOOGLE_CX": "engine-1",
-        "SERPER_API_KEY": "key-of-serper",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SERPER_API_KEY", "key-of-serper")
 
 
 def tool(
@@ -185,15 +144,7 @@ def test_what_each_service_is_asked() -> None:
         with serving(json_answer(shape)) as server:
             search(server, provider, "capital  of\nMali & Chad", num_results=7)
         asked[provider] = server.seen[0]
-    google, serper, searxng = asked["google"], asked["serper"], asked["searxng"]
-    address = urlsplit(google.path)
-    assert (google.command, address.path) == ("GET", "/customsearch/v1")
-    assert parse_qs(address.query) == {
-        "q": ["capital of Mali & Chad"],
-        "cx": ["engine-1"],
-        "num": ["7"],
-    }
-    assert google.headers["X-Goog-Api-Key"] == "key-of-google"
+    serper, searxng = asked["serper"], asked["searxng"]
     assert (serper.command, serper.path, serper.headers["X-API-KEY"]) == (
         "POST",
         "/search",
@@ -208,7 +159,6 @@ def test_what_each_service_is_asked() -> None:
 @PROVIDERS
 def test_no_hits_is_an_error_that_says_what_to_do(provider: str) -> None:
     empty = {
-        "google": {"kind": "customsearch#search"},
         "serper": {"organic": []},
         "searxng": {"results": [], "unresponsive_engines": []},
     }
@@ -292,21 +242,12 @@ def test_a_bad_query_is_not_asked() -> None:
         assert server.seen == []
 
 
-@pytest.mark.parametrize(
-    ("provider", "missing", "names"),
-    [
-        ("google", "GOOGLE_API_KEY", ["web_search.api_key_env='GOOGLE_API_KEY'", "Google"]),
-        ("google", "GOOGLE_CX", ["web_search.cx_env='GOOGLE_CX'", "Google"]),
-        ("serper", "SERPER_API_KEY", ["web_search.api_key_env='SERPER_API_KEY'", "Serper"]),
-    ],
-)
-def test_a_missing_key_is_named_at_the_start(
-    provider: str, missing: str, names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(missing)
+def test_a_missing_key_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SERPER_API_KEY")
     with pytest.raises(UserError) as caught:
-        tool(provider, "")
-    assert all(name in str(caught.value) for name in [*names, f"export {missing}="])
+        tool("serper", "")
+    names = ("web_search.api_key_env='SERPER_API_KEY'", "Serper", "export SERPER_API_KEY=")
+    assert all(name in str(caught.value) for name in names)
 
 
 def test_another_variable_may_hold_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ class GroupLimits:
     @property
     def _reward_bounds(self) -> tuple[float, float]:
         """Benchmarks have rules, not functions, whose rewards are from 0 to 1."""
-        if self.settings is not None and self.settings.rules:
+        if self.settings is not None and self.settings.is_benchmark:
             return 0.0, 1.0
         return self.config.reward.low, self.config.reward.high
 

@@ -7,34 +7,77 @@ tools after a call failed, is started once more, and so after each later call th
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeAlias
 
+import httpx2
 from mcp import ClientSession, MCPError
+from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
 from mcp_types import PaginatedRequestParams
 
 from flowtrain.config import McpServer
+from flowtrain.net.bodies import no_cookies
 from flowtrain.tools.base import ToolError
-from flowtrain.tools.mcp.transports import Program, Streams, http
 from flowtrain.types import UserError
 from flowtrain.utils.text import printable
 from flowtrain.utils.threads import Ended, LoopThread
 
-MAX_TOOLS = 1000
-"""Tools of a server."""
-MAX_PAGES = 100
-"""Pages of its list of tools."""
+Streams: TypeAlias = tuple[Any, Any]
+"""Where the SDK's session reads and writes."""
 _MAX_PROBLEM = 300
+_STDERR_CHARS = 300
 _LOOK_S = 5.0
 """Seconds in which a server must list its tools after a call has failed."""
 _CLOSE_S = 10.0
 
 
-class _Session(ClientSession):
-    async def validate_tool_result(self, name: str, result: Any) -> None:
-        """Leave out the check by the server's own schema: a pattern in it could take for ever."""
+class Program:
+    """A server that is a child process."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """`environment` comes on top of the SDK's HOME, LOGNAME, PATH, SHELL, TERM and USER."""
+        program, *args = command
+        self._parameters = StdioServerParameters(command=program, args=args, env=dict(environment))
+        self._last_words = b""
+
+    @property
+    def last_words(self) -> str:
+        """The end of what the program wrote to stderr, on one line."""
+        return " ".join(self._last_words.decode(errors="replace").split())[-_STDERR_CHARS:]
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Streams]:
+        """Start it, and end it with all that it started. Raises OSError if it cannot start."""
+        loop = asyncio.get_running_loop()
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        loop.add_reader(reader, self._listen, reader)
+        try:
+            with os.fdopen(writer, "w") as stderr:
+                async with stdio_client(self._parameters, errlog=stderr) as streams:
+                    yield streams
+        finally:
+            loop.remove_reader(reader)
+            os.close(reader)
+
+    def _listen(self, reader: int) -> None:
+        self._last_words = (self._last_words + os.read(reader, 1 << 16))[-4 * _STDERR_CHARS :]
+
+
+@asynccontextmanager
+async def http(url: str, token: str, timeout_s: float) -> AsyncIterator[Streams]:
+    """Connect to a server over streamable HTTP; "" for no token."""
+    client = httpx2.AsyncClient(
+        headers={"Authorization": f"Bearer {token}"} if token else {},
+        timeout=httpx2.Timeout(timeout_s, read=None),
+        cookies=no_cookies(),
+    )
+    async with client, streamable_http_client(url, http_client=client) as streams:
+        yield streams
 
 
 class _Link:
@@ -61,7 +104,7 @@ class _Link:
         await asyncio.wait({self._task}, timeout=_CLOSE_S)
 
     async def _live(self) -> None:
-        async with self._transport as streams, _Session(*streams) as session:
+        async with self._transport as streams, ClientSession(*streams) as session:
             await _greet(session)
             self._ready.set_result(session)
             await self._over.wait()
@@ -99,8 +142,6 @@ class Connection:
         timeout_s = self._options.timeout_s
         try:
             return self._thread.run(self._open(), time.monotonic() + timeout_s + _CLOSE_S)
-        except UserError:
-            raise
         # Whatever the SDK, the program or the network raises is this server's failure.
         except Exception as error:
             raise UserError(f"mcp.{self.name}: {self._problem(error)}") from error
@@ -129,18 +170,12 @@ class Connection:
     async def _list(self, session: ClientSession) -> list[Any]:
         found: list[Any] = []
         cursor = None
-        for _ in range(MAX_PAGES):
+        while True:
             page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
             found += page.tools
             cursor = page.next_cursor
-            if len(found) > MAX_TOOLS:
-                break
             if cursor is None:
                 return found
-        raise UserError(
-            f"mcp.{self.name}: its list of tools has no end after {len(found)} tools; {MAX_TOOLS} "
-            f"tools on {MAX_PAGES} pages are allowed"
-        )
 
     async def _call(self, tool: str, arguments: dict[str, object]) -> Any:
         link = self._link

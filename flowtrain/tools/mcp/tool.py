@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flowtrain.config import McpServer
 from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError
-from flowtrain.tools.json_schema import check_schema
 from flowtrain.tools.mcp.connection import Connection
 from flowtrain.tools.web.api import key_from_env
 from flowtrain.types import UserError
@@ -19,8 +18,6 @@ from flowtrain.utils.text import printable
 
 MAX_DESCRIPTION = 2000
 """Characters of a description that prompts show."""
-MAX_SCHEMA = 32_000
-"""Characters of the schema of a tool's arguments."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KINDS: Mapping[object, type] = {
     "string": str,
@@ -80,6 +77,9 @@ class Server:
         with on_failure(self.connection.close):
             self._offered = {tool.name: tool for tool in self.connection.open()}
 
+    def close(self) -> None:
+        self.connection.close()
+
     def tools(self, wanted: str) -> dict[str, Tool]:
         """Return the tools "NAME.tool", or all for "NAME.*". Raises UserError if there is none."""
         server, _, name = wanted.partition(".")
@@ -94,46 +94,17 @@ class Server:
         return {card.name: McpTool(self.connection, card, name) for name, card in cards.items()}
 
 
-class Servers:
-    """The servers of a run by name; each is connected to when the first of its tools is made."""
-
-    def __init__(self, options: Mapping[str, McpServer]) -> None:
-        self._options = options
-        self._open: dict[str, Server] = {}
-
-    def tools(self, wanted: str) -> dict[str, Tool]:
-        """Return the tools that "NAME.tool" or "NAME.*" of `agent.tools` means."""
-        name = wanted.partition(".")[0]
-        if name not in self._open:
-            self._open[name] = Server(name, self._options[name])
-        return self._open[name].tools(wanted)
-
-    def close(self) -> None:
-        for server in self._open.values():
-            server.connection.close()
-
-
 def card_of(server: str, tool: Any) -> ToolCard:
     """Make the card of a server's tool. Raises UserError for one that no prompt can show."""
     key = f"mcp.{server}: its tool '{printable(tool.name[:100], keep='')}'"
     if not _NAME.fullmatch(tool.name):
         raise UserError(f"{key} has a name that is not 1 to 64 letters, digits, '_', '-' and '.'")
-    try:
-        schema = json.dumps(_clean(tool.input_schema), ensure_ascii=False)
-        if len(schema) > MAX_SCHEMA:
-            raise ValueError(f"{len(schema)} characters, {MAX_SCHEMA} are allowed")
-        check_schema(schema)
-        parameters = _parameters(json.loads(schema))
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{key} has a schema that cannot be used: {error}") from None
     hints = tool.annotations
     return ToolCard(
         name=f"{server}.{tool.name}",
         description=_line(tool.description or tool.title or tool.name)[:MAX_DESCRIPTION],
-        parameters=parameters,
-        schema=schema,
+        parameters=_parameters(tool.input_schema),
+        schema=json.dumps(tool.input_schema),
         is_stateful=not (hints is not None and hints.read_only_hint),
         keeps_time=True,
     )
@@ -179,18 +150,3 @@ def _content(result: Any) -> tuple[str, list[str]]:
 def _line(text: str) -> str:
     """Put a text on one line, with nothing in it that a terminal would obey."""
     return printable(" ".join(text.split()), keep="")
-
-
-def _clean(value: Any) -> Any:
-    """Escape control characters in the texts of a schema, all of which prompts show. Raises
-    ValueError for names with such characters, which could not be called by any other name.
-    """
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, Mapping):
-        if bad := [name for name in value if printable(name, keep="") != name]:
-            raise ValueError(f"the name {bad[0][:100]!r} in it")
-        return {name: _clean(each) for name, each in value.items()}
-    if isinstance(value, Sequence):
-        return [_clean(each) for each in value]
-    return value

@@ -5,9 +5,8 @@ It is a script for an interpreter with an environment and open files of its own.
 length and a JSON object:
 
     <-  {}                        the server is ready
-    ->  {"code": str, "before": [str], "timeout_s": float, "memory_mb": int, "max_chars": int}
-    <-  {}                        from the process of the run itself, before the code begins
-    ->  {"stop": str}             only where the host finds that a limit of time has struck: which
+    ->  {"code": str, "before": [str], "timeout_s": float, "wall_s": float, "memory_mb": int,
+         "max_chars": int}
     <-  {"output": str, "error": str | null, "is_clean": bool, "wall_s": float, "cpu_s": float}
 
 The programs of "before" run first, in the same process, and what they print is not in the output.
@@ -19,8 +18,7 @@ tricks to reach hidden objects reach nothing. It has no other processes, threads
 and executes no file. The host decides which files there are.
 
 The server alone decides the status of a run; the code can only choose its output, its exit status
-and the wording of its own exception. The host watches the clocks: nothing in here tells sleep from
-a wait for a core.
+and the wording of its own exception.
 """
 
 from __future__ import annotations
@@ -51,7 +49,11 @@ SECCOMP_MODE_FILTER = 2
 EXIT_RAISED, EXIT_MEMORY, EXIT_UNLOCKED = 101, 102, 103
 MAX_ERROR_CHARS, MAX_FILE_BYTES, MAX_OUTPUT_MB = 1000, 64 << 20, 16
 SOURCE, BEFORE = "<code>", "<earlier code>"
-CPU_ERROR = "CPU time limit of {:g} s exceeded"
+CPU_ERROR, WALL_ERROR = "CPU time limit of {:g} s exceeded", "wall time limit of {:g} s exceeded"
+LOOK_MS = 50
+"""Milliseconds between two looks at the clocks of a run that prints nothing."""
+CPU_CLOCK = 2
+"""Of the clock ids of Linux: the time of all threads of a process."""
 LEFT_OUT = "\n... {} characters left out ...\n"
 
 
@@ -79,6 +81,8 @@ class Limits:
 
     timeout_s: float
     """CPU time."""
+    wall_s: float
+    """Wall time, which ends what sleeps or gets no core."""
     memory_mb: int
     """Address space in MiB, the interpreter's own 30 or so included."""
     max_chars: int
@@ -187,7 +191,6 @@ def become_child(
     """Run the programs in the forked process; return the exit status of the last one, whose output
     comes after the mark.
     """
-    send({})
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)
@@ -240,32 +243,37 @@ class Output:
         return self._head[: room - room // 2] + note + (self._head + self._tail)[-(room // 2) :]
 
 
-def watch(pid: int, output_fd: int, output: Output) -> str:
-    """Read the child's output until it ends; return why it was stopped, or ""."""
+def watch(pid: int, output_fd: int, output: Output, limits: Limits) -> str:
+    """Read the child's output until it ends; kill it and return why where it exceeds a limit."""
     ended_fd = os.pidfd_open(pid)
     poll = select.poll()
-    for fd in (0, output_fd, ended_fd):
+    for fd in (output_fd, ended_fd):
         poll.register(fd, select.POLLIN)
-    num_bytes, reason = 0, ""
-    while ready := {fd for fd, _ in poll.poll()}:
-        if output_fd in ready:
-            chunk = os.read(output_fd, 1 << 16)
-            output.add(chunk)
-            num_bytes += len(chunk)
+    until = time.monotonic() + limits.wall_s
+    num_bytes = 0
+    try:
+        while True:
+            ready = {fd for fd, _ in poll.poll(LOOK_MS)}
+            if output_fd in ready:
+                chunk = os.read(output_fd, 1 << 16)
+                output.add(chunk)
+                num_bytes += len(chunk)
+                if not chunk:
+                    poll.unregister(output_fd)
+            elif ended_fd in ready:  # it may have closed the pipe before, or left it to another
+                return ""
+            reason = ""
             if num_bytes > MAX_OUTPUT_MB << 20:
                 reason = f"output limit of {MAX_OUTPUT_MB} MiB exceeded"
-                os.kill(pid, signal.SIGKILL)
-                chunk = b""
-            if not chunk:
-                poll.unregister(output_fd)
-        elif ended_fd in ready:  # it may have closed the pipe before, or left it to another
-            break
-        else:
-            reason = (receive() or {}).get("stop", "")
-            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
-            poll.unregister(0)
-    os.close(ended_fd)
-    return reason
+            elif time.clock_gettime(~pid << 3 | CPU_CLOCK) >= limits.timeout_s:
+                reason = CPU_ERROR.format(limits.timeout_s)
+            elif time.monotonic() >= until:
+                reason = WALL_ERROR.format(limits.wall_s)
+            if reason:
+                os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+                return reason
+    finally:
+        os.close(ended_fd)
 
 
 def explain(status: int, output: Output, limits: Limits) -> str:
@@ -300,7 +308,7 @@ def answer(codes: list[str], setup: Setup, limits: Limits) -> dict[str, object]:
         finally:
             os._exit(EXIT_RAISED)
     os.close(writer)
-    reason = watch(pid, reader, output)
+    reason = watch(pid, reader, output, limits)
     _, status, usage = os.wait4(pid, 0)
     wall_s, cpu_s = time.monotonic() - started, usage.ru_utime + usage.ru_stime
     os.close(reader)
@@ -371,9 +379,8 @@ def main() -> None:
     prepare(setup)
     send({})
     while (request := receive()) is not None:
-        if "code" in request:  # else it stops a run that has just ended
-            codes = [*request.pop("before"), request.pop("code")]
-            send(answer(codes, setup, Limits(**request)))
+        codes = [*request.pop("before"), request.pop("code")]
+        send(answer(codes, setup, Limits(**request)))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from flowtrain.tools.base import ToolError
-from flowtrain.tools.sandbox.clocks import TimeLimit
-from flowtrain.tools.sandbox.server import Backend, NotStarted, Server
+from flowtrain.tools.sandbox.server import Backend, Server
 
 ATTEMPTS = 2
-"""Fork servers that are asked for a run until it has begun."""
+"""Fork servers that are tried until one starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,17 @@ class ProcessSandbox:
         """Allow `num_workers` runs at once; the processes start with the first run.
 
         Args:
-            timeout_s: CPU time of a run; the time that it sleeps counts too, see `TimeLimit`.
+            timeout_s: CPU time of a run, which may take ten times as much wall time, and 10 s at
+                least: that ends what sleeps, or gets less than a tenth of a core.
             memory_mb: MiB of address space of a run.
             max_output_chars: of what a run prints; more loses its middle.
         """
-        limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "max_chars": max_output_chars}
+        limits = {
+            "timeout_s": timeout_s,
+            "wall_s": max(10.0, 10 * timeout_s),
+            "memory_mb": memory_mb,
+            "max_chars": max_output_chars,
+        }
         self.backend = backend
         self._workers = _Workers(backend, num_workers, limits)
         weakref.finalize(self, self._workers.close)
@@ -64,7 +70,7 @@ class ProcessSandbox:
 
         The programs of `before` run first, in the same process and within the same limits; what
         they print is not shown, and where one raises, the next goes on.
-        It takes at most 2 * START_S, the limit's wall time and STOP_S, from when a worker is free.
+        It takes at most the limit's wall time and a few START_S, from when a worker is free.
         A run whose awaiting task is cancelled holds one worker until its time limit.
         """
         return await asyncio.wrap_future(self._workers.submit(code, before))
@@ -87,8 +93,7 @@ class _Workers:
         self.idle: list[Server] = []
         """Servers to take from the end."""
         self._backend = backend
-        self._limits = limits
-        self._time_limit = TimeLimit(limits["timeout_s"])
+        self.limits = limits
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix="sandbox")
         self._all: set[Server] = set()
         self._is_closed = False
@@ -116,21 +121,24 @@ class _Workers:
             server.kill()
 
     def _run(self, code: str, before: Sequence[str]) -> Ran:
-        request = {"code": code, "before": before, **self._limits}
+        request = {"code": code, "before": before, **self.limits}
         error = ""
         for _ in range(ATTEMPTS):
             server = self._take()
             try:
-                clock = server.begin(request)
-                answer = server.finish(clock, self._time_limit)
-            except NotStarted as problem:
+                server.start()
+            except OSError as problem:
                 self._drop(server)
-                error = str(problem)
+                error = f"the sandbox's process did not start: {problem}"
                 continue
-            except ConnectionError:
+            started = time.monotonic()
+            try:
+                answer = server.run(request)
+            except OSError:
                 self._drop(server)
                 self._check_open()
-                return Ran(error="the process that ran the code died", wall_s=clock.wall_s())
+                wall_s = time.monotonic() - started
+                return Ran(error="the process that ran the code died", wall_s=wall_s)
             if answer.pop("is_clean"):
                 with self._lock:
                     self.idle.append(server)
@@ -148,7 +156,7 @@ class _Workers:
         with self._lock:
             self._check_open()
             while self.idle:
-                if (server := self.idle.pop()).is_usable():
+                if (server := self.idle.pop()).lives():
                     return server
                 self._drop(server)
         server = Server(self._backend)

@@ -6,33 +6,25 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flowtrain.tools.sandbox.clocks import Clock, TimeLimit, state
 from flowtrain.tools.sandbox.filters import filter_program
 
 PYTHON = os.path.realpath(sys.executable)
 CHILD = Path(__file__).with_name("child.py")
 START_S = 60.0
-"""Wall time that a fork server may take to start; 0.1 s is usual, a cold disk takes longer."""
-STOP_S = 10.0
-"""Wall time that it may take to end a run and to answer."""
-LOOK_S = 0.05
-"""Wall time between two looks at the clocks of a run."""
-_CREDENTIALS = struct.Struct("3i")
-"""Of a message's sender: process, user, group."""
+"""Wall time that a fork server may take to start; 0.1 s is usual, a cold disk takes longer. It may
+take as long to answer, beyond the wall time of the run.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +51,16 @@ class Backend:
     """The modules that the code can import, in words."""
 
 
-class NotStarted(Exception):
-    """A run has not begun; the text says why."""
-
-
 class Server:
     """One fork server. One thread at a time talks to it; any thread may kill it."""
 
     def __init__(self, backend: Backend) -> None:
-        """Start the process; `begin` waits until it is ready."""
+        """Start the process; `start` waits until it is ready."""
         self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        # The kernel then tells which process sent a message, by its number in our namespace.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         # Keeps the descriptor open until this object is gone, so that `kill` in one thread cannot
         # pull it from under a read in another.
-        self._keeper = self._socket.makefile("rb")
-        self.pid = 0
-        """The server itself, behind what `Backend.argv` starts; 0: it is not ready yet."""
+        self._answers = self._socket.makefile("rb")
+        self._is_ready = False
         self._kill_lock = threading.RLock()
         uid = next(backend.uids)
         scratch = str(backend.scratch)
@@ -112,39 +96,21 @@ class Server:
                 start_new_session=True,
             )
 
-    def is_usable(self) -> bool:
-        """Return whether it lives, and nobody has stopped it."""
-        return self._process.poll() is None and not self._is_stopped()
+    def lives(self) -> bool:
+        return self._process.poll() is None
 
-    def begin(self, request: Mapping[str, Any]) -> Clock:
-        """Send a request and return the clock of its run, which begins; raises NotStarted."""
-        until = time.monotonic() + START_S
-        try:
-            if not self.pid:
-                _, self.pid = self._receive(until)
-            self._send(request, until)
-            _, pid = self._receive(until)  # from the process of the run
-        except TimeoutError:
-            raise NotStarted(f"the sandbox's process did not start within {START_S:g} s") from None
-        except ConnectionError as error:
-            raise NotStarted(f"the sandbox's process did not start: {error}") from error
-        return Clock(pid)
+    def start(self) -> None:
+        """Wait until it is ready; raises OSError where it is lost, or its time is up."""
+        if not self._is_ready:
+            self._receive(START_S)
+            self._is_ready = True
 
-    def finish(self, clock: Clock, limit: TimeLimit) -> dict[str, Any]:
-        """Return the answer to the request whose run has begun, within the limit's wall time and
-        STOP_S; raises ConnectionError when the server is lost.
-        """
-        reason = ""
-        while not self._wait(select.POLLIN, time.monotonic() + LOOK_S):
-            if reason := limit.exceeded(clock):
-                break
-        until = time.monotonic() + STOP_S
-        try:
-            if reason:
-                self._send({"stop": reason}, until)
-            return self._receive(until)[0]
-        except TimeoutError:
-            raise ConnectionResetError("the fork server does not answer") from None
+    def run(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request; raises OSError as `start` does."""
+        body = json.dumps(request).encode()
+        self._socket.settimeout(START_S)
+        self._socket.sendall(len(body).to_bytes(4, "big") + body)
+        return self._receive(request["wall_s"] + START_S)
 
     def kill(self) -> None:
         """Kill the process and all processes that it started, and remove its folder."""
@@ -158,52 +124,11 @@ class Server:
             if self._folder is not None:
                 self._folder.cleanup()
 
-    def _is_stopped(self) -> bool:
-        """Return whether a signal has stopped it: code without a filter can."""
-        return self.pid > 0 and state(self.pid) == "T"
-
-    def _wait(self, event: int, until: float) -> bool:
-        """Wait for an event of the socket; False when there was none by then.
-
-        Raises ConnectionError when the server has been stopped.
-        """
-        poll = select.poll()
-        poll.register(self._socket, event)
-        while not poll.poll(1e3 * max(0.0, min(LOOK_S, until - time.monotonic()))):
-            if self._is_stopped():
-                raise ConnectionAbortedError("the fork server was stopped")
-            if time.monotonic() >= until:
-                return False
-        return True
-
-    def _send(self, message: Mapping[str, Any], until: float) -> None:
-        """Send a message; raises TimeoutError, ConnectionError."""
-        body = json.dumps(message).encode()
-        data = memoryview(len(body).to_bytes(4, "big") + body)
-        while data:
-            if not self._wait(select.POLLOUT, until):
-                raise TimeoutError
-            data = data[self._socket.send(data) :]
-
-    def _receive(self, until: float) -> tuple[dict[str, Any], int]:
-        """Return the next message and the process that sent it; raises TimeoutError,
-        ConnectionError.
-        """
-        header, _ = self._read(4, until)
-        body, pid = self._read(int.from_bytes(header, "big"), until)
-        return json.loads(body), pid
-
-    def _read(self, num_bytes: int, until: float) -> tuple[bytes, int]:
-        """Return so many bytes and the process that sent the last of them."""
-        data, pid = b"", 0
-        while len(data) < num_bytes:
-            if not self._wait(select.POLLIN, until):
-                raise TimeoutError
-            part, credentials, _, _ = self._socket.recvmsg(
-                num_bytes - len(data), socket.CMSG_SPACE(_CREDENTIALS.size)
-            )
-            if not part:
-                raise ConnectionResetError("the fork server has closed its end")
-            data += part
-            pid = _CREDENTIALS.unpack(credentials[0][2])[0]
-        return data, pid
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        self._socket.settimeout(timeout_s)
+        header = self._answers.read(4)
+        num_bytes = int.from_bytes(header, "big")
+        body = self._answers.read(num_bytes)
+        if not header or len(body) < num_bytes:
+            raise ConnectionResetError("the fork server has closed its end")
+        return dict(json.loads(body))
