@@ -65,6 +65,7 @@ def test_its_shape_and_tokens_are_those_that_its_command_makes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif("FLOWTRAIN_PLANNER" not in os.environ, reason="FLOWTRAIN_PLANNER=1: minutes")
 def test_its_command_makes_an_equal_one() -> None:
     """On another processor, or with another torch, the last bits may differ."""
