@@ -327,9 +327,9 @@ def _by_rule(rule: Rule, task: Task, answer: str, trajectory: Trajectory) -> flo
     return rule(task, answer[-MAX_CHARS:]) if answer else 0.0
 
 
-async def _verify(task: Task, answer: str, trajectory: Trajectory) -> float:
-    """Score as the verifier of reasoning-gym does."""
-    return (await gym.verify(task, answer)).reward
+async def _checked(task: Task, answer: str, trajectory: Trajectory) -> float:
+    """Score as the checker of reasoning-gym does."""
+    return (await gym.score(task, answer)).reward
 
 
 async def _math(task: Task, answer: str, trajectory: Trajectory) -> float:
@@ -349,7 +349,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 def _load(name: str, weight: float, key: str) -> _Function:
     origin = f"{key}={name!r}"
     if name == gym.NAME:
-        return _Function(name, name, weight, _verify, is_async=True)
+        return _Function(name, name, weight, _checked, is_async=True)
     if name == symbolic.SCORER:
         return _Function(name, name, weight, _math, is_async=True)
     if name in SCORERS:

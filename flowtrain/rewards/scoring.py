@@ -120,7 +120,7 @@ def _check_scorer(task: Task) -> None:
 async def _by_rule(task: Task, answer: str) -> tuple[float, str]:
     """Return the reward of a final answer and what gave it."""
     if task.scorer == gym.NAME:
-        found = await gym.verify(task, answer)
+        found = await gym.score(task, answer)
         return found.reward, found.scored_by
     if not answer:
         return 0.0, task.scorer
