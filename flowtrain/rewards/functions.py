@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
 from flowtrain.config import Reward
-from flowtrain.rewards import gym, symbolic
-from flowtrain.rewards.scorers import MAX_CHARS, SCORERS, Rule
+from flowtrain.rewards.scorers import NAMES, SCORERS, by_rule, check
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.types import Task, Trajectory, UserError
@@ -127,18 +126,15 @@ class RewardFunctions:
     def check(self, tasks: Sequence[Task]) -> None:
         """Raise UserError for a task that a built-in scorer among the functions cannot score."""
         for function in self.functions:
-            if function.name not in (*SCORERS, gym.NAME):
+            if function.name not in NAMES:
                 continue
             for task in tasks:
-                if function.name == gym.NAME:
-                    gym.check(task)
-                elif not task.answers:
+                if not task.answers and function.name in SCORERS:
                     raise UserError(
                         f"task {task.id!r}: {self.key}={function.name!r} needs an answer, and "
                         "there is none"
                     )
-                else:
-                    SCORERS[function.name](task, "")
+                check(replace(task, scorer=function.name))
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """Fill `reward`, `reward_parts` and `scored_by`, or let the rollout fail;
@@ -322,20 +318,10 @@ def _shown(value: object) -> str:
     return encodable(reprlib.repr(value))
 
 
-def _by_rule(rule: Rule, task: Task, answer: str, trajectory: Trajectory) -> float:
-    """Score as the built-in scorer does."""
-    return rule(task, answer[-MAX_CHARS:]) if answer else 0.0
-
-
-async def _checked(task: Task, answer: str, trajectory: Trajectory) -> float:
-    """Score as the checker of reasoning-gym does."""
-    return (await gym.score(task, answer)).reward
-
-
-async def _math(task: Task, answer: str, trajectory: Trajectory) -> float:
-    """Score as `math` does, with math-verify behind the rule."""
-    reward = _by_rule(SCORERS[symbolic.SCORER], task, answer, trajectory)
-    return reward or float(await symbolic.same(task, answer[-MAX_CHARS:]))
+async def _built_in(scorer: str, task: Task, answer: str, trajectory: Trajectory) -> float:
+    """Score as a built-in scorer does."""
+    reward, _ = await by_rule(replace(task, scorer=scorer), answer)
+    return reward
 
 
 @functools.cache
@@ -348,17 +334,13 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _load(name: str, weight: float, key: str) -> _Function:
     origin = f"{key}={name!r}"
-    if name == gym.NAME:
-        return _Function(name, name, weight, _checked, is_async=True)
-    if name == symbolic.SCORER:
-        return _Function(name, name, weight, _math, is_async=True)
-    if name in SCORERS:
-        call = functools.partial(_by_rule, SCORERS[name])
-        return _Function(name, name, weight, call, is_async=False)
+    if name in NAMES:
+        call = functools.partial(_built_in, name)
+        return _Function(name, name, weight, call, is_async=True)
     if not plugins.names_object(name):
         raise UserError(
             f"{origin} may be {plugins.OBJECT} of a function, or a built-in scorer: "
-            f"{', '.join((*SCORERS, gym.NAME))}"
+            f"{', '.join(NAMES)}"
         )
     attribute, found = plugins.load_object(name, origin)
     if not callable(found):
