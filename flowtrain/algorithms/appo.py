@@ -155,19 +155,10 @@ class Appo(Algorithm):
                 f"train.policy={config.train.policy!r} must be 'planner' with algorithm.name = "
                 "'appo', which branches within its responses"
             )
-        num_branches = rollout.group_size - appo.num_roots
-        if num_branches < 1:
+        if appo.num_roots >= rollout.group_size:
             raise UserError(
                 f"appo.num_roots={appo.num_roots} must be below "
                 f"rollout.group_size={rollout.group_size}, which counts branches too"
-            )
-        places_per_response = 1 + (rollout.max_new_tokens - 1) // max(appo.spacing, 1)
-        num_places = appo.num_roots * config.agent.max_turns * places_per_response
-        if appo.rule != "arpo" and num_branches > num_places:
-            raise UserError(
-                f"appo.num_roots={appo.num_roots} roots hold at most {num_places} places "
-                f"{appo.spacing} tokens apart (appo.spacing), too few for the {num_branches} "
-                f"branches that rollout.group_size={rollout.group_size} asks for"
             )
         if rollout.num_engine_ranks:
             raise UserError(

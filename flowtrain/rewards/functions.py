@@ -33,8 +33,9 @@ from flowtrain.utils.text import encodable, final_answer
 
 FAILURES = ("exception", "timeout", "value")
 """Why a function has failed a rollout, as `scored_by` has it at its end."""
-MAX_LATE = 64
-"""Calls of plain functions that may be late at a time: no thread can be ended from outside."""
+MAX_LOST = 64
+"""Threads, beside those that `reward.max_concurrency` needs, that may be lost to functions which do
+not return: no thread can be ended from outside."""
 MAX_PARTS = 32
 """Parts of a reward, and"""
 MAX_PART_NAME = 64
@@ -93,11 +94,9 @@ class RewardFunctions:
     options: Reward
     functions: tuple[_Function, ...]
     gate: Gate
+    pool: BlockingPool
+    """Threads of plain functions."""
     key: str = "reward.function"
-    running: set[object] = field(default_factory=set)
-    """Calls of plain functions that have begun and not returned."""
-    late: set[object] = field(default_factory=set)
-    """Those that nobody waits for any longer."""
     warned: set[str] = field(default_factory=set)
     """Which failures were told; the metrics count the others."""
 
@@ -116,7 +115,8 @@ class RewardFunctions:
             raise UserError(
                 f"{key}={twice[0].name!r}: another one is called {twice[0].part!r}, too"
             )
-        return cls(options, found, Gate(options.max_concurrency), key)
+        pool = BlockingPool(options.max_concurrency + MAX_LOST, "reward")
+        return cls(options, found, Gate(options.max_concurrency), pool, key)
 
     @property
     def name(self) -> str:
@@ -209,24 +209,11 @@ class RewardFunctions:
                 attempt = _attempt_async(function, arguments)
                 running = asyncio.run_coroutine_threadsafe(attempt, _loop())
                 return await self._in_time(asyncio.wrap_future(running))
-            return await self._in_thread(function, arguments)
+            call = functools.partial(_attempt, function, arguments)
+            return await self._in_time(asyncio.ensure_future(self.pool.run(call)))
         except _Failed as failed:
             text = f"reward function {function.name}: {failed}"
             raise _Failed(failed.reason, text) from failed
-
-    async def _in_thread(self, function: _Function, arguments: _Arguments) -> _Parts:
-        """Call a plain function in a thread, which is lost where the function does not return."""
-        self.late.intersection_update(self.running)
-        if len(self.late) >= MAX_LATE:
-            raise _Failed("timeout", f"{MAX_LATE} earlier calls have not returned yet")
-        token = object()
-        pool = BlockingPool(1, "reward")
-        call = functools.partial(_attempt, function, arguments, self.running, token)
-        try:
-            return await self._in_time(asyncio.ensure_future(pool.run(call)))
-        finally:
-            pool.close()
-            self.late.add(token)
 
     async def _in_time(self, running: asyncio.Future[_Parts]) -> _Parts:
         """Wait for the parts until the deadline."""
@@ -260,16 +247,10 @@ def _sum(terms: Sequence[float]) -> float:
         return math.nan
 
 
-def _attempt(
-    function: _Function, arguments: _Arguments, running: set[object], token: object
-) -> _Parts:
-    """Call a plain function, in a thread; it is in `running` until it returns."""
-    running.add(token)
-    try:
-        with _explained():
-            return _parts(function, function.call(*arguments))
-    finally:
-        running.discard(token)
+def _attempt(function: _Function, arguments: _Arguments) -> _Parts:
+    """Call a plain function, in a thread."""
+    with _explained():
+        return _parts(function, function.call(*arguments))
 
 
 async def _attempt_async(function: _Function, arguments: _Arguments) -> _Parts:
