@@ -122,10 +122,10 @@ def questions(number: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Ta
 def checked(task: Task, answers: Sequence[str]) -> list[float]:
     """The rewards that the checker gives."""
 
-    async def all_of_them() -> list[gym.Checked]:
+    async def all_of_them() -> list[tuple[float, str]]:
         return await asyncio.gather(*(gym.score(task, answer) for answer in answers))
 
-    return [found.reward for found in asyncio.run(all_of_them())]
+    return [reward for reward, _ in asyncio.run(all_of_them())]
 
 
 def sample(

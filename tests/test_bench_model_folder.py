@@ -105,8 +105,8 @@ def test_questions_are_of_reasoning_gym_and_its_checker_scores_them(
     tasks = model_folder.questions(6)
     assert [task.kind for task in tasks] == ["chain_sum", "leg_counting"] * 3
 
-    async def score(task: Task, answer: str) -> gym.Checked:
-        return gym.Checked(float(answer in task.answers))
+    async def score(task: Task, answer: str) -> tuple[float, str]:
+        return float(answer in task.answers), gym.NAME
 
     monkeypatch.setattr(gym, "score", score)
     assert model_folder.checked(tasks[0], [tasks[0].answers[0], "none"]) == [1.0, 0.0]

@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
@@ -31,19 +30,6 @@ FAILURES = ("too long", "time limit", "memory limit", "checker raised", "process
 """Why an answer gets 0 without the checker's word, as `scored_by` has it after the name."""
 
 _SOURCE = Path(__file__).with_name("gym_child.py")
-
-
-class Checked(NamedTuple):
-    """The score of one answer."""
-
-    reward: float
-    """In [0, 1]; partial credit as the checker gives it."""
-    failure: str = ""
-    """One of FAILURES; "" where the checker has scored."""
-
-    @property
-    def scored_by(self) -> str:
-        return f"{NAME}: {self.failure}" if self.failure else NAME
 
 
 def check(task: Task) -> None:
@@ -65,34 +51,40 @@ def failure_of(scored_by: str) -> str:
     return failure if name == NAME else ""
 
 
-async def score(task: Task, answer: str) -> Checked:
-    """Score a final answer; equal ones side by side are scored once."""
+async def score(task: Task, answer: str) -> tuple[float, str]:
+    """Return the reward of a final answer, from 0 to 1 with partial credit, and `scored_by`; equal
+    ones side by side are scored once.
+    """
     return await _together((task.entry, answer))
 
 
-async def _check_one(cases: Sequence[tuple[str, str]]) -> list[Checked]:
+async def _check_one(cases: Sequence[tuple[str, str]]) -> list[tuple[float, str]]:
     return [await _checked(*case) for case in cases]
 
 
 _together = Together(_check_one)
 
 
-async def _checked(entry: str, answer: str) -> Checked:
+async def _checked(entry: str, answer: str) -> tuple[float, str]:
     if not answer:
-        return Checked(0.0)
+        return 0.0, NAME
     if len(answer) > MAX_CHARS:
-        return Checked(0.0, "too long")
+        return _failed("too long")
     ran = await _sandbox().run(f"{_source()}\nprint(score({entry!r}, {answer!r}))\n")
     if ran.error is not None:
-        return Checked(0.0, _failure(ran.error))
+        return _failed(_failure(ran.error))
     try:
         found = json.loads(ran.output.rstrip().rpartition("\n")[2])
         reward = float(found["reward"])
     except (ValueError, KeyError, TypeError):  # {"error": ...}, or nothing of ours
-        return Checked(0.0, "checker raised")
+        return _failed("checker raised")
     if not math.isfinite(reward):
-        return Checked(0.0, "checker raised")
-    return Checked(min(max(reward, 0.0), 1.0))
+        return _failed("checker raised")
+    return min(max(reward, 0.0), 1.0), NAME
+
+
+def _failed(reason: str) -> tuple[float, str]:
+    return 0.0, f"{NAME}: {reason}"
 
 
 def _failure(problem: str) -> str:

@@ -43,8 +43,7 @@ async def by_rule(task: Task, answer: str) -> tuple[float, str]:
     """
     if task.scorer not in SCORERS:
         check(task)
-        found = await gym.score(task, answer)
-        return found.reward, found.scored_by
+        return await gym.score(task, answer)
     if not answer:
         return 0.0, task.scorer
     read = answer[-MAX_CHARS:]

@@ -60,8 +60,8 @@ def sandbox() -> Iterator[None]:
     gym._sandbox.cache_clear()
 
 
-def score_all(cases: Sequence[tuple[Task, str]]) -> list[gym.Checked]:
-    async def all_of_them() -> list[gym.Checked]:
+def score_all(cases: Sequence[tuple[Task, str]]) -> list[tuple[float, str]]:
+    async def all_of_them() -> list[tuple[float, str]]:
         return await asyncio.gather(*(gym.score(*case) for case in cases))
 
     return asyncio.run(all_of_them())
@@ -69,8 +69,8 @@ def score_all(cases: Sequence[tuple[Task, str]]) -> list[gym.Checked]:
 
 def rewards(*cases: tuple[Task, str]) -> list[float]:
     found = score_all(cases)
-    assert [each.failure for each in found] == [""] * len(cases)
-    return [each.reward for each in found]
+    assert [scored_by for _, scored_by in found] == [gym.NAME] * len(cases)
+    return [reward for reward, _ in found]
 
 
 def test_the_checker_decides_partial_credit_included() -> None:
@@ -128,9 +128,9 @@ def test_what_cannot_be_verified_says_why() -> None:
     broken = replace(LEGS, entry=repr({"name": "leg_counting", "options": {}, "entry": {}}))
     found = score_all([(LEGS, "1" * (gym.MAX_CHARS + 1)), (broken, "12"), (LEGS, "12")])
     assert found == [
-        gym.Checked(0.0, "too long"),
-        gym.Checked(0.0, "checker raised"),
-        gym.Checked(1.0),
+        (0.0, "reasoning-gym: too long"),
+        (0.0, "reasoning-gym: checker raised"),
+        (1.0, gym.NAME),
     ]
 
 
@@ -149,23 +149,23 @@ def test_what_stops_a_checker_is_named(
     quick = make_sandbox(Agent(tool_timeout_s=0.3, code_timeout_s=0.3, code_memory_mb=256))
     monkeypatch.setattr(gym, "_sandbox", lambda: quick)
     monkeypatch.setattr(gym, "_source", lambda: code)
-    assert score_all([(LEGS, "12")]) == [gym.Checked(0.0, failure)]
+    assert score_all([(LEGS, "12")]) == [(0.0, f"{gym.NAME}: {failure}")]
     quick.close()
 
 
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        ('{"reward": 0.25}', gym.Checked(0.25)),
-        ('the checker prints\n{"reward": 7}', gym.Checked(1.0)),
-        ('{"reward": -1}', gym.Checked(0.0)),
-        ('{"reward": NaN}', gym.Checked(0.0, "checker raised")),
-        ('{"error": "KeyError"}', gym.Checked(0.0, "checker raised")),
-        ("", gym.Checked(0.0, "checker raised")),
+        ('{"reward": 0.25}', (0.25, gym.NAME)),
+        ('the checker prints\n{"reward": 7}', (1.0, gym.NAME)),
+        ('{"reward": -1}', (0.0, gym.NAME)),
+        ('{"reward": NaN}', (0.0, "reasoning-gym: checker raised")),
+        ('{"error": "KeyError"}', (0.0, "reasoning-gym: checker raised")),
+        ("", (0.0, "reasoning-gym: checker raised")),
     ],
 )
 def test_rewards_stay_between_0_and_1(
-    output: str, expected: gym.Checked, monkeypatch: pytest.MonkeyPatch
+    output: str, expected: tuple[float, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Says:
         async def run(self, code: str) -> Ran:
@@ -212,7 +212,7 @@ def test_score_reads_the_final_answer_and_counts_failures() -> None:
     assert (scored.reward, scored.scored_by) == (1.0, "reasoning-gym")
 
 
-def test_equal_answers_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_answers_are_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     class Counts:
@@ -222,7 +222,7 @@ def test_equal_answers_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(gym, "_sandbox", Counts)
     found = score_all([(LEGS, "12"), (LEGS, "12"), (LEGS, "13"), (LEGS, "")])
-    assert [each.reward for each in found] == [0.5, 0.5, 0.5, 0.0] and len(seen) == 2
+    assert [reward for reward, _ in found] == [0.5, 0.5, 0.5, 0.0] and len(seen) == 2
 
 
 def test_without_a_sandbox_a_run_is_refused_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,4 +260,4 @@ def test_every_family_scores_its_own_answer() -> None:
     train, _ = gym_tasks(families, len(families), len(families), seed=3)
     cases = [(asked, asked.answers[0]) for (asked,) in train.values() if asked.answers]
     assert len(families) == 104 and len(cases) == 99
-    assert set(score_all(cases)) == {gym.Checked(1.0)}
+    assert set(score_all(cases)) == {(1.0, gym.NAME)}
