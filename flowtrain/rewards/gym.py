@@ -70,7 +70,9 @@ async def _checked(entry: str, answer: str) -> tuple[float, str]:
         return 0.0, NAME
     if len(answer) > MAX_CHARS:
         return _failed("too long")
-    ran = await _sandbox().run(f"{_source()}\nprint(score({entry!r}, {answer!r}))\n")
+    ran = await _sandbox().run(
+        f"{_SOURCE.read_text('utf-8')}\nprint(score({entry!r}, {answer!r}))\n"
+    )
     if ran.error is not None:
         return _failed(_failure(ran.error))
     try:
@@ -100,8 +102,3 @@ def _failure(problem: str) -> str:
 def _sandbox() -> ProcessSandbox:
     """Make the sandbox with the first answer; its processes end with this one."""
     return make_checker_sandbox("reasoning_gym", TIME_LIMIT_S, MEMORY_MB, only_parses=False)
-
-
-@functools.cache
-def _source() -> str:
-    return _SOURCE.read_text(encoding="utf-8")
