@@ -64,29 +64,6 @@ def trained_calls(trajectory: Trajectory, policy: PolicyName) -> list[tuple[int,
     return [(turn, call) for turn, call in calls if call is not None and call.response_ids]
 
 
-def make_sample(
-    call: Call,
-    sample_id: SampleId,
-    *,
-    advantages: tuple[float, ...],
-    loss_weights: tuple[float, ...],
-    minibatch: int = 0,
-    divisor: float | None = None,
-) -> Sample:
-    """Make a sample of a call; `advantages` and `loss_weights` have one number per token."""
-    return Sample(
-        prompt_ids=call.prompt_ids,
-        response_ids=call.response_ids,
-        logprobs=call.logprobs,
-        advantages=advantages,
-        loss_weights=loss_weights,
-        minibatch=minibatch,
-        sample_id=sample_id,
-        sampling_mask=call.sampling_mask,
-        divisor=divisor,
-    )
-
-
 def make_batch(
     groups: Sequence[Group],
     credit: Callable[[Group], Credits],
@@ -150,12 +127,15 @@ def make_batch(
                     average, len(finished), len(calls), num_tokens, most_tokens
                 )
                 samples.append(
-                    make_sample(
-                        call,
+                    Sample(
+                        call.prompt_ids,
+                        call.response_ids,
+                        call.logprobs,
+                        _per_token(of_turns[turn], num_tokens),
+                        (weight,) * num_tokens,
+                        minibatch,
                         SampleId(group.index, member, turn),
-                        advantages=_per_token(of_turns[turn], num_tokens),
-                        loss_weights=(weight,) * num_tokens,
-                        minibatch=minibatch,
+                        call.sampling_mask,
                         divisor=divisor,
                     )
                 )

@@ -25,7 +25,6 @@ from flowkernels import BranchingScore, branch_points, branching_score
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.algorithms.advantages import make_sample
 from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler
 from flowtrain.config import Appo as Options
 from flowtrain.config import Config
@@ -165,7 +164,8 @@ def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
     samples = []
     for _, sample_id, call in calls:
         zeros = (0.0,) * len(call.response_ids)
-        samples.append(make_sample(call, sample_id, advantages=zeros, loss_weights=zeros))
+        ids = call.prompt_ids, call.response_ids
+        samples.append(Sample(*ids, call.logprobs, zeros, zeros, 0, sample_id, call.sampling_mask))
     return samples, [x for *_, call in calls for x in call.entropies]
 
 
