@@ -317,19 +317,6 @@ def load_benchmarks(config: Config) -> dict[str, tuple[Task, ...]]:
     return found
 
 
-def evaluate(
-    agent: Agent,
-    tasks: Sequence[Task],
-    seed: int,
-    tool_names: Sequence[str],
-    world: World,
-    max_in_flight: int,
-) -> Evaluation:
-    """Roll out each task once, on all ranks; collective."""
-    trajectories = roll_out(agent, tasks, seed, world, max_in_flight)
-    return Evaluation.of(tasks, trajectories, tool_names, world)
-
-
 def roll_out(
     agent: Agent,
     tasks: Sequence[Task],
