@@ -1,7 +1,7 @@
 """A model in a Hugging Face folder, and its own rollouts on questions of reasoning-gym.
 
 The questions go through the folder's chat template, the torch engine samples single turns, the
-verifiers of reasoning-gym score them, and rewards are normalised over a question's group as GRPO
+checkers of reasoning-gym score them, and rewards are normalised over a question's group as GRPO
 does. A question whose rollouts all get the same reward trains nothing and is left out.
 """
 
@@ -108,7 +108,7 @@ class ModelFolder:
 
     def _rewards(self, task: Task, completions: Sequence[Completion]) -> list[float]:
         texts = [self.tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
-        return verified(task, [final_answer(text) for text in texts])
+        return checked(task, [final_answer(text) for text in texts])
 
 
 def questions(number: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Task]:
@@ -119,13 +119,13 @@ def questions(number: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Ta
     return [task for turn in zip(*train.values(), strict=True) for task in turn][:number]
 
 
-def verified(task: Task, answers: Sequence[str]) -> list[float]:
-    """The rewards that the verifier gives."""
+def checked(task: Task, answers: Sequence[str]) -> list[float]:
+    """The rewards that the checker gives."""
 
-    async def all_of_them() -> list[gym.Verified]:
-        return await asyncio.gather(*(gym.verify(task, answer) for answer in answers))
+    async def all_of_them() -> list[tuple[float, str]]:
+        return await asyncio.gather(*(gym.score(task, answer) for answer in answers))
 
-    return [found.reward for found in asyncio.run(all_of_them())]
+    return [reward for reward, _ in asyncio.run(all_of_them())]
 
 
 def sample(

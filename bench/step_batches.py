@@ -25,9 +25,8 @@ from flowtrain.agents.collect import collect
 from flowtrain.agents.expert import ScriptedPlanner
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.planner import PolicyPlanner
-from flowtrain.algorithms import filter_samples
+from flowtrain.algorithms import filter_samples, load_algorithm
 from flowtrain.algorithms.branching import score_samples
-from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.config.options import parse
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
@@ -73,6 +72,7 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
             "configs/quickstart.toml",
             "--run.threads",
             "1",
+            *("--algorithm.mode", "released", "--train.num_minibatches", "1"),
             *(["--model.path", warm] if warm else []),
         ]
     )
@@ -83,7 +83,7 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
         groups = score(collect(flow, components.tasks.train[:num_questions], group_size=8, seed=0))
     shape = components.model.config
     batch = filter_samples(
-        flow_grpo(groups, "released"), shape.max_position_embeddings, shape.vocab_size
+        load_algorithm(config).advantages(groups), shape.max_position_embeddings, shape.vocab_size
     )
     samples = [
         replace(s, loss_weights=(1 / len(s.response_ids),) * len(s.response_ids))

@@ -2,7 +2,7 @@
 
 Both train the model of a config of flowtrain's on its questions of reasoning-gym, in the same order
 and with the same prompts, token for token (the run ends if they differ). Equal are also questions
-and rollouts per step, temperature, tokens per response, the verifiers that give rewards, fp32,
+and rollouts per step, temperature, tokens per response, the checkers that give rewards, fp32,
 AdamW (betas 0.9 and 0.95, no weight decay, gradient norm at most 1, one step per batch), learning
 rate, clip, KL coefficient 0 and CPU threads. Advantages are (R - mean) / (std + eps) with the std
 of N - 1, and the loss is the mean over all tokens of the batch, groups of one reward included:

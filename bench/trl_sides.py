@@ -79,7 +79,7 @@ def _own_digest(rollouts: Sequence[Mapping[str, Any]], step: int) -> str:
 
 def run_held_out(job: Job) -> Result:
     """Sample a response to every held-out question with the torch engine, and score it."""
-    from flowtrain.evaluation.evaluator import evaluate
+    from flowtrain.evaluation.evaluator import roll_out
     from flowtrain.run.components import RunComponents
     from flowtrain.tasks.sets import MAIN_SPLIT
     from flowtrain.training.world import World
@@ -88,15 +88,14 @@ def run_held_out(job: Job) -> Result:
     components = RunComponents.prepare(job.config, world)
     config = components.config
     engines = components.make_policy_engines({})
-    found = evaluate(
+    found = roll_out(
         components.make_agent(engines, config.agent.eval_max_turns),
         components.tasks.held_out[MAIN_SPLIT],
         config.run.seed,
-        tool_names=config.agent.tools,
-        world=world,
-        max_in_flight=config.rollout.max_in_flight,
+        world,
+        config.rollout.max_in_flight,
     )
-    rewards = [float(trajectory.reward or 0.0) for trajectory in found.trajectories]
+    rewards = [float(trajectory.reward or 0.0) for trajectory in found]
     components.close()
     world.leave()
     return Result([], peak_bytes(), [], config.model.path, rewards)

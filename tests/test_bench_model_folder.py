@@ -48,7 +48,7 @@ def folder(tiny_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
     asked = [Task(f"t-{n}", f"{n} + {n} =", (str(2 * n),)) for n in range(40)]
     monkeypatch.setattr(model_folder, "questions", lambda number, families=(): asked[:number])
     monkeypatch.setattr(rollout, "questions", lambda number: asked[:number])
-    monkeypatch.setattr(model_folder, "verified", by_number)
+    monkeypatch.setattr(model_folder, "checked", by_number)
     return str(path)
 
 
@@ -88,7 +88,7 @@ def test_rollouts_are_groups_whose_rewards_differ(folder: str) -> None:
 def test_a_model_that_always_gets_the_same_reward_is_refused(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_folder, "verified", lambda task, answers: [0.5] * len(answers))
+    monkeypatch.setattr(model_folder, "checked", lambda task, answers: [0.5] * len(answers))
     with pytest.raises(UserError, match="0 of 10 questions have rollouts with different rewards"):
         ModelFolder.load(folder).rollouts(1, group_size=2, max_new_tokens=2)
 
@@ -98,18 +98,18 @@ def test_a_folder_without_a_chat_template_is_refused(tiny_path: str) -> None:
         ModelFolder.load(tiny_path)
 
 
-def test_questions_are_of_reasoning_gym_and_its_verifier_scores_them(
+def test_questions_are_of_reasoning_gym_and_its_checker_scores_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("reasoning_gym", reason="needs pip install 'flowtrain[gym]'")
     tasks = model_folder.questions(6)
     assert [task.kind for task in tasks] == ["chain_sum", "leg_counting"] * 3
 
-    async def verify(task: Task, answer: str) -> gym.Verified:
-        return gym.Verified(float(answer in task.answers))
+    async def score(task: Task, answer: str) -> tuple[float, str]:
+        return float(answer in task.answers), gym.NAME
 
-    monkeypatch.setattr(gym, "verify", verify)
-    assert model_folder.verified(tasks[0], [tasks[0].answers[0], "none"]) == [1.0, 0.0]
+    monkeypatch.setattr(gym, "score", score)
+    assert model_folder.checked(tasks[0], [tasks[0].answers[0], "none"]) == [1.0, 0.0]
 
 
 # ---- step

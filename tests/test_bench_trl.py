@@ -162,12 +162,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         numbers = [draw.seed + index for draw in draws for index in range(draw.size)]
         return [{"question": f"{n} + {n % 7} =", "answer": "a", "entry": "{}"} for n in numbers]
 
-    async def verify(task: Task, answer: str) -> gym.Verified:
-        return gym.Verified(len(answer) % 5 / 4)
+    async def score(task: Task, answer: str) -> tuple[float, str]:
+        return len(answer) % 5 / 4, gym.NAME
 
     monkeypatch.setattr(bench, "run", run)
     monkeypatch.setattr("flowtrain.tasks.gym._made", made)
-    monkeypatch.setattr(gym, "verify", verify)
+    monkeypatch.setattr(gym, "score", score)
 
 
 @pytest.mark.parametrize(

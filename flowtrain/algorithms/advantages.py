@@ -34,8 +34,8 @@ token: all tokens of an update (DAPO). constant: rollouts, of the sum over their
 constant C (Dr.GRPO)."""
 Credit = float | Sequence[float]
 """The advantage of a turn: one number, or one per token of its response."""
-EqualGroups = Literal["drop", "keep"]
-"""Whether groups of one reward are trained: their advantages are 0."""
+Credits = Sequence[Sequence[Credit] | None]
+"""Those of the turns of each rollout of a group that did not fail; None: it is not trained."""
 
 
 def reward_of(trajectory: Trajectory) -> float:
@@ -64,32 +64,9 @@ def trained_calls(trajectory: Trajectory, policy: PolicyName) -> list[tuple[int,
     return [(turn, call) for turn, call in calls if call is not None and call.response_ids]
 
 
-def make_sample(
-    call: Call,
-    sample_id: SampleId,
-    *,
-    advantages: tuple[float, ...],
-    loss_weights: tuple[float, ...],
-    minibatch: int = 0,
-    divisor: float | None = None,
-) -> Sample:
-    """Make a sample of a call; `advantages` and `loss_weights` have one number per token."""
-    return Sample(
-        prompt_ids=call.prompt_ids,
-        response_ids=call.response_ids,
-        logprobs=call.logprobs,
-        advantages=advantages,
-        loss_weights=loss_weights,
-        minibatch=minibatch,
-        sample_id=sample_id,
-        sampling_mask=call.sampling_mask,
-        divisor=divisor,
-    )
-
-
 def make_batch(
     groups: Sequence[Group],
-    credit: Callable[[Group], Sequence[Sequence[Credit]]],
+    credit: Callable[[Group], Credits],
     *,
     average: Average,
     drops_equals: bool,
@@ -103,10 +80,10 @@ def make_batch(
 
     Args:
         groups: this rank's groups, every trajectory with a reward but those that failed.
-        credit: gives the advantages of each turn of each finished rollout of a group.
+        credit: gives the advantages of a group.
         average: what the objective is a mean over.
-        drops_equals: leave groups of one reward out, unless their turns differ, so that the size of
-            a step does not depend on how many questions were too easy or too hard.
+        drops_equals: leave groups out whose rollouts and turns earned the same, or whose advantages
+            are all 0: the size of a step does not depend on them.
         num_minibatches: optimizer steps per batch; a group belongs to one, decided by its index
             alone, so it is the same for any number of ranks.
         num_groups: groups in the batch over all ranks; by default `len(groups)`.
@@ -129,12 +106,14 @@ def make_batch(
             continue
         is_finite = all(map(math.isfinite, rewards))
         credits = credit(group) if is_finite else broadcast(group, [math.nan] * len(rewards))
-        if drops_equals and are_equal(rewards) and not _turns_differ(group, credits):
+        if drops_equals and is_finite and not _has_signal(group, credits):
             num_dropped += 1
             continue
         minibatch = min(group.index * num_minibatches // num_groups, num_minibatches - 1)
         finished = [(n, each) for n, each in enumerate(group.trajectories) if not each.error]
         for (member, trajectory), of_turns in zip(finished, credits, strict=True):
+            if of_turns is None:
+                continue
             calls = trained_calls(trajectory, policy)
             made = [turn.calls.get(policy) for turn in trajectory.turns]
             counts[FilterReason.EMPTY] += sum(call is not None for call in made) - len(calls)
@@ -148,12 +127,15 @@ def make_batch(
                     average, len(finished), len(calls), num_tokens, most_tokens
                 )
                 samples.append(
-                    make_sample(
-                        call,
+                    Sample(
+                        call.prompt_ids,
+                        call.response_ids,
+                        call.logprobs,
+                        _per_token(of_turns[turn], num_tokens),
+                        (weight,) * num_tokens,
+                        minibatch,
                         SampleId(group.index, member, turn),
-                        advantages=_per_token(of_turns[turn], num_tokens),
-                        loss_weights=(weight,) * num_tokens,
-                        minibatch=minibatch,
+                        call.sampling_mask,
                         divisor=divisor,
                     )
                 )
@@ -216,11 +198,11 @@ def _weight(
     return 1.0 / most_tokens, 1.0 / num_calls
 
 
-def _turns_differ(group: Group, credits: Sequence[Sequence[Credit]]) -> bool:
-    """Tell whether turns are credited though the rollouts have one reward."""
-    if len({trajectory.turn_rewards for trajectory in group.finished}) < 2:
+def _has_signal(group: Group, credits: Credits) -> bool:
+    """Tell whether rollouts or turns differ in what they earned, and any advantage is not 0."""
+    if len({(each.reward, each.turn_rewards) for each in group.finished}) < 2:
         return False
-    every = [each for of_turns in credits for each in of_turns]
+    every = [each for of_turns in credits for each in of_turns or ()]
     return any(each if isinstance(each, int | float) else any(each) for each in every)
 
 

@@ -11,25 +11,18 @@ part of the loss (`flowkernels.future_aware`), because it depends on the current
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from flowtrain.algorithms.advantages import make_sample, normalise, reward_of, trained_calls
+from flowtrain.algorithms.advantages import Credits, broadcast, normalise, reward_of
 from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler, Values
 from flowtrain.config import Algorithm as Options
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import Tool
 from flowtrain.tools.base import rewinds
-from flowtrain.types import (
-    BranchPoint,
-    FilterReason,
-    Group,
-    Sample,
-    SampleId,
-    TrainBatch,
-    UserError,
-)
+from flowtrain.types import BranchPoint, Group, UserError
 
 if TYPE_CHECKING:
     from flowkernels import FutureRatio, LossSpec, TokenLossFn
@@ -41,7 +34,13 @@ if TYPE_CHECKING:
 
 
 class Appo(Algorithm):
-    """APPO, or ARPO with `appo.rule = "arpo"`: some rollouts of a question branch off others."""
+    """APPO: some rollouts of a question branch off others, and the objective is a mean over tokens.
+
+    With `appo.rule = "arpo"` it is ARPO (arXiv 2507.19849), which has one group of M and trains
+    branches like roots.
+    """
+
+    average = "token"
 
     @property
     def num_roots(self) -> int:
@@ -89,19 +88,14 @@ class Appo(Algorithm):
         return self.branches_against_reference
 
     async def node_points(self, roots: Group, seed: int, sampler: NodeSampler) -> list[BranchPoint]:
-        from flowtrain.algorithms.node_branching import node_points
+        from flowtrain.algorithms.branching import node_points
 
         return await node_points(self.config, roots, seed, sampler)
 
-    def advantages(self, groups: Sequence[Group]) -> TrainBatch:
-        return appo(
-            groups,
-            num_minibatches=self.config.train.num_minibatches,
-            num_groups=self.config.rollout.num_questions,
-            trains_branches=self.config.appo.rule == "arpo",
-            keeps_equals=self.config.algorithm.equal_groups == "keep",
-            is_one_group=self.config.appo.advantage_groups == "single",
-        )
+    def token_credit(self, group: Group) -> Credits:
+        if self.config.appo.rule == "arpo":
+            return broadcast(group, normalise([reward_of(each) for each in group.finished]))
+        return _dual(group, is_one_group=self.config.appo.advantage_groups == "single")
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
         """Multiply the advantages by the future-aware factor (eqs. 7 and 8), where a row of turns
@@ -150,29 +144,21 @@ class Appo(Algorithm):
 
     def defaults(self, chosen: Options) -> Values:
         higher = {} if chosen.m2po is not None else {"clip_high": 0.28}
-        return super().defaults(chosen) | higher | {"dual_clip": 3.0}
+        return super().defaults(chosen) | higher | {"dual_clip": 3.0, "equal_groups": "drop"}
 
     def check(self) -> None:
         super().check()
+        self._refuse_options_of_samples()
         config, appo, rollout = self.config, self.config.appo, self.config.rollout
         if config.train.policy != "planner":
             raise UserError(
                 f"train.policy={config.train.policy!r} must be 'planner' with algorithm.name = "
                 "'appo', which branches within its responses"
             )
-        num_branches = rollout.group_size - appo.num_roots
-        if num_branches < 1:
+        if appo.num_roots >= rollout.group_size:
             raise UserError(
                 f"appo.num_roots={appo.num_roots} must be below "
                 f"rollout.group_size={rollout.group_size}, which counts branches too"
-            )
-        places_per_response = 1 + (rollout.max_new_tokens - 1) // max(appo.spacing, 1)
-        num_places = appo.num_roots * config.agent.max_turns * places_per_response
-        if appo.rule != "arpo" and num_branches > num_places:
-            raise UserError(
-                f"appo.num_roots={appo.num_roots} roots hold at most {num_places} places "
-                f"{appo.spacing} tokens apart (appo.spacing), too few for the {num_branches} "
-                f"branches that rollout.group_size={rollout.group_size} asks for"
             )
         if rollout.num_engine_ranks:
             raise UserError(
@@ -240,103 +226,38 @@ class Appo(Algorithm):
             )
 
 
-def appo(
-    groups: Sequence[Group],
-    num_minibatches: int = 1,
-    num_groups: int | None = None,
-    trains_branches: bool = False,
-    keeps_equals: bool = False,
-    is_one_group: bool = False,
-) -> TrainBatch:
-    """Compute per-token advantages of the roots of scored groups; every token weighs 1, so that
-    the objective is the mean over tokens.
+def _dual(group: Group, *, is_one_group: bool) -> Credits:
+    """Compute the advantages of the roots' tokens: that of the root, and the mean of those of the
+    branches that left it later; branches are not trained.
 
-    Args:
-        groups: this rank's groups, every trajectory with a reward but those that failed; roots
-            first, then branches.
-        num_minibatches, num_groups: as for `flow_grpo`.
-        trains_branches: ARPO (arXiv 2507.19849) instead: one group of M, and branches are trained
-            like roots.
-        keeps_equals: train groups in which neither roots nor branches differ in reward, too. They
-            carry no signal, and by default they are left out.
-        is_one_group: normalise the rewards of roots and branches together (the paper's ablation
-            "single group", as far as it is described); all else stays.
-
-    Turns without tokens are counted.
+    `is_one_group`: normalise the rewards of roots and branches together.
     """
-    num_groups = len(groups) if num_groups is None else num_groups
-    samples: list[Sample] = []
-    num_dropped = num_empty = 0
-    for group in groups:
-        minibatch = group.index * num_minibatches // num_groups
-        credited = _everyone(group) if trains_branches else _roots(group, is_one_group)
-        found = [sample for member in credited for sample in _samples(group, *member, minibatch)]
-        has_signal = any(any(sample.advantages) for sample in found)
-        is_trained = has_signal or (keeps_equals and bool(found))
-        num_dropped += not is_trained
-        if is_trained:
-            samples += found
-            num_empty += sum(
-                not turn.calls["planner"].response_ids
-                for member, *_ in credited
-                for turn in group.trajectories[member].turns
-            )
-    return TrainBatch(tuple(samples), num_dropped, {FilterReason.EMPTY: num_empty})
-
-
-_Branches = tuple[tuple[int, int, float], ...]
-"""(turn, token, advantage) of the branches that left a rollout there; the tokens before are theirs
-too."""
-
-
-def _everyone(group: Group) -> list[tuple[int, float, _Branches]]:
-    """(trajectory, advantage, its branches) of all of a group, none of which credits another."""
-    members = [member for member, t in enumerate(group.trajectories) if not t.error]
-    advantages = normalise([reward_of(t) for t in group.finished])
-    return [(member, a, ()) for member, a in zip(members, advantages, strict=True)]
-
-
-def _roots(group: Group, is_one_group: bool) -> list[tuple[int, float, _Branches]]:
-    """(trajectory, advantage, its branches) of the roots."""
-    finished = [(n, t) for n, t in enumerate(group.trajectories) if not t.error]
-    roots = [(n, reward_of(t)) for n, t in finished if t.branch is None]
-    branches = [(t.branch, reward_of(t)) for _, t in finished if t.branch is not None]
-    of_roots, of_branches = [r for _, r in roots], [r for _, r in branches]
+    roots = [(n, t) for n, t in enumerate(group.trajectories) if not t.error and t.branch is None]
+    branches = [(t.branch, reward_of(t)) for t in group.finished if t.branch is not None]
+    of_roots, of_branches = [reward_of(t) for _, t in roots], [reward for _, reward in branches]
     if is_one_group:
         advantages = normalise(of_roots + of_branches)
     else:
         advantages = normalise(of_roots) + normalise(of_branches)
-    left: dict[int, list[tuple[int, int, float]]] = {n: [] for n, _ in roots}
+    left = defaultdict[int, list[tuple[int, int, float]]](list)
     for (point, _), advantage in zip(branches, advantages[len(roots) :], strict=True):
         left[point.parent].append((point.turn, point.token, advantage))
-    return [(n, a, tuple(left[n])) for (n, _), a in zip(roots, advantages, strict=False)]
-
-
-def _samples(
-    group: Group, member: int, advantage: float, branches: _Branches, minibatch: int
-) -> list[Sample]:
-    """One sample per turn with tokens."""
-    samples = []
-    for index, call in trained_calls(group.trajectories[member], "planner"):
-        num_tokens = len(call.response_ids)
-        shared = [
-            (num_tokens if at > index else min(token, num_tokens), a)
-            for at, token, a in branches
-            if at >= index
+    credits = {
+        n: [
+            _of_turn(number, len(turn.calls["planner"].response_ids), advantage, left[n])
+            for number, turn in enumerate(root.turns)
         ]
-        advantages = tuple(
-            advantage + _mean([a for end, a in shared if token < end])
-            for token in range(num_tokens)
-        )
-        sample_id = SampleId(group.index, member, index)
-        ones = (1.0,) * num_tokens
-        samples.append(
-            make_sample(
-                call, sample_id, advantages=advantages, loss_weights=ones, minibatch=minibatch
-            )
-        )
-    return samples
+        for (n, root), advantage in zip(roots, advantages, strict=False)
+    }
+    return [credits.get(n) for n, t in enumerate(group.trajectories) if not t.error]
 
 
-def _mean(values: list[float]) -> float:
-    return fmean(values) if values else 0.0
+def _of_turn(
+    turn: int, num_tokens: int, advantage: float, branches: Sequence[tuple[int, int, float]]
+) -> list[float]:
+    """Return the advantages of a turn's tokens. `branches`: turn, token and advantage of those that
+    left the rollout; the tokens before are theirs too.
+    """
+    shared = [(num_tokens if at > turn else token, a) for at, token, a in branches if at >= turn]
+    theirs = [[a for end, a in shared if token < end] for token in range(num_tokens)]
+    return [advantage + (fmean(each) if each else 0.0) for each in theirs]

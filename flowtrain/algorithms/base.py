@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from flowtrain.algorithms.advantages import (
     Average,
-    Credit,
+    Credits,
     broadcast,
     make_batch,
     reward_of,
@@ -116,10 +116,11 @@ class Algorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} has no credit of its own")
 
-    def token_credit(self, group: Group) -> Sequence[Sequence[Credit]]:
+    def token_credit(self, group: Group) -> Credits:
         """Return the advantages of each turn of each rollout of a group that did not fail: one
-        number for a turn, or one per token of its response. By default all have their rollout's,
-        or with `algorithm.turn_credit` of "to_go" that of what is left to earn.
+        number for a turn, or one per token of its response; None for a rollout that is not trained.
+        By default all have their rollout's, or with `algorithm.turn_credit` of "to_go" that of what
+        is left to earn.
         """
         if self.config.algorithm.turn_credit == "to_go":
             return rewards_to_go(group, self.credit)
@@ -271,12 +272,7 @@ class Algorithm:
         ):
             raise UserError(f"algorithm.name={a.name!r} has no credit(rewards) of its own")
         if own.advantages is not Algorithm.advantages:
-            for key in ("overlong", "overlong_buffer", "dynamic_sampling", "turn_credit"):
-                if (value := getattr(a, key)) not in ("train", 0, None, "rollout"):
-                    raise UserError(
-                        f"algorithm.{key}={value!r} does not go with algorithm.name={a.name!r}, "
-                        "which makes its samples in a way of its own"
-                    )
+            self._refuse_options_of_samples()
         if a.has_own_loss and own.token_loss is not Algorithm.token_loss:
             raise UserError(
                 f"algorithm.loss={a.loss!r} does not go with algorithm.name={a.name!r}, which has "
@@ -299,6 +295,15 @@ class Algorithm:
             )
         if self.config.dataflow.url:
             self.check_nodes()
+
+    def _refuse_options_of_samples(self) -> None:
+        a = self.config.algorithm
+        for key in ("overlong", "overlong_buffer", "dynamic_sampling", "turn_credit"):
+            if (value := getattr(a, key)) not in ("train", 0, None, "rollout"):
+                raise UserError(
+                    f"algorithm.{key}={value!r} does not go with algorithm.name={a.name!r}, "
+                    "which makes its samples in a way of its own"
+                )
 
     def check_nodes(self) -> None:  # most algorithms have nothing to check
         """Raise UserError where rollout nodes cannot make this algorithm's rollouts."""

@@ -11,20 +11,24 @@ Suffixes: T generated tokens of all roots, S roots.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, islice, pairwise
+from typing import NamedTuple
 
 import torch
 from flowkernels import BranchingScore, branch_points, branching_score
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.algorithms.advantages import make_sample
-from flowtrain.algorithms.base import Algorithm, Branches
+from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler
 from flowtrain.config import Appo as Options
+from flowtrain.config import Config
+from flowtrain.engines.protocol import Scorer
 from flowtrain.training.token_scores import Scored
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import in_order, pack_rows
@@ -37,8 +41,7 @@ _ARPO_SLOPE = 0.2
 _ROUNDING = 1e-5
 """Nats by which two ways to compute an fp32 log-prob may differ."""
 
-Candidate = tuple[float, int, int, int]
-"""(score, root, turn, token)"""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,59 @@ def branch(
     return Branches(points, known_logprobs(samples, scores, has_old=has_old, has_ref=has_ref))
 
 
+async def node_points(
+    config: Config, roots: Group, seed: int, sampler: NodeSampler
+) -> list[BranchPoint]:
+    """Choose where to branch from the roots of one group.
+
+    A node has the rollouts of one question and no trainer. Entropies are those that the engine
+    recorded while it sampled. The rule "score" asks one more policy for its log-probs of the same
+    tokens: the node's newest weights, where the roots are older, or the policy that training
+    started from. Raises EngineError when a scorer does not answer.
+    """
+    options = config.appo
+    samples, entropies = root_samples([roots])
+    recorded_T = fp32([x for sample in samples for x in sample.logprobs], _CPU)
+    assert len(entropies) == len(recorded_T), "the engine records entropies"
+    versions = _versions(roots)
+    version = max(versions, default=0)
+    logprob_T = baseline_T = recorded_T
+    if options.node_scorer == "reference":
+        assert sampler.reference is not None, "see Algorithm.needs_node_reference"
+        _, baseline_T = await _score(sampler.reference, samples, config)
+        logprob_T = without_rounding(recorded_T, baseline_T)
+    elif options.node_scorer == "behavior" and versions != {sampler.engine.version}:
+        version, logprob_T = await _score(sampler.engine, samples, config)
+        logprob_T = without_rounding(logprob_T, recorded_T)
+    scores = ResponseScores(logprob_T, fp32(entropies, _CPU), baseline_T)
+
+    def choose() -> list[BranchPoint]:
+        (points,) = find_points(
+            [roots],
+            scores,
+            options,
+            num_branches=config.rollout.group_size - options.num_roots,
+            seed=seed,
+            is_blank_V=blank_tokens(sampler.tokenizer, sampler.vocab_size),
+        )
+        return points
+
+    points = await asyncio.to_thread(choose)  # the first time it decodes the whole vocabulary
+    return stamped(points, options.node_scorer, version)
+
+
+def _versions(roots: Group) -> set[int]:
+    """Return the weight versions that sampled tokens of the roots."""
+    calls = [turn.calls["planner"] for root in roots.trajectories for turn in root.turns]
+    return {span.version for call in calls for span in call.spans}
+
+
+async def _score(scorer: Scorer, samples: Sequence[Sample], config: Config) -> tuple[int, Tensor]:
+    """Return the scorer's version, and its log-probs of all response tokens, [T]."""
+    version, found = await scorer.score(samples, config.rollout.temperature)
+    return version, fp32([x for logprobs in found for x in logprobs], _CPU)
+
+
 def without_rounding(logprob_T: Tensor, baseline_T: Tensor) -> Tensor:
     """Return the log-probs with those that are equal but for rounding made equal, because the score
     would make much of it.
@@ -104,11 +160,12 @@ def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
     """Return every turn with tokens as a sample to score, and the sampler's entropies of its
     tokens.
     """
-    _, calls = root_calls(groups)
+    _, calls = _root_calls(groups)
     samples = []
     for _, sample_id, call in calls:
         zeros = (0.0,) * len(call.response_ids)
-        samples.append(make_sample(call, sample_id, advantages=zeros, loss_weights=zeros))
+        ids = call.prompt_ids, call.response_ids
+        samples.append(Sample(*ids, call.logprobs, zeros, zeros, 0, sample_id, call.sampling_mask))
     return samples, [x for *_, call in calls for x in call.entropies]
 
 
@@ -192,47 +249,73 @@ def find_points(
     seed: int,
     is_blank_V: Tensor,
 ) -> list[list[BranchPoint]]:
-    """Return `num_branches` points per group, best first; fewer by ARPO's rule, or without tokens.
+    """Return `num_branches` points per group, best first: candidates, then other tokens, then the
+    same points again; fewer by ARPO's rule, or without tokens.
 
     Args:
         groups: the roots; nothing branches from one that failed.
         scores: of the tokens of `root_samples(groups)`.
         is_blank_V: [V] bool, token ids that are no decision (white space, punctuation).
     """
-    roots, calls = root_calls(groups)
-    positions = _TokenPositions.of(calls, len(roots), scores.logprob_T.device)
+    roots, calls = _root_calls(groups)
+    turns = [0, *accumulate(len(call.response_ids) for *_, call in calls)]
     if options.rule == "arpo":
-        starts = _after_tools(positions, scores.entropy_T, random.Random(seed))
-        by_group = [[p for p in starts if roots[p[1]][0] == g] for g in range(len(groups))]
-        chosen = [sorted(each, reverse=True)[:num_branches] for each in by_group]
+        places = _after_tools(calls, turns, scores.entropy_T, random.Random(seed))
     else:
         ids = [token for *_, call in calls for token in call.response_ids]
         allowed_T = ~is_blank_V[torch.tensor(ids, dtype=torch.int64)]
         if options.keep_token:  # nothing could follow the last token of a turn
-            allowed_T[torch.tensor(positions.turn_bounds[1:]) - 1] = False
-        allowed_T = allowed_T.to(positions.device)
+            allowed_T[torch.tensor(turns[1:]) - 1] = False
+        per_root = [0] * len(roots)
+        for root, _, call in calls:
+            per_root[root] += len(call.response_ids)
+        cu_S1 = torch.tensor([0, *accumulate(per_root)], device=scores.logprob_T.device)
         if options.rule == "random":
-            found = _at_random(calls, seed, positions.device)
+            found = _at_random(calls, seed, cu_S1.device)
         else:
-            found = _by_score(positions, scores, options)
-        strict, loose = _best(positions, found, options.spacing, num_branches, allowed_T)
-        chosen = []
-        for g in range(len(groups)):
-            mine = [s for s, root in enumerate(roots) if root[0] == g]
-            strict_here = [strict[s] for s in mine]
-            loose_here = [loose[s] for s in mine]
-            chosen.append(choose(strict_here, loose_here, num_branches))
-    shift = int(options.keep_token)
-    return [
-        [BranchPoint(roots[s][1], turn, token + shift, value) for value, s, turn, token in each]
-        for each in chosen
-    ]
+            found = branching_score(
+                scores.logprob_T,
+                scores.logprob_T if options.rule == "entropy" else scores.baseline_logprob_T,
+                scores.entropy_T,
+                cu_S1,
+                gamma=options.gamma,
+                clip=options.clip,
+            )
+        places = _best(
+            found, allowed_T.to(cu_S1.device), cu_S1, calls, turns, num_branches, options.spacing
+        )
+    points: list[list[BranchPoint]] = []
+    for g in range(len(groups)):
+        chosen = sorted(place for place in places if roots[place.root][0] == g)[:num_branches]
+        if options.rule != "arpo":
+            chosen = [*islice(cycle(chosen), num_branches)]
+        shift = int(options.keep_token)
+        points.append(
+            [BranchPoint(roots[s][1], turn, at + shift, -cost) for *_, cost, s, turn, at in chosen]
+        )
+    return points
 
 
-def root_calls(
-    groups: Sequence[Group],
-) -> tuple[list[tuple[int, int]], list[tuple[int, SampleId, Call]]]:
-    """(group, trajectory) of each root, and (root, id, call) of each of their turns with tokens."""
+class Place(NamedTuple):
+    """A token at which a rollout may branch; in order, the best place is the first."""
+
+    is_spare: bool
+    """It is no candidate, and stands behind those of all roots."""
+    rank: int
+    """Among those of its root: every root's best comes first, then the second best."""
+    cost: float
+    """The score with the sign turned."""
+    root: int
+    turn: int
+    token: int
+
+
+_Calls = Sequence[tuple[int, SampleId, Call]]
+"""(root, id, call) of each turn with tokens."""
+
+
+def _root_calls(groups: Sequence[Group]) -> tuple[list[tuple[int, int]], _Calls]:
+    """Return (group, trajectory) of each root, and their calls."""
     roots = [
         (g, member)
         for g, group in enumerate(groups)
@@ -248,82 +331,8 @@ def root_calls(
     return roots, calls
 
 
-def choose(
-    strict: Sequence[Sequence[Candidate]],
-    loose: Sequence[Sequence[Candidate]],
-    num_branches: int,
-) -> list[Candidate]:
-    """Choose exactly `num_branches` points of one question, if it has any: candidates first, then
-    other tokens, then the same points again.
-
-    Args:
-        strict, loose: of each root, best first: candidates, and places where any token may be
-            chosen.
-    """
-    found = _pooled(strict)[:num_branches]
-    if len(found) < num_branches:
-        had = {place[1:] for place in found}
-        found += [place for place in _pooled(loose) if place[1:] not in had][
-            : num_branches - len(found)
-        ]
-    return [found[i % len(found)] for i in range(num_branches)] if found else []
-
-
-def _pooled(places: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """Order the points: every root's best, then the second best, and so on."""
-    depth = max((len(root) for root in places), default=0)
-    return [
-        place
-        for i in range(depth)
-        for place in sorted((r[i] for r in places if i < len(r)), key=lambda place: -place[0])
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenPositions:
-    """The position of each generated token: its root, turn and index in the turn."""
-
-    turn_bounds: list[int]
-    """[turns + 1], in tokens."""
-    turns: list[tuple[int, int]]
-    """(root, turn) of each."""
-    cu_seqlens_S1: Tensor
-
-    @classmethod
-    def of(
-        cls, calls: Sequence[tuple[int, SampleId, Call]], num_roots: int, device: torch.device
-    ) -> _TokenPositions:
-        lengths = [len(call.response_ids) for *_, call in calls]
-        per_root = [0] * num_roots
-        for (root, *_), length in zip(calls, lengths, strict=True):
-            per_root[root] += length
-        bounds = torch.tensor([0, *accumulate(per_root)], dtype=torch.int64, device=device)
-        turns = [(root, sample_id.turn) for root, sample_id, _ in calls]
-        return cls([0, *accumulate(lengths)], turns, bounds)
-
-    @property
-    def device(self) -> torch.device:
-        return self.cu_seqlens_S1.device
-
-
-def _by_score(
-    positions: _TokenPositions, scores: ResponseScores, options: Options
-) -> BranchingScore:
-    """APPO's score of every token, or its first factor."""
-    return branching_score(
-        scores.logprob_T,
-        scores.logprob_T if options.rule == "entropy" else scores.baseline_logprob_T,
-        scores.entropy_T,
-        positions.cu_seqlens_S1,
-        gamma=options.gamma,
-        clip=options.clip,
-    )
-
-
-def _at_random(
-    calls: Sequence[tuple[int, SampleId, Call]], seed: int, device: torch.device
-) -> BranchingScore:
-    """Uniform draws in place of scores: every token is as likely as any other, and a candidate."""
+def _at_random(calls: _Calls, seed: int, device: torch.device) -> BranchingScore:
+    """Draw in place of scores: every token is as likely as any other, and a candidate."""
     draws = [
         derive_uniform(seed, *sample_id, token)
         for _, sample_id, call in calls
@@ -334,62 +343,58 @@ def _at_random(
 
 
 def _best(
-    positions: _TokenPositions,
     found: BranchingScore,
-    spacing: int,
-    num_points: int,
     allowed_T: Tensor,
-) -> tuple[list[list[Candidate]], list[list[Candidate]]]:
-    """Return the best candidates of every root, and the best of all its allowed tokens."""
-    everything = replace(found, is_candidate_T=torch.ones_like(found.is_candidate_T))
-    strict = _listed(positions, found, spacing, num_points, allowed_T)
-    return strict, _listed(positions, everything, spacing, num_points, allowed_T)
-
-
-def _listed(
-    positions: _TokenPositions,
-    scores: BranchingScore,
-    spacing: int,
+    cu_S1: Tensor,
+    calls: _Calls,
+    turns: Sequence[int],
     num_points: int,
-    allowed_T: Tensor,
-) -> list[list[Candidate]]:
-    if not len(scores.score_T):
-        return [[] for _ in positions.cu_seqlens_S1[1:]]
-    points_SB = branch_points(
-        scores,
-        positions.cu_seqlens_S1,
-        num_points=num_points,
-        spacing=spacing,
-        allowed_T=allowed_T,
+    spacing: int,
+) -> list[Place]:
+    """Return the best places of every root: candidates, and other allowed tokens behind them.
+
+    `turns`: where the tokens of each call begin, and where all end.
+    """
+    score_T, is_candidate_T = found.score_T, found.is_candidate_T
+    if not len(score_T):
+        return []
+    behind_T = score_T - (score_T.max() - score_T.min() + 1)
+    every = replace(
+        found,
+        score_T=torch.where(is_candidate_T, score_T, behind_T),
+        is_candidate_T=torch.ones_like(is_candidate_T),
     )
-    value_SB = scores.score_T[points_SB.clamp(min=0)]
-    bounds = torch.tensor(positions.turn_bounds, device=points_SB.device)
-    turn_SB = torch.searchsorted(bounds, points_SB, right=True) - 1
-    rows = zip(points_SB.tolist(), value_SB.tolist(), turn_SB.tolist(), strict=True)
-    return [
-        [
-            (value, *positions.turns[turn], point - positions.turn_bounds[turn])
-            for point, value, turn in zip(*row, strict=True)
-            if point >= 0
-        ]
-        for row in rows
-    ]
+    points_SB = branch_points(
+        every, cu_S1, num_points=num_points, spacing=spacing, allowed_T=allowed_T
+    )
+    at_SB = points_SB.clamp(min=0)
+    rows = zip(
+        points_SB.tolist(), is_candidate_T[at_SB].tolist(), score_T[at_SB].tolist(), strict=True
+    )
+    places = []
+    for root, row in enumerate(rows):
+        for rank, (at, is_candidate, score) in enumerate(zip(*row, strict=True)):
+            if at >= 0:
+                turn = bisect_right(turns, at) - 1
+                number, token = calls[turn][1].turn, at - turns[turn]
+                places.append(Place(not is_candidate, rank, -score, root, number, token))
+    return places
 
 
 def _after_tools(
-    positions: _TokenPositions, entropy_T: Tensor, rng: random.Random
-) -> list[Candidate]:
-    """ARPO: the beginning of a turn that read a tool's result, with probability clip(0.5 + 0.2 dH),
-    dH the rise of entropy since turn 1.
+    calls: _Calls, turns: Sequence[int], entropy_T: Tensor, rng: random.Random
+) -> list[Place]:
+    """Return ARPO's places: the beginning of a turn that read a tool's result, with probability
+    clip(0.5 + 0.2 dH), dH the rise of entropy since turn 1.
     """
-    bounds = pairwise(positions.turn_bounds)
+    bounds = pairwise(turns)
     starts = [entropy_T[start : min(end, start + _ARPO_TOKENS)].mean() for start, end in bounds]
     means = torch.stack(starts).tolist() if starts else []
-    by_turn = list(zip(positions.turns, means, strict=True))
-    first = {root: mean for (root, turn), mean in by_turn if turn == 0}
-    found = []
-    for (root, turn), mean in by_turn:
+    by_turn = [(root, at.turn, mean) for (root, at, _), mean in zip(calls, means, strict=True)]
+    first = {root: mean for root, turn, mean in by_turn if turn == 0}
+    places = []
+    for root, turn, mean in by_turn:
         rise = mean - first.get(root, mean)
         if turn > 0 and rng.random() < _ARPO_BASE + _ARPO_SLOPE * rise:
-            found.append((rise, root, turn, 0))
-    return found
+            places.append(Place(is_spare=False, rank=0, cost=-rise, root=root, turn=turn, token=0))
+    return places

@@ -14,17 +14,15 @@ from statistics import fmean, stdev
 from flowtrain.algorithms.advantages import (
     EPS,
     Average,
-    Credit,
-    EqualGroups,
+    Credits,
     Mode,
     broadcast,
-    make_batch,
     normalise,
     reward_of,
     trained_calls,
 )
 from flowtrain.algorithms.base import Algorithm
-from flowtrain.types import Group, PolicyName, TrainBatch, UserError
+from flowtrain.types import Group, PolicyName, UserError
 
 
 class FlowGrpo(Algorithm):
@@ -37,7 +35,6 @@ class FlowGrpo(Algorithm):
                 "rollout.group_size=1 compares a rollout with itself, so that every advantage is "
                 "0; it must be at least 2"
             )
-
         if self.config.algorithm.mode == "released" and (
             self.config.algorithm.turn_credit == "to_go"
         ):
@@ -53,48 +50,13 @@ class FlowGrpo(Algorithm):
     def credit(self, rewards: Sequence[float]) -> list[float]:
         return normalise(rewards)
 
-    def token_credit(self, group: Group) -> Sequence[Sequence[Credit]]:
+    def token_credit(self, group: Group) -> Credits:
         if self.config.algorithm.mode == "paper":
             return super().token_credit(group)
         return broadcast(group, _over_turns(group, self.config.train.policy))
 
 
 _AVERAGES: dict[Mode, Average] = {"paper": "rollout", "released": "token"}
-
-
-def flow_grpo(
-    groups: Sequence[Group],
-    mode: Mode = "paper",
-    num_minibatches: int = 1,
-    num_groups: int | None = None,
-    policy: PolicyName = "planner",
-    equal_groups: EqualGroups | None = None,
-) -> TrainBatch:
-    """Compute advantages and loss weights of scored groups.
-
-    Args:
-        groups, num_minibatches, num_groups, policy: as for `make_batch`.
-        mode: "paper" or "released".
-        equal_groups: "drop" or "keep" groups of one reward; by default "drop" in mode "paper".
-
-    The weights sum to the number of kept groups in mode "paper", and to that of tokens in mode
-    "released".
-    """
-
-    def credit(group: Group) -> list[list[Credit]]:
-        if mode == "released":
-            return broadcast(group, _over_turns(group, policy))
-        return broadcast(group, normalise([reward_of(each) for each in group.finished]))
-
-    return make_batch(
-        groups,
-        credit,
-        average=_AVERAGES[mode],
-        drops_equals=(equal_groups or ("drop" if mode == "paper" else "keep")) == "drop",
-        num_minibatches=num_minibatches,
-        num_groups=num_groups,
-        policy=policy,
-    )
 
 
 def _over_turns(group: Group, policy: PolicyName) -> list[float]:

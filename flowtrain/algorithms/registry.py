@@ -5,8 +5,6 @@ subclasses of `Algorithm`.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
 from flowtrain.types import UserError
@@ -28,9 +26,6 @@ BUILT_IN = plugins.built_in(
     },
 )
 
-_MEANT = {"grpo": "flow_grpo", "reinforce++": "reinforce_plus_plus"}
-"""Names that others use: Flow-GRPO on rollouts of one turn is GRPO."""
-
 
 def load_algorithm(config: Config) -> Algorithm:
     """Make the algorithm that `algorithm.name` asks for.
@@ -39,9 +34,7 @@ def load_algorithm(config: Config) -> Algorithm:
     code of others that fails.
     """
     name = config.algorithm.name
-    meant = _MEANT.get(name) or next(iter(get_close_matches(name, BUILT_IN, 1, 0.88)), name)
-    hint = f"; did you mean {meant}?" if meant != name else ""
-    origin = f"algorithm.name={name!r}{hint}"
+    origin = f"algorithm.name={name!r}"
     found = plugins.load(name, origin, "algorithm", GROUP, BUILT_IN)
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise UserError(f"{origin} is no subclass of flowtrain.algorithms.Algorithm")

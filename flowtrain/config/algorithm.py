@@ -154,6 +154,3 @@ class Infoflow(Section):
     """first turn, counted from 0, that may read a hint"""
     hint_patience: PositiveInt = 1
     """turns in a row that reached no sub-goal before there is one"""
-    hint_group: Literal["joint", "split", "split-weighted"] = "joint"
-    """split: compare hinted rollouts of a question with each other only, each half with the weight
-    of a whole question; split-weighted: each half with its share of the rollouts"""

@@ -72,7 +72,7 @@ def ask(
                 if not scored.error:
                     scored = await score_one(scored, system.judge)
         metrics = {} if scored.error else short_metrics(scored)
-        record = rollout_record(key, question.index, scored, usage, metrics, system.decode)
+        record = rollout_record(key, question.index, scored, usage, metrics)
         await asyncio.to_thread(log.append, record)  # which waits for the disk
         progress.show(len(log.done), log.state())
 

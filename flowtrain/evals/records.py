@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,12 +101,7 @@ class RecordLog:
 
 
 def rollout_record(
-    key: Key,
-    index: int,
-    trajectory: Trajectory,
-    usage: Usage,
-    metrics: Mapping[str, float],
-    decode: Callable[[Sequence[int]], str] | None,
+    key: Key, index: int, trajectory: Trajectory, usage: Usage, metrics: Mapping[str, float]
 ) -> dict[str, Any]:
     """Build the record of a rollout.
 
@@ -114,11 +109,10 @@ def rollout_record(
         index: the question's place among those of all benchmarks.
         usage: what the frozen models took.
         metrics: "em" and "f1" of a short answer, from 0 to 1; {} for other answers.
-        decode: turns the planner's prompt ids into text.
     """
     record = trajectory_record(trajectory, index)
     for turn, written in zip(trajectory.turns, record["turns"], strict=True):
-        call = turn.calls["planner"]
-        written["prompt_text"] = decode(call.prompt_ids) if decode else call.prompt_text
+        if text := turn.calls["planner"].prompt_text:  # of a frozen planner, which has no ids
+            written["prompt_text"] = text
     head = {"step": key.trial, "version": 0, **key._asdict()}
     return {**head, **record, "metrics": dict(metrics), "usage": asdict(usage)}

@@ -18,6 +18,7 @@ from flowtrain.evals.paper import PAPER
 from flowtrain.evals.records import Entry, RecordLog
 from flowtrain.evals.summary import as_json, summarise, table
 from flowtrain.evals.system import System, check_planner, open_system
+from flowtrain.evaluation.evaluator import load_benchmarks
 from flowtrain.metrics import (
     ProgressLine,
     RunDir,
@@ -29,9 +30,8 @@ from flowtrain.metrics import (
 )
 from flowtrain.metrics.pins import check_same, flat
 from flowtrain.metrics.run_dir import is_used
-from flowtrain.rewards import score
-from flowtrain.tasks.benchmarks import AGENTFLOW, BenchmarkFile
-from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.tasks.benchmarks import AGENTFLOW, parse_benchmarks
+from flowtrain.types import Task, UserError
 
 _DECIDING = (
     *("model", "tiny", "tasks", "agent", "roles", "engines", "policies", "plugins", "rollout"),
@@ -39,7 +39,7 @@ _DECIDING = (
 )
 _NOT_DECIDING = (
     *("rollout.max_in_flight", "rollout.num_questions", "rollout.group_size"),
-    *("agent.max_turns", "agent.eval_max_turns", "tasks.num_train"),
+    *("agent.max_turns", "agent.eval_max_turns", "tasks.num_train", "tasks.benchmarks"),
     *("judge.cache", "judge.max_concurrency"),
 )
 
@@ -48,28 +48,14 @@ _NOT_DECIDING = (
 class Request:
     """The arguments of the command line beside the config."""
 
-    benchmarks: tuple[BenchmarkFile, ...]
-    data: Path
-    rows: str
-    """First rows of each benchmark; "all", or "" for as many as AgentFlow runs."""
-    trials: int
-    temperature: float
-    """Sampling temperature of the planner; 0 is greedy."""
     planners: tuple[str, ...]
     """"policy", or names of engines; each is asked with each of `max_turns`."""
     max_turns: tuple[int, ...]
     """Budgets of turns."""
     out: Path
     resume: bool
-    beside: Path | None
-    """Another evaluation to compare with."""
     paper: bool
     """Compare with AgentFlow's paper."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the benchmarks."""
-        return tuple(each.name for each in self.benchmarks)
 
     @property
     def systems(self) -> list[tuple[str, int]]:
@@ -83,70 +69,44 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("an evaluation is one process: start it without torchrun")
-    tasks, files = _load(request)
-    references = _references(request)
+    tasks = load_benchmarks(config)
+    if request.paper and not set(tasks) & set(AGENTFLOW):
+        raise UserError(
+            f"--paper: AgentFlow's paper has none of {', '.join(tasks)}; it has "
+            f"{', '.join(AGENTFLOW)}"
+        )
     for planner in request.planners:  # none is asked before all are known to be there
         check_planner(config, planner)
-    pins = _pins(config, request, files)
-    total = sum(map(len, tasks.values())) * request.trials * len(request.systems)
+    pins = _pins(config, request, tasks)
+    total = sum(map(len, tasks.values())) * config.eval.trials * len(request.systems)
     with RunDir.lock(request.out, "--out"):
         _check_begun(config, request, pins)
         scratch = request.out.with_name(f".{request.out.name}.weights")
         for planner in request.planners:
-            limits = request.max_turns
-            with open_system(config, limits, planner, request.temperature, scratch) as system:
+            with open_system(config, request.max_turns, planner, scratch) as system:
                 _begin(config, request.out, pins, system)
                 log = RecordLog(request.out)
-                every = questions(planner, request.max_turns, tasks, request.trials)
+                every = questions(planner, request.max_turns, tasks, config.eval.trials)
                 todo = [question for question in every if question.key not in log.done]
                 progress = ProgressLine(total, len(log.done), enabled=True, unit="rollout")
                 in_flight = config.rollout.max_in_flight
                 ask(system, todo, log, config.run.seed, in_flight, progress)
-        _report(request, list(log.entries.values()), config.agent.tools, references)
+        _report(request, list(tasks), list(log.entries.values()), config.agent.tools)
     return 0
 
 
-def _load(request: Request) -> tuple[dict[str, Sequence[Task]], dict[str, Any]]:
-    """Load the questions of each benchmark, and what pins them.
-
-    Raises UserError for a benchmark that is unknown or not on disk, and one whose rows name a
-    scorer that does not exist.
-    """
-    tasks: dict[str, Sequence[Task]] = {}
-    pins = {}
-    for benchmark in request.benchmarks:
-        every = benchmark.load(request.data)
-        named = {"": benchmark.num_rows, "all": None}
-        num_rows = named[request.rows] if request.rows in named else int(request.rows)
-        found = tasks[benchmark.name] = every[:num_rows]
-        score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in found))])
-        with benchmark.file(request.data).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        pins[benchmark.name] = {"sha256": digest, "rows_in_file": len(every), "rows": len(found)}
-        if benchmark.scorer:
-            pins[benchmark.name]["scorer"] = benchmark.scorer
-    return tasks, pins
-
-
-def _references(request: Request) -> dict[str, Mapping[str, float]]:
-    """Collect the accuracies to show beside, by label and benchmark."""
-    references: dict[str, Mapping[str, float]] = {}
-    if request.beside is not None:
-        references |= _accuracies(request.beside)
-    if request.paper and not set(request.names) & set(AGENTFLOW):
-        raise UserError(
-            f"--paper: AgentFlow's paper has none of {', '.join(request.names)}; it has "
-            f"{', '.join(AGENTFLOW)}"
-        )
-    return references | (PAPER if request.paper else {})
-
-
-def _pins(config: Config, request: Request, files: Mapping[str, Any]) -> dict[str, Any]:
+def _pins(config: Config, request: Request, tasks: Mapping[str, Sequence[Task]]) -> dict[str, Any]:
     """Collect the pins that are known before anything is loaded."""
+    files = {}
+    for benchmark in parse_benchmarks(config.eval.benchmarks):
+        with benchmark.file(config.tasks.benchmarks).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        own = {"scorer": benchmark.scorer} if benchmark.scorer else {}
+        files[benchmark.name] = {"sha256": digest, "rows": len(tasks[benchmark.name]), **own}
     return {
         "seed": config.run.seed,
-        "trials": request.trials,
-        "temperature": request.temperature,
+        "trials": config.eval.trials,
+        "temperature": config.eval.temperature,
         "planners": list(request.planners),
         "max_turns": list(request.max_turns),
         "benchmarks": files,
@@ -201,29 +161,12 @@ def _begin(config: Config, out: Path, pins: Mapping[str, Any], system: System) -
         atomic_write_text(out / "tokenizer.json", system.tokenizer_json)
 
 
-def _accuracies(folder: Path) -> dict[str, Mapping[str, float]]:
-    """Read the accuracies of another evaluation, of one planner and budget, by benchmark."""
-    path = folder / "summary.json"
-    if not path.exists():
-        raise UserError(f"--beside {folder}: no evaluation is there")
-    scores = json.loads(path.read_text()).get("scores")
-    if not scores:
-        raise UserError(f"--beside {folder}: was not written by this version; evaluate again")
-    if len({(score["planner"], score["max_turns"]) for score in scores}) > 1:
-        raise UserError(f"--beside {folder}: has several planners or budgets of turns")
-    known = {score["benchmark"]: score["accuracy"] for score in scores}
-    return {str(folder): {name: mean["mean"] for name, mean in known.items() if mean is not None}}
-
-
 def _report(
-    request: Request,
-    entries: Sequence[Entry],
-    tool_names: Sequence[str],
-    references: Mapping[str, Mapping[str, float]],
+    request: Request, names: Sequence[str], entries: Sequence[Entry], tool_names: Sequence[str]
 ) -> None:
     """Print the table, and write it and all numbers."""
-    rows = summarise(entries, request.systems, request.names, tool_names)
-    lines = table(rows, references)
+    rows = summarise(entries, request.systems, names, tool_names)
+    lines = table(rows, PAPER if request.paper else {})
     write_summary(request.out / "summary.json", as_json(rows))
     atomic_write_text(request.out / "summary.md", markdown(lines))
     print(aligned(lines))

@@ -51,11 +51,7 @@ class Mean:
         known = [mean for mean in means if mean is not None]
         if len(known) < len(means):
             return None
-        has_all = len({len(mean.by_trial) for mean in known}) == 1
-        trials = zip(*(mean.by_trial for mean in known), strict=True) if has_all else ()
-        by_trial = [statistics.fmean(trial) for trial in trials]
-        mean = statistics.fmean(mean.mean for mean in known)
-        return cls(mean, tuple(by_trial), _spread(by_trial))
+        return cls.of((trial, each) for mean in known for trial, each in enumerate(mean.by_trial))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +165,9 @@ def wilson(share: float, num_questions: int, confidence: float = CONFIDENCE) -> 
 def as_json(rows: Rows) -> dict[str, Any]:
     """Build summary.json: all scores, and the average accuracy of each planner and budget."""
     averages = [
-        {"planner": planner, "max_turns": limit, "accuracy": _json(_average(scores))}
+        {"planner": planner, "max_turns": limit, "accuracy": mean and asdict(mean)}
         for (planner, limit), scores in rows.items()
+        for mean in [_average(scores)]
     ]
     return {
         "scores": [asdict(score) for scores in rows.values() for score in scores],
@@ -193,8 +190,10 @@ def table(rows: Rows, references: Mapping[str, Mapping[str, float]]) -> list[lis
             lines.append([*system, *_cells(score), *others])
         if len(scores) > 1:
             average = [*_with_spread(_average(scores)), "", ""]
-            em = _mean(Mean.of_all([score.em for score in scores]))
-            f1 = _mean(Mean.of_all([score.f1 for score in scores]))
+            em, f1 = (
+                _mean(Mean.of_all([getattr(score, name) for score in scores]))
+                for name in ("em", "f1")
+            )
             others = [_percent(_mean_of(named, scores)) for named in references.values()]
             lines.append([*system, "average", "", *average, em, f1, "", *others])
     return lines
@@ -225,10 +224,6 @@ def _mean_of(named: Mapping[str, float], scores: Sequence[Score]) -> float | Non
 
 def _spread(by_trial: Sequence[float]) -> float | None:
     return statistics.stdev(by_trial) if len(by_trial) > 1 else None
-
-
-def _json(mean: Mean | None) -> dict[str, Any] | None:
-    return None if mean is None else asdict(mean)
 
 
 def _with_spread(mean: Mean | None) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +33,13 @@ class System:
     judge: Judge | None
     weights: str = ""
     """The hash of the policy's weights; "" where a frozen model plans, as in what follows."""
-    decode: Callable[[Sequence[int]], str] | None = None
-    """Decodes the planner's prompt ids."""
     tokenizer_json: str = ""
-    """The tokenizer that reads those ids."""
+    """The tokenizer that reads its ids."""
 
 
 @contextmanager
 def open_system(
-    config: Config, max_turns: Sequence[int], planner: str, temperature: float, scratch: Path
+    config: Config, max_turns: Sequence[int], planner: str, scratch: Path
 ) -> Iterator[System]:
     """Start what the config names; `planner` is the policy or an engine's name. Raises UserError
     for what is not there.
@@ -49,13 +47,17 @@ def open_system(
     The policy's weights go to its engine by way of a store in `scratch`, as in training.
     """
     check_planner(config, planner)
+    # Nothing is trained, so no question is left out of training for a benchmark.
+    tasks = config.tasks.model_copy(update={"benchmarks": ""})
+    options = config.eval.model_copy(update={"benchmarks": ()})
+    config = config.model_copy(update={"tasks": tasks, "eval": options})
     with ExitStack() as cleanup:
         world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)
         if planner == POLICY:
             components = RunComponents.prepare(config, world)
             cleanup.callback(components.close)
-            yield _with_policy(components, max_turns, temperature, scratch, cleanup)
+            yield _with_policy(components, max_turns, scratch, cleanup)
         else:
             yield _without_policy(config, max_turns, planner, world, cleanup)
 
@@ -83,12 +85,9 @@ def check_planner(config: Config, planner: str) -> None:
 
 
 def _with_policy(
-    components: RunComponents,
-    max_turns: Sequence[int],
-    temperature: float,
-    scratch: Path,
-    cleanup: ExitStack,
+    components: RunComponents, max_turns: Sequence[int], scratch: Path, cleanup: ExitStack
 ) -> System:
+    temperature = components.config.eval.temperature
     trained = components.config.train.policy
     shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
     cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -109,7 +108,6 @@ def _with_policy(
         agents,
         components.make_judge(),
         weights=store.manifest(0).root,
-        decode=tokenizer.decode,
         tokenizer_json=tokenizer.backend_tokenizer.to_str(),
     )
 

@@ -18,10 +18,11 @@ from flowtrain.evaluation.benchmark_metrics import mean_metrics, pass_metrics
 from flowtrain.evaluation.parts import Parts
 from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.rewards import Judge, RewardFunctions, score
+from flowtrain.rewards.scorers import check
 from flowtrain.tasks.benchmarks import parse_benchmarks
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training.world import World
-from flowtrain.types import Group, Task, Trajectory
+from flowtrain.types import Task, Trajectory
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
 
@@ -299,22 +300,9 @@ def load_benchmarks(config: Config) -> dict[str, tuple[Task, ...]]:
     for benchmark in parse_benchmarks(config.eval.benchmarks):
         tasks = benchmark.load(config.tasks.benchmarks)
         found[benchmark.name] = tuple(tasks[: config.eval.rows or benchmark.num_rows])
-    every = [task for tasks in found.values() for task in tasks]
-    score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
+        for task in found[benchmark.name]:
+            check(task)
     return found
-
-
-def evaluate(
-    agent: Agent,
-    tasks: Sequence[Task],
-    seed: int,
-    tool_names: Sequence[str],
-    world: World,
-    max_in_flight: int,
-) -> Evaluation:
-    """Roll out each task once, on all ranks; collective."""
-    trajectories = roll_out(agent, tasks, seed, world, max_in_flight)
-    return Evaluation.of(tasks, trajectories, tool_names, world)
 
 
 def roll_out(

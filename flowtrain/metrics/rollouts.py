@@ -60,8 +60,8 @@ class Outcome:
     """Response tokens, without what a branch took over."""
     sub_goals: float = 0.0
     is_hinted: bool = False
-    verifier_failure: str = ""
-    """Why the verifier of reasoning-gym could not score the answer; "" where it could."""
+    checker_failure: str = ""
+    """Why the checker of reasoning-gym could not score the answer; "" where it could."""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Outcome:
@@ -130,8 +130,8 @@ class RolloutStats:
     """Rollouts that time or the model's positions ended."""
     tool_shares: dict[str, float]
     """Calls of each tool by turn; what is missing to 1 was malformed or an answer."""
-    verifier_failures: dict[str, int] = field(default_factory=dict)
-    """Answers over all ranks that the verifier of reasoning-gym could not score, by reason."""
+    checker_failures: dict[str, int] = field(default_factory=dict)
+    """Answers over all ranks that the checker of reasoning-gym could not score, by reason."""
 
     @property
     def reward_error(self) -> float:
@@ -167,23 +167,23 @@ class RolloutStats:
             num_sampled_tokens=int(total["sampled_tokens"]),
             reward_density=1000 * total["reward"] / max(total["response_tokens"], 1),
             tool_shares={name: total[name] / max(total["turns"], 1) for name in tool_names},
-            verifier_failures={name: int(total[name]) for name in gym.FAILURES if total[name]},
+            checker_failures={name: int(total[name]) for name in gym.FAILURES if total[name]},
             **ratios,
         )
 
     def metrics(self) -> dict[str, float]:
         """Return flat metrics for the log; tools as tool_share/<name>, answers that could not be
-        verified as verifier_failures/<reason>, where there are some.
+        checked as checker_failures/<reason>, where there are some.
         """
         plain = {
             name: getattr(self, name)
             for name in self.__slots__
-            if name not in ("tool_shares", "verifier_failures", "num_rollouts")
+            if name not in ("tool_shares", "checker_failures", "num_rollouts")
         }
         shares = {f"tool_share/{name}": share for name, share in self.tool_shares.items()}
         failures = {
-            f"verifier_failures/{name.replace(' ', '_')}": float(number)
-            for name, number in self.verifier_failures.items()
+            f"checker_failures/{name.replace(' ', '_')}": float(number)
+            for name, number in self.checker_failures.items()
         }
         return plain | shares | failures
 
@@ -203,8 +203,8 @@ def count_rollouts(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> di
         counts["out_of_turns"] += outcome.truncated == "turns"
         counts["out_of_time"] += outcome.truncated in ("time", "prompt", "straggler")
         counts["stragglers"] += outcome.truncated == "straggler"
-        if outcome.verifier_failure in gym.FAILURES:
-            counts[outcome.verifier_failure] += 1
+        if outcome.checker_failure in gym.FAILURES:
+            counts[outcome.checker_failure] += 1
         for each in outcome.passes:
             counts["prompt_tokens"] += each.num_prompt_tokens
             counts["response_tokens"] += each.num_response_tokens

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
 from flowtrain.config import Reward
-from flowtrain.rewards import gym, symbolic
-from flowtrain.rewards.scorers import MAX_CHARS, SCORERS, Rule
+from flowtrain.rewards.scorers import NAMES, SCORERS, by_rule, check
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.types import Task, Trajectory, UserError
@@ -34,8 +33,9 @@ from flowtrain.utils.text import encodable, final_answer
 
 FAILURES = ("exception", "timeout", "value")
 """Why a function has failed a rollout, as `scored_by` has it at its end."""
-MAX_LATE = 64
-"""Calls of plain functions that may be late at a time: no thread can be ended from outside."""
+MAX_LOST = 64
+"""Threads, beside those that `reward.max_concurrency` needs, that may be lost to functions which do
+not return: no thread can be ended from outside."""
 MAX_PARTS = 32
 """Parts of a reward, and"""
 MAX_PART_NAME = 64
@@ -94,11 +94,9 @@ class RewardFunctions:
     options: Reward
     functions: tuple[_Function, ...]
     gate: Gate
+    pool: BlockingPool
+    """Threads of plain functions."""
     key: str = "reward.function"
-    running: set[object] = field(default_factory=set)
-    """Calls of plain functions that have begun and not returned."""
-    late: set[object] = field(default_factory=set)
-    """Those that nobody waits for any longer."""
     warned: set[str] = field(default_factory=set)
     """Which failures were told; the metrics count the others."""
 
@@ -117,7 +115,8 @@ class RewardFunctions:
             raise UserError(
                 f"{key}={twice[0].name!r}: another one is called {twice[0].part!r}, too"
             )
-        return cls(options, found, Gate(options.max_concurrency), key)
+        pool = BlockingPool(options.max_concurrency + MAX_LOST, "reward")
+        return cls(options, found, Gate(options.max_concurrency), pool, key)
 
     @property
     def name(self) -> str:
@@ -127,18 +126,15 @@ class RewardFunctions:
     def check(self, tasks: Sequence[Task]) -> None:
         """Raise UserError for a task that a built-in scorer among the functions cannot score."""
         for function in self.functions:
-            if function.name not in (*SCORERS, gym.NAME):
+            if function.name not in NAMES:
                 continue
             for task in tasks:
-                if function.name == gym.NAME:
-                    gym.check(task)
-                elif not task.answers:
+                if not task.answers and function.name in SCORERS:
                     raise UserError(
                         f"task {task.id!r}: {self.key}={function.name!r} needs an answer, and "
                         "there is none"
                     )
-                else:
-                    SCORERS[function.name](task, "")
+                check(replace(task, scorer=function.name))
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """Fill `reward`, `reward_parts` and `scored_by`, or let the rollout fail;
@@ -213,24 +209,11 @@ class RewardFunctions:
                 attempt = _attempt_async(function, arguments)
                 running = asyncio.run_coroutine_threadsafe(attempt, _loop())
                 return await self._in_time(asyncio.wrap_future(running))
-            return await self._in_thread(function, arguments)
+            call = functools.partial(_attempt, function, arguments)
+            return await self._in_time(asyncio.ensure_future(self.pool.run(call)))
         except _Failed as failed:
             text = f"reward function {function.name}: {failed}"
             raise _Failed(failed.reason, text) from failed
-
-    async def _in_thread(self, function: _Function, arguments: _Arguments) -> _Parts:
-        """Call a plain function in a thread, which is lost where the function does not return."""
-        self.late.intersection_update(self.running)
-        if len(self.late) >= MAX_LATE:
-            raise _Failed("timeout", f"{MAX_LATE} earlier calls have not returned yet")
-        token = object()
-        pool = BlockingPool(1, "reward")
-        call = functools.partial(_attempt, function, arguments, self.running, token)
-        try:
-            return await self._in_time(asyncio.ensure_future(pool.run(call)))
-        finally:
-            pool.close()
-            self.late.add(token)
 
     async def _in_time(self, running: asyncio.Future[_Parts]) -> _Parts:
         """Wait for the parts until the deadline."""
@@ -264,16 +247,10 @@ def _sum(terms: Sequence[float]) -> float:
         return math.nan
 
 
-def _attempt(
-    function: _Function, arguments: _Arguments, running: set[object], token: object
-) -> _Parts:
-    """Call a plain function, in a thread; it is in `running` until it returns."""
-    running.add(token)
-    try:
-        with _explained():
-            return _parts(function, function.call(*arguments))
-    finally:
-        running.discard(token)
+def _attempt(function: _Function, arguments: _Arguments) -> _Parts:
+    """Call a plain function, in a thread."""
+    with _explained():
+        return _parts(function, function.call(*arguments))
 
 
 async def _attempt_async(function: _Function, arguments: _Arguments) -> _Parts:
@@ -322,20 +299,10 @@ def _shown(value: object) -> str:
     return encodable(reprlib.repr(value))
 
 
-def _by_rule(rule: Rule, task: Task, answer: str, trajectory: Trajectory) -> float:
-    """Score as the built-in scorer does."""
-    return rule(task, answer[-MAX_CHARS:]) if answer else 0.0
-
-
-async def _verify(task: Task, answer: str, trajectory: Trajectory) -> float:
-    """Score as the verifier of reasoning-gym does."""
-    return (await gym.verify(task, answer)).reward
-
-
-async def _math(task: Task, answer: str, trajectory: Trajectory) -> float:
-    """Score as `math` does, with math-verify behind the rule."""
-    reward = _by_rule(SCORERS[symbolic.SCORER], task, answer, trajectory)
-    return reward or float(await symbolic.same(task, answer[-MAX_CHARS:]))
+async def _built_in(scorer: str, task: Task, answer: str, trajectory: Trajectory) -> float:
+    """Score as a built-in scorer does."""
+    reward, _ = await by_rule(replace(task, scorer=scorer), answer)
+    return reward
 
 
 @functools.cache
@@ -348,17 +315,13 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _load(name: str, weight: float, key: str) -> _Function:
     origin = f"{key}={name!r}"
-    if name == gym.NAME:
-        return _Function(name, name, weight, _verify, is_async=True)
-    if name == symbolic.SCORER:
-        return _Function(name, name, weight, _math, is_async=True)
-    if name in SCORERS:
-        call = functools.partial(_by_rule, SCORERS[name])
-        return _Function(name, name, weight, call, is_async=False)
+    if name in NAMES:
+        call = functools.partial(_built_in, name)
+        return _Function(name, name, weight, call, is_async=True)
     if not plugins.names_object(name):
         raise UserError(
             f"{origin} may be {plugins.OBJECT} of a function, or a built-in scorer: "
-            f"{', '.join((*SCORERS, gym.NAME))}"
+            f"{', '.join(NAMES)}"
         )
     attribute, found = plugins.load_object(name, origin)
     if not callable(found):

@@ -1,6 +1,6 @@
-"""Rewards by the verifiers of reasoning-gym, each answer in a process of its own with limits.
+"""Rewards by the checkers of reasoning-gym, each answer in a process of its own with limits.
 
-The verifiers were written for honest answers: some evaluate them, some take for ever, some raise.
+The checkers were written for honest answers: some evaluate them, some take for ever, some raise.
 So they run in the sandbox of the tool Python_Coder, and an answer that cannot be scored gets 0 for
 a reason that `Trajectory.scored_by` names.
 """
@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
@@ -22,32 +21,19 @@ from flowtrain.utils.per_loop import Together
 NAME = "reasoning-gym"
 """The scorer in `Task.scorer`."""
 MAX_CHARS = 8000
-"""Characters of an answer; a longer one is not verified."""
+"""Characters of an answer; a longer one is not scored."""
 TIME_LIMIT_S = 5.0
 """CPU time for one answer."""
 MEMORY_MB = 2048
 """Address space for one answer; numpy and sympy alone take some hundred MiB of it."""
-FAILURES = ("too long", "time limit", "memory limit", "verifier raised", "process died")
-"""Why an answer gets 0 without the verifier's word, as `scored_by` has it after the name."""
+FAILURES = ("too long", "time limit", "memory limit", "checker raised", "process died")
+"""Why an answer gets 0 without the checker's word, as `scored_by` has it after the name."""
 
 _SOURCE = Path(__file__).with_name("gym_child.py")
 
 
-class Verified(NamedTuple):
-    """The score of one answer."""
-
-    reward: float
-    """In [0, 1]; partial credit as the verifier gives it."""
-    failure: str = ""
-    """One of FAILURES; "" where the verifier has scored."""
-
-    @property
-    def scored_by(self) -> str:
-        return f"{NAME}: {self.failure}" if self.failure else NAME
-
-
 def check(task: Task) -> None:
-    """Raise UserError for a task without the data that its verifier needs."""
+    """Raise UserError for a task without the data that its checker needs."""
     if not task.entry:
         raise UserError(
             f"task {task.id!r}: scorer {NAME!r} is for tasks of tasks.name={NAME!r} alone"
@@ -65,34 +51,42 @@ def failure_of(scored_by: str) -> str:
     return failure if name == NAME else ""
 
 
-async def verify(task: Task, answer: str) -> Verified:
-    """Verify a final answer; equal ones side by side are verified once."""
-    return await _verify((task.entry, answer))
+async def score(task: Task, answer: str) -> tuple[float, str]:
+    """Return the reward of a final answer, from 0 to 1 with partial credit, and `scored_by`; equal
+    ones side by side are scored once.
+    """
+    return await _together((task.entry, answer))
 
 
-async def _verify_one(cases: Sequence[tuple[str, str]]) -> list[Verified]:
-    return [await _verified(*case) for case in cases]
+async def _check_one(cases: Sequence[tuple[str, str]]) -> list[tuple[float, str]]:
+    return [await _checked(*case) for case in cases]
 
 
-_verify = Together(_verify_one)
+_together = Together(_check_one)
 
 
-async def _verified(entry: str, answer: str) -> Verified:
+async def _checked(entry: str, answer: str) -> tuple[float, str]:
     if not answer:
-        return Verified(0.0)
+        return 0.0, NAME
     if len(answer) > MAX_CHARS:
-        return Verified(0.0, "too long")
-    ran = await _sandbox().run(f"{_source()}\nprint(score({entry!r}, {answer!r}))\n")
+        return _failed("too long")
+    ran = await _sandbox().run(
+        f"{_SOURCE.read_text('utf-8')}\nprint(score({entry!r}, {answer!r}))\n"
+    )
     if ran.error is not None:
-        return Verified(0.0, _failure(ran.error))
+        return _failed(_failure(ran.error))
     try:
         found = json.loads(ran.output.rstrip().rpartition("\n")[2])
         reward = float(found["reward"])
     except (ValueError, KeyError, TypeError):  # {"error": ...}, or nothing of ours
-        return Verified(0.0, "verifier raised")
+        return _failed("checker raised")
     if not math.isfinite(reward):
-        return Verified(0.0, "verifier raised")
-    return Verified(min(max(reward, 0.0), 1.0))
+        return _failed("checker raised")
+    return min(max(reward, 0.0), 1.0), NAME
+
+
+def _failed(reason: str) -> tuple[float, str]:
+    return 0.0, f"{NAME}: {reason}"
 
 
 def _failure(problem: str) -> str:
@@ -108,8 +102,3 @@ def _failure(problem: str) -> str:
 def _sandbox() -> ProcessSandbox:
     """Make the sandbox with the first answer; its processes end with this one."""
     return make_checker_sandbox("reasoning_gym", TIME_LIMIT_S, MEMORY_MB, only_parses=False)
-
-
-@functools.cache
-def _source() -> str:
-    return _SOURCE.read_text(encoding="utf-8")

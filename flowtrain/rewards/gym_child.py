@@ -1,6 +1,6 @@
-"""Scores one answer by a verifier of reasoning-gym; a text that `gym.py` runs in the sandbox.
+"""Scores one answer by a checker of reasoning-gym; a text that `gym.py` runs in the sandbox.
 
-Some verifiers call `eval` or sympy's `parse_expr`, which is `eval` behind a thin disguise, on the
+Some checkers call `eval` or sympy's `parse_expr`, which is `eval` behind a thin disguise, on the
 answer. The sandbox keeps that from the host, but not from the reward: an answer that ran as code
 could print a reward of its own. So both read expressions alone here.
 """
@@ -54,7 +54,7 @@ def evaluate(text: str, *scopes: Any) -> Any:
 
 
 def score(text: str, answer: str) -> str:
-    """Return {"reward": float}, or {"error": str} for a verifier that raises, as JSON.
+    """Return {"reward": float}, or {"error": str} for a checker that raises, as JSON.
 
     `text`: `Task.entry`.
     """
@@ -63,14 +63,14 @@ def score(text: str, answer: str) -> str:
     guard()
     try:
         reward = float(made.score_answer(answer, task["entry"]))
-    # A verifier may raise anything on a hostile answer.
+    # A checker may raise anything on a hostile answer.
     except Exception as error:  # noqa: BLE001
         return json.dumps({"error": type(error).__name__})
     return json.dumps({"reward": reward})
 
 
 def guard() -> None:
-    """Put the two stand-ins where verifiers look for `eval` and `parse_expr`."""
+    """Put the two stand-ins where checkers look for `eval` and `parse_expr`."""
     original = sympy.parse_expr
     stand_in = checked(original)
     for name, module in list(sys.modules.items()):

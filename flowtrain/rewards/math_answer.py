@@ -48,11 +48,6 @@ _HEDGE = re.compile(
     re.IGNORECASE,
 )
 _MINUS = re.compile(r"^(?:minus|negative) (?=[0-9\\])", re.IGNORECASE)
-_ORDERS = (("<=", r"\\leq?(?![A-Za-z])|\u2264"), (">=", r"\\geq?(?![A-Za-z])|\u2265"))
-_BOUND = r"((?:[^<>=A-Za-z\\]|\\[A-Za-z]+)+)"
-_ORDER = re.compile(rf"(?:{_BOUND}([<>]=?))?([A-Za-z])(?:([<>]=?){_BOUND})?")
-_TURNED = str.maketrans("<>", "><")
-_IN = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])\s*(.*)")
 _RATIO = re.compile(r"([0-9]{1,9})\s*:\s*([0-9]{1,9})")
 _CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
 _SPACES = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|(?<=[0-9])\s+(?=[0-9]{3}(?![0-9]))")
@@ -76,7 +71,6 @@ def math_match(task: Task, answer: str) -> float:
             or _same(text, _uncounted(wanted, task.question))
             or _same(_plain(text), _plain(wanted))
             or _is_same_sum(_plain(text), _plain(wanted))
-            or _is_same_range(text, wanted)
             for wanted in map(tidy, task.answers)
             for text in texts
         )
@@ -113,44 +107,6 @@ def _is_same_sum(given: str, wanted: str) -> bool:
     """Return whether both are the same measure, as 1 h 30 min and 90 min."""
     measured = quantity(given)
     return measured is not None and measured == quantity(wanted)
-
-
-def _is_same_range(given: str, wanted: str) -> bool:
-    r"""Return whether one is an inequality and the other its interval: x > 5 is (5, \infty).
-
-    Where (1, 2) is accepted it may be a point, which 1 < x < 2 is not.
-    """
-    for text, other in ((given, wanted), (wanted, given)):
-        if (found := _interval(text)) is None:
-            continue
-        name, interval = found
-        member = _IN.fullmatch(other)
-        written = member[2] if member else other
-        is_point = other is wanted and not member and re.fullmatch(r"\((?!.*\\infty).*\)", written)
-        if not is_point and written[:1] in ("(", "[") and (not member or member[1] == name):
-            return _same(written, interval)
-    return False
-
-
-def _interval(text: str) -> tuple[str, str] | None:
-    """Return the unknown and the interval of "1 < x \\le 2", also of several with "or"."""
-    for sign, pattern in _ORDERS:
-        text = re.sub(pattern, sign, text)
-    names, intervals = set(), []
-    for piece in re.split(r" or |\\lor ", text):
-        found = _ORDER.fullmatch(_SPACES.sub("", piece))
-        if found is None:
-            return None
-        low, left, name, right, high = (part or "" for part in found.groups())
-        if ">" in left + right:
-            low, left, right, high = high, right.translate(_TURNED), left.translate(_TURNED), low
-        if ">" in left + right or not left + right:
-            return None
-        names.add(name)
-        begin = f"{'[' if '=' in left else '('}{low}" if left else "(-\\infty"
-        end = f"{high}{']' if '=' in right else ')'}" if right else "\\infty)"
-        intervals.append(f"{begin},{end}")
-    return (name, "\\cup ".join(intervals)) if len(names) == 1 else None
 
 
 def _plain(text: str) -> str:

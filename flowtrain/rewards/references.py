@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowtrain.rewards import RewardFunctions, score
+from flowtrain.rewards.scorers import check
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.files import TaskSource, shortened
 from flowtrain.tasks.sets import TaskSet
@@ -17,15 +18,15 @@ _MIN_SHARE = 0.5
 
 
 def check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: bool) -> None:
-    """Score an empty answer to each task, which finds a scorer that does not exist, or that cannot
-    use the task's answers, before the run. Check sub-goals, and sources by their own solutions.
-    Functions of the user's own are not called.
+    """Check before the run that each task can be scored, its sub-goals, and sources by their own
+    solutions. Functions of the user's own are not called.
     """
     every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
     if functions is not None:
         functions.check(every)
     else:
-        score([Group(0, tuple(Trajectory(task, (), "", 0.0, 0) for task in every))])
+        for task in every:
+            check(task)
     for task in tasks.train:
         sub_goals.check(task)
     # A judge accepts what rules do not, and functions need no answers.

@@ -13,12 +13,12 @@ from itertools import islice
 
 from flowtrain.config import Reward
 from flowtrain.config.agents import JudgeMode
-from flowtrain.rewards import gym, symbolic
+from flowtrain.rewards import gym
 from flowtrain.rewards.functions import RewardFunctions
 from flowtrain.rewards.judge import Judge
-from flowtrain.rewards.scorers import MAX_CHARS, SCORERS
+from flowtrain.rewards.scorers import MAX_CHARS, by_rule
 from flowtrain.tasks.sub_goals import solved_weight
-from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.types import Group, Task, Trajectory
 from flowtrain.utils.text import final_answer
 
 _REFUSALS = {
@@ -80,10 +80,9 @@ async def score_one(
         scored = replace(trajectory, reward_parts=trajectory.reported)
         return _scored(scored, reward, REPORTED, bounds or Reward())
     task, answer = trajectory.task, final_answer(trajectory.answer)
-    _check_scorer(task)
     if trajectory.error:
         return trajectory
-    reward, scored_by = await _by_rule(task, answer)
+    reward, scored_by = await by_rule(task, answer)
     if judge is not None and _is_for_judge(task, answer, reward, judge.mode):
         is_right = await judge.judge(task, answer)
         if is_right is not None:
@@ -106,29 +105,6 @@ def _scored(trajectory: Trajectory, reward: float, scored_by: str, bounds: Rewar
         error=problem if within is None else "",
         sub_goals=solved_weight(trajectory.task, trajectory.turns, trajectory.output),
     )
-
-
-def _check_scorer(task: Task) -> None:
-    if task.scorer == gym.NAME:
-        gym.check(task)
-    elif task.scorer not in SCORERS:
-        raise UserError(
-            f"task {task.id!r}: scorer {task.scorer!r} is unknown; known: {', '.join(SCORERS)}"
-        )
-
-
-async def _by_rule(task: Task, answer: str) -> tuple[float, str]:
-    """Return the reward of a final answer and what gave it."""
-    if task.scorer == gym.NAME:
-        found = await gym.verify(task, answer)
-        return found.reward, found.scored_by
-    if not answer:
-        return 0.0, task.scorer
-    read = answer[-MAX_CHARS:]
-    reward = SCORERS[task.scorer](task, read)
-    if not reward and task.scorer == symbolic.SCORER:
-        reward = float(await symbolic.same(task, read))
-    return reward, task.scorer
 
 
 def _is_for_judge(task: Task, answer: str, reward: float, mode: JudgeMode) -> bool:

@@ -89,7 +89,7 @@ async def _same(cases: Sequence[_Pairs]) -> list[bool]:
     if not _is_installed():
         return [False] * len(cases)
     texts = [list(map(list, pairs)) for pairs in cases]
-    ran = await _sandbox().run(f"{_source()}\nprint(same({texts!r}))\n")
+    ran = await _sandbox().run(f"{_SOURCE.read_text('utf-8')}\nprint(same({texts!r}))\n")
     if ran.error is None:
         return [bool(equal) for equal in json.loads(ran.output.rstrip().rpartition("\n")[2])]
     if len(cases) == 1:
@@ -122,8 +122,3 @@ def _sandbox() -> ProcessSandbox:
         # Of a weak sandbox; the answers are parsed here, by a grammar, and never run.
         warnings.simplefilter("ignore", RuntimeWarning)
         return make_checker_sandbox("math_verify", TIME_LIMIT_S, MEMORY_MB, only_parses=True)
-
-
-@functools.cache
-def _source() -> str:
-    return _SOURCE.read_text(encoding="utf-8")

@@ -15,9 +15,10 @@ import sympy
 from latex2sympy2_extended import latex2sympy
 from math_verify import verify
 from math_verify.grader import should_treat_as_complex
-from sympy.core.relational import Relational
 
 DECIMAL = re.compile(r"(?<![0-9.,])([0-9]*)\.([0-9]+)(?![0-9.])")
+RANGE = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|in)(?![A-Za-z])")
+MEMBER = re.compile(r"([A-Za-z])\s*\\in(?![A-Za-z])(.*)")
 DIGITS = 50
 """Digits to which irrational numbers agree."""
 
@@ -30,11 +31,11 @@ def same(cases: list[list[list[str]]]) -> str:
 def is_same(given: str, wanted: str) -> bool:
     """Compare two texts; False for what is not understood."""
     try:
+        if RANGE.search(given) or RANGE.search(wanted):
+            return is_same_range(given, wanted)
         one, other = read(given), read(wanted)
         if kind(one) != kind(other) or not kind(one):
             return False
-        if isinstance(one, Relational):
-            return one.free_symbols == other.free_symbols and one.as_set() == other.as_set()
         if isinstance(one, sympy.Expr) and differ(one, other):
             return False
         return bool(
@@ -45,6 +46,33 @@ def is_same(given: str, wanted: str) -> bool:
     # The parser and SymPy may raise anything on a hostile answer.
     except Exception:  # noqa: BLE001
         return False
+
+
+def is_same_range(given: str, wanted: str) -> bool:
+    """Compare inequalities with each other and with intervals.
+
+    Where (1, 2) is accepted it may be a point, which 1 < x < 2 is not.
+    """
+    (name, one), (wanted_name, other) = read_range(given), read_range(wanted)
+    is_point = not wanted_name and re.fullmatch(r"\((?!.*\\infty).*\)", wanted)
+    return not is_point and one == other and (name == wanted_name or not name or not wanted_name)
+
+
+def read_range(text: str) -> tuple[str, sympy.Set]:
+    r"""Read "1 < x \le 2", several with "or", and "x \in (1, 2]" as the unknown and a set; an
+    interval alone has no unknown.
+    """
+    text = text.replace(",", ", ")  # "0,0.5" has no number with thousands
+    member = MEMBER.fullmatch(text)
+    if member or not RANGE.search(text):
+        name, found = (member[1], read(member[2])) if member else ("", read(text))
+    else:
+        pieces = [read(piece) for piece in re.split(r" or |\\lor(?![A-Za-z])", text)]
+        (name,) = {str(unknown) for piece in pieces for unknown in piece.free_symbols}
+        found = sympy.Union(*(piece.as_set() for piece in pieces))
+    if not isinstance(found, sympy.Set):
+        raise TypeError(f"{text!r} is no range")
+    return name, found
 
 
 def differ(one: sympy.Expr, other: sympy.Expr) -> bool:
@@ -79,9 +107,6 @@ def kind(value: Any) -> str:
         return f"{type(value).__name__} of {len(kinds)}" if all(kinds) else ""
     if isinstance(value, sympy.Set):
         return "set"
-    if isinstance(value, Relational):
-        is_order = not isinstance(value, sympy.Eq | sympy.Ne)
-        return "relation" if is_order and len(value.free_symbols) == 1 else ""
     if isinstance(value, sympy.Symbol) or not isinstance(value, sympy.Expr):
         return ""
     return "" if value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo, sympy.Float) else "number"

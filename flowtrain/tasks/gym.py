@@ -1,4 +1,4 @@
-"""Questions of reasoning-gym: over a hundred families, each with a generator and a verifier.
+"""Questions of reasoning-gym: over a hundred families, each with a generator and a checker.
 
 A question is made from the number seed + index alone. Training takes numbers from `_TRAIN` on,
 which the seed decides, and held-out questions take numbers below it, so no number serves both.

@@ -1,7 +1,7 @@
 """Writes questions of reasoning-gym; a script for a process of its own, started by `gym.py`.
 
 Reads a list of `gym.Draw` as JSON from stdin. Prints one JSON object per line: a question with what
-its verifier reads, {"question": str, "answer": str | null, "entry": str}, draw after draw; or in
+its checker reads, {"question": str, "answer": str | null, "entry": str}, draw after draw; or in
 the end {"error": str}. The entry is the text of a Python literal, because JSON has no tuples.
 
 Some data sets walk over sets of strings, so what they ask depends on PYTHONHASHSEED, which must be

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from batches import flow_grpo
 from char_tokenizer import CharTokenizer
 from chat_servers import ChatServer, chat_server
 from starlette.responses import JSONResponse, Response
@@ -28,7 +29,6 @@ from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import FullPrompt
-from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.rewards import score

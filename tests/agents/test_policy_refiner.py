@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
+from batches import flow_grpo
 from char_tokenizer import CharTokenizer, Says
 from toy_options import toy
 
@@ -21,7 +22,6 @@ from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
 from flowtrain.agents.refiner import Evidence, Finding, LLMRefiner, PolicyRefiner, Refiner
 from flowtrain.agents.verifier import RuleVerifier
-from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import ToolCard
 from flowtrain.types import (

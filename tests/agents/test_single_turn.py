@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from batches import flow_grpo
 from char_tokenizer import ChatChars
 from toy_options import toy
 
@@ -14,7 +15,6 @@ from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.single_turn import SingleTurn
-from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.config import Config
 from flowtrain.rewards import score
 from flowtrain.types import (

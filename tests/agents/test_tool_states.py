@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from batches import batch
 from char_tokenizer import CharTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,6 @@ from flowtrain.agents.policy import ResponsePrefix
 from flowtrain.agents.session import Session, SessionAgent
 from flowtrain.agents.tool_states import tool_sessions
 from flowtrain.agents.verifier import RuleVerifier
-from flowtrain.algorithms.appo import appo
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.rewards import score
 from flowtrain.tools import StatefulTool, Tool, ToolCard, ToolContext, python_coder
@@ -418,5 +418,5 @@ def test_a_step_of_appo_with_sessions_of_python(python: python_coder.SessionCode
             found, root_found = each.turns[-1].result.text, parent.turns[-1].result.text
             assert found.startswith(f"[{numbers[0]}, {numbers[1] + 1}] 1 ")
             assert (found == root_found) == (at == 2)
-    batch = appo(score(full), keeps_equals=True)
-    assert len(batch.samples) == 2 * 2 * 3
+    found = batch("appo", score(full), algorithm={"equal_groups": "keep"})
+    assert len(found.samples) == 2 * 2 * 3

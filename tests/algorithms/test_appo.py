@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from batches import batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.algorithms import load_algorithm
-from flowtrain.algorithms.appo import appo
 from flowtrain.config.options import parse
 from flowtrain.types import (
     BranchPoint,
@@ -44,14 +45,16 @@ def rollout(reward: float, *lengths: int, branch: tuple[int, int, int] | None = 
     return Trajectory(TASK, turns, "", seconds=0.0, seed=0, reward=reward, branch=point)
 
 
-def advantages(*trajectories: Trajectory) -> list[list[float]]:
-    return [list(sample.advantages) for sample in appo([Group(0, trajectories)]).samples]
+appo = functools.partial(batch, "appo")
 
 
-def single(*trajectories: Trajectory) -> list[list[float]]:
-    """The advantages with one group."""
-    batch = appo([Group(0, trajectories)], is_one_group=True)
-    return [list(sample.advantages) for sample in batch.samples]
+def advantages(*trajectories: Trajectory, **options: str) -> list[list[float]]:
+    found = appo([Group(0, trajectories)], appo=options)
+    return [list(sample.advantages) for sample in found.samples]
+
+
+single = functools.partial(advantages, advantage_groups="single")
+"""The advantages with one group."""
 
 
 def approx(value: Any) -> Any:
@@ -118,6 +121,14 @@ def test_one_group_compares_roots_with_branches() -> None:
     assert single(*flat, failed) == single(*flat), "failed rollouts are no part of it"
 
 
+def test_a_branch_may_outlive_its_root() -> None:
+    """A reward that failed takes the root away; its branch is still compared with the other."""
+    failed = replace(rollout(0, 2), reward=None, error="reward: timeout")
+    others = rollout(1, 2), rollout(0, 2)
+    branches = rollout(1, 2, branch=(0, 0, 1)), rollout(0, 2, branch=(1, 0, 1))
+    assert advantages(failed, *others, *branches) == [approx([0, A]), approx([-A, -A])]
+
+
 @pytest.mark.parametrize(("token", "shared"), [(0, 0), (2, 2), (3, 3)])
 def test_branches_at_the_first_and_the_last_token(token: int, shared: int) -> None:
     root, _ = advantages(
@@ -156,7 +167,7 @@ def test_groups_without_signal_are_left_out() -> None:
         rollout(1, 2, branch=(1, 0, 1)),
     )
     assert appo([Group(0, flat)]).num_groups_dropped == 1 and appo([Group(0, flat)]).samples == ()
-    kept = appo([Group(0, flat)], keeps_equals=True)
+    kept = appo([Group(0, flat)], algorithm={"equal_groups": "keep"})
     assert kept.num_groups_dropped == 0 and {s.advantages for s in kept.samples} == {(0.0, 0.0)}
     in_branches = (*flat[:3], replace(flat[3], reward=0.0))
     out = appo([Group(0, in_branches)])
@@ -178,7 +189,7 @@ def test_arpo_trains_branches_in_one_group() -> None:
         rollout(0, 3, branch=(0, 0, 1)),
         rollout(1, 1, branch=(0, 0, 1)),
     )
-    out = appo([Group(0, trajectories)], trains_branches=True)
+    out = appo([Group(0, trajectories)], appo={"rule": "arpo"})
     assert [list(s.advantages) for s in out.samples] == [
         approx([A] * 2),
         approx([-A]),

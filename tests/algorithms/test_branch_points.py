@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.algorithms.branching import (
-    Candidate,
     ResponseScores,
-    choose,
     find_points,
     known_logprobs,
     root_samples,
@@ -165,20 +163,19 @@ def test_arpo_branches_where_a_tool_raised_the_entropy() -> None:
 # ---- the budget
 
 
-def place(value: float, root: int, token: int) -> Candidate:
-    return value, root, 0, token
-
-
 def test_roots_share_the_branches_out_evenly() -> None:
-    strict = [[place(9, 0, 1), place(8, 0, 20)], [place(2, 1, 5), place(1, 1, 30)]]
-    assert [p[0] for p in choose(strict, strict, 2)] == [9, 2]
-    assert [p[0] for p in choose(strict, strict, 3)] == [9, 2, 8]
+    groups = [Group(0, (rollout(turn([1, 2, 3])), rollout(turn([4, 5]))))]
+    entropy = scores([9, 8, 0, 2, 1])  # z-scores are over a root
+    wanted = [(1, 0, 0), (0, 0, 0), (0, 0, 1)]
+    assert [points(groups, entropy, ENTROPY, num)[0] for num in (2, 3)] == [wanted[:2], wanted]
 
 
 def test_what_candidates_lack_other_tokens_fill_and_then_the_same_again() -> None:
-    strict, loose = [[place(9, 0, 1)]], [[place(9, 0, 1), place(3, 0, 7)]]
-    assert [p[3] for p in choose(strict, loose, 5)] == [1, 7, 1, 7, 1]
-    assert choose([[]], [[]], 5) == []
+    """Entropies of 9 and 8 are above the mean; all are two tokens apart."""
+    groups = [Group(0, (rollout(turn([1, 2, 3, 4, 5, 6])), rollout(turn([7]))))]
+    rule = Appo(rule="entropy", spacing=2)
+    found = points(groups, scores([9, 8.5, 0, 1, 8, 2, 5]), rule, 6)[0]
+    assert found == [(0, 0, 0), (0, 0, 4), (1, 0, 0), (0, 0, 2), (0, 0, 0), (0, 0, 4)]
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from batches import flow_grpo
 from flowkernels import LossSpec, policy_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flowtrain.algorithms import load_algorithm
-from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.config import Config
 from flowtrain.types import (
     Call,
@@ -321,7 +321,7 @@ def batch_of(num_groups: int) -> list[Group]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_groups", [8, 7, 2])
+@pytest.mark.parametrize("num_groups", [8, 7, 3])
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3])
 def test_minibatches_do_not_depend_on_the_ranks(
     mode: Any, num_groups: int, num_minibatches: int

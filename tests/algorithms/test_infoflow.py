@@ -1,15 +1,14 @@
-"""Sub-goal rewards and hint groups, by hand."""
+"""Sub-goal rewards, by hand."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from batches import batch, flow_grpo
 
 from flowtrain.agents.registry import load_kind
-from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.algorithms.infoflow import infoflow
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.config import Config
 from flowtrain.types import (
@@ -29,7 +28,7 @@ CALL = Call((7,), (1, 2), (-1.0, -1.0), (), FinishReason.STOP)
 TURN = Turn({"planner": CALL}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
 
 
-def rollout(reward: float, sub_goals: float, hint_turn: int | None = None) -> Trajectory:
+def rollout(reward: float, sub_goals: float) -> Trajectory:
     return Trajectory(
         TASK,
         (TURN,),
@@ -38,14 +37,14 @@ def rollout(reward: float, sub_goals: float, hint_turn: int | None = None) -> Tr
         seed=0,
         reward=reward,
         sub_goals=sub_goals,
-        hint_turn=hint_turn,
     )
 
 
-def advantages(*trajectories: Trajectory, **options: Any) -> list[float]:
-    return [
-        sample.advantages[0] for sample in infoflow([Group(0, trajectories)], **options).samples
-    ]
+infoflow = functools.partial(batch, "infoflow")
+
+
+def advantages(*trajectories: Trajectory) -> list[float]:
+    return [sample.advantages[0] for sample in infoflow([Group(0, trajectories)]).samples]
 
 
 def test_sub_goals_tell_wrong_answers_apart() -> None:
@@ -67,71 +66,7 @@ def test_a_right_answer_is_worth_more_than_all_sub_goals() -> None:
 
 def test_without_a_weight_it_is_flow_grpo() -> None:
     group = Group(0, (rollout(1, 0.2), rollout(0, 0.9), rollout(0, 0)))
-    assert infoflow([group], sub_goal_weight=0.0) == flow_grpo([group])
-
-
-def test_hinted_rollouts_may_be_compared_among_themselves() -> None:
-    """Unhinted R = 0, 1; hinted R = 1, 1.3 and 0.7: each half has its own mean and spread, and
-    counts as a group.
-    """
-    trajectories = (
-        rollout(0, 0),
-        rollout(1, 0, 2),
-        rollout(1, 0),
-        rollout(1, 1, 3),
-        rollout(0.7, 0, 2),
-    )
-    half, std = 0.5 / 0.500001, (2 * 0.3**2 / 3) ** 0.5 + 1e-6
-    out = infoflow([Group(0, trajectories)], hint_group="split")
-    assert [s.advantages[0] for s in out.samples] == pytest.approx(
-        [-half, half, 0, 0.3 / std, -0.3 / std]
-    )
-    assert sum(sum(s.loss_weights) for s in out.samples) == pytest.approx(2.0)
-    assert [s.sample_id for s in out.samples] == [(0, member, 0) for member in (0, 2, 1, 3, 4)]
-
-
-def test_split_halves_may_weigh_what_they_are_of_the_group() -> None:
-    """Of five rollouts two have no hint. Each has one turn of two tokens: all weights are 1/10, and
-    the question's sum is 1, as without a split; in mode "released" a token weighs 1 anyway.
-    """
-    trajectories = (
-        rollout(0, 0),
-        rollout(1, 0, 2),
-        rollout(1, 0),
-        rollout(1, 1, 3),
-        rollout(0.7, 0, 2),
-    )
-    group = Group(0, trajectories)
-    split = infoflow([group], hint_group="split").samples
-    weighted = infoflow([group], hint_group="split-weighted").samples
-    assert [s.loss_weights[0] for s in split] == pytest.approx([1 / 4, 1 / 4, *[1 / 6] * 3])
-    assert [s.loss_weights for s in weighted] == [pytest.approx((0.1, 0.1))] * 5
-    assert [s.advantages for s in weighted] == [s.advantages for s in split]
-    joint = {s.sample_id: s.loss_weights for s in infoflow([group]).samples}
-    assert {s.sample_id: pytest.approx(s.loss_weights) for s in weighted} == joint
-    released = infoflow([group], hint_group="split-weighted", mode="released").samples
-    assert {weight for s in released for weight in s.loss_weights} == {1.0}
-
-
-def test_a_failed_rollout_has_no_share() -> None:
-    """Three of four finished, one of these hinted and so without anybody to compare it to."""
-    failed = replace(rollout(0, 0, 2), reward=None, sub_goals=None, error="generator: down")
-    group = Group(0, (rollout(0, 0), rollout(1, 0), rollout(1, 0, 2), failed))
-    out = infoflow([group], hint_group="split-weighted")
-    assert [s.loss_weights[0] for s in out.samples] == pytest.approx([1 / 6, 1 / 6])
-    assert out.num_groups_dropped == 1
-
-
-def test_a_half_of_one_reward_is_left_out_and_counted() -> None:
-    out = infoflow(
-        [Group(0, (rollout(0, 0), rollout(1, 0), rollout(1, 0, 2), rollout(1, 0, 2)))],
-        hint_group="split",
-    )
-    assert (len(out.samples), out.num_groups_dropped) == (2, 1)
-    assert (
-        infoflow([Group(0, (rollout(0, 0), rollout(1, 0)))], hint_group="split").num_groups_dropped
-        == 0
-    ), "an empty half is none"
+    assert infoflow([group], infoflow={"sub_goal_weight": 0.0}) == flow_grpo([group])
 
 
 def test_it_credits_the_verifiers_calls_too() -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import flow_grpo
 from flowkernels import LossSpec
 from torch import Tensor
 
 from flowtrain.algorithms import filter_samples
-from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows

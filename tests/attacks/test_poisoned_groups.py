@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from batches import batch
 from flowkernels import LossSpec
 
 from flowtrain.algorithms import filter_samples
-from flowtrain.algorithms.flow_grpo import flow_grpo
-from flowtrain.algorithms.infoflow import infoflow
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import BatchRequest, Push, Refused
 from flowtrain.dataflow.ledger import Ledger
@@ -262,9 +261,9 @@ def digest(tiny_path: str) -> Callable[[Group], None]:
 
     def digest(whole: Group) -> None:
         RolloutStats.of(whole.trajectories, ("Search",), ALONE)
-        for advantages in (flow_grpo, infoflow):
-            batch = advantages([replace(whole, index=0)], mode="released")
-            kept = filter_samples(batch, MAX_POSITIONS, VOCAB_SIZE)
+        for name in ("flow_grpo", "infoflow"):
+            made = batch(name, [replace(whole, index=0)], algorithm={"mode": "released"})
+            kept = filter_samples(made, MAX_POSITIONS, VOCAB_SIZE)
             left_out = {reason: num for reason, num in kept.num_filtered.items() if num}
             assert left_out.keys() <= {FilterReason.EMPTY}
         if kept.samples:

@@ -686,13 +686,6 @@ def test_appo_has_its_clips() -> None:
     ("words", "message"),
     [
         (("--appo.num_roots", "8"), "appo.num_roots=8 must be below rollout.group_size=8"),
-        (
-            (
-                *("--appo.num_roots", "1", "--appo.spacing", "40", "--rollout.group_size", "9"),
-                *("--rollout.max_new_tokens", "48"),
-            ),
-            "appo.num_roots=1 roots hold at most 6 places 40",
-        ),
         (("--appo.future_low", "2"), "appo.future_low=2.0 must be at most appo.future_high=1.2"),
         (("--algorithm.loss", "gspo"), "appo.future_coef must be 0"),
         (

@@ -41,7 +41,6 @@ def record(benchmark: str = "aime24", trial: int = 1, **changes: object) -> dict
         trajectory(**changes),
         Usage(70, 5, 0.5),
         {"em": 1.0},
-        lambda ids: "|".join(map(str, ids)),
     )  # type: ignore[arg-type]
 
 
@@ -71,8 +70,8 @@ def test_a_line_holds_all_there_is_to_know(tmp_path: Path) -> None:
     assert (line["planner"], line["max_turns"], line["metrics"]) == ("policy", 10, {"em": 1.0})
     assert line["usage"] == {"prompt_tokens": 70, "reply_tokens": 5, "cost": 0.5}
     (turn,) = line["turns"]
-    assert (turn["prompt_text"], turn["response_text"], turn["command"], turn["result"]) == (
-        "5|6|7",
+    assert (turn["prompt_ids"], turn["response_text"], turn["command"], turn["result"]) == (
+        [5, 6, 7],
         "text",
         "command",
         "2",

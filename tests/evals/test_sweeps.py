@@ -181,36 +181,17 @@ def test_a_sweep_that_was_killed_asks_nothing_twice(
     assert out.splitlines()[:14] == whole.splitlines()[:14]
 
 
-def test_a_sweep_beside_another_and_what_is_refused(
+def test_what_is_refused(
     server: Server, words: tuple[str, ...], endpoint: ChatServer, tmp_path: Path
 ) -> None:
     words = (*words, "--rows", "1", "--trials", "1")
     assert server.run("evals", *words, "--out", tmp_path / "one")[0] == 0
-    others = ("--planner", "lost", "--turns", "1", "--out", tmp_path / "two")
-    assert server.run("evals", *words, *others)[0] == 0
-    code, _, out = server.run(
-        "evals", *words, "--out", tmp_path / "three", "--beside", tmp_path / "two"
-    )
-    assert code == 0 and [line.split()[-1] for line in out.splitlines()[2:5]] == ["0.0"] * 3
-
     num_asked = len(endpoint.asked)
     for more, said in (
         (("--paper",), "--paper: AgentFlow's paper has none of nq, mine; it has bamboogle"),
-        (("--beside", tmp_path / "one"), "has several planners or budgets of turns"),
         (("--resume", "--turns", "1,2"), "max_turns was [1, 3], is [1, 2]"),
         (("--resume", "--planner", "lost,steady"), 'planners was ["steady", "lost"], is ["lost"'),
     ):
         code, lines, _ = server.run("evals", *words, "--out", tmp_path / "one", *more)
         assert code == 2 and len(lines) == 1 and said in lines[0], lines
     assert len(endpoint.asked) == num_asked
-
-
-def test_the_summary_of_an_earlier_version_is_refused(
-    server: Server, words: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "summary.json").write_text('{"benchmarks": {}}')
-    code, lines, _ = server.run(
-        "evals", *words, "--out", tmp_path / "run", "--beside", tmp_path / "old"
-    )
-    assert code == 2 and "was not written by this version; evaluate again" in lines[0]

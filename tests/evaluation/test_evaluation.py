@@ -19,7 +19,7 @@ from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.config import Config
-from flowtrain.evaluation.evaluator import Evaluation, Evaluator, evaluate, load_benchmarks
+from flowtrain.evaluation.evaluator import Evaluation, Evaluator, load_benchmarks, roll_out
 from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
@@ -233,7 +233,8 @@ def run(
     tasks: Sequence[Task],
     world: World = WORLD,
 ) -> Evaluation:
-    return evaluate(make_flow(config, planner, tools, max_turns=3), tasks, 0, TOOLS, world, 512)
+    found = roll_out(make_flow(config, planner, tools, max_turns=3), tasks, 0, world, 512)
+    return Evaluation.of(tasks, found, TOOLS, world)
 
 
 @pytest.mark.parametrize("split", ["texts", "entities", "forms"])

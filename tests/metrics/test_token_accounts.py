@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from batches import flow_grpo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.algorithms import filter_samples
-from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import NoEngine
 from flowtrain.metrics.sums import Tally

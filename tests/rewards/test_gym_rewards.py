@@ -1,4 +1,4 @@
-"""reasoning-gym's verifiers on right, wrong and hostile answers, in the sandbox."""
+"""reasoning-gym's checkers on right, wrong and hostile answers, in the sandbox."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ QUEENS = task("n_queens", "Q _\n_ Q", solutions=[], valid_answers=["Q _\n_ Q"])
 
 @pytest.fixture(scope="module", autouse=True)
 def sandbox() -> Iterator[None]:
-    """One worker: each process that waits for answers takes seconds to import the verifiers."""
+    """One worker: each process that waits for answers takes seconds to import the checkers."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("os.cpu_count", lambda: 1)
         confine_checkers(Agent(sandbox="limits" if WHY_NO_BUBBLEWRAP else "auto"))
@@ -60,20 +60,20 @@ def sandbox() -> Iterator[None]:
     gym._sandbox.cache_clear()
 
 
-def verify_all(cases: Sequence[tuple[Task, str]]) -> list[gym.Verified]:
-    async def all_of_them() -> list[gym.Verified]:
-        return await asyncio.gather(*(gym.verify(*case) for case in cases))
+def score_all(cases: Sequence[tuple[Task, str]]) -> list[tuple[float, str]]:
+    async def all_of_them() -> list[tuple[float, str]]:
+        return await asyncio.gather(*(gym.score(*case) for case in cases))
 
     return asyncio.run(all_of_them())
 
 
 def rewards(*cases: tuple[Task, str]) -> list[float]:
-    found = verify_all(cases)
-    assert [each.failure for each in found] == [""] * len(cases)
-    return [each.reward for each in found]
+    found = score_all(cases)
+    assert [scored_by for _, scored_by in found] == [gym.NAME] * len(cases)
+    return [reward for reward, _ in found]
 
 
-def test_the_verifier_decides_partial_credit_included() -> None:
+def test_the_checker_decides_partial_credit_included() -> None:
     assert rewards((LEGS, "12"), (LEGS, "13"), (LEGS, ""), (LEGS, "12 legs")) == [
         1.0,
         0.0,
@@ -82,7 +82,7 @@ def test_the_verifier_decides_partial_credit_included() -> None:
     ]
 
 
-def test_verifiers_that_evaluate_the_answer_read_expressions_and_lists() -> None:
+def test_checkers_that_evaluate_the_answer_read_expressions_and_lists() -> None:
     assert rewards(
         (PUZZLE, "(2 + 4) * 4 * 1"),
         (PUZZLE, "2 * 4 + 4 * 1"),
@@ -126,11 +126,11 @@ def test_data_with_tuples_and_without_an_answer_is_scored() -> None:
 
 def test_what_cannot_be_verified_says_why() -> None:
     broken = replace(LEGS, entry=repr({"name": "leg_counting", "options": {}, "entry": {}}))
-    found = verify_all([(LEGS, "1" * (gym.MAX_CHARS + 1)), (broken, "12"), (LEGS, "12")])
+    found = score_all([(LEGS, "1" * (gym.MAX_CHARS + 1)), (broken, "12"), (LEGS, "12")])
     assert found == [
-        gym.Verified(0.0, "too long"),
-        gym.Verified(0.0, "verifier raised"),
-        gym.Verified(1.0),
+        (0.0, "reasoning-gym: too long"),
+        (0.0, "reasoning-gym: checker raised"),
+        (1.0, gym.NAME),
     ]
 
 
@@ -142,37 +142,38 @@ def test_what_cannot_be_verified_says_why() -> None:
         ("import os; os._exit(3)", "process died"),
     ],
 )
-def test_what_stops_a_verifier_is_named(
-    code: str, failure: str, monkeypatch: pytest.MonkeyPatch
+def test_what_stops_a_checker_is_named(
+    code: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The code stands for a verifier, in a sandbox that imports nothing."""
+    """The code stands for a checker, in a sandbox that imports nothing."""
     quick = make_sandbox(Agent(tool_timeout_s=0.3, code_timeout_s=0.3, code_memory_mb=256))
     monkeypatch.setattr(gym, "_sandbox", lambda: quick)
-    monkeypatch.setattr(gym, "_source", lambda: code)
-    assert verify_all([(LEGS, "12")]) == [gym.Verified(0.0, failure)]
+    (tmp_path / "child.py").write_text(code)
+    monkeypatch.setattr(gym, "_SOURCE", tmp_path / "child.py")
+    assert score_all([(LEGS, "12")]) == [(0.0, f"{gym.NAME}: {failure}")]
     quick.close()
 
 
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        ('{"reward": 0.25}', gym.Verified(0.25)),
-        ('the verifier prints\n{"reward": 7}', gym.Verified(1.0)),
-        ('{"reward": -1}', gym.Verified(0.0)),
-        ('{"reward": NaN}', gym.Verified(0.0, "verifier raised")),
-        ('{"error": "KeyError"}', gym.Verified(0.0, "verifier raised")),
-        ("", gym.Verified(0.0, "verifier raised")),
+        ('{"reward": 0.25}', (0.25, gym.NAME)),
+        ('the checker prints\n{"reward": 7}', (1.0, gym.NAME)),
+        ('{"reward": -1}', (0.0, gym.NAME)),
+        ('{"reward": NaN}', (0.0, "reasoning-gym: checker raised")),
+        ('{"error": "KeyError"}', (0.0, "reasoning-gym: checker raised")),
+        ("", (0.0, "reasoning-gym: checker raised")),
     ],
 )
 def test_rewards_stay_between_0_and_1(
-    output: str, expected: gym.Verified, monkeypatch: pytest.MonkeyPatch
+    output: str, expected: tuple[float, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Says:
         async def run(self, code: str) -> Ran:
             return Ran(output)
 
     monkeypatch.setattr(gym, "_sandbox", Says)
-    assert verify_all([(LEGS, "12")]) == [expected]
+    assert score_all([(LEGS, "12")]) == [expected]
 
 
 def rollout(asked: Task, answer: str, error: str = "") -> Trajectory:
@@ -206,13 +207,13 @@ def test_score_reads_the_final_answer_and_counts_failures() -> None:
         (None, ""),
     ]
     stats = RolloutStats.of(group.trajectories, (), World(0, 1, torch.device("cpu")))
-    assert stats.verifier_failures == {"too long": 1}
-    assert stats.metrics()["verifier_failures/too_long"] == 1.0
+    assert stats.checker_failures == {"too long": 1}
+    assert stats.metrics()["checker_failures/too_long"] == 1.0
     scored = asyncio.run(score_one(members[0]))
     assert (scored.reward, scored.scored_by) == (1.0, "reasoning-gym")
 
 
-def test_equal_answers_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_answers_are_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     class Counts:
@@ -221,8 +222,8 @@ def test_equal_answers_are_verified_once(monkeypatch: pytest.MonkeyPatch) -> Non
             return Ran('{"reward": 0.5}')
 
     monkeypatch.setattr(gym, "_sandbox", Counts)
-    found = verify_all([(LEGS, "12"), (LEGS, "12"), (LEGS, "13"), (LEGS, "")])
-    assert [each.reward for each in found] == [0.5, 0.5, 0.5, 0.0] and len(seen) == 2
+    found = score_all([(LEGS, "12"), (LEGS, "12"), (LEGS, "13"), (LEGS, "")])
+    assert [reward for reward, _ in found] == [0.5, 0.5, 0.5, 0.0] and len(seen) == 2
 
 
 def test_without_a_sandbox_a_run_is_refused_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +253,7 @@ def test_an_answer_writes_no_file(tmp_path: Path) -> None:
 
 
 def test_every_family_scores_its_own_answer() -> None:
-    """Its data survives the way into the sandbox, and no guard stands in its verifier's way."""
+    """Its data survives the way into the sandbox, and no guard stands in its checker's way."""
     from reasoning_gym.factory import DATASETS
 
     slow = {"composite", "knight_swap"}
@@ -260,4 +261,4 @@ def test_every_family_scores_its_own_answer() -> None:
     train, _ = gym_tasks(families, len(families), len(families), seed=3)
     cases = [(asked, asked.answers[0]) for (asked,) in train.values() if asked.answers]
     assert len(families) == 104 and len(cases) == 99
-    assert set(verify_all(cases)) == {gym.Verified(1.0)}
+    assert set(score_all(cases)) == {(1.0, gym.NAME)}

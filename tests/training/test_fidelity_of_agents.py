@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import toy_options
+from batches import flow_grpo
 from flowkernels import LossSpec
 from gradients import TOLERANCE, Plain, distance, gradient_of
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,6 @@ from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
 from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.agents.registry import load_kind
-from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.tools.search import Search
 from flowtrain.training import model as models
 from flowtrain.training.trainer import Trainer

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import flow_grpo
 from transformers import AutoModelForCausalLM
 
-from flowtrain.algorithms.flow_grpo import flow_grpo
 from flowtrain.training.token_scores import TokenScores, with_training_stats
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import PackedRow, pack, pack_rows
