@@ -31,7 +31,7 @@ from flowtrain.agents.executor import Executed, RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import Answer, RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan, PolicyPlanner
+from flowtrain.agents.planner import ModelPlanner, Plan
 from flowtrain.agents.policy import Policy, ResponsePrefix
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.agents.verifier import RuleVerifier, Verification
@@ -236,7 +236,7 @@ def overhead_row(num_rollouts: int, num_turns: int) -> dict[str, Any]:
     tokenizer: Any = Characters()
     tools = {"Base_Generator": GuessGenerator(["1284"])}
     policy = Policy(engine, tokenizer, 48, temperature=1.0, request_timeout_s=60.0)
-    planner = PolicyPlanner(policy, CompactPrompt(), tool_names=("Base_Generator",))
+    planner = ModelPlanner(policy, CompactPrompt(), tool_names=("Base_Generator",))
     flow = Flow(
         planner,
         RuleExecutor(tools, 2.0, 400),

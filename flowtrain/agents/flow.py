@@ -26,8 +26,8 @@ from flowtrain.agents.generator import Answer, Generator
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
 from flowtrain.agents.planner import Plan, Planner
-from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
-from flowtrain.agents.refiner import Finding, Refiner
+from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
+from flowtrain.agents.refiner import Refiner
 from flowtrain.agents.tool_states import NoSession, tool_sessions
 from flowtrain.agents.verifier import Verifier
 from flowtrain.engines.protocol import EngineError
@@ -285,9 +285,9 @@ class Flow:
             return _Refined(result)
         if action.tool_name not in self.passage_tools:
             return _Refined(result)
-        finding = Finding(rollout.task.prompt, rollout.shown, action.sub_goal, result.output)
+        moment = Moment(rollout.task, rollout.shown, action.sub_goal, result.output)
         text, call = await self.refiner.refine(
-            finding, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
+            moment, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
         )
         if not text.strip():
             return _Refined(result, call=call)

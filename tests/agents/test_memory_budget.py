@@ -18,8 +18,8 @@ from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry, bounded
-from flowtrain.agents.planner import PolicyPlanner
-from flowtrain.agents.policy import Policy
+from flowtrain.agents.planner import ModelPlanner
+from flowtrain.agents.policy import Moment, Policy
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard
@@ -44,7 +44,7 @@ class Flood:
     def close(self) -> None: ...
 
 
-PROMPTS: list[PlannerPrompt] = [CompactPrompt(), FullPrompt([Flood()], TOKENIZER)]
+PROMPTS: list[PlannerPrompt] = [CompactPrompt(), FullPrompt([Flood()])]
 
 
 def measure(prompt: PlannerPrompt, memory: Memory) -> int:
@@ -163,9 +163,9 @@ class TalkingEngine:
 
 @pytest.mark.parametrize(("budget", "truncated"), [(900, "turns"), (0, "prompt")])
 def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) -> None:
-    constant = len(TOKENIZER.encode(PROMPTS[1].render(TASK.question, Memory())))
+    constant = len(TOKENIZER.encode(PROMPTS[1].render(Moment(TASK))))
     engine = TalkingEngine(constant + 900 + 60)
-    planner = PolicyPlanner(Policy(engine, TOKENIZER, 60, 1.0, 30.0), PROMPTS[1], ("Flood",))
+    planner = ModelPlanner(Policy(engine, TOKENIZER, 60, 1.0, 30.0), PROMPTS[1], ("Flood",))
     tools = {"Flood": Flood()}
     limits = FlowLimits(4, 60.0, memory_tokens=budget)
     flow = Flow(
