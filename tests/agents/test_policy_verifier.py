@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 from char_tokenizer import CharTokenizer, ChatChars, Says
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toy_options import toy
 
@@ -17,6 +17,7 @@ from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.expert import steps_left, verdict_script, with_script
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.lenient import cut_end_of_turn
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
@@ -112,7 +113,8 @@ def test_only_the_very_words_are_a_verdict(line: str, verdict: Verdict, is_malfo
 @settings(derandomize=True, deadline=None)
 @given(st.text(max_size=40) | st.text("STOPCNIUE: \nocluin", max_size=40))
 def test_any_text_has_a_verdict_only_in_its_last_line(text: str) -> None:
-    assert read_verdict(f"{text}\nConclusion: STOP") == (Verdict.STOP, ())
+    assume(cut_end_of_turn(text) == text)
+    assert read_verdict(f"{text}\nIt is.\nConclusion: STOP") == (Verdict.STOP, ())
     verdict, rules = read_verdict(text)
     assert (verdict is not None and not rules) == (
         text.strip().split("\n")[-1].strip() in ("Conclusion: STOP", "Conclusion: CONTINUE")
