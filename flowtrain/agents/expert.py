@@ -118,7 +118,7 @@ class ScriptedCaller(ToolCallingAgent):
             rng = random.Random(derive_seed(session.seed, len(session.turns)))
             tool = "Base_Generator" if rng.random() < self._error else left[0].tool_name
             arguments = json.dumps({"query": left[0].sub_goal}, ensure_ascii=False)
-            text = self.chat.format.write([WrittenCall(tool, arguments)])
+            text = self.dialect.format.write([WrittenCall(tool, arguments)])
         # A format may begin calls with a special token of its own.
         return session.record(session.policy.imitate(conversation.prompt_ids, Rendered(text)))
 

@@ -104,13 +104,13 @@ class TaughtCaller(ToolCallingAgent):
 
     async def respond(self, session: Session, conversation: Conversation) -> Call:
         reply = await self._reply(session, self._message(conversation))
-        said, calls = self.chat.format.parse(reply)
+        said, calls = self.dialect.format.parse(reply)
         text = reply
         if calls and not any(call.problem for call in calls):
             # Marked apart, because a format may begin calls with a special token of its own.
             marked = special_tokens(session.policy.tokenizer).marked
             plain = [WrittenCall(marked(each.name), marked(each.arguments)) for each in calls]
-            text = Rendered(marked(said) + self.chat.format.write(plain))
+            text = Rendered(marked(said) + self.dialect.format.write(plain))
         call = session.policy.imitate(conversation.prompt_ids, text)
         return session.record(replace(call, text=reply))
 
@@ -124,7 +124,7 @@ class TaughtCaller(ToolCallingAgent):
         lines = [json.dumps(message, ensure_ascii=False) for message in conversation.messages]
         parts = ["You are the assistant of a conversation."]
         if conversation.tools:
-            parts.append(self.chat.format.describe(conversation.tools))
+            parts.append(self.dialect.format.describe(conversation.tools))
         parts += [
             "The conversation so far, a JSON object per message:\n" + "\n".join(lines),
             "Write the assistant's next message, as plain text and nothing else.",
