@@ -24,7 +24,7 @@ from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.executor import NO_COMMAND, Executed, Executor
 from flowtrain.agents.generator import Answer, Generator
 from flowtrain.agents.hints import Hints
-from flowtrain.agents.memory import Memory, MemoryEntry, bounded
+from flowtrain.agents.memory import Budget, Memory, MemoryEntry
 from flowtrain.agents.planner import Plan, Planner
 from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
 from flowtrain.agents.refiner import Refiner
@@ -58,7 +58,7 @@ class FlowLimits:
     module_timeout_s: float = 120.0
     """Seconds for each verdict and for the answer, which gets them even when the time is up."""
     memory_tokens: int = 0
-    """Budget of the memory, see `bounded`; 0: none."""
+    """The `Budget` of the memory; 0: none."""
     memory_fields: tuple[str, ...] = ()
     """What the memory keeps of a turn besides the four fields of `MemoryEntry.of`."""
 
@@ -83,6 +83,7 @@ class _Rollout:
     task: Task
     seed: int
     deadline: Deadline
+    budget: Budget
     memory: Memory = field(default_factory=Memory)
     """All that was found."""
     shown: Memory = field(default_factory=Memory)
@@ -125,12 +126,12 @@ class Flow:
         before that point, tool results included.
         """
         started = time.monotonic()
-        rollout = _Rollout(task, seed, Deadline(self.limits.timeout_s))
+        rollout = _Rollout(task, seed, Deadline(self.limits.timeout_s), self._budget())
         if start is not None:
             parent, point = start.parent, start.point
             rollout.turns = list(parent.turns[: point.turn])
             rollout.memory = self._memory_before(parent, point.turn)
-            rollout.shown = self._shown(rollout.memory)
+            rollout.shown = rollout.budget.bounded(rollout.memory)
             rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
         truncated, answer, error = "", Answer(""), ""
         try:
@@ -171,7 +172,7 @@ class Flow:
 
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
         """The memory that the modules read in that turn, without a hint."""
-        return self._shown(self._memory_before(trajectory, turn))
+        return self._budget().bounded(self._memory_before(trajectory, turn))
 
     def _memory_before(self, trajectory: Trajectory, turn: int) -> Memory:
         memory = Memory(analysis=trajectory.analysis)
@@ -179,9 +180,8 @@ class Flow:
             memory = memory.add(MemoryEntry.of_turn(done, self.limits.memory_fields))
         return memory
 
-    def _shown(self, memory: Memory) -> Memory:
-        max_tokens = self.limits.memory_tokens
-        return bounded(memory, max_tokens, self.planner.measure) if max_tokens else memory
+    def _budget(self) -> Budget:
+        return Budget(self.limits.memory_tokens, lambda memory: self.planner.measure(memory))
 
     async def _turns(self, rollout: _Rollout, cutoff: Cutoff) -> str:
         """Analyse, then take turns; return why they ended before STOP, or ""."""
@@ -219,7 +219,7 @@ class Flow:
         refined = await self._refined(rollout, plan.action, executed.result)
         result = refined.result
         memory = rollout.memory.add(MemoryEntry.of(plan.action, executed.command, result))
-        shown = self._shown(memory)
+        shown = rollout.budget.bounded(memory)
         verified = await self.verifier.verify(
             rollout.task,
             shown,
@@ -249,7 +249,7 @@ class Flow:
         )
         if fields := self.limits.memory_fields:
             memory = rollout.memory.add(MemoryEntry.of_turn(turn, fields))
-            shown = self._shown(memory)
+            shown = rollout.budget.bounded(memory)
         rollout.memory = memory
         rollout.shown = shown
         rollout.turns.append(turn)
@@ -275,7 +275,7 @@ class Flow:
         if hint := self.hints.give(rollout.task, rollout.turns, rollout.seed):
             rollout.hint_turn = len(rollout.turns)
             rollout.memory = replace(rollout.memory, hint=hint)
-            rollout.shown = self._shown(rollout.memory)
+            rollout.shown = rollout.budget.bounded(rollout.memory)
 
     async def _refined(
         self, rollout: _Rollout, action: Action | None, result: ToolResult
