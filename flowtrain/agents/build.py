@@ -212,7 +212,6 @@ def make_flow(
             timeout_s=agent.rollout_timeout_s,
             module_timeout_s=agent.module_timeout_s,
             memory_tokens=agent.memory_tokens,
-            memory_fields=agent.memory_fields,
         ),
         analyst=analyse,
         refiner=refine,

@@ -59,8 +59,6 @@ class FlowLimits:
     """Seconds for each verdict and for the answer, which gets them even when the time is up."""
     memory_tokens: int = 0
     """The `Budget` of the memory; 0: none."""
-    memory_fields: tuple[str, ...] = ()
-    """What the memory keeps of a turn besides the four fields of `MemoryEntry.of`."""
 
 
 class _Refined(NamedTuple):
@@ -177,7 +175,7 @@ class Flow:
     def _memory_before(self, trajectory: Trajectory, turn: int) -> Memory:
         memory = Memory(analysis=trajectory.analysis)
         for done in trajectory.turns[:turn]:
-            memory = memory.add(MemoryEntry.of_turn(done, self.limits.memory_fields))
+            memory = memory.add(MemoryEntry.of(done.action, done.command, done.result))
         return memory
 
     def _budget(self) -> Budget:
@@ -247,9 +245,6 @@ class Flow:
                 *(f"verifier/{rule}" for rule in verified.rescued),
             ),
         )
-        if fields := self.limits.memory_fields:
-            memory = rollout.memory.add(MemoryEntry.of_turn(turn, fields))
-            shown = rollout.budget.bounded(memory)
         rollout.memory = memory
         rollout.shown = shown
         rollout.turns.append(turn)

@@ -1,21 +1,17 @@
 """The memory of one rollout is an explicit record: M^{t+1} = f_mem(M^t, a^t, e^t, v^t).
 
-As in AgentFlow's released code an entry has four fields. `agent.memory_fields` adds what the paper
-keeps besides: the verifier's text (appendix E.1.5) and the time (section 3.1). The planner's
-context and justification are not kept. Every rollout has a memory of its own, so no task can see
-another's.
+As in AgentFlow's released code an entry has four fields; the paper keeps the verifier's text
+(appendix E.1.5) and the time (section 3.1) besides. The planner's context and justification are not
+kept. Every rollout has a memory of its own, so no task can see another's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 
 from flowtrain.tools.base import shorten
-from flowtrain.types import Action, ToolResult, Turn
-
-VERIFICATION_CHARS = 1000
-"""Characters of a verifier's text that are kept, from both of its ends."""
+from flowtrain.types import Action, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +23,6 @@ class MemoryEntry:
     command: str
     result: str
     """Output of the tool, "The area of Chad is 1284.", or "Error: ..."."""
-    verification_status: str = ""
-    """The verifier's text, or its bare verdict; "" where it is not kept."""
-    time: str = ""
-    """The turn's duration, "2.5 s"; "" where it is not kept."""
 
     @classmethod
     def of(cls, action: Action | None, command: str, result: ToolResult) -> MemoryEntry:
@@ -38,27 +30,6 @@ class MemoryEntry:
         if action is None:
             return cls("None", "None", command, result.text)
         return cls(action.tool_name, action.sub_goal, command, result.text)
-
-    @classmethod
-    def of_turn(cls, turn: Turn, fields: Collection[str] = ()) -> MemoryEntry:
-        """Make the entry of a turn that is over; `fields` is `agent.memory_fields`."""
-        entry = cls.of(turn.action, turn.command, turn.result)
-        if "verification" in fields:
-            status = turn.verdict_text.strip() or turn.verdict.value
-            entry = replace(entry, verification_status=shorten(status, VERIFICATION_CHARS))
-        if "time" in fields:
-            entry = replace(entry, time=f"{turn.seconds:.1f} s")
-        return entry
-
-    def as_dict(self) -> dict[str, str]:
-        fields = {
-            "tool_name": self.tool_name,
-            "sub_goal": self.sub_goal,
-            "command": self.command,
-            "result": self.result,
-        }
-        kept = {"verification_status": self.verification_status, "time": self.time}
-        return fields | {name: text for name, text in kept.items() if text}
 
     @property
     def is_error(self) -> bool:
@@ -79,11 +50,9 @@ class Memory:
         return replace(self, entries=(*self.entries, entry))
 
     def as_dict(self) -> dict[str, dict[str, str]]:
-        """AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command", "result"}}, and
-        the paper's two fields where they are kept.
-        """
+        """AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command", "result"}}."""
         return {
-            f"Action Step {number}": entry.as_dict() for number, entry in enumerate(self.entries, 1)
+            f"Action Step {number}": asdict(entry) for number, entry in enumerate(self.entries, 1)
         }
 
 
