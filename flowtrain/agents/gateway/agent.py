@@ -92,7 +92,6 @@ class GatewayAgent(SessionAgent):
             recorder,
             key=new_key(),
             max_requests=self._options.max_requests,
-            is_strict=self._options.sampling == "strict",
         )
         with gateway.serving(rollout):
             try:

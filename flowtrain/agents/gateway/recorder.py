@@ -53,7 +53,7 @@ class Recorder:
         number = self._num_replies
         self._num_replies += 1
         text, calls = self._read(call, asked, number)
-        reply = self._reply(call, asked, text, calls, number=number)
+        reply = self._reply(call, text, calls, number)
         message = reply.message()
         grown = conversation.add_response(call.response_ids, message, _is_whole(call))
         self._answered[_extended(path[-1], message)] = grown
@@ -99,20 +99,7 @@ class Recorder:
         ]
         return content.strip(), tuple(calls)
 
-    def _reply(
-        self,
-        call: Call,
-        asked: ChatRequest,
-        text: str,
-        calls: tuple[AskedCall, ...],
-        *,
-        number: int,
-    ) -> Reply:
-        decode = self._session.policy.decode
-        tokens: tuple[tuple[str, float], ...] = ()
-        if asked.logprobs:
-            pairs = zip(call.response_ids, call.logprobs, strict=True)
-            tokens = tuple((decode((token,)), logprob) for token, logprob in pairs)
+    def _reply(self, call: Call, text: str, calls: tuple[AskedCall, ...], number: int) -> Reply:
         return Reply(
             id=f"chatcmpl-{self._id(number, -1)}",
             text=text,
@@ -120,7 +107,6 @@ class Recorder:
             finish_reason="tool_calls" if calls else "stop" if _is_whole(call) else "length",
             num_prompt_tokens=len(call.prompt_ids),
             num_response_tokens=len(call.response_ids),
-            logprobs=tokens,
         )
 
     def _id(self, number: int, place: int) -> str:
