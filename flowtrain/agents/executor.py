@@ -5,7 +5,7 @@ Every failure is an error in the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -138,32 +138,12 @@ class LLMExecutor(RuleExecutor):
         except ValueError:
             command = f"No command found in: {shorten(reply, self.max_chars)}"
             return Executed(command, ToolResult(error="the executor wrote no command"))
-        runs: Sequence[dict[str, object]] = (found.arguments,)
-        rules = found.rules
-        if tool.card.check(found.arguments):
-            runs, is_changed = fitted(found.arguments, tool.card)
-            rules = (*rules, "arguments") if is_changed else rules
+        arguments, rules = found.arguments, found.rules
+        if tool.card.check(arguments) and (fits := fitted(arguments, tool.card)) != arguments:
+            arguments, rules = fits, (*rules, "arguments")
         note = f"  # the first of {found.num_commands} commands" if found.num_commands > 1 else ""
-        command = "; ".join(map(write_command, runs)) + note
-        return Executed(command, await self._run_each(tool, runs, deadline), rules)
-
-    async def _run_each(
-        self, tool: Tool, runs: Sequence[Mapping[str, object]], deadline: Deadline
-    ) -> ToolResult:
-        """Run a command, or the same for each of several values, whose results are joined."""
-        results = [await self._run(tool, arguments, deadline.left_s()) for arguments in runs]
-        if len(results) == 1:
-            return results[0]
-        pairs = zip(runs, results, strict=True)
-        text = "\n".join(f"{next(iter(given.values()))}: {result.text}" for given, result in pairs)
-        failed = all(result.error is not None for result in results)
-        return ToolResult(
-            output="" if failed else shorten(text, self.max_chars),
-            error=shorten(text, self.max_chars) if failed else None,
-            seconds=sum(result.seconds for result in results),
-            wall_s=sum(result.wall_s for result in results),
-            cpu_s=sum(result.cpu_s for result in results),
-        )
+        result = await self._run(tool, arguments, deadline.left_s())
+        return Executed(write_command(arguments) + note, result, rules)
 
 
 def _not_found(action: Action) -> Executed:

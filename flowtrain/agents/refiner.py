@@ -2,8 +2,7 @@
 
 Source: InfoFlow, arXiv 2510.26575, section 3; its input follows the paper's outline. As a policy of
 its own it is fine-tuned (`rft.py`), as in the paper, and can be trained in the loop, which the
-paper does not do. It reads all that a turn's command found at once, so that a turn has one call of
-it at most.
+paper does not do.
 """
 
 from __future__ import annotations

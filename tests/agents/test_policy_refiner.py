@@ -12,7 +12,7 @@ from char_tokenizer import CharTokenizer, Says
 from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_policy, make_refiner
-from flowtrain.agents.executor import LLMExecutor, RuleExecutor
+from flowtrain.agents.executor import RuleExecutor
 from flowtrain.agents.expert import passage_script, with_script
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
@@ -140,20 +140,11 @@ class Tool:
     def close(self) -> None: ...
 
 
-class SeveralQueries:
-    """The reply of an executor's model: one command with a list of queries."""
-
-    name = "several"
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        return 'tool.execute(query=["area of Mali", "area of Niger"])'
-
-
-def flow(refine: Refiner, executor: RuleExecutor | None = None) -> Flow:
+def flow(refine: Refiner) -> Flow:
     tools = archive_and_clock()
     return Flow(
         Planner(),
-        executor or RuleExecutor(tools, 5.0, 1000),
+        RuleExecutor(tools, 5.0, 1000),
         RuleVerifier(lambda question, memory: False),
         RuleGenerator(last_result),
         FlowLimits(2, 60.0),
@@ -178,19 +169,6 @@ def test_a_search_has_its_call_and_other_turns_have_none() -> None:
     assert (search.result.output, search.retrieved) == ("It is 1240.", f"area of Mali: {PASSAGES}")
     assert set(search.calls) == {"planner", "refiner"} and set(other.calls) == {"planner"}
     assert other.retrieved == "" and other.result.output.startswith("area of Mali: ")
-
-
-def test_a_command_with_several_queries_is_refined_at_once() -> None:
-    engine = Says(LINE)
-    executor = LLMExecutor(
-        archive_and_clock(), 5.0, 1000, engine=SeveralQueries(), ask_timeout_s=5.0
-    )
-    search = run(flow(refiner(engine), executor)).turns[0]
-    assert len(engine.asked) == 1
-    assert all(
-        f"{query}: The area" in search.retrieved for query in ("area of Mali", "area of Niger")
-    )
-    assert engine.asked[0][0].count("The capital of Mali is Bamako.") == 2
 
 
 def test_an_empty_reply_leaves_the_passages_and_is_trained_all_the_same() -> None:
