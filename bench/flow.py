@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.measure import report
 from flowtrain.agents.collect import collect
-from flowtrain.agents.executor import Executed, RuleExecutor
+from flowtrain.agents.executor import Executed, Executor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import Answer, RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
@@ -147,7 +147,7 @@ class SimulatedExecutor:
     """Waits for the command, then runs it as every executor does."""
 
     latencies: Latencies
-    runner: RuleExecutor
+    runner: Executor
 
     async def execute(
         self,
@@ -164,8 +164,8 @@ class SimulatedExecutor:
 def simulated_flow(scale: float) -> Flow:
     latencies = Latencies(scale)
     modules = Simulated(latencies)
-    executor = SimulatedExecutor(
-        latencies, RuleExecutor({"Simulated": modules}, TOOL_TIMEOUT_S / scale, 400)
+    executor: Any = SimulatedExecutor(
+        latencies, Executor({"Simulated": modules}, TOOL_TIMEOUT_S / scale, 400)
     )
     return Flow(
         modules, executor, modules, modules, FlowLimits(MAX_TURNS, ROLLOUT_TIMEOUT_S / scale)
@@ -239,7 +239,7 @@ def overhead_row(num_rollouts: int, num_turns: int) -> dict[str, Any]:
     planner = ModelPlanner(policy, CompactPrompt(), tool_names=("Base_Generator",))
     flow = Flow(
         planner,
-        RuleExecutor(tools, 2.0, 400),
+        Executor(tools, 2.0, 400),
         RuleVerifier(lambda question, memory: False),
         RuleGenerator(last_result),
         FlowLimits(num_turns, 500.0),

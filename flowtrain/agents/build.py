@@ -9,7 +9,7 @@ from flowtrain import config as cfg
 from flowtrain.agents import lenient
 from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import (
     Generator,
@@ -180,15 +180,6 @@ def make_flow(
         engine = getattr(config.roles, role)
         assert engine in cfg.NO_ENGINE or role in chats, f"no engine for {role}"
         assert engine != cfg.OWN or role in voices, f"no policy for {role}"
-    run_executor: Executor = RuleExecutor(tools, agent.tool_timeout_s, agent.max_result_chars)
-    if chat := chats.get("executor"):
-        run_executor = LLMExecutor(
-            tools,
-            agent.tool_timeout_s,
-            agent.max_result_chars,
-            engine=chat,
-            ask_timeout_s=agent.module_timeout_s,
-        )
     verifier: Verifier = rule_verifier(config)
     if voice := voices.get("verifier"):
         verifier = make_verifier(config, voice, tools)
@@ -204,7 +195,13 @@ def make_flow(
         analyse = Analyst(chat, tools_text(tools.values()), timeout_s)
     return Flow(
         make_planner(config, planner, tools),
-        executor=run_executor,
+        executor=Executor(
+            tools,
+            agent.tool_timeout_s,
+            agent.max_result_chars,
+            engine=chats.get("executor"),
+            ask_timeout_s=agent.module_timeout_s,
+        ),
         verifier=verifier,
         generator=answer,
         limits=FlowLimits(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from flowtrain.agents.collect import RolloutRequest, _collect, collect, collect_branches
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
@@ -80,7 +80,7 @@ TASKS = [Task(f"task-{i}", f"question {i}", ("x",)) for i in range(7)]
 
 
 def flow(planner: FakePlanner) -> Flow:
-    executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 100)
+    executor = Executor({"Echo": FakeEcho()}, 30.0, 100)
     return Flow(
         planner,
         executor,
@@ -198,7 +198,7 @@ def never(question: str, memory: Memory) -> bool:
 
 
 def slow_flow(slow: tuple[str, ...], seconds: float = 3600.0) -> Flow:
-    executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 100)
+    executor = Executor({"Echo": FakeEcho()}, 30.0, 100)
     return Flow(
         SlowPlanner(slow=slow, seconds=seconds),
         executor,

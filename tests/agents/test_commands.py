@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.agents.commands import fitted, read_command, write_command
-from flowtrain.agents.executor import LLMExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.tools import ToolCard
 from flowtrain.tools.base import Parameter
 from flowtrain.types import Action
@@ -93,7 +93,7 @@ class Coder:
 
 def execute(reply: str) -> tuple[str, str, tuple[str, ...]]:
     tools = {"Python_Coder": Coder()}
-    executor = LLMExecutor(tools, 5.0, 100, Says(reply), 5.0)  # type: ignore[arg-type]
+    executor = Executor(tools, 5.0, 100, Says(reply), 5.0)  # type: ignore[arg-type]
     action = Action("", "", "area", "Python_Coder")
     done = asyncio.run(executor.execute("q", action, 0, 5.0))
     return done.command, done.result.text, done.rescued

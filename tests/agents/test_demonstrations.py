@@ -9,7 +9,7 @@ import pytest
 from char_tokenizer import CharTokenizer
 
 from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Memory
@@ -81,7 +81,7 @@ def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]
     rules = RuleVerifier(lambda question, memory: False), RuleGenerator(last_result)
     flow = Flow(
         Planner(),
-        RuleExecutor(tools, 5.0, 1000),
+        Executor(tools, 5.0, 1000),
         *rules,
         limits,
         refiner=refiner,

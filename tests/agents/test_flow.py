@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
+from flowtrain.agents.executor import NO_COMMAND, Executor
 from flowtrain.agents.flow import MALFORMED, Flow, FlowLimits
 from flowtrain.agents.generator import Answer, RuleGenerator, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
@@ -135,7 +135,7 @@ def flow(
     tool_timeout_s: float = 5.0,
     seconds: float = 0.0,
 ) -> Flow:
-    executor = RuleExecutor(TOOLS, tool_timeout_s, max_chars=100)
+    executor = Executor(TOOLS, tool_timeout_s, max_chars=100)
     limits = FlowLimits(max_turns, timeout_s)
     return Flow(
         FakePlanner(script, seconds),
@@ -316,7 +316,7 @@ def test_the_sub_goal_reaches_the_tool_word_for_word(sub_goal: str) -> None:
         return "ok"
 
     action = Action("", "", sub_goal, "Note")
-    executor = RuleExecutor({"Note": FakeTool("Note", note)}, 5.0, 100)
+    executor = Executor({"Note": FakeTool("Note", note)}, 5.0, 100)
     command, result, _ = asyncio.run(executor.execute("q", action, 0, 5.0))
     assert (seen, result.output) == ([sub_goal], "ok")
     assert command.startswith("execution = tool.execute(query=") and "\n" not in command
@@ -433,7 +433,7 @@ def test_modules_get_own_seeds_and_time_left(
 ) -> None:
     """The answer gets its time also when the rollout's is up."""
     noting = NotingModule()
-    executor = RuleExecutor(TOOLS, 5.0, max_chars=100)
+    executor = Executor(TOOLS, 5.0, max_chars=100)
     limits = FlowLimits(2, timeout_s, module_timeout_s)
     trajectory = run(Flow(FakePlanner([ECHO], seconds=0.1), executor, noting, noting, limits))
     *verdicts, (last, _, answer_s) = noting.told

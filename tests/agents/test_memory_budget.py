@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.memory import Budget, Memory, MemoryEntry
@@ -173,7 +173,7 @@ def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) ->
     limits = FlowLimits(4, 60.0, memory_tokens=budget)
     flow = Flow(
         planner,
-        RuleExecutor(tools, 5.0, 100_000),
+        Executor(tools, 5.0, 100_000),
         RuleVerifier(lambda question, memory: False),
         RuleGenerator(last_result),
         limits,
@@ -201,7 +201,7 @@ def test_a_turn_tokenises_little_more_than_what_its_prompt_shows() -> None:
     policy = Policy(engine, TOKENIZER, 60, 1.0, 30.0)
     flow = Flow(
         Counting(policy, PROMPTS[1], ("Flood",)),
-        RuleExecutor({"Flood": Flood()}, 5.0, 1500),
+        Executor({"Flood": Flood()}, 5.0, 1500),
         RuleVerifier(lambda question, memory: False),
         RuleGenerator(last_result),
         FlowLimits(8, 60.0, memory_tokens=budget),

@@ -12,7 +12,7 @@ from char_tokenizer import CharTokenizer, Says
 from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_policy, make_refiner
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.expert import passage_script, with_script
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
@@ -144,7 +144,7 @@ def flow(refine: Refiner) -> Flow:
     tools = archive_and_clock()
     return Flow(
         Planner(),
-        RuleExecutor(tools, 5.0, 1000),
+        Executor(tools, 5.0, 1000),
         RuleVerifier(lambda question, memory: False),
         RuleGenerator(last_result),
         FlowLimits(2, 60.0),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_policy, make_verifier
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.expert import steps_left, verdict_script, with_script
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.agents.generator import RuleGenerator, last_result
@@ -219,7 +219,7 @@ class Planner:
 def flow(engine: Says) -> Flow:
     return Flow(
         Planner(),
-        RuleExecutor({}, 5.0, 100),
+        Executor({}, 5.0, 100),
         verifier(engine),
         RuleGenerator(last_result),
         FlowLimits(2, 30.0),

@@ -14,7 +14,7 @@ FLOW = """
 import asyncio, json
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.tools.registry import make_tools
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.generator import RuleGenerator, last_result
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough
@@ -31,7 +31,7 @@ class Planner:
 
 config = parse(["--agent.tools", '["Length_Converter"]', "--plugins.Length_Converter.digits", "3"])
 tools = make_tools(config, TaskSet((), {}, ()))
-executor = RuleExecutor(tools, config.agent.tool_timeout_s, config.agent.max_result_chars)
+executor = Executor(tools, config.agent.tool_timeout_s, config.agent.max_result_chars)
 verifier = RuleVerifier(any_result_enough)
 flow = Flow(Planner(), executor, verifier, RuleGenerator(last_result), FlowLimits(3, 60.0))
 done = asyncio.run(flow.run(Task("t", "How many km are three miles?", ("4.83 km",)), 0))
