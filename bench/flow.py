@@ -19,7 +19,7 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +29,13 @@ from bench.measure import report
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import Executed, Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Answer, RuleGenerator, last_result
+from flowtrain.agents.generator import Answer, Generator, last_result
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import ModelPlanner, Plan
 from flowtrain.agents.policy import Policy, ResponsePrefix
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.agents.verifier import RuleVerifier, Verification
-from flowtrain.tools import Tool, ToolCard
+from flowtrain.tools import ToolCard
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox
@@ -150,20 +150,15 @@ class SimulatedExecutor:
     runner: Executor
 
     async def execute(
-        self,
-        question: str,
-        action: Action,
-        seed: int,
-        deadline_s: float,
-        own_tools: Mapping[str, Tool] | None = None,
+        self, question: str, action: Action, seed: int, deadline_s: float
     ) -> Executed:
         await asyncio.sleep(self.latencies.chat_s(action.sub_goal, "command"))
-        return await self.runner.execute(question, action, seed, deadline_s, own_tools)
+        return await self.runner.execute(question, action, seed, deadline_s)
 
 
 def simulated_flow(scale: float) -> Flow:
     latencies = Latencies(scale)
-    modules = Simulated(latencies)
+    modules: Any = Simulated(latencies)
     executor: Any = SimulatedExecutor(
         latencies, Executor({"Simulated": modules}, TOOL_TIMEOUT_S / scale, 400)
     )
@@ -241,7 +236,7 @@ def overhead_row(num_rollouts: int, num_turns: int) -> dict[str, Any]:
         planner,
         Executor(tools, 2.0, 400),
         RuleVerifier(lambda question, memory: False),
-        RuleGenerator(last_result),
+        Generator(last_result),
         FlowLimits(num_turns, 500.0),
     )
     tasks = [Task(str(n), "What is the area of Chad?", ("1284",)) for n in range(num_rollouts)]

@@ -17,7 +17,7 @@ from typing import Any
 from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Generator, last_result
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -105,7 +105,7 @@ def _run(engine: Engine, tasks: Sequence[Task], max_in_flight: int) -> tuple[flo
         SamplingPlanner(engine),
         executor,
         goes_on,
-        RuleGenerator(last_result),
+        Generator(last_result),
         FlowLimits(TURNS, 600.0),
     )
     started = time.perf_counter()

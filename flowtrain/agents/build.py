@@ -11,13 +11,7 @@ from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import (
-    Generator,
-    LLMGenerator,
-    RuleGenerator,
-    last_expression,
-    last_result,
-)
+from flowtrain.agents.generator import Generator, last_expression, last_result
 from flowtrain.agents.planner import ModelPlanner
 from flowtrain.agents.policy import Policy, check_prompt, check_template
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, tools_text
@@ -183,9 +177,6 @@ def make_flow(
     verifier: Verifier = rule_verifier(config)
     if voice := voices.get("verifier"):
         verifier = make_verifier(config, voice, tools)
-    answer: Generator = RuleGenerator(_RULES[config.tasks.name][1])
-    if chat := chats.get("generator"):
-        answer = LLMGenerator(chat)
     refine: Refiner | None = RuleRefiner() if config.roles.refiner == "rules" else None
     if voice := voices.get("refiner"):
         refine = make_refiner(config, voice, tools)
@@ -203,7 +194,7 @@ def make_flow(
             ask_timeout_s=agent.module_timeout_s,
         ),
         verifier=verifier,
-        generator=answer,
+        generator=Generator(_RULES[config.tasks.name][1], chats.get("generator")),
         limits=FlowLimits(
             max_turns,
             timeout_s=agent.rollout_timeout_s,

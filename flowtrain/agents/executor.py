@@ -57,19 +57,11 @@ class Executor:
     """Seconds that the model may take to write it."""
 
     async def execute(
-        self,
-        question: str,
-        action: Action,
-        seed: int,
-        deadline_s: float,
-        own_tools: Mapping[str, Tool] | None = None,
+        self, question: str, action: Action, seed: int, deadline_s: float
     ) -> Executed:
-        """Run within `deadline_s` seconds; `seed` is this turn's.
-
-        `own_tools` are the rollout's own, which take the place of those that all share.
-        """
+        """Run within `deadline_s` seconds; `seed` is this turn's."""
         deadline = Deadline(deadline_s)
-        tool = (own_tools or {}).get(action.tool_name) or self.tools.get(action.tool_name)
+        tool = self.tools.get(action.tool_name)
         if tool is None:
             # AgentFlow's rule for a bad tool: nothing is called, and the turn is spent.
             name = action.tool_name.removeprefix(NO_TOOL)

@@ -82,6 +82,8 @@ class _Rollout:
     seed: int
     deadline: Deadline
     budget: Budget
+    executor: Executor
+    """The flow's, with the rollout's own tools."""
     memory: Memory = field(default_factory=Memory)
     """All that was found."""
     shown: Memory = field(default_factory=Memory)
@@ -90,7 +92,6 @@ class _Rollout:
     prefix: ResponsePrefix | None = None
     """The beginning of a branch's first turn."""
     hint_turn: int | None = None
-    own_tools: Mapping[str, Tool] = field(default_factory=dict)
 
     def module_seed(self, role: str) -> int:
         """The seed of a module in the present turn."""
@@ -124,7 +125,8 @@ class Flow:
         before that point, tool results included.
         """
         started = time.monotonic()
-        rollout = _Rollout(task, seed, Deadline(self.limits.timeout_s), self._budget())
+        deadline = Deadline(self.limits.timeout_s)
+        rollout = _Rollout(task, seed, deadline, self._budget(), self.executor)
         if start is not None:
             parent, point = start.parent, start.point
             rollout.turns = list(parent.turns[: point.turn])
@@ -133,8 +135,10 @@ class Flow:
             rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
         truncated, answer, error = "", Answer(""), ""
         try:
-            async with tool_sessions(self.stateful_tools.values(), start) as own_tools:
-                rollout.own_tools = own_tools
+            async with tool_sessions(self.stateful_tools.values(), start) as own:
+                if own:
+                    tools = {**self.executor.tools, **own}
+                    rollout.executor = replace(self.executor, tools=tools)
                 truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
                 answer = await self.generator.answer(
@@ -207,12 +211,11 @@ class Flow:
         plan_s = time.monotonic() - started
         executed = Executed(NO_COMMAND, ToolResult(error=MALFORMED))
         if plan.action is not None:
-            executed = await self.executor.execute(
+            executed = await rollout.executor.execute(
                 rollout.task.prompt,
                 plan.action,
                 seed=rollout.module_seed("executor"),
                 deadline_s=rollout.deadline.left_s(),
-                own_tools=rollout.own_tools,
             )
         refined = await self._refined(rollout, plan.action, executed.result)
         result = refined.result

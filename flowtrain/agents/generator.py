@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from flowtrain.agents.lenient import find_answer
 from flowtrain.agents.memory import Memory
@@ -26,30 +26,20 @@ class Answer(NamedTuple):
     """Lenient rules that it took to find the answer in it."""
 
 
-class Generator(Protocol):
-    """Answers the question from the memory alone."""
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """Answers the question from the memory alone: a model writes a summary of the process, then the
+    answer, as AgentFlow's "direct" output does. Without a model the rule `extract` answers, with ""
+    when the memory holds no result.
+    """
+
+    extract: Callable[[Memory], str]
+    engine: ChatEngine | None = None
 
     async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
         """Raises EngineError."""
-
-
-@dataclass(frozen=True, slots=True)
-class RuleGenerator:
-    """Stands in for AgentFlow's LLM generator; answers "" when the memory holds no result."""
-
-    extract: Callable[[Memory], str]
-
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
-        return Answer(self.extract(memory))
-
-
-@dataclass(frozen=True, slots=True)
-class LLMGenerator:
-    """AgentFlow's "direct" output: a summary of the process, then the answer."""
-
-    engine: ChatEngine
-
-    async def answer(self, question: str, memory: Memory, seed: int, deadline_s: float) -> Answer:
+        if self.engine is None:
+            return Answer(self.extract(memory))
         prompt = PROMPT.format(
             question=question, analysis=analysis_text(memory), memory=memory_json(memory)
         )

@@ -14,7 +14,7 @@ import pytest
 from flowtrain.agents.collect import RolloutRequest, _collect, collect, collect_branches
 from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Generator, last_result
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -85,7 +85,7 @@ def flow(planner: FakePlanner) -> Flow:
         planner,
         executor,
         RuleVerifier(any_result_enough),
-        RuleGenerator(last_result),
+        Generator(last_result),
         FlowLimits(3, 60.0),
     )
 
@@ -203,7 +203,7 @@ def slow_flow(slow: tuple[str, ...], seconds: float = 3600.0) -> Flow:
         SlowPlanner(slow=slow, seconds=seconds),
         executor,
         RuleVerifier(never),
-        RuleGenerator(last_result),
+        Generator(last_result),
         FlowLimits(3, 60.0),
     )
 

@@ -11,7 +11,7 @@ from char_tokenizer import CharTokenizer
 from flowtrain.agents.demonstrations import refinements
 from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Generator, last_result
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -78,7 +78,7 @@ def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]
         for name in ("Archive", "Clock")
     }
     limits = FlowLimits(4, 60.0, memory_tokens=memory_tokens)
-    rules = RuleVerifier(lambda question, memory: False), RuleGenerator(last_result)
+    rules = RuleVerifier(lambda question, memory: False), Generator(last_result)
     flow = Flow(
         Planner(),
         Executor(tools, 5.0, 1000),

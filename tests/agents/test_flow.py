@@ -13,7 +13,7 @@ import pytest
 
 from flowtrain.agents.executor import NO_COMMAND, Executor
 from flowtrain.agents.flow import MALFORMED, Flow, FlowLimits
-from flowtrain.agents.generator import Answer, RuleGenerator, last_result
+from flowtrain.agents.generator import Answer, Generator, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, Plan
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
@@ -141,7 +141,7 @@ def flow(
         FakePlanner(script, seconds),
         executor,
         RuleVerifier(is_enough),
-        RuleGenerator(last_result),
+        Generator(last_result),
         limits,
     )
 

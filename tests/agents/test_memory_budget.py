@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Generator, last_result
 from flowtrain.agents.memory import Budget, Memory, MemoryEntry
 from flowtrain.agents.planner import ModelPlanner
 from flowtrain.agents.policy import Moment, Policy
@@ -175,7 +175,7 @@ def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) ->
         planner,
         Executor(tools, 5.0, 100_000),
         RuleVerifier(lambda question, memory: False),
-        RuleGenerator(last_result),
+        Generator(last_result),
         limits,
     )
     trajectory = asyncio.run(flow.run(TASK, 0))
@@ -203,7 +203,7 @@ def test_a_turn_tokenises_little_more_than_what_its_prompt_shows() -> None:
         Counting(policy, PROMPTS[1], ("Flood",)),
         Executor({"Flood": Flood()}, 5.0, 1500),
         RuleVerifier(lambda question, memory: False),
-        RuleGenerator(last_result),
+        Generator(last_result),
         FlowLimits(8, 60.0, memory_tokens=budget),
     )
     trajectory = asyncio.run(flow.run(TASK, 0))

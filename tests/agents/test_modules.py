@@ -11,7 +11,7 @@ from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_planner, make_policy
 from flowtrain.agents.expert import next_step, plan_script, with_script
-from flowtrain.agents.generator import Answer, RuleGenerator, last_expression, last_result
+from flowtrain.agents.generator import Answer, Generator, last_expression, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import ModelPlanner, parse_action
 from flowtrain.agents.policy import Moment, Policy
@@ -165,7 +165,7 @@ def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     ],
 )
 def test_the_last_result_is_the_answer(entries: list[tuple[str, str]], answer: str) -> None:
-    found = asyncio.run(RuleGenerator(last_result).answer("q", memory(*entries), 0, 1.0))
+    found = asyncio.run(Generator(last_result).answer("q", memory(*entries), 0, 1.0))
     assert found == Answer(answer)
 
 
@@ -321,5 +321,5 @@ def test_each_family_of_tasks_has_its_rules(name: str, rule: object, extract: ob
         "agent": {"rollout_timeout_s": 7.0},
     }
     flow = make_flow(toy(values), POLICY, {}, max_turns=9)
-    assert flow.verifier == RuleVerifier(rule) and flow.generator == RuleGenerator(extract)  # type: ignore[arg-type]
+    assert flow.verifier == RuleVerifier(rule) and flow.generator == Generator(extract)  # type: ignore[arg-type]
     assert (flow.limits.max_turns, flow.limits.timeout_s) == (9, 7.0)

@@ -15,7 +15,7 @@ from flowtrain.agents.build import make_flow, make_policy, make_refiner
 from flowtrain.agents.executor import Executor
 from flowtrain.agents.expert import passage_script, with_script
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Generator, last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import Moment, ResponsePrefix
@@ -146,7 +146,7 @@ def flow(refine: Refiner) -> Flow:
         Planner(),
         Executor(tools, 5.0, 1000),
         RuleVerifier(lambda question, memory: False),
-        RuleGenerator(last_result),
+        Generator(last_result),
         FlowLimits(2, 60.0),
         refiner=refine,
         passage_tools=frozenset({"Archive"}),

@@ -16,7 +16,7 @@ from flowtrain.agents.build import make_flow, make_policy, make_verifier
 from flowtrain.agents.executor import Executor
 from flowtrain.agents.expert import steps_left, verdict_script, with_script
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Generator, last_result
 from flowtrain.agents.lenient import cut_end_of_turn
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan
@@ -221,7 +221,7 @@ def flow(engine: Says) -> Flow:
         Planner(),
         Executor({}, 5.0, 100),
         verifier(engine),
-        RuleGenerator(last_result),
+        Generator(last_result),
         FlowLimits(2, 30.0),
     )
 

@@ -23,7 +23,7 @@ from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.agents.commands import write_command
 from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Generator, last_result
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -397,7 +397,7 @@ def python_flow(tool: StatefulTool) -> Flow:
         Planner(),  # type: ignore[arg-type]
         Executor(tools, 5.0, 400),
         RuleVerifier(lambda question, memory: False),
-        RuleGenerator(last_result),
+        Generator(last_result),
         FlowLimits(3, 60.0),
         stateful_tools=tools,
     )

@@ -15,7 +15,7 @@ import asyncio, json
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.tools.registry import make_tools
 from flowtrain.agents.executor import Executor
-from flowtrain.agents.generator import RuleGenerator, last_result
+from flowtrain.agents.generator import Generator, last_result
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.verifier import RuleVerifier, any_result_enough
 from flowtrain.config.options import parse
@@ -33,7 +33,7 @@ config = parse(["--agent.tools", '["Length_Converter"]', "--plugins.Length_Conve
 tools = make_tools(config, TaskSet((), {}, ()))
 executor = Executor(tools, config.agent.tool_timeout_s, config.agent.max_result_chars)
 verifier = RuleVerifier(any_result_enough)
-flow = Flow(Planner(), executor, verifier, RuleGenerator(last_result), FlowLimits(3, 60.0))
+flow = Flow(Planner(), executor, verifier, Generator(last_result), FlowLimits(3, 60.0))
 done = asyncio.run(flow.run(Task("t", "How many km are three miles?", ("4.83 km",)), 0))
 description = tools["Length_Converter"].card.description
 print(json.dumps([[turn.result.text for turn in done.turns], done.answer, description]))
