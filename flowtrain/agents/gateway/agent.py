@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.deadlines import Cutoff, TurnsEnded
@@ -24,6 +23,7 @@ from flowtrain.config.gateway import Gateway as Options
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.tasks.verifiers import COLUMN as VERIFIERS
 from flowtrain.types import BranchStart, Task, Trajectory, UserError
+from flowtrain.utils.per_loop import Gate
 
 
 class GatewayAgent(SessionAgent):
@@ -37,9 +37,7 @@ class GatewayAgent(SessionAgent):
         self._program = _program(self._options)
         self._gateway: Gateway | None = None
         self._lock = threading.Lock()
-        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._places = Gate(self._options.max_programs)
 
     @staticmethod
     def check(config: Config, tokenizer: ChatTokenizer) -> None:
@@ -70,9 +68,7 @@ class GatewayAgent(SessionAgent):
         if not self._program.is_bounded:
             return await super().run(task, seed, cutoff, start)
         cutoff = cutoff or Cutoff()
-        place = self._places.setdefault(
-            asyncio.get_running_loop(), asyncio.Semaphore(self._options.max_programs)
-        )
+        place = self._places()
         try:
             async with cutoff():
                 await place.acquire()
