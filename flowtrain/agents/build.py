@@ -127,14 +127,9 @@ def _is_full(config: cfg.Config, role: PolicyName, voice: Voice) -> bool:
 
 def make_agentflow(context: AgentContext) -> Flow:
     """Make AgentFlow's flow around the policies of the context."""
-    policies = context.policies
+    own, chats = context.policies, context.chats
     return make_flow(
-        context.config,
-        policies["planner"],
-        context.tools,
-        max_turns=context.max_turns,
-        chats=context.chats,
-        policies=policies,
+        context.config, own["planner"], context.tools, context.max_turns, chats, policies=own
     )
 
 

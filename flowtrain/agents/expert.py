@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 from flowtrain.agents.conversation import Conversation
 from flowtrain.agents.flow import Flow
@@ -32,10 +33,8 @@ WRONG_PASSAGE = 0.3
 """Probability per search that a demonstrated refiner copies whatever passage."""
 
 
-class Script(Protocol):
-    """Decides what to say at a moment, in the form that `Prompt.write` takes; errs on purpose."""
-
-    def __call__(self, moment: Moment, rng: random.Random) -> Action | Verdict | str: ...
+Script = Callable[[Moment, random.Random], Action | Verdict | str]
+"""Decides what to say at a moment, in the form that `Prompt.write` takes; errs on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
