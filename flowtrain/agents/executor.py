@@ -72,7 +72,8 @@ class Executor:
             )
         except NoCommand as none:
             return Executed(str(none), ToolResult(error=none.problem))
-        left_s = deadline.left_s()
+        # An error names these seconds, which are the same each time where no model took any.
+        left_s = deadline.left_s() if self.engine else deadline_s
         timeout_s = left_s if tool.card.keeps_time else min(self.timeout_s, left_s)
         result = await run_tool(tool, arguments, timeout_s, self.max_chars)
         return Executed(write_command(arguments) + note, result, rules)
