@@ -19,7 +19,7 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,15 +27,15 @@ from typing import Any
 
 from bench.measure import report
 from flowtrain.agents.collect import collect
-from flowtrain.agents.executor import Executed, RuleExecutor
+from flowtrain.agents.executor import Executed, Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Answer, RuleGenerator
+from flowtrain.agents.generator import Answer, Generator
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan, PolicyPlanner
+from flowtrain.agents.planner import ModelPlanner, Plan
 from flowtrain.agents.policy import Policy, ResponsePrefix
 from flowtrain.agents.prompts import CompactPrompt
 from flowtrain.agents.verifier import RuleVerifier, Verification
-from flowtrain.tools import Tool, ToolCard
+from flowtrain.tools import ToolCard
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox
@@ -147,25 +147,20 @@ class SimulatedExecutor:
     """Waits for the command, then runs it as every executor does."""
 
     latencies: Latencies
-    runner: RuleExecutor
+    runner: Executor
 
     async def execute(
-        self,
-        question: str,
-        action: Action,
-        seed: int,
-        deadline_s: float,
-        own_tools: Mapping[str, Tool] | None = None,
+        self, question: str, action: Action, seed: int, deadline_s: float
     ) -> Executed:
         await asyncio.sleep(self.latencies.chat_s(action.sub_goal, "command"))
-        return await self.runner.execute(question, action, seed, deadline_s, own_tools)
+        return await self.runner.execute(question, action, seed, deadline_s)
 
 
 def simulated_flow(scale: float) -> Flow:
     latencies = Latencies(scale)
-    modules = Simulated(latencies)
-    executor = SimulatedExecutor(
-        latencies, RuleExecutor({"Simulated": modules}, TOOL_TIMEOUT_S / scale, 400)
+    modules: Any = Simulated(latencies)
+    executor: Any = SimulatedExecutor(
+        latencies, Executor({"Simulated": modules}, TOOL_TIMEOUT_S / scale, 400)
     )
     return Flow(
         modules, executor, modules, modules, FlowLimits(MAX_TURNS, ROLLOUT_TIMEOUT_S / scale)
@@ -236,12 +231,12 @@ def overhead_row(num_rollouts: int, num_turns: int) -> dict[str, Any]:
     tokenizer: Any = Characters()
     tools = {"Base_Generator": GuessGenerator(["1284"])}
     policy = Policy(engine, tokenizer, 48, temperature=1.0, request_timeout_s=60.0)
-    planner = PolicyPlanner(policy, CompactPrompt(), tool_names=("Base_Generator",))
+    planner = ModelPlanner(policy, CompactPrompt(), tool_names=("Base_Generator",))
     flow = Flow(
         planner,
-        RuleExecutor(tools, 2.0, 400),
+        Executor(tools, 2.0, 400),
         RuleVerifier(lambda task, memory: False),
-        RuleGenerator(),
+        Generator(),
         FlowLimits(num_turns, 500.0),
     )
     tasks = [Task(str(n), "What is the area of Chad?", ("1284",)) for n in range(num_rollouts)]

@@ -15,9 +15,9 @@ from math import log
 from typing import Any
 
 from flowtrain.agents.collect import collect
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator
+from flowtrain.agents.generator import Generator
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -99,13 +99,13 @@ def measure(engine: Engine, num_rollouts: int) -> list[dict[str, Any]]:
 def _run(engine: Engine, tasks: Sequence[Task], max_in_flight: int) -> tuple[float, list[float]]:
     """Return the seconds of the whole run, and of each tool call."""
     tool = SimulatedTool()
-    executor = RuleExecutor({tool.card.name: tool}, timeout_s=300.0, max_chars=10)
+    executor = Executor({tool.card.name: tool}, timeout_s=300.0, max_chars=10)
     goes_on = RuleVerifier(lambda task, memory: False)
     flow = Flow(
         SamplingPlanner(engine),
         executor,
         goes_on,
-        RuleGenerator(),
+        Generator(),
         FlowLimits(TURNS, 600.0),
     )
     started = time.perf_counter()

@@ -22,9 +22,8 @@ from transformers import PreTrainedModel
 from bench.agentflow_shape import agentflow_samples, random_model
 from bench.model_folder import ModelFolder
 from flowtrain.agents.collect import collect
-from flowtrain.agents.expert import ScriptedPlanner
+from flowtrain.agents.expert import scripted
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.algorithms import filter_samples, load_algorithm
 from flowtrain.algorithms.branching import score_samples
 from flowtrain.config.options import parse
@@ -117,13 +116,10 @@ def _policy(components: RunComponents, store: WeightStore) -> Flow:
 
 def _expert(components: RunComponents) -> Flow:
     flow = components.make_agent(components.make_no_engines(), components.config.agent.max_turns)
-    assert isinstance(flow, Flow) and isinstance(flow.planner, PolicyPlanner)
-    return replace(
-        flow,
-        planner=ScriptedPlanner(
-            flow.planner, components.config.rft.expert_error, components.tokenizer.eos_token_id
-        ),
-    )
+    assert isinstance(flow, Flow)
+    made = scripted(flow, components.config.rft.expert_error)
+    assert isinstance(made, Flow)
+    return made
 
 
 def _as_if_sampled(samples: Sequence[Sample], components: RunComponents) -> list[Sample]:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.trl_records import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
+from flowtrain.agents.policy import Moment
 from flowtrain.agents.single_turn import QuestionPrompt
 from flowtrain.config import Config
 from flowtrain.tasks.sets import task_set
@@ -134,7 +135,8 @@ def prompt(config: Config, task: Task) -> str | list[dict[str, str]]:
     through the template.
     """
     if config.agent.prompt == "compact":
-        return QuestionPrompt(config.agent.instructions, None).render(task.prompt)
+        prompt = QuestionPrompt(config.agent.instructions, is_message=False)
+        return prompt.render(Moment(task))
     text = "\n\n".join(filter(None, [task.prompt, config.agent.instructions]))
     return [{"role": "user", "content": text}]
 

@@ -14,9 +14,8 @@ import pytest
 from test_learning import config, fine_tuned, with_plans, write_questions
 
 from flowtrain.agents.collect import collect
-from flowtrain.agents.expert import ScriptedPlanner
+from flowtrain.agents.expert import plan_script, with_script
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
 from flowtrain.run.learner import Learner
@@ -52,9 +51,8 @@ def prepared(place: Path, run: str, cleanup: ExitStack, **sections: object) -> R
 
 
 def scripted(components: RunComponents, flow: Flow) -> Flow:
-    assert isinstance(flow.planner, PolicyPlanner)
-    error, eos = components.config.rft.expert_error, components.tokenizer.eos_token_id
-    return dataclasses.replace(flow, planner=ScriptedPlanner(flow.planner, error, eos))
+    script = plan_script(components.config.rft.expert_error)
+    return dataclasses.replace(flow, planner=with_script(flow.planner, script))
 
 
 def learn(place: Path, num_steps: int, sections: dict[str, dict[str, object]]) -> list[list[Group]]:

@@ -163,7 +163,7 @@ def test_a_teachers_traces_are_collected_screened_and_imitated(
     assert f"cost {facts['usage']['cost']:.4f}" in out
     assert (run / "model" / "model.safetensors").exists() and (run / "tokenizer.json").exists()
     turn = kept[0]["turns"][-1]
-    assert turn["response_text"].endswith("\nTool Name: Search") and turn["rescued"]
+    assert turn["response_text"].endswith("\nTool Name: Search") and "rescued" not in turn
 
 
 def test_a_killed_run_asks_for_nothing_twice_and_ends_as_if_it_had_not_been(

@@ -9,25 +9,23 @@ from flowtrain import config as cfg
 from flowtrain.agents import lenient
 from flowtrain.agents.analyst import Analyst
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.chat_planner import ChatPlanner
-from flowtrain.agents.executor import Executor, LLMExecutor, RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Generator, LLMGenerator, RuleGenerator
-from flowtrain.agents.planner import Planner, PolicyPlanner
+from flowtrain.agents.generator import Generator
+from flowtrain.agents.planner import ModelPlanner
 from flowtrain.agents.policy import Policy, check_prompt, check_template
-from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt, tools_text
+from flowtrain.agents.prompts import CompactPrompt, FullPrompt, tools_text
 from flowtrain.agents.refiner import (
     CompactRefinerPrompt,
     FullRefinerPrompt,
-    LLMRefiner,
-    PolicyRefiner,
+    ModelRefiner,
     Refiner,
-    RefinerPrompt,
     RuleRefiner,
 )
 from flowtrain.agents.registry import AgentKind
-from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, VerdictPrompt
-from flowtrain.agents.verifier import LLMVerifier, PolicyVerifier, RuleVerifier, Verifier
+from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt
+from flowtrain.agents.verifier import ModelVerifier, RuleVerifier, Verifier
+from flowtrain.agents.voices import ChatVoice, Voice
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.token_chat import ChatTokenizer
@@ -36,15 +34,6 @@ from flowtrain.types import PolicyName, UserError
 
 MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
 """The roles of a flow besides the planner."""
-
-
-def make_prompt(
-    config: cfg.Config, tools: Mapping[str, Tool], tokenizer: ChatTokenizer
-) -> PlannerPrompt:
-    if config.agent.prompt == "compact":
-        return CompactPrompt()
-    check_prompt(config, tokenizer)
-    return FullPrompt(tools.values(), tokenizer, config.agent.prompt_order)
 
 
 def make_policy(
@@ -92,60 +81,41 @@ def most_kept(config: cfg.Config) -> int:
     return rollout.top_k or (rollout.top_p_cap if rollout.top_p < 1 else 0)
 
 
-def make_verifier(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) -> PolicyVerifier:
-    """Make the verifier that is a policy of its own."""
-    prompt: VerdictPrompt = CompactVerdictPrompt()
-    if config.agent.prompt == "full":
-        check_template(config, "verifier", policy.tokenizer)
-        prompt = FullVerdictPrompt(tools_text(tools.values()), policy.tokenizer)
-    return PolicyVerifier(policy, prompt)
-
-
-def make_refiner(config: cfg.Config, policy: Policy) -> PolicyRefiner:
-    """Make the refiner that is a policy of its own."""
-    prompt: RefinerPrompt = CompactRefinerPrompt()
-    if config.agent.prompt == "full":
-        check_template(config, "refiner", policy.tokenizer)
-        prompt = FullRefinerPrompt(policy.tokenizer)
-    return PolicyRefiner(policy, prompt, config.agent.max_result_chars)
-
-
-def make_planner(config: cfg.Config, policy: Policy, tools: Mapping[str, Tool]) -> PolicyPlanner:
-    """Make the planner."""
-    prompt = make_prompt(config, tools, policy.tokenizer)
+def make_planner(config: cfg.Config, voice: Voice, tools: Mapping[str, Tool]) -> ModelPlanner:
+    is_full = _is_full(config, "planner", voice)
+    prompt = FullPrompt(tools.values(), config.agent.prompt_order) if is_full else CompactPrompt()
     spellings = lenient.spellings(tool.card for tool in tools.values())
-    return PolicyPlanner(policy, prompt, tuple(tools), spellings)
+    return ModelPlanner(voice, prompt, tuple(tools), spellings)
 
 
-def make_chat_planner(
-    config: cfg.Config, engine: ChatEngine, tools: Mapping[str, Tool]
-) -> ChatPlanner:
-    """Make a frozen planner of a chat engine."""
-    return ChatPlanner(
-        engine,
-        FullPrompt(tools.values(), None, config.agent.prompt_order),
-        tuple(tools),
-        config.rollout.request_timeout_s,
-        lenient.spellings(tool.card for tool in tools.values()),
+def make_verifier(config: cfg.Config, voice: Voice, tools: Mapping[str, Tool]) -> ModelVerifier:
+    is_full = _is_full(config, "verifier", voice)
+    return ModelVerifier(
+        voice, FullVerdictPrompt(tools.values()) if is_full else CompactVerdictPrompt()
     )
+
+
+def make_refiner(config: cfg.Config, voice: Voice, tools: Mapping[str, Tool]) -> ModelRefiner:
+    prompt = FullRefinerPrompt() if _is_full(config, "refiner", voice) else CompactRefinerPrompt()
+    return ModelRefiner(voice, prompt, config.agent.max_result_chars)
+
+
+def _is_full(config: cfg.Config, role: PolicyName, voice: Voice) -> bool:
+    """Return whether a module has the full prompt. A frozen model has that whatever `agent.prompt`
+    says, because a tiny policy's means nothing to others. Raises UserError for a policy without
+    the chat template that it needs.
+    """
+    is_full = config.agent.prompt == "full"
+    if is_full and isinstance(voice, Policy):
+        check_template(config, role, voice.tokenizer)
+    return is_full or voice.is_frozen
 
 
 def make_agentflow(context: AgentContext) -> Flow:
     """Make AgentFlow's flow around the policies of the context."""
-    config, tools, policies = context.config, context.tools, context.policies
-    verifier = refine = None
-    if "verifier" in policies:
-        verifier = make_verifier(config, policies["verifier"], tools)
-    if "refiner" in policies:
-        refine = make_refiner(config, policies["refiner"])
+    own, chats = context.policies, context.chats
     return make_flow(
-        config,
-        make_planner(config, policies["planner"], tools),
-        tools,
-        max_turns=context.max_turns,
-        chats=context.chats,
-        verifier=verifier,
-        refine=refine,
+        context.config, own["planner"], context.tools, context.max_turns, chats, policies=own
     )
 
 
@@ -160,61 +130,52 @@ AGENTFLOW = AgentKind(
 
 def make_flow(
     config: cfg.Config,
-    planner: Planner,
+    planner: Voice,
     tools: Mapping[str, Tool],
     max_turns: int,
     chats: Mapping[str, ChatEngine] | None = None,
-    verifier: Verifier | None = None,
-    refine: Refiner | None = None,
+    policies: Mapping[PolicyName, Policy] | None = None,
 ) -> Flow:
     """Make the flow; rules play a role without an engine, and there is no analyst without one.
 
     Args:
         chats: the engine of every role that has one.
-        verifier, refine: given iff they are policies of their own.
+        policies: those of their own, by role.
     """
     agent = config.agent
     chats = chats or {}
-    own = {"verifier": verifier, "refiner": refine}
-    assert {role for role, made in own.items() if made} == {*config.policy_names} - {"planner"}, (
-        "policies of their own are made before the flow"
-    )
+    voices: dict[str, Voice] = {role: ChatVoice(chat) for role, chat in chats.items()}
+    voices.update((policies or {}).items())
     for role in MODULES:
         engine = getattr(config.roles, role)
         assert engine in cfg.NO_ENGINE or role in chats, f"no engine for {role}"
-    run_executor: Executor = RuleExecutor(tools, agent.tool_timeout_s, agent.max_result_chars)
-    if chat := chats.get("executor"):
-        run_executor = LLMExecutor(
-            tools,
-            agent.tool_timeout_s,
-            agent.max_result_chars,
-            engine=chat,
-            ask_timeout_s=agent.module_timeout_s,
-        )
-    if chat := chats.get("verifier"):
-        verifier = verifier or LLMVerifier(chat, tools_text(tools.values()))
-    answer: Generator = RuleGenerator()
-    if chat := chats.get("generator"):
-        answer = LLMGenerator(chat)
-    if config.roles.refiner == "rules":
-        refine = RuleRefiner()
-    if chat := chats.get("refiner"):
-        refine = LLMRefiner(chat, agent.max_result_chars)
+        assert engine != cfg.OWN or role in voices, f"no policy for {role}"
+    verifier: Verifier = RuleVerifier()
+    if voice := voices.get("verifier"):
+        verifier = make_verifier(config, voice, tools)
+    refine: Refiner | None = RuleRefiner() if config.roles.refiner == "rules" else None
+    if voice := voices.get("refiner"):
+        refine = make_refiner(config, voice, tools)
     analyse = None
     if chat := chats.get("analyst"):
         timeout_s = min(agent.module_timeout_s, agent.rollout_timeout_s)
         analyse = Analyst(chat, tools_text(tools.values()), timeout_s)
     return Flow(
-        planner,
-        executor=run_executor,
-        verifier=verifier or RuleVerifier(),
-        generator=answer,
+        make_planner(config, planner, tools),
+        executor=Executor(
+            tools,
+            agent.tool_timeout_s,
+            agent.max_result_chars,
+            engine=chats.get("executor"),
+            ask_timeout_s=agent.module_timeout_s,
+        ),
+        verifier=verifier,
+        generator=Generator(chats.get("generator")),
         limits=FlowLimits(
             max_turns,
             timeout_s=agent.rollout_timeout_s,
             module_timeout_s=agent.module_timeout_s,
             memory_tokens=agent.memory_tokens,
-            memory_fields=agent.memory_fields,
         ),
         analyst=analyse,
         refiner=refine,

@@ -20,8 +20,6 @@ from flowtrain.agents.lenient import canonical, cut_end_of_turn
 from flowtrain.tools import ToolCard
 from flowtrain.utils.text import encodable
 
-MAX_RUNS = 5
-"""Values of a list that are given to a tool which takes one, each in a run of its own."""
 _MAX_CHARS = 100_000
 """Characters of a reply that are searched."""
 _MAX_JOINED = 10_000
@@ -91,24 +89,17 @@ def written_calls(command: str, card: ToolCard) -> list[dict[str, object]]:
     return _commands(command, card)[0]
 
 
-def fitted(
-    given: Mapping[str, object], card: ToolCard
-) -> tuple[tuple[dict[str, object], ...], bool]:
-    """Fit arguments to what the tool takes: another name for its one argument, a list of values
-    for one. Return the arguments of each run, and whether they were changed.
-    """
+def fitted(given: Mapping[str, object], card: ToolCard) -> dict[str, object]:
+    """Fit arguments to a tool that takes one: under another name, or as a list of that one text."""
     required = [parameter for parameter in card.parameters if parameter.is_required]
     (only, *others) = required or card.parameters or (None,)
     if only is None or others or len(given) != 1:
-        return (dict(given),), False
+        return dict(given)
     ((name, value),) = given.items()
-    values = value if isinstance(value, list) and only.kind is str else [value]
-    fits = 0 < len(values) <= MAX_RUNS and all(type(each) is only.kind for each in values)
-    known = {parameter.name for parameter in card.parameters}
-    if not fits or (name in known and name != only.name):
-        return (dict(given),), False
-    runs = tuple({only.name: each} for each in values)
-    return runs, runs != (dict(given),)
+    if isinstance(value, list) and len(value) == 1 and only.kind is str:
+        (value,) = value
+    is_other = name != only.name and any(name == parameter.name for parameter in card.parameters)
+    return dict(given) if is_other or type(value) is not only.kind else {only.name: value}
 
 
 def _pieces(reply: str) -> Iterator[str | list[dict[str, Any]]]:

@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowtrain.agents.flow import Flow
-from flowtrain.agents.refiner import Finding
+from flowtrain.agents.policy import Moment
+from flowtrain.agents.refiner import FullRefinerPrompt
 from flowtrain.engines.special_tokens import encode_plain
 from flowtrain.engines.token_chat import ChatTokenizer, encode_chat
 from flowtrain.types import Sample, Trajectory
 
 
 def refinements(
-    flow: Flow,
-    rollouts: Sequence[Trajectory],
-    tokenizer: ChatTokenizer,
-    end_id: int,
-    max_chars: int,
+    flow: Flow, rollouts: Sequence[Trajectory], tokenizer: ChatTokenizer, max_chars: int
 ) -> list[Sample]:
     """Return one sample per refined result, with the prompt that the refiner read.
 
@@ -33,10 +30,9 @@ def refinements(
             if turn.action is None or not turn.retrieved or len(reply) >= max_chars:
                 continue
             memory = flow.shown_before(rollout, number)
-            finding = Finding(rollout.task.prompt, memory, turn.action.sub_goal, turn.retrieved)
-            ids = (*encode_plain(tokenizer, reply), end_id)
-            zeros = (0.0,) * len(ids)
+            moment = Moment(rollout.task, memory, turn.action.sub_goal, turn.retrieved)
+            prompt_ids = encode_chat(tokenizer, FullRefinerPrompt().render(moment))
+            ids = (*encode_plain(tokenizer, reply), tokenizer.eos_token_id)
             ones = (1.0,) * len(ids)
-            prompt_ids = tuple(encode_chat(tokenizer, finding.prompt()))
-            samples.append(Sample(prompt_ids, ids, zeros, ones, ones))
+            samples.append(Sample(tuple(prompt_ids), ids, (0.0,) * len(ids), ones, ones))
     return samples

@@ -5,9 +5,9 @@ Every failure is an error in the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from flowtrain.agents.commands import fitted, json_object, read_command, write_command
 from flowtrain.agents.deadlines import Deadline
@@ -31,55 +31,82 @@ class Executed(NamedTuple):
     """Lenient rules that it took to read the command."""
 
 
-class Executor(Protocol):
-    """Runs an action."""
+class NoCommand(Exception):
+    """There is nothing to run; the text is what stands for the command, `problem` the error."""
 
-    async def execute(
-        self,
-        question: str,
-        action: Action,
-        seed: int,
-        deadline_s: float,
-        own_tools: Mapping[str, Tool] | None = None,
-    ) -> Executed:
-        """Run within `deadline_s` seconds; `seed` is this turn's.
-
-        `own_tools` are the rollout's own, which take the place of those that all share.
-        """
+    def __init__(self, text: str, problem: str) -> None:
+        super().__init__(text)
+        self.problem = problem
 
 
 @dataclass(frozen=True, slots=True)
-class RuleExecutor:
-    """Stands in for AgentFlow's LLM executor: `arguments_of` makes the command of the sub-goal."""
+class Executor:
+    """AgentFlow's executor: a model writes the command from sub-goal, context and tool card.
+
+    It runs the first command that can be read; a note in the command says when there were more.
+    Without a model `arguments_of` makes the command of the sub-goal.
+    """
 
     tools: Mapping[str, Tool]
     timeout_s: float
     """Seconds per command of a tool that does not keep its own time."""
     max_chars: int
     """Characters of a result that are kept, and of a reply that holds no command."""
+    engine: ChatEngine | None = None
+    ask_timeout_s: float = 0.0
+    """Seconds that the model may take to write it."""
 
     async def execute(
-        self,
-        question: str,
-        action: Action,
-        seed: int,
-        deadline_s: float,
-        own_tools: Mapping[str, Tool] | None = None,
+        self, question: str, action: Action, seed: int, deadline_s: float
     ) -> Executed:
-        tool = self._tool(action, own_tools)
+        """Run within `deadline_s` seconds; `seed` is this turn's."""
+        deadline = Deadline(deadline_s)
+        tool = self.tools.get(action.tool_name)
         if tool is None:
-            return _not_found(action)
-        arguments = arguments_of(tool.card, action.sub_goal)
-        return Executed(write_command(arguments), await self._run(tool, arguments, deadline_s))
-
-    def _tool(self, action: Action, own_tools: Mapping[str, Tool] | None) -> Tool | None:
-        name = action.tool_name
-        return (own_tools or {}).get(name) or self.tools.get(name)
-
-    async def _run(self, tool: Tool, arguments: Mapping[str, object], left_s: float) -> ToolResult:
-        """Run a command in the time that the rollout has left."""
+            # AgentFlow's rule for a bad tool: nothing is called, and the turn is spent.
+            name = action.tool_name.removeprefix(NO_TOOL)
+            return Executed(NO_COMMAND, ToolResult(error=f"tool {name!r} was not found"))
+        try:
+            arguments, note, rules = await self._command(
+                tool.card, question, action, seed, deadline
+            )
+        except NoCommand as none:
+            return Executed(str(none), ToolResult(error=none.problem))
+        # An error names these seconds, which are the same each time where no model took any.
+        left_s = deadline.left_s() if self.engine else deadline_s
         timeout_s = left_s if tool.card.keeps_time else min(self.timeout_s, left_s)
-        return await run_tool(tool, arguments, timeout_s, self.max_chars)
+        result = await run_tool(tool, arguments, timeout_s, self.max_chars)
+        return Executed(write_command(arguments) + note, result, rules)
+
+    async def _command(
+        self, card: ToolCard, question: str, action: Action, seed: int, deadline: Deadline
+    ) -> tuple[dict[str, object], str, tuple[str, ...]]:
+        """Return the arguments, a note for the command, and the rules that it took to read it.
+        Raises NoCommand.
+        """
+        if self.engine is None:
+            return arguments_of(card, action.sub_goal), "", ()
+        prompt = PROMPT.format(
+            question=question,
+            sub_goal=action.sub_goal,
+            context=action.context,
+            tool=tool_text(card),
+        )
+        timeout_s = min(self.ask_timeout_s, deadline.left_s())
+        try:
+            reply = await self.engine.ask(prompt, seed=seed, deadline_s=timeout_s)
+            found = read_command(reply, card)
+        except EngineError as error:
+            problem = shorten(f"the executor failed: {error}", self.max_chars)
+            raise NoCommand(NO_COMMAND, problem) from None
+        except ValueError:
+            text = f"No command found in: {shorten(reply, self.max_chars)}"
+            raise NoCommand(text, "the executor wrote no command") from None
+        arguments, rules = found.arguments, found.rules
+        if card.check(arguments) and (fits := fitted(arguments, card)) != arguments:
+            arguments, rules = fits, (*rules, "arguments")
+        note = f"  # the first of {found.num_commands} commands" if found.num_commands > 1 else ""
+        return arguments, note, rules
 
 
 def arguments_of(card: ToolCard, sub_goal: str) -> dict[str, object]:
@@ -96,80 +123,6 @@ def arguments_of(card: ToolCard, sub_goal: str) -> dict[str, object]:
         if arguments is not None and (len(required) != 1 or arguments.keys() <= names):
             return arguments
     return {texts[0] if texts else "query": sub_goal}
-
-
-@dataclass(frozen=True, slots=True)
-class LLMExecutor(RuleExecutor):
-    """AgentFlow's executor: a model writes the command from sub-goal, context and tool card.
-
-    It runs the first command that can be read; a note in the command says when there were more.
-    """
-
-    engine: ChatEngine
-    ask_timeout_s: float
-    """Seconds that the model may take to write it."""
-
-    async def execute(
-        self,
-        question: str,
-        action: Action,
-        seed: int,
-        deadline_s: float,
-        own_tools: Mapping[str, Tool] | None = None,
-    ) -> Executed:
-        tool = self._tool(action, own_tools)
-        if tool is None:
-            return _not_found(action)
-        deadline = Deadline(deadline_s)
-        prompt = PROMPT.format(
-            question=question,
-            sub_goal=action.sub_goal,
-            context=action.context,
-            tool=tool_text(tool.card),
-        )
-        try:
-            reply = await self.engine.ask(
-                prompt, seed=seed, deadline_s=min(self.ask_timeout_s, deadline_s)
-            )
-            found = read_command(reply, tool.card)
-        except EngineError as error:
-            problem = shorten(f"the executor failed: {error}", self.max_chars)
-            return Executed(NO_COMMAND, ToolResult(error=problem))
-        except ValueError:
-            command = f"No command found in: {shorten(reply, self.max_chars)}"
-            return Executed(command, ToolResult(error="the executor wrote no command"))
-        runs: Sequence[dict[str, object]] = (found.arguments,)
-        rules = found.rules
-        if tool.card.check(found.arguments):
-            runs, is_changed = fitted(found.arguments, tool.card)
-            rules = (*rules, "arguments") if is_changed else rules
-        note = f"  # the first of {found.num_commands} commands" if found.num_commands > 1 else ""
-        command = "; ".join(map(write_command, runs)) + note
-        return Executed(command, await self._run_each(tool, runs, deadline), rules)
-
-    async def _run_each(
-        self, tool: Tool, runs: Sequence[Mapping[str, object]], deadline: Deadline
-    ) -> ToolResult:
-        """Run a command, or the same for each of several values, whose results are joined."""
-        results = [await self._run(tool, arguments, deadline.left_s()) for arguments in runs]
-        if len(results) == 1:
-            return results[0]
-        pairs = zip(runs, results, strict=True)
-        text = "\n".join(f"{next(iter(given.values()))}: {result.text}" for given, result in pairs)
-        failed = all(result.error is not None for result in results)
-        return ToolResult(
-            output="" if failed else shorten(text, self.max_chars),
-            error=shorten(text, self.max_chars) if failed else None,
-            seconds=sum(result.seconds for result in results),
-            wall_s=sum(result.wall_s for result in results),
-            cpu_s=sum(result.cpu_s for result in results),
-        )
-
-
-def _not_found(action: Action) -> Executed:
-    """AgentFlow's rule for a bad tool: nothing is called, and the turn is spent."""
-    name = action.tool_name.removeprefix(NO_TOOL)
-    return Executed(NO_COMMAND, ToolResult(error=f"tool {name!r} was not found"))
 
 
 PROMPT = """You write the command that makes a tool do one step of a larger task.

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 from flowtrain.agents.conversation import Conversation
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.generator import last_result
 from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import Plan, Planner, PolicyPlanner
-from flowtrain.agents.refiner import Evidence, Finding, PolicyRefiner, best_passage
+from flowtrain.agents.planner import ModelPlanner
+from flowtrain.agents.policy import Moment, Policy, Prompt
+from flowtrain.agents.refiner import ModelRefiner, best_passage
 from flowtrain.agents.session import Session
 from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.agents.tool_formats import WrittenCall
-from flowtrain.agents.verifier import PolicyVerifier, Verification
+from flowtrain.agents.verifier import ModelVerifier
+from flowtrain.engines.special_tokens import Rendered
 from flowtrain.tasks.gameof24 import random_expression
-from flowtrain.types import (
-    Action,
-    Call,
-    Completion,
-    FinishReason,
-    PlanStep,
-    PolicyName,
-    Task,
-    Verdict,
-)
+from flowtrain.types import Action, Call, PlanStep, Task, Verdict
 from flowtrain.utils.seeds import derive_seed
+
+T = TypeVar("T")
 
 EARLY_STOP = 0.3
 """Probability per turn that a demonstrated verifier says STOP whatever the memory holds."""
@@ -37,75 +33,66 @@ WRONG_PASSAGE = 0.3
 """Probability per search that a demonstrated refiner copies whatever passage."""
 
 
+Script = Callable[[Moment, random.Random], Action | Verdict | str]
+"""Decides what to say at a moment, in the form that `Prompt.write` takes; errs on purpose."""
+
+
 @dataclass(frozen=True, slots=True)
-class ScriptedPlanner(Planner):
-    """Takes the next step of `task.plan`; with probability `error` it guesses instead.
+class ScriptVoice:
+    """Says what a script decides, in the tokens of the policy that learns from it."""
+
+    is_frozen: ClassVar[bool] = False
+
+    policy: Policy
+    script: Script
+
+    async def reply(self, prompt: Prompt, moment: Moment, *, seed: int, deadline_s: float) -> Call:
+        text = prompt.write(self.script(moment, random.Random(seed)))
+        return self.policy.imitate(self.policy.read(prompt, moment), text)
+
+    def measure(self, text: str) -> int:
+        return self.policy.measure(text)
+
+
+def plan_script(error: float) -> Script:
+    """Take the next step of `task.plan`; with probability `error` guess instead.
 
     A guess has the step's sub-goal, but asks the base generator; in the game of 24 it is any
-    expression of the numbers. Its tokens are those of `like`, the planner that learns from it.
+    expression of the numbers.
     """
 
-    like: PolicyPlanner
-    error: float
-    end_id: int
-    """End-of-sequence token."""
-
-    async def plan(
-        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
+    def next_action(moment: Moment, rng: random.Random) -> Action:
+        task = moment.task
         assert task.plan, f"task {task.id} has no plan to follow"
-        step = next_step(task, memory)
-        rng = random.Random(derive_seed(seed, turn))
-        action = (
-            _guess(task, step, rng)
-            if rng.random() < self.error
-            else Action("", "", step.sub_goal, step.tool_name)
-        )
-        text = self.like.prompt.write(action)
-        return Plan(self.like.imitate(task.prompt, memory, text, self.end_id), action)
+        step = next_step(task, moment.memory)
+        if rng.random() >= error:
+            return Action("", "", step.sub_goal, step.tool_name)
+        if task.scorer == "gameof24":
+            return Action("", "", random_expression(task.answers, rng), step.tool_name)
+        return Action("", "", step.sub_goal, "Base_Generator")
 
-    def measure(self, memory: Memory) -> int:
-        return self.like.measure(memory)
+    return next_action
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptedVerifier:
-    """Says STOP once the memory has all of `task.plan`; with probability `early_stop` at once.
+def verdict_script(early_stop: float) -> Script:
+    """Say STOP once the memory has all of `task.plan`; with probability `early_stop` at once."""
 
-    Its tokens and log-probs are made as those of `ScriptedPlanner`.
-    """
+    def verdict(moment: Moment, rng: random.Random) -> Verdict:
+        stops = rng.random() < early_stop or not steps_left(moment.task, moment.memory)
+        return Verdict.STOP if stops else Verdict.CONTINUE
 
-    like: PolicyVerifier
-    early_stop: float
-    end_id: int
-
-    async def verify(
-        self, task: Task, memory: Memory, seed: int, deadline_s: float
-    ) -> Verification:
-        stops = random.Random(seed).random() < self.early_stop or not steps_left(task, memory)
-        verdict = Verdict.STOP if stops else Verdict.CONTINUE
-        text = self.like.prompt.write(verdict)
-        call = self.like.imitate(task.prompt, memory, text, self.end_id)
-        return Verification(verdict, self.like.prompt.prefix + text, call)
+    return verdict
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptedRefiner:
-    """Copies the passage that `RuleRefiner` picks, or with probability `error` any of them.
+def passage_script(error: float) -> Script:
+    """Copy the passage that `RuleRefiner` picks, or with probability `error` any of them."""
 
-    Its tokens and log-probs are made as those of `ScriptedPlanner`.
-    """
+    def passage(moment: Moment, rng: random.Random) -> str:
+        passages = [line for line in moment.passages.splitlines() if line.strip()]
+        errs = rng.random() < error and passages
+        return rng.choice(passages) if errs else best_passage(moment)
 
-    like: PolicyRefiner
-    error: float
-    end_id: int
-
-    async def refine(self, finding: Finding, seed: int, deadline_s: float) -> Evidence:
-        rng = random.Random(seed)
-        passages = [line for line in finding.passages.splitlines() if line.strip()]
-        errs = rng.random() < self.error and passages
-        text = rng.choice(passages) if errs else best_passage(finding)
-        return self.like.imitate(finding, text, self.end_id)
+    return passage
 
 
 class ScriptedCaller(ToolCallingAgent):
@@ -115,10 +102,9 @@ class ScriptedCaller(ToolCallingAgent):
     Its tokens are those of the agent that learns from it.
     """
 
-    def __init__(self, like: ToolCallingAgent, error: float, end_id: int) -> None:
+    def __init__(self, like: ToolCallingAgent, error: float) -> None:
         super().__init__(like.context)
         self._error = error
-        self._end_id = end_id
 
     async def respond(self, session: Session, conversation: Conversation) -> Call:
         task = session.task
@@ -131,10 +117,9 @@ class ScriptedCaller(ToolCallingAgent):
             rng = random.Random(derive_seed(session.seed, len(session.turns)))
             tool = "Base_Generator" if rng.random() < self._error else left[0].tool_name
             arguments = json.dumps({"query": left[0].sub_goal}, ensure_ascii=False)
-            text = self.chat.format.write([WrittenCall(tool, arguments)])
-        ids = (*self.chat.template.encode(text), self._end_id)
-        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-        return session.record(Call.of(conversation.prompt_ids, completion, text))
+            text = self.dialect.format.write([WrittenCall(tool, arguments)])
+        # A format may begin calls with a special token of its own.
+        return session.record(session.policy.imitate(conversation.prompt_ids, Rendered(text)))
 
 
 def _memory(session: Session) -> Memory:
@@ -146,32 +131,28 @@ def _memory(session: Session) -> Memory:
     return memory
 
 
-def scripted(
-    agent: Flow | ToolCallingAgent, error: float, ends: Mapping[PolicyName, int]
-) -> Flow | ToolCallingAgent:
+def scripted(agent: Flow | ToolCallingAgent, error: float) -> Flow | ToolCallingAgent:
     """Return the agent with scripts in the place of its policies; its tasks must have plans.
 
     Args:
-        error: see `ScriptedPlanner` and `ScriptedCaller`.
-        ends: the end-of-sequence token of each policy.
+        error: see `plan_script` and `ScriptedCaller`.
     """
     if isinstance(agent, ToolCallingAgent):
-        return ScriptedCaller(agent, error, ends["planner"])
-    assert isinstance(agent.planner, PolicyPlanner), "scripts write in a policy's tokens"
-    verifier = agent.verifier
-    if isinstance(verifier, PolicyVerifier):
-        verifier = ScriptedVerifier(verifier, EARLY_STOP, ends["verifier"])
-    refiner = agent.refiner
-    if isinstance(refiner, PolicyRefiner):
-        refiner = ScriptedRefiner(refiner, WRONG_PASSAGE, ends["refiner"])
-    planner = ScriptedPlanner(agent.planner, error, ends["planner"])
-    return replace(agent, planner=planner, verifier=verifier, refiner=refiner)
+        return ScriptedCaller(agent, error)
+    return replace(
+        agent,
+        planner=with_script(agent.planner, plan_script(error)),
+        verifier=with_script(agent.verifier, verdict_script(EARLY_STOP)),
+        refiner=with_script(agent.refiner, passage_script(WRONG_PASSAGE)),
+    )
 
 
-def _guess(task: Task, step: PlanStep, rng: random.Random) -> Action:
-    if task.scorer == "gameof24":
-        return Action("", "", random_expression(task.answers, rng), step.tool_name)
-    return Action("", "", step.sub_goal, "Base_Generator")
+def with_script(module: T, script: Script) -> T:
+    """Return a module with a script as its voice, where a policy has been that."""
+    match module:
+        case ModelPlanner() | ModelVerifier() | ModelRefiner() if isinstance(module.voice, Policy):
+            return replace(module, voice=ScriptVoice(module.voice, script))
+    return module
 
 
 def next_step(task: Task, memory: Memory) -> PlanStep:

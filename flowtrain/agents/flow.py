@@ -24,10 +24,10 @@ from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.executor import NO_COMMAND, Executed, Executor
 from flowtrain.agents.generator import Answer, Generator
 from flowtrain.agents.hints import Hints
-from flowtrain.agents.memory import Memory, MemoryEntry, bounded
+from flowtrain.agents.memory import Budget, Memory, MemoryEntry
 from flowtrain.agents.planner import Plan, Planner
-from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
-from flowtrain.agents.refiner import Finding, Refiner
+from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
+from flowtrain.agents.refiner import Refiner
 from flowtrain.agents.tool_states import NoSession, tool_sessions
 from flowtrain.agents.verifier import Verifier
 from flowtrain.engines.protocol import EngineError
@@ -58,9 +58,7 @@ class FlowLimits:
     module_timeout_s: float = 120.0
     """Seconds for each verdict and for the answer, which gets them even when the time is up."""
     memory_tokens: int = 0
-    """Budget of the memory, see `bounded`; 0: none."""
-    memory_fields: tuple[str, ...] = ()
-    """What the memory keeps of a turn besides the four fields of `MemoryEntry.of`."""
+    """The `Budget` of the memory; 0: none."""
 
 
 class _Refined(NamedTuple):
@@ -83,6 +81,9 @@ class _Rollout:
     task: Task
     seed: int
     deadline: Deadline
+    budget: Budget
+    executor: Executor
+    """The flow's, with the rollout's own tools."""
     memory: Memory = field(default_factory=Memory)
     """All that was found."""
     shown: Memory = field(default_factory=Memory)
@@ -91,7 +92,6 @@ class _Rollout:
     prefix: ResponsePrefix | None = None
     """The beginning of a branch's first turn."""
     hint_turn: int | None = None
-    own_tools: Mapping[str, Tool] = field(default_factory=dict)
 
     def module_seed(self, role: str) -> int:
         """The seed of a module in the present turn."""
@@ -125,17 +125,20 @@ class Flow:
         before that point, tool results included.
         """
         started = time.monotonic()
-        rollout = _Rollout(task, seed, Deadline(self.limits.timeout_s))
+        deadline = Deadline(self.limits.timeout_s)
+        rollout = _Rollout(task, seed, deadline, self._budget(), self.executor)
         if start is not None:
             parent, point = start.parent, start.point
             rollout.turns = list(parent.turns[: point.turn])
             rollout.memory = self._memory_before(parent, point.turn)
-            rollout.shown = self._shown(rollout.memory)
+            rollout.shown = rollout.budget.bounded(rollout.memory)
             rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
         truncated, answer, error = "", Answer(""), ""
         try:
-            async with tool_sessions(self.stateful_tools.values(), start) as own_tools:
-                rollout.own_tools = own_tools
+            async with tool_sessions(self.stateful_tools.values(), start) as own:
+                if own:
+                    tools = {**self.executor.tools, **own}
+                    rollout.executor = replace(self.executor, tools=tools)
                 truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
                 answer = await self.generator.answer(
@@ -171,17 +174,16 @@ class Flow:
 
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
         """The memory that the modules read in that turn, without a hint."""
-        return self._shown(self._memory_before(trajectory, turn))
+        return self._budget().bounded(self._memory_before(trajectory, turn))
 
     def _memory_before(self, trajectory: Trajectory, turn: int) -> Memory:
         memory = Memory(analysis=trajectory.analysis)
         for done in trajectory.turns[:turn]:
-            memory = memory.add(MemoryEntry.of_turn(done, self.limits.memory_fields))
+            memory = memory.add(MemoryEntry.of(done.action, done.command, done.result))
         return memory
 
-    def _shown(self, memory: Memory) -> Memory:
-        max_tokens = self.limits.memory_tokens
-        return bounded(memory, max_tokens, self.planner.measure) if max_tokens else memory
+    def _budget(self) -> Budget:
+        return Budget(self.limits.memory_tokens, lambda memory: self.planner.measure(memory))
 
     async def _turns(self, rollout: _Rollout, cutoff: Cutoff) -> str:
         """Analyse, then take turns; return why they ended before STOP, or ""."""
@@ -209,17 +211,16 @@ class Flow:
         plan_s = time.monotonic() - started
         executed = Executed(NO_COMMAND, ToolResult(error=MALFORMED))
         if plan.action is not None:
-            executed = await self.executor.execute(
+            executed = await rollout.executor.execute(
                 rollout.task.prompt,
                 plan.action,
                 seed=rollout.module_seed("executor"),
                 deadline_s=rollout.deadline.left_s(),
-                own_tools=rollout.own_tools,
             )
         refined = await self._refined(rollout, plan.action, executed.result)
         result = refined.result
         memory = rollout.memory.add(MemoryEntry.of(plan.action, executed.command, result))
-        shown = self._shown(memory)
+        shown = rollout.budget.bounded(memory)
         verified = await self.verifier.verify(
             rollout.task,
             shown,
@@ -247,9 +248,6 @@ class Flow:
                 *(f"verifier/{rule}" for rule in verified.rescued),
             ),
         )
-        if fields := self.limits.memory_fields:
-            memory = rollout.memory.add(MemoryEntry.of_turn(turn, fields))
-            shown = self._shown(memory)
         rollout.memory = memory
         rollout.shown = shown
         rollout.turns.append(turn)
@@ -275,7 +273,7 @@ class Flow:
         if hint := self.hints.give(rollout.task, rollout.turns, rollout.seed):
             rollout.hint_turn = len(rollout.turns)
             rollout.memory = replace(rollout.memory, hint=hint)
-            rollout.shown = self._shown(rollout.memory)
+            rollout.shown = rollout.budget.bounded(rollout.memory)
 
     async def _refined(
         self, rollout: _Rollout, action: Action | None, result: ToolResult
@@ -285,9 +283,9 @@ class Flow:
             return _Refined(result)
         if action.tool_name not in self.passage_tools:
             return _Refined(result)
-        finding = Finding(rollout.task.prompt, rollout.shown, action.sub_goal, result.output)
+        moment = Moment(rollout.task, rollout.shown, action.sub_goal, result.output)
         text, call = await self.refiner.refine(
-            finding, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
+            moment, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
         )
         if not text.strip():
             return _Refined(result, call=call)

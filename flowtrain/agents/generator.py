@@ -6,7 +6,7 @@ It always runs, also when the loop ran out of turns or time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from flowtrain.agents.lenient import find_answer
 from flowtrain.agents.memory import Memory
@@ -26,35 +26,30 @@ class Answer(NamedTuple):
     """Lenient rules that it took to find the answer in it."""
 
 
-class Generator(Protocol):
-    """Answers the question from the memory alone."""
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """Answers the question from the memory alone: a model writes a summary of the process, then the
+    answer, as AgentFlow's "direct" output does. Without a model a rule of the task answers, with ""
+    when the memory holds no result.
+    """
+
+    engine: ChatEngine | None = None
 
     async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
         """Raises EngineError."""
-
-
-@dataclass(frozen=True, slots=True)
-class RuleGenerator:
-    """Stands in for AgentFlow's LLM generator; answers "" when the memory holds no result."""
-
-    async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
-        is_expression = task.rules == "gameof24"
-        return Answer(last_expression(memory) if is_expression else last_result(memory))
-
-
-@dataclass(frozen=True, slots=True)
-class LLMGenerator:
-    """AgentFlow's "direct" output: a summary of the process, then the answer."""
-
-    engine: ChatEngine
-
-    async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
+        if self.engine is None:
+            return Answer(by_rule(task, memory))
         prompt = PROMPT.format(
             question=task.prompt, analysis=analysis_text(memory), memory=memory_json(memory)
         )
         output = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
         found, rules = find_answer(output)
         return Answer(found, output, rules)
+
+
+def by_rule(task: Task, memory: Memory) -> str:
+    """Return the answer by the rules of the task."""
+    return last_expression(memory) if task.rules == "gameof24" else last_result(memory)
 
 
 def last_result(memory: Memory) -> str:

@@ -1,21 +1,17 @@
 """The memory of one rollout is an explicit record: M^{t+1} = f_mem(M^t, a^t, e^t, v^t).
 
-As in AgentFlow's released code an entry has four fields. `agent.memory_fields` adds what the paper
-keeps besides: the verifier's text (appendix E.1.5) and the time (section 3.1). The planner's
-context and justification are not kept. Every rollout has a memory of its own, so no task can see
-another's.
+As in AgentFlow's released code an entry has four fields; the paper keeps the verifier's text
+(appendix E.1.5) and the time (section 3.1) besides. The planner's context and justification are not
+kept. Every rollout has a memory of its own, so no task can see another's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 
 from flowtrain.tools.base import shorten
-from flowtrain.types import Action, ToolResult, Turn
-
-VERIFICATION_CHARS = 1000
-"""Characters of a verifier's text that are kept, from both of its ends."""
+from flowtrain.types import Action, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +23,6 @@ class MemoryEntry:
     command: str
     result: str
     """Output of the tool, "The area of Chad is 1284.", or "Error: ..."."""
-    verification_status: str = ""
-    """The verifier's text, or its bare verdict; "" where it is not kept."""
-    time: str = ""
-    """The turn's duration, "2.5 s"; "" where it is not kept."""
 
     @classmethod
     def of(cls, action: Action | None, command: str, result: ToolResult) -> MemoryEntry:
@@ -38,27 +30,6 @@ class MemoryEntry:
         if action is None:
             return cls("None", "None", command, result.text)
         return cls(action.tool_name, action.sub_goal, command, result.text)
-
-    @classmethod
-    def of_turn(cls, turn: Turn, fields: Collection[str] = ()) -> MemoryEntry:
-        """Make the entry of a turn that is over; `fields` is `agent.memory_fields`."""
-        entry = cls.of(turn.action, turn.command, turn.result)
-        if "verification" in fields:
-            status = turn.verdict_text.strip() or turn.verdict.value
-            entry = replace(entry, verification_status=shorten(status, VERIFICATION_CHARS))
-        if "time" in fields:
-            entry = replace(entry, time=f"{turn.seconds:.1f} s")
-        return entry
-
-    def as_dict(self) -> dict[str, str]:
-        fields = {
-            "tool_name": self.tool_name,
-            "sub_goal": self.sub_goal,
-            "command": self.command,
-            "result": self.result,
-        }
-        kept = {"verification_status": self.verification_status, "time": self.time}
-        return fields | {name: text for name, text in kept.items() if text}
 
     @property
     def is_error(self) -> bool:
@@ -79,11 +50,9 @@ class Memory:
         return replace(self, entries=(*self.entries, entry))
 
     def as_dict(self) -> dict[str, dict[str, str]]:
-        """AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command", "result"}}, and
-        the paper's two fields where they are kept.
-        """
+        """AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command", "result"}}."""
         return {
-            f"Action Step {number}": entry.as_dict() for number, entry in enumerate(self.entries, 1)
+            f"Action Step {number}": asdict(entry) for number, entry in enumerate(self.entries, 1)
         }
 
 
@@ -95,46 +64,72 @@ _MOST_PER_TOKEN = 8
 """Characters tried per token of the budget, twice those of prose; measuring more takes time."""
 
 
-def bounded(memory: Memory, max_tokens: int, measure: Callable[[Memory], int]) -> Memory:
-    """Cut the memory to `max_tokens` tokens by the planner's `measure`, deterministically.
-
-    Results lose their middle and say how much was left out, the oldest first and hardly more than
-    is needed. A result of up to 200 characters stays whole, a longer one keeps at least 100. Tool
-    names, sub-goals and commands are never cut, so a budget too small for them is exceeded.
+class Budget:
+    """Keeps the growing memory of one rollout within a number of tokens; tokenising takes time, so
+    each entry is measured once.
     """
-    num_chars = sum(len(entry.result) for entry in memory.entries)
-    if num_chars <= _MOST_PER_TOKEN * max_tokens and measure(memory) <= max_tokens:
-        return memory
-    least = replace(memory, entries=tuple(_keeping(entry, _LEAST) for entry in memory.entries))
-    spare = max_tokens - measure(least)
-    while True:
-        filled = replace(least, entries=_filled(memory, least, spare, measure))
-        excess = measure(filled) - max_tokens
-        if excess <= 0 or filled == least:
-            return filled
-        spare -= excess  # results take some tokens more together than one by one
 
+    def __init__(self, max_tokens: int, measure: Callable[[Memory], int]) -> None:
+        """`measure` is the planner's; `max_tokens` 0: nothing is cut."""
+        self._max_tokens = max_tokens
+        self._measure = measure
+        self._costs: dict[MemoryEntry, int] = {}
+        self._is_spent = False
 
-def _filled(
-    memory: Memory, least: Memory, spare: int, measure: Callable[[Memory], int]
-) -> tuple[MemoryEntry, ...]:
-    """Give `spare` tokens back to the results, from the newest on, until one is not whole."""
-    entries = list(least.entries)
-    for index in reversed(range(len(entries))):
-        whole = memory.entries[index]
-        base = measure(Memory((least.entries[index],)))
-        keep = min(len(whole.result), _MOST_PER_TOKEN * max(spare, 0))
-        while keep > _LEAST and entries[index] != whole:
-            grown = _keeping(whole, keep)
-            cost = measure(Memory((grown,))) - base
-            if cost <= spare:
-                entries[index] = grown
-                spare -= cost
+    def bounded(self, memory: Memory) -> Memory:
+        """Cut the memory, which only grows from call to call, deterministically.
+
+        Results lose their middle and say how much was left out, the oldest first and hardly more
+        than is needed. A result of up to 200 characters stays whole, a longer one keeps at least
+        100. Tool names, sub-goals and commands are never cut, so a budget too small for them is
+        exceeded.
+        """
+        if not self._max_tokens or self._fits(memory):
+            return memory
+        least = replace(memory, entries=tuple(_keeping(entry, _LEAST) for entry in memory.entries))
+        spare = self._max_tokens - self._measure(least)
+        while True:
+            filled = replace(least, entries=self._filled(memory, least, spare))
+            excess = self._measure(filled) - self._max_tokens
+            if excess <= 0 or filled == least:
+                return filled
+            spare -= excess  # results take some tokens more together than one by one
+
+    def _fits(self, memory: Memory) -> bool:
+        num_chars = sum(len(entry.result) for entry in memory.entries)
+        self._is_spent = (
+            self._is_spent
+            or num_chars > _MOST_PER_TOKEN * self._max_tokens
+            or self._measure(memory) > self._max_tokens
+        )
+        return not self._is_spent
+
+    def _filled(self, memory: Memory, least: Memory, spare: int) -> tuple[MemoryEntry, ...]:
+        """Give `spare` tokens back to the results, from the newest on, until one is not whole."""
+        entries = list(least.entries)
+        for index in reversed(range(len(entries))):
+            whole = memory.entries[index]
+            base = self._cost(least.entries[index])
+            keep = min(len(whole.result), _MOST_PER_TOKEN * max(spare, 0))
+            while keep > _LEAST and entries[index] != whole:
+                grown = _keeping(whole, keep)
+                cost = (self._cost(whole) if grown == whole else self._alone(grown)) - base
+                if cost <= spare:
+                    entries[index] = grown
+                    spare -= cost
+                    break
+                keep = min(keep * max(spare, 0) // cost, keep - keep // 64 - 1)
+            if entries[index] != whole:
                 break
-            keep = min(keep * max(spare, 0) // cost, keep - keep // 64 - 1)
-        if entries[index] != whole:
-            break
-    return tuple(entries)
+        return tuple(entries)
+
+    def _cost(self, entry: MemoryEntry) -> int:
+        if entry not in self._costs:
+            self._costs[entry] = self._alone(entry)
+        return self._costs[entry]
+
+    def _alone(self, entry: MemoryEntry) -> int:
+        return self._measure(Memory((entry,)))
 
 
 def _keeping(entry: MemoryEntry, num_chars: int) -> MemoryEntry:

@@ -10,8 +10,9 @@ from typing import Protocol
 from flowtrain.agents import lenient
 from flowtrain.agents.commands import json_object
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.policy import PolicyModule, ResponsePrefix
+from flowtrain.agents.policy import Moment, Policy, ResponsePrefix
 from flowtrain.agents.prompts import PlannerPrompt
+from flowtrain.agents.voices import Voice
 from flowtrain.types import Action, Call, Task
 from flowtrain.utils.seeds import derive_seed
 
@@ -45,9 +46,10 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyPlanner(PolicyModule):
-    """The planner as a policy."""
+class ModelPlanner(Planner):
+    """The planner that a voice speaks for."""
 
+    voice: Voice
     prompt: PlannerPrompt
     tool_names: tuple[str, ...] = ()
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -56,16 +58,27 @@ class PolicyPlanner(PolicyModule):
     async def plan(
         self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
     ) -> Plan:
-        """Raises PromptTooLong."""
-        prompt_ids = self.encode(task.prompt, memory)
-        return self._read(await self.sample(prompt_ids, derive_seed(seed, turn), deadline_s))
+        """Raises PromptTooLong and EngineError."""
+        moment = Moment(task, memory)
+        return self._read(
+            await self.voice.reply(
+                self.prompt, moment, seed=derive_seed(seed, turn), deadline_s=deadline_s
+            )
+        )
 
     async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
-        own_seed = derive_seed(seed, turn)
-        return self._read(await self.sample(prefix.prompt_ids, own_seed, deadline_s, prefix=prefix))
+        assert isinstance(self.voice, Policy), "nobody branches from another"
+        return self._read(
+            await self.voice.sample(
+                prefix.prompt_ids,
+                seed=derive_seed(seed, turn),
+                deadline_s=deadline_s,
+                prefix=prefix,
+            )
+        )
 
     def measure(self, memory: Memory) -> int:
-        return len(self.policy.encode(self.prompt.steps(memory)))
+        return self.voice.measure(self.prompt.steps(memory))
 
     def _read(self, call: Call) -> Plan:
         text = self.prompt.prefix + call.text

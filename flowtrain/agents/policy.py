@@ -1,22 +1,23 @@
-"""Policies, and modules of the flow that are one."""
+"""Policies, and what modules of the flow give them to read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from flowtrain.agents.memory import Memory
 from flowtrain.config import Config
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.special_tokens import encode_plain
-from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.engines.token_chat import ChatTokenizer, chat_text
 from flowtrain.types import (
     Call,
     Completion,
     FinishReason,
     PolicyName,
     Sampling,
+    Task,
     Turn,
     UserError,
     VersionSpan,
@@ -27,12 +28,29 @@ class PromptTooLong(Exception):
     """The memory has outgrown the model's positions; the rollout ends with what it has."""
 
 
+class Moment(NamedTuple):
+    """The question and the memory that a module reads; the refiner what was found, too."""
+
+    task: Task
+    memory: Memory = Memory()
+    sub_goal: str = ""
+    passages: str = ""
+
+
 class Prompt(Protocol):
-    """Renders a prompt; `prefix` is the part of the answer that the prompt contains."""
+    """Renders the prompt of a module, and writes the replies that answer it."""
 
     prefix: str
+    """The part of the reply that the prompt contains."""
+    is_message: bool
+    """The text is a user's message, which goes through a policy's chat template."""
 
-    def render(self, question: str, memory: Memory) -> str: ...
+    def render(self, moment: Moment) -> str: ...
+
+    def write(self, said: Any) -> str:
+        """Write the reply that the module reads as `said`, without the prefix, for those who play
+        the policy.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +94,11 @@ class ResponsePrefix:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy as agents see it: token ids in, token ids out, so that it can be trained."""
+    """A policy as agents see it: token ids in, token ids out, so that it can be trained. It is the
+    voice of its module (`Voice`).
+    """
+
+    is_frozen: ClassVar[bool] = False
 
     engine: Engine
     tokenizer: ChatTokenizer
@@ -127,11 +149,23 @@ class Policy:
             completion = prefix.joined(completion)
         return Call.of(prompt_ids, completion, self.decode(completion.ids))
 
-    def imitate(self, prompt: str, text: str, end_id: int) -> Call:
+    async def reply(self, prompt: Prompt, moment: Moment, *, seed: int, deadline_s: float) -> Call:
+        """See `Voice`. Raises PromptTooLong."""
+        return await self.sample(self.read(prompt, moment), seed=seed, deadline_s=deadline_s)
+
+    def measure(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def read(self, prompt: Prompt, moment: Moment) -> tuple[int, ...]:
+        """Return the ids of a prompt."""
+        text = prompt.render(moment)
+        return self.encode(chat_text(self.tokenizer, text) if prompt.is_message else text)
+
+    def imitate(self, prompt_ids: tuple[int, ...], text: str) -> Call:
         """Return the call that answers `text`; its log-probs are 0, because nobody sampled it."""
-        ids = (*self.encode(text), end_id)
+        ids = (*self.encode(text), self.tokenizer.eos_token_id)
         completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-        return Call.of(self.encode(prompt), completion, text)
+        return Call.of(prompt_ids, completion, text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode a text in which only what a chat template wrote is special."""
@@ -139,31 +173,6 @@ class Policy:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyModule:
-    """A module of the flow that is a policy; it reads the question and the memory alone."""
-
-    policy: Policy
-    prompt: Prompt
-
-    async def sample(
-        self,
-        prompt_ids: tuple[int, ...],
-        seed: int,
-        deadline_s: float,
-        prefix: ResponsePrefix | None = None,
-    ) -> Call:
-        """Sample a response, or what follows its `prefix`. Raises PromptTooLong."""
-        return await self.policy.sample(prompt_ids, seed=seed, deadline_s=deadline_s, prefix=prefix)
-
-    def imitate(self, question: str, memory: Memory, text: str, end_id: int) -> Call:
-        """Return the call that answers `text`, see `Policy.imitate`."""
-        return self.policy.imitate(self.prompt.render(question, memory), text, end_id)
-
-    def encode(self, question: str, memory: Memory) -> tuple[int, ...]:
-        return self.policy.encode(self.prompt.render(question, memory))
 
 
 def check_template(config: Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:

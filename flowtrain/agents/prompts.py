@@ -17,8 +17,7 @@ from typing import Protocol
 
 from flowtrain.agents.commands import write_command
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.policy import Prompt
-from flowtrain.engines.token_chat import ChatTokenizer, chat_text
+from flowtrain.agents.policy import Moment, Prompt
 from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import Action
 
@@ -47,9 +46,6 @@ class PlannerPrompt(Prompt, Protocol):
     def steps(self, memory: Memory) -> str:
         """Render the part of the prompt that grows with each turn, and that the budget bounds."""
 
-    def write(self, action: Action) -> str:
-        """Write the answer that parses to `action`, without the prefix, for a scripted expert."""
-
 
 class CompactPrompt:
     """A prompt such as this one:
@@ -59,10 +55,11 @@ class CompactPrompt:
     Sub-Goal:
     """
 
-    prefix = "Sub-Goal:"
+    prefix, is_message = "Sub-Goal:", False
 
-    def render(self, question: str, memory: Memory) -> str:
-        return "\n".join(filter(None, [f"Question: {question}", self.steps(memory), self.prefix]))
+    def render(self, moment: Moment) -> str:
+        lines = [f"Question: {moment.task.prompt}", self.steps(moment.memory), self.prefix]
+        return "\n".join(filter(None, lines))
 
     def steps(self, memory: Memory) -> str:
         return "\n".join([*compact_steps(memory), *hint_lines(memory)])
@@ -74,27 +71,20 @@ class CompactPrompt:
 class FullPrompt:
     """AgentFlow's contract in our words, for models that follow instructions."""
 
-    prefix = ""
+    prefix, is_message = "", True
 
-    def __init__(
-        self, tools: Iterable[Tool], tokenizer: ChatTokenizer | None, order: str = "shared"
-    ) -> None:
-        """Use the template of `order`, a value of `agent.prompt_order`.
-
-        Without a tokenizer the prompt stays the text of one user message.
-        """
+    def __init__(self, tools: Iterable[Tool], order: str = "shared") -> None:
+        """Use the template of `order`, a value of `agent.prompt_order`."""
         self._template = TEMPLATES[order]
         self._tools = tools_text(tools)
-        self._tokenizer = tokenizer
 
-    def render(self, question: str, memory: Memory) -> str:
-        message = self._template.format(
-            question=question,
-            analysis=analysis_text(memory),
+    def render(self, moment: Moment) -> str:
+        return self._template.format(
+            question=moment.task.prompt,
+            analysis=analysis_text(moment.memory),
             tools=self._tools,
-            memory=self.steps(memory),
+            memory=self.steps(moment.memory),
         )
-        return chat_text(self._tokenizer, message) if self._tokenizer else message
 
     def steps(self, memory: Memory) -> str:
         return "\n".join([memory_json(memory), *hint_lines(memory)])

@@ -2,8 +2,7 @@
 
 Source: InfoFlow, arXiv 2510.26575, section 3; its input follows the paper's outline. As a policy of
 its own it is fine-tuned (`rft.py`), as in the paper, and can be trained in the loop, which the
-paper does not do. It reads all that a turn's command found at once, so that a turn has one call of
-it at most.
+paper does not do.
 """
 
 from __future__ import annotations
@@ -11,34 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.policy import Policy, PromptTooLong
+from flowtrain.agents.policy import Moment, Prompt, PromptTooLong
 from flowtrain.agents.prompts import compact_steps
-from flowtrain.engines.chat import ChatEngine
+from flowtrain.agents.voices import Voice
 from flowtrain.engines.protocol import EngineError
-from flowtrain.engines.token_chat import ChatTokenizer, chat_text
 from flowtrain.types import Call
 from flowtrain.utils.text import words
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The passages that a search found for a sub-goal."""
-
-    question: str
-    memory: Memory
-    sub_goal: str
-    passages: str
-
-    def prompt(self) -> str:
-        """The prompt of a model that refines it."""
-        known = "\n".join(f"- {entry.sub_goal}: {entry.result}" for entry in self.memory.entries)
-        return PROMPT.format(
-            question=self.question,
-            known=known or "- nothing yet",
-            sub_goal=self.sub_goal,
-            passages=self.passages,
-        )
 
 
 class Evidence(NamedTuple):
@@ -51,9 +28,9 @@ class Evidence(NamedTuple):
 
 
 class Refiner(Protocol):
-    """Makes evidence of a finding; `seed` is this turn's."""
+    """Makes evidence of the passages of a moment; `seed` is this turn's."""
 
-    async def refine(self, finding: Finding, seed: int, deadline_s: float) -> Evidence: ...
+    async def refine(self, moment: Moment, seed: int, deadline_s: float) -> Evidence: ...
 
 
 class RuleRefiner:
@@ -62,44 +39,19 @@ class RuleRefiner:
     It stands in for a language model and suggests nothing.
     """
 
-    async def refine(self, finding: Finding, seed: int, deadline_s: float) -> Evidence:
-        return Evidence(best_passage(finding))
+    async def refine(self, moment: Moment, seed: int, deadline_s: float) -> Evidence:
+        return Evidence(best_passage(moment))
 
 
-def best_passage(finding: Finding) -> str:
+def best_passage(moment: Moment) -> str:
     """Return the passage that `RuleRefiner` picks."""
-    wanted = set(words(finding.sub_goal))
-    lines = [line for line in finding.passages.splitlines() if line.strip()]
+    wanted = set(words(moment.sub_goal))
+    lines = [line for line in moment.passages.splitlines() if line.strip()]
     return max(
         lines,
         key=lambda line: len(wanted.intersection(words(line))),
-        default=finding.passages,
+        default=moment.passages,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LLMRefiner:
-    """Asks any language model; a failure leaves the passages."""
-
-    engine: ChatEngine
-    max_chars: int
-    """Characters of a reply that are kept."""
-
-    async def refine(self, finding: Finding, seed: int, deadline_s: float) -> Evidence:
-        try:
-            reply = await self.engine.ask(finding.prompt(), seed=seed, deadline_s=deadline_s)
-        except EngineError:
-            return Evidence("")
-        return Evidence(reply.strip()[: self.max_chars])
-
-
-class RefinerPrompt(Protocol):
-    """Renders the prompt of a refiner that is a policy."""
-
-    def render(self, finding: Finding) -> str: ...
-
-    def write(self, evidence: str) -> str:
-        """Write the reply that gives `evidence`, for a scripted expert."""
 
 
 class CompactRefinerPrompt:
@@ -113,52 +65,59 @@ class CompactRefinerPrompt:
     Evidence:
     """
 
-    def render(self, finding: Finding) -> str:
-        found = finding.passages.strip()
-        steps = compact_steps(finding.memory)
-        lines = [f"Question: {finding.question}", *steps, f"Looked for: {finding.sub_goal}", found]
-        return "\n".join([*lines, "Evidence:"])
+    prefix, is_message = "", False
+
+    def render(self, moment: Moment) -> str:
+        lines = [f"Question: {moment.task.prompt}", *compact_steps(moment.memory)]
+        lines += [f"Looked for: {moment.sub_goal}", moment.passages.strip(), "Evidence:"]
+        return "\n".join(lines)
 
     def write(self, evidence: str) -> str:
         return f" {evidence}"
 
 
-@dataclass(frozen=True, slots=True)
 class FullRefinerPrompt:
-    """The prompt of a language model as refiner, through the chat template."""
+    """The prompt of a language model as refiner."""
 
-    tokenizer: ChatTokenizer
+    prefix, is_message = "", True
 
-    def render(self, finding: Finding) -> str:
-        return chat_text(self.tokenizer, finding.prompt())
+    def render(self, moment: Moment) -> str:
+        entries = moment.memory.entries
+        known = "\n".join(f"- {entry.sub_goal}: {entry.result}" for entry in entries)
+        return PROMPT.format(
+            question=moment.task.prompt,
+            known=known or "- nothing yet",
+            sub_goal=moment.sub_goal,
+            passages=moment.passages,
+        )
 
     def write(self, evidence: str) -> str:
         return evidence
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyRefiner:
-    """The refiner as a policy of its own: a reply in whatever form is the evidence."""
+class ModelRefiner:
+    """The refiner that a voice speaks for: a reply in whatever form is the evidence."""
 
-    policy: Policy
-    prompt: RefinerPrompt
+    voice: Voice
+    prompt: Prompt
     max_chars: int
     """Characters of a reply that the memory keeps; all of it is trained."""
 
-    async def refine(self, finding: Finding, seed: int, deadline_s: float) -> Evidence:
-        """Sample evidence; passages that do not fit into the model stay as they are."""
-        prompt_ids = self.policy.encode(self.prompt.render(finding))
+    async def refine(self, moment: Moment, seed: int, deadline_s: float) -> Evidence:
+        """Passages that do not fit into the model stay as they are, and so they do where a frozen
+        model fails. Raises EngineError of others.
+        """
+        is_frozen = self.voice.is_frozen
         try:
-            call = await self.policy.sample(prompt_ids, seed=seed, deadline_s=deadline_s)
+            call = await self.voice.reply(self.prompt, moment, seed=seed, deadline_s=deadline_s)
         except PromptTooLong:
             return Evidence("")
-        return Evidence(call.text.strip()[: self.max_chars], call)
-
-    def imitate(self, finding: Finding, evidence: str, end_id: int) -> Evidence:
-        """Return evidence of somebody else as if the policy had written it, for demonstrations."""
-        text = self.prompt.write(evidence)
-        call = self.policy.imitate(self.prompt.render(finding), text, end_id)
-        return Evidence(evidence[: self.max_chars], call)
+        except EngineError:
+            if not is_frozen:
+                raise
+            return Evidence("")
+        return Evidence(call.text.strip()[: self.max_chars], None if is_frozen else call)
 
 
 PROMPT = """A researcher works on a question step by step. Read what the last search found and \

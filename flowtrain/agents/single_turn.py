@@ -7,30 +7,29 @@ It has neither tools nor roles, so Flow-GRPO on it is GRPO. The answer is the co
 from __future__ import annotations
 
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.policy import check_prompt
+from flowtrain.agents.policy import Moment, check_prompt
 from flowtrain.agents.session import Session, SessionAgent
-from flowtrain.engines.token_chat import ChatTokenizer, chat_text
 from flowtrain.types import Call
 from flowtrain.utils.text import final_answer
 
 
 class QuestionPrompt:
-    """The question and, after an empty line, the instructions, as one message to the policy."""
+    """The question and, after an empty line, the instructions; without a template a label opens the
+    answer.
+    """
 
-    def __init__(self, instructions: str, tokenizer: ChatTokenizer | None) -> None:
-        """Use the chat template of `tokenizer`; without one a label opens the answer."""
+    prefix = ""
+
+    def __init__(self, instructions: str, is_message: bool) -> None:
         self._instructions = instructions
-        self._tokenizer = tokenizer
+        self.is_message = is_message
 
-    def render(self, question: str) -> str:
-        message = self.message(question)
-        if self._tokenizer is None:
-            return f"Question: {message}\nAnswer:"
-        return chat_text(self._tokenizer, message)
+    def render(self, moment: Moment) -> str:
+        message = "\n\n".join(filter(None, [moment.task.prompt, self._instructions]))
+        return message if self.is_message else f"Question: {message}\nAnswer:"
 
-    def message(self, question: str) -> str:
-        """Return the message as other models read it, without a template or a label."""
-        return "\n\n".join(filter(None, [question, self._instructions]))
+    def write(self, answer: str) -> str:
+        return answer if self.is_message else f" {answer}"
 
 
 class SingleTurn(SessionAgent):
@@ -41,16 +40,14 @@ class SingleTurn(SessionAgent):
 
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context)
-        config, tokenizer = context.config, context.policies["planner"].tokenizer
-        check_prompt(config, tokenizer)
-        has_template = config.agent.prompt == "full"
-        self.prompt = QuestionPrompt(config.agent.instructions, tokenizer if has_template else None)
+        config = context.config
+        check_prompt(config, context.policies["planner"].tokenizer)
+        self.prompt = QuestionPrompt(config.agent.instructions, config.agent.prompt == "full")
 
     async def answer(self, session: Session) -> str:
-        prompt = self.prompt.render(session.task.prompt)
-        call = await self.respond(session, session.policy.encode(prompt))
+        call = await self.respond(session, Moment(session.task))
         return final_answer(call.text)
 
-    async def respond(self, session: Session, prompt_ids: tuple[int, ...]) -> Call:
+    async def respond(self, session: Session, moment: Moment) -> Call:
         """Sample the response; a teacher writes it instead."""
-        return await session.sample(prompt_ids)
+        return await session.sample(session.policy.read(self.prompt, moment))

@@ -16,163 +16,80 @@ first phase of InfoFlow (arXiv 2510.26575).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
 
 from flowtrain.agents.base import Agent
-from flowtrain.agents.build import make_chat_planner
-from flowtrain.agents.chat_planner import ChatPlanner
+from flowtrain.agents.build import make_planner, make_refiner, make_verifier
 from flowtrain.agents.conversation import Conversation
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.lenient import cut_end_of_turn
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner, parse_action
-from flowtrain.agents.prompts import tools_text
-from flowtrain.agents.refiner import Evidence, Finding, PolicyRefiner
+from flowtrain.agents.planner import NO_TOOL, ModelPlanner, parse_action, read_action
+from flowtrain.agents.policy import Moment, Policy, Prompt
+from flowtrain.agents.refiner import ModelRefiner
 from flowtrain.agents.session import Session
-from flowtrain.agents.single_turn import SingleTurn
+from flowtrain.agents.single_turn import QuestionPrompt, SingleTurn
 from flowtrain.agents.tool_calling import ToolCallingAgent
 from flowtrain.agents.tool_formats import WrittenCall
-from flowtrain.agents.verdicts import read_verdict, verdict_message
-from flowtrain.agents.verifier import PolicyVerifier, Verification
+from flowtrain.agents.verdicts import read_verdict
+from flowtrain.agents.verifier import ModelVerifier
+from flowtrain.agents.voices import ChatVoice
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.special_tokens import special_tokens
-from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.engines.special_tokens import Rendered, special_tokens
 from flowtrain.tools import Tool
-from flowtrain.types import (
-    Call,
-    Completion,
-    FinishReason,
-    PolicyName,
-    Task,
-    Turn,
-    UserError,
-    Verdict,
-)
+from flowtrain.types import Action, Call, FinishReason, PolicyName, Turn, UserError, Verdict
 from flowtrain.utils.seeds import derive_seed
 
 
-class Scribe:
-    """Writes a teacher's words in a student's tokens."""
-
-    def __init__(self, tokenizer: ChatTokenizer, end_id: int) -> None:
-        """`end_id`: the student's end-of-sequence token."""
-        self._special = special_tokens(tokenizer)
-        self._end_id = end_id
-
-    def write(self, prompt_ids: tuple[int, ...], text: str) -> Call:
-        """Return the call that answers `text`, whose special tokens become plain text."""
-        return self.write_marked(prompt_ids, self.marked(text), text)
-
-    def marked(self, text: str) -> str:
-        """Return a text with marks for its special tokens, as `write_marked` takes it."""
-        return str(self._special.marked(text))
-
-    def write_marked(self, prompt_ids: tuple[int, ...], marked: str, text: str) -> Call:
-        """Return the call that answers a text; special tokens that are not marked stay special."""
-        ids = (*self._special.encode(marked), self._end_id)
-        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-        return Call.of(prompt_ids, completion, text)
-
-
 @dataclass(frozen=True, slots=True)
-class TaughtPlanner(Planner):
-    """A planner that writes for `like`, the policy that learns from it."""
+class TeacherVoice:
+    """Says what a teacher replied to its own prompt, in the tokens of `policy`, which learns it.
 
-    teacher: ChatPlanner
-    like: PolicyPlanner
-    scribe: Scribe
+    A reply that could not be read leaves a call without a response, and nothing to imitate.
+    """
 
-    async def plan(
-        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
-        """Raises EngineError."""
-        plan = await self.teacher.plan(task, memory, turn, seed, deadline_s)
-        text = self._written(plan)
-        return replace(plan, call=self.scribe.write(self.like.encode(task.prompt, memory), text))
+    is_frozen: ClassVar[bool] = False
 
-    def measure(self, memory: Memory) -> int:
-        return self.like.measure(memory)
+    teacher: ChatVoice
+    prompt: Prompt
+    """The full one, whatever the student's is."""
+    policy: Policy
+    read: Callable[[str], tuple[object, bool]]
+    """Reads a reply for the student's prompt to write, and tells whether the student reads the same
+    in it as it is; None: it could not be read."""
 
-    def _written(self, plan: Plan) -> str:
-        """Return what the student is to write for a plan."""
-        reply, prompt = plan.call.text.strip(), self.like.prompt
-        if plan.action is None:
-            return reply
-        is_same_form = prompt.prefix == self.teacher.prompt.prefix
-        if is_same_form and parse_action(reply, self.like.tool_names) == plan.action:
-            return reply
-        return prompt.write(plan.action)
+    async def reply(self, prompt: Prompt, moment: Moment, *, seed: int, deadline_s: float) -> Call:
+        call = await self.teacher.reply(self.prompt, moment, seed=seed, deadline_s=deadline_s)
+        reply = cut_end_of_turn(call.text).strip()
+        prompt_ids = self.policy.read(prompt, moment)
+        said, is_same = self.read(reply)
+        if said is None:
+            return Call(prompt_ids, (), (), (), FinishReason.STOP, reply)
+        keeps = is_same and prompt.prefix == self.prompt.prefix
+        return self.policy.imitate(prompt_ids, reply if keeps else prompt.write(said))
 
-
-@dataclass(frozen=True, slots=True)
-class TaughtVerifier:
-    """A verifier that writes for `like`, the policy that learns from it."""
-
-    teacher: ChatEngine
-    tools: str
-    """The toolset as prompts show it."""
-    timeout_s: float
-    """Seconds per reply."""
-    like: PolicyVerifier
-    scribe: Scribe
-
-    async def verify(
-        self, task: Task, memory: Memory, seed: int, deadline_s: float
-    ) -> Verification:
-        """Raises EngineError. A reply without a verdict counts as CONTINUE, and its call has no
-        response to imitate.
-        """
-        message = verdict_message(task.prompt, memory, self.tools)
-        timeout_s = min(self.timeout_s, deadline_s)
-        reply = (await self.teacher.ask(message, seed=seed, deadline_s=timeout_s)).strip()
-        verdict, rules = read_verdict(reply)
-        prompt, prompt_ids = self.like.prompt, self.like.encode(task.prompt, memory)
-        if verdict is None:
-            call = Call(prompt_ids, (), (), (), FinishReason.STOP, reply)
-            return Verification(Verdict.CONTINUE, reply, call)
-        text = prompt.write(verdict) if prompt.prefix or rules else reply
-        call = self.scribe.write(prompt_ids, text)
-        # Planners may read it later: they are to read what the student would have written.
-        return Verification(verdict, prompt.prefix + text, call, rules)
-
-
-@dataclass(frozen=True, slots=True)
-class TaughtRefiner:
-    """A refiner that writes for `like`, the policy that learns from it."""
-
-    teacher: ChatEngine
-    timeout_s: float
-    """Seconds per reply."""
-    like: PolicyRefiner
-    scribe: Scribe
-
-    async def refine(self, finding: Finding, seed: int, deadline_s: float) -> Evidence:
-        """Raises EngineError. An empty reply leaves the passages, and nothing to imitate."""
-        timeout_s = min(self.timeout_s, deadline_s)
-        reply = await self.teacher.ask(finding.prompt(), seed=seed, deadline_s=timeout_s)
-        evidence = cut_end_of_turn(reply).strip()
-        if not evidence:
-            return Evidence("")
-        prompt_ids = self.like.policy.encode(self.like.prompt.render(finding))
-        call = self.scribe.write(prompt_ids, self.like.prompt.write(evidence))
-        return Evidence(evidence[: self.like.max_chars], call)
+    def measure(self, text: str) -> int:
+        return self.policy.measure(text)
 
 
 class TaughtSingleTurn(SingleTurn):
     """The agent of one turn, whose response a teacher writes."""
 
-    def __init__(self, like: SingleTurn, teacher: ChatEngine, scribe: Scribe) -> None:
+    def __init__(self, like: SingleTurn, teacher: ChatVoice) -> None:
         super().__init__(like.context)
-        self._teacher = teacher
-        self._scribe = scribe
-        # After the label "Answer:" of the compact prompt, a word begins with its space.
-        self._before = " " if like.context.config.agent.prompt == "compact" else ""
+        asked = QuestionPrompt(like.context.config.agent.instructions, is_message=True)
+        policy = like.context.policies["planner"]
+        self._voice = TeacherVoice(teacher, asked, policy, lambda reply: (reply, False))
 
-    async def respond(self, session: Session, prompt_ids: tuple[int, ...]) -> Call:
-        reply = await _asked(session, self._teacher, self.prompt.message(session.task.prompt))
-        return session.record(self._scribe.write(prompt_ids, self._before + reply))
+    async def respond(self, session: Session, moment: Moment) -> Call:
+        seed = derive_seed(session.seed, session.next_call())
+        left_s = session.left_s()
+        return session.record(
+            await self._voice.reply(self.prompt, moment, seed=seed, deadline_s=left_s)
+        )
 
 
 class TaughtCaller(ToolCallingAgent):
@@ -181,29 +98,33 @@ class TaughtCaller(ToolCallingAgent):
     The teacher reads the conversation as JSON in one message, and writes calls as the student does.
     """
 
-    def __init__(self, like: ToolCallingAgent, teacher: ChatEngine, scribe: Scribe) -> None:
+    def __init__(self, like: ToolCallingAgent, teacher: ChatVoice) -> None:
         super().__init__(like.context)
         self._teacher = teacher
-        self._scribe = scribe
 
     async def respond(self, session: Session, conversation: Conversation) -> Call:
-        reply = await _asked(session, self._teacher, self._message(conversation))
-        said, calls = self.chat.format.parse(reply)
-        marked = self._scribe.marked
-        if not calls or any(call.problem for call in calls):
-            call = self._scribe.write(conversation.prompt_ids, reply)
-        else:
+        reply = await self._reply(session, self._message(conversation))
+        said, calls = self.dialect.format.parse(reply)
+        text = reply
+        if calls and not any(call.problem for call in calls):
             # Marked apart, because a format may begin calls with a special token of its own.
+            marked = special_tokens(session.policy.tokenizer).marked
             plain = [WrittenCall(marked(each.name), marked(each.arguments)) for each in calls]
-            text = marked(said) + self.chat.format.write(plain)
-            call = self._scribe.write_marked(conversation.prompt_ids, text, reply)
-        return session.record(call)
+            text = Rendered(marked(said) + self.dialect.format.write(plain))
+        call = session.policy.imitate(conversation.prompt_ids, text)
+        return session.record(replace(call, text=reply))
+
+    async def _reply(self, session: Session, message: str) -> str:
+        seed = derive_seed(session.seed, session.next_call())
+        timeout_s = min(self._teacher.timeout_s, session.left_s())
+        reply = await self._teacher.engine.ask(message, seed=seed, deadline_s=timeout_s)
+        return cut_end_of_turn(reply).strip()
 
     def _message(self, conversation: Conversation) -> str:
         lines = [json.dumps(message, ensure_ascii=False) for message in conversation.messages]
         parts = ["You are the assistant of a conversation."]
         if conversation.tools:
-            parts.append(self.chat.format.describe(conversation.tools))
+            parts.append(self.dialect.format.describe(conversation.tools))
         parts += [
             "The conversation so far, a JSON object per message:\n" + "\n".join(lines),
             "Write the assistant's next message, as plain text and nothing else.",
@@ -211,62 +132,56 @@ class TaughtCaller(ToolCallingAgent):
         return "\n\n".join(parts)
 
 
-async def _asked(session: Session, teacher: ChatEngine, message: str) -> str:
-    """Ask for the next response of a rollout. Raises EngineError, which fails the rollout."""
-    number = session.next_call()
-    timeout_s = min(session.policy.request_timeout_s, session.left_s())
-    seed = derive_seed(session.seed, number)
-    reply = await teacher.ask(message, seed=seed, deadline_s=timeout_s)
-    return cut_end_of_turn(reply).strip()
-
-
-def taught(
-    agent: Agent, teacher: ChatEngine, config: Config, tools: Mapping[str, Tool], end_id: int
-) -> Agent:
+def taught(agent: Agent, teacher: ChatEngine, config: Config, tools: Mapping[str, Tool]) -> Agent:
     """Return the agent with a teacher in the place of the policy that `config` trains.
 
     Args:
         tools: those of the agent, by name.
-        end_id: the end-of-sequence token of that policy.
 
     Raises UserError for an agent that no teacher can play.
     """
-    if isinstance(agent, ToolCallingAgent | SingleTurn):
-        scribe = Scribe(agent.context.policies["planner"].tokenizer, end_id)
-        if isinstance(agent, SingleTurn):
-            return TaughtSingleTurn(agent, teacher, scribe)
-        return TaughtCaller(agent, teacher, scribe)
+    voice = ChatVoice(teacher, config.rollout.request_timeout_s)
+    if isinstance(agent, SingleTurn):
+        return TaughtSingleTurn(agent, voice)
+    if isinstance(agent, ToolCallingAgent):
+        return TaughtCaller(agent, voice)
     if not isinstance(agent, Flow):
         raise UserError(
             f"rft.expert={config.rft.expert!r} plays the policy of agent.name='agentflow', 'tools' "
             f"or 'single', and it is {config.agent.name!r}, so use 'policy'"
         )
-    if config.train.policy == "verifier":
-        assert isinstance(agent.verifier, PolicyVerifier), "the verifier is the trained policy"
-        verifier = TaughtVerifier(
-            teacher,
-            tools_text(tools.values()),
-            config.rollout.request_timeout_s,
-            like=agent.verifier,
-            scribe=Scribe(agent.verifier.policy.tokenizer, end_id),
-        )
-        return replace(agent, verifier=verifier)
-    if config.train.policy == "refiner":
-        assert isinstance(agent.refiner, PolicyRefiner), "the refiner is the trained policy"
-        refiner = TaughtRefiner(
-            teacher,
-            config.rollout.request_timeout_s,
-            like=agent.refiner,
-            scribe=Scribe(agent.refiner.policy.tokenizer, end_id),
-        )
-        return replace(agent, refiner=refiner)
-    assert isinstance(agent.planner, PolicyPlanner), "the planner is the trained policy"
-    planner = TaughtPlanner(
-        make_chat_planner(config, teacher, tools),
-        like=agent.planner,
-        scribe=Scribe(agent.planner.policy.tokenizer, end_id),
+    role = config.train.policy
+    make, read = _ROLES[role]
+    module = getattr(agent, role)
+    own = TeacherVoice(
+        voice, make(config, voice, tools).prompt, module.voice, partial(read, module)
     )
-    return replace(agent, planner=planner)
+    return replace(agent, **{role: replace(module, voice=own)})
+
+
+def _read_plan(planner: ModelPlanner, reply: str) -> tuple[Action | None, bool]:
+    action, _ = read_action(reply, planner.tool_names, planner.spellings)
+    if action is None:
+        return None, False
+    is_same = parse_action(reply, planner.tool_names) == action
+    return replace(action, tool_name=action.tool_name.removeprefix(NO_TOOL)), is_same
+
+
+def _read_verdict(verifier: ModelVerifier, reply: str) -> tuple[Verdict | None, bool]:
+    verdict, rules = read_verdict(reply)
+    return verdict, not rules
+
+
+def _read_evidence(refiner: ModelRefiner, reply: str) -> tuple[str | None, bool]:
+    return reply or None, False
+
+
+_ROLES: Mapping[PolicyName, tuple[Callable[..., Any], Callable[..., tuple[object, bool]]]] = {
+    "planner": (make_planner, _read_plan),
+    "verifier": (make_verifier, _read_verdict),
+    "refiner": (make_refiner, _read_evidence),
+}
+"""By role: who makes a module of a frozen model, and the reader of its replies."""
 
 
 def is_readable(turn: Turn, policy: PolicyName) -> bool:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from flowtrain.agents.lenient import cut_end_of_turn, find_object
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.policy import Prompt
-from flowtrain.agents.prompts import analysis_text, compact_steps, memory_json
-from flowtrain.engines.token_chat import ChatTokenizer, chat_text
+from flowtrain.agents.policy import Moment
+from flowtrain.agents.prompts import analysis_text, compact_steps, memory_json, tools_text
+from flowtrain.tools import Tool
 from flowtrain.types import Verdict
 
 _MAX_CHARS = 20_000
 """Characters of a reply, from its end, that are looked at."""
-
-
-class VerdictPrompt(Prompt, Protocol):
-    """Renders the prompt of a policy."""
-
-    def write(self, verdict: Verdict) -> str:
-        """Write the reply that states `verdict`, without the prefix, for a scripted expert."""
 
 
 class CompactVerdictPrompt:
@@ -32,36 +24,34 @@ class CompactVerdictPrompt:
     Conclusion:
     """
 
-    prefix = "Conclusion:"
+    prefix, is_message = "Conclusion:", False
 
-    def render(self, question: str, memory: Memory) -> str:
-        return "\n".join([f"Question: {question}", *compact_steps(memory), self.prefix])
+    def render(self, moment: Moment) -> str:
+        steps = compact_steps(moment.memory)
+        return "\n".join([f"Question: {moment.task.prompt}", *steps, self.prefix])
 
     def write(self, verdict: Verdict) -> str:
         return f" {verdict.value}"
 
 
 class FullVerdictPrompt:
-    """The prompt of a language model as verifier, through the chat template."""
+    """The prompt of a language model as verifier."""
 
-    prefix = ""
+    prefix, is_message = "", True
 
-    def __init__(self, tools: str, tokenizer: ChatTokenizer) -> None:
-        """`tools`: the toolset as prompts show it."""
-        self._tools = tools
-        self._tokenizer = tokenizer
+    def __init__(self, tools: Iterable[Tool]) -> None:
+        self._tools = tools_text(tools)
 
-    def render(self, question: str, memory: Memory) -> str:
-        return chat_text(self._tokenizer, verdict_message(question, memory, self._tools))
+    def render(self, moment: Moment) -> str:
+        return PROMPT.format(
+            question=moment.task.prompt,
+            analysis=analysis_text(moment.memory),
+            tools=self._tools,
+            memory=memory_json(moment.memory),
+        )
 
     def write(self, verdict: Verdict) -> str:
         return f"Conclusion: {verdict.value}"
-
-
-def verdict_message(question: str, memory: Memory, tools: str) -> str:
-    return PROMPT.format(
-        question=question, analysis=analysis_text(memory), tools=tools, memory=memory_json(memory)
-    )
 
 
 _LABEL = (

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.policy import PolicyModule
-from flowtrain.agents.verdicts import VerdictPrompt, read_verdict, verdict_message
-from flowtrain.engines.chat import ChatEngine
+from flowtrain.agents.policy import Moment, Prompt
+from flowtrain.agents.verdicts import read_verdict
+from flowtrain.agents.voices import Voice
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Call, Task, Verdict
 
@@ -64,40 +64,33 @@ class RuleVerifier:
 
 
 @dataclass(frozen=True, slots=True)
-class LLMVerifier:
-    """AgentFlow's verifier; a failure or an unreadable reply counts as CONTINUE."""
+class ModelVerifier:
+    """The verifier that a voice speaks for, AgentFlow's if that is frozen.
 
-    engine: ChatEngine
-    tools: str
-    """The toolset as prompts show it."""
-
-    async def verify(
-        self, task: Task, memory: Memory, seed: int, deadline_s: float
-    ) -> Verification:
-        prompt = verdict_message(task.prompt, memory, self.tools)
-        try:
-            reply = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
-        except EngineError as error:
-            return Verification(Verdict.CONTINUE, f"the verifier failed: {error}")
-        verdict, rules = read_verdict(reply)
-        return Verification(verdict or Verdict.CONTINUE, reply, rescued=rules)
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyVerifier(PolicyModule):
-    """The verifier as a policy of its own; a verdict in any form but the one that its prompt asks
-    for counts as CONTINUE.
+    A reply without a verdict counts as CONTINUE, and so do a failure of a frozen model and a
+    policy's verdict in any form but the one that its prompt asks for.
     """
 
-    prompt: VerdictPrompt
+    voice: Voice
+    prompt: Prompt
 
     async def verify(
         self, task: Task, memory: Memory, seed: int, deadline_s: float
     ) -> Verification:
-        """Raises PromptTooLong."""
-        call = await self.sample(self.encode(task.prompt, memory), seed, deadline_s)
+        """Raises PromptTooLong, and EngineError unless the voice is frozen."""
+        is_frozen = self.voice.is_frozen
+        try:
+            call = await self.voice.reply(
+                self.prompt, Moment(task, memory), seed=seed, deadline_s=deadline_s
+            )
+        except EngineError as error:
+            if not is_frozen:
+                raise
+            return Verification(Verdict.CONTINUE, f"the verifier failed: {error}")
         reply = self.prompt.prefix + call.text
         verdict, rules = read_verdict(reply)
+        if is_frozen:
+            return Verification(verdict or Verdict.CONTINUE, reply, rescued=rules)
         return Verification(verdict if verdict and not rules else Verdict.CONTINUE, reply, call)
 
 

@@ -89,10 +89,6 @@ class Agent(Section):
     memory_tokens: int = Field(0, ge=0)
     """tokens of memory in a prompt; beyond them results lose their middle, the oldest first,
     commands never; 0: no bound"""
-    memory_fields: tuple[Literal["verification", "time"], ...] = ()
-    """what the memory keeps of a turn besides tool, sub-goal, command and result, as AgentFlow's
-    paper has it and its code has not: the verifier's text, the time it took; for prompt = "full"
-    alone"""
     module_timeout_s: PositiveFloat = 120.0
     """seconds that analyst, executor, verifier and generator may take for one reply, retries
     included"""
@@ -115,11 +111,6 @@ class Agent(Section):
         if self.instructions and self.name == "agentflow":
             raise ValueError(
                 f"agent.instructions={self.instructions!r} does not go with agent.name='agentflow'"
-            )
-        if self.memory_fields and (self.name, self.prompt) != ("agentflow", "full"):
-            raise ValueError(
-                f"agent.memory_fields={list(self.memory_fields)} needs agent.name='agentflow' and "
-                f"agent.prompt='full', and these are {self.name!r} and {self.prompt!r}"
             )
         if self.environment and self.name != "tools":
             raise ValueError(

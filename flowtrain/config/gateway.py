@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import PositiveInt, model_validator
 
 from flowtrain.config.section import Section
@@ -17,9 +15,6 @@ class Gateway(Section):
     function: str = ""
     """a function of this process instead, my_program.py:solve, called as solve(task, base_url=...,
     api_key=...)"""
-    sampling: Literal["ours", "strict"] = "ours"
-    """ours: temperature, top_p and seed of a program's requests are ignored; strict: requests whose
-    temperature or top_p differ from those that are trained are refused"""
     max_programs: PositiveInt = 64
     """commands or plain functions that run at a time, per rank; other rollouts wait, at no cost of
     their time"""

@@ -19,6 +19,7 @@ class ChatTokenizer(Protocol):
     """The part of a Hugging Face tokenizer that prompts and parsing need."""
 
     chat_template: str | None
+    eos_token_id: Any
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowtrain.agents.base import Agent
-from flowtrain.agents.build import make_chat_planner, make_flow
+from flowtrain.agents.build import make_flow
+from flowtrain.agents.voices import ChatVoice
 from flowtrain.config import OWN, Config
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.chat_engines import POLICY, make_chat_engines
@@ -121,6 +122,6 @@ def _without_policy(
     tools = make_tools(config, task_set(config), chats.roles.get("tools"), chats.roles)
     for tool in tools.values():
         cleanup.callback(tool.close)
-    frozen = make_chat_planner(config, chats.roles["planner"], tools)
+    frozen = ChatVoice(chats.roles["planner"], config.rollout.request_timeout_s)
     agents = {limit: make_flow(config, frozen, tools, limit, chats.roles) for limit in max_turns}
     return System(agents, make_judge(config, chats))

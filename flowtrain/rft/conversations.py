@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from flowtrain.agents.conversation import ChatTemplate, Conversation, Message, TemplateRewrites
-from flowtrain.agents.gateway.chat import Chat
+from flowtrain.agents.conversation import Conversation, Message, TemplateRewrites
+from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.gateway.requests import ChatRequest, Refusal, read_chat
-from flowtrain.agents.tool_calling import choose_format
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.token_chat import ChatTokenizer, pass_to_template
@@ -68,19 +67,12 @@ def read_replies(
 
     Raises UserError for a model without chat template, and for a row that cannot be imitated.
     """
-    key, path = config.path_of(config.train.policy)
-    if not tokenizer.chat_template:
-        raise UserError(f"{key}={path!r} has no chat template, which rft.conversations needs")
-    try:
-        template = ChatTemplate(tokenizer)
-    except TemplateRewrites as error:
-        raise UserError(f"{key}={path!r} does not go with rft.conversations: {error}") from None
-    chat = Chat(template, choose_format(config, template))
+    dialect = Dialect.of(config, tokenizer, "rft.conversations")
     rows = read_rows(Path(config.rft.conversations))
     return [
         call
         for _, where, row in islice(rows, rank, None, num_ranks)
-        for call in _replies(chat, _conversation(row, where), where)
+        for call in _replies(dialect, _conversation(row, where), where)
     ]
 
 
@@ -103,18 +95,18 @@ def _conversation(row: Row, where: str) -> ChatRequest:
     return asked
 
 
-def _replies(chat: Chat, asked: ChatRequest, where: str) -> Iterator[Call]:
+def _replies(dialect: Dialect, asked: ChatRequest, where: str) -> Iterator[Call]:
     """Yield the replies of a conversation. Raises UserError for one that the template cannot show
     as it would be sampled.
     """
-    messages, template = asked.messages, chat.template
+    messages, template = asked.messages, dialect.template
     places = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
     conversation: Conversation | None = None
     num_known = 0
     for place in places:
         try:
-            conversation = _asking(chat, conversation, messages[:place], num_known, asked.tools)
-            text = chat.reply_text(messages[: place + 1], asked.tools)
+            conversation = _asking(dialect, conversation, messages[:place], num_known, asked.tools)
+            text = dialect.reply_text(messages[: place + 1], asked.tools)
         except TemplateRewrites as error:
             raise UserError(f"{where}: messages.{place}: {error}") from None
         ids = (*template.encode(text), template.end_id)
@@ -128,7 +120,7 @@ def _replies(chat: Chat, asked: ChatRequest, where: str) -> Iterator[Call]:
 
 
 def _asking(
-    chat: Chat,
+    dialect: Dialect,
     before: Conversation | None,
     messages: Sequence[Message],
     num_known: int,
@@ -137,8 +129,7 @@ def _asking(
     """Return the conversation that asks for the next reply. Raises TemplateRewrites."""
     if before is not None:
         try:
-            return chat.add(before, messages, num_known)
+            return dialect.add(before, messages[num_known:])
         except TemplateRewrites:
-            # As a program would be answered: the whole is read as text.
-            return chat.start(messages, tools)
-    return chat.start(messages, tools)
+            pass  # As a program would be answered: the whole is read as text.
+    return dialect.start(messages, tools)

@@ -27,9 +27,8 @@ def make_expert(components: RunComponents, agent: Agent) -> Agent:
     config = components.config
     if config.rft.expert not in EXPERTS:
         teacher = components.chats.roles.get(TEACHER)
-        end_id = components.tokenizer.eos_token_id
         # Without a teacher all of its rollouts are there.
-        return taught(agent, teacher, config, components.tools, end_id) if teacher else agent
+        return taught(agent, teacher, config, components.tools) if teacher else agent
     if config.rft.expert == "policy":
         return agent
     if not isinstance(agent, Flow | ToolCallingAgent):
@@ -43,8 +42,7 @@ def make_expert(components: RunComponents, agent: Agent) -> Agent:
             f"rft.expert='scripted' needs tasks with a plan; tasks.name={config.tasks.name!r} has "
             "none, so use 'policy'"
         )
-    ends = {name: policy.tokenizer.eos_token_id for name, policy in components.policies.items()}
-    return scripted(agent, config.rft.expert_error, ends)
+    return scripted(agent, config.rft.expert_error)
 
 
 def asked_policies(config: Config) -> tuple[PolicyName, ...]:

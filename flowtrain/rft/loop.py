@@ -182,9 +182,7 @@ def _imitated(
     if policy == "planner" and config.roles.refiner == POLICY:
         # The same weights learn both, each from what it read.
         assert isinstance(agent, Flow), "other agents have no roles"
-        samples += refinements(
-            agent, kept, tokenizer, tokenizer.eos_token_id, config.agent.max_result_chars
-        )
+        samples += refinements(agent, kept, tokenizer, config.agent.max_result_chars)
     return samples, len(turns) - len(said)
 
 

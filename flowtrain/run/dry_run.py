@@ -169,8 +169,7 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
         ):
             raise UserError(f"{missing}; and no scripted expert knows how to do these tasks")
         _say(f"rollouts of a scripted expert, because there is no engine: {missing}")
-        ends = {name: spec.tokenizer.eos_token_id for name, spec in components.policies.items()}
-        return scripted(made, 0.0, ends)
+        return scripted(made, 0.0)
     path = folder / "model"
     if any(spec.path == "tiny" for spec in components.policies.values()):
         weights = named_weights(components.model)

@@ -13,6 +13,7 @@ class CharTokenizer:
     """One token per character, and a chat template that is the message alone."""
 
     chat_template: str | None = "yes"
+    eos_token_id = 0
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(map(ord, text))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from flowtrain.agents.collect import RolloutRequest, _collect, collect, collect_branches
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator
+from flowtrain.agents.generator import Generator
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -80,12 +80,12 @@ TASKS = [Task(f"task-{i}", f"question {i}", ("x",)) for i in range(7)]
 
 
 def flow(planner: FakePlanner) -> Flow:
-    executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 100)
+    executor = Executor({"Echo": FakeEcho()}, 30.0, 100)
     return Flow(
         planner,
         executor,
         RuleVerifier(),
-        RuleGenerator(),
+        Generator(),
         FlowLimits(3, 60.0),
     )
 
@@ -198,12 +198,12 @@ def never(task: Task, memory: Memory) -> bool:
 
 
 def slow_flow(slow: tuple[str, ...], seconds: float = 3600.0) -> Flow:
-    executor = RuleExecutor({"Echo": FakeEcho()}, 30.0, 100)
+    executor = Executor({"Echo": FakeEcho()}, 30.0, 100)
     return Flow(
         SlowPlanner(slow=slow, seconds=seconds),
         executor,
         RuleVerifier(never),
-        RuleGenerator(),
+        Generator(),
         FlowLimits(3, 60.0),
     )
 

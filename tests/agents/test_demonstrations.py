@@ -9,14 +9,15 @@ import pytest
 from char_tokenizer import CharTokenizer
 
 from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator
+from flowtrain.agents.generator import Generator
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
-from flowtrain.agents.refiner import LLMRefiner, Refiner
+from flowtrain.agents.refiner import FullRefinerPrompt, ModelRefiner, Refiner
 from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.agents.voices import ChatVoice
 from flowtrain.tools import ToolCard
 from flowtrain.types import Action, Call, FinishReason, Task, Trajectory
 
@@ -67,16 +68,20 @@ class Model:
         return f"Evidence {len(self.asked)}: " + "1284 " * 60
 
 
+def frozen(model: Model, max_chars: int) -> Refiner:
+    return ModelRefiner(ChatVoice(model), FullRefinerPrompt(), max_chars)
+
+
 def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]:
     tools = {
         name: Tool(ToolCard(name, "", finds_passages=name == "Archive"))
         for name in ("Archive", "Clock")
     }
     limits = FlowLimits(4, 60.0, memory_tokens=memory_tokens)
-    rules = RuleVerifier(lambda task, memory: False), RuleGenerator()
+    rules = RuleVerifier(lambda task, memory: False), Generator()
     flow = Flow(
         Planner(),
-        RuleExecutor(tools, 5.0, 1000),
+        Executor(tools, 5.0, 1000),
         *rules,
         limits,
         refiner=refiner,
@@ -89,8 +94,8 @@ def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]
 def test_samples_have_what_the_refiner_read_and_wrote(memory_tokens: int) -> None:
     """Only searches are imitated; under a memory budget the refiner has read what was left."""
     model, tokenizer = Model(), CharTokenizer()
-    flow, rollout = make(LLMRefiner(model, 1000), memory_tokens)
-    samples = refinements(flow, [rollout], tokenizer, 0, 1000)
+    flow, rollout = make(frozen(model, 1000), memory_tokens)
+    samples = refinements(flow, [rollout], tokenizer, 1000)
     assert [tokenizer.decode(sample.prompt_ids) for sample in samples] == model.asked and len(
         model.asked
     ) == 2
@@ -105,14 +110,14 @@ def test_samples_have_what_the_refiner_read_and_wrote(memory_tokens: int) -> Non
 
 
 def test_a_reply_that_may_have_been_cut_is_not_imitated() -> None:
-    flow, rollout = make(LLMRefiner(Model(), 40), 0)
-    assert refinements(flow, [rollout], CharTokenizer(), 0, 40) == []
-    assert len(refinements(flow, [rollout], CharTokenizer(), 0, 41)) == 2
+    flow, rollout = make(frozen(Model(), 40), 0)
+    assert refinements(flow, [rollout], CharTokenizer(), 40) == []
+    assert len(refinements(flow, [rollout], CharTokenizer(), 41)) == 2
 
 
 def test_without_a_refiner_there_is_nothing_to_imitate() -> None:
     flow, rollout = make(None, 0)
     assert (
         any(turn.result.output for turn in rollout.turns)
-        and refinements(flow, [rollout], CharTokenizer(), 0, 1000) == []
+        and refinements(flow, [rollout], CharTokenizer(), 1000) == []
     )

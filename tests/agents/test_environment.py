@@ -15,12 +15,14 @@ from chat_templates import TEMPLATES, styled
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.deadlines import Cutoff
+from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.registry import load_kind
-from flowtrain.agents.tool_calling import ToolCallingAgent
+from flowtrain.agents.tool_calling import ToolCallingAgent, definition, with_instructions
 from flowtrain.agents.tool_formats import FORMATS, WrittenCall
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.rewards import score
+from flowtrain.tools import ToolCard
 from flowtrain.types import (
     BranchPoint,
     BranchStart,
@@ -244,20 +246,15 @@ def test_options_that_do_not_go_together() -> None:
 
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_first_messages_go_through_every_style_of_template(style: str) -> None:
-    from flowtrain.agents.tool_calling import ToolChat
-    from flowtrain.tools import ToolCard
-
-    tokenizer = styled(style)
     config = Config.model_validate({"agent": {"name": "tools", "instructions": "Be brief."}})
-    chat = ToolChat.of(config, tokenizer, [ToolCard("look_up", "Tells.")])  # type: ignore[arg-type]
+    dialect = Dialect.of(config, styled(style), "the test")  # type: ignore[arg-type]
+    tools = [definition(ToolCard("look_up", "Tells."))]
     first = [
         {"role": "system", "content": "You work for a shop."},
         {"role": "user", "content": "Cancel it."},
     ]
-    begun = chat.begin(first)
+    begun = dialect.start(with_instructions(config, first), tools)
     text = begun.template.decode(begun.prompt_ids)
     for part in ("You work for a shop.", "Be brief.", "Cancel it.", "look_up"):
         assert text.count(part) == 1
     assert text.index("You work") < text.index("Be brief.") < text.index("Cancel it.")
-    alone = chat.begin([{"role": "system", "content": "Go."}, *first[1:]][:1] + first[1:])
-    assert "Go." in alone.template.decode(alone.prompt_ids)

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain.agents.executor import NO_COMMAND, RuleExecutor
+from flowtrain.agents.executor import NO_COMMAND, Executor
 from flowtrain.agents.flow import MALFORMED, Flow, FlowLimits
-from flowtrain.agents.generator import Answer, RuleGenerator
-from flowtrain.agents.memory import VERIFICATION_CHARS, Memory, MemoryEntry
+from flowtrain.agents.generator import Answer, Generator
+from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import NO_TOOL, Plan
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
 from flowtrain.agents.verifier import RuleVerifier, Verification
@@ -135,13 +135,13 @@ def flow(
     tool_timeout_s: float = 5.0,
     seconds: float = 0.0,
 ) -> Flow:
-    executor = RuleExecutor(TOOLS, tool_timeout_s, max_chars=100)
+    executor = Executor(TOOLS, tool_timeout_s, max_chars=100)
     limits = FlowLimits(max_turns, timeout_s)
     return Flow(
         FakePlanner(script, seconds),
         executor,
         RuleVerifier(is_enough),
-        RuleGenerator(),
+        Generator(),
         limits,
     )
 
@@ -316,7 +316,7 @@ def test_the_sub_goal_reaches_the_tool_word_for_word(sub_goal: str) -> None:
         return "ok"
 
     action = Action("", "", sub_goal, "Note")
-    executor = RuleExecutor({"Note": FakeTool("Note", note)}, 5.0, 100)
+    executor = Executor({"Note": FakeTool("Note", note)}, 5.0, 100)
     command, result, _ = asyncio.run(executor.execute("q", action, 0, 5.0))
     assert (seen, result.output) == ([sub_goal], "ok")
     assert command.startswith("execution = tool.execute(query=") and "\n" not in command
@@ -359,48 +359,6 @@ def test_memory_entries_have_agentflows_four_fields() -> None:
         },
     }
     assert list(memory["Action Step 1"]) == ["tool_name", "sub_goal", "command", "result"]
-
-
-class Talking(RuleVerifier):
-    """Gives its reasons."""
-
-    async def verify(
-        self, task: Task, memory: Memory, seed: int, deadline_s: float
-    ) -> Verification:
-        reasons = f"{len(memory.entries)} entries. " + "x" * 2000
-        return Verification(Verdict.CONTINUE, f"{reasons} Conclusion: CONTINUE")
-
-
-def test_memory_keeps_the_papers_fields_where_they_are_asked_for() -> None:
-    """The verifier reads the new entry without them; later prompts and branches have them."""
-    plain = flow([ECHO], max_turns=3)
-    limits = replace(plain.limits, memory_fields=("verification", "time"))
-    loop = replace(plain, verifier=Talking(never), limits=limits)
-    trajectory = run(loop)
-    assert isinstance(loop.planner, FakePlanner)
-    memory = loop.planner.asked[2][0]
-    first, second = memory.as_dict().values()
-    assert list(first) == [
-        *("tool_name", "sub_goal", "command", "result"),
-        *("verification_status", "time"),
-    ]
-    for number, entry in enumerate((first, second), 1):
-        status = entry["verification_status"]
-        assert status.startswith(f"{number} entries. ") and status.endswith("Conclusion: CONTINUE")
-        assert VERIFICATION_CHARS <= len(status) < VERIFICATION_CHARS + 50, "both ends and a note"
-        assert entry["time"] == f"{trajectory.turns[number - 1].seconds:.1f} s"
-    assert loop.shown_before(trajectory, 2) == memory
-    bare = replace(loop, verifier=RuleVerifier(never), limits=replace(limits, memory_fields=()))
-    assert all(not entry.verification_status for entry in bare.shown_before(trajectory, 2).entries)
-
-
-def test_a_rules_verdict_is_its_verification_status() -> None:
-    loop = flow([ECHO], max_turns=2)
-    loop = replace(loop, limits=replace(loop.limits, memory_fields=("verification",)))
-    run(loop)
-    assert isinstance(loop.planner, FakePlanner)
-    (entry,) = loop.planner.asked[1][0].entries
-    assert (entry.verification_status, entry.time) == ("CONTINUE", "")
 
 
 def test_the_same_actions_give_the_same_memory() -> None:
@@ -475,7 +433,7 @@ def test_modules_get_own_seeds_and_time_left(
 ) -> None:
     """The answer gets its time also when the rollout's is up."""
     noting = NotingModule()
-    executor = RuleExecutor(TOOLS, 5.0, max_chars=100)
+    executor = Executor(TOOLS, 5.0, max_chars=100)
     limits = FlowLimits(2, timeout_s, module_timeout_s)
     trajectory = run(Flow(FakePlanner([ECHO], seconds=0.1), executor, noting, noting, limits))
     *verdicts, (last, _, answer_s) = noting.told

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.conversation import ChatTemplate
-from flowtrain.agents.gateway.chat import Chat
+from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.gateway.requests import read_chat
 from flowtrain.agents.gateway.responses import chat_body
@@ -38,7 +38,7 @@ class Program:
         context = AgentContext(config, {"planner": policy}, {}, {}, 1000)
         self.session = Session(TASK, 0, context)
         tool_format = FORMATS[FORMAT_OF.get(style, "xml")]
-        chat = Chat(ChatTemplate(self.engine.tokenizer), tool_format)
+        chat = Dialect(ChatTemplate(self.engine.tokenizer), tool_format)
         self.recorder = Recorder(self.session, chat, 1000)
 
     async def ask(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:

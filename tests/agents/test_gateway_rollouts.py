@@ -335,7 +335,7 @@ def test_an_engine_that_fails_for_good_ends_the_run(monkeypatch: pytest.MonkeyPa
     [
         ("POST", "/nothing", b"{}", 404),
         ("GET", "/chat/completions", b"", 405),
-        ("POST", "/models", b"", 405),
+        ("GET", "/models", b"", 404),
         ("POST", "/chat/completions", b"\xff", 400),
         ("POST", "/chat/completions", b"[]", 400),
         ("POST", "/chat/completions", b"[" * 100_000, 400),

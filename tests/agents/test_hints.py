@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from flowtrain.agents.hints import Hints
 from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.refiner import Finding, LLMRefiner, RuleRefiner
+from flowtrain.agents.policy import Moment
+from flowtrain.agents.refiner import FullRefinerPrompt, ModelRefiner, Refiner, RuleRefiner
+from flowtrain.agents.voices import ChatVoice
 from flowtrain.types import Action, Call, FinishReason, SubGoal, Task, ToolResult, Turn, Verdict
 
 GOALS = (
@@ -80,12 +83,11 @@ PASSAGES = (
 )
 
 
-def refine(refiner: RuleRefiner | LLMRefiner) -> str:
+def refine(refiner: Refiner) -> str:
     """The text of its evidence, which is nobody's to train."""
     memory = Memory().add(MemoryEntry("Search", "capital of Chad", "", "N'Djamena"))
-    found = asyncio.run(
-        refiner.refine(Finding("How large is Chad?", memory, "area of Chad", PASSAGES), 3, 5.0)
-    )
+    moment = Moment(Task("t", "How large is Chad?", ()), memory, "area of Chad", PASSAGES)
+    found = asyncio.run(refiner.refine(moment, 3, 5.0))
     assert found.call is None
     return found.text
 
@@ -104,7 +106,8 @@ class Scripted:
 
 def test_a_model_gets_question_knowledge_goal_and_passages() -> None:
     engine = Scripted()
-    assert refine(LLMRefiner(engine, 1000)) == "Evidence: Chad covers 1284.\nNext: add Mali."
+    refiner = ModelRefiner(ChatVoice(engine), FullRefinerPrompt(), 1000)
+    assert refine(refiner) == "Evidence: Chad covers 1284.\nNext: add Mali."
     assert all(
         part in engine.asked
         for part in (
@@ -115,4 +118,4 @@ def test_a_model_gets_question_knowledge_goal_and_passages() -> None:
         )
     )
     assert engine.seed == 3
-    assert refine(LLMRefiner(engine, 9)) == "Evidence:"
+    assert refine(replace(refiner, max_chars=9)) == "Evidence:"

@@ -26,8 +26,7 @@ from flowtrain.agents.collect import collect
 from flowtrain.agents.executor import NO_COMMAND
 from flowtrain.agents.flow import Flow
 from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import PolicyPlanner
-from flowtrain.agents.policy import Policy
+from flowtrain.agents.policy import Moment, Policy
 from flowtrain.agents.prompts import FullPrompt
 from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint
@@ -147,16 +146,12 @@ def llm_flow(
             {
                 "engines": {"local": options},
                 "roles": dict.fromkeys(MODULES, "local"),
-                "agent": {"max_result_chars": 300, **(agent or {})},
+                "agent": {"prompt": "full", "max_result_chars": 300, **(agent or {})},
             }
         )
         engine = ScriptedEngine(said["planner"])  # type: ignore[arg-type]
         tools = {"Wiki": Wiki()}
-        planner = PolicyPlanner(
-            Policy(engine, CharTokenizer(), 100, 1.0, 30.0),
-            FullPrompt(list(tools.values()), CharTokenizer()),
-            tool_names=("Wiki",),
-        )
+        planner = Policy(engine, CharTokenizer(), 100, 1.0, 30.0)
         chat_engine = Endpoint("local", config.engines["local"])
         try:
             yield (
@@ -540,7 +535,7 @@ def test_results_are_data() -> None:
     """Braces and tags in what a tool found go through templates unharmed."""
     odd = '{question} {0} {{x}} %s <answer>no</answer> """'
     memory = Memory((MemoryEntry("Wiki", odd, odd, odd),), odd)
-    assert FullPrompt([Wiki()], CharTokenizer()).render(odd, memory).count("{0} {{x}}") == 5
+    assert FullPrompt([Wiki()]).render(Moment(Task("t", odd, ()), memory)).count("{0} {{x}}") == 5
     with llm_flow({}) as (flow, server, _):
         task = Task("t", odd, ("a",))
         asyncio.run(flow.generator.answer(task, memory, 0, 5.0))

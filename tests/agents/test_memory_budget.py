@@ -14,12 +14,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator
-from flowtrain.agents.memory import Memory, MemoryEntry, bounded
-from flowtrain.agents.planner import PolicyPlanner
-from flowtrain.agents.policy import Policy
+from flowtrain.agents.generator import Generator
+from flowtrain.agents.memory import Budget, Memory, MemoryEntry
+from flowtrain.agents.planner import ModelPlanner
+from flowtrain.agents.policy import Moment, Policy
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard
@@ -44,7 +44,7 @@ class Flood:
     def close(self) -> None: ...
 
 
-PROMPTS: list[PlannerPrompt] = [CompactPrompt(), FullPrompt([Flood()], TOKENIZER)]
+PROMPTS: list[PlannerPrompt] = [CompactPrompt(), FullPrompt([Flood()])]
 
 
 def measure(prompt: PlannerPrompt, memory: Memory) -> int:
@@ -87,9 +87,12 @@ MEASURES = [partial(measure, PROMPTS[0]), partial(measure, PROMPTS[1]), coarse]
 def test_the_budget_holds_or_nothing_is_left_to_cut(
     memory: Memory, budget: int, measure: Callable[[Memory], int]
 ) -> None:
-    cut = bounded(memory, budget, measure)
+    cut = Budget(budget, measure).bounded(memory)
     assert measure(cut) <= budget or all(at_least(entry.result) for entry in cut.entries)
-    assert cut == bounded(memory, budget, measure), "the same each time"
+    grown = Budget(budget, measure)
+    for number in range(len(memory.entries)):
+        grown.bounded(replace(memory, entries=memory.entries[:number]))
+    assert cut == grown.bounded(memory), "the same each time"
     assert cut.analysis == memory.analysis
     assert [replace(e, result="") for e in cut.entries] == [
         replace(e, result="") for e in memory.entries
@@ -129,14 +132,14 @@ def test_no_more_is_cut_than_is_needed() -> None:
         )
     )
     whole = measure(PROMPTS[0], memory)
-    cut = bounded(memory, whole - 300, lambda m: measure(PROMPTS[0], m))
+    cut = Budget(whole - 300, partial(measure, PROMPTS[0])).bounded(memory)
     assert cut.entries[1:] == memory.entries[1:]
     assert whole - 300 - 150 < measure(PROMPTS[0], cut) <= whole - 300
 
 
 def test_an_error_is_still_seen_as_one() -> None:
     memory = Memory((MemoryEntry("Search", "x", "c", "Error: " + "it broke " * 1000),))
-    (entry,) = bounded(memory, 1, lambda m: measure(PROMPTS[0], m)).entries
+    (entry,) = Budget(1, partial(measure, PROMPTS[0])).bounded(memory).entries
     assert entry.is_error and len(entry.result) < 150
 
 
@@ -163,16 +166,16 @@ class TalkingEngine:
 
 @pytest.mark.parametrize(("budget", "truncated"), [(900, "turns"), (0, "prompt")])
 def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) -> None:
-    constant = len(TOKENIZER.encode(PROMPTS[1].render(TASK.question, Memory())))
+    constant = len(TOKENIZER.encode(PROMPTS[1].render(Moment(TASK))))
     engine = TalkingEngine(constant + 900 + 60)
-    planner = PolicyPlanner(Policy(engine, TOKENIZER, 60, 1.0, 30.0), PROMPTS[1], ("Flood",))
+    planner = ModelPlanner(Policy(engine, TOKENIZER, 60, 1.0, 30.0), PROMPTS[1], ("Flood",))
     tools = {"Flood": Flood()}
     limits = FlowLimits(4, 60.0, memory_tokens=budget)
     flow = Flow(
         planner,
-        RuleExecutor(tools, 5.0, 100_000),
+        Executor(tools, 5.0, 100_000),
         RuleVerifier(lambda task, memory: False),
-        RuleGenerator(),
+        Generator(),
         limits,
     )
     trajectory = asyncio.run(flow.run(TASK, 0))
@@ -183,3 +186,26 @@ def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) ->
     )
     if budget:
         assert max(engine.lengths) + 60 <= engine.max_tokens and len(engine.lengths) == 4
+
+
+def test_a_turn_tokenises_little_more_than_what_its_prompt_shows() -> None:
+    """What earlier turns have measured is not measured again."""
+    counted: list[int] = []
+
+    class Counting(ModelPlanner):
+        def measure(self, memory: Memory) -> int:
+            counted.append(super().measure(memory))
+            return counted[-1]
+
+    budget, engine = 2000, TalkingEngine(100_000)
+    policy = Policy(engine, TOKENIZER, 60, 1.0, 30.0)
+    flow = Flow(
+        Counting(policy, PROMPTS[1], ("Flood",)),
+        Executor({"Flood": Flood()}, 5.0, 1500),
+        RuleVerifier(lambda task, memory: False),
+        Generator(),
+        FlowLimits(8, 60.0, memory_tokens=budget),
+    )
+    trajectory = asyncio.run(flow.run(TASK, 0))
+    assert max(engine.lengths) > budget, "the budget is spent"
+    assert sum(counted) < 2.5 * budget * len(trajectory.turns)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from char_tokenizer import CharTokenizer, Says
 from toy_options import toy
 
-from flowtrain.agents.build import make_flow, make_policy, make_prompt
-from flowtrain.agents.expert import ScriptedPlanner, next_step
-from flowtrain.agents.generator import Answer, RuleGenerator, last_expression
+from flowtrain.agents.build import make_flow, make_planner, make_policy
+from flowtrain.agents.expert import next_step, plan_script, with_script
+from flowtrain.agents.generator import Answer, Generator, last_expression
 from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import PolicyPlanner, parse_action
-from flowtrain.agents.policy import Policy
+from flowtrain.agents.planner import ModelPlanner, parse_action
+from flowtrain.agents.policy import Moment, Policy
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt
 from flowtrain.agents.verifier import RuleVerifier, facts_enough, gameof24_enough
 from flowtrain.tasks.sets import TaskSet
@@ -164,7 +165,7 @@ def test_an_error_is_never_enough_and_a_result_may_be() -> None:
     ],
 )
 def test_the_last_result_is_the_answer(entries: list[tuple[str, str]], answer: str) -> None:
-    found = asyncio.run(RuleGenerator().answer(SUM, memory(*entries), 0, 1.0))
+    found = asyncio.run(Generator().answer(SUM, memory(*entries), 0, 1.0))
     assert found == Answer(answer)
 
 
@@ -214,20 +215,21 @@ def test_the_expert_goes_on_where_the_memory_has_got_to(
     assert next_step(SUM, memory(*entries)) == PLAN[step]
 
 
-def expert(error: float) -> ScriptedPlanner:
-    like = PolicyPlanner(
-        Policy(Says(max_tokens=100), CharTokenizer(), 10, 1.0, 1.0), CompactPrompt()
-    )  # type: ignore[arg-type]
-    return ScriptedPlanner(like, error, end_id=999)
+POLICY = Policy(Says(max_tokens=100), CharTokenizer(), 10, 1.0, 1.0)  # type: ignore[arg-type]
+
+
+def expert(error: float) -> ModelPlanner:
+    tools = ("Base_Generator", "Python_Coder", "Search")
+    return with_script(ModelPlanner(POLICY, CompactPrompt(), tools), plan_script(error))
 
 
 def test_expert_uses_tokenizer_of_its_learner() -> None:
     plan = asyncio.run(expert(0.0).plan(SUM, memory(*done(0)), 1, 5, 1.0))
     call = plan.call
-    prompt = CompactPrompt().render(SUM.question, memory(*done(0)))
+    prompt = CompactPrompt().render(Moment(SUM, memory(*done(0))))
     assert call.prompt_ids == tuple(map(ord, prompt))
     assert call.text == " area of Mali\nTool Name: Search"
-    assert call.response_ids == (*map(ord, call.text), 999)
+    assert call.response_ids == (*map(ord, call.text), 0)
     assert (call.logprobs, call.spans) == ((0.0,) * len(call.response_ids), ())
     assert call.finish_reason is FinishReason.STOP
     assert plan.action == parse_action(CompactPrompt.prefix + call.text, ("Search",))
@@ -291,9 +293,10 @@ def test_the_full_prompt_needs_a_chat_template() -> None:
     config, plain = toy({"agent": {"prompt": "full"}}), CharTokenizer()
     plain.chat_template = None
     with pytest.raises(UserError, match=r"model\.path='tiny' has no chat template"):
-        make_prompt(config, {}, plain)
-    assert isinstance(make_prompt(toy(), {}, plain), CompactPrompt)
-    assert isinstance(make_prompt(config, {}, CharTokenizer()), FullPrompt)
+        make_planner(config, replace(POLICY, tokenizer=plain), {})
+    of_toy = make_planner(toy(), replace(POLICY, tokenizer=plain), {})
+    assert isinstance(of_toy.prompt, CompactPrompt)
+    assert isinstance(make_planner(config, POLICY, {}).prompt, FullPrompt)
 
 
 def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
@@ -310,7 +313,7 @@ def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
 )
 def test_a_task_names_its_rules(rules: str, verdict: str, answer: str) -> None:
     config = toy({"agent": {"rollout_timeout_s": 7.0}})
-    flow = make_flow(config, expert(0.0), {}, max_turns=9)
+    flow = make_flow(config, POLICY, {}, max_turns=9)
     task = Task("t", "What is the area of Chad?", ("1284",), rules=rules)
     found = memory(("Python_Coder", "6 * 4", "24"))
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from chat_templates import styled
 
 from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.policy import Policy
+from flowtrain.agents.policy import Moment, Policy, Prompt
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt
-from flowtrain.agents.refiner import CompactRefinerPrompt, Finding, FullRefinerPrompt
+from flowtrain.agents.refiner import CompactRefinerPrompt, FullRefinerPrompt
 from flowtrain.agents.single_turn import QuestionPrompt
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt
 from flowtrain.config import Chat
@@ -28,23 +28,20 @@ SPECIAL = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
 POLICY = Policy(None, TOKENIZER, 10, 1.0, 1.0)  # type: ignore[arg-type]
 
 
-def memory(text: str) -> Memory:
-    return Memory((MemoryEntry("Search", text, text, text),), analysis=text)
+def read(prompt: Prompt, text: str) -> tuple[int, ...]:
+    memory = Memory((MemoryEntry("Search", text, text, text),), analysis=text)
+    return POLICY.read(prompt, Moment(Task("t", text, ()), memory, text, text))
 
 
-def finding(text: str) -> Finding:
-    return Finding(text, memory(text), text, text)
-
-
-RENDER: dict[str, Callable[[str], str]] = {
-    "planner": lambda text: FullPrompt([], TOKENIZER).render(text, memory(text)),
-    "compact planner": lambda text: CompactPrompt().render(text, memory(text)),
-    "verifier": lambda text: FullVerdictPrompt("", TOKENIZER).render(text, memory(text)),
-    "compact verifier": lambda text: CompactVerdictPrompt().render(text, memory(text)),
-    "refiner": lambda text: FullRefinerPrompt(TOKENIZER).render(finding(text)),
-    "compact refiner": lambda text: CompactRefinerPrompt().render(finding(text)),
-    "single turn": lambda text: QuestionPrompt("", TOKENIZER).render(text),
-    "compact single turn": lambda text: QuestionPrompt("", None).render(text),
+PROMPTS: dict[str, Prompt] = {
+    "planner": FullPrompt([]),
+    "compact planner": CompactPrompt(),
+    "verifier": FullVerdictPrompt([]),
+    "compact verifier": CompactVerdictPrompt(),
+    "refiner": FullRefinerPrompt(),
+    "compact refiner": CompactRefinerPrompt(),
+    "single turn": QuestionPrompt("", is_message=True),
+    "compact single turn": QuestionPrompt("", is_message=False),
 }
 
 
@@ -52,24 +49,22 @@ def count(ids: Sequence[int]) -> list[int]:
     return [list(ids).count(special) for special in SPECIAL]
 
 
-@pytest.mark.parametrize("prompt", RENDER)
+@pytest.mark.parametrize("prompt", PROMPTS)
 def test_no_text_ends_a_message_or_begins_one(prompt: str) -> None:
-    render = RENDER[prompt]
-    ids = POLICY.encode(render(BREAK))
-    assert count(ids) == count(POLICY.encode(render(HARMLESS)))
+    ids = read(PROMPTS[prompt], BREAK)
+    assert count(ids) == count(read(PROMPTS[prompt], HARMLESS))
     # It is all there, as a text.
     decoded = TOKENIZER.decode(ids)
     assert BREAK in decoded or json.dumps(BREAK)[1:-1] in decoded
 
 
 def test_a_template_s_own_are_special() -> None:
-    assert count(POLICY.encode(RENDER["planner"]("What?")))[0] >= 2
+    assert count(read(PROMPTS["planner"], "What?"))[0] >= 2
 
 
 def test_a_mark_in_a_text_is_none() -> None:
-    assert POLICY.encode(RENDER["single turn"]("a\ue0000\ue001b")) == POLICY.encode(
-        RENDER["single turn"]("a0b")
-    )
+    prompt = PROMPTS["single turn"]
+    assert read(prompt, "a\ue0000\ue001b") == read(prompt, "a0b")
 
 
 def test_frozen_models_in_the_process_read_them_as_text_too() -> None:

@@ -15,8 +15,8 @@ from toy_options import toy
 
 from flowtrain.agents.build import make_planner, make_policy
 from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import NO_TOOL, PolicyPlanner, match_tool, parse_action
-from flowtrain.agents.policy import Policy, PromptTooLong
+from flowtrain.agents.planner import NO_TOOL, ModelPlanner, match_tool, parse_action
+from flowtrain.agents.policy import Moment, Policy, PromptTooLong
 from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.search import Search
@@ -301,7 +301,7 @@ def test_what_a_prompt_writes_it_reads_back(
     justification: str, context: str, sub_goal: str, tool_name: str
 ) -> None:
     assume(sub_goal)
-    full = FullPrompt([], ChatChars())
+    full = FullPrompt([])
     action = Action(justification, context, sub_goal, tool_name)
     assert parse(full.prefix + full.write(action)) == action
     compact = CompactPrompt()
@@ -310,6 +310,10 @@ def test_what_a_prompt_writes_it_reads_back(
 
 # ---- what is read
 
+TASK = Task(
+    "t", "What is the area of Chad?", ("secret answer",), plan=(PlanStep("secret plan", "Search"),)
+)
+ODD = Task("o", "What is {x} of Chad?", ())
 STEPS = (
     MemoryEntry(
         "Search",
@@ -322,7 +326,7 @@ STEPS = (
 
 
 def test_the_compact_prompt_ends_with_the_field_that_matters() -> None:
-    text = CompactPrompt().render("What is the area of Chad?", Memory(STEPS))
+    text = CompactPrompt().render(Moment(TASK, Memory(STEPS)))
     assert text == (
         "Question: What is the area of Chad?\n"
         "1. Search | area of Chad | The area of Chad is 1284.\n"
@@ -333,8 +337,7 @@ def test_the_compact_prompt_ends_with_the_field_that_matters() -> None:
 
 def test_full_prompt_has_question_tools_rules_and_memory() -> None:
     search, guesses = Search(["Paris lies in France."]), GuessGenerator(["7"])
-    text = FullPrompt([search, guesses], ChatChars()).render("What is {x} of Chad?", Memory(STEPS))
-    assert text.startswith("<user>") and text.endswith("<assistant>")
+    text = FullPrompt([search, guesses]).render(Moment(ODD, Memory(STEPS)))
     for part in (
         "Question: What is {x} of Chad?",
         f"- Search: {search.card.description}",
@@ -346,16 +349,14 @@ def test_full_prompt_has_question_tools_rules_and_memory() -> None:
         for label in ("Justification", "Context", "Sub-Goal", "Tool Name")
     ]
     assert places == sorted(places)
-    memory = json.loads(
-        text[text.index("Steps so far:\n") + len("Steps so far:\n") : -len("<assistant>")]
-    )
+    memory = json.loads(text[text.index("Steps so far:\n") + len("Steps so far:\n") :])
     assert memory == Memory(STEPS).as_dict()
 
 
-@pytest.mark.parametrize("prompt", [CompactPrompt(), FullPrompt([], ChatChars())])
+@pytest.mark.parametrize("prompt", [CompactPrompt(), FullPrompt([])])
 def test_the_prompts_of_a_rollout_share_all_but_the_new_step(prompt: PlannerPrompt) -> None:
     """Prefix caches and prefix trees live on it."""
-    first, second = (prompt.render("What is the area of Chad?", Memory(STEPS[:n])) for n in (1, 2))
+    first, second = (prompt.render(Moment(TASK, Memory(STEPS[:n]))) for n in (1, 2))
     end = first.index("The area of Chad is 1284.") + len("The area of Chad is 1284.")
     assert second[:end] == first[:end]
 
@@ -363,14 +364,9 @@ def test_the_prompts_of_a_rollout_share_all_but_the_new_step(prompt: PlannerProm
 # ---- the policy's planner
 
 
-def policy(engine: Says, **changes: object) -> PolicyPlanner:
+def policy(engine: Says, **changes: object) -> ModelPlanner:
     fields = {"max_new_tokens": 40, "temperature": 0.7, "request_timeout_s": 9.0, **changes}
-    return PolicyPlanner(Policy(engine, ChatChars(), **fields), CompactPrompt(), TOOLS)  # type: ignore[arg-type]
-
-
-TASK = Task(
-    "t", "What is the area of Chad?", ("secret answer",), plan=(PlanStep("secret plan", "Search"),)
-)
+    return ModelPlanner(Policy(engine, ChatChars(), **fields), CompactPrompt(), TOOLS)  # type: ignore[arg-type]
 
 
 def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
@@ -414,7 +410,7 @@ def test_a_plan_carries_the_very_tokens_and_the_parsed_action() -> None:
     assert (
         plan.call.prompt_ids
         == tuple(map(ord, engine.asked[0][0]))
-        == tuple(map(ord, CompactPrompt().render(TASK.question, Memory(STEPS))))
+        == tuple(map(ord, CompactPrompt().render(Moment(TASK, Memory(STEPS)))))
     )
     assert plan.call.response_ids == tuple(map(ord, engine.line))
     assert plan.call.spans == (VersionSpan(0, len(engine.line), 7),)
@@ -429,7 +425,7 @@ def test_the_policy_sees_neither_answers_nor_plan() -> None:
 
 
 def test_a_prompt_that_leaves_no_room_for_the_answer_is_too_long() -> None:
-    num_prompt = len(CompactPrompt().render(TASK.question, Memory()))
+    num_prompt = len(CompactPrompt().render(Moment(TASK)))
     fits, too_long = (
         Says("", max_tokens=num_prompt + 40),
         Says("", max_tokens=num_prompt + 39),
@@ -446,10 +442,9 @@ def test_the_order_of_the_full_prompt_decides_what_turns_share() -> None:
     """
     texts = {}
     for order in ("shared", "paper"):
-        prompt = FullPrompt([], ChatChars(), order)
+        prompt = FullPrompt([], order)
         texts[order] = [
-            prompt.render("What is {x} of Chad?", Memory(STEPS[:number]))
-            for number in range(len(STEPS) + 1)
+            prompt.render(Moment(ODD, Memory(STEPS[:number]))) for number in range(len(STEPS) + 1)
         ]
     for shared, paper in zip(texts["shared"], texts["paper"], strict=True):
         assert sorted(shared) == sorted(paper), "the same parts"

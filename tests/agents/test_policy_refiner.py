@@ -13,15 +13,16 @@ from char_tokenizer import CharTokenizer, Says
 from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_policy, make_refiner
-from flowtrain.agents.executor import LLMExecutor, RuleExecutor
-from flowtrain.agents.expert import ScriptedRefiner
+from flowtrain.agents.executor import Executor
+from flowtrain.agents.expert import passage_script, with_script
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator
+from flowtrain.agents.generator import Generator
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan
-from flowtrain.agents.policy import ResponsePrefix
-from flowtrain.agents.refiner import Evidence, Finding, LLMRefiner, PolicyRefiner, Refiner
+from flowtrain.agents.policy import Moment, ResponsePrefix
+from flowtrain.agents.refiner import Evidence, FullRefinerPrompt, ModelRefiner, Refiner
 from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.agents.voices import ChatVoice
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import ToolCard
 from flowtrain.types import (
@@ -39,15 +40,15 @@ from flowtrain.types import (
 OWN = toy({"roles": {"refiner": "own"}, "policies": {"refiner": {"max_new_tokens": 40}}})
 KNOWN = Memory((MemoryEntry("Search", "area of Chad", "c", "The area of Chad is 1284."),))
 PASSAGES = "The area of Mali is 1240.\nThe capital of Mali is Bamako."
-FINDING = Finding("How large are both?", KNOWN, "area of Mali", PASSAGES)
-LINE = " It is 1240. "
 TASK = Task("t", "How large are both?", ("x",))
+FINDING = Moment(TASK, KNOWN, "area of Mali", PASSAGES)
+LINE = " It is 1240. "
 
 
-def refiner(engine: Says, tokenizer: CharTokenizer | None = None, **agent: object) -> PolicyRefiner:
+def refiner(engine: Says, tokenizer: CharTokenizer | None = None, **agent: object) -> ModelRefiner:
     config = toy(OWN.model_dump() | {"agent": {"tools": ["Search"], **agent}})
     policy = make_policy(config, "refiner", engine, tokenizer or CharTokenizer())  # type: ignore[arg-type]
-    return make_refiner(config, policy)
+    return make_refiner(config, policy, {})
 
 
 def refine(engine: Says, **agent: object) -> Evidence:
@@ -90,7 +91,7 @@ def test_passages_that_do_not_fit_stay_as_they_are() -> None:
 def test_the_full_prompt_goes_through_the_chat_template() -> None:
     engine, plain = Says(LINE, max_tokens=9000), CharTokenizer()
     asyncio.run(refiner(engine, prompt="full").refine(FINDING, 3, 5.0))
-    assert engine.asked[0][0] == FINDING.prompt()
+    assert engine.asked[0][0] == FullRefinerPrompt().render(FINDING)
     plain.chat_template = None
     with pytest.raises(UserError, match=r"policies\.refiner\.path='' has no chat template"):
         refiner(engine, plain, prompt="full")
@@ -100,7 +101,7 @@ def test_the_script_copies_the_passage_that_fits_or_any() -> None:
     lines = PASSAGES.split("\n")
 
     def said(error: float, seed: int) -> Evidence:
-        script = ScriptedRefiner(refiner(Says(LINE)), error, end_id=0)
+        script = with_script(refiner(Says(LINE)), passage_script(error))
         return asyncio.run(script.refine(FINDING, seed, 5.0))
 
     right = said(0.0, 1)
@@ -139,22 +140,13 @@ class Tool:
     def close(self) -> None: ...
 
 
-class SeveralQueries:
-    """The reply of an executor's model: one command with a list of queries."""
-
-    name = "several"
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        return 'tool.execute(query=["area of Mali", "area of Niger"])'
-
-
-def flow(refine: Refiner, executor: RuleExecutor | None = None) -> Flow:
+def flow(refine: Refiner) -> Flow:
     tools = archive_and_clock()
     return Flow(
         Planner(),
-        executor or RuleExecutor(tools, 5.0, 1000),
+        Executor(tools, 5.0, 1000),
         RuleVerifier(lambda task, memory: False),
-        RuleGenerator(),
+        Generator(),
         FlowLimits(2, 60.0),
         refiner=refine,
         passage_tools=frozenset({"Archive"}),
@@ -179,19 +171,6 @@ def test_a_search_has_its_call_and_other_turns_have_none() -> None:
     assert other.retrieved == "" and other.result.output.startswith("area of Mali: ")
 
 
-def test_a_command_with_several_queries_is_refined_at_once() -> None:
-    engine = Says(LINE)
-    executor = LLMExecutor(
-        archive_and_clock(), 5.0, 1000, engine=SeveralQueries(), ask_timeout_s=5.0
-    )
-    search = run(flow(refiner(engine), executor)).turns[0]
-    assert len(engine.asked) == 1
-    assert all(
-        f"{query}: The area" in search.retrieved for query in ("area of Mali", "area of Niger")
-    )
-    assert engine.asked[0][0].count("The capital of Mali is Bamako.") == 2
-
-
 def test_an_empty_reply_leaves_the_passages_and_is_trained_all_the_same() -> None:
     search = run(flow(refiner(Says("  ")))).turns[0]
     assert search.result.output.endswith(PASSAGES) and search.retrieved == ""
@@ -209,7 +188,7 @@ def test_an_engine_that_is_gone_ends_the_rollouts_and_a_frozen_one_leaves_the_pa
         async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
             raise EngineError("no reply")
 
-    trajectory = run(flow(LLMRefiner(Gone(), 100)))
+    trajectory = run(flow(ModelRefiner(ChatVoice(Gone()), FullRefinerPrompt(), 100)))
     assert not trajectory.error and trajectory.turns[0].result.output.endswith(PASSAGES)
 
 
@@ -231,8 +210,9 @@ def test_its_calls_are_the_samples_and_turns_without_a_search_are_not_missed() -
     assert batch.num_filtered == {FilterReason.EMPTY: 1}
 
 
-def test_a_refiner_of_its_own_is_made_before_the_flow() -> None:
-    with pytest.raises(AssertionError, match="made before the flow"):
-        make_flow(OWN, Planner(), {}, 2)
-    made = make_flow(OWN, Planner(), archive_and_clock(), 2, refine=refiner(Says(LINE)))
-    assert isinstance(made.refiner, PolicyRefiner) and made.passage_tools == {"Archive"}
+def test_a_flow_needs_its_refiner() -> None:
+    policy = refiner(Says(LINE)).voice
+    with pytest.raises(AssertionError, match="no policy for refiner"):
+        make_flow(OWN, policy, {}, 2)
+    made = make_flow(OWN, policy, archive_and_clock(), 2, policies={"refiner": policy})  # type: ignore[dict-item]
+    assert isinstance(made.refiner, ModelRefiner) and made.passage_tools == {"Archive"}

@@ -8,20 +8,21 @@ import asyncio
 
 import pytest
 from char_tokenizer import CharTokenizer, ChatChars, Says
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toy_options import toy
 
 from flowtrain.agents.build import make_flow, make_policy, make_verifier
-from flowtrain.agents.executor import RuleExecutor
-from flowtrain.agents.expert import ScriptedVerifier, steps_left
+from flowtrain.agents.executor import Executor
+from flowtrain.agents.expert import steps_left, verdict_script, with_script
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator
+from flowtrain.agents.generator import Generator
+from flowtrain.agents.lenient import cut_end_of_turn
 from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.planner import Plan
-from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
+from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
 from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, read_verdict
-from flowtrain.agents.verifier import PolicyVerifier, Verification
+from flowtrain.agents.verifier import ModelVerifier, Verification
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import (
@@ -52,15 +53,13 @@ def memory(*entries: tuple[str, str]) -> Memory:
     return Memory(tuple(MemoryEntry(tool, sub_goal, "c", "found") for tool, sub_goal in entries))
 
 
-def verifier(
-    engine: Says, config: Config = OWN, temperature: float | None = None
-) -> PolicyVerifier:
+def verifier(engine: Says, config: Config = OWN, temperature: float | None = None) -> ModelVerifier:
     return make(config, engine, CharTokenizer(), temperature)
 
 
 def make(
     config: Config, engine: Says, tokenizer: CharTokenizer, temperature: float | None = None
-) -> PolicyVerifier:
+) -> ModelVerifier:
     policy = make_policy(config, "verifier", engine, tokenizer, temperature)  # type: ignore[arg-type]
     return make_verifier(config, policy, {})
 
@@ -114,7 +113,8 @@ def test_only_the_very_words_are_a_verdict(line: str, verdict: Verdict, is_malfo
 @settings(derandomize=True, deadline=None)
 @given(st.text(max_size=40) | st.text("STOPCNIUE: \nocluin", max_size=40))
 def test_any_text_has_a_verdict_only_in_its_last_line(text: str) -> None:
-    assert read_verdict(f"{text}\nConclusion: STOP") == (Verdict.STOP, ())
+    assume(cut_end_of_turn(text) == text)
+    assert read_verdict(f"{text}\nIt is.\nConclusion: STOP") == (Verdict.STOP, ())
     verdict, rules = read_verdict(text)
     assert (verdict is not None and not rules) == (
         text.strip().split("\n")[-1].strip() in ("Conclusion: STOP", "Conclusion: CONTINUE")
@@ -153,9 +153,8 @@ def test_what_the_deadline_cut_is_kept_and_says_continue() -> None:
 
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
-    num_tokens = (
-        len(CompactVerdictPrompt().render(TASK.question, memory(("Search", "area of Chad")))) + 48
-    )
+    moment = Moment(TASK, memory(("Search", "area of Chad")))
+    num_tokens = len(CompactVerdictPrompt().render(moment)) + 48
     assert verify(Says(" STOP", max_tokens=num_tokens)).verdict is Verdict.STOP
     with pytest.raises(PromptTooLong):
         verify(Says(max_tokens=num_tokens - 1))
@@ -192,8 +191,7 @@ def test_full_verdict_prompt_needs_chat_template() -> None:
         and '"sub_goal": "area of Chad"' in engine.asked[0][0]
     )
     assert all(
-        read_verdict(FullVerdictPrompt("", ChatChars()).write(verdict)) == (verdict, ())
-        for verdict in Verdict
+        read_verdict(FullVerdictPrompt([]).write(verdict)) == (verdict, ()) for verdict in Verdict
     )
 
 
@@ -221,9 +219,9 @@ class Planner:
 def flow(engine: Says) -> Flow:
     return Flow(
         Planner(),
-        RuleExecutor({}, 5.0, 100),
+        Executor({}, 5.0, 100),
         verifier(engine),
-        RuleGenerator(),
+        Generator(),
         FlowLimits(2, 30.0),
     )
 
@@ -258,8 +256,8 @@ def test_a_verifier_that_is_too_small_ends_the_rollout() -> None:
 
 
 def test_a_flow_without_its_verifier_is_our_mistake() -> None:
-    with pytest.raises(AssertionError, match="made before the flow"):
-        make_flow(OWN, Planner(), {}, 3)
+    with pytest.raises(AssertionError, match="no policy for verifier"):
+        make_flow(OWN, verifier(Says()).voice, {}, 3)
 
 
 # ---- the script
@@ -288,7 +286,7 @@ def test_the_script_knows_what_is_left_of_the_plan(
     entries: tuple[tuple[str, str], ...], num_left: int
 ) -> None:
     assert len(steps_left(TASK, memory(*entries))) == num_left
-    script = ScriptedVerifier(verifier(Says(" STOP", mask=MASK)), 0.0, end_id=0)
+    script = with_script(verifier(Says(" STOP", mask=MASK)), verdict_script(0.0))
     done = asyncio.run(script.verify(TASK, memory(*entries), 1, 1.0))
     assert done.verdict is (Verdict.CONTINUE if num_left else Verdict.STOP)
 
@@ -296,9 +294,10 @@ def test_the_script_knows_what_is_left_of_the_plan(
 def test_the_script_says_it_in_the_policys_tokens() -> None:
     like = verifier(Says(" STOP", mask=MASK))
     held = memory(("Search", "area of Chad"))
-    done = asyncio.run(ScriptedVerifier(like, 0.0, end_id=0).verify(TASK, held, 1, 1.0))
+    script = with_script(like, verdict_script(0.0))
+    done = asyncio.run(script.verify(TASK, held, 1, 1.0))
     assert done.call == Call(
-        like.encode(TASK.question, held),
+        like.voice.read(like.prompt, Moment(TASK, held)),  # type: ignore[attr-defined]
         (*map(ord, " CONTINUE"), 0),
         (0.0,) * 10,
         (),
@@ -309,7 +308,7 @@ def test_the_script_says_it_in_the_policys_tokens() -> None:
 
 
 def test_the_script_stops_early_as_often_as_it_is_told() -> None:
-    script = ScriptedVerifier(verifier(Says(" STOP", mask=MASK)), 0.3, end_id=0)
+    script = with_script(verifier(Says(" STOP", mask=MASK)), verdict_script(0.3))
     held = memory(("Search", "area of Chad"))
     stops = [
         asyncio.run(script.verify(TASK, held, seed, 1.0)).verdict is Verdict.STOP

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,17 +18,11 @@ from transformers import PreTrainedTokenizerFast
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan
-from flowtrain.agents.refiner import Evidence, Finding
+from flowtrain.agents.planner import ModelPlanner, Plan
+from flowtrain.agents.policy import Moment, Policy
+from flowtrain.agents.refiner import FullRefinerPrompt
 from flowtrain.agents.registry import load_kind
-from flowtrain.agents.teacher import (
-    Scribe,
-    TaughtPlanner,
-    TaughtRefiner,
-    TaughtVerifier,
-    is_readable,
-    taught,
-)
+from flowtrain.agents.teacher import TeacherVoice, is_readable, taught
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.tools.base import Parameter, ToolCard
 from flowtrain.types import Call, Task, ToolResult, Trajectory, Turn, UserError, Verdict
@@ -79,7 +72,7 @@ def student(
     tools = {"Search": Search()} if config.agent.tools else {}
     context = AgentContext(config, policies, tools, {}, 3)
     made = load_kind(config).make(context)
-    return taught(made, teacher, config, tools, tokenizer.eos_token_id)
+    return taught(made, teacher, config, tools)
 
 
 def flow(teacher: Teacher, prompt: str = "full", **agent: Any) -> Agent:
@@ -87,9 +80,15 @@ def flow(teacher: Teacher, prompt: str = "full", **agent: Any) -> Agent:
     return student(teacher, styled("qwen2.5"), agent=options)
 
 
-def plan(reply: str, prompt: str = "full", **agent: Any) -> tuple[Plan, TaughtPlanner]:
+def plan(reply: str, prompt: str = "full", **agent: Any) -> tuple[Plan, ModelPlanner]:
     planner = flow(Teacher(reply), prompt, **agent).planner  # type: ignore[attr-defined]
     return asyncio.run(planner.plan(TASK, Memory(), 0, 7, 50.0)), planner
+
+
+def prompt_ids(module: Any, moment: Moment) -> tuple[int, ...]:
+    """The ids that the student reads."""
+    assert isinstance(module.voice, TeacherVoice)
+    return module.voice.policy.read(module.prompt, moment)
 
 
 def text_of(call: Call) -> str:
@@ -104,31 +103,20 @@ def text_of(call: Call) -> str:
 
 
 @pytest.mark.parametrize(
-    ("reply", "prompt", "written", "rescued"),
+    ("reply", "prompt", "written"),
     [
-        (f"  {EXACT}\n", "full", EXACT, False),
-        (
-            LOOSE,
-            "full",
-            "Justification: \nContext: \nSub-Goal: area of Chad\nTool Name: Search",
-            True,
-        ),
-        (EXACT, "compact", " area of Chad\nTool Name: Search", False),
-        (LOOSE, "compact", " area of Chad\nTool Name: Search", True),
+        (f"  {EXACT}\n", "full", EXACT),
+        (LOOSE, "full", "Justification: \nContext: \nSub-Goal: area of Chad\nTool Name: Search"),
+        (EXACT, "compact", " area of Chad\nTool Name: Search"),
+        (LOOSE, "compact", " area of Chad\nTool Name: Search"),
     ],
 )
-def test_a_reply_becomes_what_the_student_reads(
-    reply: str, prompt: str, written: str, rescued: bool
-) -> None:
+def test_a_reply_becomes_what_the_student_reads(reply: str, prompt: str, written: str) -> None:
     found, planner = plan(reply, prompt)
     assert text_of(found.call) == found.call.text == written
-    assert bool(found.rescued) == rescued
     assert found.action is not None and found.action.sub_goal == "area of Chad"
-    assert found.action.tool_name == "Search"
-    assert found.call.prompt_ids == planner.like.encode(TASK.question, Memory())
-    assert planner.like._read(found.call).action == replace(
-        found.action, **({"justification": "", "context": ""} if prompt == "compact" else {})
-    )
+    assert (found.action.tool_name, found.rescued) == ("Search", ())
+    assert found.call.prompt_ids == prompt_ids(planner, Moment(TASK))
 
 
 def turn_of(found: Plan) -> Turn:
@@ -172,14 +160,10 @@ def verdict(reply: str, prompt: str = "full") -> tuple[Verdict, Call]:
         train={"policy": "verifier"},
     )
     verifier = agent.verifier  # type: ignore[attr-defined]
-    assert isinstance(verifier, TaughtVerifier)
     done = asyncio.run(verifier.verify(TASK, Memory(), 1, 5.0))
     assert done.call is not None
-    assert (
-        done.text
-        == (verifier.like.prompt.prefix if done.call.response_ids else "") + done.call.text
-    )
-    assert done.call.prompt_ids == verifier.like.encode(TASK.question, Memory())
+    assert done.text == verifier.prompt.prefix + done.call.text
+    assert done.call.prompt_ids == prompt_ids(verifier, Moment(TASK))
     return done.verdict, done.call
 
 
@@ -221,13 +205,14 @@ def test_evidence_is_written_after_the_students_prompt(prompt: str, written: str
         train={"policy": "refiner"},
     )
     refiner = agent.refiner  # type: ignore[attr-defined]
-    assert isinstance(refiner, TaughtRefiner)
-    finding = Finding(TASK.question, Memory(), "area of Chad", "The area of Chad is 1284.")
-    found = asyncio.run(refiner.refine(finding, 1, 5.0))
-    assert teacher.asked == [(finding.prompt(), 1, 5.0)] and found.text == "Evidence: "
+    moment = Moment(TASK, Memory(), "area of Chad", "The area of Chad is 1284.")
+    found = asyncio.run(refiner.refine(moment, 1, 5.0))
+    asked = FullRefinerPrompt().render(moment)
+    assert teacher.asked == [(asked, 1, 5.0)] and found.text == "Evidence: "
     assert found.call is not None and text_of(found.call) == written
-    assert found.call.prompt_ids == refiner.like.policy.encode(refiner.like.prompt.render(finding))
-    assert asyncio.run(refiner.refine(finding, 1, 5.0)) == Evidence("")
+    assert found.call.prompt_ids == prompt_ids(refiner, moment)
+    nothing = asyncio.run(refiner.refine(moment, 1, 5.0))
+    assert nothing.text == "" and nothing.call is not None and nothing.call.response_ids == ()
 
 
 # ---- agents of conversations
@@ -278,7 +263,8 @@ def test_special_tokens_of_a_teacher_are_plain_text(style: str) -> None:
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "a", "<|", "\ue0000\ue001", " "])))
 def test_no_text_makes_a_special_token(parts: list[str]) -> None:
     tokenizer = styled("qwen2.5")
-    call = Scribe(tokenizer, tokenizer.eos_token_id).write((1,), "".join(parts))  # type: ignore[arg-type]
+    policy = Policy(NoEngine(9), tokenizer, 9, 1.0, 1.0)
+    call = policy.imitate((1,), "".join(parts))
     assert not set(call.response_ids[:-1]) & set(tokenizer.all_special_ids)
     plain = "".join(parts).replace("\ue000", "").replace("\ue001", "")
     assert tokenizer.decode(call.response_ids[:-1]) == plain
@@ -313,4 +299,4 @@ def test_a_single_response_follows_the_students_prompt(prompt: str, written: str
 def test_agents_of_others_are_refused() -> None:
     config = toy({**OPTIONS, "agent": {"name": "x.py:Mine"}})
     with pytest.raises(UserError, match=r"rft.expert='gpt' plays .* it is 'x.py:Mine'"):
-        taught(object(), Teacher(""), config, {}, 0)  # type: ignore[arg-type]
+        taught(object(), Teacher(""), config, {})  # type: ignore[arg-type]

@@ -290,7 +290,7 @@ def demonstrated(error: float) -> Trajectory:
     policy = make_policy(config, "planner", engine, tokenizer)  # type: ignore[arg-type]
     tools = {"Search": Search(), "Base_Generator": Guess()}
     agent = ToolCallingAgent(AgentContext(config, {"planner": policy}, tools, {}, 4))
-    expert = ScriptedCaller(agent, error, tokenizer.eos_token_id)
+    expert = ScriptedCaller(agent, error)
     done = asyncio.run(expert.run(PLANNED, 7))
     assert engine.prompts == [] and done.error == ""
     for one, after in pairwise([turn.calls["planner"] for turn in done.turns]):

@@ -22,9 +22,9 @@ from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.agents.commands import write_command
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import RuleGenerator
+from flowtrain.agents.generator import Generator
 from flowtrain.agents.memory import Memory
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
@@ -394,9 +394,9 @@ def python_flow(tool: StatefulTool) -> Flow:
     tools: dict[str, Tool] = {"Python_Coder": tool}
     return Flow(
         Planner(),  # type: ignore[arg-type]
-        RuleExecutor(tools, 5.0, 400),
+        Executor(tools, 5.0, 400),
         RuleVerifier(lambda task, memory: False),
-        RuleGenerator(),
+        Generator(),
         FlowLimits(3, 60.0),
         stateful_tools=tools,
     )

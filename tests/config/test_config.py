@@ -309,10 +309,6 @@ def test_a_bad_value_is_named_with_its_key(
             ["--vllm.tensor_parallel_size", "2"],
             ["vllm.tensor_parallel_size=2 needs rollout.engine='vllm'", "'torch'"],
         ),
-        (
-            ["--agent.memory_fields", '["time"]', "--agent.prompt=compact"],
-            ["agent.memory_fields=['time']", "agent.prompt"],
-        ),
         (["--rollout.frequency_penalty=1.2"], ["rollout.frequency_penalty=1.2", "train.rescore"]),
         (
             ["--rollout.frequency_penalty=1", "--train.rescore=true", "--algorithm.name=appo"],

@@ -18,9 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.build import make_flow
 from flowtrain.agents.collect import collect
-from flowtrain.agents.planner import PolicyPlanner
 from flowtrain.agents.policy import Policy
-from flowtrain.agents.prompts import FullPrompt
 from flowtrain.config import Config
 from flowtrain.engines import chat_engines
 from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
@@ -287,11 +285,7 @@ def test_the_policy_in_all_roles_runs_end_to_end(
     chats = start(cfg, tokenizer)
     chats.bind(policy)
     tools = {"Base_Generator": BaseGenerator(chats.roles["tools"], 30.0)}
-    prompt = FullPrompt(list(tools.values()), tokenizer)
-    planner = PolicyPlanner(
-        Policy(policy, tokenizer, 16, 1.0, 30.0), prompt, tool_names=("Base_Generator",)
-    )
-    flow = make_flow(cfg, planner, tools, 2, chats.roles)
+    flow = make_flow(cfg, Policy(policy, tokenizer, 16, 1.0, 30.0), tools, 2, chats.roles)
     groups = collect(
         flow,
         [Task("a", "What is the area of Chad?", ("x",)), Task("b", "And of Mali?", ("x",))],

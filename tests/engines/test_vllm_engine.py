@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
-from flowtrain.agents.planner import PolicyPlanner
+from flowtrain.agents.planner import ModelPlanner
 from flowtrain.agents.policy import Policy, ResponsePrefix
 from flowtrain.agents.prompts import CHAT_TEMPLATE, CompactPrompt
 from flowtrain.agents.registry import load_kind
@@ -270,7 +270,7 @@ class TestVllm:
         calls = {"planner": Call.of(PROMPTS[2], root, "")}
         turn = Turn(calls, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
         opening = ResponsePrefix.of(turn, num_kept)
-        planner = PolicyPlanner(
+        planner = ModelPlanner(
             Policy(at_0.engine, at_0.tokenizer, 12, 0.8, 60.0, 20, 0.9),
             CompactPrompt(),
             ("Search",),

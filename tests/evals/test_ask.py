@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from flowtrain.agents.chat_planner import ChatPlanner
 from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.planner import ModelPlanner
 from flowtrain.agents.prompts import FullPrompt
+from flowtrain.agents.voices import ChatVoice
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.chat import Meter, metered
 from flowtrain.engines.protocol import EngineError
@@ -244,7 +245,7 @@ class Echo:
 
 def test_a_chat_engine_plans_from_the_question_and_the_memory() -> None:
     echo = Echo("Justification: j\nContext: c\nSub-Goal: area of Chad\nTool Name: search")
-    planner = ChatPlanner(echo, FullPrompt([], None), ("Search",), 7.0)
+    planner = ModelPlanner(ChatVoice(echo, 7.0), FullPrompt([]), ("Search",))
     memory = Memory((MemoryEntry("Search", "area of Mali", "x", "The area of Mali is 1240."),))
     plan = asyncio.run(planner.plan(TASKS[0], memory, 1, 5, 100.0))
     assert (

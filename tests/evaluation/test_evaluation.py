@@ -13,11 +13,10 @@ import torch
 from toy_options import toy
 
 from flowtrain.agents.build import make_flow
-from flowtrain.agents.expert import ScriptedPlanner
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import NO_TOOL, Plan, Planner, PolicyPlanner
-from flowtrain.agents.policy import Policy
-from flowtrain.agents.prompts import CompactPrompt
+from flowtrain.agents.expert import ScriptVoice, plan_script
+from flowtrain.agents.planner import NO_TOOL
+from flowtrain.agents.policy import Moment, Policy, Prompt
+from flowtrain.agents.voices import Voice
 from flowtrain.config import Config
 from flowtrain.evaluation.evaluator import Evaluation, Evaluator, load_benchmarks, roll_out
 from flowtrain.metrics.rollouts import RolloutStats
@@ -220,15 +219,15 @@ class FakeEngine:
     version, max_tokens = 0, 10_000
 
 
-def expert(tasks: TaskSet, error: float) -> Planner:
+def expert(tasks: TaskSet, error: float) -> Voice:
     tokenizer = new_tokenizer([task.question for task in tasks.train], 300)
-    like = PolicyPlanner(Policy(FakeEngine(), tokenizer, 10, 1.0, 1.0), CompactPrompt(), TOOLS)  # type: ignore[arg-type]
-    return ScriptedPlanner(like, error, tokenizer.eos_token_id)
+    policy = Policy(FakeEngine(), tokenizer, 10, 1.0, 1.0)  # type: ignore[arg-type]
+    return ScriptVoice(policy, plan_script(error))
 
 
 def run(
     config: Config,
-    planner: Planner,
+    planner: Voice,
     tools: dict[str, Tool],
     tasks: Sequence[Task],
     world: World = WORLD,
@@ -281,14 +280,16 @@ class FakePlanner:
     """Right about questions of one kind, malformed about all others."""
 
     kind: str
-    right: Planner
+    right: Voice
+    is_frozen = False
 
-    async def plan(
-        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
-        if task.kind == self.kind:
-            return await self.right.plan(task, memory, turn, seed, deadline_s)
-        return Plan(Call((1,), (2,), (-1.0,), (), FinishReason.STOP, "well"), None)
+    async def reply(self, prompt: Prompt, moment: Moment, *, seed: int, deadline_s: float) -> Call:
+        if moment.task.kind == self.kind:
+            return await self.right.reply(prompt, moment, seed=seed, deadline_s=deadline_s)
+        return Call((1,), (2,), (-1.0,), (), FinishReason.STOP, "well")
+
+    def measure(self, text: str) -> int:
+        return self.right.measure(text)
 
 
 def test_rewards_are_told_apart_by_kind_and_by_turns(

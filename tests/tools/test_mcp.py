@@ -19,7 +19,7 @@ import pytest
 from mcp.client import stdio
 from ports import free_port
 
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.agents.prompts import tools_text
 from flowtrain.config import Config
 from flowtrain.config.options import parse
@@ -101,7 +101,7 @@ def test_the_example_works_over_both_transports(transport: str) -> None:
         assert wrong is not None and "numbers.0\n  Input should be a valid number" in wrong
         failed = call(tools["areas.area"], country="Atlantis").error
         assert failed is not None and "area" in failed
-        executor = RuleExecutor(tools, 30.0, 400)
+        executor = Executor(tools, 30.0, 400)
         for sub_goal, name, found in (
             ("Mali", "areas.area", "The area of Mali is 1240."),
             ('{"numbers": [1, 2], "times": 3}', "areas.total", "9"),

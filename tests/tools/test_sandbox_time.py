@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flowtrain.agents.executor import RuleExecutor
+from flowtrain.agents.executor import Executor
 from flowtrain.config import Config
 from flowtrain.tools import ToolContext, python_coder, run_tool
 from flowtrain.tools.python_coder import PythonCoder
@@ -85,7 +85,7 @@ def test_the_tool_reports_the_times_of_the_code_also_when_it_fails() -> None:
 def test_the_tool_s_deadline_leaves_the_sandbox_alone_but_the_rollout_s_does_not() -> None:
     """Ten runs of 0.2 s on one worker: the last waits for longer than `tool_timeout_s`."""
     tool = PythonCoder(ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=0.5))
-    executor = RuleExecutor({"Python_Coder": tool}, timeout_s=0.5, max_chars=100)
+    executor = Executor({"Python_Coder": tool}, timeout_s=0.5, max_chars=100)
     action = Action("", "", "import time\ntime.sleep(0.2)\nprint(1)", "Python_Coder")
 
     async def main(num: int, left_s: float) -> list[str]:

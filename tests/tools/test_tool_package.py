@@ -14,8 +14,8 @@ FLOW = """
 import asyncio, json
 from flowtrain.agents.flow import Flow, FlowLimits
 from flowtrain.tools.registry import make_tools
-from flowtrain.agents.executor import RuleExecutor
-from flowtrain.agents.generator import RuleGenerator
+from flowtrain.agents.executor import Executor
+from flowtrain.agents.generator import Generator
 from flowtrain.agents.planner import Plan
 from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.config.options import parse
@@ -31,9 +31,9 @@ class Planner:
 
 config = parse(["--agent.tools", '["Length_Converter"]', "--plugins.Length_Converter.digits", "3"])
 tools = make_tools(config, TaskSet((), {}, ()))
-executor = RuleExecutor(tools, config.agent.tool_timeout_s, config.agent.max_result_chars)
+executor = Executor(tools, config.agent.tool_timeout_s, config.agent.max_result_chars)
 verifier = RuleVerifier()
-flow = Flow(Planner(), executor, verifier, RuleGenerator(), FlowLimits(3, 60.0))
+flow = Flow(Planner(), executor, verifier, Generator(), FlowLimits(3, 60.0))
 done = asyncio.run(flow.run(Task("t", "How many km are three miles?", ("4.83 km",)), 0))
 description = tools["Length_Converter"].card.description
 print(json.dumps([[turn.result.text for turn in done.turns], done.answer, description]))

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.conversation import ChatTemplate, TemplateRewrites
 from flowtrain.agents.deadlines import Cutoff, TurnsEnded
-from flowtrain.agents.gateway.chat import Chat
+from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.gateway.programs import Command, Function, Program
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.agents.gateway.server import Gateway, new_key
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
-from flowtrain.agents.tool_calling import choose_format
 from flowtrain.config import Config
 from flowtrain.config.gateway import Gateway as Options
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.tasks.verifiers import COLUMN as VERIFIERS
 from flowtrain.types import BranchStart, Task, Trajectory, UserError
+from flowtrain.utils.per_loop import Gate
 
 
 class GatewayAgent(SessionAgent):
@@ -35,13 +33,11 @@ class GatewayAgent(SessionAgent):
         """Raises UserError for a program that is not there."""
         super().__init__(context)
         self._options = context.config.gateway
-        self._chat = _chat(context.config, context.policies["planner"].tokenizer)
+        self._dialect = _dialect(context.config, context.policies["planner"].tokenizer)
         self._program = _program(self._options)
         self._gateway: Gateway | None = None
         self._lock = threading.Lock()
-        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._places = Gate(self._options.max_programs)
 
     @staticmethod
     def check(config: Config, tokenizer: ChatTokenizer) -> None:
@@ -54,7 +50,7 @@ class GatewayAgent(SessionAgent):
                     f"agent.{key}={given!r} does not go with agent.name='gateway', whose program "
                     "has its own"
                 )
-        _chat(config, tokenizer)
+        _dialect(config, tokenizer)
         _program(config.gateway).close()
 
     @property
@@ -72,9 +68,7 @@ class GatewayAgent(SessionAgent):
         if not self._program.is_bounded:
             return await super().run(task, seed, cutoff, start)
         cutoff = cutoff or Cutoff()
-        place = self._places.setdefault(
-            asyncio.get_running_loop(), asyncio.Semaphore(self._options.max_programs)
-        )
+        place = self._places()
         try:
             async with cutoff():
                 await place.acquire()
@@ -88,13 +82,12 @@ class GatewayAgent(SessionAgent):
     async def answer(self, session: Session) -> str:
         gateway = self.gateway
         session.must_report = VERIFIERS in session.task.extra
-        recorder = Recorder(session, self._chat, self.context.config.agent.max_result_chars)
+        recorder = Recorder(session, self._dialect, self.context.config.agent.max_result_chars)
         rollout = Rollout(
             session,
             recorder,
             key=new_key(),
             max_requests=self._options.max_requests,
-            is_strict=self._options.sampling == "strict",
         )
         with gateway.serving(rollout):
             try:
@@ -143,15 +136,5 @@ def _program(options: Options) -> Program:
     raise UserError("agent.name='gateway' needs gateway.command or gateway.function")
 
 
-def _chat(config: Config, tokenizer: ChatTokenizer) -> Chat:
-    key, path = config.path_of("planner")
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{key}={path!r} has no chat template, which agent.name='gateway' needs, whatever "
-            "agent.prompt is"
-        )
-    try:
-        template = ChatTemplate(tokenizer)
-        return Chat(template, choose_format(config, template))
-    except TemplateRewrites as error:
-        raise UserError(f"{key}={path!r} does not go with agent.name='gateway': {error}") from None
+def _dialect(config: Config, tokenizer: ChatTokenizer) -> Dialect:
+    return Dialect.of(config, tokenizer, "agent.name='gateway'")

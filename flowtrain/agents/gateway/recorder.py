@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowtrain.agents.conversation import Conversation, TemplateRewrites
-from flowtrain.agents.gateway.chat import Chat
+from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.gateway.requests import ChatRequest, Message, Refusal
 from flowtrain.agents.gateway.responses import AskedCall, Reply
 from flowtrain.agents.session import Session
@@ -29,9 +29,9 @@ _ID_CHARS = 9
 class Recorder:
     """The conversations of one rollout; for the coroutines of its event loop."""
 
-    def __init__(self, session: Session, chat: Chat, max_result_chars: int) -> None:
+    def __init__(self, session: Session, dialect: Dialect, max_result_chars: int) -> None:
         self._session = session
-        self._chat = chat
+        self._dialect = dialect
         self._max_result_chars = max_result_chars
         self._prompts: dict[bytes, Conversation] = {}
         """By the digest of their messages, which end where a reply begins."""
@@ -53,7 +53,7 @@ class Recorder:
         number = self._num_replies
         self._num_replies += 1
         text, calls = self._read(call, asked, number)
-        reply = self._reply(call, asked, text, calls, number=number)
+        reply = self._reply(call, text, calls, number)
         message = reply.message()
         grown = conversation.add_response(call.response_ids, message, _is_whole(call))
         self._answered[_extended(path[-1], message)] = grown
@@ -73,11 +73,11 @@ class Recorder:
         for place in range(len(path) - 2, 0, -1):
             if (before := self._answered.get(path[place])) is not None:
                 try:
-                    return self._chat.add(before, asked.messages, place)
+                    return self._dialect.add(before, asked.messages[place:])
                 except TemplateRewrites:
                     break
         try:
-            return self._chat.start(asked.messages, asked.tools)
+            return self._dialect.start(asked.messages, asked.tools)
         except TemplateRewrites as error:
             raise Refusal(str(error), param="messages") from None
 
@@ -87,8 +87,8 @@ class Recorder:
         """Return a response's text and calls of tools. One that is malformed is all text."""
         if not asked.reads_calls:
             return _before_stop(call.text, asked.stop), ()
-        whole = self._chat.template.text_of(call.response_ids, _is_whole(call))
-        content, written = self._chat.format.parse(_before_stop(whole, asked.stop))
+        whole = self._dialect.template.text_of(call.response_ids, _is_whole(call))
+        content, written = self._dialect.format.parse(_before_stop(whole, asked.stop))
         if problem := next((each.problem for each in written if each.problem), ""):
             self._session.record_malformed(call, problem)
         if problem or not written:
@@ -99,20 +99,7 @@ class Recorder:
         ]
         return content.strip(), tuple(calls)
 
-    def _reply(
-        self,
-        call: Call,
-        asked: ChatRequest,
-        text: str,
-        calls: tuple[AskedCall, ...],
-        *,
-        number: int,
-    ) -> Reply:
-        decode = self._session.policy.decode
-        tokens: tuple[tuple[str, float], ...] = ()
-        if asked.logprobs:
-            pairs = zip(call.response_ids, call.logprobs, strict=True)
-            tokens = tuple((decode((token,)), logprob) for token, logprob in pairs)
+    def _reply(self, call: Call, text: str, calls: tuple[AskedCall, ...], number: int) -> Reply:
         return Reply(
             id=f"chatcmpl-{self._id(number, -1)}",
             text=text,
@@ -120,7 +107,6 @@ class Recorder:
             finish_reason="tool_calls" if calls else "stop" if _is_whole(call) else "length",
             num_prompt_tokens=len(call.prompt_ids),
             num_response_tokens=len(call.response_ids),
-            logprobs=tokens,
         )
 
     def _id(self, number: int, place: int) -> str:

@@ -18,15 +18,17 @@ MAX_STOPS = 4
 _MAX_SHOWN = 300
 _DEEPEST = 100
 _IGNORED = {
-    *("user", "metadata", "store", "service_tier", "seed", "safety_identifier"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("temperature", "top_p", "seed"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
 }
-"""Parameters that change nothing here; seeds are those of the rollout."""
+"""Parameters that change nothing here; sampling and seeds are those of the rollout."""
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
+    "logprobs": (False,),
     "top_logprobs": (0,),
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
@@ -69,9 +71,6 @@ class ChatRequest:
     """Calls of tools are read out of the response."""
     max_new_tokens: int | None
     stop: tuple[str, ...]
-    temperature: float | None
-    top_p: float | None
-    logprobs: bool
     stream: bool
     include_usage: bool
 
@@ -89,9 +88,6 @@ def read_chat(body: bytes) -> ChatRequest:
         reads_calls=bool(given.tools) and given.tool_choice == "auto",
         max_new_tokens=given.max_completion_tokens or given.max_tokens,
         stop=tuple(map(_text, [given.stop] if isinstance(given.stop, str) else given.stop)),
-        temperature=given.temperature,
-        top_p=given.top_p,
-        logprobs=given.logprobs,
         stream=given.stream,
         include_usage=given.stream_options.include_usage,
     )
@@ -172,9 +168,6 @@ class _Request(BaseModel):
     max_tokens: _Limit | None = None
     max_completion_tokens: _Limit | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] = []
-    temperature: float | None = None
-    top_p: float | None = None
-    logprobs: bool = False
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,8 +31,6 @@ class Reply:
     finish_reason: Literal["stop", "length", "tool_calls"]
     num_prompt_tokens: int
     num_response_tokens: int
-    logprobs: tuple[tuple[str, float], ...] = ()
-    """Token and log-prob, where they were asked for."""
 
     def message(self) -> Message:
         """The message as a program sends it back."""
@@ -51,16 +49,10 @@ def chat_body(asked: ChatRequest, reply: Reply) -> bytes:
         "index": 0,
         "finish_reason": reply.finish_reason,
         "message": {**reply.message(), "content": _shown(reply), "refusal": None},
-        "logprobs": _logprobs(asked, reply),
+        "logprobs": None,
     }
     head = _head(asked, reply, "chat.completion")
     return json.dumps({**head, "choices": [choice], "usage": _usage(reply)}).encode()
-
-
-def models_body(names: Sequence[str]) -> bytes:
-    """Write the answer of /models."""
-    kind = {"object": "model", "created": 0, "owned_by": "flowtrain"}
-    return json.dumps({"object": "list", "data": [{"id": name, **kind} for name in names]}).encode()
 
 
 def _head(asked: ChatRequest, reply: Reply, kind: str) -> dict[str, Any]:
@@ -72,13 +64,13 @@ def _chunks(asked: ChatRequest, reply: Reply) -> Iterator[dict[str, Any]]:
     head = _head(asked, reply, "chat.completion.chunk")
     usage = {"usage": None} if asked.include_usage else {}
 
-    def chunk(delta: Message, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+    def chunk(delta: Message, reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
         return {**head, "choices": [choice], **usage}
 
     yield chunk({"role": "assistant", "content": "" if _shown(reply) is not None else None})
     if reply.text:
-        yield chunk({"content": reply.text}, logprobs=_logprobs(asked, reply))
+        yield chunk({"content": reply.text})
     for index, call in enumerate(reply.calls):
         yield chunk({"tool_calls": [{"index": index, **_called(call)}]})
     yield chunk({}, reply.finish_reason)
@@ -103,13 +95,3 @@ def _usage(reply: Reply) -> dict[str, int]:
         "completion_tokens": num_response,
         "total_tokens": num_prompt + num_response,
     }
-
-
-def _logprobs(asked: ChatRequest, reply: Reply) -> dict[str, Any] | None:
-    if not asked.logprobs:
-        return None
-    tokens = [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in reply.logprobs
-    ]
-    return {"content": tokens, "refusal": None}

@@ -106,7 +106,6 @@ class Rollout:
         *,
         key: str,
         max_requests: int,
-        is_strict: bool = False,
     ) -> None:
         self.session = session
         self.recorder = recorder
@@ -114,7 +113,6 @@ class Rollout:
         self.num_requests = 0
         """Requests that the server reads or answers; its own count."""
         self.max_requests = max_requests
-        self.is_strict = is_strict
         self.ended: RolloutEnded | None = None
         """The limit that a request has met."""
         self.failure: Exception | None = None
@@ -128,20 +126,6 @@ class Rollout:
     @property
     def task(self) -> Task:
         return self.session.task
-
-    def check(self, asked: ChatRequest) -> None:
-        """Raise Refusal for sampling that training would take for another, where that is asked."""
-        if not self.is_strict:
-            return
-        for name in ("temperature", "top_p"):
-            given, own = getattr(asked, name), getattr(self.session.policy, name)
-            if given is not None and given != own:
-                raise Refusal(
-                    f"{name}={given:g} is not what is trained (gateway.sampling='strict'): leave "
-                    f"it out, or say {own:g}",
-                    param=name,
-                    code="unsupported_value",
-                )
 
     def ask(
         self, asked: ChatRequest, body: bytes, *, retry_of: bytes | None

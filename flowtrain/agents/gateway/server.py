@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PREFIX = "/v1"
-_METHODS = {"/models": "GET", "/chat/completions": "POST"}
+PATH = "/chat/completions"
 MAX_BODY = 16 << 20
 """Bytes of a request."""
 _NUM_ENDED = 4096
@@ -96,13 +96,11 @@ class Gateway:
 
     async def _route(self, request: Request) -> Response:
         path: str = request.scope["path"].removeprefix(PREFIX)
-        if path not in _METHODS:
+        if path != PATH:
             raise Refusal("there is no such path", status=404)
-        if request.method != _METHODS[path]:
+        if request.method != "POST":
             raise Refusal("the path is asked otherwise", status=405)
         rollout = self._rollout(request)
-        if path == "/models":
-            return _response(responses.models_body(list(rollout.session.policies)))
         if rollout.num_requests >= rollout.max_requests:
             text = f"more than gateway.max_requests={rollout.max_requests} requests at a time"
             headers = {"Retry-After": "1"}
@@ -131,7 +129,6 @@ class Gateway:
 async def _answer(request: Request, rollout: Rollout) -> Response:
     body = await serving.read_body(request, MAX_BODY)
     asked = requests.read_chat(body)
-    rollout.check(asked)
     working = rollout.ask(asked, body, retry_of=_retry_of(request))
     reply = await _while_connected(request, working)
     media_type = "text/event-stream" if asked.stream else "application/json"

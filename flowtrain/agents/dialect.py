@@ -1,7 +1,6 @@
-"""The messages of programs in the words of the policy's chat template.
+"""Messages with tools, calls and results in the words of the policy's chat template.
 
-A template that knows neither tools nor a system message gets both in messages that it does know, in
-the same words as those of the agent `tools`.
+A template that knows neither tools nor a system message gets both in messages that it does know.
 """
 
 from __future__ import annotations
@@ -16,16 +15,41 @@ from flowtrain.agents.conversation import (
     Message,
     TemplateRewrites,
 )
-from flowtrain.agents.tool_calling import result_text
-from flowtrain.agents.tool_formats import ToolFormat, WrittenCall
+from flowtrain.agents.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
+from flowtrain.config import Config
+from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """How the conversations of programs stand in prompts."""
+class Dialect:
+    """How tools, calls and results stand in the conversations of a policy."""
 
     template: ChatTemplate
     format: ToolFormat
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: ChatTokenizer, needed_by: str) -> Dialect:
+        """Raises UserError for a chat template that `needed_by`, an option, cannot work with."""
+        key, path = config.path_of(config.train.policy)
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"{key}={path!r} has no chat template, which {needed_by} needs, whatever "
+                "agent.prompt is"
+            )
+        try:
+            template = ChatTemplate(tokenizer)
+            name: str = config.agent.tool_format
+            if name == "auto":
+                name = format_of(template.source) if template.takes_tools else "xml"
+        except TemplateRewrites as error:
+            raise UserError(f"{key}={path!r} does not go with {needed_by}: {error}") from None
+        if not name:
+            raise UserError(
+                f"agent.tool_format='auto': how calls are written is not to be seen from the chat "
+                f"template of {key}={path!r}; say one of {', '.join(FORMATS)}"
+            )
+        return cls(template, FORMATS[name])
 
     def start(self, messages: Sequence[Message], tools: Sequence[Message]) -> Conversation:
         """Begin a conversation. Raises TemplateRewrites."""
@@ -61,11 +85,9 @@ class Chat:
                 shown[0] = {**shown[0], "content": f"{text}\n\n{shown[0]['content']}"}
         return shown, () if described else tools
 
-    def add(
-        self, conversation: Conversation, messages: Sequence[Message], num_known: int
-    ) -> Conversation:
-        """Go on with all but the first messages. Raises TemplateRewrites."""
-        return conversation.add(self._shown(messages[num_known:], messages))
+    def add(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
+        """Go on with new messages. Raises TemplateRewrites."""
+        return conversation.add(self._shown(messages, [*conversation.messages, *messages]))
 
     def _shown(self, messages: Sequence[Message], whole: Sequence[Message]) -> list[Message]:
         """Return messages that the template shows; `whole` tells which calls are answered."""
@@ -83,7 +105,7 @@ class Chat:
                 shown.append({"name": name, **message} if message["role"] == "tool" else message)
                 continue
             if message["role"] == "tool":
-                texts.append(result_text(name, message["content"]))
+                texts.append(f"Result of {name}:\n{message['content']}")
                 continue
             shown += _told(texts)
             texts.clear()
