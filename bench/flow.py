@@ -26,15 +26,15 @@ from functools import partial
 from typing import Any
 
 from bench.measure import report
+from flowtrain.agents.agentflow.executor import Executed, Executor
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Answer, Generator
+from flowtrain.agents.agentflow.memory import Memory
+from flowtrain.agents.agentflow.planner import ModelPlanner, Plan
+from flowtrain.agents.agentflow.prompts import CompactPrompt
+from flowtrain.agents.agentflow.verifier import RuleVerifier, Verification
 from flowtrain.agents.collect import collect
-from flowtrain.agents.executor import Executed, Executor
-from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Answer, Generator
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import ModelPlanner, Plan
 from flowtrain.agents.policy import Policy, ResponsePrefix
-from flowtrain.agents.prompts import CompactPrompt
-from flowtrain.agents.verifier import RuleVerifier, Verification
 from flowtrain.tools import ToolCard
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Generator
+from flowtrain.agents.agentflow.memory import Memory
+from flowtrain.agents.agentflow.planner import Plan
+from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.collect import collect
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Generator
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
-from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.engines.protocol import Engine
 from flowtrain.tools import ToolCard
 from flowtrain.types import Action, Call, Sampling, Task

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from bench.agentflow_shape import agentflow_samples, random_model
 from bench.model_folder import ModelFolder
+from flowtrain.agents.agentflow.expert import scripted
+from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.collect import collect
-from flowtrain.agents.expert import scripted
-from flowtrain.agents.flow import Flow
 from flowtrain.algorithms import filter_samples, load_algorithm
 from flowtrain.algorithms.branching import score_samples
 from flowtrain.config.options import parse

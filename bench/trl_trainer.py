@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bench.trl_records import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
 from flowtrain.agents.policy import Moment
-from flowtrain.agents.single_turn import QuestionPrompt
+from flowtrain.agents.talking.single_turn import QuestionPrompt
 from flowtrain.config import Config
 from flowtrain.tasks.sets import task_set
 from flowtrain.training.devices import keep_freed_memory

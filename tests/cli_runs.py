@@ -65,7 +65,7 @@ arm({module!r}, {path!r}, {number}, {after})
 
 SERVER = """
 import atexit, contextlib, gc, json, os, resource, runpy, sys, threading, traceback
-import flowtrain.run.run, flowtrain.agents.expert, flowtrain.view.curves
+import flowtrain.run.run, flowtrain.agents.agentflow.expert, flowtrain.view.curves
 import flowtrain.evals.run, flowtrain.run.memory_plan, flowtrain.run.run_logger
 import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.metrics.mismatch
 import bm25s, flowtrain.tools.search, flowtrain.utils.waiting

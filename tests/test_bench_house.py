@@ -14,7 +14,7 @@ FILES = {
     "flowtrain/train.py": 20,
     "flowtrain/types/task.py": 3,
     "flowtrain/training/tree/pack.py": 5,
-    "flowtrain/agents/flow.py": 7,
+    "flowtrain/agents/agentflow/flow.py": 7,
     "flowtrain/view/page.js": 900,
     "kernels/flowkernels/loss.py": 11,
     "csrc/delta.cpp": 13,

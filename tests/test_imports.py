@@ -112,8 +112,8 @@ def test_the_config_loads_neither_torch_nor_numpy_nor_transformers() -> None:
 
 
 def test_what_no_model_needs_loads_no_torch() -> None:
-    packages = ["algorithms", "tasks", "rewards", "agents.flow", "agents.build", "metrics"]
-    packages.append("agents.collect")
+    packages = ["algorithms", "tasks", "rewards", "agents.agentflow.flow", "metrics"]
+    packages += ["agents.agentflow.build", "agents.collect"]
     imports = ", ".join(f"flowtrain.{package}" for package in packages)
     assert not loaded_by(f"import {imports}") & {"torch", "transformers", "flowkernels", "vllm"}
 

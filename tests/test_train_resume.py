@@ -85,12 +85,12 @@ def test_an_interrupt_ends_the_step_saves_and_can_be_resumed(
 
 
 STUCK = """
-import asyncio, flowtrain.agents.flow, flowtrain.config.command
+import asyncio, flowtrain.agents.agentflow.flow, flowtrain.config.command
 flowtrain.config.command._ECHO_S = -1.0
 async def stuck(self, *what):
     print("stuck", flush=True)
     await asyncio.sleep(60)
-flowtrain.agents.flow.Flow.run = stuck
+flowtrain.agents.agentflow.flow.Flow.run = stuck
 """
 
 

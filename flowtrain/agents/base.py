@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.deadlines import Cutoff
-from flowtrain.agents.hints import Hints
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine

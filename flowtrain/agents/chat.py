@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flowtrain.agents.conversation import ChatTemplate, Conversation, Message
 from flowtrain.agents.session import Session
+from flowtrain.agents.talking.conversation import ChatTemplate, Conversation, Message
 from flowtrain.types import Call, FinishReason, UserError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from flowtrain.agents.memory import Memory
+from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.config import Config
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.special_tokens import encode_plain

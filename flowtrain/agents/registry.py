@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flowtrain.agents.base import Agent, AgentContext
-from flowtrain.agents.environment import load_maker
+from flowtrain.agents.talking.environment import load_maker
 from flowtrain.config import Config
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import PolicyName, UserError
@@ -22,10 +22,10 @@ BUILT_IN = plugins.built_in(
     GROUP,
     "flowtrain.agents",
     {
-        "agentflow": "build:AGENTFLOW",
+        "agentflow": "agentflow.build:AGENTFLOW",
         "gateway": "gateway.agent:GatewayAgent",
-        "single": "single_turn:SingleTurn",
-        "tools": "tool_calling:ToolCallingAgent",
+        "single": "talking.single_turn:SingleTurn",
+        "tools": "talking.tool_calling:ToolCallingAgent",
     },
 )
 """The agents of this package by name; imported only when a run uses them."""

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
+from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
-from flowtrain.agents.hints import Hints
 from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
 from flowtrain.agents.tool_states import NoSession, tool_sessions
 from flowtrain.engines.protocol import EngineError

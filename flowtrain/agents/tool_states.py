@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import ExitStack, asynccontextmanager
 
-from flowtrain.agents.commands import written_calls
+from flowtrain.agents.agentflow.commands import written_calls
 from flowtrain.tools import StatefulTool, Tool, ToolCard, ToolSession
 from flowtrain.types import BranchStart, ToolCall, ToolResult
 from flowtrain.utils.errors import foreign

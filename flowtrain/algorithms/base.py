@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-    from flowtrain.agents.hints import Hints
+    from flowtrain.agents.agentflow.hints import Hints
     from flowtrain.agents.registry import AgentKind
     from flowtrain.engines.protocol import Engine, Scorer
     from flowtrain.tasks.sets import TaskSet

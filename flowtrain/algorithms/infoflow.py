@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flowtrain.agents.hints import Hints
+from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.registry import AgentKind
 from flowtrain.algorithms.advantages import reward_of
 from flowtrain.algorithms.flow_grpo import FlowGrpo

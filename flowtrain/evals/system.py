@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowtrain.agents.agentflow.build import make_flow
+from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
-from flowtrain.agents.build import make_flow
-from flowtrain.agents.voices import ChatVoice
 from flowtrain.config import OWN, Config
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.chat_engines import POLICY, make_chat_engines

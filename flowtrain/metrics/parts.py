@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from flowtrain.agents.build import most_kept
-from flowtrain.agents.lenient import RULES
-from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.verdicts import read_verdict
-from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.agents.agentflow.build import most_kept
+from flowtrain.agents.agentflow.lenient import RULES
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.verdicts import read_verdict
+from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.config import Config
 from flowtrain.metrics.sums import Tally
 from flowtrain.rewards.functions import FAILURES, failure_of

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from flowtrain.agents.conversation import Conversation, Message, TemplateRewrites
-from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.gateway.requests import ChatRequest, Refusal, read_chat
+from flowtrain.agents.talking.conversation import Conversation, Message, TemplateRewrites
+from flowtrain.agents.talking.dialect import Dialect
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.token_chat import ChatTokenizer, pass_to_template

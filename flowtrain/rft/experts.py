@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from flowtrain.agents.agentflow.expert import scripted
+from flowtrain.agents.agentflow.flow import Flow
+from flowtrain.agents.agentflow.teacher import taught
 from flowtrain.agents.base import Agent
-from flowtrain.agents.expert import scripted
-from flowtrain.agents.flow import Flow
-from flowtrain.agents.teacher import taught
-from flowtrain.agents.tool_calling import ToolCallingAgent
+from flowtrain.agents.talking.tool_calling import ToolCallingAgent
 from flowtrain.config import Config
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY, TEACHER

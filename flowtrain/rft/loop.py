@@ -20,10 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flowtrain.agents.agentflow.demonstrations import refinements
+from flowtrain.agents.agentflow.flow import Flow
+from flowtrain.agents.agentflow.teacher import is_readable
 from flowtrain.agents.base import Agent
-from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.flow import Flow
-from flowtrain.agents.teacher import is_readable
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt
 from flowtrain.config.train import EXPERTS

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain.agents.agentflow.build import check_room, make_policy
 from flowtrain.agents.base import Agent, AgentContext
-from flowtrain.agents.build import check_room, make_policy
 from flowtrain.agents.registry import AgentKind, load_kind
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config

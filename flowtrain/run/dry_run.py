@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flowtrain.agents.agentflow.expert import scripted
+from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect, run_to_end
-from flowtrain.agents.expert import scripted
-from flowtrain.agents.flow import Flow
-from flowtrain.agents.tool_calling import ToolCallingAgent
+from flowtrain.agents.talking.tool_calling import ToolCallingAgent
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.engines.vllm.process import check_installed

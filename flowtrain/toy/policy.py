@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.agents.prompts import CHAT_TEMPLATE
+from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.config import Config
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.toy.model import new_model, new_tokenizer

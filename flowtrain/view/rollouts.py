@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from flowtrain.agents.planner import NO_TOOL
+from flowtrain.agents.agentflow.planner import NO_TOOL
 from flowtrain.view.log import Place, is_right
 
 LONGEST_TEXT = 20_000

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowtrain.agents.environment import EnvironmentTool
+from flowtrain.agents.talking.environment import EnvironmentTool
 from flowtrain.tools import Parameter, Tool, ToolCard, ToolError
 from flowtrain.types import Task
 

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from flowtrain.agents.analyst import Analyst
+from flowtrain.agents.agentflow.analyst import Analyst
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Task
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.agents.executor import arguments_of
+from flowtrain.agents.agentflow.executor import arguments_of
 from flowtrain.tools import Parameter, ToolCard
 
 ONE = ToolCard("One", "", (Parameter("country", ""),))

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from bench import flow as bench
+from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.collect import collect
-from flowtrain.agents.flow import Flow
 from flowtrain.types import Task, Trajectory
 
 SCALE = 20_000.0

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Generator
+from flowtrain.agents.agentflow.memory import Memory
+from flowtrain.agents.agentflow.planner import Plan
+from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.collect import RolloutRequest, _collect, collect, collect_branches
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Generator
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
-from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard
 from flowtrain.types import (
     Action,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.commands import fitted, read_command, write_command
-from flowtrain.agents.executor import Executor
+from flowtrain.agents.agentflow.commands import fitted, read_command, write_command
+from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.tools import ToolCard
 from flowtrain.tools.base import Parameter
 from flowtrain.types import Action

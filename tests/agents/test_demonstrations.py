@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import pytest
 from char_tokenizer import CharTokenizer
 
-from flowtrain.agents.demonstrations import refinements
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Generator
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan
+from flowtrain.agents.agentflow.demonstrations import refinements
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Generator
+from flowtrain.agents.agentflow.memory import Memory
+from flowtrain.agents.agentflow.planner import Plan
+from flowtrain.agents.agentflow.refiner import FullRefinerPrompt, ModelRefiner, Refiner
+from flowtrain.agents.agentflow.verifier import RuleVerifier
+from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.policy import ResponsePrefix
-from flowtrain.agents.refiner import FullRefinerPrompt, ModelRefiner, Refiner
-from flowtrain.agents.verifier import RuleVerifier
-from flowtrain.agents.voices import ChatVoice
 from flowtrain.tools import ToolCard
 from flowtrain.types import Action, Call, FinishReason, Task, Trajectory
 

@@ -12,13 +12,13 @@ import pytest
 import shop
 from chat_templates import TEMPLATES, styled
 
+from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.build import make_policy
 from flowtrain.agents.deadlines import Cutoff
-from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.registry import load_kind
-from flowtrain.agents.tool_calling import ToolCallingAgent, definition, with_instructions
-from flowtrain.agents.tool_formats import FORMATS, WrittenCall
+from flowtrain.agents.talking.dialect import Dialect
+from flowtrain.agents.talking.tool_calling import ToolCallingAgent, definition, with_instructions
+from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.rewards import score
@@ -184,7 +184,7 @@ def test_an_environment_may_reward_turns() -> None:
 
 
 def test_one_that_does_not_close_costs_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowtrain.agents.environment._CLOSE_S", 0.01)
+    monkeypatch.setattr("flowtrain.agents.talking.environment._CLOSE_S", 0.01)
     done, _ = play(*GOOD, maker="Sticky")
     assert done.error == "" and done.reported == {"state": 0.9, "brevity": 0.1}
 

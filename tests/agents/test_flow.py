@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain.agents.executor import NO_COMMAND, Executor
-from flowtrain.agents.flow import MALFORMED, Flow, FlowLimits
-from flowtrain.agents.generator import Answer, Generator
-from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import NO_TOOL, Plan
+from flowtrain.agents.agentflow.executor import NO_COMMAND, Executor
+from flowtrain.agents.agentflow.flow import MALFORMED, Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Answer, Generator
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.planner import NO_TOOL, Plan
+from flowtrain.agents.agentflow.verifier import RuleVerifier, Verification
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
-from flowtrain.agents.verifier import RuleVerifier, Verification
 from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import (
     Action,

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.conversation import ChatTemplate
-from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.gateway.requests import read_chat
 from flowtrain.agents.gateway.responses import chat_body
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.session import Session
-from flowtrain.agents.tool_formats import FORMATS
+from flowtrain.agents.talking.conversation import ChatTemplate
+from flowtrain.agents.talking.dialect import Dialect
+from flowtrain.agents.talking.tool_formats import FORMATS
 from flowtrain.config import Config
 
 FORMAT_OF = {"qwen2.5": "hermes", "qwen3": "hermes", "llama3.1": "llama3", "mistral": "mistral"}

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain.agents.hints import Hints
-from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.hints import Hints
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.refiner import FullRefinerPrompt, ModelRefiner, Refiner, RuleRefiner
+from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.policy import Moment
-from flowtrain.agents.refiner import FullRefinerPrompt, ModelRefiner, Refiner, RuleRefiner
-from flowtrain.agents.voices import ChatVoice
 from flowtrain.types import Action, Call, FinishReason, SubGoal, Task, ToolResult, Turn, Verdict
 
 GOALS = (

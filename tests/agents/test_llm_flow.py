@@ -21,13 +21,13 @@ from chat_servers import ChatServer, chat_server
 from starlette.responses import JSONResponse, Response
 from toy_options import toy
 
-from flowtrain.agents.build import MODULES, make_flow
+from flowtrain.agents.agentflow.build import MODULES, make_flow
+from flowtrain.agents.agentflow.executor import NO_COMMAND
+from flowtrain.agents.agentflow.flow import Flow
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.prompts import FullPrompt
 from flowtrain.agents.collect import collect
-from flowtrain.agents.executor import NO_COMMAND
-from flowtrain.agents.flow import Flow
-from flowtrain.agents.memory import Memory, MemoryEntry
 from flowtrain.agents.policy import Moment, Policy
-from flowtrain.agents.prompts import FullPrompt
 from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.rewards import score

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Generator
-from flowtrain.agents.memory import Budget, Memory, MemoryEntry
-from flowtrain.agents.planner import ModelPlanner
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Generator
+from flowtrain.agents.agentflow.memory import Budget, Memory, MemoryEntry
+from flowtrain.agents.agentflow.planner import ModelPlanner
+from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt, PlannerPrompt
+from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.policy import Moment, Policy
-from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
-from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.tools import ToolCard
 from flowtrain.toy import new_tokenizer
 from flowtrain.types import Completion, FinishReason, Sampling, Task

@@ -9,14 +9,14 @@ import pytest
 from char_tokenizer import CharTokenizer, Says
 from toy_options import toy
 
-from flowtrain.agents.build import make_flow, make_planner, make_policy
-from flowtrain.agents.expert import next_step, plan_script, with_script
-from flowtrain.agents.generator import Answer, Generator, last_expression
-from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import ModelPlanner, parse_action
+from flowtrain.agents.agentflow.build import make_flow, make_planner, make_policy
+from flowtrain.agents.agentflow.expert import next_step, plan_script, with_script
+from flowtrain.agents.agentflow.generator import Answer, Generator, last_expression
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.planner import ModelPlanner, parse_action
+from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt
+from flowtrain.agents.agentflow.verifier import RuleVerifier, facts_enough, gameof24_enough
 from flowtrain.agents.policy import Moment, Policy
-from flowtrain.agents.prompts import CompactPrompt, FullPrompt
-from flowtrain.agents.verifier import RuleVerifier, facts_enough, gameof24_enough
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import FinishReason, PlanStep, Task, UserError, Verdict

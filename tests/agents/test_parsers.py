@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.commands import read_command, write_command
-from flowtrain.agents.planner import parse_action
-from flowtrain.agents.verdicts import read_verdict
+from flowtrain.agents.agentflow.commands import read_command, write_command
+from flowtrain.agents.agentflow.planner import parse_action
+from flowtrain.agents.agentflow.verdicts import read_verdict
 from flowtrain.tools import Parameter, ToolCard
 from flowtrain.utils.text import final_answer
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 from chat_templates import styled
 
-from flowtrain.agents.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt
+from flowtrain.agents.agentflow.refiner import CompactRefinerPrompt, FullRefinerPrompt
+from flowtrain.agents.agentflow.verdicts import CompactVerdictPrompt, FullVerdictPrompt
 from flowtrain.agents.policy import Moment, Policy, Prompt
-from flowtrain.agents.prompts import CompactPrompt, FullPrompt
-from flowtrain.agents.refiner import CompactRefinerPrompt, FullRefinerPrompt
-from flowtrain.agents.single_turn import QuestionPrompt
-from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt
+from flowtrain.agents.talking.single_turn import QuestionPrompt
 from flowtrain.config import Chat
 from flowtrain.engines.token_chat import TokenChat
 from flowtrain.rewards.judge import judge_prompt

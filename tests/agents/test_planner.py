@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toy_options import toy
 
-from flowtrain.agents.build import make_planner, make_policy
-from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import NO_TOOL, ModelPlanner, match_tool, parse_action
+from flowtrain.agents.agentflow.build import make_planner, make_policy
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.planner import NO_TOOL, ModelPlanner, match_tool, parse_action
+from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.policy import Moment, Policy, PromptTooLong
-from flowtrain.agents.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.search import Search
 from flowtrain.types import Action, PlanStep, Sampling, Task, VersionSpan

@@ -12,17 +12,17 @@ from batches import flow_grpo
 from char_tokenizer import CharTokenizer, Says
 from toy_options import toy
 
-from flowtrain.agents.build import make_flow, make_policy, make_refiner
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.expert import passage_script, with_script
-from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Generator
-from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import Plan
+from flowtrain.agents.agentflow.build import make_flow, make_policy, make_refiner
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.expert import passage_script, with_script
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Generator
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.planner import Plan
+from flowtrain.agents.agentflow.refiner import Evidence, FullRefinerPrompt, ModelRefiner, Refiner
+from flowtrain.agents.agentflow.verifier import RuleVerifier
+from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.policy import Moment, ResponsePrefix
-from flowtrain.agents.refiner import Evidence, FullRefinerPrompt, ModelRefiner, Refiner
-from flowtrain.agents.verifier import RuleVerifier
-from flowtrain.agents.voices import ChatVoice
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import ToolCard
 from flowtrain.types import (

@@ -12,17 +12,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toy_options import toy
 
-from flowtrain.agents.build import make_flow, make_policy, make_verifier
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.expert import steps_left, verdict_script, with_script
-from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Generator
-from flowtrain.agents.lenient import cut_end_of_turn
-from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import Plan
+from flowtrain.agents.agentflow.build import make_flow, make_policy, make_verifier
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.expert import steps_left, verdict_script, with_script
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Generator
+from flowtrain.agents.agentflow.lenient import cut_end_of_turn
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.planner import Plan
+from flowtrain.agents.agentflow.verdicts import (
+    CompactVerdictPrompt,
+    FullVerdictPrompt,
+    read_verdict,
+)
+from flowtrain.agents.agentflow.verifier import ModelVerifier, Verification
 from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
-from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt, read_verdict
-from flowtrain.agents.verifier import ModelVerifier, Verification
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import (

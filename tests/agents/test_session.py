@@ -14,8 +14,8 @@ import pytest
 from char_tokenizer import CharTokenizer
 from toy_options import toy
 
+from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.registry import load_kind

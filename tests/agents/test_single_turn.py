@@ -10,11 +10,11 @@ from batches import flow_grpo
 from char_tokenizer import ChatChars
 from toy_options import toy
 
+from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
 from flowtrain.agents.deadlines import Cutoff
-from flowtrain.agents.single_turn import SingleTurn
+from flowtrain.agents.talking.single_turn import SingleTurn
 from flowtrain.config import Config
 from flowtrain.rewards import score
 from flowtrain.types import (

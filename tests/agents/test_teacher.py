@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from toy_options import toy
 from transformers import PreTrainedTokenizerFast
 
+from flowtrain.agents.agentflow.build import make_policy
+from flowtrain.agents.agentflow.memory import Memory
+from flowtrain.agents.agentflow.planner import ModelPlanner, Plan
+from flowtrain.agents.agentflow.refiner import FullRefinerPrompt
+from flowtrain.agents.agentflow.teacher import TeacherVoice, is_readable, taught
 from flowtrain.agents.base import Agent, AgentContext
-from flowtrain.agents.build import make_policy
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import ModelPlanner, Plan
 from flowtrain.agents.policy import Moment, Policy
-from flowtrain.agents.refiner import FullRefinerPrompt
 from flowtrain.agents.registry import load_kind
-from flowtrain.agents.teacher import TeacherVoice, is_readable, taught
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.tools.base import Parameter, ToolCard
 from flowtrain.types import Call, Task, ToolResult, Trajectory, Turn, UserError, Verdict

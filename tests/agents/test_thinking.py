@@ -11,7 +11,7 @@ import pytest
 from chat_templates import styled
 from test_single_turn import Speaker, agent
 
-from flowtrain.agents.conversation import ChatTemplate
+from flowtrain.agents.talking.conversation import ChatTemplate
 from flowtrain.config.options import parse
 from flowtrain.engines.token_chat import chat_text, pass_to_template
 from flowtrain.rewards import score

@@ -11,13 +11,13 @@ import pytest
 from chat_templates import R1, SMOLLM2, TEMPLATES, styled, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
+from flowtrain.agents.agentflow.build import make_policy
+from flowtrain.agents.agentflow.expert import ScriptedCaller
+from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.build import make_policy
-from flowtrain.agents.expert import ScriptedCaller
-from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.agents.registry import load_kind
-from flowtrain.agents.tool_calling import ToolCallingAgent
-from flowtrain.agents.tool_formats import FORMATS, WrittenCall
+from flowtrain.agents.talking.tool_calling import ToolCallingAgent
+from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
 from flowtrain.config import Config
 from flowtrain.tools.base import Parameter, ToolCard, ToolError
 from flowtrain.types import (

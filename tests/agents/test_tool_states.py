@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 from test_session import Engine
 from toy_options import toy
 
+from flowtrain.agents.agentflow.build import make_policy
+from flowtrain.agents.agentflow.commands import write_command
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Generator
+from flowtrain.agents.agentflow.memory import Memory
+from flowtrain.agents.agentflow.planner import Plan
+from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect, collect_branches
-from flowtrain.agents.commands import write_command
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Generator
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.planner import Plan
 from flowtrain.agents.policy import ResponsePrefix
 from flowtrain.agents.session import Session, SessionAgent
 from flowtrain.agents.tool_states import tool_sessions
-from flowtrain.agents.verifier import RuleVerifier
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.rewards import score
 from flowtrain.tools import StatefulTool, Tool, ToolCard, ToolContext, python_coder

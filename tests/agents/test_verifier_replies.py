@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.verdicts import read_verdict
+from flowtrain.agents.agentflow.verdicts import read_verdict
 from flowtrain.types import Verdict
 
 REPLIES = [

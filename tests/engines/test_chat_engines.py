@@ -16,7 +16,7 @@ from engines_under_way import loud_model
 from toy_options import toy
 from transformers import PreTrainedTokenizerFast
 
-from flowtrain.agents.build import make_flow
+from flowtrain.agents.agentflow.build import make_flow
 from flowtrain.agents.collect import collect
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config

@@ -28,12 +28,12 @@ from torch import Tensor
 from toy_options import toy
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from flowtrain.agents.agentflow.build import make_policy
+from flowtrain.agents.agentflow.planner import ModelPlanner
+from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE, CompactPrompt
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
-from flowtrain.agents.planner import ModelPlanner
 from flowtrain.agents.policy import Policy, ResponsePrefix
-from flowtrain.agents.prompts import CHAT_TEMPLATE, CompactPrompt
 from flowtrain.agents.registry import load_kind
 from flowtrain.config import Vllm
 from flowtrain.engines.requests import stop_ids

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import ModelPlanner
-from flowtrain.agents.prompts import FullPrompt
-from flowtrain.agents.voices import ChatVoice
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.planner import ModelPlanner
+from flowtrain.agents.agentflow.prompts import FullPrompt
+from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.chat import Meter, metered
 from flowtrain.engines.protocol import EngineError

@@ -12,11 +12,11 @@ import pytest
 import torch
 from toy_options import toy
 
-from flowtrain.agents.build import make_flow
-from flowtrain.agents.expert import ScriptVoice, plan_script
-from flowtrain.agents.planner import NO_TOOL
+from flowtrain.agents.agentflow.build import make_flow
+from flowtrain.agents.agentflow.expert import ScriptVoice, plan_script
+from flowtrain.agents.agentflow.planner import NO_TOOL
+from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Policy, Prompt
-from flowtrain.agents.voices import Voice
 from flowtrain.config import Config
 from flowtrain.evaluation.evaluator import Evaluation, Evaluator, load_benchmarks, roll_out
 from flowtrain.metrics.rollouts import RolloutStats

@@ -18,7 +18,7 @@ import uvicorn
 from torch import Tensor
 
 from flowtrain import toy
-from flowtrain.agents.prompts import CHAT_TEMPLATE
+from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.config import Config, Lora
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import unpack_group

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowtrain import toy
-from flowtrain.agents.prompts import CHAT_TEMPLATE
+from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import run_command

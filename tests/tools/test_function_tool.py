@@ -10,9 +10,9 @@ import pytest
 import torch
 from toy_options import toy
 
-from flowtrain.agents.commands import write_command
-from flowtrain.agents.executor import arguments_of
-from flowtrain.agents.prompts import tool_text
+from flowtrain.agents.agentflow.commands import write_command
+from flowtrain.agents.agentflow.executor import arguments_of
+from flowtrain.agents.agentflow.prompts import tool_text
 from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.tools import Parameter, Tool, ToolCard, run_tool

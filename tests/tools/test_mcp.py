@@ -19,8 +19,8 @@ import pytest
 from mcp.client import stdio
 from ports import free_port
 
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.prompts import tools_text
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.prompts import tools_text
 from flowtrain.config import Config
 from flowtrain.config.options import parse
 from flowtrain.tools import Tool, run_tool

@@ -14,10 +14,10 @@ import pytest
 import torch
 from toy_options import toy
 
+from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.build import make_policy
-from flowtrain.agents.tool_calling import ToolCallingAgent
-from flowtrain.agents.tool_formats import FORMATS, WrittenCall
+from flowtrain.agents.talking.tool_calling import ToolCallingAgent
+from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
 from flowtrain.run.components import RunComponents
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World

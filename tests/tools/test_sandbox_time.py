@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flowtrain.agents.executor import Executor
+from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.config import Config
 from flowtrain.tools import ToolContext, python_coder, run_tool
 from flowtrain.tools.python_coder import PythonCoder

@@ -12,12 +12,12 @@ from tests.packages import installed, printed
 
 FLOW = """
 import asyncio, json
-from flowtrain.agents.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
 from flowtrain.tools.registry import make_tools
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.generator import Generator
-from flowtrain.agents.planner import Plan
-from flowtrain.agents.verifier import RuleVerifier
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.generator import Generator
+from flowtrain.agents.agentflow.planner import Plan
+from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.config.options import parse
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.types import Action, Call, FinishReason, Task

@@ -25,10 +25,10 @@ from gradients import TOLERANCE, Plain, distance, gradient_of
 from transformers import AutoModelForCausalLM
 
 from flowtrain import toy
+from flowtrain.agents.agentflow.build import make_policy
+from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.build import make_policy
 from flowtrain.agents.collect import collect
-from flowtrain.agents.prompts import CHAT_TEMPLATE
 from flowtrain.agents.registry import load_kind
 from flowtrain.tools.search import Search
 from flowtrain.training import model as models

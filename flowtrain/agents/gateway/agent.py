@@ -12,12 +12,12 @@ import threading
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.deadlines import Cutoff, TurnsEnded
-from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.gateway.programs import Command, Function, Program
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.agents.gateway.server import Gateway, new_key
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
+from flowtrain.agents.talking.dialect import Dialect
 from flowtrain.config import Config
 from flowtrain.config.gateway import Gateway as Options
 from flowtrain.engines.token_chat import ChatTokenizer

@@ -13,11 +13,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowtrain.agents.conversation import Conversation, TemplateRewrites
-from flowtrain.agents.dialect import Dialect
 from flowtrain.agents.gateway.requests import ChatRequest, Message, Refusal
 from flowtrain.agents.gateway.responses import AskedCall, Reply
 from flowtrain.agents.session import Session
+from flowtrain.agents.talking.conversation import Conversation, TemplateRewrites
+from flowtrain.agents.talking.dialect import Dialect
 from flowtrain.tools.base import shorten
 from flowtrain.types import Call, FinishReason, ToolCall, ToolResult
 from flowtrain.utils.seeds import derive_seed

@@ -21,21 +21,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from flowtrain.agents.agentflow.build import make_planner, make_refiner, make_verifier
+from flowtrain.agents.agentflow.flow import Flow
+from flowtrain.agents.agentflow.lenient import cut_end_of_turn
+from flowtrain.agents.agentflow.planner import NO_TOOL, ModelPlanner, parse_action, read_action
+from flowtrain.agents.agentflow.refiner import ModelRefiner
+from flowtrain.agents.agentflow.verdicts import read_verdict
+from flowtrain.agents.agentflow.verifier import ModelVerifier
+from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
-from flowtrain.agents.build import make_planner, make_refiner, make_verifier
-from flowtrain.agents.conversation import Conversation
-from flowtrain.agents.flow import Flow
-from flowtrain.agents.lenient import cut_end_of_turn
-from flowtrain.agents.planner import NO_TOOL, ModelPlanner, parse_action, read_action
 from flowtrain.agents.policy import Moment, Policy, Prompt
-from flowtrain.agents.refiner import ModelRefiner
 from flowtrain.agents.session import Session
-from flowtrain.agents.single_turn import QuestionPrompt, SingleTurn
-from flowtrain.agents.tool_calling import ToolCallingAgent
-from flowtrain.agents.tool_formats import WrittenCall
-from flowtrain.agents.verdicts import read_verdict
-from flowtrain.agents.verifier import ModelVerifier
-from flowtrain.agents.voices import ChatVoice
+from flowtrain.agents.talking.conversation import Conversation
+from flowtrain.agents.talking.single_turn import QuestionPrompt, SingleTurn
+from flowtrain.agents.talking.tool_calling import ToolCallingAgent
+from flowtrain.agents.talking.tool_formats import WrittenCall
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.special_tokens import Rendered, special_tokens

@@ -15,8 +15,8 @@ import json
 from collections.abc import Iterable
 from typing import Protocol
 
-from flowtrain.agents.commands import write_command
-from flowtrain.agents.memory import Memory
+from flowtrain.agents.agentflow.commands import write_command
+from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.policy import Moment, Prompt
 from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import Action

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flowtrain.agents.lenient import find_answer
-from flowtrain.agents.memory import Memory
-from flowtrain.agents.prompts import analysis_text, memory_json
+from flowtrain.agents.agentflow.lenient import find_answer
+from flowtrain.agents.agentflow.memory import Memory
+from flowtrain.agents.agentflow.prompts import analysis_text, memory_json
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tasks.corpus import passage_value
 from flowtrain.types import Task

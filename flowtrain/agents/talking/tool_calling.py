@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.conversation import Conversation, Message, TemplateRewrites
-from flowtrain.agents.dialect import Dialect
-from flowtrain.agents.environment import Environment, load_maker, opened
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
-from flowtrain.agents.tool_formats import WrittenCall
+from flowtrain.agents.talking.conversation import Conversation, Message, TemplateRewrites
+from flowtrain.agents.talking.dialect import Dialect
+from flowtrain.agents.talking.environment import Environment, load_maker, opened
+from flowtrain.agents.talking.tool_formats import WrittenCall
 from flowtrain.config import Config
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.tools import ToolCard

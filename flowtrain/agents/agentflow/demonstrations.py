@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain.agents.flow import Flow
+from flowtrain.agents.agentflow.flow import Flow
+from flowtrain.agents.agentflow.refiner import FullRefinerPrompt
 from flowtrain.agents.policy import Moment
-from flowtrain.agents.refiner import FullRefinerPrompt
 from flowtrain.engines.special_tokens import encode_plain
 from flowtrain.engines.token_chat import ChatTokenizer, encode_chat
 from flowtrain.types import Sample, Trajectory

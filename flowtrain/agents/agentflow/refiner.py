@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from flowtrain.agents.agentflow.prompts import compact_steps
+from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Prompt, PromptTooLong
-from flowtrain.agents.prompts import compact_steps
-from flowtrain.agents.voices import Voice
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Call
 from flowtrain.utils.text import words

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flowtrain.agents.conversation import Message
 from flowtrain.agents.session import RolloutEnded, Session
+from flowtrain.agents.talking.conversation import Message
 from flowtrain.config import Config
 from flowtrain.tools import Tool, ToolCard
 from flowtrain.types import Task, ToolResult, UserError

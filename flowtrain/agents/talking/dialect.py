@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain.agents.conversation import (
+from flowtrain.agents.talking.conversation import (
     ChatTemplate,
     Conversation,
     Message,
     TemplateRewrites,
 )
-from flowtrain.agents.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
+from flowtrain.agents.talking.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
 from flowtrain.config import Config
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.types import UserError

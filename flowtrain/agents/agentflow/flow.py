@@ -19,17 +19,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from flowtrain.agents.analyst import Analyst
+from flowtrain.agents.agentflow.analyst import Analyst
+from flowtrain.agents.agentflow.executor import NO_COMMAND, Executed, Executor
+from flowtrain.agents.agentflow.generator import Answer, Generator
+from flowtrain.agents.agentflow.hints import Hints
+from flowtrain.agents.agentflow.memory import Budget, Memory, MemoryEntry
+from flowtrain.agents.agentflow.planner import Plan, Planner
+from flowtrain.agents.agentflow.refiner import Refiner
+from flowtrain.agents.agentflow.verifier import Verifier
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
-from flowtrain.agents.executor import NO_COMMAND, Executed, Executor
-from flowtrain.agents.generator import Answer, Generator
-from flowtrain.agents.hints import Hints
-from flowtrain.agents.memory import Budget, Memory, MemoryEntry
-from flowtrain.agents.planner import Plan, Planner
 from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
-from flowtrain.agents.refiner import Refiner
 from flowtrain.agents.tool_states import NoSession, tool_sessions
-from flowtrain.agents.verifier import Verifier
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import Tool
 from flowtrain.types import (

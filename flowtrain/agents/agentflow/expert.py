@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
-from flowtrain.agents.conversation import Conversation
-from flowtrain.agents.flow import Flow
-from flowtrain.agents.generator import last_result
-from flowtrain.agents.memory import Memory, MemoryEntry
-from flowtrain.agents.planner import ModelPlanner
+from flowtrain.agents.agentflow.flow import Flow
+from flowtrain.agents.agentflow.generator import last_result
+from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.planner import ModelPlanner
+from flowtrain.agents.agentflow.refiner import ModelRefiner, best_passage
+from flowtrain.agents.agentflow.verifier import ModelVerifier
 from flowtrain.agents.policy import Moment, Policy, Prompt
-from flowtrain.agents.refiner import ModelRefiner, best_passage
 from flowtrain.agents.session import Session
-from flowtrain.agents.tool_calling import ToolCallingAgent
-from flowtrain.agents.tool_formats import WrittenCall
-from flowtrain.agents.verifier import ModelVerifier
+from flowtrain.agents.talking.conversation import Conversation
+from flowtrain.agents.talking.tool_calling import ToolCallingAgent
+from flowtrain.agents.talking.tool_formats import WrittenCall
 from flowtrain.engines.special_tokens import Rendered
 from flowtrain.tasks.gameof24 import random_expression
 from flowtrain.types import Action, Call, PlanStep, Task, Verdict

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from flowtrain.agents import lenient
-from flowtrain.agents.commands import json_object
-from flowtrain.agents.memory import Memory
+from flowtrain.agents.agentflow import lenient
+from flowtrain.agents.agentflow.commands import json_object
+from flowtrain.agents.agentflow.memory import Memory
+from flowtrain.agents.agentflow.prompts import PlannerPrompt
+from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Policy, ResponsePrefix
-from flowtrain.agents.prompts import PlannerPrompt
-from flowtrain.agents.voices import Voice
 from flowtrain.types import Action, Call, Task
 from flowtrain.utils.seeds import derive_seed
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flowtrain.agents.commands import fitted, json_object, read_command, write_command
+from flowtrain.agents.agentflow.commands import fitted, json_object, read_command, write_command
+from flowtrain.agents.agentflow.planner import NO_TOOL
+from flowtrain.agents.agentflow.prompts import tool_text
 from flowtrain.agents.deadlines import Deadline
-from flowtrain.agents.planner import NO_TOOL
-from flowtrain.agents.prompts import tool_text
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import Tool, ToolCard, run_tool

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.agents.memory import Memory
+from flowtrain.agents.agentflow.memory import Memory
+from flowtrain.agents.agentflow.verdicts import read_verdict
+from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Prompt
-from flowtrain.agents.verdicts import read_verdict
-from flowtrain.agents.voices import Voice
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Call, Task, Verdict
 

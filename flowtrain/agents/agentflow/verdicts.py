@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flowtrain.agents.lenient import cut_end_of_turn, find_object
+from flowtrain.agents.agentflow.lenient import cut_end_of_turn, find_object
+from flowtrain.agents.agentflow.prompts import analysis_text, compact_steps, memory_json, tools_text
 from flowtrain.agents.policy import Moment
-from flowtrain.agents.prompts import analysis_text, compact_steps, memory_json, tools_text
 from flowtrain.tools import Tool
 from flowtrain.types import Verdict
 

@@ -6,26 +6,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flowtrain import config as cfg
-from flowtrain.agents import lenient
-from flowtrain.agents.analyst import Analyst
-from flowtrain.agents.base import AgentContext
-from flowtrain.agents.executor import Executor
-from flowtrain.agents.flow import Flow, FlowLimits
-from flowtrain.agents.generator import Generator
-from flowtrain.agents.planner import ModelPlanner
-from flowtrain.agents.policy import Policy, check_prompt, check_template
-from flowtrain.agents.prompts import CompactPrompt, FullPrompt, tools_text
-from flowtrain.agents.refiner import (
+from flowtrain.agents.agentflow import lenient
+from flowtrain.agents.agentflow.analyst import Analyst
+from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.generator import Generator
+from flowtrain.agents.agentflow.planner import ModelPlanner
+from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt, tools_text
+from flowtrain.agents.agentflow.refiner import (
     CompactRefinerPrompt,
     FullRefinerPrompt,
     ModelRefiner,
     Refiner,
     RuleRefiner,
 )
+from flowtrain.agents.agentflow.verdicts import CompactVerdictPrompt, FullVerdictPrompt
+from flowtrain.agents.agentflow.verifier import ModelVerifier, RuleVerifier, Verifier
+from flowtrain.agents.agentflow.voices import ChatVoice, Voice
+from flowtrain.agents.base import AgentContext
+from flowtrain.agents.policy import Policy, check_prompt, check_template
 from flowtrain.agents.registry import AgentKind
-from flowtrain.agents.verdicts import CompactVerdictPrompt, FullVerdictPrompt
-from flowtrain.agents.verifier import ModelVerifier, RuleVerifier, Verifier
-from flowtrain.agents.voices import ChatVoice, Voice
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.token_chat import ChatTokenizer

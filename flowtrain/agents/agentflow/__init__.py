@@ -1,0 +1,1 @@
+"""AgentFlow's four modules, their memory and the loop around them."""
