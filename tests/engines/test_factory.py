@@ -112,9 +112,9 @@ def test_each_policy_has_its_own_temperature(components: RunComponents) -> None:
     flow = dataclasses.replace(components, config=toy(values)).make_agent(
         components.make_no_engines(), 3
     )
-    assert (flow.planner.policy.temperature, flow.verifier.policy.temperature) == (1.0, 0.5)  # type: ignore[attr-defined]
+    assert (flow.planner.voice.temperature, flow.verifier.voice.temperature) == (1.0, 0.5)  # type: ignore[attr-defined]
     greedy = components.make_agent(components.make_no_engines(), 3, temperature=0.0)
-    assert (greedy.planner.policy.temperature, greedy.verifier.policy.temperature) == (0.0, 0.0)  # type: ignore[attr-defined]
+    assert (greedy.planner.voice.temperature, greedy.verifier.voice.temperature) == (0.0, 0.0)  # type: ignore[attr-defined]
 
 
 def test_vllm_gets_the_location_of_the_store(

@@ -69,6 +69,8 @@ class Batches:
 
     def _put_together(self, transaction: Transaction, meta: Any, policy: Any, step: int) -> int:
         """Make the batch, or return how many groups it lacks."""
+        # What is pushed from here on has no number, and is for a later batch.
+        num_events = number_groups(transaction, meta.num_events)
         transaction.run(
             "UPDATE shares SET state = 'stale', step = ?"
             " WHERE policy = ? AND state = 'fresh' AND min_version < ?",
@@ -77,7 +79,6 @@ class Batches:
             step - 1 - policy.max_staleness,
         )
         drop_distrusted(transaction, policy)
-        num_events = number_groups(transaction, meta.num_events)
         waiting = _waiting(transaction, policy)
         again: list[int] = []
         if share := self.config.dataflow.replay_share:
