@@ -25,6 +25,10 @@ needs_chromium = pytest.mark.skipif(
 )
 
 
+class PageLeft(Exception):
+    """The page was left before it answered."""
+
+
 class Browser:
     """One page of a fresh browser; use with `with`. What the page logs or fails at is in
     `complaints`.
@@ -116,14 +120,20 @@ class Browser:
             assert time.monotonic() < end, (expression, self.eval("document.body.innerText"))
 
     def eval(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page, after the next two frames."""
+        """The value of a JavaScript expression in the page, after the next two frames.
+
+        None where the page was left before it could answer, as after a click on a link.
+        """
         frames = (
             "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => "
             f"done({expression}))))"
         )
-        answer = self.call(
-            "Runtime.evaluate", expression=frames, awaitPromise=True, returnByValue=True
-        )
+        try:
+            answer = self.call(
+                "Runtime.evaluate", expression=frames, awaitPromise=True, returnByValue=True
+            )
+        except PageLeft:
+            return None
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -164,6 +174,8 @@ class Browser:
         while data:
             data = data[os.write(self._write, data) :]
         answer = self._wait(lambda event: event.get("id") == number)
+        if "navigated" in answer.get("error", {}).get("message", ""):
+            raise PageLeft(method)
         assert "error" not in answer, (method, answer)
         return dict(answer["result"])
 

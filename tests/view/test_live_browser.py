@@ -101,6 +101,14 @@ def test_a_wrong_token_is_told(browser: Browser, run: Path) -> None:
         browser.complaints.clear()
 
 
+def test_a_click_that_leaves_the_page_need_not_answer(browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("<p>here</p>")
+    browser.open(page.as_uri())
+    assert browser.eval("new Promise(() => location.assign('about:blank'))") is None
+    browser.until("location.protocol === 'about:'")
+
+
 def test_a_table_leads_to_its_runs(browser: Browser, tmp_path: Path, runs: Any) -> None:
     runs.make(name="one"), runs.make(name="two <b>")
     with followed(browser, tmp_path) as server:
