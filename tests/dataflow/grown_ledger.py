@@ -13,6 +13,7 @@ from bench.dataflow_service import GROUP_SIZE
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import Join, LeaseRequest, Register
 from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.ledger.counters import fill_counters
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import PolicyName, Task
 
@@ -100,5 +101,6 @@ def _commit_all(ledger: Ledger) -> None:
                 *(done, done, done, done),
             )
         transaction.run("UPDATE meta SET num_events = ?, num_groups = ?", num, num)
+        fill_counters(transaction)
         if ledger.database.has_row_locks:
             transaction.run("ANALYZE")  # as PostgreSQL does by itself, though a minute later

@@ -16,6 +16,7 @@ from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Push, Release, Renewal
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.prompts import num_leased
+from flowtrain.dataflow.ledger.report import report
 from flowtrain.dataflow.ledger.sql import SqliteDatabase
 
 _STEPS = 10
@@ -82,6 +83,50 @@ def test_requests_take_as_many_steps_in_a_large_ledger(
     assert set(small) == {"lease", "renew", "push", "batch"} and all(small.values())
     for name, steps in large.items():
         assert steps <= 1.2 * small[name] + 10, (name, small, large)
+
+
+def _used(database: str, num_committed: int) -> Ledger:
+    """A ledger that has trained so many groups, of which some wait, are under way and are lost."""
+    ledger = grown(database, Size(10, 40, num_committed))
+    held = ledger.lease(LeaseRequest("node-1", "a", 8)).leases
+    for lease in held[:4]:
+        ledger.push(Push("node-1", lease.work_item, 1, pack_group(group(lease))))
+    ledger.release(Release("node-1", ((held[4].work_item, 1),), "ends"))
+    return ledger
+
+
+def test_reports_and_signs_of_life_read_no_history(tmp_path: Path, count: Counter) -> None:
+    small, large = (_used(str(tmp_path / f"{num}.db"), num) for num in (320, 6400))
+    for ledger in (small, large):
+        assert ledger.status()["policies"]["planner"]["groups"]["fresh"]["num"] == 4
+        assert ledger.audit().problems == ()
+    for ask in (Ledger.status, Ledger.answers):
+        (few, _), (many, answer) = (count(lambda of=of: ask(of)) for of in (small, large))
+        assert answer and many <= 1.1 * few + 10, (ask, few, many)
+
+
+def test_reports_read_as_many_rows_of_a_large_database(postgres: str) -> None:
+    """As PostgreSQL counts them. It reads tables of a few pages as a whole, so neither is small."""
+
+    def num_read(num_committed: int) -> int:
+        ledger = _used(postgres, num_committed)
+        with ledger.database.write() as transaction:
+            transaction.run("ANALYZE")
+        with ledger.database.read() as transaction:
+            report(transaction, ledger.run, ledger.config.dataflow)
+            found = transaction.one(
+                "SELECT sum(seq_tup_read + coalesce(idx_tup_fetch, 0)) AS num"
+                " FROM pg_stat_xact_user_tables"
+            )
+        with ledger.database.write() as transaction:
+            schema = transaction.one("SELECT current_schema() AS name").name
+            transaction.run(f"DROP SCHEMA {schema} CASCADE")
+            transaction.run(f"CREATE SCHEMA {schema}")
+        ledger.close()
+        return int(found.num)
+
+    few, many = num_read(3200), num_read(12800)
+    assert 0 < many <= 1.3 * few + 10, (few, many)
 
 
 def test_a_report_asks_for_the_leases_of_all_nodes_at_once(tmp_path: Path, count: Counter) -> None:

@@ -15,6 +15,7 @@ from flowtrain.dataflow.contract import (
     Refused,
     StoredPayload,
 )
+from flowtrain.dataflow.ledger.counters import close_shares, count_batch
 from flowtrain.dataflow.ledger.prompts import candidate, num_leased, number_groups
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
@@ -71,13 +72,8 @@ class Batches:
         """Make the batch, or return how many groups it lacks."""
         # What is pushed from here on has no number, and is for a later batch.
         num_events = number_groups(transaction, meta.num_events)
-        transaction.run(
-            "UPDATE shares SET state = 'stale', step = ?"
-            " WHERE policy = ? AND state = 'fresh' AND min_version < ?",
-            step,
-            policy.name,
-            step - 1 - policy.max_staleness,
-        )
+        oldest = step - 1 - policy.max_staleness
+        close_shares(transaction, policy.name, "stale", step, "min_version < ?", oldest)
         drop_distrusted(transaction, policy)
         waiting = _waiting(transaction, policy)
         again: list[int] = []
@@ -105,6 +101,7 @@ class Batches:
             "UPDATE shares SET state = 'assigned', step = ? WHERE policy = ? AND work_item = ?",
             [(step, policy.name, work_item) for work_item in fresh],
         )
+        count_batch(transaction, policy.name, step)
         now = transaction.now()
         transaction.run(
             "UPDATE policies SET newest = ?, seen_s = ? WHERE name = ?", step, now, policy.name

@@ -25,6 +25,7 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Renewed,
 )
+from flowtrain.dataflow.ledger.counters import close_shares, kind_of
 from flowtrain.dataflow.ledger.evaluations import (
     evaluation_of,
     is_any_left,
@@ -45,6 +46,7 @@ MAX_WORK_ITEMS = 1024
 """Work items in a request."""
 LEASES_PER_ATTEMPT = 10
 """A work item fails without a failure, too, after so many leases times `max_attempts`."""
+RAN_OUT = "ran out"
 _RETRY_S = {
     "": 0.0,
     "full": 0.5,
@@ -146,7 +148,7 @@ class LeaseBook:
             now,
         )
         overdue = [(row.id, row.attempt) for row in rows]
-        end_leases(transaction, overdue, "ran out", self.config.dataflow)
+        end_leases(transaction, overdue, RAN_OUT, self.config.dataflow)
 
     def _allowed(
         self,
@@ -211,16 +213,17 @@ class LeaseBook:
             now = transaction.now()
             rows = transaction.all(
                 # A cross join, or SQLite would read all leases that the node ever had.
-                "SELECT w.id, w.attempt FROM work_items w CROSS JOIN leases l"
+                "SELECT w.id, w.attempt, w.state FROM work_items w CROSS JOIN leases l"
                 " WHERE l.work_item = w.id AND l.attempt = w.attempt"
                 " AND l.node = ? AND l.life = ? AND (w.state = 'leased'"
-                " OR (w.state = 'waiting' AND l.ending = 'ran out'))"
+                f" OR (w.state = 'waiting' AND l.ending = '{RAN_OUT}'))"
                 f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
                 request.node,
                 request.life,
                 *(work_item for work_item, _ in leases),
             )
-            held = [(row.id, row.attempt) for row in rows if (row.id, row.attempt) in leases]
+            rows = [row for row in rows if (row.id, row.attempt) in leases]
+            held = [(row.id, row.attempt) for row in rows]
             until = now + self.config.dataflow.lease_s
             transaction.many(
                 "UPDATE work_items SET state = 'leased', until_s = ? WHERE id = ?",
@@ -231,6 +234,7 @@ class LeaseBook:
                 " WHERE work_item = ? AND attempt = ? AND ending <> ''",
                 held,
             )
+            transaction.count("", "ended", RAN_OUT, -sum(row.state == "waiting" for row in rows))
             transaction.run(
                 "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
                 now,
@@ -307,6 +311,7 @@ def end_leases(
         "UPDATE leases SET ending = ? WHERE work_item = ? AND attempt = ?",
         [(ending, work_item, n) for work_item, n in leases],
     )
+    transaction.count("", "ended", kind_of(ending), len(leases))
 
 
 def _bounded(work_items: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -342,14 +347,14 @@ def _drop_surplus(transaction: Transaction, policies: list[Any], options: Datafl
     for policy in policies:
         most = options.max_waiting or policy.num_groups * (policy.max_staleness + 1)
         if policy.num_fresh > most:
-            transaction.run(
-                "UPDATE shares SET state = 'surplus', step = ? WHERE policy = ? AND work_item IN"
-                " (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
-                " ORDER BY min_version, work_item LIMIT ?)",
+            close_shares(
+                transaction,
+                policy.name,
+                "surplus",
                 policy.newest + 1,
-                policy.name,
-                policy.name,
-                policy.num_fresh - most,
+                "work_item IN (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
+                " ORDER BY min_version, work_item LIMIT ?)",
+                *(policy.name, policy.num_fresh - most),
             )
 
 

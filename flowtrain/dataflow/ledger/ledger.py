@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Config
+from flowtrain.dataflow.contract import Unavailable
 from flowtrain.dataflow.ledger.audit import Audit, audit
 from flowtrain.dataflow.ledger.audits import Audits
 from flowtrain.dataflow.ledger.batches import Batches
@@ -97,6 +98,15 @@ class Ledger:
                 f"dataflow.payloads='': groups of {self.database.name} are in an object store, "
                 f"such as {row.key}; give its folder or URL"
             )
+
+    def answers(self) -> bool:
+        """Tell whether the database answers."""
+        try:
+            with self._reports.read() as transaction:
+                transaction.one("SELECT 1 AS answer")
+        except (Unavailable, UserError):
+            return False
+        return True
 
     def status(self) -> dict[str, Any]:
         with self._reports.read() as transaction:

@@ -31,7 +31,7 @@ from typing import Any
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
-VERSION = 6
+VERSION = 7
 
 TABLES = """
 CREATE TABLE meta (
@@ -72,6 +72,7 @@ CREATE TABLE groups (
     pushed_s DOUBLE PRECISION NOT NULL, rewards TEXT NOT NULL, num_tokens BIGINT NOT NULL,
     event BIGINT UNIQUE);
 CREATE INDEX groups_without_event ON groups (work_item) WHERE event IS NULL;
+CREATE INDEX groups_pushed ON groups (pushed_s);
 CREATE TABLE payloads (
     work_item BIGINT PRIMARY KEY, payload BYTEA NOT NULL, key TEXT NOT NULL,
     num_bytes BIGINT NOT NULL, sha256 TEXT NOT NULL);
@@ -127,11 +128,16 @@ CREATE TABLE batches (
     policy TEXT NOT NULL, step BIGINT NOT NULL, made_s DOUBLE PRECISION NOT NULL,
     num_groups BIGINT NOT NULL, max_staleness BIGINT NOT NULL, num_events BIGINT NOT NULL,
     stats TEXT NOT NULL, tokens TEXT NOT NULL, PRIMARY KEY (policy, step));
+CREATE INDEX batches_made ON batches (policy, made_s);
 CREATE TABLE assignments (
     policy TEXT NOT NULL, step BIGINT NOT NULL, position BIGINT NOT NULL,
     work_item BIGINT NOT NULL, is_replay BIGINT NOT NULL, PRIMARY KEY (policy, step, position));
 CREATE UNIQUE INDEX assignments_fresh_once ON assignments (policy, work_item) WHERE is_replay = 0;
-CREATE INDEX assignments_of_work_item ON assignments (work_item)
+CREATE INDEX assignments_of_work_item ON assignments (work_item);
+
+CREATE TABLE counters (
+    policy TEXT NOT NULL, what TEXT NOT NULL, name TEXT NOT NULL, num BIGINT NOT NULL,
+    PRIMARY KEY (policy, what, name))
 """
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
@@ -39,6 +39,7 @@ class Transaction:
         self._cursor = cursor
         self._has_row_locks = has_row_locks
         self._clock = clock
+        self._counts: Counter[tuple[str, str, str]] = Counter()
 
     def now(self) -> float:
         """Return the seconds since 1970 on the clock of the database."""
@@ -71,6 +72,18 @@ class Transaction:
     def many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         """Execute a statement once per row of values."""
         self._cursor.executemany(self._dialect(statement), list(rows))
+
+    def count(self, policy: str, what: str, name: str, num: int) -> None:
+        """Add to a counter when the transaction is committed, see counters.py."""
+        self._counts[policy, what, name] += num
+
+    def write_counts(self) -> None:
+        """Add what was counted, in one order everywhere: the last that a transaction does."""
+        self.many(
+            "INSERT INTO counters VALUES (?, ?, ?, ?) ON CONFLICT (policy, what, name)"
+            " DO UPDATE SET num = counters.num + excluded.num",
+            [(*key, num) for key, num in sorted(self._counts.items()) if num],
+        )
 
     def _dialect(self, statement: str) -> str:
         return statement.replace("%", "%%").replace("?", "%s") if self._has_row_locks else statement
@@ -146,7 +159,9 @@ class Database:
             with self._connection() as connection:
                 cursor = connection.cursor()
                 cursor.execute(begin)
-                yield Transaction(cursor, self.has_row_locks, self._clock)
+                transaction = Transaction(cursor, self.has_row_locks, self._clock)
+                yield transaction
+                transaction.write_counts()
                 cursor.execute("COMMIT")
         except self.errors as error:
             explained = self._explained(error)
