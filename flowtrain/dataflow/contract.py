@@ -217,6 +217,8 @@ class Register:
     life: str = ""
     """Random id of this process; a registration of the same process that arrives twice or late
     changes nothing."""
+    run: str = ""
+    """Identity of the run that the checkpoint was trained from; "": there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,8 @@ class Batch:
     """For the log: staleness_mean, staleness_max, num_buffered, num_leased, num_replayed, num_ and
     each reason to leave groups out (stale, filtered, surplus, empty, distrusted), and tokens per
     group in stale_tokens_mean and assigned_tokens_mean."""
+    waiting: str = ""
+    """What the dataflow waits for then, for people."""
 
 
 @dataclass(frozen=True, slots=True)

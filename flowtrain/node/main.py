@@ -24,7 +24,7 @@ from flowtrain.node.node import Node
 from flowtrain.node.progress import NodeProgress
 from flowtrain.node.setup import check, make_sampler, store_of
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
-from flowtrain.types import UserError
+from flowtrain.types import Outage, UserError
 
 _ASK_AGAIN_S = 2.0
 _ECHO_S = 2.0
@@ -126,7 +126,7 @@ def _wait_for_trainers(
             return locations
         waited_s = time.monotonic() - began
         if waited_s > wait_s:
-            raise UserError(f"no trainer has registered within dataflow.wait_s={wait_s:g} seconds")
+            raise Outage(f"no trainer has registered within dataflow.wait_s={wait_s:g} seconds")
         if waited_s < _ASK_AGAIN_S:
             _log.warning("waiting for a trainer to register")
         time.sleep(_ASK_AGAIN_S)

@@ -148,7 +148,10 @@ def test_a_terminal_takes_no_commands_from_nodes() -> None:
 def test_the_audit_counts_again(used: Any) -> None:
     assert used.audit().problems == ()
     for change, problem in (
-        ("num = num + 1 WHERE what = 'groups' AND name = 'stale'", "planner groups stale: 2, not 1"),
+        (
+            "num = num + 1 WHERE what = 'groups' AND name = 'stale'",
+            "planner groups stale: 2, not 1",
+        ),
         ("num = num - 1 WHERE what = 'pushes'", "pushes n1: 2, not 3"),
     ):
         with used.database.write() as transaction:

@@ -101,7 +101,7 @@ def test_reports_and_signs_of_life_read_no_history(tmp_path: Path, count: Counte
         assert ledger.status()["policies"]["planner"]["groups"]["fresh"]["num"] == 4
         assert ledger.audit().problems == ()
     for ask in (Ledger.status, Ledger.answers):
-        (few, _), (many, answer) = (count(lambda of=of: ask(of)) for of in (small, large))
+        (few, _), (many, answer) = (count(lambda ask=ask, of=of: ask(of)) for of in (small, large))
         assert answer and many <= 1.1 * few + 10, (ask, few, many)
 
 

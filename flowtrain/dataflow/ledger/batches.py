@@ -63,7 +63,8 @@ class Batches:
             if step == policy.newest + 1 and (
                 num_missing := self._put_together(transaction, meta, policy, step)
             ):
-                return Batch((), num_missing)
+                now, lease_s = transaction.now(), self.config.dataflow.lease_s
+                return Batch((), num_missing, waiting=_under_way(transaction, now, lease_s))
         # Megabytes are read without the lock that every lease waits for.
         with self.database.read() as transaction:
             return _read(transaction, request)
@@ -143,6 +144,17 @@ def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate
         step - 1 - policy.max_staleness,
     )
     return [candidate(row, policy.max_staleness) for row in rows]
+
+
+def _under_way(transaction: Transaction, now: float, lease_s: float) -> str:
+    """Say what is under way, and how many of the nodes that have joined give signs of life."""
+    nodes = transaction.one(
+        "SELECT count(*) AS num, coalesce(sum(CASE WHEN seen_s <= ? THEN 1 ELSE 0 END), 0) AS"
+        " num_silent FROM nodes WHERE is_current = 1",
+        now - lease_s,
+    )
+    silent = f", {nodes.num_silent} silent for {lease_s:g} s or more" if nodes.num_silent else ""
+    return f"{num_leased(transaction)} under way; nodes joined: {nodes.num}{silent}"
 
 
 def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]:
