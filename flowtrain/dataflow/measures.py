@@ -23,15 +23,9 @@ _NAME = "flowtrain_dataflow"
 _GONE_S = 3600.0
 """Seconds after which a node that is silent counts as gone for good."""
 _STATES = {"fresh": "waiting", "assigned": "trained"} | {
-    state: state for state in ("stale", "filtered", "surplus", "empty", "distrusted")
+    state: state for state in ("stale", "filtered", "surplus", "empty")
 }
 """States of groups by the ledger's words for them."""
-_ENDINGS = {
-    "ran out": "ran_out",
-    "node began anew": "node_began_anew",
-    "node lied": "node_lied",
-    "released": "released",
-}
 _FATES = frozenset(
     (
         *(
@@ -45,7 +39,7 @@ _FATES = frozenset(
             "failed",
         ),
         *("no_signal", "no_weight", "skipped", "too_long", "token", "advantage", "logprob"),
-        *("empty", "stale", "filtered", "surplus", "distrusted"),
+        *("empty", "stale", "filtered", "surplus"),
     )
 )
 """Trainers name fates of tokens; what is none of these is `other`."""
@@ -91,9 +85,7 @@ def _work(status: Mapping[str, Any]) -> Iterator[Metric]:
     yield gauge(f"{_NAME}_leases", "Leases that nodes hold.", status["work_items"]["leased"])
     text = "Work items by state; failed: given up after dataflow.max_attempts failures."
     yield gauge(f"{_NAME}_work_items", text, status["work_items"], ("state",))
-    lost: Counter[str] = Counter()
-    for ending, num in status["lost_leases"].items():
-        lost[_ENDINGS.get(ending, OTHER)] += num
+    lost = {ending.replace(" ", "_"): num for ending, num in status["lost_leases"].items()}
     text = "Leases that ended without a group, by reason; a group that still comes takes one back."
     yield gauge(f"{_NAME}_lost_leases", text, lost, ("reason",))
     tasks = status["tasks"]

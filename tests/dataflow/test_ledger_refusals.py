@@ -27,9 +27,9 @@ def statement(database: str, text: str) -> None:
 
 def test_another_schema_is_refused_by_name(database: str) -> None:
     ledger(database).close()
-    statement(database, "UPDATE meta SET version = 7")
+    statement(database, "UPDATE meta SET version = 8")
     with pytest.raises(
-        UserError, match=r"is a ledger with schema 7, this flowtrain has 6"
+        UserError, match=r"is a ledger with schema 8, this flowtrain has 7"
     ) as refusal:
         ledger(database)
     assert database.partition("?")[0] in str(refusal.value)

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from flowtrain.config import Dataflow
-from flowtrain.dataflow.ledger.audits import audits_report
 from flowtrain.dataflow.ledger.counters import read_counters
 from flowtrain.dataflow.ledger.prompts import num_leased
 from flowtrain.dataflow.ledger.sql import Transaction
@@ -46,7 +45,6 @@ def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, A
             for row in _node_rows(transaction)
         },
         "evaluations": _evaluations(transaction),
-        "audits": audits_report(transaction),
     }
 
 

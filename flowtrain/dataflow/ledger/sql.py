@@ -79,11 +79,12 @@ class Transaction:
 
     def write_counts(self) -> None:
         """Add what was counted, in one order everywhere: the last that a transaction does."""
-        self.many(
-            "INSERT INTO counters VALUES (?, ?, ?, ?) ON CONFLICT (policy, what, name)"
-            " DO UPDATE SET num = counters.num + excluded.num",
-            [(*key, num) for key, num in sorted(self._counts.items()) if num],
-        )
+        if rows := [(*key, num) for key, num in sorted(self._counts.items()) if num]:
+            self.many(
+                "INSERT INTO counters VALUES (?, ?, ?, ?) ON CONFLICT (policy, what, name)"
+                " DO UPDATE SET num = counters.num + excluded.num",
+                rows,
+            )
 
     def _dialect(self, statement: str) -> str:
         return statement.replace("%", "%%").replace("?", "%s") if self._has_row_locks else statement
