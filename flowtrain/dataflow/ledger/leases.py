@@ -3,6 +3,9 @@
 A lease that ran out or was released goes to another node as the next attempt, before new work items
 do. Backpressure bounds how many groups wait or are under way, so that sampled groups can still be
 trained in time. Questions of evaluations come before all that, and backpressure does not know them.
+
+Every request locks rows in one order, so that none wait in a circle: `meta`, the node's row of
+`nodes`, `work_items` by number, `sampled`. Leases skip work items that others have locked.
 """
 
 from __future__ import annotations
@@ -105,7 +108,6 @@ class LeaseBook:
             raise Refused(f"node {request.node!r}: it has not joined")
         if not node.is_current:
             raise Refused(f"node {request.node!r}: another process has joined by its name")
-        note_sampled(transaction, self.config, request.node, request.life, request.sampled)
         is_new = not request.key or request.key != node.last_key
         transaction.run(
             "UPDATE nodes SET seen_s = ?, versions = ?, last_key = ?, busy_s = busy_s + ?,"
@@ -118,6 +120,7 @@ class LeaseBook:
             request.node,
             request.life,
         )
+        note_sampled(transaction, self.config, request.node, request.life, request.sampled)
         return node
 
     def _granted(self, transaction: Transaction, request: LeaseRequest) -> list[Lease]:
@@ -209,13 +212,20 @@ class LeaseBook:
         with self.database.write() as transaction:
             check_trusted(transaction, request.node)
             now = transaction.now()
+            transaction.run(
+                "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
+                now,
+                request.node,
+                request.life,
+            )
+            _lock_work_items(transaction, leases)
             rows = transaction.all(
                 # A cross join, or SQLite would read all leases that the node ever had.
                 "SELECT w.id, w.attempt FROM work_items w CROSS JOIN leases l"
                 " WHERE l.work_item = w.id AND l.attempt = w.attempt"
                 " AND l.node = ? AND l.life = ? AND (w.state = 'leased'"
                 " OR (w.state = 'waiting' AND l.ending = 'ran out'))"
-                f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
+                f" AND w.id IN {marks(leases)} ORDER BY w.id",
                 request.node,
                 request.life,
                 *(work_item for work_item, _ in leases),
@@ -231,12 +241,6 @@ class LeaseBook:
                 " WHERE work_item = ? AND attempt = ? AND ending <> ''",
                 held,
             )
-            transaction.run(
-                "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
-                now,
-                request.node,
-                request.life,
-            )
             note_sampled(transaction, self.config, request.node, request.life, request.sampled)
             policies = transaction.all("SELECT * FROM policies")
         lost = tuple(work_item for work_item, attempt in leases if (work_item, attempt) not in held)
@@ -245,11 +249,11 @@ class LeaseBook:
     def release(self, request: Release) -> Done:
         leases = _bounded(request.work_items)
         with self.database.write() as transaction:
+            _lock_work_items(transaction, leases)
             rows = transaction.all(
                 "SELECT w.id, w.attempt, l.life FROM work_items w JOIN leases l"
                 " ON l.work_item = w.id AND l.attempt = w.attempt"
-                " WHERE w.state = 'leased' AND w.node = ?"
-                f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
+                f" WHERE w.state = 'leased' AND w.node = ? AND w.id IN {marks(leases)}",
                 request.node,
                 *(work_item for work_item, _ in leases),
             )
@@ -258,7 +262,7 @@ class LeaseBook:
             end_leases(
                 transaction, held, ending, self.config.dataflow, is_failure=request.is_failure
             )
-            for life in {row.life for row in rows}:
+            for life in sorted({row.life for row in rows}):
                 note_sampled(transaction, self.config, request.node, life, request.sampled)
         return Done()
 
@@ -306,6 +310,15 @@ def end_leases(
     transaction.many(
         "UPDATE leases SET ending = ? WHERE work_item = ? AND attempt = ?",
         [(ending, work_item, n) for work_item, n in leases],
+    )
+
+
+def _lock_work_items(transaction: Transaction, leases: Sequence[tuple[int, int]]) -> None:
+    """Lock work items, so that a later statement sees what others have made of their leases."""
+    transaction.all(
+        f"SELECT id FROM work_items WHERE id IN {marks(leases)} ORDER BY id"
+        f" {transaction.lock('work_items')}",
+        *(work_item for work_item, _ in leases),
     )
 
 
