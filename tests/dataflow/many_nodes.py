@@ -190,25 +190,27 @@ def run_trainer(
     while True:
         registered = planner(NUM_GROUPS, MAX_STALENESS, notes.checkpoint)
         # Without a life a registration that comes late would take this trainer's progress back.
-        flow.register(replace(registered, life=f"{rng.getrandbits(64):x}"))
+        life = f"{rng.getrandbits(64):x}"
+        flow.register(replace(registered, life=life))
         for step in range(notes.checkpoint + 1, num_steps + 1):
-            notes.served(step, _batch(flow, step))
+            notes.served(step, _batch(flow, step, life))
             if rng.random() < 0.5 or step == num_steps:
                 notes.save(step)
             tokens = {TRAINED: notes.num_tokens(step)}
-            flow.progress(Progress("planner", step, notes.checkpoint, 0.1, 0.1, tokens=tokens))
+            told = Progress("planner", step, notes.checkpoint, 0.1, 0.1, tokens=tokens, life=life)
+            flow.progress(told)
             if rng.random() < death:
                 break
         else:
-            flow.progress(Progress("planner", num_steps, num_steps, is_done=True))
+            flow.progress(Progress("planner", num_steps, num_steps, is_done=True, life=life))
             return
 
 
-def _batch(flow: Dataflow, step: int) -> list[tuple[int, bytes]]:
+def _batch(flow: Dataflow, step: int, life: str) -> list[tuple[int, bytes]]:
     """Ask for a batch on two ranks, one after the other."""
     found = {}
     for rank in range(2):
-        request = BatchRequest("planner", step, rank, 2, wait_s=1.0)
+        request = BatchRequest("planner", step, rank, 2, wait_s=1.0, life=life)
         while (answer := flow.batch(request)).num_missing:
             pass
         found |= {each.position: (each.work_item, each.payload) for each in answer.groups}
