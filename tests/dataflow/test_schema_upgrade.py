@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_groups import Clock, lease, ledger, planner, push
+from fake_groups import Clock, group, lease, ledger, planner
 
-from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Progress, Renewal
+from flowtrain.dataflow.codec import pack_group
+from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Progress, Push, Renewal
 from flowtrain.dataflow.ledger import audit_database, replay
 from flowtrain.dataflow.ledger.schema import TABLES
 from flowtrain.dataflow.ledger.sql import connect
@@ -46,9 +47,11 @@ def test_a_ledger_of_the_version_before_goes_on(old: str) -> None:
     assert [each.work_item for each in again] == [5, 6, 7]
     leases = lease(flow, 3, "n1", "b")
     assert [each.work_item for each in leases] == [6, 8, 9]
-    for each in leases:
-        assert push(flow, each, version=1) == "committed"
-    assert push(flow, again[2], version=1, node="n2") == "committed"
+    for num, (node, each) in enumerate([*(("n1", each) for each in leases), ("n2", again[2])], 1):
+        told = {"planner": 32 + 8 * num if node == "n1" else 16}
+        payload = pack_group(group(each.task, version=1))
+        pushed = flow.push(Push(node, each.work_item, each.attempt, payload, sampled=told))
+        assert pushed.status == "committed"
     assert len(flow.batch(BatchRequest("planner", 2)).groups) == 4, "by a trainer that goes on"
     flow.progress(Progress("planner", 2, 2))
     flow.register(replace(planner(step=2), life="t2"))

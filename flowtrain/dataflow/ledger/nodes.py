@@ -12,7 +12,6 @@ from flowtrain.dataflow.ledger.leases import end_leases_of
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import check_layouts, known_policies, policy_states
-from flowtrain.dataflow.ledger.trust import check_trusted
 
 _RETIRED_S = 3600.0
 """Seconds without a sign of life after which an earlier process of a node is forgotten; no request
@@ -32,7 +31,6 @@ class Nodes:
                     "and so has a life"
                 )
         with locked(self.database) as (transaction, meta):
-            check_trusted(transaction, request.node)
             policies = transaction.all("SELECT * FROM policies")
             check_layouts(request.node, request.layouts, policies)
             known = "SELECT life FROM nodes WHERE name = ? AND life = ?"
