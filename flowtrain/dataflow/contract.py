@@ -227,6 +227,8 @@ class BatchRequest:
     num_ranks: int = 1
     wait_s: float = 0.0
     """Seconds that the answer may wait for the batch to fill; at most 30."""
+    life: str = ""
+    """As in `Register`: only the process that registered last gets batches and is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +290,8 @@ class Progress:
     than that: they are no longer needed."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """What became of the tokens of the version's batch (`TokenAccount.fates`); {}: not told."""
+    life: str = ""
+    """As in `BatchRequest`."""
 
 
 @dataclass(frozen=True, slots=True)

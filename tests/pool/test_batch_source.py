@@ -127,6 +127,7 @@ def test_a_rank_gets_its_share(place: Place) -> None:
     for rank, batch_source in enumerate(feeds):
         batch_source.register(planner(), "")
         batch_source._world = replace(ALONE, rank=rank, size=2)
+    feeds[0]._life = feeds[1]._life
     place.fill(4)
     assert [
         [assigned.position for assigned in batch_source._full(1).groups] for batch_source in feeds

@@ -3,6 +3,10 @@
 A lease that ran out or was released goes to another node as the next attempt, before new work items
 do. Backpressure bounds how many groups wait or are under way, so that sampled groups can still be
 trained in time. Questions of evaluations come before all that, and backpressure does not know them.
+
+Every request locks rows in one order, so that none wait in a circle: `meta`, the node's row of
+`nodes`, `work_items` by number, `live_leases`, `sampled`. Leases skip work items that others have
+locked, and need the lock of `meta` only where new ones have to be drawn.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Renewed,
 )
-from flowtrain.dataflow.ledger.counters import close_shares, kind_of
+from flowtrain.dataflow.ledger.counters import kind_of
 from flowtrain.dataflow.ledger.evaluations import (
     evaluation_of,
     is_any_left,
@@ -33,10 +37,16 @@ from flowtrain.dataflow.ledger.evaluations import (
     take_questions,
 )
 from flowtrain.dataflow.ledger.prompts import Prompts, num_leased
-from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.token_accounts import note_sampled
-from flowtrain.dataflow.ledger.trainers import check_seconds, is_live, policy_rows, policy_states
+from flowtrain.dataflow.ledger.trainers import (
+    check_layouts,
+    check_seconds,
+    is_live,
+    known_policies,
+    policy_rows,
+    policy_states,
+)
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 
@@ -46,6 +56,11 @@ MAX_WORK_ITEMS = 1024
 LEASES_PER_ATTEMPT = 10
 """A work item fails without a failure, too, after so many leases times `max_attempts`."""
 RAN_OUT = "ran out"
+_LAST = (
+    "INSERT INTO live_leases VALUES (?, ?, ?)"
+    " ON CONFLICT (work_item) DO UPDATE SET node = excluded.node, until_s = excluded.until_s"
+)
+"""Lets a lease last longer, or begins one."""
 _RETRY_S = {
     "": 0.0,
     "full": 0.5,
@@ -72,40 +87,61 @@ class LeaseBook:
         for name, version in request.versions.items():
             if not 0 <= version <= MAX_VERSION:
                 raise Refused(f"version {version} of {name[:100]!r} is none")
-        with self.prompts.alone(), locked(self.database) as (transaction, meta):
-            now = transaction.now()
-            node = self._heard_node(transaction, request, now)
-            policies = policy_rows(transaction)
-            check_layouts(request.node, json.loads(node.layouts), policies)
-            if request.key and (again := self._granted(transaction, request)):
-                return Leases(tuple(again), policy_states(policies))
-            self._end_overdue(transaction, now)
-            _drop_surplus(transaction, policies, self.config.dataflow)
-            questions = take_questions(transaction, request.versions, request.num)
-            wanted = request.num - len(questions)
-            num, reason = self._allowed(transaction, request, wanted, policies, now)
-            leases = self._take_waiting(transaction, num)
+        with self.database.write() as transaction:
+            answer = self._answer(transaction, request)
+        if answer is None:
+            with self.prompts.drawing(self.database) as (transaction, meta):
+                answer = self._answer(transaction, request, meta)
+                assert answer is not None
+        return answer
+
+    def _answer(
+        self, transaction: Transaction, request: LeaseRequest, meta: Any = None
+    ) -> Leases | None:
+        """None, and nothing granted, where work items have to be drawn and there is no `meta`, the
+        row that its caller has locked.
+        """
+        now = transaction.now()
+        node = self._locked_node(transaction, request)
+        policies = policy_rows(transaction)
+        states = policy_states(policies)
+        check_layouts(request.node, json.loads(node.layouts), policies)
+        if request.key and (again := self._granted(transaction, request)):
+            self._heard(transaction, request, node, now)
+            return Leases(tuple(again), states)
+        self._end_overdue(transaction, now)
+        questions = take_questions(transaction, request.versions, request.num)
+        wanted = request.num - len(questions)
+        num, reason = self._allowed(transaction, request, wanted, policies, now)
+        leases = self._take(transaction, num)
+        if len(leases) < num:
+            if meta is None:
+                return None
             drawn = self.prompts.draw(transaction, meta, num - len(leases))
-            leases += [
-                make_lease(self.config, number, 1, position, task)
-                for number, position, task in drawn
-            ]
-            self._grant(transaction, request, [*questions, *leases], now)
+            leases += [make_lease(self.config, number, 1, *where) for number, *where in drawn]
+        granted = (*questions, *leases)
+        self._heard(transaction, request, node, now)
+        self._grant(transaction, request, granted, now)
         if len(leases) < num:
             reason = "filtered"
-        granted = (*questions, *leases)
-        return Leases(granted, policy_states(policies), _RETRY_S[reason], reason)
+        return Leases(granted, states, _RETRY_S[reason], reason)
 
-    def _heard_node(self, transaction: Transaction, request: LeaseRequest, now: float) -> Any:
-        """The node's row; notes what the node reports about itself."""
+    def _locked_node(self, transaction: Transaction, request: LeaseRequest) -> Any:
+        """The node's row, which a request that comes twice or the node's next process waits for."""
         node = transaction.one(
-            "SELECT * FROM nodes WHERE name = ? AND life = ?", request.node, request.life
+            f"SELECT * FROM nodes WHERE name = ? AND life = ? {transaction.lock('nodes')}",
+            *(request.node, request.life),
         )
         if node is None:
             raise Refused(f"node {request.node!r}: it has not joined")
         if not node.is_current:
             raise Refused(f"node {request.node!r}: another process has joined by its name")
-        note_sampled(transaction, self.config, request.node, request.life, request.sampled)
+        return node
+
+    def _heard(
+        self, transaction: Transaction, request: LeaseRequest, node: Any, now: float
+    ) -> None:
+        """Note what the node reports about itself."""
         is_new = not request.key or request.key != node.last_key
         transaction.run(
             "UPDATE nodes SET seen_s = ?, versions = ?, last_key = ?, busy_s = busy_s + ?,"
@@ -118,7 +154,7 @@ class LeaseBook:
             request.node,
             request.life,
         )
-        return node
+        note_sampled(transaction, self.config, request.node, request.life, request.sampled)
 
     def _granted(self, transaction: Transaction, request: LeaseRequest) -> list[Lease]:
         """The answer to an earlier request with the same key; the leases may have ended since."""
@@ -139,10 +175,16 @@ class LeaseBook:
         ]
 
     def _end_overdue(self, transaction: Transaction, now: float) -> None:
-        """End the leases that have run out."""
+        """End the leases that have run out. None has for the length of a lease after the service
+        began or its database came back: nodes could not renew theirs while it was away.
+        """
+        if (since := self.database.steady_since) is None:
+            since = self.database.steady_since = now
+        if now < since + self.config.dataflow.lease_s:
+            return
         rows = transaction.all(
-            "SELECT id, attempt FROM work_items WHERE state = 'leased' AND until_s < ?"
-            f" ORDER BY until_s, id {transaction.lock('work_items', skip=True)}",
+            "SELECT w.id, w.attempt FROM live_leases v JOIN work_items w ON w.id = v.work_item"
+            f" WHERE v.until_s < ? ORDER BY w.id {transaction.lock('v, w', skip=True)}",
             now,
         )
         overdue = [(row.id, row.attempt) for row in rows]
@@ -174,13 +216,18 @@ class LeaseBook:
         )
         return max(0, min(wanted, room)), "full" if room < wanted else ""
 
-    def _take_waiting(self, transaction: Transaction, num: int) -> list[Lease]:
-        """Lease work items whose last lease has ended, except those just being pushed late."""
-        rows = transaction.all(
-            "SELECT id, attempt, position, task FROM work_items WHERE state = 'waiting'"
-            f" AND evaluation = 0 ORDER BY id LIMIT ? {transaction.lock('work_items', skip=True)}",
-            num,
-        )
+    def _take(self, transaction: Transaction, num: int) -> list[Lease]:
+        """Lease work items whose last lease has ended, except those just being pushed late, then
+        those that have had none.
+        """
+        rows: list[Any] = []
+        for state in ("waiting", "drawn"):
+            rows += transaction.all(
+                f"SELECT id, attempt, position, task FROM work_items WHERE state = '{state}'"
+                " AND evaluation = 0 ORDER BY id LIMIT ?"
+                f" {transaction.lock('work_items', skip=True)}",
+                num - len(rows),
+            )
         return [
             make_lease(
                 self.config, row.id, row.attempt + 1, row.position, unpack(bytes(row.task), Task)
@@ -193,10 +240,10 @@ class LeaseBook:
     ) -> None:
         until = now + self.config.dataflow.lease_s
         transaction.many(
-            "UPDATE work_items SET state = 'leased', attempt = ?, node = ?, until_s = ?"
-            " WHERE id = ?",
-            [(lease.attempt, request.node, until, lease.work_item) for lease in leases],
+            "UPDATE work_items SET state = 'leased', attempt = ? WHERE id = ?",
+            [(lease.attempt, lease.work_item) for lease in leases],
         )
+        transaction.many(_LAST, [(lease.work_item, request.node, until) for lease in leases])
         common = (request.node, request.life, request.key, now, "")
         transaction.many(
             f"INSERT INTO leases VALUES {marks(range(7))}",
@@ -208,49 +255,48 @@ class LeaseBook:
         leases = _bounded(request.work_items)
         with self.database.write() as transaction:
             now = transaction.now()
+            is_known = transaction.run(
+                "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
+                *(now, request.node, request.life),
+            )
+            _lock_work_items(transaction, leases)
             rows = transaction.all(
                 # A cross join, or SQLite would read all leases that the node ever had.
                 "SELECT w.id, w.attempt, w.state FROM work_items w CROSS JOIN leases l"
                 " WHERE l.work_item = w.id AND l.attempt = w.attempt"
                 " AND l.node = ? AND l.life = ? AND (w.state = 'leased'"
                 f" OR (w.state = 'waiting' AND l.ending = '{RAN_OUT}'))"
-                f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
+                f" AND w.id IN {marks(leases)} ORDER BY w.id",
                 request.node,
                 request.life,
                 *(work_item for work_item, _ in leases),
             )
-            rows = [row for row in rows if (row.id, row.attempt) in leases]
-            held = [(row.id, row.attempt) for row in rows]
+            held = [row for row in rows if (row.id, row.attempt) in leases]
             until = now + self.config.dataflow.lease_s
+            transaction.many(_LAST, [(row.id, request.node, until) for row in held])
+            taken_back = [(row.id, row.attempt) for row in held if row.state == "waiting"]
             transaction.many(
-                "UPDATE work_items SET state = 'leased', until_s = ? WHERE id = ?",
-                [(until, work_item) for work_item, _ in held],
+                "UPDATE work_items SET state = 'leased' WHERE id = ? AND attempt = ?", taken_back
             )
             transaction.many(
-                "UPDATE leases SET ending = ''"
-                " WHERE work_item = ? AND attempt = ? AND ending <> ''",
-                held,
+                "UPDATE leases SET ending = '' WHERE work_item = ? AND attempt = ?", taken_back
             )
-            transaction.count("", "ended", RAN_OUT, -sum(row.state == "waiting" for row in rows))
-            transaction.run(
-                "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
-                now,
-                request.node,
-                request.life,
-            )
-            note_sampled(transaction, self.config, request.node, request.life, request.sampled)
+            transaction.count("", "ended", RAN_OUT, -len(taken_back))
+            if is_known:
+                note_sampled(transaction, self.config, request.node, request.life, request.sampled)
             policies = transaction.all("SELECT * FROM policies")
-        lost = tuple(work_item for work_item, attempt in leases if (work_item, attempt) not in held)
+        kept = {(row.id, row.attempt) for row in held}
+        lost = tuple(work_item for work_item, attempt in leases if (work_item, attempt) not in kept)
         return Renewed(lost, policy_states(policies))
 
     def release(self, request: Release) -> Done:
         leases = _bounded(request.work_items)
         with self.database.write() as transaction:
+            _lock_work_items(transaction, leases)
             rows = transaction.all(
                 "SELECT w.id, w.attempt, l.life FROM work_items w JOIN leases l"
                 " ON l.work_item = w.id AND l.attempt = w.attempt"
-                " WHERE w.state = 'leased' AND w.node = ?"
-                f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
+                f" WHERE w.state = 'leased' AND l.node = ? AND w.id IN {marks(leases)}",
                 request.node,
                 *(work_item for work_item, _ in leases),
             )
@@ -259,7 +305,7 @@ class LeaseBook:
             end_leases(
                 transaction, held, ending, self.config.dataflow, is_failure=request.is_failure
             )
-            for life in {row.life for row in rows}:
+            for life in sorted({row.life for row in rows}):
                 note_sampled(transaction, self.config, request.node, life, request.sampled)
         return Done()
 
@@ -273,8 +319,8 @@ def make_lease(config: Config, work_item: int, attempt: int, position: int, task
 def end_leases_of(transaction: Transaction, node: str, ending: str, options: Dataflow) -> None:
     """End all leases that a node holds."""
     held = transaction.all(
-        "SELECT id, attempt FROM work_items WHERE state = 'leased' AND node = ? ORDER BY id "
-        f"{transaction.lock('work_items')}",
+        "SELECT w.id, w.attempt FROM work_items w JOIN live_leases v ON v.work_item = w.id"
+        f" WHERE v.node = ? AND w.state = 'leased' ORDER BY w.id {transaction.lock('w')}",
         node,
     )
     end_leases(transaction, [(row.id, row.attempt) for row in held], ending, options)
@@ -309,6 +355,18 @@ def end_leases(
         [(ending, work_item, n) for work_item, n in leases],
     )
     transaction.count("", "ended", kind_of(ending), len(leases))
+    transaction.many(
+        "DELETE FROM live_leases WHERE work_item = ?", [(work_item,) for work_item, _ in leases]
+    )
+
+
+def _lock_work_items(transaction: Transaction, leases: Sequence[tuple[int, int]]) -> None:
+    """Lock work items, so that a later statement sees what others have made of their leases."""
+    transaction.all(
+        f"SELECT id FROM work_items WHERE id IN {marks(leases)} ORDER BY id"
+        f" {transaction.lock('work_items')}",
+        *(work_item for work_item, _ in leases),
+    )
 
 
 def _bounded(work_items: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -335,41 +393,3 @@ def _max_groups(policy: Any, options: Dataflow, versions: Mapping[str, int]) -> 
     num_steps = version + 1 + policy.max_staleness - policy.newest
     num_fresh = policy.num_groups - floor(policy.num_groups * options.replay_share)
     return policy.num_groups + num_fresh * (num_steps - 1) if num_steps > 0 else 0
-
-
-def _drop_surplus(transaction: Transaction, policies: list[Any], options: Dataflow) -> None:
-    """Drop the groups that would go stale first, where a trainer cannot keep up with another one
-    that shares its groups.
-    """
-    for policy in policies:
-        most = options.max_waiting or policy.num_groups * (policy.max_staleness + 1)
-        if policy.num_fresh > most:
-            close_shares(
-                transaction,
-                policy.name,
-                "surplus",
-                policy.newest + 1,
-                "work_item IN (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
-                " ORDER BY min_version, work_item LIMIT ?)",
-                *(policy.name, policy.num_fresh - most),
-            )
-
-
-# ---- nodes and policies
-
-
-def known_policies(config: Config, by_policy: Mapping[str, object]) -> str:
-    """`by_policy` as JSON, without policies that the flow does not have."""
-    names = config.policy_names
-    return json.dumps({name: by_policy[name] for name in names if name in by_policy})
-
-
-def check_layouts(node: str, layouts: Mapping[str, str], policies: Sequence[Any]) -> None:
-    """Raises Refused when the node samples with another model than a trainer trains."""
-    for policy in policies:
-        if layouts.get(policy.name, policy.layout) != policy.layout:
-            raise Refused(
-                f"node {node!r} has a {policy.name} of layout {layouts[policy.name]}, the "
-                f"trainer's is {policy.layout}: start the node with the model, the dtype and the "
-                "tokenizer that are trained"
-            )

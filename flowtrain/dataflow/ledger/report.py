@@ -49,15 +49,15 @@ def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, A
 
 
 def _work_items(transaction: Transaction, num: int) -> dict[str, int]:
-    waiting, failed = (
+    waiting, drawn, failed = (
         transaction.one(
             # Without the plus SQLite would read all that there ever were, by another index.
             f"SELECT count(*) AS num FROM work_items WHERE state = '{state}' AND +evaluation = 0"
         ).num
-        for state in ("waiting", "failed")
+        for state in ("waiting", "drawn", "failed")
     )
     leased = num_leased(transaction)
-    committed = num - leased - waiting - failed
+    committed = num - leased - waiting - drawn - failed
     return {"leased": leased, "waiting": waiting, "committed": committed, "failed": failed}
 
 
@@ -133,10 +133,8 @@ def _node(node: Any, num_groups: int, recent: Any, now: float) -> dict[str, Any]
 def _node_rows(transaction: Transaction) -> list[Any]:
     """The current process of each node, with the seconds of all its processes."""
     return transaction.all(
-        "SELECT n.name, n.seen_s, n.joined_s, n.versions, o.busy_s, o.waited_s,"
+        "SELECT n.name, n.seen_s, n.joined_s, n.versions, n.busy_s, n.waited_s,"
         " coalesce(l.num, 0) AS num_leased FROM nodes n"
-        " JOIN (SELECT name, sum(busy_s) AS busy_s, sum(waited_s) AS waited_s FROM nodes"
-        " GROUP BY name) o ON o.name = n.name"
-        " LEFT JOIN (SELECT node, count(*) AS num FROM work_items WHERE state = 'leased'"
-        " GROUP BY node) l ON l.node = n.name WHERE n.is_current = 1 ORDER BY n.name"
+        " LEFT JOIN (SELECT node, count(*) AS num FROM live_leases GROUP BY node) l"
+        " ON l.node = n.name WHERE n.is_current = 1 ORDER BY n.name"
     )

@@ -35,10 +35,10 @@ def note_sampled(
         if not 0 <= (num_tokens := sampled[policy]) <= _MOST:
             raise Refused(f"{num_tokens} is no number of sampled tokens")
         transaction.run(
-            "INSERT INTO sampled SELECT name, life, ?, ? FROM nodes WHERE name = ? AND life = ?"
+            "INSERT INTO sampled VALUES (?, ?, ?, ?)"
             " ON CONFLICT (node, life, policy) DO UPDATE SET num_tokens = excluded.num_tokens"
             " WHERE excluded.num_tokens > sampled.num_tokens",
-            *(policy, num_tokens, node, life),
+            *(node, life, policy, num_tokens),
         )
 
 
@@ -154,10 +154,10 @@ def _under_way(transaction: Transaction, policy: str) -> int:
     """Sum what the processes that have leases now have sampled and not pushed."""
     row = transaction.one(
         "SELECT coalesce(sum(s.num_tokens - coalesce(c.num, 0)), 0) AS num FROM"
-        # A cross join, or SQLite would read all leases that there ever were.
-        " (SELECT DISTINCT l.node, l.life FROM work_items w CROSS JOIN leases l"
-        " WHERE l.work_item = w.id AND l.attempt = w.attempt AND w.state = 'leased'"
-        " AND +w.evaluation = 0) h"
+        # Cross joins, or SQLite would read all leases that there ever were.
+        " (SELECT DISTINCT l.node, l.life FROM live_leases v CROSS JOIN work_items w"
+        " CROSS JOIN leases l WHERE w.id = v.work_item AND l.work_item = w.id"
+        " AND l.attempt = w.attempt AND v.work_item > 0) h"
         " JOIN sampled s ON s.node = h.node AND s.life = h.life AND s.policy = ?"
         " LEFT JOIN counters c ON c.policy = s.policy AND c.what = 'pushed'"
         " AND c.name = s.node || ' ' || s.life",
