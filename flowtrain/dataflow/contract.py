@@ -90,6 +90,8 @@ class LeaseRequest:
     sampled: Mapping[str, int] = field(default_factory=dict)
     """By policy, the tokens that this process has sampled since it joined, without those of
     evaluations; a process that does not count sends none."""
+    wait_s: float = 0.0
+    """Seconds that the answer may wait until there is something to lease; at most 30."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,10 @@ class Lease:
     this way."""
 
 
+WAITING = ("full", "no trainer", "evaluating")
+"""Reasons of `Leases` that may pass at any moment, so that a request may wait for that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Leases:
     leases: tuple[Lease, ...]
@@ -138,7 +144,7 @@ class Renewal:
     node: str
     life: str
     work_items: tuple[tuple[int, int], ...]
-    """(work item, attempt) of the leases that the node still works on."""
+    """(work item, attempt) of the leases that the node still works on; it may have none."""
     sampled: Mapping[str, int] = field(default_factory=dict)
     """As in `LeaseRequest`."""
 

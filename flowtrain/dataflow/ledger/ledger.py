@@ -11,6 +11,7 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import Unavailable
 from flowtrain.dataflow.ledger.audit import Audit, audit
+from flowtrain.dataflow.ledger.backpressure import Openings, read_openings
 from flowtrain.dataflow.ledger.batches import Batches
 from flowtrain.dataflow.ledger.evaluations import Evaluations
 from flowtrain.dataflow.ledger.garbage import Collector
@@ -102,6 +103,11 @@ class Ledger:
                 f"dataflow.payloads='': groups of {self.database.name} are in an object store, "
                 f"such as {row.key}; give its folder or URL"
             )
+
+    def openings(self) -> Openings:
+        """Read what there is to lease."""
+        with self.database.read() as transaction:
+            return read_openings(transaction, self.config.dataflow)
 
     def answers(self) -> bool:
         """Tell whether the database answers."""

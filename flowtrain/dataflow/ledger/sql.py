@@ -26,7 +26,8 @@ from flowtrain.utils.sqlite import use_write_ahead_log
 
 WAIT_S = 30.0
 """Longest wait for a lock or a connection; then Unavailable."""
-_MAX_CONNECTIONS = 8
+_MAX_CONNECTIONS = 14
+"""As many as a service has threads that ask: renewals wait for no connection that leases have."""
 
 
 class Transaction:
@@ -91,8 +92,8 @@ class Transaction:
 
 
 def marks(values: Iterable[object]) -> str:
-    """Example: marks("abc") is "(?, ?, ?)", for `IN`."""
-    return f"({', '.join('?' for _ in values)})"
+    """Example: marks("abc") is "(?, ?, ?)", for `IN`; nothing is in marks("")."""
+    return f"({', '.join('?' for _ in values) or 'NULL'})"
 
 
 def connect(
