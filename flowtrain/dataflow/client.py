@@ -95,7 +95,7 @@ class Client:
             UserError: the URL or the token cannot be used.
         """
         self.url = serving.check_url(url)
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._attempt_s = attempt_s
         self._run: dict[str, str] = {}
         self._calls: set[asyncio.Task[Any]] = set()
@@ -160,7 +160,7 @@ class Client:
         return answer
 
     def _ask(self, name: str, request: Any = None) -> Any:
-        deadline = time.monotonic() + self._wait_s
+        deadline = time.monotonic() + self.wait_s
         try:
             return self._thread.run(self._answer(name, request, deadline), deadline + _GRACE_S)
         except (Ended, TimeoutError):
@@ -183,7 +183,7 @@ class Client:
         def say(num_failures: int, failure: Transient) -> None:
             if num_failures == _SAY_AFTER:
                 text = "%s: %s; %s is asked again for up to %g s"
-                _log.warning(text, self.url, failure, name, self._wait_s)
+                _log.warning(text, self.url, failure, name, self.wait_s)
 
         try:
             async with self._call():
@@ -195,7 +195,7 @@ class Client:
                 )
         except GaveUp as end:
             raise Unavailable(
-                f"{self.url} did not answer {name} within {self._wait_s:g} s: {end.problem}"
+                f"{self.url} did not answer {name} within {self.wait_s:g} s: {end.problem}"
             ) from None
 
     async def _attempt(self, name: str, body: bytes, limit_s: float) -> Any:

@@ -92,6 +92,8 @@ class LeaseRequest:
     evaluations; a process that does not count sends none."""
     wait_s: float = 0.0
     """Seconds that the answer may wait until there is something to lease; at most 30."""
+    heard: Mapping[str, int] = field(default_factory=dict)
+    """By policy, the newest version that the node has heard of; news end the wait."""
 
 
 @dataclass(frozen=True, slots=True)

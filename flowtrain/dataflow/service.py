@@ -22,10 +22,8 @@ from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import (
     PROTOCOL,
     WAITING,
-    Batch,
     BatchRequest,
     LeaseRequest,
-    Leases,
     NotAllowed,
     Refused,
     Unavailable,
@@ -290,11 +288,13 @@ class Service:
             return pack(self._ask(name)), 0.0
         if not isinstance(asked, BatchRequest | LeaseRequest):
             return pack(self._ask(name, asked)), 0.0
-        answer: Batch | Leases = self._ask(name, replace(asked, wait_s=0.0))
-        if isinstance(answer, Batch):
+        answer = self._ask(name, replace(asked, wait_s=0.0))
+        if isinstance(asked, BatchRequest):
             is_missing = answer.num_missing > 0
         else:
-            is_missing = not answer.leases and answer.reason in WAITING
+            heard = {name: policy.version for name, policy in answer.policies.items()}
+            has_nothing = not answer.leases and answer.reason in WAITING
+            is_missing = has_nothing and heard == dict(asked.heard)
         return pack(answer), min(asked.wait_s, MAX_WAIT_S) if is_missing else 0.0
 
     def _ask(self, name: str, *request: Any) -> Any:

@@ -68,7 +68,8 @@ def full(tmp_path: Path) -> Iterator[Any]:
 
 
 def wanted(num: int = 1, node: str = "n1", wait_s: float = 20.0, key: str = "k") -> LeaseRequest:
-    return LeaseRequest(node, "a", num, {"planner": 0}, waited_s=1.0, key=key, wait_s=wait_s)
+    own = (node, "a", num, {"planner": 0})
+    return LeaseRequest(*own, waited_s=1.0, key=key, wait_s=wait_s, heard={"planner": 0})
 
 
 def test_who_waits_gets_what_comes_first_who_came_first(full: Any) -> None:
@@ -143,6 +144,31 @@ def test_a_node_that_asks_again_waits_once(full: Any) -> None:
         assert client.lease(wanted(wait_s=0.0)).reason == "full"
         assert first.result(20).reason == "full"
     assert counting.asked["lease"] == 2
+
+
+def test_a_new_version_is_news_at_once(full: Any) -> None:
+    """The node may have to load it before it can get anything."""
+    counting = Counting(full)
+    with (
+        running(Service(counting, full.run, TOKEN)) as url,  # type: ignore[arg-type]
+        Client(url, TOKEN) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        first = threads.submit(client.lease, wanted())
+        while not counting.asked["openings"]:
+            time.sleep(0.005)
+        full.batch(BatchRequest("planner", 1))
+        assert len(first.result(20).leases) == 1
+        for lease in fake.lease(full, 9):
+            fake.push(full, lease)
+        second = threads.submit(client.lease, wanted(key="l"))
+        num_looks = counting.asked["openings"]
+        while counting.asked["openings"] < num_looks + 2:
+            time.sleep(0.005)
+        assert not second.done()
+        full.progress(Progress("planner", 1, 0))
+        assert second.result(20).policies["planner"].version == 1
+        assert client.lease(wanted(key="m")).policies["planner"].version == 1, "it has not heard"
 
 
 def test_nodes_that_cannot_wait_ask_the_less_often_the_more_they_are(full: Any) -> None:

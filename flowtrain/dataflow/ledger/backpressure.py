@@ -48,9 +48,11 @@ class Openings:
         return max(0, min(wanted, room)), "full" if room < wanted else ""
 
     def take(self, request: LeaseRequest) -> bool:
-        """Tell whether a request need wait no longer: there is something, which it takes, or all is
-        done.
+        """Tell whether a request need wait no longer: there is something, which it takes, or there
+        are news of the policies, or all is done.
         """
+        if dict(request.heard) != {policy.name: policy.version for policy in self.policies}:
+            return True
         for (policy, step), num in self.questions.items():
             if num > 0 and request.versions.get(policy, -1) >= step:
                 self.questions[policy, step] -= request.num
