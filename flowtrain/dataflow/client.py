@@ -65,6 +65,10 @@ _SAY_AFTER = 6
 _OPENING = ("join", "register")
 """Methods whose answer tells the identity of the run."""
 _NOT_ALLOWED = (401, 403)
+_PASSING_LATER = (401, 410)
+"""Statuses that a client need not believe at once that was answered before: the file of tokens may
+be mended, a service of another version may be replaced.
+"""
 _ADVICE = {
     301: "; redirects are not followed, give the final address",
     302: "; redirects are not followed, give the final address",
@@ -213,12 +217,14 @@ class Client:
             raise Transient(f"{type(error).__name__}: {str(error)[:200]}") from error
         if response.status_code == 200:
             return _decoded(content, METHODS[name].answer)
-        problem = f"HTTP {response.status_code}: {_problem(content)}"
-        if response.status_code in PASSING or response.status_code >= 500:
+        status = response.status_code
+        problem = f"HTTP {status}: {_problem(content)}{_ADVICE.get(status, '')}"
+        may_pass = status in PASSING or (self._run and status in _PASSING_LATER)
+        if may_pass or status >= 500:
             asked_s = retry_after_s(response.headers.get("retry-after", ""))
             raise Transient(problem, min(asked_s, _LONGEST_PAUSE_S))
-        kind = NotAllowed if response.status_code in _NOT_ALLOWED else Refused
-        raise kind(f"{url}: {problem}{_ADVICE.get(response.status_code, '')}")
+        kind = NotAllowed if status in _NOT_ALLOWED else Refused
+        raise kind(f"{url}: {problem}")
 
     @contextlib.asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:

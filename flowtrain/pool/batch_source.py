@@ -76,7 +76,8 @@ class BatchSource:
         self._payloads: PayloadStore | None = None
         self._seen, self._heard, self._has_ended = "", time.monotonic(), Event()
         self._thread = ThreadPoolExecutor(1, "batch_source")
-        self._heartbeat = Heartbeat(dataflow, config.dataflow.trainer_timeout_s / 4)
+        interval_s = config.dataflow.trainer_timeout_s / 4
+        self._heartbeat = Heartbeat(dataflow, interval_s, config.dataflow.wait_s)
 
     @property
     def dataflow(self) -> Dataflow:

@@ -32,6 +32,7 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
 from flowtrain.pool import batch_source as feeds
+from flowtrain.pool import heartbeat as heartbeat_module
 from flowtrain.pool.batch_source import BatchSource, connect, versions
 from flowtrain.pool.heartbeat import Heartbeat
 from flowtrain.training.world import World
@@ -493,7 +494,7 @@ class Hearing:
 
 def test_reports_come_in_order_with_the_seconds_of_their_step_and_survive_a_silence() -> None:
     hearing = Hearing([Unavailable("down"), Refused("odd")])
-    heartbeat = Heartbeat(hearing, interval_s=60.0)  # type: ignore[arg-type]
+    heartbeat = Heartbeat(hearing, interval_s=60.0, wait_s=30.0)  # type: ignore[arg-type]
     heartbeat.start(Progress("planner", 0, 0))
     heartbeat.report_progress(Progress("planner", 1, 0))
     for version in (2, 3):
@@ -510,7 +511,7 @@ def test_reports_come_in_order_with_the_seconds_of_their_step_and_survive_a_sile
 
 def test_a_trainer_that_is_busy_gives_signs_of_life() -> None:
     hearing = Hearing([])
-    heartbeat = Heartbeat(hearing, interval_s=0.01)  # type: ignore[arg-type]
+    heartbeat = Heartbeat(hearing, interval_s=0.01, wait_s=30.0)  # type: ignore[arg-type]
     heartbeat.start(Progress("planner", 0, 0))
     heartbeat.waited(2.0)
     heartbeat.report_progress(Progress("planner", 1, 0))
@@ -519,3 +520,31 @@ def test_a_trainer_that_is_busy_gives_signs_of_life() -> None:
     assert [each.version for each in told][-2:] == [1, 1] and [
         each.waited_s for each in told if each.version == 1
     ][:2] == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_the_end_of_training_is_told_however_long_that_takes(
+    is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other last words may get lost: whoever goes on with the run says them again."""
+    monkeypatch.setattr(heartbeat_module, "_LAST_WORDS_S", 0.05)
+    is_back, told = threading.Event(), queue.Queue[Progress]()
+
+    class Away:
+        def progress(self, progress: Progress) -> None:
+            assert is_back.wait(30)
+            told.put(progress)
+
+    heartbeat = Heartbeat(Away(), interval_s=60.0, wait_s=30.0)  # type: ignore[arg-type]
+    heartbeat.start(Progress("planner", 0, 0))
+    heartbeat.report_progress(Progress("planner", 1, 1, is_done=is_done))
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(heartbeat.close)
+        if not is_done:
+            closing.result(20)
+        else:
+            with pytest.raises(TimeoutError):
+                closing.result(0.5)
+        is_back.set()
+        closing.result(20)
+    assert [told.get(timeout=20).is_done for _ in range(2)] == [False, is_done]
