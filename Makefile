@@ -36,7 +36,7 @@ WARM ?= $(filter vllm,$(ENGINE))
 PLANNER := $(if $(WARM),$(RUN)/warm/model,quickstart)
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-loggers test-optional test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-loggers test-optional test-ray test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -114,6 +114,16 @@ $(VENV)/loggers/.done: $(VENV)/.done
 test-loggers: $(VENV)/loggers/.done
 	PYTHONPATH=kernels:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 		$(VENV)/loggers/bin/python -m pytest tests/metrics/test_loggers.py
+
+# A run on a Ray cluster of this machine, in an environment that sees this one.
+$(VENV)/ray/.done: $(VENV)/.done
+	$(BIN)/python -m venv $(VENV)/ray
+	$(VENV)/ray/bin/pip install --quiet 'ray[train]>=2.60'
+	touch $@
+
+test-ray: $(VENV)/ray/.done
+	PYTHONPATH=.:kernels:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+		$(VENV)/ray/bin/python -m pytest tests/deploy/test_ray_pool.py
 
 # In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm

@@ -18,7 +18,6 @@ COMMANDS = {
     "dataflow": "the service that hands out leases and collects groups; audit, replay, show",
     "node": "a rollout node: follows weights, leases work, pushes groups",
     "weights": "inspect, verify, serve and clean versions of weights",
-    "launch": "service, weights, trainers and nodes of a plan, over SSH, Slurm or Kubernetes",
     "view": "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
     "tasks.annotate": "questions with sub-goals, by a language model",
 }

@@ -70,7 +70,6 @@ SLOW = (
     "kernels/test_fused_lm_head.py",
     "kernels/test_linear_operators.py",
     "kernels/test_operators.py",
-    "launch/test_launch_run.py",
     "node/test_node_contract.py",
     "node/test_node_process.py",
     "node/test_pool_evaluations.py",

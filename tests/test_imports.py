@@ -239,7 +239,7 @@ ORDER = (
     ("evaluation",),
     ("pool",),
     ("run",),
-    ("node", "evals", "launch", "replay"),
+    ("node", "evals", "replay"),
     ("train", "rft"),
     ("torchrun",),
 )

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "docker-compose.yml").read_text())
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-SCRIPT = DEPLOY / "slurm" / "train.sbatch"
+SCRIPT, POOL_SCRIPT = (DEPLOY / "slurm" / f"{name}.sbatch" for name in ("train", "pool"))
+SKYPILOT = DEPLOY / "skypilot" / "pool.yaml"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 
@@ -51,7 +52,19 @@ def commands() -> dict[str, str]:
         [found[unit.name]] = settings(unit, "ExecStart")
     joined = re.sub(r" *\\\n\s*", " ", SCRIPT.read_text())
     [found[SCRIPT.name]] = re.findall(r"^srun .*?(python .*) &$", joined, re.MULTILINE)
+    for task in list(yaml.safe_load_all(SKYPILOT.read_text()))[1:]:
+        for line in _lines(task["run"]):
+            found[f"skypilot {line.split()[2]}"] = line.rstrip("& ")
+    options = '--config "$CONFIG" --run.dir "$RUN_DIR"'
+    for line in _lines(POOL_SCRIPT.read_text().replace('"${run[@]}"', options)):
+        if (at := line.find("python -m")) >= 0 and not line.startswith("#"):
+            found[f"slurm {line[at:].split()[2]}"] = re.split(' "\\$@"\'|&', line[at:])[0]
     return found
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a shell script, those that a backslash continues in one."""
+    return re.sub(r" *\\\n\s*", " ", text).splitlines()
 
 
 def _as_module(words: list[str]) -> str:

@@ -19,8 +19,10 @@ from deploy_files import (
     COMPOSE,
     DEPLOY,
     DOCKERFILE,
+    POOL_SCRIPT,
     ROOT,
     SCRIPT,
+    SKYPILOT,
     UNITS,
     commands,
     containers,
@@ -48,7 +50,7 @@ FLOWTRAIN = {name: each for name, each in COMPOSE["services"].items() if name !=
 
 def test_commands_name_modules_and_options_that_exist() -> None:
     found = commands()
-    assert len(found) == 13
+    assert len(found) == 20
     assert {name: said for name, each in found.items() if (said := problem(each))} == {}
     modules = {re.findall(r"-m flowtrain\.([\w.]+)", each)[-1] for each in found.values()}
     assert modules == {"dataflow", "weights", "train", "node"} <= set(COMMANDS)
@@ -85,6 +87,7 @@ def test_ports_are_the_defaults_of_the_servers() -> None:
 
 def test_addresses_are_names_that_the_files_give() -> None:
     given = {"compose": set(COMPOSE["services"]), "kubernetes": {"flowtrain-db"}}
+    given["skypilot"] = {"service-0", "trainer-0"}  # the first machine of each task
     given["kubernetes"] |= {i["metadata"]["name"] for i in manifests() if i["kind"] == "Service"}
     for name, command in commands().items():
         hosts = re.findall(r"(?:http://|postgresql://flow@)([a-z][\w-]*)", command)
@@ -182,9 +185,17 @@ def test_the_example_is_a_config() -> None:
     assert parse(["--config", str(DEPLOY / "run.toml")]) is not None
 
 
-def test_the_slurm_script_is_bash() -> None:
-    done = subprocess.run(["bash", "-n", SCRIPT], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("script", [SCRIPT, POOL_SCRIPT], ids=lambda path: path.name)
+def test_the_slurm_scripts_are_bash(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_job_group_has_its_tasks() -> None:
+    header, *tasks = yaml.safe_load_all(SKYPILOT.read_text())
+    assert header["execution"] == "parallel" and header["primary_tasks"] == ["trainer"]
+    assert [task["name"] for task in tasks] == ["service", "trainer", "node"]
+    assert all(task["secrets"][TOKEN_VARIABLE] is None for task in tasks), "told at the start"
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl")

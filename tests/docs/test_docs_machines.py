@@ -11,18 +11,28 @@ from pathlib import Path
 import pytest
 from cli_runs import Server
 from doc_pages import ROOT
-from launch.plans import CONFIG
 from page_shell import Shell, here, run_in_order
 from ports import free_port
 
 from flowtrain.config.options import parse
 from flowtrain.dataflow.__main__ import _parser as dataflow_parser
-from flowtrain.launch.__main__ import main as launch
 from flowtrain.node.__main__ import _parser as node_parser
 from flowtrain.weights.__main__ import _parser as weights_parser
 
 pytest_plugins = ("cli_runs",)
 PAGE = (ROOT / "docs" / "more-than-one-machine.md").read_text()
+CONFIG = """
+run = {device = "cpu", threads = 1}
+tiny = {hidden_size = 32, num_layers = 1, num_heads = 2}
+tasks = {num_train = 40}
+agent = {prompt = "compact", max_turns = 2, tools = ["Search", "Base_Generator"]}
+roles = {executor = "rules", verifier = "rules", generator = "rules", tools = "none"}
+rollout = {num_questions = 2, group_size = 2, max_new_tokens = 8}
+train = {num_steps = 2}
+eval = {num_tasks = 2}
+log = {tensorboard = false}
+dataflow = {wait_s = 60.0}
+"""
 _PROGRAM = re.compile(r"(export |python |torchrun |sudo |ssh |[A-Z_]+=\S* python )")
 
 
@@ -93,7 +103,7 @@ def test_tokens_of_their_own_are_issued_and_used_in_its_order(tmp_path: Path) ->
 def test_every_flag_of_the_page_is_known(command: str) -> None:
     inner = re.sub(r"^export \w+=\$\((.*)\)$", r"\1", command).replace(" ...", "").rstrip("&> ")
     module, *words = shlex.split(inner.partition("-m flowtrain.")[2].partition(" > ")[0])
-    assert module in ("dataflow", "weights", "node", "train", "launch")
+    assert module in ("dataflow", "weights", "node", "train")
     if module == "train":
         config_free = [word for word in words if word not in ("--config", "run.toml")]
         assert parse(config_free) is not None
@@ -107,19 +117,3 @@ def test_every_flag_of_the_page_is_known(command: str) -> None:
         assert [word for word in rest if word != "run.toml"] in ([], ["--config"])
     elif module == "weights":
         weights_parser().parse_args(words)
-
-
-def test_the_plan_of_the_page_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [plan] = re.findall(r"^```toml\n(# plan\.toml\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    (tmp_path / "plan.toml").write_text(plan)
-    (tmp_path / "run.toml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    printed = [command for command in commands(PAGE) if "--print" in command]
-    assert len(printed) == 3
-    for command in printed:
-        words = shlex.split(command.partition(" > ")[0])[3:]
-        assert launch(words) == 0
-        said = capsys.readouterr().out
-        assert said.count("flowtrain.node") in (1, 4), "a Job, or each node"

@@ -1,0 +1,76 @@
+"""A run on a Ray cluster of this machine: it learns though a node is killed (`make test-ray`)."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ports import free_port
+
+from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.contract import Unavailable
+from flowtrain.dataflow.ledger import audit_database
+
+ray = pytest.importorskip("ray", reason="make test-ray")
+TOKEN = "a-token-of-the-tests"
+_OPTIONS = """
+--cpu --nodes 1 --every 5 --config configs/quickstart.toml --model.path quickstart
+--run.device cpu --run.threads 1 --train.num_steps 10 --dataflow.max_staleness 2
+--dataflow.lease_s 10 --eval.num_tasks 50 --eval.every 0
+"""
+_WAIT_S = 600.0
+
+
+def wait_for(client: Client, is_it: Any) -> dict[str, Any]:
+    """The first status of which `is_it` is true."""
+    deadline = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            if is_it(status := client.status()):
+                return status
+        except Unavailable:  # it starts
+            pass
+        time.sleep(0.2)
+    raise AssertionError("it takes too long")
+
+
+def step_of(status: dict[str, Any]) -> int:
+    return int(status["policies"].get("planner", {}).get("step", 0))
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_learns_though_its_node_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deploy.ray import pool
+
+    monkeypatch.setenv("FLOWTRAIN_TOKEN", TOKEN)
+    # Ray gives way to all other programs of a machine, and takes none that is slow.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    database, port, codes = str(tmp_path / "flow.sqlite"), free_port(), []
+    own = ["--database", database, "--port", str(port), "--run.dir", str(tmp_path / "run")]
+    run = threading.Thread(target=lambda: codes.append(pool.main([*_OPTIONS.split(), *own])))
+    run.start()
+    try:
+        url = f"http://{ray.util.get_node_ip_address()}:{port}"
+        with closing(Client(url, TOKEN, wait_s=10.0)) as client:
+            wait_for(
+                client, lambda status: status["policies"].get("planner", {}).get("step", 0) >= 3
+            )
+            ray.kill(ray.get_actor("node-0", namespace=pool.NAMESPACE), no_restart=False)
+            status = wait_for(client, lambda status: status["lost_leases"])
+            assert "node began anew" in status["lost_leases"], "Ray has started it again"
+        run.join(_WAIT_S)
+    finally:
+        ray.shutdown()
+    assert codes == [0]
+    assert audit_database(database).problems == ()
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    before, after = (found[name]["eval_reward_greedy"] for name in ("warm", "trained"))
+    assert after > before + 0.3
