@@ -115,8 +115,8 @@ class LeaseBook:
         if len(leases) < num:
             if meta is None:
                 return None
-            drawn = self.prompts.draw(transaction, meta, num - len(leases))
-            leases += [make_lease(self.config, number, 1, *where) for number, *where in drawn]
+            self.prompts.draw(transaction, meta, num - len(leases))
+            leases = self._take(transaction, num)
         granted = (*questions, *leases)
         self._heard(transaction, request, node, now)
         self._grant(transaction, request, granted, now)

@@ -176,16 +176,17 @@ class Prompts:
             observe(self._filter, event)
             self._num_seen = event.number
 
-    def draw(self, transaction: Transaction, meta: Any, num: int) -> list[tuple[int, int, Task]]:
-        """Add work items, and return (work item, position, task) of up to `num` of them; `drawing`
-        made the transaction.
+    def draw(self, transaction: Transaction, meta: Any, num: int) -> None:
+        """Add `num` work items or more, if the prompt filter admits as many; `drawing` made the
+        transaction.
         """
         if self._has_state:  # what others have numbered since `drawing` looked
             self._observe(read_events(transaction, self._num_seen, meta.num_events))
-        most = num if self._has_state else max(num, _AHEAD)
+        else:
+            num = max(num, _AHEAD)
         drawn: list[tuple[int, int, Task]] = []
         decisions: list[tuple[object, ...]] = []
-        while len(drawn) < most and len(decisions) < most + _MAX_DRAWS:
+        while len(drawn) < num and len(decisions) < num + _MAX_DRAWS:
             position = meta.num_positions + len(decisions)
             task = self._tasks[position]
             draw = draw_of(self._seed, position)
@@ -207,7 +208,6 @@ class Prompts:
             meta.num_positions + len(decisions),
             meta.num_work_items + len(drawn),
         )
-        return drawn[:num]
 
     def check_order(self, transaction: Transaction) -> str:
         """Return how the first tasks differ from those that the ledger has given out; "": they do
@@ -218,7 +218,8 @@ class Prompts:
             _CHECKED,
         )
         for row in rows:
-            old, new = unpack(bytes(row.task), Task), self._tasks[row.position]
+            new = unpack(pack(self._tasks[row.position]), Task)
+            old = unpack(bytes(row.task), Task)
             if old != new:
                 return f"the task at {row.position} was {old.id!r} and is {new.id!r} now"
         return ""
