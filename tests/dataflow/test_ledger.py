@@ -883,6 +883,18 @@ def test_a_long_history_is_observed_in_portions_and_before_the_lock_is_taken(
     assert read == [(4, True), (4, True), (2, True), (0, False)]
 
 
+def test_a_ledger_is_where_it_was_in_the_order_of_tasks_before_it_is_asked(
+    database: str,
+) -> None:
+    flow = ledger(database, max_waiting=1000)
+    joined(flow)
+    flow.register(planner())
+    lease(flow, 1)
+    again = TaskCursor(TASKS, 0)
+    Ledger(database, options(max_waiting=1000), again)
+    assert again.position > prompts._AHEAD
+
+
 def test_a_filter_that_admits_all_reads_no_history_and_draws_ahead(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,8 +196,8 @@ class LeaseBook:
         policies: Sequence[Any],
         now: float,
     ) -> tuple[int, str]:
-        """How many leases of work to train the node may have, and why they are fewer than it
-        wants.
+        """How many leases of work to train the node may have, and why they are fewer than it wants.
+        Requests of one moment do not see each other's leases, so a few more may be under way.
         """
         options = self.config.dataflow
         if not wanted:

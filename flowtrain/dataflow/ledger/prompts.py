@@ -209,19 +209,24 @@ class Prompts:
             meta.num_work_items + len(drawn),
         )
 
-    def check_order(self, transaction: Transaction) -> str:
-        """Return how the first tasks differ from those that the ledger has given out; "": they do
-        not. Their file may have moved.
+    def open(self, database: Database) -> str:
+        """Walk to where the ledger is in the order of tasks, which takes longer the more there have
+        been and so must not happen under its lock. Return how the first tasks differ from those
+        that the ledger has given out; "": they do not. Their file may have moved.
         """
-        rows = transaction.all(
-            "SELECT position, task FROM work_items WHERE evaluation = 0 ORDER BY position LIMIT ?",
-            _CHECKED,
-        )
+        with database.read() as transaction:
+            position = transaction.one("SELECT num_positions FROM meta").num_positions
+            rows = transaction.all(
+                "SELECT position, task FROM work_items WHERE evaluation = 0"
+                " ORDER BY position LIMIT ?",
+                _CHECKED,
+            )
         for row in rows:
-            new = unpack(pack(self._tasks[row.position]), Task)
             old = unpack(bytes(row.task), Task)
+            new = unpack(pack(self._tasks[row.position]), Task)
             if old != new:
                 return f"the task at {row.position} was {old.id!r} and is {new.id!r} now"
+        self._tasks[position]
         return ""
 
     def first_tasks(self, num: int) -> tuple[Task, ...]:
