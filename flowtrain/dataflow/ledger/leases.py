@@ -164,13 +164,16 @@ class LeaseBook:
             request.key,
         )
         return [
-            make_lease(
-                self.config, row.id, row.attempt, row.position, unpack(bytes(row.task), Task)
-            )
+            self._made(row, row.attempt)
             if row.id > 0
             else question(row, row.attempt, evaluation_of(transaction, row.id))
             for row in rows
         ]
+
+    def _made(self, row: Any, attempt: int) -> Lease:
+        """The lease of a work item to train; its seed is the same for every attempt."""
+        seed = derive_seed(self.config.run.seed, "unit", row.id)
+        return Lease(row.id, attempt, unpack(bytes(row.task), Task), seed, row.position)
 
     def _end_overdue(self, transaction: Transaction, now: float) -> None:
         """End the leases that have run out. None has for the length of a lease after the service
@@ -220,18 +223,14 @@ class LeaseBook:
         """
         rows: list[Any] = []
         for state in ("waiting", "drawn"):
-            rows += transaction.all(
-                f"SELECT id, attempt, position, task FROM work_items WHERE state = '{state}'"
-                " AND evaluation = 0 ORDER BY id LIMIT ?"
-                f" {transaction.lock('work_items', skip=True)}",
-                num - len(rows),
-            )
-        return [
-            make_lease(
-                self.config, row.id, row.attempt + 1, row.position, unpack(bytes(row.task), Task)
-            )
-            for row in rows
-        ]
+            if len(rows) < num:
+                rows += transaction.all(
+                    f"SELECT id, attempt, position, task FROM work_items WHERE state = '{state}'"
+                    " AND evaluation = 0 ORDER BY id LIMIT ?"
+                    f" {transaction.lock('work_items', skip=True)}",
+                    num - len(rows),
+                )
+        return [self._made(row, row.attempt + 1) for row in rows]
 
     def _grant(
         self, transaction: Transaction, request: LeaseRequest, leases: Sequence[Lease], now: float
@@ -305,12 +304,6 @@ class LeaseBook:
             for life in sorted({row.life for row in rows}):
                 note_sampled(transaction, self.config, request.node, life, request.sampled)
         return Done()
-
-
-def make_lease(config: Config, work_item: int, attempt: int, position: int, task: Task) -> Lease:
-    """Make a lease of work to train; its seed is the same for every attempt."""
-    seed = derive_seed(config.run.seed, "unit", work_item)
-    return Lease(work_item, attempt, task, seed=seed, index=position)
 
 
 def end_leases_of(transaction: Transaction, node: str, ending: str, options: Dataflow) -> None:

@@ -164,12 +164,17 @@ class Prompts:
 
     def _catch_up(self, database: Database) -> None:
         """Number the groups that were pushed until now, and observe all events."""
-        with locked(database) as (transaction, meta):
-            num_events = number_groups(transaction, meta.num_events)
-        while self._num_seen < num_events:
-            with database.read() as transaction:
-                events = read_events(transaction, self._num_seen, self._num_seen + _PORTION)
+        with database.read() as transaction:
+            new = transaction.one("SELECT work_item FROM groups WHERE event IS NULL LIMIT 1")
+        if new is not None:
+            with locked(database) as (transaction, meta):
+                number_groups(transaction, meta.num_events)
+        while events := self._next_events(database):
             self._observe(events)
+
+    def _next_events(self, database: Database) -> list[Event]:
+        with database.read() as transaction:
+            return read_events(transaction, self._num_seen, self._num_seen + _PORTION)
 
     def _observe(self, events: list[Event]) -> None:
         for event in events:

@@ -70,7 +70,8 @@ class Transaction:
 
     def many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         """Execute a statement once per row of values."""
-        self._cursor.executemany(self._dialect(statement), list(rows))
+        if values := list(rows):
+            self._cursor.executemany(self._dialect(statement), values)
 
     def _dialect(self, statement: str) -> str:
         return statement.replace("%", "%%").replace("?", "%s") if self._has_row_locks else statement
