@@ -66,8 +66,9 @@ def test_the_table(used: Any) -> None:
     text = status_text(used.status())
     lines = text.splitlines()
     assert lines[0].startswith(f"run {used.run}: 0.00 groups/s produced")
-    counts = "work items: 1 leased, 0 waiting, 3 committed, 0 failed"
-    assert lines[1] == f"{counts}; 256 of 256 prompts were admitted"
+    assert lines[1] == (
+        "work items: 1 leased, 0 waiting, 3 committed, 0 failed; 256 of 256 prompts were admitted"
+    )
     (planner,) = [
         line.split()
         for line in lines

@@ -879,7 +879,19 @@ def test_a_long_history_is_observed_in_portions_and_before_the_lock_is_taken(
     monkeypatch.setattr(prompts, "read_events", watched)
     lease(flow, 1)
     assert made[1].seen == list(range(1, 11))
-    assert read == [(4, True), (4, True), (2, True), (0, False)]
+    assert read == [(4, True), (4, True), (2, True), (0, True), (0, False)]
+
+
+def test_a_ledger_is_where_it_was_in_the_order_of_tasks_before_it_is_asked(
+    database: str,
+) -> None:
+    flow = ledger(database, max_waiting=1000)
+    joined(flow)
+    flow.register(planner())
+    lease(flow, 1)
+    again = TaskCursor(TASKS, 0)
+    Ledger(database, options(max_waiting=1000), again)
+    assert again.position > prompts._AHEAD
 
 
 def test_a_filter_that_admits_all_reads_no_history_and_draws_ahead(

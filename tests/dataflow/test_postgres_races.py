@@ -13,7 +13,15 @@ import fake_groups as fakes
 import psycopg
 import pytest
 
-from flowtrain.dataflow.contract import BatchRequest, Join, LeaseRequest, Progress, Renewal
+from flowtrain.dataflow.contract import (
+    BatchRequest,
+    Join,
+    LeaseRequest,
+    Progress,
+    Renewal,
+    Unavailable,
+)
+from flowtrain.dataflow.ledger import prompts
 
 _HOLD = """
 CREATE FUNCTION hold() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -116,3 +124,85 @@ def test_a_lease_that_ran_out_a_moment_ago_is_renewed(postgres: str) -> None:
         assert renewed.result().lost == ()
     assert fakes.push(flow, second) == "committed"
     assert flow.audit().problems == ()
+
+
+def test_a_lease_does_not_wait_for_the_lock_of_batches(postgres: str) -> None:
+    flow = fakes.ledger(postgres, max_waiting=3)
+    flow.register(fakes.planner(num_groups=2))
+    fakes.joined(flow)
+    fakes.lease(flow)  # others are drawn with it
+    with psycopg.connect(postgres) as other, ThreadPoolExecutor(1) as threads:
+        other.execute("SELECT * FROM meta FOR UPDATE")
+        asked = threads.submit(fakes.lease, flow, 2)
+        assert [lease.work_item for lease in asked.result(20)] == [2, 3]
+        full = threads.submit(flow.lease, LeaseRequest("n1", "a", 1))
+        assert full.result(20).reason == "full"
+
+
+def test_a_request_for_leases_that_comes_twice_at_once_is_answered_once(postgres: str) -> None:
+    flow = fakes.ledger(postgres, max_waiting=64)
+    flow.register(fakes.planner())
+    fakes.joined(flow)
+    with ThreadPoolExecutor(1) as threads:
+        with held(postgres, "INSERT ON leases", lambda: fakes.lease(flow, 3, key="k")) as (
+            own,
+            first,
+        ):
+            second = threads.submit(fakes.lease, flow, 3, key="k")
+            wait_until_blocked(own, second)
+        assert first.result() == second.result() and len(first.result()) == 3
+    assert flow.status()["work_items"]["leased"] == 3
+
+
+def test_nodes_that_ask_at_once_get_each_work_item_once(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_AHEAD", 10)
+    flow = fakes.ledger(postgres, max_waiting=1000)
+    flow.register(fakes.planner())
+    names = [f"n{number}" for number in range(6)]
+    for name in names:
+        fakes.joined(flow, name)
+    with ThreadPoolExecutor(len(names)) as threads:
+        asked = [threads.submit(fakes.lease, flow, 2, name) for _ in range(20) for name in names]
+        leases = [lease.work_item for each in asked for lease in each.result()]
+    assert sorted(leases) == list(range(1, 241)), "and none is left out"
+    assert flow.audit().problems == ()
+
+
+def test_no_lease_runs_out_because_the_database_was_away(postgres: str) -> None:
+    clock = fakes.Clock()
+    flow = fakes.ledger(postgres, clock, max_waiting=64)
+    flow.register(fakes.planner())
+    fakes.joined(flow)
+    fakes.joined(flow, "n2")
+    (held_lease,) = fakes.lease(flow)
+    clock.now += 100
+    with psycopg.connect(postgres, autocommit=True) as other:
+        other.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        )
+    with pytest.raises(Unavailable, match="did not answer"):
+        fakes.lease(flow, node="n2")
+    (other_lease,) = fakes.lease(flow, node="n2")
+    assert other_lease.work_item != held_lease.work_item
+    clock.now += 61
+    flow.progress(Progress("planner", 0, 0))
+    assert {each.work_item for each in fakes.lease(flow, 2, "n2")} >= {held_lease.work_item}
+
+
+def test_a_transaction_that_was_idle_for_too_long_is_an_outage(postgres: str) -> None:
+    flow = fakes.ledger(postgres)
+    own = "SELECT pg_backend_pid() AS pid"
+    with (
+        psycopg.connect(postgres, autocommit=True) as other,
+        pytest.raises(Unavailable, match="idle-in-transaction timeout"),
+        flow.database.write() as transaction,
+    ):
+        transaction.run("SET LOCAL idle_in_transaction_session_timeout = 1")
+        pid = transaction.one(own).pid
+        there = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s"
+        while other.execute(there, (pid,)).fetchone()[0]:  # type: ignore[index]
+            time.sleep(0.01)
+        transaction.one(own)

@@ -119,8 +119,8 @@ class LeaseBook:
         if len(leases) < num:
             if meta is None:
                 return None
-            drawn = self.prompts.draw(transaction, meta, num - len(leases))
-            leases += [make_lease(self.config, number, 1, *where) for number, *where in drawn]
+            self.prompts.draw(transaction, meta, num - len(leases))
+            leases = self._take(transaction, num)
         granted = (*questions, *leases)
         self._heard(transaction, request, node, now)
         self._grant(transaction, request, granted, now)
@@ -169,13 +169,16 @@ class LeaseBook:
             request.key,
         )
         return [
-            make_lease(
-                self.config, row.id, row.attempt, row.position, unpack(bytes(row.task), Task)
-            )
+            self._made(row, row.attempt)
             if row.id > 0
             else question(row, row.attempt, evaluation_of(transaction, row.id))
             for row in rows
         ]
+
+    def _made(self, row: Any, attempt: int) -> Lease:
+        """The lease of a work item to train; its seed is the same for every attempt."""
+        seed = derive_seed(self.config.run.seed, "unit", row.id)
+        return Lease(row.id, attempt, unpack(bytes(row.task), Task), seed, row.position)
 
     def _end_overdue(self, transaction: Transaction, now: float) -> None:
         """End the leases that have run out. None has for the length of a lease after the service
@@ -201,8 +204,8 @@ class LeaseBook:
         policies: Sequence[Any],
         now: float,
     ) -> tuple[int, str]:
-        """How many leases of work to train the node may have, and why they are fewer than it
-        wants.
+        """How many leases of work to train the node may have, and why they are fewer than it wants.
+        Requests of one moment do not see each other's leases, so a few more may be under way.
         """
         under_way = num_leased(transaction)
         openings = Openings(policies, under_way, now, self.config.dataflow)
@@ -227,18 +230,14 @@ class LeaseBook:
         """
         rows: list[Any] = []
         for state in ("waiting", "drawn"):
-            rows += transaction.all(
-                f"SELECT id, attempt, position, task FROM work_items WHERE state = '{state}'"
-                " AND evaluation = 0 ORDER BY id LIMIT ?"
-                f" {transaction.lock('work_items', skip=True)}",
-                num - len(rows),
-            )
-        return [
-            make_lease(
-                self.config, row.id, row.attempt + 1, row.position, unpack(bytes(row.task), Task)
-            )
-            for row in rows
-        ]
+            if len(rows) < num:
+                rows += transaction.all(
+                    f"SELECT id, attempt, position, task FROM work_items WHERE state = '{state}'"
+                    " AND evaluation = 0 ORDER BY id LIMIT ?"
+                    f" {transaction.lock('work_items', skip=True)}",
+                    num - len(rows),
+                )
+        return [self._made(row, row.attempt + 1) for row in rows]
 
     def _grant(
         self, transaction: Transaction, request: LeaseRequest, leases: Sequence[Lease], now: float
@@ -315,12 +314,6 @@ class LeaseBook:
             for life in sorted({row.life for row in rows}):
                 note_sampled(transaction, self.config, request.node, life, request.sampled)
         return Done()
-
-
-def make_lease(config: Config, work_item: int, attempt: int, position: int, task: Task) -> Lease:
-    """Make a lease of work to train; its seed is the same for every attempt."""
-    seed = derive_seed(config.run.seed, "unit", work_item)
-    return Lease(work_item, attempt, task, seed=seed, index=position)
 
 
 def end_leases_of(transaction: Transaction, node: str, ending: str, options: Dataflow) -> None:

@@ -60,12 +60,11 @@ class Ledger:
         self._reports = connect(database, clock)
         self.run: str = prepare(self.database, _fixed(config))
         """Identity of the run."""
-        with self.database.read() as transaction:
-            if changed := self._prompts.check_order(transaction):
-                raise UserError(
-                    f"{self.database.name} belongs to a run with other tasks ({changed}): give "
-                    "those that it began with, in their order, or name another database"
-                )
+        if changed := self._prompts.open(self.database):
+            raise UserError(
+                f"{self.database.name} belongs to a run with other tasks ({changed}): give those "
+                "that it began with, in their order, or name another database"
+            )
         payloads = None
         if url := config.dataflow.payloads:
             payloads = PayloadStore(url, self.run)

@@ -164,28 +164,34 @@ class Prompts:
 
     def _catch_up(self, database: Database) -> None:
         """Number the groups that were pushed until now, and observe all events."""
-        with locked(database) as (transaction, meta):
-            num_events = number_groups(transaction, meta.num_events)
-        while self._num_seen < num_events:
-            with database.read() as transaction:
-                events = read_events(transaction, self._num_seen, self._num_seen + _PORTION)
+        with database.read() as transaction:
+            new = transaction.one("SELECT work_item FROM groups WHERE event IS NULL LIMIT 1")
+        if new is not None:
+            with locked(database) as (transaction, meta):
+                number_groups(transaction, meta.num_events)
+        while events := self._next_events(database):
             self._observe(events)
+
+    def _next_events(self, database: Database) -> list[Event]:
+        with database.read() as transaction:
+            return read_events(transaction, self._num_seen, self._num_seen + _PORTION)
 
     def _observe(self, events: list[Event]) -> None:
         for event in events:
             observe(self._filter, event)
             self._num_seen = event.number
 
-    def draw(self, transaction: Transaction, meta: Any, num: int) -> list[tuple[int, int, Task]]:
-        """Add work items, and return (work item, position, task) of up to `num` of them; `drawing`
-        made the transaction.
+    def draw(self, transaction: Transaction, meta: Any, num: int) -> None:
+        """Add `num` work items or more, if the prompt filter admits as many; `drawing` made the
+        transaction.
         """
         if self._has_state:  # what others have numbered since `drawing` looked
             self._observe(read_events(transaction, self._num_seen, meta.num_events))
-        most = num if self._has_state else max(num, _AHEAD)
+        else:
+            num = max(num, _AHEAD)
         drawn: list[tuple[int, int, Task]] = []
         decisions: list[tuple[object, ...]] = []
-        while len(drawn) < most and len(decisions) < most + _MAX_DRAWS:
+        while len(drawn) < num and len(decisions) < num + _MAX_DRAWS:
             position = meta.num_positions + len(decisions)
             task = self._tasks[position]
             draw = draw_of(self._seed, position)
@@ -207,20 +213,25 @@ class Prompts:
             meta.num_positions + len(decisions),
             meta.num_work_items + len(drawn),
         )
-        return drawn[:num]
 
-    def check_order(self, transaction: Transaction) -> str:
-        """Return how the first tasks differ from those that the ledger has given out; "": they do
-        not. Their file may have moved.
+    def open(self, database: Database) -> str:
+        """Walk to where the ledger is in the order of tasks, which takes longer the more there have
+        been and so must not happen under its lock. Return how the first tasks differ from those
+        that the ledger has given out; "": they do not. Their file may have moved.
         """
-        rows = transaction.all(
-            "SELECT position, task FROM work_items WHERE evaluation = 0 ORDER BY position LIMIT ?",
-            _CHECKED,
-        )
+        with database.read() as transaction:
+            position = transaction.one("SELECT num_positions FROM meta").num_positions
+            rows = transaction.all(
+                "SELECT position, task FROM work_items WHERE evaluation = 0"
+                " ORDER BY position LIMIT ?",
+                _CHECKED,
+            )
         for row in rows:
-            old, new = unpack(bytes(row.task), Task), self._tasks[row.position]
+            old = unpack(bytes(row.task), Task)
+            new = unpack(pack(self._tasks[row.position]), Task)
             if old != new:
                 return f"the task at {row.position} was {old.id!r} and is {new.id!r} now"
+        self._tasks[position]
         return ""
 
     def first_tasks(self, num: int) -> tuple[Task, ...]:

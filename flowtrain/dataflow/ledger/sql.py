@@ -72,7 +72,8 @@ class Transaction:
 
     def many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         """Execute a statement once per row of values."""
-        self._cursor.executemany(self._dialect(statement), list(rows))
+        if values := list(rows):
+            self._cursor.executemany(self._dialect(statement), values)
 
     def count(self, policy: str, what: str, name: str, num: int) -> None:
         """Add to a counter when the transaction is committed, see counters.py."""
