@@ -46,16 +46,23 @@ def pack_group(group: Group) -> bytes:
 
 def unpack_group(data: bytes) -> Group:
     """Decode a group. Raises Refused when the bytes are no group, or one that is too large."""
+    return unpack(inflated(data), Group)
+
+
+def inflated(data: bytes, max_bytes: int = MAX_GROUP_BYTES) -> bytes:
+    """Undo the compression of a group. Raises Refused when it was cut, or has more than `max_bytes`
+    without the compression.
+    """
     inflate = zlib.decompressobj()
     try:
-        plain = inflate.decompress(data, MAX_GROUP_BYTES)
+        plain = inflate.decompress(data, max_bytes)
     except zlib.error as error:
         raise Refused(f"malformed group: {error}") from error
     if inflate.unconsumed_tail:
-        raise Refused(f"a group may have {MAX_GROUP_BYTES} bytes, this one has more")
+        raise Refused(f"a group may have {max_bytes} bytes, this one has more")
     if not inflate.eof or inflate.unused_data:
         raise Refused("malformed group: it was cut, or something follows it")
-    return unpack(plain, Group)
+    return plain
 
 
 def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:

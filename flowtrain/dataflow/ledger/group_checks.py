@@ -12,6 +12,7 @@ from math import isfinite
 
 from flowtrain.algorithms.sample_filter import length_problem, logprob_problem, token_problem
 from flowtrain.config import Config
+from flowtrain.dataflow.codec import MAX_GROUP_BYTES
 from flowtrain.dataflow.contract import EvalSettings, Refused
 from flowtrain.rewards.functions import part_problem
 from flowtrain.types import (
@@ -24,6 +25,11 @@ from flowtrain.types import (
     Trajectory,
     Turn,
 )
+
+_BYTES_PER_TOKEN = 40
+"""With its log-prob, its entropy and its text; without those that it was sampled among."""
+_BYTES_PER_TURN = 1 << 20
+"""Texts of tools and of modules that are no policies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,20 @@ class GroupLimits:
     @property
     def _max_turns(self) -> int:
         return self.config.agent.max_turns if self.settings is None else self.settings.max_turns
+
+    @property
+    def max_bytes(self) -> int:
+        """Largest group that this run can produce, without the compression: a bound for what a few
+        bytes of a stranger may grow to.
+        """
+        num_turns = self._group_size * self._max_turns
+        num_positions = sum(positions for _, positions in self.models.values())
+        if len(self.models) < len(self.config.policy_names):  # of the others only the form is known
+            return MAX_GROUP_BYTES
+        options = self.config.rollout
+        num_kept = options.top_k or (options.top_p_cap if options.top_p < 1 else 0)
+        tokens = num_positions * (_BYTES_PER_TOKEN + 4 * num_kept)
+        return min(MAX_GROUP_BYTES, num_turns * (tokens + _BYTES_PER_TURN))
 
     @property
     def _reward_bounds(self) -> tuple[float, float]:

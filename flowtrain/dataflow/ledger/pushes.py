@@ -8,11 +8,13 @@ a transaction. Results are in the database: they stay for a few steps.
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import unpack, unpack_group
+from flowtrain.dataflow.codec import inflated, unpack
 from flowtrain.dataflow.contract import Push, Pushed, Refused, StoredPayload, Unavailable
 from flowtrain.dataflow.ledger.counters import count_groups
 from flowtrain.dataflow.ledger.evaluations import evaluation_of, settings_of
@@ -27,7 +29,11 @@ from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.token_accounts import note_group, note_sampled
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import GroupFilter, Outcome
-from flowtrain.types import Task
+from flowtrain.types import Group, Task
+
+_LARGE = threading.Lock()
+_LARGE_BYTES = 8 << 20
+"""Groups of more bytes are decoded one at a time: as objects they take up to 17 times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,9 @@ class Pushes:
             {row.name: (row.vocab_size, row.max_positions) for row in policies},
             None if evaluation is None else settings_of(evaluation),
         )
-        summary = limits.check(unpack_group(request.payload))
+        plain = inflated(request.payload, limits.max_bytes)
+        with _LARGE if len(plain) > _LARGE_BYTES else nullcontext():
+            summary = limits.check(unpack(plain, Group))
         stored = self._stored(request) if evaluation is None else None
         with self.database.write() as transaction:
             work_item = transaction.one(
