@@ -165,7 +165,7 @@ class Service:
         # Uploads may wait for an object store, and whoever asks for work for the database; nobody
         # who shows that he lives waits for them.
         uploads, signs = _Desk.of("uploads", 6, 512 << 20), _Desk.of("signs_of_life", 3, 4 << 20)
-        self._uploads, self._others = uploads, _Desk.of("requests", 4, 8 << 20)
+        self._uploads, self._others = uploads, _Desk.of("requests", 4, 32 << 20)
         self._desks = {"push": uploads, "evaluate": uploads, "renew": signs, "progress": signs}
         self._lobby = _Lobby(ledger)
         self._next_complaint, self._num_unsaid = 0.0, 0

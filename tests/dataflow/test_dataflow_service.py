@@ -347,7 +347,7 @@ def test_what_passes_may_be_asked_again_and_what_is_ours_is_not_told(
 
 
 def test_more_at_a_time_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_OVERHEAD", 3 << 20)
+    monkeypatch.setattr(service_module, "_OVERHEAD", 12 << 20)
     is_asked, is_over = threading.Semaphore(0), threading.Event()
 
     def answer() -> Joined:
@@ -370,7 +370,7 @@ def test_more_at_a_time_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_waiting_for_a_batch_holds_no_thread_and_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_OVERHEAD", 3 << 20)
+    monkeypatch.setattr(service_module, "_OVERHEAD", 12 << 20)
     scripted = Scripted()
     with (
         running(Service(scripted, "r", TOKEN)) as url,
