@@ -90,6 +90,16 @@ def test_a_server_of_weights_needs_no_torch() -> None:
     assert "numpy" in loaded and not loaded & {"torch", "transformers"}
 
 
+def test_a_service_of_the_dataflow_needs_no_trainer() -> None:
+    """Its image is a small one."""
+    code = (
+        "import flowtrain.dataflow.__main__, flowtrain.dataflow.service, flowtrain.dataflow.ledger"
+    )
+    assert not loaded_by(code) & {"torch", "transformers", "flowkernels", "vllm"}
+    code += "\nimport json, sys; print(json.dumps([*sys.modules]))"
+    assert not {"flowtrain.algorithms", "flowtrain.training", "flowtrain.run"} & set(python(code))
+
+
 def test_the_records_load_the_standard_library_alone() -> None:
     assert loaded_by("import flowtrain, flowtrain.types, flowtrain.utils.seeds") == {"flowtrain"}
 

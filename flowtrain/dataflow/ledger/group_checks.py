@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from flowtrain.algorithms.sample_filter import length_problem, logprob_problem, token_problem
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import EvalSettings, Refused
-from flowtrain.rewards.functions import part_problem
 from flowtrain.types import (
     MAX_TOOL_CALLS,
     BranchPoint,
@@ -24,6 +22,7 @@ from flowtrain.types import (
     Trajectory,
     Turn,
 )
+from flowtrain.types.checks import length_problem, logprob_problem, part_problem, token_problem
 
 
 @dataclass(frozen=True, slots=True)
