@@ -81,14 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flowtrain.node.main import run
 
         token = os.environ.get(TOKEN_VARIABLE, "")
-        stores: dict[str, str] = {}
-        for policy, location in map(_store, options.store):
-            stores[policy] = ",".join(filter(None, (stores.get(policy), location)))
         with logging_redirect_tqdm() if options.log_format == "plain" else nullcontext():
             run(
                 options.dataflow,
                 options.name,
-                stores,
+                dict(map(_store, options.store)),
                 options.num_groups,
                 args=args,
                 token=token,
@@ -128,7 +125,6 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="folder or URL of a weight store, of the planner or of the policy before a '='; "
-        "several URLs, with commas or by repeating it: the nearest one that answers; "
         "default: the store that the trainer names",
     )
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())[:80]

@@ -1,4 +1,4 @@
-"""The metrics of a server of weights, or of a relay. docs/metrics.md lists them."""
+"""The metrics of a server of weights. docs/metrics.md lists them."""
 
 from __future__ import annotations
 

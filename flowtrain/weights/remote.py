@@ -11,7 +11,6 @@ import logging
 import re
 import shutil
 import time
-from email.message import Message
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
 from flowtrain.weights.bucket import BucketStore
 from flowtrain.weights.checksums import checksum_of, mismatch
-from flowtrain.weights.listing import MAX_BYTES, Head, Listing
+from flowtrain.weights.listing import MAX_BYTES, Listing
 from flowtrain.weights.manifest import File, Manifest, NotThere, Silent, StoreError
-from flowtrain.weights.nearest import NearestStore
 from flowtrain.weights.pieces import SMALLEST, in_pieces
 from flowtrain.weights.store import Source, WeightStore
 from flowtrain.weights.timed_http import Response, TimedHttp, TimedHttps
@@ -62,13 +60,11 @@ class _Slow(Exception):
 
 
 def open_source(location: str | Path, cache: Path, token: str = "") -> Source:
-    """Open the store at a path or URL, also of a bucket, or at the nearest of several http URLs
-    with commas between; `cache` is a folder for downloads, of this reader alone.
+    """Open the store at a path or URL, also of a bucket; `cache` is a folder for downloads, of this
+    reader alone.
     """
     if str(location).partition("://")[0] in SCHEMES:
         return BucketStore(open_objects(str(location)), cache)
-    if len(urls := [url.strip() for url in str(location).split(",")]) > 1 and "://" in urls[0]:
-        return NearestStore([HttpStore(url, cache, token, 10.0, retries=1) for url in urls])
     if "://" in str(location):
         return HttpStore(str(location), cache, token)
     return WeightStore(Path(location))
@@ -111,20 +107,14 @@ class HttpStore:
         return self.url
 
     def head(self) -> int | None:
-        head = self.ask()
-        return None if head is None else head.listing.head
-
-    def ask(self) -> Head | None:
-        """Ask for HEAD; None in an empty store."""
         url = f"{self.url}/HEAD?manifests"
-        asked_at = time.time()
         try:
-            data, headers = self._get(url, MAX_BYTES, _NO_CACHE)
+            data = self._get(url, MAX_BYTES, _NO_CACHE)
         except NotThere:
             self._listing = None
             return None
         self._listing = Listing.from_text(data.decode(errors="replace"), url)
-        return Head.received(self._listing, headers, asked_at)
+        return self._listing.head
 
     def manifest(self, version: int) -> Manifest:
         listing = self._listing
@@ -161,9 +151,9 @@ class HttpStore:
         """Download a manifest: the one of a checksum, or, where that is empty, the present one."""
         url = f"{self.url}/{_folder(version)}/manifest.json"
         if not checksum:
-            return self._get(url, _MAX_MANIFEST, _NO_CACHE)[0]
+            return self._get(url, _MAX_MANIFEST, _NO_CACHE)
         for headers in ({}, _NO_CACHE):
-            data, _ = self._get(f"{url}?xxh3={checksum}", _MAX_MANIFEST, headers)
+            data = self._get(f"{url}?xxh3={checksum}", _MAX_MANIFEST, headers)
             if checksum_of(data) == checksum:
                 return data
             _log.warning("%s came damaged: it does not have the checksum of HEAD", url)
@@ -176,8 +166,12 @@ class HttpStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(part)  # checked again as if it had just come
-        for _ in range(2):
-            damage = self._download(url, part, file) or mismatch(part, file)
+        # The checksum makes it an address of these very bytes: a version that is rolled back and
+        # published again has others, and a cache between may keep each for ever. What it may have
+        # kept damaged has another address the second time.
+        for again in ("", "&again"):
+            address = f"{url}?xxh3={file.xxh3}{again}"
+            damage = self._download(address, part, file) or mismatch(part, file)
             if not damage:
                 return part.replace(path)
             part.unlink(missing_ok=True)
@@ -193,8 +187,8 @@ class HttpStore:
             if folder.name[1:].isdecimal() and int(folder.name[1:]) <= version:
                 shutil.rmtree(folder)
 
-    def _get(self, url: str, limit: int, headers: dict[str, str]) -> tuple[bytes, Message]:
-        """Return a whole answer of at most `limit` bytes, and its headers."""
+    def _get(self, url: str, limit: int, headers: dict[str, str]) -> bytes:
+        """Return a whole answer of at most `limit` bytes."""
         num_failures = 0
         while True:
             try:
@@ -211,7 +205,7 @@ class HttpStore:
             ) from cut
         time.sleep(pause_s(num_failures, self._backoff_s, _LONGEST_PAUSE_S))
 
-    def _read_all(self, url: str, limit: int, headers: dict[str, str]) -> tuple[bytes, Message]:
+    def _read_all(self, url: str, limit: int, headers: dict[str, str]) -> bytes:
         data = bytearray()
         with self._open(url, headers) as response:
             response.end_after(self._limit_s(limit))
@@ -222,15 +216,12 @@ class HttpStore:
                     raise StoreError(f"{url} is longer than {limit} bytes; {_IS_STORE}")
         if announced is not None and len(data) < announced:
             raise _Cut(f"the connection was cut after {len(data)} of {announced} bytes")
-        return bytes(data), response.headers
+        return bytes(data)
 
-    def _download(self, url: str, part: Path, file: File) -> str:
+    def _download(self, address: str, part: Path, file: File) -> str:
         """Complete `part` to the file's size; bytes that are there stay. Returns what is wrong with
         the server's file, empty when nothing is.
         """
-        # The checksum makes it an address of these very bytes: a version that is rolled back and
-        # published again has others, and a cache between may keep each for ever.
-        address = f"{url}?xxh3={file.xxh3}"
         num_failures, may_split = 0, True
         part.touch()
         while (num_held := part.stat().st_size) < file.num_bytes:
@@ -246,7 +237,7 @@ class HttpStore:
                     part.write_bytes(b"")
                 has_gained = part.stat().st_size > num_held + _CHUNK
                 num_failures = 1 if has_gained else num_failures + 1
-                self._pause(url, cut, num_failures)
+                self._pause(address.partition("?")[0], cut, num_failures)
         return ""
 
     def _append(self, url: str, part: Path, num_held: int, may_split: bool, num_bytes: int) -> str:

@@ -2,7 +2,7 @@
 ranges would do as well.
 
 A file that is asked for with its checksum (`?xxh3=...`) never changes at that address, so that
-caches and relays between may keep it. `HEAD?manifests` has the checksums of manifests (listing.py),
+caches between may keep it. `HEAD?manifests` has the checksums of manifests (listing.py),
 and those have the ones of data files: HEAD alone is asked for anew.
 
 Only HEAD and the manifests and safetensors files of published versions are served, and only to
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +28,11 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-SERVED = re.compile(
+_SERVED = re.compile(
     r"/(?:HEAD|v(?P<version>[0-9]{8,18})/"
     r"(?P<name>manifest\.json|[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors))"
 )
-
-FOR_EVER = "max-age=31536000, immutable"
+_FOR_EVER = "max-age=31536000, immutable"
 
 
 def serve(
@@ -54,36 +52,16 @@ def serve(
         readers = None if open_metrics else Access(token, tokens)
         return monitor(store.head, readers).watching(make_app(store, token, tokens))
 
-    serving.serve(
-        str(store),
-        app_for,
-        host,
-        port,
-        has_tokens=tokens is not None,
-    )
+    serving.serve(str(store), app_for, host, port, has_tokens=tokens is not None)
 
 
 def make_app(store: WeightStore, token: str, tokens: TokenFile | None = None) -> ASGIApp:
     """Build the ASGI application, for the owners of `token` and of `tokens`. It matches paths
     against one pattern, because a router also redirects.
     """
-    serving.require("starlette.concurrency")
-    from starlette.concurrency import run_in_threadpool
-
-    async def answer(request: Request) -> ASGIApp:
-        return await run_in_threadpool(_answer, store, request)
-
-    return guarded(answer, token, tokens)
-
-
-def guarded(
-    answer: Callable[[Request], Awaitable[ASGIApp]], token: str, tokens: TokenFile | None
-) -> ASGIApp:
-    """Build an application that answers the owners of `token` and of `tokens`, and those only who
-    read.
-    """
     access = Access(token, tokens)
     serving.require("starlette.requests")
+    from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse
 
@@ -96,7 +74,7 @@ def guarded(
         else:
             scope["admit"]()
             if request.method in ("GET", "HEAD"):
-                response = await answer(request)
+                response = await run_in_threadpool(_answer, store, request)
             else:
                 headers = {"Allow": "GET, HEAD"}
                 response = PlainTextResponse("the store is read-only\n", 405, headers)
@@ -112,7 +90,7 @@ def _answer(store: WeightStore, request: Request) -> Response:
     checksum = request.query_params.get("xxh3", "")
     if path is None or (checksum and not _has(store, path, checksum)):
         return PlainTextResponse("there is no such file\n", 404)
-    headers = {"Cache-Control": FOR_EVER if checksum else "no-cache"}
+    headers = {"Cache-Control": _FOR_EVER if checksum else "no-cache"}
     if path.suffix == ".safetensors":
         return FileResponse(path, headers=headers, media_type="application/octet-stream")
     media_type = "application/json" if path.suffix else "text/plain"
@@ -135,7 +113,7 @@ def _listing(store: WeightStore) -> bytes:
 
 def _find(store: WeightStore, path: str) -> Path | None:
     """Return the file for the path of a URL; None when there is none or it must not be seen."""
-    match = SERVED.fullmatch(path)
+    match = _SERVED.fullmatch(path)
     if match is None:
         return None
     if match["version"] is not None and not _is_published(store, int(match["version"])):
