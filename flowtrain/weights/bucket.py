@@ -13,12 +13,11 @@ from pathlib import Path
 
 from flowtrain.net.objects import MissingObject, Objects, StoreSilent, read_object
 from flowtrain.weights.checksums import mismatch
-from flowtrain.weights.manifest import File, Manifest, NotThere, StoreError
+from flowtrain.weights.manifest import MAX_MANIFEST, File, Manifest, NotThere, StoreError
 
 _log = logging.getLogger(__name__)
 
 _MAX_HEAD = 64
-MAX_MANIFEST = 64 << 20
 
 
 class BucketStore:

@@ -11,7 +11,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from math import prod
+from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from flowtrain.types import UserError
@@ -27,6 +28,8 @@ from flowtrain.weights.layout import (
 )
 
 FORMAT = 1
+MAX_MANIFEST = 64 << 20
+"""Longest manifest in bytes."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors of reading a record that has other fields than it should."""
@@ -52,6 +55,17 @@ class File:
     num_bytes: int
     xxh3: str
     """Checksum of the whole file in 16 hex digits."""
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """Read a file whole. Raises StoreError when it is a device, or longer than `limit` bytes."""
+    if not S_ISREG(path.stat().st_mode):
+        raise StoreError(f"{path} is no plain file")
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise StoreError(f"{path} is longer than {limit} bytes")
+    return data
 
 
 def total_bytes(files: Iterable[File]) -> int:
@@ -177,7 +191,7 @@ def check_format(path: object, found: int) -> None:
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
     spec = TensorSpec(str(record["dtype"]), tuple(int(n) for n in record["shape"]))
-    if any(n < 0 for n in spec.shape) or prod(spec.shape) * spec.torch_dtype.itemsize % 2:
+    if any(n < 0 for n in spec.shape) or spec.num_bytes % 2:
         raise ValueError(f"{spec} is no tensor of 16-bit words")
     return spec
 

@@ -26,14 +26,13 @@ from flowtrain.utils.text import printable
 from flowtrain.weights.bucket import BucketStore
 from flowtrain.weights.checksums import checksum_of, mismatch
 from flowtrain.weights.listing import MAX_BYTES, Listing
-from flowtrain.weights.manifest import File, Manifest, NotThere, Silent, StoreError
+from flowtrain.weights.manifest import MAX_MANIFEST, File, Manifest, NotThere, Silent, StoreError
 from flowtrain.weights.pieces import SMALLEST, in_pieces
 from flowtrain.weights.store import Source, WeightStore
 from flowtrain.weights.timed_http import Response, TimedHttp, TimedHttps
 
 _log = logging.getLogger(__name__)
 
-_MAX_MANIFEST = 64 << 20
 _CHUNK = 1 << 20
 _ALONE_S, _PATIENT_S = 4.0, 10.0
 """Seconds in which a connection gathers speed, at 300 ms too; then more help it with a file, if
@@ -151,9 +150,9 @@ class HttpStore:
         """Download a manifest: the one of a checksum, or, where that is empty, the present one."""
         url = f"{self.url}/{_folder(version)}/manifest.json"
         if not checksum:
-            return self._get(url, _MAX_MANIFEST, _NO_CACHE)
+            return self._get(url, MAX_MANIFEST, _NO_CACHE)
         for headers in ({}, _NO_CACHE):
-            data = self._get(f"{url}?xxh3={checksum}", _MAX_MANIFEST, headers)
+            data = self._get(f"{url}?xxh3={checksum}", MAX_MANIFEST, headers)
             if checksum_of(data) == checksum:
                 return data
             _log.warning("%s came damaged: it does not have the checksum of HEAD", url)

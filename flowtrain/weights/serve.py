@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowtrain.net import serving
 from flowtrain.net.credentials import Access, TokenFile
 from flowtrain.weights.checksums import checksum_of
-from flowtrain.weights.manifest import StoreError
+from flowtrain.weights.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
 from flowtrain.weights.measures import monitor
 from flowtrain.weights.store import WeightStore
 
@@ -88,13 +89,16 @@ def _answer(store: WeightStore, request: Request) -> Response:
 
     path = _find(store, request.scope["path"])
     checksum = request.query_params.get("xxh3", "")
-    if path is None or (checksum and not _has(store, path, checksum)):
+    if path is None or (checksum and not _has(path, checksum)):
         return PlainTextResponse("there is no such file\n", 404)
     headers = {"Cache-Control": _FOR_EVER if checksum else "no-cache"}
     if path.suffix == ".safetensors":
         return FileResponse(path, headers=headers, media_type="application/octet-stream")
     media_type = "application/json" if path.suffix else "text/plain"
-    data = path.read_bytes()
+    try:
+        data = read_whole(path, MAX_MANIFEST)
+    except StoreError as error:
+        return PlainTextResponse(f"{error}\n", 404)
     if not path.suffix and "manifests" in request.query_params:
         data = _listing(store) or data
     if path.suffix and checksum and checksum_of(data) != checksum:
@@ -123,15 +127,23 @@ def _find(store: WeightStore, path: str) -> Path | None:
     return file if file.is_relative_to(root) and file.is_file() else None
 
 
-def _has(store: WeightStore, path: Path, checksum: str) -> bool:
+def _has(path: Path, checksum: str) -> bool:
     """Tell whether the manifest gives the file that checksum; its own is checked when read."""
     if path.name == "manifest.json":
         return True
+    manifest = path.with_name("manifest.json")
     try:
-        manifest = store.manifest(int(path.parent.name[1:]))
-    except (StoreError, ValueError):
+        stat = manifest.stat()
+        return (path.name, checksum) in _files_at(manifest, stat.st_ino, stat.st_mtime_ns)
+    except (StoreError, FileNotFoundError):  # or it is collected just now
         return False
-    return any((file.name, file.xxh3) == (path.name, checksum) for file in manifest.files)
+
+
+@lru_cache(256)
+def _files_at(manifest: Path, _inode: int, _mtime_ns: int) -> frozenset[tuple[str, str]]:
+    """Return names and checksums of files: a manifest is parsed once for all parts of them."""
+    text = read_whole(manifest, MAX_MANIFEST).decode(errors="replace")
+    return frozenset((f.name, f.xxh3) for f in Manifest.from_json(text, str(manifest)).files)
 
 
 def _is_published(store: WeightStore, version: int) -> bool:

@@ -20,8 +20,14 @@ from typing import Protocol
 from flowtrain.utils.files import make_folder, put_folder, remove, replace_file, sync
 from flowtrain.utils.lock import Lock
 from flowtrain.weights.checksums import check, checksum_of
-from flowtrain.weights.listing import MOST, Listing
-from flowtrain.weights.manifest import File, Manifest, StoreError
+from flowtrain.weights.listing import MAX_BYTES, MOST, Listing
+from flowtrain.weights.manifest import (
+    MAX_MANIFEST,
+    File,
+    Manifest,
+    StoreError,
+    read_whole,
+)
 
 _VERSION = re.compile("[0-9]{1,18}")
 
@@ -55,7 +61,7 @@ class WeightStore:
         path = self.root / "HEAD"
         if not path.exists():
             return None
-        text = path.read_text(errors="replace").strip()
+        text = read_whole(path, MAX_BYTES).decode(errors="replace").strip()
         if not _VERSION.fullmatch(text):
             raise StoreError(
                 f"{path} holds {text[:40]!r}, not a version; write the number of the newest folder "
@@ -90,7 +96,8 @@ class WeightStore:
             raise StoreError(
                 f"version {version} is not in {self.root}; it holds {versions or 'nothing'}"
             )
-        manifest = Manifest.from_json(path.read_text(errors="replace"), str(path))
+        data = read_whole(path, MAX_MANIFEST)
+        manifest = Manifest.from_json(data.decode(errors="replace"), str(path))
         if manifest.version != version:
             raise StoreError(f"{path} describes version {manifest.version}; it was moved")
         return manifest
@@ -193,4 +200,4 @@ class WeightStore:
 @lru_cache(4 * MOST)
 def _checksum_at(path: Path, _inode: int, _mtime_ns: int) -> str:
     """Take the checksum of a file that is as it was when it was last asked for."""
-    return checksum_of(path.read_bytes())
+    return checksum_of(read_whole(path, MAX_MANIFEST))

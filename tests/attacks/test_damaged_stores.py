@@ -98,7 +98,9 @@ class Damage:
     def link_away(self) -> None:
         path = self.any_file()
         path.unlink()
-        path.symlink_to(self.rng.choice(("/etc/passwd", "/dev/null", "nowhere", str(path))))
+        path.symlink_to(
+            self.rng.choice(("/etc/passwd", "/dev/null", "/dev/zero", "nowhere", str(path)))
+        )
 
     def make_folder(self) -> None:
         path = self.any_file()

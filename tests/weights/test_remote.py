@@ -330,7 +330,7 @@ def test_redirects_are_refused(server: Misbehaving, filled: WeightStore, tmp_pat
 def test_endless_texts_are_cut_off(
     server: Misbehaving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_MAX_MANIFEST", 1 << 20)
+    monkeypatch.setattr(remote, "MAX_MANIFEST", 1 << 20)
     server.answers = {"manifest.json": [hs.endless]}
     source = store_at(server.url, tmp_path)
     with pytest.raises(StoreError, match=r"v00000003/manifest.json is longer than 1048576 bytes"):

@@ -77,6 +77,21 @@ def test_a_head_that_is_no_version_is_named(store: WeightStore, text: str) -> No
         store.head()
 
 
+@pytest.mark.parametrize("name", ["HEAD", "v00000001/manifest.json"])
+def test_a_file_without_an_end_is_refused(store: WeightStore, name: str) -> None:
+    publish(store, 1)
+    path = store.root / name
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(StoreError, match=rf"{name} is no plain file"):
+        pull(store, 1)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(StoreError, match=rf"{name} is longer than \d+ bytes"):
+        pull(store, 1)
+
+
 def test_a_head_that_points_nowhere_is_named(store: WeightStore) -> None:
     publish(store, 1)
     (store.root / "HEAD").write_text("7\n")
