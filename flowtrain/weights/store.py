@@ -12,6 +12,7 @@ and renamed, then HEAD is replaced: a reader sees a whole version or none.
 from __future__ import annotations
 
 import re
+import time
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -161,9 +162,10 @@ class WeightStore:
             for newer in versions[len(older) :]:
                 remove(self.folder(newer))
 
-    def garbage(self, keep: int) -> list[int]:
+    def garbage(self, keep: int, keep_s: float = 0.0) -> list[int]:
         """List the versions that the newest `keep` do not need: all before the full snapshot from
-        which the oldest of these is reached.
+        which the oldest of these is reached. In the first `keep_s` seconds of that one, those who
+        began before it may be loading the one that it replaces, which stays too.
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}: HEAD must lead to a version")
@@ -171,12 +173,16 @@ class WeightStore:
         if not versions:
             return []
         snapshot = self.manifest(versions[-keep:][0]).snapshot
+        age_s = time.time() - (self.folder(snapshot) / "manifest.json").stat().st_mtime
+        if age_s < keep_s and versions[0] < snapshot:
+            before = max(version for version in versions if version < snapshot)
+            snapshot = self.manifest(before).snapshot
         return [version for version in versions if version < snapshot]
 
-    def collect_garbage(self, keep: int) -> list[int]:
+    def collect_garbage(self, keep: int, keep_s: float = 0.0) -> list[int]:
         """Delete the versions that `garbage` lists, and return them."""
         with self.claim():
-            garbage = self.garbage(keep)
+            garbage = self.garbage(keep, keep_s)
             for version in garbage:
                 remove(self.folder(version))
         return garbage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,24 @@ def test_garbage_leaves_the_snapshot_and_the_deltas_that_lead_to_kept_versions(
         assert same_bits(pull(store, version), chain(version))
     assert store.collect_garbage(keep=1) == [6, 7, 8, 9, 10]
     assert same_bits(pull(store, 12), chain(12))
+
+
+def test_a_replaced_snapshot_stays_for_those_who_load_it(store: WeightStore) -> None:
+    """They began before there was the next one. Only the last one that was replaced stays, because
+    it is as large as the model.
+    """
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=2))
+    for version in range(1, 8):
+        publisher.publish(chain(version), version)
+    snapshots = [v for v in store.versions() if store.manifest(v).snapshot_files]
+    assert snapshots == [1, 3, 5, 7]
+    assert store.collect_garbage(1, keep_s=600.0) == [1, 2, 3, 4]
+    assert same_bits(pull(store, 5), chain(5))
+    path = store.folder(7) / "manifest.json"
+    os.utime(path, (0, path.stat().st_mtime - 599.0))
+    assert store.collect_garbage(1, keep_s=600.0) == []
+    os.utime(path, (0, path.stat().st_mtime - 2.0))
+    assert store.collect_garbage(1, keep_s=600.0) == [5, 6]
 
 
 # ---- manifests
