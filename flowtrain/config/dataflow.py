@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -19,9 +19,6 @@ class Dataflow(Section):
     """folder or bucket (s3://bucket/prefix, gs://, az://) for the groups themselves, of which the
     database then keeps keys and digests; the service and the trainers must reach it, empty: groups
     are in the database"""
-    uploads: Literal["service", "nodes"] = "service"
-    """who puts groups into dataflow.payloads: the service, or the nodes, which then need rights of
-    their own there; a node that fails to pushes through the service"""
     max_staleness: int = Field(4, ge=0)
     """versions by which a trained token may be older than the weights that a step trains"""
     max_waiting: int = Field(0, ge=0)
@@ -54,15 +51,6 @@ class Dataflow(Section):
     flowtrain.selectors"""
     selector_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the selector"""
-    audit_share: float = Field(0.0, ge=0, le=1)
-    """share of the groups that an auditor (python -m flowtrain.node --audit) checks; above 0 a node
-    that it finds to have lied is shut out, and what waits of its groups is dropped"""
-    audit: Literal["score", "sample"] = "score"
-    """what an auditor does with a group: score its tokens in a forward pass, and its answers; or
-    roll it out again"""
-    audit_bound: float = Field(0.1, ge=0)
-    """largest mean difference to the auditor's log-probs, in nats, of a group that is believed, and
-    a twentieth of the largest of a token; 0: none, which train.exact makes so"""
     replay_share: float = Field(0.0, ge=0, lt=1)
     """share of a batch that consists of groups trained before, the latest first; max_staleness
     holds for them too"""

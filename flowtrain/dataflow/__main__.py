@@ -161,15 +161,6 @@ def _replay(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 1 if found.differences else 0
 
 
-def _gc(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    from flowtrain.dataflow.ledger import collect_database
-
-    _nothing_else(rest)
-    orphans, deleted = collect_database(options.database, options.payloads, options.older_than)
-    print(f"{orphans:,} orphans found, {deleted:,} objects deleted")
-    return 0
-
-
 def _config(args: Sequence[str]) -> Config:
     config = parse(args)
     assert config is not None, "--help has been answered"
@@ -200,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_database(server, "made where there is none; several services may have one on PostgreSQL")
     add_server(server, 8400)
 
-    summary = "issue, list or revoke tokens of nodes, trainers and auditors, for one name each"
+    summary = "issue, list or revoke tokens of nodes, trainers and monitors, for one name each"
     token = commands.add("token", _token, summary, example="issue eu-1 --tokens tokens.json")
     text = "issue prints a new token, which is stored nowhere; servers see changes at once"
     token.add_argument("action", choices=("issue", "list", "revoke"), help=text)
@@ -227,15 +218,6 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("--json", action="store_true", help="print a record for programs")
     text = "dataflow.payloads of the run: read every group there too, and compare its digest"
     audit.add_argument("--payloads", default="", metavar="URL", help=text)
-
-    summary = "delete groups in dataflow.payloads that nobody needs; a service does so by itself"
-    example = f"{database} --payloads s3://bucket/groups"
-    collect = commands.add("gc", _gc, summary, example=example)
-    _add_database(collect, "it may be in use")
-    text = "dataflow.payloads of the run"
-    collect.add_argument("--payloads", required=True, metavar="URL", help=text)
-    text = "seconds after which an object without a group is an orphan (default: a day)"
-    collect.add_argument("--older-than", type=_seconds, default=86400.0, metavar="S", help=text)
 
     summary = "make every decision of the rules again, and show the first that differs"
     again = commands.add("replay", _replay, summary, example=run_options)

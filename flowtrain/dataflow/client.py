@@ -19,14 +19,12 @@ import httpx2
 from flowtrain import __version__
 from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import (
-    AuditRequest,
     Batch,
     BatchRequest,
     Done,
     Evaluate,
     EvaluationRequest,
     EvaluationState,
-    Finding,
     Join,
     Joined,
     LeaseRequest,
@@ -41,7 +39,6 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
     Renewed,
-    ToAudit,
     Unavailable,
 )
 from flowtrain.dataflow.wire import (
@@ -144,12 +141,6 @@ class Client:
 
     def evaluation(self, request: EvaluationRequest) -> EvaluationState:
         return self._ask("evaluation", request)
-
-    def to_audit(self, request: AuditRequest) -> ToAudit:
-        return self._ask("to_audit", request)
-
-    def found(self, request: Finding) -> Done:
-        return self._ask("found", request)
 
     def status(self) -> dict[str, Any]:
         return self._ask("status")

@@ -151,25 +151,12 @@ class Renewed:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPayload:
-    """A payload in the object store of the run (`dataflow.payloads`)."""
-
-    key: str
-    """`<run>/<work item>-<attempt>-<32 random hexadecimal digits>`."""
-    num_bytes: int
-    sha256: str
-    """Of the payload, as hexadecimal digits."""
-
-
-@dataclass(frozen=True, slots=True)
 class Push:
     node: str
     work_item: int
     attempt: int
     payload: bytes
-    """The group, packed by `codec.pack_group`; its trajectories are scored. Empty with `stored`."""
-    stored: StoredPayload | None = None
-    """Where the node has put the payload; the service fetches it from there and checks it."""
+    """The group, packed by `codec.pack_group`; its trajectories are scored."""
     sampled: Mapping[str, int] = field(default_factory=dict)
     """As in `LeaseRequest`; the tokens of this group are among them."""
 
@@ -241,6 +228,17 @@ class BatchRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPayload:
+    """A payload in the object store of the run (`dataflow.payloads`)."""
+
+    key: str
+    """`<run>/<work item>-<attempt>-<32 random hexadecimal digits>`."""
+    num_bytes: int
+    sha256: str
+    """Of the payload, as hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
 class AssignedGroup:
     """A group in the batch of a step."""
 
@@ -262,7 +260,7 @@ class Batch:
     """Groups that the batch still lacks."""
     stats: Mapping[str, float] = field(default_factory=dict)
     """For the log: staleness_mean, staleness_max, num_buffered, num_leased, num_replayed, num_ and
-    each reason to leave groups out (stale, filtered, surplus, empty, distrusted), and tokens per
+    each reason to leave groups out (stale, filtered, surplus, empty), and tokens per
     group in stale_tokens_mean and assigned_tokens_mean."""
 
 
@@ -335,36 +333,6 @@ class EvaluationState:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditRequest:
-    """The auditor of that name asks for a group to check."""
-
-    auditor: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToAudit:
-    policies: Mapping[str, PolicyState]
-    lease: Lease | None = None
-    """That of the group; None: there is none now."""
-    payload: bytes = b""
-    """Empty with `stored`, as in `AssignedGroup`."""
-    stored: StoredPayload | None = None
-    is_over: bool = False
-    """There will be none: training is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    auditor: str
-    work_item: int
-    attempt: int
-    problem: str = ""
-    """Empty for a group that is as it should be."""
-    is_lie: bool = False
-    """Its node is shut out; otherwise a problem says why nobody could tell."""
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
     """The empty answer."""
 
@@ -391,10 +359,6 @@ class Dataflow(Protocol):
     def evaluate(self, request: Evaluate) -> Done: ...
 
     def evaluation(self, request: EvaluationRequest) -> EvaluationState: ...
-
-    def to_audit(self, request: AuditRequest) -> ToAudit: ...
-
-    def found(self, request: Finding) -> Done: ...
 
     def status(self) -> dict[str, Any]:
         """Return a report for people and programs, as JSON types."""

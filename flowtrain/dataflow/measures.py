@@ -21,10 +21,10 @@ _NAME = "flowtrain_dataflow"
 _GONE_S = 3600.0
 """Seconds after which a node that is silent counts as gone for good."""
 _STATES = {"fresh": "waiting", "assigned": "trained"} | {
-    state: state for state in ("stale", "filtered", "surplus", "empty", "distrusted")
+    state: state for state in ("stale", "filtered", "surplus", "empty")
 }
 """States of groups by the ledger's words for them."""
-_ENDINGS = {"ran out": "ran_out", "node began anew": "node_began_anew", "node lied": "node_lied"}
+_ENDINGS = {"ran out": "ran_out", "node began anew": "node_began_anew"}
 _FATES = frozenset(
     (
         *(
@@ -38,7 +38,7 @@ _FATES = frozenset(
             "failed",
         ),
         *("no_signal", "no_weight", "skipped", "too_long", "token", "advantage", "logprob"),
-        *("empty", "stale", "filtered", "surplus", "distrusted"),
+        *("empty", "stale", "filtered", "surplus"),
     )
 )
 """Trainers name fates of tokens; what is none of these is `other`."""

@@ -1,5 +1,5 @@
-"""Payloads of groups in an object store (`dataflow.payloads`): whoever makes one puts it there, the
-ledger keeps its key, size and SHA-256, and the trainer fetches it by these.
+"""Payloads of groups in an object store (`dataflow.payloads`): the service puts them there, the
+ledger keeps key, size and SHA-256 of each, and the trainer fetches it by these.
 
 A key is used once, so that uploads which are repeated, or of rival attempts, replace nothing. The
 digest is cryptographic: other bytes than those that the ledger has checked are not trained, whoever
@@ -9,8 +9,6 @@ may write to the store.
 from __future__ import annotations
 
 import hashlib
-import re
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +20,6 @@ from flowtrain.dataflow.wire import MAX_PUSH_BYTES
 from flowtrain.net.objects import MissingObject, StoreSilent, open_objects, read_object
 from flowtrain.types import UserError
 
-_NAME = re.compile(r"(-?[0-9]{1,18})-([0-9]{1,18})-[0-9a-f]{32}")
-_BROKEN = re.compile(rf"\.{_NAME.pattern}\.[0-9a-f]{{8}}")
-"""Name of the beginning of an object, where a process was killed that wrote it to a folder."""
 _NUM_FETCHING = 8
 
 
@@ -41,8 +36,10 @@ class PayloadStore:
     def __str__(self) -> str:
         return self._objects.url
 
-    def put(self, work_item: int, attempt: int, payload: bytes) -> StoredPayload:
-        key = f"{self._run}/{work_item}-{attempt}-{uuid.uuid4().hex}"
+    def new_key(self, work_item: int, attempt: int) -> str:
+        return f"{self._run}/{work_item}-{attempt}-{uuid.uuid4().hex}"
+
+    def put(self, key: str, payload: bytes) -> StoredPayload:
         with _available():
             self._objects.put(key, payload)
         return StoredPayload(key, len(payload), hashlib.sha256(payload).hexdigest())
@@ -71,26 +68,6 @@ class PayloadStore:
                 for each, payload in zip(batch.groups, payloads, strict=True)
             ]
         return replace(batch, groups=tuple(groups))
-
-    def owner(self, key: str) -> tuple[int, int] | None:
-        """(work item, attempt) for which a key was made; None for any other object."""
-        run, _, name = key.partition("/")
-        match = _NAME.fullmatch(name)
-        return None if run != self._run or match is None else (int(match[1]), int(match[2]))
-
-    def older(self, than_s: float) -> list[str]:
-        """List the objects of this run that were written at least so many seconds ago, also those
-        that have only begun.
-        """
-        with _available():
-            records = list(self._objects.list(self._run))
-        limit_s = time.time() - than_s
-        return [
-            each.key
-            for each in records
-            if each.modified_s <= limit_s
-            and (self.owner(each.key) or _BROKEN.fullmatch(each.key.partition("/")[2]))
-        ]
 
     def delete(self, keys: Sequence[str]) -> None:
         with _available():

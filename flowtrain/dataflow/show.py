@@ -9,7 +9,7 @@ from flowtrain.metrics.tables import aligned
 from flowtrain.types import account_of
 from flowtrain.utils.text import printable
 
-_LEFT_OUT = ("stale", "filtered", "surplus", "empty", "distrusted")
+_LEFT_OUT = ("stale", "filtered", "surplus", "empty")
 """Why a group is not trained, in the ledger's words: too old, rejected by the group filter, more
 than the trainer can use, without a token to train, of a node that lied."""
 
@@ -32,7 +32,6 @@ def status_text(status: Mapping[str, Any]) -> str:
         _policies(status["policies"]),
         _groups(status["policies"]),
         _tokens(status["policies"]),
-        _audits(status["audits"]),
         _nodes(status["nodes"]),
     ]
     return "\n".join(part for part in parts if part)
@@ -87,14 +86,6 @@ def _tokens(policies: Mapping[str, Any]) -> str:
     """A line per policy: what was sampled, and where it went."""
     accounts = {name: account_of(policy["tokens"]) for name, policy in policies.items()}
     return "".join(f"tokens of {name}: {found.text()}\n" for name, found in accounts.items())
-
-
-def _audits(audits: Mapping[str, Any]) -> str:
-    if not audits["groups"]:
-        return ""
-    counts = ", ".join(f"{num:,} {state}" for state, num in audits["groups"].items())
-    lies = [f"{node} is shut out: {problem}" for node, problem in audits["distrusted"].items()]
-    return "".join(f"{printable(line, keep='')}\n" for line in (f"groups audited: {counts}", *lies))
 
 
 def _nodes(nodes: Mapping[str, Any]) -> str:

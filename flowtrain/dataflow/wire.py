@@ -25,7 +25,7 @@ MAX_WAIT_S = 30.0
 """Longest time that an answer may wait for a batch to fill."""
 PASSING = (408, 425, 429)
 """Statuses besides 5xx after which a repeated request may succeed."""
-_ASKERS = {"node": Role.NODE, "policy": Role.TRAINER, "auditor": Role.AUDITOR}
+_ASKERS = {"node": Role.NODE, "policy": Role.TRAINER}
 """Which field of a request names who asks, and the role of whoever has a name there."""
 _MAX_BYTES, MAX_PUSH_BYTES = 1 << 20, 64 << 20
 """Largest bodies: of any request, and of a push, which is also the largest payload, or of questions
@@ -61,8 +61,6 @@ def _methods() -> Mapping[str, Method]:
             request = kinds.get("request")
             max_bytes = MAX_PUSH_BYTES if name in ("push", "evaluate") else _MAX_BYTES
             roles, named_by = _askers(request)
-            if name == "join":  # an auditor learns the options as a node does
-                roles = (*roles, Role.AUDITOR)
             found[name] = Method(request, kinds["return"], max_bytes, roles, named_by)
     return MappingProxyType(found)
 

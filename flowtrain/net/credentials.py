@@ -40,8 +40,6 @@ class Role(StrEnum):
     """Take part as the node of that name."""
     TRAINER = "trainer"
     """Train the policy of that name."""
-    AUDITOR = "auditor"
-    """Read groups and say which are lies, as the auditor of that name."""
     MONITOR = "monitor"
     """No more than everybody may, which includes the metrics."""
 

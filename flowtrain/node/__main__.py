@@ -45,8 +45,6 @@ OWN_KEYS = (
     "vllm.*",
     "weights.verify_every",
     "dataflow.wait_s",
-    "dataflow.payloads",
-    "dataflow.uploads",
     "engines.*.base_url",
     "engines.*.api_key_env",
     "engines.*.model",
@@ -89,7 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options.num_groups,
                 args=args,
                 token=token,
-                audits=options.audit,
             )
     except (UserError, Refused, Unavailable, EngineError) as error:
         say(f"{_COMMAND}: {error}", "error")
@@ -145,12 +142,6 @@ def _parser() -> argparse.ArgumentParser:
         choices=("plain", "json"),
         default="plain",
         help="of what is printed: for people, or a JSON object a line (default: plain)",
-    )
-    parser.add_argument(
-        "--audit",
-        action="store_true",
-        help="make no rollouts and push no groups: check the share dataflow.audit_share of those "
-        "that other nodes push",
     )
     return parser
 

@@ -9,16 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
-from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.engines.protocol import EngineError
-from flowtrain.node.auditor import Auditor, check_audit
 from flowtrain.node.membership import Membership
 from flowtrain.node.node import Node
 from flowtrain.node.progress import NodeProgress
@@ -40,10 +37,8 @@ def run(
     *,
     args: Sequence[str],
     token: str,
-    audits: bool = False,
 ) -> None:
-    """Serve until a signal, `num_groups` groups (0: any number), or the end of training; with
-    `audits` check the groups of other nodes.
+    """Serve until a signal, `num_groups` groups (0: any number), or the end of training.
 
     `stores` has locations of weight stores by policy, `args` config options over those of the run.
     Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup of unforeseen errors.
@@ -51,14 +46,10 @@ def run(
     with Client(url, token) as client:
         config = parse_over(Membership.join(client, name, {}).joined.config, args)
     check(config)
-    serve = partial(_serve, num_groups=num_groups, token=token)
-    if audits:
-        check_audit(config)
-        serve = partial(_audit, token=token)
     with Client(url, token, config.dataflow.wait_s) as client:
         while True:
             try:
-                return serve(client, config, name, stores)
+                return _serve(client, config, name, stores, num_groups=num_groups, token=token)
             except (PoliciesChanged, ExceptionGroup) as error:
                 if isinstance(error, ExceptionGroup) and not error.subgroup(PoliciesChanged):
                     raise _cause(error) from None
@@ -77,8 +68,7 @@ def _serve(
     """Serve until the node is stopped. Raises PoliciesChanged, alone or in a group."""
     locations = _wait_for_trainers(client, config, stores, name)
     with make_sampler(config, locations, token) as sampler:
-        payloads = config.dataflow.payloads if config.dataflow.uploads == "nodes" else ""
-        member = Membership.join(client, name, sampler.layouts, payloads, sampler.meter.read)
+        member = Membership.join(client, name, sampler.layouts, sampler.meter.read)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.joined.policies)
@@ -100,20 +90,6 @@ def _serve(
     print(f"{name}: {num_pushed} groups pushed", file=sys.stderr)
 
 
-def _audit(
-    client: Dataflow, config: Config, name: str, stores: Mapping[str, str], *, token: str
-) -> None:
-    """Check groups until the auditor is stopped, or training ends."""
-    locations = _wait_for_trainers(client, config, stores, name)
-    with make_sampler(config, locations, token) as sampler:
-        joined = Membership.join(client, name, sampler.layouts).joined
-        url = config.dataflow.payloads
-        payloads = PayloadStore(url, joined.run) if url else None
-        auditor = Auditor(client, name, config, sampler, payloads)
-        asyncio.run(_until_signalled(auditor))
-    print(f"{name}: {auditor.tally.text()}", file=sys.stderr)
-
-
 def _wait_for_trainers(
     client: Dataflow, config: Config, stores: Mapping[str, str], name: str
 ) -> dict[str, str]:
@@ -132,13 +108,7 @@ def _wait_for_trainers(
         time.sleep(_ASK_AGAIN_S)
 
 
-class _Server(Protocol):
-    def stop(self) -> None: ...
-
-    async def run(self) -> Any: ...
-
-
-async def _until_signalled(node: _Server) -> Any:
+async def _until_signalled(node: Node) -> int:
     signalled_at = 0.0
 
     def end() -> None:

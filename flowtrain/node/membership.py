@@ -5,7 +5,6 @@ its renewals from a thread of their own, so that a busy event loop loses no leas
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 import time
@@ -13,7 +12,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from typing import TypeVar
 
 from flowtrain.dataflow.contract import (
@@ -28,12 +26,8 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
     Renewed,
-    Unavailable,
 )
-from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.utils.threads import settle
-
-_log = logging.getLogger(__name__)
 
 _Q = TypeVar("_Q")
 _A = TypeVar("_A")
@@ -56,20 +50,13 @@ class Membership:
         dataflow: Dataflow,
         request: Join,
         joined: Joined,
-        payloads: str = "",
         sampled: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """
-        Args:
-            payloads: the object store into which this node puts payloads; empty: the service does
-                what has to be done.
-            sampled: counts the tokens that this process has sampled, by policy.
-        """
+        """`sampled` counts the tokens that this process has sampled, by policy."""
         self.joined = joined
         self._dataflow = dataflow
         self._sampled = sampled
         self._request = request
-        self._payloads = PayloadStore(payloads, joined.run) if payloads else None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "dataflow")
         self._sent: list[float] = []
         """When the requests without an answer were sent."""
@@ -80,12 +67,11 @@ class Membership:
         dataflow: Dataflow,
         name: str,
         layouts: Mapping[str, str],
-        payloads: str = "",
         sampled: Callable[[], Mapping[str, int]] = dict,
     ) -> Membership:
         """Join as a new process: the dataflow keeps the layouts that a process announced first."""
         request = Join(name, uuid.uuid4().hex, layouts)
-        return cls(dataflow, request, dataflow.join(request), payloads, sampled)
+        return cls(dataflow, request, dataflow.join(request), sampled)
 
     @property
     def silent_s(self) -> float:
@@ -145,16 +131,7 @@ class Membership:
 
     async def push(self, lease: Lease, payload: bytes) -> Pushed:
         request = Push(self._request.node, *key_of(lease), payload, sampled=self._sampled())
-        return await self._ask(self._push, request)
-
-    def _push(self, request: Push) -> Pushed:
-        if self._payloads is not None:
-            try:
-                stored = self._payloads.put(request.work_item, request.attempt, request.payload)
-                request = replace(request, payload=b"", stored=stored)
-            except Unavailable as error:
-                _log.warning("%s; the group goes through the service", error)
-        return self._dataflow.push(request)
+        return await self._ask(self._dataflow.push, request)
 
     async def release(
         self, leases: Iterable[LeaseKey], reason: str, is_failure: bool = False

@@ -37,8 +37,6 @@ class Sampler:
     """The parts of a node that make rollouts."""
 
     rollout: Rollout
-    score: Callable[[Trajectory], Awaitable[Trajectory]]
-    """Scores a rollout as `rollout` does."""
     answer: Answer
     engines: Mapping[str, Engine]
     meter: Meter
@@ -105,7 +103,7 @@ def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> It
         )
         rollout = _make_rollout(components, agent, engines, score)
         answer = _make_answer(components, engines, judge, cleanup)
-        yield Sampler(rollout, score, answer, engines, meter, stores, layouts, branching)
+        yield Sampler(rollout, answer, engines, meter, stores, layouts, branching)
 
 
 def _make_rollout(

@@ -139,7 +139,6 @@ def test_a_terminal_takes_no_commands_from_nodes() -> None:
         "tasks": {"asked": 0, "admitted": 0},
         "policies": {},
         "evaluations": [],
-        "audits": {"groups": {"lie": 1}, "distrusted": {"n\x1b1": "\x07"}},
     }
     text = status_text({**status, "lost_leases": {"\x07": 1}, "nodes": {"n\x1b1": node}})
     assert all(letter.isprintable() for letter in text.replace("\n", "")) and r"n\x1b1" in text

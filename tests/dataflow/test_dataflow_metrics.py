@@ -134,7 +134,7 @@ def test_any_token_of_the_file_may_scrape_and_a_monitors_no_more(used: Any, tmp_
     with running(app(used, tokens=TokenFile(path))) as url:
         assert scrape(url, token)[f"{_NAME}_up"] == 1
         headers = {"Authorization": f"Bearer {token}"}
-        for method in ("join", "lease", "push", "register", "batch", "progress", "to_audit"):
+        for method in ("join", "lease", "push", "register", "batch", "progress"):
             answer = httpx2.post(f"{url}/v6/{method}", headers=headers)
             assert answer.status_code == 403, method
         assert httpx2.get(f"{url}/metrics").status_code == 401

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import (
     BatchRequest,
     Join,
-    Lease,
     Progress,
     Push,
     Refused,
@@ -30,14 +27,12 @@ from flowtrain.dataflow.contract import (
     Unavailable,
 )
 from flowtrain.dataflow.ledger import Ledger, audit_database
+from flowtrain.dataflow.ledger.garbage import PUSH_S
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.net.objects import Folder, open_objects
-from flowtrain.node.membership import Membership
 from flowtrain.types import UserError
 from tests.s3_server import ENVIRONMENT, s3_server
-
-OLD_S = 10_000.0
 
 
 class Place:
@@ -56,10 +51,9 @@ class Place:
     def keys(self) -> set[str]:
         return {each.key for each in open_objects(self.url).list()}
 
-    def uploaded(self, each: Lease, **kind: Any) -> Push:
-        """A push of a payload that the node has put into the store."""
-        stored = self.store.put(each.work_item, each.attempt, pack_group(group(each.task, **kind)))
-        return Push("n1", each.work_item, each.attempt, b"", stored)
+    def collect(self) -> int:
+        assert self.flow.collector is not None
+        return self.flow.collector.collect()
 
     def payloads(self, step: int) -> list[bytes]:
         batch = self.flow.batch(BatchRequest("planner", step))
@@ -78,11 +72,11 @@ def check(place: Place) -> None:
     assert audit_database(place.database, place.url).problems == ()
 
 
-def test_a_batch_names_what_service_and_node_have_put_into_the_store(place: Place) -> None:
+def test_a_batch_names_what_the_service_has_put_into_the_store(place: Place) -> None:
     first, second = lease(place.flow, 2)
     assert push(place.flow, first) == "committed"
-    request = place.uploaded(second)
-    assert [place.flow.push(request).status for _ in range(2)] == ["committed", "duplicate"]
+    assert [push(place.flow, second) for _ in range(2)] == ["committed", "duplicate"]
+    assert len(place.keys()) == 3 and place.collect() == 1, "that of the duplicate"
     assert len(place.keys()) == 2
     tasks = [unpack_group(payload).trajectories[0].task for payload in place.payloads(1)]
     assert tasks == [first.task, second.task]
@@ -98,25 +92,14 @@ def test_payloads_leave_the_store_when_no_checkpoint_needs_them(place: Place) ->
         push(place.flow, each)
     place.payloads(1)
     place.flow.progress(Progress("planner", 1, 0))
-    assert place.flow.collector is not None and place.flow.collector.collect() == 0
+    assert place.collect() == 0
     place.payloads(2)
     place.flow.progress(Progress("planner", 2, 1))
     assert len(place.keys()) == 4, "deleted by the collector alone"
-    assert place.flow.collector.collect() == 2
-    assert {place.store.owner(key) for key in sorted(place.keys())} == {
-        (each.work_item, 1) for each in leases[2:]
-    }
+    assert place.collect() == 2
+    numbers = {key.partition("/")[2].partition("-")[0] for key in sorted(place.keys())}
+    assert numbers == {str(each.work_item) for each in leases[2:]}
     assert len(place.payloads(2)) == 2
-    check(place)
-
-
-def test_the_loser_of_two_uploads_is_deleted_and_the_winner_stays(place: Place) -> None:
-    (each,) = lease(place.flow)
-    first, second = place.uploaded(each), place.uploaded(each)
-    answers = [place.flow.push(request).status for request in (first, second, first)]
-    assert answers == ["committed", "duplicate", "duplicate"]
-    assert place.flow.collector is not None and place.flow.collector.collect() == 1
-    assert first.stored is not None and place.keys() == {first.stored.key}
     check(place)
 
 
@@ -126,94 +109,74 @@ def test_groups_that_nobody_trains_leave_nothing_in_the_store(
     flow = ledger(database, payloads=str(tmp_path / "store"), group_filter="mixed")
     joined(flow)
     flow.register(planner())
-    first, second = lease(flow, 2)
-    place = PayloadStore(str(tmp_path / "store"), flow.run)
-    stored = place.put(first.work_item, 1, pack_group(group(first.task, rewards=(1.0,))))
-    request = Push("n1", first.work_item, 1, b"", stored)
-    assert flow.push(request).status == "committed"
-    push(flow, second, rewards=(0.0,))
-    assert flow.collector is not None and flow.collector.collect() == 2
+    push(flow, lease(flow)[0], rewards=(0.0,))
+    assert flow.collector is not None and flow.collector.collect() == 1
     assert not list(open_objects(str(tmp_path / "store")).list())
-    assert flow.push(request).status == "duplicate", "a push that comes again after the deletion"
     flow.close()
 
 
-def test_the_service_believes_nobody(place: Place, tmp_path: Path) -> None:
-    first, second = lease(place.flow, 2)
-    good = place.uploaded(first)
-    assert good.stored is not None
-    other = place.uploaded(second).stored
-    data = b"x" * good.stored.num_bytes
-    for stored, problem in (
-        (replace(good.stored, sha256=hashlib.sha256(data).hexdigest()), "holds other bytes"),
-        (replace(good.stored, num_bytes=good.stored.num_bytes + 1), "holds other bytes"),
-        (other, "is no key of this run, work item and attempt"),
-        (StoredPayload("../../etc/passwd", 1, ""), "is no key of this run"),
-        (StoredPayload(f"{'0' * 32}/1-1-{'0' * 32}", 1, ""), "is no key of this run"),
-        (StoredPayload(f"{place.flow.run}/1-1-{'0' * 32}", 1, ""), "is not there"),
-    ):
-        with pytest.raises(Refused, match=problem):
-            place.flow.push(replace(good, stored=stored))
-    junk = place.store.put(1, 1, b"junk")
-    with pytest.raises(Refused, match="malformed group"):
-        place.flow.push(replace(good, stored=junk))
-    with pytest.raises(Refused, match="was not leased to 'n2'"):
-        place.flow.push(replace(good, node="n2"))
-    assert place.flow.push(good).status == "committed"
-    place.flow.push(place.uploaded(second))
-    (tmp_path / "store" / good.stored.key).write_bytes(data)
+def test_other_bytes_than_those_that_were_pushed_are_found(place: Place, tmp_path: Path) -> None:
+    for each in lease(place.flow, 2):
+        push(place.flow, each)
+    key = min(place.keys())
+    (tmp_path / "store" / key).write_bytes(b"x" * (tmp_path / "store" / key).stat().st_size)
     with pytest.raises(Refused, match="holds other bytes than those that were pushed"):
         place.payloads(1)
     problems = audit_database(place.database, place.url).problems
     assert len(problems) == 1 and problems[0].endswith(
         "holds other bytes than those that were pushed (1)"
     )
-    (tmp_path / "store" / good.stored.key).unlink()
+    (tmp_path / "store" / key).unlink()
     assert "is not there (1)" in audit_database(place.database, place.url).problems[0]
 
 
-def test_orphans_are_swept_when_they_are_old(place: Place) -> None:
-    first, second = lease(place.flow, 2)
-    committed, orphan = place.uploaded(first), place.uploaded(second)
-    place.flow.push(committed)
-    assert committed.stored is not None and orphan.stored is not None
-    root = Path(place.url)
-    (root / f"{place.flow.run}/.1-1-{'0' * 32}.01234567").write_bytes(b"a put that was killed")
-    others = ("mine.txt", "other-run/1-1-" + "0" * 32, f"{place.flow.run}/mine.txt")
-    for name in others:
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_bytes(b"not ours")
-    collector = place.flow.collector
-    assert collector is not None and (collector.sweep(OLD_S), collector.collect()) == (0, 0)
-    for path in root.rglob("*"):
-        os.utime(path, (0, 0))
-    assert (collector.sweep(OLD_S), collector.sweep(OLD_S), collector.collect()) == (2, 0, 2)
-    assert place.keys() == {committed.stored.key, *others}
-    with pytest.raises(Refused, match="is not there"):
-        place.flow.push(orphan)
-    check(place)
-
-
-def test_a_push_that_was_checked_before_the_sweep_is_not_committed_after_it(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+def test_the_object_of_a_push_that_was_cut_off_goes_when_no_push_can_be_that_old(
+    database: str, tmp_path: Path
 ) -> None:
+    clock = Clock()
+    place = Place(database, str(tmp_path / "store"), clock)
+    first, second = lease(place.flow, 2)
+    push(place.flow, first)
+    kept = place.keys()
+
+    def cut_off(self: PayloadStore, key: str, payload: bytes) -> StoredPayload:
+        put(self, key, payload)
+        raise Unavailable("cut off")
+
+    put, PayloadStore.put = PayloadStore.put, cut_off  # type: ignore[method-assign]
+    try:
+        with pytest.raises(Unavailable, match="cut off"):
+            push(place.flow, second)
+    finally:
+        PayloadStore.put = put  # type: ignore[method-assign]
+    assert place.collect() == 0 and len(place.keys()) == 2, "its push may be under way"
+    clock.now += PUSH_S + 1
+    assert place.collect() == 1 and place.keys() == kept
+    place.flow.close()
+
+
+def test_a_push_that_waited_for_too_long_is_not_committed_without_its_object(
+    database: str, tmp_path: Path
+) -> None:
+    clock = Clock()
+    place = Place(database, str(tmp_path / "store"), clock)
     (each,) = lease(place.flow)
-    request = place.uploaded(each)
-    get = PayloadStore.get
 
-    def swept(self: PayloadStore, stored: StoredPayload) -> bytes:
-        data = get(self, stored)
-        os.utime(Path(place.url) / stored.key, (0, 0))
-        assert place.flow.collector is not None
-        assert (place.flow.collector.sweep(OLD_S), place.flow.collector.collect()) == (1, 1)
-        return data
+    def late(self: PayloadStore, key: str, payload: bytes) -> StoredPayload:
+        stored = put(self, key, payload)
+        clock.now += PUSH_S + 1
+        assert place.collect() == 1
+        return stored
 
-    monkeypatch.setattr(PayloadStore, "get", swept)
-    with pytest.raises(Refused, match="has been deleted"):
-        place.flow.push(request)
-    monkeypatch.undo()
-    assert place.flow.push(place.uploaded(each)).status == "committed"
+    put, PayloadStore.put = PayloadStore.put, late  # type: ignore[method-assign]
+    try:
+        with pytest.raises(Unavailable, match="push again"):
+            push(place.flow, each)
+    finally:
+        PayloadStore.put = put  # type: ignore[method-assign]
+    assert push(place.flow, each) == "committed"
     check(place)
+    place.flow.close()
 
 
 def test_nodes_and_trainers_hear_where_the_store_is(
@@ -233,72 +196,30 @@ def test_what_waits_in_a_store_needs_the_store(place: Place) -> None:
         ledger(place.database)
 
 
-def test_a_service_without_a_store_takes_no_keys(database: str, tmp_path: Path) -> None:
-    flow = ledger(database)
-    joined(flow)
-    flow.register(planner())
-    (each,) = lease(flow)
-    stored = PayloadStore(str(tmp_path), flow.run).put(each.work_item, 1, b"x")
-    with pytest.raises(Refused, match="this service has no object store"):
-        flow.push(Push("n1", each.work_item, 1, b"", stored))
-    flow.close()
-
-
-@pytest.mark.parametrize("has_rights", [True, False])
-def test_a_node_that_cannot_upload_pushes_through_the_service(
-    tmp_path: Path, has_rights: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = Place(str(tmp_path / "l.db"), str(tmp_path / "store"))
-    if not has_rights:
-        (tmp_path / "file").write_text("")
-    url = place.url if has_rights else str(tmp_path / "file")
-    request = Join("n1", "a")
-    member = Membership(place.flow, request, place.flow.join(request), url)
-    seen: list[Push] = []
-    push_to, place.flow.push = place.flow.push, lambda push: seen.append(push) or push_to(push)  # type: ignore[func-returns-value]
-    (each,) = lease(place.flow)
-    assert member._push(Push("n1", each.work_item, 1, pack_group(group(each.task)))).status == (
-        "committed"
-    )
-    assert (seen[0].stored is not None) == has_rights == (not seen[0].payload)
-    assert ("goes through the service" in caplog.text) != has_rights
-    assert len(place.keys()) == 1
-    member.close()
-    place.flow.close()
-
-
 def test_the_same_on_a_server_with_s3s_protocol(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with s3_server("groups") as address:
         for name, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": address}).items():
             monkeypatch.setenv(name, value)
         place = Place(str(tmp_path / "l.db"), "s3://groups/mine")
-        first, second, third = lease(place.flow, 3)
-        push(place.flow, first)
-        place.flow.push(place.uploaded(second))
-        orphan = place.uploaded(third)
-        assert len(place.payloads(1)) == 2 and len(place.keys()) == 3
+        for each in lease(place.flow, 2):
+            push(place.flow, each)
+        assert len(place.payloads(1)) == 2 and len(place.keys()) == 2
         place.flow.progress(Progress("planner", 1, 0))
         place.flow.close()
         check(place)
-        arguments = ["--database", place.database, "--payloads", place.url]
-        time.sleep(1.1)  # S3 has times of whole seconds; what is younger stays
-        assert main(["gc", *arguments, "--older-than", "0.1"]) == 0
-        assert "1 orphans found, 1 objects deleted" in capsys.readouterr().out
-        assert orphan.stored is not None
-        assert len(place.keys()) == 2
-        assert main(["audit", *arguments]) == 0
+        assert main(["audit", "--database", place.database, "--payloads", place.url]) == 0
         place.flow = place.opened()
         place.flow.progress(Progress("planner", 1, 1))
+        assert place.collect() == 2 and place.keys() == set()
         place.flow.close()
-        assert main(["gc", *arguments]) == 0 and place.keys() == set()
 
 
 # ---- kill -9
 
 
-def _life(place: Callable[[], Ledger], rng: random.Random, num_left: int) -> None:
+def _life(place: Callable[[], Ledger], num_left: int) -> None:
     """Push, train, report and collect until this process kills itself at one of its requests of the
     database or the store.
     """
@@ -326,11 +247,7 @@ def _life(place: Callable[[], Ledger], rng: random.Random, num_left: int) -> Non
     for number in range(1000):
         for each in lease(flow, 2, life=life, key=f"{life}-{number}"):
             payload = pack_group(group(each.task))
-            request = Push("n1", each.work_item, each.attempt, payload)
-            if rng.random() < 0.5:
-                stored = store.put(each.work_item, each.attempt, payload)
-                request = replace(request, payload=b"", stored=stored)
-            flow.push(request)
+            flow.push(Push("n1", each.work_item, each.attempt, payload))
         version, checkpoint = _steps(flow)
         batch = flow.batch(BatchRequest("planner", version + 1))
         if not batch.num_missing:
@@ -347,21 +264,20 @@ def _steps(flow: Ledger) -> tuple[int, int]:
     return (row.version, row.checkpoint) if row else (0, 0)
 
 
-def test_kills_between_upload_and_commit_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
+def test_kills_between_object_and_commit_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     database, url, rng = str(tmp_path / "l.db"), str(tmp_path / "store"), random.Random(1)
     opened = partial(ledger, database, payloads=url, max_attempts=1000)
     for _ in range(15):
         pid = os.fork()
         if pid == 0:
             try:
-                _life(opened, rng, rng.randrange(60, 400))
+                _life(opened, rng.randrange(100, 700))
             except BaseException:
                 traceback.print_exc()
                 raise
             finally:
                 os._exit(1)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-        rng.random()
         assert audit_database(database, url).problems == (), "every group that is needed is there"
     flow = opened()
     with flow.database.read() as transaction:
@@ -369,10 +285,11 @@ def test_kills_between_upload_and_commit_lose_nothing_and_leave_nothing(tmp_path
         num_groups = transaction.one("SELECT count(*) AS num FROM groups").num
     stored = {each.key for each in open_objects(url).list()}
     assert kept < stored and num_groups > len(kept), "the kills have left orphans"
-    for path in Path(url).rglob("*"):
-        os.utime(path, (0, 0))
-    assert flow.collector is not None and flow.collector.sweep(OLD_S) > 0
-    flow.collector.collect()
+    flow.close()
+    later = Clock()
+    later.now = time.time() + PUSH_S + 60
+    flow = ledger(database, later, payloads=url, max_attempts=1000)
+    assert flow.collector is not None and flow.collector.collect() > 0
     assert {each.key for each in open_objects(url).list()} == kept
     assert flow.audit().problems == ()
     flow.close()

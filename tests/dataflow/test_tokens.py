@@ -22,12 +22,10 @@ from flowtrain.dataflow.__main__ import main
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import pack, pack_group, unpack
 from flowtrain.dataflow.contract import (
-    AuditRequest,
     BatchRequest,
     EvalSettings,
     Evaluate,
     EvaluationRequest,
-    Finding,
     Join,
     LeaseRequest,
     NotAllowed,
@@ -54,14 +52,11 @@ REQUESTS: dict[str, Any] = {
     "progress": Progress("planner", 0, 0),
     "evaluate": Evaluate("planner", 0, "texts", EvalSettings(3), 1, (fake_groups.TASKS[0],)),
     "evaluation": EvaluationRequest("planner", 0, "texts"),
-    "to_audit": AuditRequest("eye"),
-    "found": Finding("eye", 2, 1),
     "status": None,
 }
-"""By method, a request of the node n1, the planner's trainer or the auditor."""
+"""By method, a request of the node n1 or the planner's trainer."""
 NODE = ("join", "lease", "renew", "push", "release", "status")
 TRAINER = ("register", "batch", "progress", "evaluate", "evaluation", "status")
-AUDITOR = ("to_audit", "found", "status")
 ALLOWED = {
     "shared": tuple(REQUESTS),
     "n1": NODE,
@@ -70,9 +65,7 @@ ALLOWED = {
     "verifier": ("status",),
     "node planner": ("status",),
     "trainer n1": ("status",),
-    "auditor eye": AUDITOR,
-    "auditor n1": ("join", "status"),
-    "node eye": ("status",),
+    "monitor n1": ("status",),
 }
 """By owner of a token, the methods that answer the requests above."""
 
@@ -89,13 +82,12 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """One in which n1 has a lease of work item 1, and the auditor the group of work item 2."""
-    made = fake_groups.ledger(tmp_path / "flow.sqlite", audit_share=1.0)
+    """One in which n1 has a lease of work item 1."""
+    made = fake_groups.ledger(tmp_path / "flow.sqlite")
     made.register(fake_groups.planner())
     made.join(Join("n1", "a"))
     lease, other = made.lease(LeaseRequest("n1", "a", 2)).leases
     made.push(Push("n1", 2, 1, pack_group(fake_groups.group(other.task))))
-    made.to_audit(AuditRequest("eye"))
     group = pack_group(fake_groups.group(lease.task))
     monkeypatch.setitem(REQUESTS, "push", Push("n1", 1, 1, group))
     yield made
@@ -134,7 +126,7 @@ def make_token(path: Path, owner: str) -> str:
 
 
 def test_every_method_is_in_the_table() -> None:
-    assert set(REQUESTS) == set(METHODS) == {*NODE, *TRAINER, *AUDITOR}
+    assert set(REQUESTS) == set(METHODS) == {*NODE, *TRAINER}
 
 
 @pytest.mark.parametrize("owner", ALLOWED)

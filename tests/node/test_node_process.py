@@ -150,29 +150,6 @@ def test_groups_follow_the_weights_and_survive_a_node_that_dies(
     assert left["leased"] == left["failed"] == 0
 
 
-def test_an_auditor_checks_what_nodes_push(model: str, server: Server, tmp_path: Path) -> None:
-    """Each has a token of its own; the auditor ends with the training."""
-    file = tmp_path / "tokens.json"
-    names = {"one": Role.NODE, "auditor": Role.AUDITOR}
-    env = {name: {"FLOWTRAIN_TOKEN": issue(file, name, role)} for name, role in names.items()}
-    config = make_config(model, dataflow={"audit_share": 1.0, "audit_bound": 1e-4})
-    with serve_dataflow(config, tmp_path, tokens=TokenFile(file)) as dataflow:
-        trainer = Trainer(dataflow.ledger, model, tmp_path / "weights")
-        trainer.register(num_groups=2)
-        words = ("node", "--dataflow", dataflow.url, "--name")
-        node = keep_exit_code(server.start(*words, "one", "--num_groups", 4, env=env["one"]))
-        auditor = server.start(*words, "auditor", "--audit", env=env["auditor"])
-        assert node.wait() == 0, node.err.read_text()
-        wait_for(lambda: sum(dataflow.ledger.status()["audits"]["groups"].values()) == 4)
-        wait_for(lambda: "open" not in dataflow.ledger.status()["audits"]["groups"])
-        assert dataflow.ledger.status()["audits"] == {"groups": {"sound": 4}, "distrusted": {}}
-        trainer.step(1)
-        trainer.report(1, is_done=True)
-        assert auditor.wait() == 0, auditor.err.read_text()
-        assert "auditor: 4 sound, 0 lie, 0 unclear; mean |log-prob" in auditor.err.read_text()
-        assert not dataflow.ledger.audit().problems
-
-
 def test_a_node_scores_by_the_function_that_the_run_names(
     model: str, server: Server, tmp_path: Path
 ) -> None:

@@ -1,8 +1,7 @@
 """The state of the dataflow in SQL."""
 
 from flowtrain.dataflow.ledger.audit import Audit, audit_database
-from flowtrain.dataflow.ledger.garbage import collect_database
 from flowtrain.dataflow.ledger.ledger import Ledger, open_ledger
 from flowtrain.dataflow.ledger.replay import replay
 
-__all__ = ["Audit", "Ledger", "audit_database", "collect_database", "open_ledger", "replay"]
+__all__ = ["Audit", "Ledger", "audit_database", "open_ledger", "replay"]

@@ -80,23 +80,8 @@ _QUERIES = {
         WHERE g.work_item IS NULL""",
     "a share has no known state": """
         SELECT work_item AS at FROM shares
-        WHERE state NOT IN
-        ('fresh', 'assigned', 'stale', 'filtered', 'surplus', 'empty', 'distrusted')
+        WHERE state NOT IN ('fresh', 'assigned', 'stale', 'filtered', 'surplus', 'empty')
         OR (state = 'fresh') <> (step IS NULL)""",
-    "a group of a node that lied still waits": """
-        SELECT s.work_item AS at FROM shares s JOIN groups g ON g.work_item = s.work_item
-        JOIN distrusted d ON d.node = g.node
-        WHERE s.state = 'fresh' AND g.pushed_s < d.since_s""",
-    "a node that lied holds a lease": """
-        SELECT w.id AS at FROM work_items w JOIN distrusted d ON d.node = w.node
-        WHERE w.state = 'leased'""",
-    "a group that was audited is none": """
-        SELECT a.work_item AS at FROM audits a LEFT JOIN groups g
-        ON g.work_item = a.work_item AND g.attempt = a.attempt AND g.node = a.node
-        WHERE g.work_item IS NULL""",
-    "a node lied and is trusted": """
-        SELECT a.work_item AS at FROM audits a LEFT JOIN distrusted d ON d.node = a.node
-        WHERE a.state = 'lie' AND d.node IS NULL""",
     "an assigned share is not in the batch of its step once": """
         SELECT s.work_item AS at FROM shares s WHERE s.state = 'assigned' AND 1 <>
         (SELECT count(*) FROM assignments a WHERE a.policy = s.policy

@@ -19,7 +19,6 @@ from flowtrain.dataflow.ledger.prompts import candidate, num_leased, number_grou
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import MAX_RANKS, heard_policy
-from flowtrain.dataflow.ledger.trust import drop_distrusted
 from flowtrain.dataflow.rules import Candidate, Selector, replays
 from flowtrain.dataflow.wire import MAX_WAIT_S
 from flowtrain.utils.seeds import derive_seed
@@ -78,7 +77,6 @@ class Batches:
             policy.name,
             step - 1 - policy.max_staleness,
         )
-        drop_distrusted(transaction, policy)
         waiting = _waiting(transaction, policy)
         again: list[int] = []
         if share := self.config.dataflow.replay_share:
@@ -176,7 +174,7 @@ def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]
         "num_replayed": sum(row.is_replay for row in assigned),
         **{
             f"num_{state}": left_out[state].num if state in left_out else 0
-            for state in ("stale", "filtered", "surplus", "empty", "distrusted")
+            for state in ("stale", "filtered", "surplus", "empty")
         },
         **{
             f"{state}_tokens_mean": float(left_out[state].tokens) if state in left_out else 0.0

@@ -36,7 +36,6 @@ from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.token_accounts import note_sampled
 from flowtrain.dataflow.ledger.trainers import check_seconds, is_live, policy_rows, policy_states
-from flowtrain.dataflow.ledger.trust import check_trusted
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 
@@ -97,7 +96,6 @@ class LeaseBook:
 
     def _heard_node(self, transaction: Transaction, request: LeaseRequest, now: float) -> Any:
         """The node's row; notes what the node reports about itself."""
-        check_trusted(transaction, request.node)
         node = transaction.one(
             "SELECT * FROM nodes WHERE name = ? AND life = ?", request.node, request.life
         )
@@ -207,7 +205,6 @@ class LeaseBook:
         """Renew the leases; one that ran out is renewed too if no other node has taken it."""
         leases = _bounded(request.work_items)
         with self.database.write() as transaction:
-            check_trusted(transaction, request.node)
             now = transaction.now()
             rows = transaction.all(
                 # A cross join, or SQLite would read all leases that the node ever had.

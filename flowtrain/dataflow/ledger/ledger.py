@@ -9,7 +9,6 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.dataflow.ledger.audit import Audit, audit
-from flowtrain.dataflow.ledger.audits import Audits
 from flowtrain.dataflow.ledger.batches import Batches
 from flowtrain.dataflow.ledger.evaluations import Evaluations
 from flowtrain.dataflow.ledger.garbage import Collector
@@ -73,7 +72,6 @@ class Ledger:
         trainers = Trainers(*common, payloads=config.dataflow.payloads)
         batches = Batches(*common, selector=rules.selector)
         evaluations = Evaluations(*common)
-        audits = Audits(*common)
         # The requests of `Dataflow`, each answered by its part.
         self.join = nodes.join
         self.lease = leases.lease
@@ -85,8 +83,6 @@ class Ledger:
         self.progress = trainers.progress
         self.evaluate = evaluations.evaluate
         self.evaluation = evaluations.evaluation
-        self.to_audit = audits.to_audit
-        self.found = audits.found
 
     def _check_payloads(self, payloads: PayloadStore | None) -> None:
         """Raises UserError when groups wait in a store that is not named."""

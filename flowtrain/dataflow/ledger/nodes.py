@@ -12,7 +12,6 @@ from flowtrain.dataflow.ledger.leases import check_layouts, end_leases_of, known
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import policy_states
-from flowtrain.dataflow.ledger.trust import check_trusted
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,6 @@ class Nodes:
                     "and so has a life"
                 )
         with locked(self.database) as (transaction, meta):
-            check_trusted(transaction, request.node)
             policies = transaction.all("SELECT * FROM policies")
             check_layouts(request.node, request.layouts, policies)
             known = "SELECT life FROM nodes WHERE name = ? AND life = ?"

@@ -15,7 +15,7 @@ from flowtrain.config import Config
 from flowtrain.dataflow.codec import unpack, unpack_group
 from flowtrain.dataflow.contract import Push, Pushed, Refused, StoredPayload, Unavailable
 from flowtrain.dataflow.ledger.evaluations import evaluation_of, settings_of
-from flowtrain.dataflow.ledger.garbage import check_kept, discard
+from flowtrain.dataflow.ledger.garbage import discard, expect, keep
 from flowtrain.dataflow.ledger.group_checks import (
     NO_TOKENS,
     GroupLimits,
@@ -24,7 +24,6 @@ from flowtrain.dataflow.ledger.group_checks import (
 )
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.token_accounts import note_sampled
-from flowtrain.dataflow.ledger.trust import check_trusted, draw_audit
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import GroupFilter, Outcome
 from flowtrain.types import Task
@@ -57,25 +56,13 @@ class Pushes:
             {row.name: (row.vocab_size, row.max_positions) for row in policies},
             None if evaluation is None else settings_of(evaluation),
         )
-        if request.stored is not None:
-            try:
-                payload = self._fetched(request, request.stored)
-            except Refused:
-                if self._has_committed(request):  # and deleted the object since
-                    return Pushed("duplicate")
-                raise
-        else:
-            payload = request.payload
-        summary = limits.check(unpack_group(payload))
-        stored = request.stored
-        if stored is None and self.payloads is not None and evaluation is None:
-            stored = self.payloads.put(request.work_item, request.attempt, payload)
+        summary = limits.check(unpack_group(request.payload))
+        stored = self._stored(request) if evaluation is None else None
         with self.database.write() as transaction:
             work_item = transaction.one(
                 f"SELECT * FROM work_items WHERE id = ? {transaction.lock('work_items')}",
                 request.work_item,
             )
-            check_trusted(transaction, request.node)
             if summary.task != unpack(bytes(work_item.task), Task):
                 raise Refused(
                     f"work item {work_item.id} is of task {work_item.task_id!r}, the group of "
@@ -83,27 +70,29 @@ class Pushes:
                 )
             is_over = evaluation is not None and evaluation.state != "open"
             if work_item.state == "committed" or is_over:
-                if stored is not None and not _is_kept(transaction, stored, work_item.id):
-                    discard(transaction, [stored.key])
+                if stored is not None:
+                    discard(transaction, stored.key)
                 if evaluation is None:
                     self._count(transaction, request, summary)
                 return Pushed("duplicate")
             if evaluation is not None:
-                self._keep(transaction, request, summary, payload)
-                if stored is not None:
-                    discard(transaction, [stored.key])
+                self._keep(transaction, request, summary)
             else:
-                if stored is not None:
-                    check_kept(transaction, stored)
                 self._commit(transaction, request, work_item, summary, stored)
             transaction.run(
                 "UPDATE work_items SET state = 'committed' WHERE id = ?", request.work_item
             )
         return Pushed("committed")
 
-    def _keep(
-        self, transaction: Transaction, request: Push, summary: Summary, payload: bytes
-    ) -> None:
+    def _stored(self, request: Push) -> StoredPayload | None:
+        """Put the payload into the object store, if there is one."""
+        if self.payloads is None:
+            return None
+        key = self.payloads.new_key(request.work_item, request.attempt)
+        expect(self.database, key)
+        return self.payloads.put(key, request.payload)
+
+    def _keep(self, transaction: Transaction, request: Push, summary: Summary) -> None:
         """Keep the result of a question, with the (oldest, newest) version of each policy."""
         for policy in transaction.all("SELECT name, newest FROM policies"):
             _check_version(policy, summary.trained.get(policy.name, NO_TOKENS))
@@ -112,26 +101,9 @@ class Pushes:
         }
         row = (
             *(request.work_item, request.node, request.attempt),
-            *(transaction.now(), json.dumps(versions), payload),
+            *(transaction.now(), json.dumps(versions), request.payload),
         )
         transaction.run(f"INSERT INTO results VALUES {marks(row)}", *row)
-
-    def _fetched(self, request: Push, stored: StoredPayload) -> bytes:
-        if self.payloads is None:
-            raise Refused("this service has no object store: push the payload itself")
-        if self.payloads.owner(stored.key) != (request.work_item, request.attempt):
-            raise Refused(f"{stored.key[:200]!r} is no key of this run, work item and attempt")
-        return self.payloads.get(stored)
-
-    def _has_committed(self, request: Push) -> bool:
-        """Tell whether this attempt's group has been committed."""
-        table = "groups" if request.work_item > 0 else "results"
-        with self.database.read() as transaction:
-            group = transaction.one(
-                f"SELECT node, attempt FROM {table} WHERE work_item = ?", request.work_item
-            )
-        own = (request.node, request.attempt)
-        return group is not None and (group.node, group.attempt) == own
 
     def _count(self, transaction: Transaction, request: Push, summary: Summary) -> None:
         """Note the tokens of the lease's group, whatever becomes of it, and what its node has
@@ -171,13 +143,13 @@ class Pushes:
         transaction.many(f"INSERT INTO shares VALUES {marks(range(6))}", shares)
         if any(state == "fresh" for _, _, state, *_ in shares):
             where = (stored.key, stored.num_bytes, stored.sha256) if stored else ("", 0, "")
+            if stored is not None:
+                keep(transaction, stored.key)
             payload = b"" if stored else request.payload
             values = (work_item.id, payload, *where)
             transaction.run(f"INSERT INTO payloads VALUES {marks(values)}", *values)
-            own = (request.node, request.work_item, request.attempt)
-            draw_audit(transaction, self.config, *own)
         elif stored is not None:
-            discard(transaction, [stored.key])
+            discard(transaction, stored.key)
 
     def _shares(
         self, transaction: Transaction, work_item: Any, summary: Summary
@@ -210,9 +182,3 @@ def _check_version(policy: Any, trained: TrainedTokens) -> None:
             f"version {trained.max_version} of {policy.name} has not been made, only "
             f"{policy.newest} batches have"
         )
-
-
-def _is_kept(transaction: Transaction, stored: StoredPayload, work_item: int) -> bool:
-    """Tell whether the committed group of a work item is this very object."""
-    row = transaction.one("SELECT key FROM payloads WHERE work_item = ?", work_item)
-    return row is not None and row.key == stored.key

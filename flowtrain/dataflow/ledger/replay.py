@@ -164,7 +164,7 @@ def _check_batches(history: History, shares: list[Any], batches: list[Any]) -> I
         waiting = {
             work_item: each
             for work_item, each in waiting.items()
-            if each.state not in ("stale", "surplus", "distrusted") or each.step > batch.step
+            if each.state not in ("stale", "surplus") or each.step > batch.step
         }
         in_time = [
             candidate(each, batch.max_staleness)

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from flowtrain.config import Dataflow
-from flowtrain.dataflow.ledger.audits import audits_report
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.ledger.token_accounts import token_accounts
 from flowtrain.dataflow.ledger.trainers import is_live, policy_rows
@@ -52,7 +51,6 @@ def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, A
             row.name: _node(row, pushed.get(row.name), now) for row in _node_rows(transaction)
         },
         "evaluations": _evaluations(transaction),
-        "audits": audits_report(transaction),
     }
 
 

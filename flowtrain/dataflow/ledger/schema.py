@@ -12,9 +12,6 @@ How many tokens of each policy a group has is in `tokens`, by lease, so that tho
 came too late are there as well; `sampled` has what each process of a node says it has sampled, and
 `batches.tokens` what its trainer says became of the batch.
 
-Groups that an auditor shall check are in `audits`: open, sound, unclear (it could not be told),
-missed (nobody came in time), or a lie. Nodes that lied are `distrusted`.
-
 A work item with a number below 0 is a question of an evaluation, and its position one in that
 (`evaluation` is 0 for all others). Its group is a result, and nothing else that trains knows of it.
 An evaluation is open while some of its questions may be left, then complete, and collected once its
@@ -93,14 +90,6 @@ CREATE TABLE tokens (
 CREATE TABLE sampled (
     node TEXT NOT NULL, life TEXT NOT NULL, policy TEXT NOT NULL, num_tokens BIGINT NOT NULL,
     PRIMARY KEY (node, life, policy));
-
-CREATE TABLE audits (
-    work_item BIGINT PRIMARY KEY, attempt BIGINT NOT NULL, node TEXT NOT NULL, state TEXT NOT NULL,
-    problem TEXT NOT NULL, auditor TEXT NOT NULL, until_s DOUBLE PRECISION NOT NULL);
-CREATE INDEX audits_open ON audits (work_item) WHERE state = 'open';
-CREATE TABLE distrusted (
-    node TEXT PRIMARY KEY, work_item BIGINT NOT NULL, problem TEXT NOT NULL,
-    since_s DOUBLE PRECISION NOT NULL);
 
 CREATE TABLE evaluations (
     id BIGINT PRIMARY KEY, policy TEXT NOT NULL, step BIGINT NOT NULL, name TEXT NOT NULL,
