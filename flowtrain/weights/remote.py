@@ -19,7 +19,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from flowtrain.net.bodies import SLOWEST
 from flowtrain.net.objects import SCHEMES, open_objects
-from flowtrain.net.retries import may_pass, pause_s
+from flowtrain.net.retries import may_pass, pause_s, retry_after_s
 from flowtrain.net.serving import check_token, check_url
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
@@ -49,13 +49,20 @@ _NO_CACHE = {"Cache-Control": "no-cache"}
 class _Cut(Exception):
     """An answer that did not come, or not to its end: the request is tried again."""
 
-    def __init__(self, reason: str, status: int = 0) -> None:
+    def __init__(self, reason: str, status: int = 0, pause_s: float = 0.0) -> None:
         super().__init__(reason)
         self.status = status
+        self.pause_s = pause_s
+        """The least pause that the server asks for."""
 
 
 class _Slow(Exception):
     """One connection takes long for what several would bring sooner."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        """Its bytes per second."""
 
 
 def open_source(location: str | Path, cache: Path, token: str = "") -> Source:
@@ -202,7 +209,8 @@ class HttpStore:
             raise Silent(
                 f"{url}: {cut}, {num_failures} times; check the address and that the server runs"
             ) from cut
-        time.sleep(pause_s(num_failures, self._backoff_s, _LONGEST_PAUSE_S))
+        own_s = pause_s(num_failures, self._backoff_s, _LONGEST_PAUSE_S)
+        time.sleep(max(own_s, min(cut.pause_s, _LONGEST_PAUSE_S)))
 
     def _read_all(self, url: str, limit: int, headers: dict[str, str]) -> bytes:
         data = bytearray()
@@ -227,10 +235,10 @@ class HttpStore:
             try:
                 if damage := self._append(address, part, num_held, may_split, file.num_bytes):
                     return damage
-            except _Slow:
+            except _Slow as slow:
                 # A server that has no ranges after all is not asked for them again.
                 may_split = False
-                self._append_pieces(address, part, file.num_bytes)
+                self._append_pieces(address, part, file.num_bytes, slow.rate)
             except _Cut as cut:
                 if cut.status == 416:
                     part.write_bytes(b"")
@@ -260,18 +268,19 @@ class HttpStore:
                     out.write(chunk)
                     shown.update(len(chunk))
                     at += len(chunk)
-                    if has_ranges and _is_slow(at - num_held, num_bytes - at, began):
-                        raise _Slow
+                    seconds = time.monotonic() - began
+                    if has_ranges and _is_slow(at - num_held, num_bytes - at, seconds):
+                        raise _Slow((at - num_held) / seconds)
             if at < num_bytes:
                 raise _Cut(f"the connection was cut after {at} of {num_bytes} bytes")
             has_more = _read(response, 1)
         return f"the server has more bytes than the {num_bytes} of the manifest" if has_more else ""
 
-    def _append_pieces(self, url: str, part: Path, num_bytes: int) -> None:
+    def _append_pieces(self, url: str, part: Path, num_bytes: int, rate: float) -> None:
         """Request the missing bytes over several connections, as far as the server lets them."""
         at = part.stat().st_size
         pieces = in_pieces(
-            lambda start, end: self._piece(url, start, end, num_bytes), at, num_bytes
+            lambda start, end: self._piece(url, start, end, num_bytes), at, num_bytes, rate
         )
         with part.open("ab") as out, _bar(part.stem, at, num_bytes) as shown:
             for piece in pieces:
@@ -309,7 +318,8 @@ class HttpStore:
             error.close()
             if may_pass(error.code) or error.code == 416:
                 reason = f"the server answered {error.code} {error.reason}"
-                raise _Cut(reason, error.code) from error
+                asked_s = retry_after_s(error.headers.get("Retry-After", ""))
+                raise _Cut(reason, error.code, asked_s) from error
             raise _refusal(url, error, bool(self._headers)) from None
         except (OSError, HTTPException) as error:
             cause = error.reason if isinstance(error, URLError) else error
@@ -364,8 +374,7 @@ def _is_range(text: str, start: int, num_bytes: int) -> bool:
     return found is not None and int(found[1]) == start and int(found[2]) < num_bytes
 
 
-def _is_slow(num_got: int, num_missing: int, began: float) -> bool:
-    seconds = time.monotonic() - began
+def _is_slow(num_got: int, num_missing: int, seconds: float) -> bool:
     is_worth_it = num_missing > 2 * SMALLEST and seconds > _ALONE_S
     return is_worth_it and num_missing * seconds > _PATIENT_S * num_got
 

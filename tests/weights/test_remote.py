@@ -105,6 +105,18 @@ def test_a_cut_download_is_resumed(
     assert [p.name for p in path.parent.iterdir()] == [file.name], "no part is left"
 
 
+def test_a_server_without_a_place_says_when_to_come_back(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as that is no hour."""
+    pauses: list[float] = []
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    file = snapshot_of(filled)
+    server.answers[file.name] = [hs.with_status(503, Retry_After=s) for s in ("5", "3600", "x")]
+    store_at(server.url, tmp_path).fetch(0, file)
+    assert pauses == [5.0, 10.0, 0.0]
+
+
 def test_another_process_resumes_a_cut_download(
     server: Misbehaving, filled: WeightStore, tmp_path: Path
 ) -> None:
