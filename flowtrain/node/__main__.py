@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import get_args
 
 from flowtrain.config.options import check_allowed
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options.num_groups,
                 args=args,
                 token=token,
+                cache=options.cache,
             )
     except (UserError, Refused, Unavailable, EngineError) as error:
         say(f"{_COMMAND}: {error}", "error")
@@ -123,6 +125,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="folder or URL of a weight store, of the planner or of the policy before a '='; "
         "default: the store that the trainer names",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        type=Path,
+        help="folder for weights on their way, with which a node that is started again goes on; "
+        "default: a temporary one",
     )
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())[:80]
     parser.add_argument(
