@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from flowtrain.net.credentials import TokenFile
-from flowtrain.net.objects import SCHEMES, MissingObject, StoreSilent, open_objects
+from flowtrain.net.objects import MissingObject, StoreSilent, open_objects
 from flowtrain.types import UserError
 from flowtrain.utils.commands import Commands, add_server, end_on_signals, number
 from flowtrain.utils.files import make_folder
@@ -24,20 +24,12 @@ from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
 from flowtrain.utils.terminal import protect_output
 from flowtrain.weights import serve, show
-from flowtrain.weights.bucket import BucketStore
 from flowtrain.weights.manifest import StoreError
 from flowtrain.weights.mirror import Mirror
-from flowtrain.weights.remote import HttpStore
+from flowtrain.weights.remote import open_source
 from flowtrain.weights.store import Source, WeightStore
 
 _COMMAND = "python -m flowtrain.weights"
-
-
-class _CachedHttpStore(HttpStore):
-    """Keeps downloads until the command ends."""
-
-    def loaded(self, version: int) -> None:
-        pass
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -152,11 +144,9 @@ def _gc(options: argparse.Namespace, _cache: Path) -> int:
 
 
 def _open(location: str, cache: Path) -> Source:
-    if location.partition("://")[0] in SCHEMES:
-        return BucketStore(open_objects(location), cache, keeps=True)
-    if "://" in location:
-        return _CachedHttpStore(location, cache, os.environ.get("FLOWTRAIN_TOKEN", ""))
-    return _open_folder(location)
+    if "://" not in location:
+        return _open_folder(location)
+    return open_source(location, cache, os.environ.get("FLOWTRAIN_TOKEN", ""), keeps=True)
 
 
 def _open_folder(location: str) -> WeightStore:

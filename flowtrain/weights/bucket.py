@@ -1,36 +1,24 @@
-"""A weight store in a bucket: the layout of store.py under keys, see net/objects.py.
-
-A download that was cut continues, and is checked against its manifest before it gets its name.
-"""
+"""A weight store in a bucket: the layout of store.py under keys, see net/objects.py."""
 
 from __future__ import annotations
 
-import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from flowtrain.net.objects import MissingObject, Objects, StoreSilent, read_object
-from flowtrain.weights.checksums import mismatch
+from flowtrain.weights.downloads import Downloads, folder_of
 from flowtrain.weights.manifest import MAX_MANIFEST, File, Manifest, NotThere, StoreError
-
-_log = logging.getLogger(__name__)
 
 _MAX_HEAD = 64
 
 
-class BucketStore:
+class BucketStore(Downloads):
     """See `Source`."""
 
     def __init__(self, objects: Objects, cache: Path, *, keeps: bool = False) -> None:
-        """`cache`: folder for downloads of one reader; files that it has loaded are deleted, unless
-        it `keeps` them.
-        """
-        self._objects, self._cache, self._keeps = objects, cache, keeps
-
-    def __str__(self) -> str:
-        return self._objects.url
+        super().__init__(objects.url, cache, keeps=keeps)
+        self._objects = objects
 
     def head(self) -> int | None:
         return read_head(self._objects)
@@ -44,37 +32,15 @@ class BucketStore:
             )
         key = f"{folder_of(version)}/manifest.json"
         with _explained():
-            text = read_object(self._objects, key, MAX_MANIFEST).decode(errors="replace")
-        manifest = Manifest.from_json(text, f"{self}/{key}")
-        if manifest.version != version:
-            raise StoreError(f"{self}/{key} describes version {manifest.version}; it was moved")
-        return manifest
+            data = read_object(self._objects, key, MAX_MANIFEST)
+        return Manifest.of_version(version, data, f"{self}/{key}")
 
-    def fetch(self, version: int, file: File) -> Path:
-        key = f"{folder_of(version)}/{file.name}"
-        path = self._cache / key
-        part = path.with_name(f"{file.name}.part")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(part)  # checked again as if it had just come
-        for _ in range(2):
-            with _explained(), part.open("ab") as out:
-                held = out.tell()
-                for chunk in self._objects.chunks(key, held, file.num_bytes - held):
-                    out.write(chunk)
-            if not (damage := mismatch(part, file)):
-                return part.replace(path)
-            part.unlink()
-            _log.warning("%s/%s came damaged: %s", self, key, damage)
-        raise StoreError(
-            f"{self}/{key} came damaged twice: {damage}; it is not the file of its manifest, "
-            "mirror the store again"
-        )
-
-    def loaded(self, version: int) -> None:
-        for folder in () if self._keeps else self._cache.glob("v[0-9]*"):
-            if folder.name[1:].isdecimal() and int(folder.name[1:]) <= version:
-                shutil.rmtree(folder)
+    def _complete(self, key: str, part: Path, file: File, is_again: bool) -> str:
+        with _explained(), part.open("ab") as out:
+            held = out.tell()
+            for chunk in self._objects.chunks(key, held, file.num_bytes - held):
+                out.write(chunk)
+        return ""
 
 
 def read_head(objects: Objects) -> int | None:
@@ -89,11 +55,6 @@ def read_head(objects: Objects) -> int | None:
             f"{objects.url}/HEAD holds {text!r}, not a version; is this a weight store?"
         )
     return int(text)
-
-
-def folder_of(version: int) -> str:
-    """The first part of the keys of a version."""
-    return f"v{version:08d}"
 
 
 @contextmanager

@@ -137,6 +137,14 @@ class Manifest:
         return json.dumps(record, indent=1)
 
     @classmethod
+    def of_version(cls, version: int, data: bytes, path: str) -> Manifest:
+        """Read the manifest of a version. Raises StoreError when it is none, or that of another."""
+        manifest = cls.from_json(data.decode(errors="replace"), path)
+        if manifest.version != version:
+            raise StoreError(f"{path} describes version {manifest.version}; it was moved")
+        return manifest
+
+    @classmethod
     def from_json(cls, text: str, path: str) -> Manifest:
         """Read a manifest.
 

@@ -14,7 +14,8 @@ from collections import defaultdict
 from contextlib import suppress
 
 from flowtrain.net.objects import MissingObject, Objects, StoreSilent, read_object
-from flowtrain.weights.bucket import folder_of, read_head
+from flowtrain.weights.bucket import read_head
+from flowtrain.weights.downloads import folder_of
 from flowtrain.weights.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
 from flowtrain.weights.store import WeightStore
 

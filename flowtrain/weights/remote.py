@@ -1,15 +1,12 @@
 """A weight store on another machine: the layout of store.py behind any static file server.
 
-A download that was cut continues, in this process or the next one. It is checked against its
-manifest before it gets its name. One request at a time needs no session, so `urllib` is enough and
-engines need no HTTP library.
+One request at a time needs no session, so `urllib` is enough and engines need no HTTP library.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import shutil
 import time
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -24,7 +21,8 @@ from flowtrain.net.serving import check_token, check_url
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
 from flowtrain.weights.bucket import BucketStore
-from flowtrain.weights.checksums import checksum_of, mismatch
+from flowtrain.weights.checksums import checksum_of
+from flowtrain.weights.downloads import Downloads, folder_of
 from flowtrain.weights.listing import MAX_BYTES, Listing
 from flowtrain.weights.manifest import MAX_MANIFEST, File, Manifest, NotThere, Silent, StoreError
 from flowtrain.weights.pieces import SMALLEST, in_pieces
@@ -65,18 +63,18 @@ class _Slow(Exception):
         """Its bytes per second."""
 
 
-def open_source(location: str | Path, cache: Path, token: str = "") -> Source:
-    """Open the store at a path or URL, also of a bucket; `cache` is a folder for downloads, of this
-    reader alone.
-    """
+def open_source(
+    location: str | Path, cache: Path, token: str = "", *, keeps: bool = False
+) -> Source:
+    """Open the store at a path or URL, also of a bucket; see `Downloads`."""
     if str(location).partition("://")[0] in SCHEMES:
-        return BucketStore(open_objects(str(location)), cache)
+        return BucketStore(open_objects(str(location)), cache, keeps=keeps)
     if "://" in str(location):
-        return HttpStore(str(location), cache, token)
+        return HttpStore(str(location), cache, token, keeps=keeps)
     return WeightStore(Path(location))
 
 
-class HttpStore:
+class HttpStore(Downloads):
     """See `Source`."""
 
     def __init__(
@@ -87,11 +85,13 @@ class HttpStore:
         timeout_s: float = 30.0,
         retries: int = 5,
         backoff_s: float = 0.5,
+        *,
+        keeps: bool = False,
     ) -> None:
         """
         Args:
             url: URL of the folder that holds HEAD.
-            cache: Folder for downloads of one reader; files that it has loaded are deleted.
+            cache, keeps: See `Downloads`.
             token: Sent as `Authorization: Bearer`, never to another address than `url`.
             timeout_s: Seconds until a silent connection counts as cut.
             retries: Failures in a row, without a MiB gained between them, before giving up.
@@ -100,17 +100,13 @@ class HttpStore:
         Raises:
             UserError: the URL or the token cannot be used.
         """
-        self.url = check_url(url)
-        self._cache = cache
+        super().__init__(check_url(url), cache, keeps=keeps)
         self._headers = {"Authorization": f"Bearer {check_token(token)}"} if token else {}
         self._timeout_s = timeout_s
         self._retries = retries
         self._backoff_s = backoff_s
         self._opener = build_opener(_NoRedirects, TimedHttp, TimedHttps)
         self._listing: Listing | None = None
-
-    def __str__(self) -> str:
-        return self.url
 
     def head(self) -> int | None:
         url = f"{self.url}/HEAD?manifests"
@@ -133,65 +129,30 @@ class HttpStore:
             )
         checksum = self._checksum(version)
         try:
-            return self.read_manifest(version, checksum)
+            return self._read_manifest(version)
         except StoreError:
             if not checksum or self.head() is None or self._checksum(version) == checksum:
                 raise
-        return self.read_manifest(version, self._checksum(version))  # it was published again
+        return self._read_manifest(version)  # it was published again
 
     def _checksum(self, version: int) -> str:
         return "" if self._listing is None else self._listing.manifests.get(version, "")
 
-    def read_manifest(self, version: int, checksum: str) -> Manifest:
-        """Read the manifest of a checksum, or, where that is empty, the present one."""
-        url = f"{self.url}/{_folder(version)}/manifest.json"
-        data = self.manifest_bytes(version, checksum)
-        manifest = Manifest.from_json(data.decode(errors="replace"), url)
-        if manifest.version != version:
-            raise StoreError(
-                f"{url} describes version {manifest.version}; the server's folders are mixed up"
-            )
-        return manifest
-
-    def manifest_bytes(self, version: int, checksum: str) -> bytes:
-        """Download a manifest: the one of a checksum, or, where that is empty, the present one."""
-        url = f"{self.url}/{_folder(version)}/manifest.json"
+    def _read_manifest(self, version: int) -> Manifest:
+        """Read the manifest that the listing names, or, where it names none, the present one."""
+        url, checksum = f"{self.url}/{folder_of(version)}/manifest.json", self._checksum(version)
         if not checksum:
-            return self._get(url, MAX_MANIFEST, _NO_CACHE)
+            return Manifest.of_version(version, self._get(url, MAX_MANIFEST, _NO_CACHE), url)
         for headers in ({}, _NO_CACHE):
             data = self._get(f"{url}?xxh3={checksum}", MAX_MANIFEST, headers)
             if checksum_of(data) == checksum:
-                return data
+                return Manifest.of_version(version, data, url)
             _log.warning("%s came damaged: it does not have the checksum of HEAD", url)
         raise StoreError(f"{url} came damaged twice: it does not have the checksum of HEAD")
 
-    def fetch(self, version: int, file: File) -> Path:
-        path = self._cache / _folder(version) / file.name
-        part = path.with_name(f"{file.name}.part")
-        url = f"{self.url}/{_folder(version)}/{file.name}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(part)  # checked again as if it had just come
-        # The checksum makes it an address of these very bytes: a version that is rolled back and
-        # published again has others, and a cache between may keep each for ever. What it may have
-        # kept damaged has another address the second time.
-        for again in ("", "&again"):
-            address = f"{url}?xxh3={file.xxh3}{again}"
-            damage = self._download(address, part, file) or mismatch(part, file)
-            if not damage:
-                return part.replace(path)
-            part.unlink(missing_ok=True)
-            _log.warning("%s came damaged: %s", url, damage)
-        raise StoreError(
-            f"{url} came damaged twice: {damage}; the server's file is not that of its manifest, "
-            "publish a full snapshot"
-        )
-
     def loaded(self, version: int) -> None:
         self._listing = None  # by the next load, versions may have been rolled back
-        for folder in self._cache.glob("v[0-9]*"):
-            if folder.name[1:].isdecimal() and int(folder.name[1:]) <= version:
-                shutil.rmtree(folder)
+        super().loaded(version)
 
     def _get(self, url: str, limit: int, headers: dict[str, str]) -> bytes:
         """Return a whole answer of at most `limit` bytes."""
@@ -225,10 +186,11 @@ class HttpStore:
             raise _Cut(f"the connection was cut after {len(data)} of {announced} bytes")
         return bytes(data)
 
-    def _download(self, address: str, part: Path, file: File) -> str:
-        """Complete `part` to the file's size; bytes that are there stay. Returns what is wrong with
-        the server's file, empty when nothing is.
-        """
+    def _complete(self, key: str, part: Path, file: File, is_again: bool) -> str:
+        # The checksum makes it an address of these very bytes: a version that is rolled back and
+        # published again has others, and a cache between may keep each for ever. What it may have
+        # kept damaged has another address the second time.
+        address = f"{self.url}/{key}?xxh3={file.xxh3}{'&again' if is_again else ''}"
         num_failures, may_split = 0, True
         part.touch()
         while (num_held := part.stat().st_size) < file.num_bytes:
@@ -244,7 +206,7 @@ class HttpStore:
                     part.write_bytes(b"")
                 has_gained = part.stat().st_size > num_held + _CHUNK
                 num_failures = 1 if has_gained else num_failures + 1
-                self._pause(address.partition("?")[0], cut, num_failures)
+                self._pause(f"{self.url}/{key}", cut, num_failures)
         return ""
 
     def _append(self, url: str, part: Path, num_held: int, may_split: bool, num_bytes: int) -> str:
@@ -377,10 +339,6 @@ def _is_range(text: str, start: int, num_bytes: int) -> bool:
 def _is_slow(num_got: int, num_missing: int, seconds: float) -> bool:
     is_worth_it = num_missing > 2 * SMALLEST and seconds > _ALONE_S
     return is_worth_it and num_missing * seconds > _PATIENT_S * num_got
-
-
-def _folder(version: int) -> str:
-    return f"v{version:08d}"
 
 
 def _bar(name: str, at: int, num_bytes: int) -> Any:

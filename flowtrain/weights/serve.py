@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowtrain.net import serving
 from flowtrain.net.credentials import Access, TokenFile
+from flowtrain.net.monitoring import OTHER, Cached, Monitor, gauge
 from flowtrain.weights.checksums import checksum_of
 from flowtrain.weights.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
-from flowtrain.weights.measures import monitor
 from flowtrain.weights.store import WeightStore
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -51,9 +53,33 @@ def serve(
 
     def app_for(token: str) -> ASGIApp:
         readers = None if open_metrics else Access(token, tokens)
-        return monitor(store.head, readers).watching(make_app(store, token, tokens))
+        return monitor(store, readers).watching(make_app(store, token, tokens))
 
     serving.serve(str(store), app_for, host, port, has_tokens=tokens is not None)
+
+
+def monitor(store: WeightStore, access: Access | None) -> Monitor:
+    """Make the monitor of a server; docs/metrics.md lists what it shows. `access` says whom
+    `/metrics` answers, None: everybody.
+    """
+    name = "flowtrain_weights"
+    newest = Cached(store.head, StoreError, OSError)
+    made = Monitor(name, access, label="file", value_of=_kind)
+
+    def collect() -> Iterator[Metric]:
+        version = newest.get()
+        text = "Newest version that is served; missing while there is none."
+        yield gauge(f"{name}_head_version", text, {} if version is None else {(): version})
+
+    made.add(collect)
+    return made
+
+
+def _kind(path: str) -> str:
+    match = _SERVED.fullmatch(path)
+    if match is None:
+        return OTHER
+    return {None: "head", "manifest.json": "manifest"}.get(match["name"], "data")
 
 
 def make_app(store: WeightStore, token: str, tokens: TokenFile | None = None) -> ASGIApp:

@@ -97,11 +97,7 @@ class WeightStore:
             raise StoreError(
                 f"version {version} is not in {self.root}; it holds {versions or 'nothing'}"
             )
-        data = read_whole(path, MAX_MANIFEST)
-        manifest = Manifest.from_json(data.decode(errors="replace"), str(path))
-        if manifest.version != version:
-            raise StoreError(f"{path} describes version {manifest.version}; it was moved")
-        return manifest
+        return Manifest.of_version(version, read_whole(path, MAX_MANIFEST), str(path))
 
     def fetch(self, version: int, file: File) -> Path:
         path = self.folder(version) / file.name
