@@ -6,11 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import shutil
-import socket
-import subprocess
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,18 +18,15 @@ import pytest
 import torch
 from http_servers import running
 from http_stores import LAST, TOKEN, same, weights_at
+from nginx import needs_nginx, nginx
 
 from flowtrain.weights import HttpStore, Publisher, StoreError, WeightReader, WeightStore
 from flowtrain.weights.manifest import File
 from flowtrain.weights.serve import make_app
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx" / "weights.conf"
-NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytest_plugins = ("http_stores",)
-pytestmark = [
-    pytest.mark.usefixtures("clean_environment"),
-    pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
-]
+pytestmark = [needs_nginx, pytest.mark.usefixtures("clean_environment")]
 SLICE = 4096
 READERS = 20
 
@@ -60,40 +53,15 @@ class Origin:
 @contextlib.contextmanager
 def caching(folder: Path, origin: str) -> Iterator[str]:
     """Run the cache before a server; yields its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    text = CONFIG.read_text()
-    for given, ours in (
-        ("listen 8322", f"listen 127.0.0.1:{port}"),
-        ("http://10.0.0.6:8321", origin),
-        ("/var/cache/nginx/weights", f"{folder}/cache"),
-        ("TOKEN-OF-THE-NODES", TOKEN),
-        ("slice 8m", f"slice {SLICE}"),
-    ):
-        assert text.count(given) == 1
-        text = text.replace(given, ours)
     folder.mkdir()
-    (folder / "weights.conf").write_text(text)
-    places = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    paths = " ".join(f"{place}_temp_path {folder}/{place};" for place in places)
-    (folder / "nginx.conf").write_text(
-        f"daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;\n"
-        f"events {{}}\nhttp {{ access_log off; {paths} include {folder}/weights.conf; }}\n"
-    )
-    assert NGINX is not None
-    process = subprocess.Popen([NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf")])
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            assert process.poll() is None, (folder / "error.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    ours = {
+        "http://10.0.0.6:8321": origin,
+        "/var/cache/nginx/weights": f"{folder}/cache",
+        "TOKEN-OF-THE-NODES": TOKEN,
+        "slice 8m": f"slice {SLICE}",
+    }
+    with nginx(folder, CONFIG, "8322", ours) as port:
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(20)
 
 
 def address(version: int, file: File) -> str:
