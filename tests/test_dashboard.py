@@ -25,8 +25,8 @@ from flowtrain.dataflow.service import Service
 from flowtrain.net.credentials import Access
 from flowtrain.net.monitoring import Monitor
 from flowtrain.weights import WeightStore
-from flowtrain.weights.serve import make_app
-from flowtrain.weights.serve import monitor as weights_monitor
+from flowtrain.weights.stores.serve import make_app
+from flowtrain.weights.stores.serve import monitor as weights_monitor
 from tests.dataflow import fake_groups
 
 ROOT = Path(__file__).resolve().parents[1]

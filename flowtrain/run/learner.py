@@ -35,7 +35,7 @@ from flowtrain.training.world import World
 from flowtrain.types import TrainBatch, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
-from flowtrain.weights.files import writing_tensors
+from flowtrain.weights.format.files import writing_tensors
 from flowtrain.weights.ranks import Alone, Ranks, together
 
 Rows = Sequence[Sequence[PackedRow]]

@@ -41,9 +41,9 @@ from flowtrain.training.optimizers import Part, ShardOptimizer, part_of
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.utils.files import make_folder, put_folder, remove, share, sync_tree
-from flowtrain.weights.checksums import check, checksum_of, record
-from flowtrain.weights.files import writing_tensors
-from flowtrain.weights.manifest import File, StoreError
+from flowtrain.weights.format.checksums import check, checksum_of, record
+from flowtrain.weights.format.files import writing_tensors
+from flowtrain.weights.format.manifest import File, StoreError
 from flowtrain.weights.ranks import gather, together
 
 _log = logging.getLogger(__name__)

@@ -23,11 +23,12 @@ from flowtrain.utils.files import make_folder
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
 from flowtrain.utils.terminal import protect_output
-from flowtrain.weights import serve, show
-from flowtrain.weights.manifest import StoreError
-from flowtrain.weights.mirror import Mirror
-from flowtrain.weights.remote import open_source
-from flowtrain.weights.store import Source, WeightStore
+from flowtrain.weights import show
+from flowtrain.weights.format.manifest import StoreError
+from flowtrain.weights.stores import serve
+from flowtrain.weights.stores.folder import Source, WeightStore
+from flowtrain.weights.stores.http import open_source
+from flowtrain.weights.stores.mirror import Mirror
 
 _COMMAND = "python -m flowtrain.weights"
 

@@ -17,7 +17,7 @@ import pytest
 from safetensors import SafetensorError
 
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore
-from flowtrain.weights.files import seal
+from flowtrain.weights.format.files import seal
 from tests.attacks.tally import Tally
 from tests.weights.weight_samples import chain, empty_like, same_bits
 

@@ -20,8 +20,8 @@ from flowtrain.dataflow.contract import Join, LeaseRequest, NotAllowed, Unavaila
 from flowtrain.dataflow.service import Service
 from flowtrain.net.credentials import Role, TokenFile, issue
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
-from flowtrain.weights.remote import HttpStore
-from flowtrain.weights.serve import make_app
+from flowtrain.weights.stores.http import HttpStore
+from flowtrain.weights.stores.serve import make_app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nginx.conf"
 pytestmark = needs_nginx

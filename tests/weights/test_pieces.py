@@ -12,7 +12,8 @@ import http_stores as hs
 import pytest
 from http_stores import TOKEN, Answer
 
-from flowtrain.weights import HttpStore, StoreError, WeightStore, pieces, remote
+from flowtrain.weights import HttpStore, StoreError, WeightStore
+from flowtrain.weights.stores import http, pieces
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -21,12 +22,12 @@ pytestmark = pytest.mark.usefixtures("clean_environment")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of the size of these files, from the first read on."""
-    for module in (pieces, remote):
+    for module in (pieces, http):
         monkeypatch.setattr(module, "SMALLEST", 256)
     monkeypatch.setattr(pieces, "_LARGEST", 256)
-    monkeypatch.setattr(remote, "_ALONE_S", -1.0)
-    monkeypatch.setattr(remote, "_PATIENT_S", -1.0)
-    monkeypatch.setattr(remote, "_CHUNK", 1000)
+    monkeypatch.setattr(http, "_ALONE_S", -1.0)
+    monkeypatch.setattr(http, "_PATIENT_S", -1.0)
+    monkeypatch.setattr(http, "_CHUNK", 1000)
 
 
 def store_at(url: str, cache: Path) -> HttpStore:
@@ -119,7 +120,7 @@ def test_only_a_download_that_takes_long_is_split(
     monkeypatch: pytest.MonkeyPatch, got: int, missing: int, seconds: float, is_slow: bool
 ) -> None:
     monkeypatch.undo()
-    assert remote._is_slow(got, missing, seconds) is is_slow
+    assert http._is_slow(got, missing, seconds) is is_slow
 
 
 def test_pieces_come_in_order_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

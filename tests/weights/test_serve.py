@@ -21,10 +21,10 @@ from flowtrain.net.credentials import Role, TokenFile, issue, revoke
 from flowtrain.net.serving import address, make_server
 from flowtrain.types import UserError
 from flowtrain.weights import WeightStore
-from flowtrain.weights.checksums import checksum_of
-from flowtrain.weights.listing import Listing
-from flowtrain.weights.manifest import Manifest
-from flowtrain.weights.serve import make_app
+from flowtrain.weights.format.checksums import checksum_of
+from flowtrain.weights.format.manifest import Manifest
+from flowtrain.weights.stores.listing import Listing
+from flowtrain.weights.stores.serve import make_app
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -184,8 +184,8 @@ import sys
 from pathlib import Path
 from urllib.request import Request, urlopen
 from http_servers import running
-from flowtrain.weights.serve import make_app
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights.stores.serve import make_app
+from flowtrain.weights.stores.folder import WeightStore
 
 with running(make_app(WeightStore(Path({str(filled.root)!r})), {TOKEN!r})) as url:
     for path in ("/HEAD?manifests", "/v00000000/manifest.json", "{SNAPSHOT}?xxh3={file.xxh3}"):
@@ -362,7 +362,7 @@ def test_there_is_no_server_without_a_token(filled: WeightStore) -> None:
 
 def test_importing_the_store_needs_no_server() -> None:
     code = (
-        "import sys, flowtrain.weights, flowtrain.weights.serve; assert not {'starlette', "
+        "import sys, flowtrain.weights, flowtrain.weights.stores.serve; assert not {'starlette', "
         "'uvicorn'} & set(sys.modules)"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

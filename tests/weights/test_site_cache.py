@@ -21,8 +21,8 @@ from http_stores import LAST, TOKEN, same, weights_at
 from nginx import needs_nginx, nginx
 
 from flowtrain.weights import HttpStore, Publisher, StoreError, WeightReader, WeightStore
-from flowtrain.weights.manifest import File
-from flowtrain.weights.serve import make_app
+from flowtrain.weights.format.manifest import File
+from flowtrain.weights.stores.serve import make_app
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx" / "weights.conf"
 pytest_plugins = ("http_stores",)

@@ -10,8 +10,8 @@ from weight_samples import chain, same_bits, weights
 
 from flowtrain.types import UserError
 from flowtrain.weights import Publisher, SnapshotPolicy, StoreError, WeightStore, pull
-from flowtrain.weights import store as store_module
-from flowtrain.weights.manifest import Manifest
+from flowtrain.weights.format.manifest import Manifest
+from flowtrain.weights.stores import folder as store_module
 
 
 def publish(store: WeightStore, *versions: int) -> None:
@@ -113,10 +113,10 @@ def test_an_unfinished_version_is_invisible(
         raise KeyboardInterrupt
 
     targets = {
-        "write_snapshot": "flowtrain.weights.publisher.write_snapshot",
-        "commit": "flowtrain.weights.manifest.Manifest.to_json",
+        "write_snapshot": "flowtrain.weights.publish.publisher.write_snapshot",
+        "commit": "flowtrain.weights.format.manifest.Manifest.to_json",
         "rename": "pathlib.Path.rename",
-        "HEAD": "flowtrain.weights.store.WeightStore._set_head",
+        "HEAD": "flowtrain.weights.stores.folder.WeightStore._set_head",
     }
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(targets[call], killed)

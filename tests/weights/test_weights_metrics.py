@@ -10,7 +10,7 @@ from prometheus_text import samples
 
 from flowtrain.net.credentials import Access
 from flowtrain.weights import WeightStore
-from flowtrain.weights.serve import make_app, monitor
+from flowtrain.weights.stores.serve import make_app, monitor
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")

@@ -1,7 +1,7 @@
 """A weight store on a directory: immutable versions and an atomic HEAD.
 
     weights/HEAD                                          "12\\n": the newest complete version
-    weights/v00000012/manifest.json                       see manifest.py
+    weights/v00000012/manifest.json                       see format/manifest.py
     weights/v00000012/delta-00000011-r0.safetensors       what changed since version 11
     weights/v00000012/anchor-r0.safetensors               a full snapshot; only some versions
 
@@ -20,15 +20,15 @@ from typing import Protocol
 
 from flowtrain.utils.files import make_folder, put_folder, remove, replace_file, sync
 from flowtrain.utils.lock import Lock
-from flowtrain.weights.checksums import check, checksum_of
-from flowtrain.weights.listing import MAX_BYTES, MOST, Listing
-from flowtrain.weights.manifest import (
+from flowtrain.weights.format.checksums import check, checksum_of
+from flowtrain.weights.format.manifest import (
     MAX_MANIFEST,
     File,
     Manifest,
     StoreError,
     read_whole,
 )
+from flowtrain.weights.stores.listing import MAX_BYTES, MOST, Listing
 
 _VERSION = re.compile("[0-9]{1,18}")
 

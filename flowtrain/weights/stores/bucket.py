@@ -1,4 +1,4 @@
-"""A weight store in a bucket: the layout of store.py under keys, see net/objects.py."""
+"""A weight store in a bucket: the layout of folder.py under keys, see net/objects.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flowtrain.net.objects import MissingObject, Objects, StoreSilent, read_object
-from flowtrain.weights.downloads import Downloads, folder_of
-from flowtrain.weights.manifest import MAX_MANIFEST, File, Manifest, NotThere, StoreError
+from flowtrain.weights.format.manifest import MAX_MANIFEST, File, Manifest, NotThere, StoreError
+from flowtrain.weights.stores.downloads import Downloads, folder_of
 
 _MAX_HEAD = 64
 

@@ -9,8 +9,8 @@ import logging
 import shutil
 from pathlib import Path
 
-from flowtrain.weights.checksums import mismatch
-from flowtrain.weights.manifest import File, StoreError
+from flowtrain.weights.format.checksums import mismatch
+from flowtrain.weights.format.manifest import File, StoreError
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
-from flowtrain.weights.layout import (
+from flowtrain.weights.format.layout import (
     Digest,
     Layout,
     TensorSpec,

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flowtrain.weights.manifest import StoreError
+from flowtrain.weights.format.manifest import StoreError
 
 MAX_BYTES = 64 << 10
 """Longest text of a listing."""

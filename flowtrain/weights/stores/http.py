@@ -1,4 +1,4 @@
-"""A weight store on another machine: the layout of store.py behind any static file server.
+"""A weight store on another machine: the layout of folder.py behind any static file server.
 
 One request at a time needs no session, so `urllib` is enough and engines need no HTTP library.
 """
@@ -20,14 +20,21 @@ from flowtrain.net.retries import may_pass, pause_s, retry_after_s
 from flowtrain.net.serving import check_token, check_url
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
-from flowtrain.weights.bucket import BucketStore
-from flowtrain.weights.checksums import checksum_of
-from flowtrain.weights.downloads import Downloads, folder_of
-from flowtrain.weights.listing import MAX_BYTES, Listing
-from flowtrain.weights.manifest import MAX_MANIFEST, File, Manifest, NotThere, Silent, StoreError
-from flowtrain.weights.pieces import SMALLEST, in_pieces
-from flowtrain.weights.store import Source, WeightStore
-from flowtrain.weights.timed_http import Response, TimedHttp, TimedHttps
+from flowtrain.weights.format.checksums import checksum_of
+from flowtrain.weights.format.manifest import (
+    MAX_MANIFEST,
+    File,
+    Manifest,
+    NotThere,
+    Silent,
+    StoreError,
+)
+from flowtrain.weights.stores.bucket import BucketStore
+from flowtrain.weights.stores.downloads import Downloads, folder_of
+from flowtrain.weights.stores.folder import Source, WeightStore
+from flowtrain.weights.stores.listing import MAX_BYTES, Listing
+from flowtrain.weights.stores.pieces import SMALLEST, in_pieces
+from flowtrain.weights.stores.timed_http import Response, TimedHttp, TimedHttps
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from collections import defaultdict
 from contextlib import suppress
 
 from flowtrain.net.objects import MissingObject, Objects, StoreSilent, read_object
-from flowtrain.weights.bucket import read_head
-from flowtrain.weights.downloads import folder_of
-from flowtrain.weights.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights.format.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
+from flowtrain.weights.stores.bucket import read_head
+from flowtrain.weights.stores.downloads import folder_of
+from flowtrain.weights.stores.folder import WeightStore
 
 _log = logging.getLogger(__name__)
 

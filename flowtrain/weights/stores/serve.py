@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from flowtrain.net import serving
 from flowtrain.net.credentials import Access, TokenFile
 from flowtrain.net.monitoring import OTHER, Cached, Monitor, gauge
-from flowtrain.weights.checksums import checksum_of
-from flowtrain.weights.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights.format.checksums import checksum_of
+from flowtrain.weights.format.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
+from flowtrain.weights.stores.folder import WeightStore
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
