@@ -39,7 +39,7 @@ class Connections:
         self._num_pieces += 1
         self._num_bytes += num_bytes
         seconds = time.monotonic() - self._began
-        if not self._may_grow or self._num_pieces < 2 * self.num or seconds < _LOOK_S:
+        if not self._may_grow or self._num_pieces < self.num or seconds < _LOOK_S:
             return
         rate = self._num_bytes / seconds
         has_gained = rate > _GAIN * self._rate
