@@ -86,7 +86,7 @@ def test_flowkernels_loads_torch_and_triton_and_nothing_else() -> None:
 
 
 def test_a_server_of_weights_needs_no_torch() -> None:
-    loaded = loaded_by("import flowtrain.weights.__main__, flowtrain.weights.serve")
+    loaded = loaded_by("import flowtrain.weights.__main__, flowtrain.weights.stores.serve")
     assert "numpy" in loaded and not loaded & {"torch", "transformers"}
 
 

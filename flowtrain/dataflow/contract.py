@@ -272,7 +272,7 @@ class Progress:
     version: int
     """The newest published version."""
     checkpoint: int
-    """Step of its newest checkpoint: groups of older batches are no longer needed."""
+    """Step of the oldest checkpoint that it keeps: groups of older batches are not needed."""
     busy_s: float = 0.0
     """Seconds since the last report in which it trained."""
     waited_s: float = 0.0

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Config
@@ -37,10 +38,12 @@ def run(
     *,
     args: Sequence[str],
     token: str,
+    cache: Path | None,
 ) -> None:
     """Serve until a signal, `num_groups` groups (0: any number), or the end of training.
 
-    `stores` has locations of weight stores by policy, `args` config options over those of the run.
+    `stores` has locations of weight stores by policy, `args` config options over those of the run;
+    `cache` is a folder for downloads of weights, None: a temporary one.
     Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup of unforeseen errors.
     """
     with Client(url, token) as client:
@@ -49,7 +52,15 @@ def run(
     with Client(url, token, config.dataflow.wait_s) as client:
         while True:
             try:
-                return _serve(client, config, name, stores, num_groups=num_groups, token=token)
+                return _serve(
+                    client,
+                    config,
+                    name,
+                    stores,
+                    num_groups=num_groups,
+                    token=token,
+                    cache=cache,
+                )
             except (PoliciesChanged, ExceptionGroup) as error:
                 if isinstance(error, ExceptionGroup) and not error.subgroup(PoliciesChanged):
                     raise _cause(error) from None
@@ -64,10 +75,11 @@ def _serve(
     *,
     num_groups: int,
     token: str,
+    cache: Path | None,
 ) -> None:
     """Serve until the node is stopped. Raises PoliciesChanged, alone or in a group."""
     locations = _wait_for_trainers(client, config, stores, name)
-    with make_sampler(config, locations, token) as sampler:
+    with make_sampler(config, locations, token, cache) as sampler:
         member = Membership.join(client, name, sampler.layouts, sampler.meter.read)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)

@@ -145,8 +145,8 @@ class BatchSource:
         evaluated: int = -1,
         tokens: Mapping[str, int] | None = None,
     ) -> None:
-        """Report that nodes can pull `version`, and that a run that breaks off resumes from
-        `checkpoint`, with a log of all evaluations up to step `evaluated`; returns at once.
+        """Report that nodes can pull `version`, and that a run that breaks off goes back to
+        `checkpoint` at most, with a log of all evaluations up to step `evaluated`; returns at once.
 
         `tokens`: what became of the tokens of the version's batch; None: not known.
         """

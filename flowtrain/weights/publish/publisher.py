@@ -17,15 +17,15 @@ from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.utils.lock import Lock
-from flowtrain.weights.baseline import Baseline, HostBaseline, make_baseline
-from flowtrain.weights.deltas import Blob
-from flowtrain.weights.files import write_delta, write_snapshot
-from flowtrain.weights.layout import Digest, Layout, add, num_words_of
-from flowtrain.weights.manifest import File, Manifest, total_bytes
+from flowtrain.weights.format.deltas import Blob
+from flowtrain.weights.format.files import write_delta, write_snapshot
+from flowtrain.weights.format.layout import Digest, Layout, add, num_words_of
+from flowtrain.weights.format.manifest import File, Manifest, total_bytes
+from flowtrain.weights.format.tensor_shards import TensorShard, local_shards, spec_of
+from flowtrain.weights.publish.baseline import Baseline, HostBaseline, make_baseline
+from flowtrain.weights.publish.schedule import DeltaChain, SkipTiers, SnapshotPolicy
 from flowtrain.weights.ranks import Alone, Ranks, gather, together
-from flowtrain.weights.schedule import DeltaChain, SkipTiers, SnapshotPolicy
-from flowtrain.weights.store import WeightStore
-from flowtrain.weights.tensor_shards import TensorShard, local_shards, spec_of
+from flowtrain.weights.stores.folder import WeightStore
 
 _T = TypeVar("_T")
 

@@ -1,7 +1,7 @@
 """A weight store on a directory: immutable versions and an atomic HEAD.
 
     weights/HEAD                                          "12\\n": the newest complete version
-    weights/v00000012/manifest.json                       see manifest.py
+    weights/v00000012/manifest.json                       see format/manifest.py
     weights/v00000012/delta-00000011-r0.safetensors       what changed since version 11
     weights/v00000012/anchor-r0.safetensors               a full snapshot; only some versions
 
@@ -12,6 +12,7 @@ and renamed, then HEAD is replaced: a reader sees a whole version or none.
 from __future__ import annotations
 
 import re
+import time
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -19,9 +20,15 @@ from typing import Protocol
 
 from flowtrain.utils.files import make_folder, put_folder, remove, replace_file, sync
 from flowtrain.utils.lock import Lock
-from flowtrain.weights.checksums import check, checksum_of
-from flowtrain.weights.listing import MOST, Listing
-from flowtrain.weights.manifest import File, Manifest, StoreError
+from flowtrain.weights.format.checksums import check, checksum_of
+from flowtrain.weights.format.manifest import (
+    MAX_MANIFEST,
+    File,
+    Manifest,
+    StoreError,
+    read_whole,
+)
+from flowtrain.weights.stores.listing import MAX_BYTES, MOST, Listing
 
 _VERSION = re.compile("[0-9]{1,18}")
 
@@ -55,7 +62,7 @@ class WeightStore:
         path = self.root / "HEAD"
         if not path.exists():
             return None
-        text = path.read_text(errors="replace").strip()
+        text = read_whole(path, MAX_BYTES).decode(errors="replace").strip()
         if not _VERSION.fullmatch(text):
             raise StoreError(
                 f"{path} holds {text[:40]!r}, not a version; write the number of the newest folder "
@@ -90,10 +97,7 @@ class WeightStore:
             raise StoreError(
                 f"version {version} is not in {self.root}; it holds {versions or 'nothing'}"
             )
-        manifest = Manifest.from_json(path.read_text(errors="replace"), str(path))
-        if manifest.version != version:
-            raise StoreError(f"{path} describes version {manifest.version}; it was moved")
-        return manifest
+        return Manifest.of_version(version, read_whole(path, MAX_MANIFEST), str(path))
 
     def fetch(self, version: int, file: File) -> Path:
         path = self.folder(version) / file.name
@@ -154,9 +158,10 @@ class WeightStore:
             for newer in versions[len(older) :]:
                 remove(self.folder(newer))
 
-    def garbage(self, keep: int) -> list[int]:
+    def garbage(self, keep: int, keep_s: float = 0.0) -> list[int]:
         """List the versions that the newest `keep` do not need: all before the full snapshot from
-        which the oldest of these is reached.
+        which the oldest of these is reached. In the first `keep_s` seconds of that one, those who
+        began before it may be loading the one that it replaces, which stays too.
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}: HEAD must lead to a version")
@@ -164,12 +169,16 @@ class WeightStore:
         if not versions:
             return []
         snapshot = self.manifest(versions[-keep:][0]).snapshot
+        age_s = time.time() - (self.folder(snapshot) / "manifest.json").stat().st_mtime
+        if age_s < keep_s and versions[0] < snapshot:
+            before = max(version for version in versions if version < snapshot)
+            snapshot = self.manifest(before).snapshot
         return [version for version in versions if version < snapshot]
 
-    def collect_garbage(self, keep: int) -> list[int]:
+    def collect_garbage(self, keep: int, keep_s: float = 0.0) -> list[int]:
         """Delete the versions that `garbage` lists, and return them."""
         with self.claim():
-            garbage = self.garbage(keep)
+            garbage = self.garbage(keep, keep_s)
             for version in garbage:
                 remove(self.folder(version))
         return garbage
@@ -193,4 +202,4 @@ class WeightStore:
 @lru_cache(4 * MOST)
 def _checksum_at(path: Path, _inode: int, _mtime_ns: int) -> str:
     """Take the checksum of a file that is as it was when it was last asked for."""
-    return checksum_of(path.read_bytes())
+    return checksum_of(read_whole(path, MAX_MANIFEST))

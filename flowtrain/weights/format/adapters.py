@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowtrain.weights.layout import Layout
+from flowtrain.weights.format.layout import Layout
 
 PREFIX = "base_model.model."
 """The text that peft puts before the names of an adapter's tensors."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowtrain.weights.deltas import Blob, compose_batches
+from flowtrain.weights.format.deltas import Blob, compose_batches
 
 _SKIP = 4
 """Every 4th version has a skip over 4 versions, every 16th over 16, every 64th over 64."""

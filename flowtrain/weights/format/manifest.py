@@ -11,12 +11,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from math import prod
+from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
-from flowtrain.weights.layout import (
+from flowtrain.weights.format.layout import (
     Digest,
     Layout,
     TensorSpec,
@@ -27,6 +28,8 @@ from flowtrain.weights.layout import (
 )
 
 FORMAT = 1
+MAX_MANIFEST = 64 << 20
+"""Longest manifest in bytes."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors of reading a record that has other fields than it should."""
@@ -52,6 +55,17 @@ class File:
     num_bytes: int
     xxh3: str
     """Checksum of the whole file in 16 hex digits."""
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """Read a file whole. Raises StoreError when it is a device, or longer than `limit` bytes."""
+    if not S_ISREG(path.stat().st_mode):
+        raise StoreError(f"{path} is no plain file")
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise StoreError(f"{path} is longer than {limit} bytes")
+    return data
 
 
 def total_bytes(files: Iterable[File]) -> int:
@@ -123,6 +137,14 @@ class Manifest:
         return json.dumps(record, indent=1)
 
     @classmethod
+    def of_version(cls, version: int, data: bytes, path: str) -> Manifest:
+        """Read the manifest of a version. Raises StoreError when it is none, or that of another."""
+        manifest = cls.from_json(data.decode(errors="replace"), path)
+        if manifest.version != version:
+            raise StoreError(f"{path} describes version {manifest.version}; it was moved")
+        return manifest
+
+    @classmethod
     def from_json(cls, text: str, path: str) -> Manifest:
         """Read a manifest.
 
@@ -177,7 +199,7 @@ def check_format(path: object, found: int) -> None:
 
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
     spec = TensorSpec(str(record["dtype"]), tuple(int(n) for n in record["shape"]))
-    if any(n < 0 for n in spec.shape) or prod(spec.shape) * spec.torch_dtype.itemsize % 2:
+    if any(n < 0 for n in spec.shape) or spec.num_bytes % 2:
         raise ValueError(f"{spec} is no tensor of 16-bit words")
     return spec
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 
 from flowtrain import _delta
-from flowtrain.weights.layout import Digest, subtract
-from flowtrain.weights.tensor_shards import U16
+from flowtrain.weights.format.layout import Digest, subtract
+from flowtrain.weights.format.tensor_shards import U16
 
 Blob = np.ndarray[tuple[int], np.dtype[np.uint8]]
 """The delta of one shard, as `_delta.encode` returns it."""

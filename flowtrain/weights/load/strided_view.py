@@ -16,9 +16,8 @@ from flowkernels import digest_at, digest_words
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.baseline import to_digest
-from flowtrain.weights.layout import Digest, add
-from flowtrain.weights.tensor_shards import u16_view
+from flowtrain.weights.format.layout import Digest, add
+from flowtrain.weights.format.tensor_shards import to_digest, u16_view
 
 _CHUNK = 1 << 20
 """Words that are digested at a time."""

@@ -9,10 +9,9 @@ from flowkernels import digest_words
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.baseline import to_digest
-from flowtrain.weights.layout import Digest, add
+from flowtrain.weights.format.layout import Digest, add
+from flowtrain.weights.format.tensor_shards import TensorShard, local_shards, to_digest
 from flowtrain.weights.ranks import Alone, Ranks, gather
-from flowtrain.weights.tensor_shards import TensorShard, local_shards
 
 
 def digests_of(

@@ -11,21 +11,15 @@ the same address: so HEAD alone has to be asked for anew, and all else may be ke
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from email.message import Message
 
-from flowtrain.weights.manifest import StoreError
+from flowtrain.weights.format.manifest import StoreError
 
 MAX_BYTES = 64 << 10
 """Longest text of a listing."""
 MOST = 256
 """Versions in a listing; manifests of older ones are asked for by their path alone."""
-AGE, ORIGIN_S = "Flowtrain-Age", "Flowtrain-Origin-Seconds"
-"""Headers of a relay: how old its HEAD is; seconds of the answer in which it asked for a new one.
-"""
 _LINE = re.compile(r"([0-9]{1,18}) ([0-9a-f]{16})")
 _VERSION = re.compile("[0-9]{1,18}")
 
@@ -58,31 +52,3 @@ class Listing:
                 "weight store?"
             )
         return cls(int(first), {int(line[1]): line[2] for line in found if line})
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A listing as a server gave it."""
-
-    listing: Listing
-    asked_at: float
-    """The time at which the store itself was asked, by this machine's `time.time()`: it says no
-    older thing."""
-    said_at: float
-    """The time by which it had answered."""
-    seconds: float
-    """Seconds that the answer took, without what a relay needed for its own question."""
-
-    @classmethod
-    def received(cls, listing: Listing, headers: Message, asked_at: float) -> Head:
-        """Read the headers of an answer that has just come."""
-        now, age_s = time.time(), _seconds(headers, AGE)
-        seconds = max(0.0, now - asked_at - _seconds(headers, ORIGIN_S))
-        return cls(listing, asked_at - age_s, now - age_s, seconds)
-
-
-def _seconds(headers: Message, name: str) -> float:
-    """Return a time among the headers; 0 where there is none."""
-    with suppress(ValueError):
-        return min(max(0.0, float(headers.get(name, ""))), 1e9)
-    return 0.0

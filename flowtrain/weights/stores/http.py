@@ -1,17 +1,13 @@
-"""A weight store on another machine: the layout of store.py behind any static file server.
+"""A weight store on another machine: the layout of folder.py behind any static file server.
 
-A download that was cut continues, in this process or the next one. It is checked against its
-manifest before it gets its name. One request at a time needs no session, so `urllib` is enough and
-engines need no HTTP library.
+One request at a time needs no session, so `urllib` is enough and engines need no HTTP library.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import shutil
 import time
-from email.message import Message
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -20,22 +16,28 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from flowtrain.net.bodies import SLOWEST
 from flowtrain.net.objects import SCHEMES, open_objects
-from flowtrain.net.retries import may_pass, pause_s
+from flowtrain.net.retries import may_pass, pause_s, retry_after_s
 from flowtrain.net.serving import check_token, check_url
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
-from flowtrain.weights.bucket import BucketStore
-from flowtrain.weights.checksums import checksum_of, mismatch
-from flowtrain.weights.listing import MAX_BYTES, Head, Listing
-from flowtrain.weights.manifest import File, Manifest, NotThere, Silent, StoreError
-from flowtrain.weights.nearest import NearestStore
-from flowtrain.weights.pieces import SMALLEST, in_pieces
-from flowtrain.weights.store import Source, WeightStore
-from flowtrain.weights.timed_http import Response, TimedHttp, TimedHttps
+from flowtrain.weights.format.checksums import checksum_of
+from flowtrain.weights.format.manifest import (
+    MAX_MANIFEST,
+    File,
+    Manifest,
+    NotThere,
+    Silent,
+    StoreError,
+)
+from flowtrain.weights.stores.bucket import BucketStore
+from flowtrain.weights.stores.downloads import Downloads, folder_of
+from flowtrain.weights.stores.folder import Source, WeightStore
+from flowtrain.weights.stores.listing import MAX_BYTES, Listing
+from flowtrain.weights.stores.pieces import SMALLEST, in_pieces
+from flowtrain.weights.stores.timed_http import Response, TimedHttp, TimedHttps
 
 _log = logging.getLogger(__name__)
 
-_MAX_MANIFEST = 64 << 20
 _CHUNK = 1 << 20
 _ALONE_S, _PATIENT_S = 4.0, 10.0
 """Seconds in which a connection gathers speed, at 300 ms too; then more help it with a file, if
@@ -52,29 +54,34 @@ _NO_CACHE = {"Cache-Control": "no-cache"}
 class _Cut(Exception):
     """An answer that did not come, or not to its end: the request is tried again."""
 
-    def __init__(self, reason: str, status: int = 0) -> None:
+    def __init__(self, reason: str, status: int = 0, pause_s: float = 0.0) -> None:
         super().__init__(reason)
         self.status = status
+        self.pause_s = pause_s
+        """The least pause that the server asks for."""
 
 
 class _Slow(Exception):
     """One connection takes long for what several would bring sooner."""
 
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        """Its bytes per second."""
 
-def open_source(location: str | Path, cache: Path, token: str = "") -> Source:
-    """Open the store at a path or URL, also of a bucket, or at the nearest of several http URLs
-    with commas between; `cache` is a folder for downloads, of this reader alone.
-    """
+
+def open_source(
+    location: str | Path, cache: Path, token: str = "", *, keeps: bool = False
+) -> Source:
+    """Open the store at a path or URL, also of a bucket; see `Downloads`."""
     if str(location).partition("://")[0] in SCHEMES:
-        return BucketStore(open_objects(str(location)), cache)
-    if len(urls := [url.strip() for url in str(location).split(",")]) > 1 and "://" in urls[0]:
-        return NearestStore([HttpStore(url, cache, token, 10.0, retries=1) for url in urls])
+        return BucketStore(open_objects(str(location)), cache, keeps=keeps)
     if "://" in str(location):
-        return HttpStore(str(location), cache, token)
+        return HttpStore(str(location), cache, token, keeps=keeps)
     return WeightStore(Path(location))
 
 
-class HttpStore:
+class HttpStore(Downloads):
     """See `Source`."""
 
     def __init__(
@@ -85,11 +92,13 @@ class HttpStore:
         timeout_s: float = 30.0,
         retries: int = 5,
         backoff_s: float = 0.5,
+        *,
+        keeps: bool = False,
     ) -> None:
         """
         Args:
             url: URL of the folder that holds HEAD.
-            cache: Folder for downloads of one reader; files that it has loaded are deleted.
+            cache, keeps: See `Downloads`.
             token: Sent as `Authorization: Bearer`, never to another address than `url`.
             timeout_s: Seconds until a silent connection counts as cut.
             retries: Failures in a row, without a MiB gained between them, before giving up.
@@ -98,8 +107,7 @@ class HttpStore:
         Raises:
             UserError: the URL or the token cannot be used.
         """
-        self.url = check_url(url)
-        self._cache = cache
+        super().__init__(check_url(url), cache, keeps=keeps)
         self._headers = {"Authorization": f"Bearer {check_token(token)}"} if token else {}
         self._timeout_s = timeout_s
         self._retries = retries
@@ -107,24 +115,15 @@ class HttpStore:
         self._opener = build_opener(_NoRedirects, TimedHttp, TimedHttps)
         self._listing: Listing | None = None
 
-    def __str__(self) -> str:
-        return self.url
-
     def head(self) -> int | None:
-        head = self.ask()
-        return None if head is None else head.listing.head
-
-    def ask(self) -> Head | None:
-        """Ask for HEAD; None in an empty store."""
         url = f"{self.url}/HEAD?manifests"
-        asked_at = time.time()
         try:
-            data, headers = self._get(url, MAX_BYTES, _NO_CACHE)
+            data = self._get(url, MAX_BYTES, _NO_CACHE)
         except NotThere:
             self._listing = None
             return None
         self._listing = Listing.from_text(data.decode(errors="replace"), url)
-        return Head.received(self._listing, headers, asked_at)
+        return self._listing.head
 
     def manifest(self, version: int) -> Manifest:
         listing = self._listing
@@ -137,64 +136,33 @@ class HttpStore:
             )
         checksum = self._checksum(version)
         try:
-            return self.read_manifest(version, checksum)
+            return self._read_manifest(version)
         except StoreError:
             if not checksum or self.head() is None or self._checksum(version) == checksum:
                 raise
-        return self.read_manifest(version, self._checksum(version))  # it was published again
+        return self._read_manifest(version)  # it was published again
 
     def _checksum(self, version: int) -> str:
         return "" if self._listing is None else self._listing.manifests.get(version, "")
 
-    def read_manifest(self, version: int, checksum: str) -> Manifest:
-        """Read the manifest of a checksum, or, where that is empty, the present one."""
-        url = f"{self.url}/{_folder(version)}/manifest.json"
-        data = self.manifest_bytes(version, checksum)
-        manifest = Manifest.from_json(data.decode(errors="replace"), url)
-        if manifest.version != version:
-            raise StoreError(
-                f"{url} describes version {manifest.version}; the server's folders are mixed up"
-            )
-        return manifest
-
-    def manifest_bytes(self, version: int, checksum: str) -> bytes:
-        """Download a manifest: the one of a checksum, or, where that is empty, the present one."""
-        url = f"{self.url}/{_folder(version)}/manifest.json"
+    def _read_manifest(self, version: int) -> Manifest:
+        """Read the manifest that the listing names, or, where it names none, the present one."""
+        url, checksum = f"{self.url}/{folder_of(version)}/manifest.json", self._checksum(version)
         if not checksum:
-            return self._get(url, _MAX_MANIFEST, _NO_CACHE)[0]
+            return Manifest.of_version(version, self._get(url, MAX_MANIFEST, _NO_CACHE), url)
         for headers in ({}, _NO_CACHE):
-            data, _ = self._get(f"{url}?xxh3={checksum}", _MAX_MANIFEST, headers)
+            data = self._get(f"{url}?xxh3={checksum}", MAX_MANIFEST, headers)
             if checksum_of(data) == checksum:
-                return data
+                return Manifest.of_version(version, data, url)
             _log.warning("%s came damaged: it does not have the checksum of HEAD", url)
         raise StoreError(f"{url} came damaged twice: it does not have the checksum of HEAD")
 
-    def fetch(self, version: int, file: File) -> Path:
-        path = self._cache / _folder(version) / file.name
-        part = path.with_name(f"{file.name}.part")
-        url = f"{self.url}/{_folder(version)}/{file.name}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.replace(part)  # checked again as if it had just come
-        for _ in range(2):
-            damage = self._download(url, part, file) or mismatch(part, file)
-            if not damage:
-                return part.replace(path)
-            part.unlink(missing_ok=True)
-            _log.warning("%s came damaged: %s", url, damage)
-        raise StoreError(
-            f"{url} came damaged twice: {damage}; the server's file is not that of its manifest, "
-            "publish a full snapshot"
-        )
-
     def loaded(self, version: int) -> None:
         self._listing = None  # by the next load, versions may have been rolled back
-        for folder in self._cache.glob("v[0-9]*"):
-            if folder.name[1:].isdecimal() and int(folder.name[1:]) <= version:
-                shutil.rmtree(folder)
+        super().loaded(version)
 
-    def _get(self, url: str, limit: int, headers: dict[str, str]) -> tuple[bytes, Message]:
-        """Return a whole answer of at most `limit` bytes, and its headers."""
+    def _get(self, url: str, limit: int, headers: dict[str, str]) -> bytes:
+        """Return a whole answer of at most `limit` bytes."""
         num_failures = 0
         while True:
             try:
@@ -209,9 +177,10 @@ class HttpStore:
             raise Silent(
                 f"{url}: {cut}, {num_failures} times; check the address and that the server runs"
             ) from cut
-        time.sleep(pause_s(num_failures, self._backoff_s, _LONGEST_PAUSE_S))
+        own_s = pause_s(num_failures, self._backoff_s, _LONGEST_PAUSE_S)
+        time.sleep(max(own_s, min(cut.pause_s, _LONGEST_PAUSE_S)))
 
-    def _read_all(self, url: str, limit: int, headers: dict[str, str]) -> tuple[bytes, Message]:
+    def _read_all(self, url: str, limit: int, headers: dict[str, str]) -> bytes:
         data = bytearray()
         with self._open(url, headers) as response:
             response.end_after(self._limit_s(limit))
@@ -222,31 +191,29 @@ class HttpStore:
                     raise StoreError(f"{url} is longer than {limit} bytes; {_IS_STORE}")
         if announced is not None and len(data) < announced:
             raise _Cut(f"the connection was cut after {len(data)} of {announced} bytes")
-        return bytes(data), response.headers
+        return bytes(data)
 
-    def _download(self, url: str, part: Path, file: File) -> str:
-        """Complete `part` to the file's size; bytes that are there stay. Returns what is wrong with
-        the server's file, empty when nothing is.
-        """
+    def _complete(self, key: str, part: Path, file: File, is_again: bool) -> str:
         # The checksum makes it an address of these very bytes: a version that is rolled back and
-        # published again has others, and a cache between may keep each for ever.
-        address = f"{url}?xxh3={file.xxh3}"
+        # published again has others, and a cache between may keep each for ever. What it may have
+        # kept damaged has another address the second time.
+        address = f"{self.url}/{key}?xxh3={file.xxh3}{'&again' if is_again else ''}"
         num_failures, may_split = 0, True
         part.touch()
         while (num_held := part.stat().st_size) < file.num_bytes:
             try:
                 if damage := self._append(address, part, num_held, may_split, file.num_bytes):
                     return damage
-            except _Slow:
+            except _Slow as slow:
                 # A server that has no ranges after all is not asked for them again.
                 may_split = False
-                self._append_pieces(address, part, file.num_bytes)
+                self._append_pieces(address, part, file.num_bytes, slow.rate)
             except _Cut as cut:
                 if cut.status == 416:
                     part.write_bytes(b"")
                 has_gained = part.stat().st_size > num_held + _CHUNK
                 num_failures = 1 if has_gained else num_failures + 1
-                self._pause(url, cut, num_failures)
+                self._pause(f"{self.url}/{key}", cut, num_failures)
         return ""
 
     def _append(self, url: str, part: Path, num_held: int, may_split: bool, num_bytes: int) -> str:
@@ -270,18 +237,19 @@ class HttpStore:
                     out.write(chunk)
                     shown.update(len(chunk))
                     at += len(chunk)
-                    if has_ranges and _is_slow(at - num_held, num_bytes - at, began):
-                        raise _Slow
+                    seconds = time.monotonic() - began
+                    if has_ranges and _is_slow(at - num_held, num_bytes - at, seconds):
+                        raise _Slow((at - num_held) / seconds)
             if at < num_bytes:
                 raise _Cut(f"the connection was cut after {at} of {num_bytes} bytes")
             has_more = _read(response, 1)
         return f"the server has more bytes than the {num_bytes} of the manifest" if has_more else ""
 
-    def _append_pieces(self, url: str, part: Path, num_bytes: int) -> None:
+    def _append_pieces(self, url: str, part: Path, num_bytes: int, rate: float) -> None:
         """Request the missing bytes over several connections, as far as the server lets them."""
         at = part.stat().st_size
         pieces = in_pieces(
-            lambda start, end: self._piece(url, start, end, num_bytes), at, num_bytes
+            lambda start, end: self._piece(url, start, end, num_bytes), at, num_bytes, rate
         )
         with part.open("ab") as out, _bar(part.stem, at, num_bytes) as shown:
             for piece in pieces:
@@ -319,7 +287,8 @@ class HttpStore:
             error.close()
             if may_pass(error.code) or error.code == 416:
                 reason = f"the server answered {error.code} {error.reason}"
-                raise _Cut(reason, error.code) from error
+                asked_s = retry_after_s(error.headers.get("Retry-After", ""))
+                raise _Cut(reason, error.code, asked_s) from error
             raise _refusal(url, error, bool(self._headers)) from None
         except (OSError, HTTPException) as error:
             cause = error.reason if isinstance(error, URLError) else error
@@ -374,14 +343,9 @@ def _is_range(text: str, start: int, num_bytes: int) -> bool:
     return found is not None and int(found[1]) == start and int(found[2]) < num_bytes
 
 
-def _is_slow(num_got: int, num_missing: int, began: float) -> bool:
-    seconds = time.monotonic() - began
+def _is_slow(num_got: int, num_missing: int, seconds: float) -> bool:
     is_worth_it = num_missing > 2 * SMALLEST and seconds > _ALONE_S
     return is_worth_it and num_missing * seconds > _PATIENT_S * num_got
-
-
-def _folder(version: int) -> str:
-    return f"v{version:08d}"
 
 
 def _bar(name: str, at: int, num_bytes: int) -> Any:

@@ -15,9 +15,9 @@ from flowkernels import diff_words, digest_words
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.deltas import Blob
-from flowtrain.weights.layout import Digest, add
-from flowtrain.weights.tensor_shards import TensorShard
+from flowtrain.weights.format.deltas import Blob
+from flowtrain.weights.format.layout import Digest
+from flowtrain.weights.format.tensor_shards import TensorShard, to_digest
 
 _DENSE = 1 / 8
 """Share of the full size from which on copying the words is faster than applying their delta."""
@@ -118,12 +118,6 @@ def make_baseline(shard: TensorShard, level: int, num_threads: int) -> Baseline:
     """Copy a shard's words on its own device."""
     is_on_host = shard.source.device.type == "cpu"
     return (HostBaseline if is_on_host else DeviceBaseline)(shard, level, num_threads)
-
-
-def to_digest(pair: Tensor) -> Digest:
-    """Read a digest that a kernel computed as two int64."""
-    a, b = pair.tolist()
-    return add((a, b))
 
 
 def _to_host(tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import share, sync, writing
-from flowtrain.weights.checksums import record
-from flowtrain.weights.deltas import Blob
-from flowtrain.weights.layout import Layout, layout_hash
-from flowtrain.weights.manifest import FORMAT, File, StoreError, check_format
-from flowtrain.weights.tensor_shards import TensorShard
+from flowtrain.weights.format.checksums import record
+from flowtrain.weights.format.deltas import Blob
+from flowtrain.weights.format.layout import Layout, layout_hash
+from flowtrain.weights.format.manifest import FORMAT, File, StoreError, check_format
+from flowtrain.weights.format.tensor_shards import TensorShard
 
 _DELTA_KEY = "flowtrain_delta"
 _DELTA_FIELDS = {"format": int, "layout": str, "base": int, "version": int}

@@ -14,9 +14,10 @@ from collections import defaultdict
 from contextlib import suppress
 
 from flowtrain.net.objects import MissingObject, Objects, StoreSilent, read_object
-from flowtrain.weights.bucket import MAX_MANIFEST, folder_of, read_head
-from flowtrain.weights.manifest import Manifest, StoreError
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights.format.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
+from flowtrain.weights.stores.bucket import read_head
+from flowtrain.weights.stores.downloads import folder_of
+from flowtrain.weights.stores.folder import WeightStore
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ class Mirror:
             time.sleep(every_s)
 
     def _text(self, version: int) -> str:
-        return (self._store.folder(version) / _MANIFEST).read_text(errors="replace")
+        path = self._store.folder(version) / _MANIFEST
+        return read_whole(path, MAX_MANIFEST).decode(errors="replace")
 
     def _text_there(self, version: int) -> str:
         if version not in self._known:

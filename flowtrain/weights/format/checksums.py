@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from flowtrain import _delta
-from flowtrain.weights.manifest import File, StoreError
+from flowtrain.weights.format.manifest import File, StoreError
 
 
 def record(path: Path) -> File:

@@ -55,9 +55,12 @@ class TensorSpec:
         return dtype
 
     @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * (_BYTES.get(self.dtype) or self.torch_dtype.itemsize)
+
+    @property
     def num_words(self) -> int:
-        num_bytes = _BYTES.get(self.dtype) or self.torch_dtype.itemsize
-        return prod(self.shape) * num_bytes // 2
+        return self.num_bytes // 2
 
 
 Layout = dict[str, TensorSpec]

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.utils.errors import user_error
-from flowtrain.weights.deltas import DeltaBatch, can_compose, compose_batches, digest_change
-from flowtrain.weights.files import read_delta, read_snapshot
-from flowtrain.weights.layout import Digest, add
-from flowtrain.weights.manifest import Manifest, StoreError, total_bytes
+from flowtrain.weights.format.deltas import DeltaBatch, can_compose, compose_batches, digest_change
+from flowtrain.weights.format.files import read_delta, read_snapshot
+from flowtrain.weights.format.layout import Digest, add
+from flowtrain.weights.format.manifest import Manifest, StoreError, total_bytes
+from flowtrain.weights.format.tensor_shards import TensorShard
+from flowtrain.weights.load.target import HostTensors, Target, check_layout
 from flowtrain.weights.ranks import together
-from flowtrain.weights.store import Source
-from flowtrain.weights.target import HostTensors, Target, check_layout
-from flowtrain.weights.tensor_shards import TensorShard
+from flowtrain.weights.stores.folder import Source
 
 _log = logging.getLogger(__name__)
 

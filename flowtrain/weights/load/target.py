@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.deltas import DeltaBatch
-from flowtrain.weights.layout import Digest, Layout
-from flowtrain.weights.manifest import Manifest, StoreError
+from flowtrain.weights.format.deltas import DeltaBatch
+from flowtrain.weights.format.layout import Digest, Layout
+from flowtrain.weights.format.manifest import Manifest, StoreError
+from flowtrain.weights.format.tensor_shards import U16, TensorShard, spec_of, u16_view
 from flowtrain.weights.ranks import Alone, Ranks
-from flowtrain.weights.tensor_shards import U16, TensorShard, spec_of, u16_view
 
 
 class Target(Protocol):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from flowtrain.weights.layout import TensorSpec
+from flowtrain.weights.format.layout import Digest, TensorSpec, add
 
 U16 = np.ndarray[tuple[int], np.dtype[np.uint16]]
 """A flat, contiguous view of a tensor's bits as 16-bit words."""
@@ -96,3 +96,9 @@ def _first_row(name: str, tensor: DTensor, num_ranks: int) -> int:
         )
     num_rows = -(-tensor.shape[0] // num_ranks)  # as torch.chunk cuts
     return min(mesh.get_local_rank() * num_rows, tensor.shape[0])
+
+
+def to_digest(pair: Tensor) -> Digest:
+    """Read a digest that a kernel computed as two int64."""
+    a, b = pair.tolist()
+    return add((a, b))
