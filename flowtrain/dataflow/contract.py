@@ -204,6 +204,9 @@ class Register:
     life: str = ""
     """Random id of this process; a registration of the same process that arrives twice or late
     changes nothing."""
+    is_fenced: bool = False
+    """The later requests of this process name its `life`; until the next registration all others
+    are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,7 @@ class BatchRequest:
     wait_s: float = 0.0
     """Seconds that the answer may wait for the batch to fill; at most 30."""
     life: str = ""
-    """As in `Register`: only the process that registered last gets batches and is believed."""
+    """As in `Register`, if that was fenced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class BatchSource:
             return self._dataflow.register(described)
 
         self._life = self._world.gather_text(uuid.uuid4().hex)[0]
-        described = replace(policy, life=self._life)
+        described = replace(policy, life=self._life, is_fenced=True)
         registered = self._answer(ask, lambda: "the service does not answer")
         if registered is None:
             raise KeyboardInterrupt
