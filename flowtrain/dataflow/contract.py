@@ -204,6 +204,9 @@ class Register:
     life: str = ""
     """Random id of this process; a registration of the same process that arrives twice or late
     changes nothing."""
+    is_fenced: bool = False
+    """The later requests of this process name its `life`; until the next registration all others
+    are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +228,8 @@ class BatchRequest:
     num_ranks: int = 1
     wait_s: float = 0.0
     """Seconds that the answer may wait for the batch to fill; at most 30."""
+    life: str = ""
+    """As in `Register`, if that was fenced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +289,8 @@ class Progress:
     than that: they are no longer needed."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """What became of the tokens of the version's batch (`TokenAccount.fates`); {}: not told."""
+    life: str = ""
+    """As in `BatchRequest`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class BatchSource:
             config.train.policy,
             config.rollout.num_questions,
         )
-        self._run = ""
+        self._run = self._life = ""
         self._payloads: PayloadStore | None = None
         self._seen, self._heard, self._has_ended = "", time.monotonic(), Event()
         self._thread = ThreadPoolExecutor(1, "batch_source")
@@ -106,7 +106,8 @@ class BatchSource:
                 )
             return self._dataflow.register(described)
 
-        described = replace(policy, life=self._world.gather_text(uuid.uuid4().hex)[0])
+        self._life = self._world.gather_text(uuid.uuid4().hex)[0]
+        described = replace(policy, life=self._life, is_fenced=True)
         registered = self._answer(ask, lambda: "the service does not answer")
         if registered is None:
             raise KeyboardInterrupt
@@ -114,7 +115,8 @@ class BatchSource:
         if url := self._options.payloads or registered.payloads:
             self._payloads = PayloadStore(url, registered.run, _ASK_S)
         if self._world.is_main:
-            self._heartbeat.start(Progress(self._policy, policy.step, policy.step))
+            first = Progress(self._policy, policy.step, policy.step, life=self._life)
+            self._heartbeat.start(first)
 
     def next_batch(self, step: int) -> Rollouts | None:
         """Wait for the batch of `step` and return this rank's groups, numbered by their index in
@@ -158,6 +160,7 @@ class BatchSource:
                 is_done=is_done,
                 evaluated=evaluated,
                 tokens=tokens or {},
+                life=self._life,
             )
             self._heartbeat.report_progress(told)
 
@@ -187,7 +190,8 @@ class BatchSource:
 
     def _full(self, step: int) -> Batch:
         """Ask until this rank's part of the batch is there."""
-        request = BatchRequest(self._policy, step, self._world.rank, self._world.size)
+        rank, size = self._world.rank, self._world.size
+        request = BatchRequest(self._policy, step, rank, size, life=self._life)
         while (batch := self._dataflow.batch(request)).num_missing:
             status = self._dataflow.status()
             self._seen, self._heard = (

@@ -69,30 +69,32 @@ def _commit_all(ledger: Ledger) -> None:
     checkpoints leave them.
     """
     with ledger.database.write() as transaction:
-        num = transaction.one("SELECT count(*) AS num FROM work_items").num
+        committed = "work_items WHERE state = 'committed'"
+        transaction.run("UPDATE work_items SET state = 'committed' WHERE state = 'leased'")
+        transaction.run("DELETE FROM live_leases")
+        num = transaction.one(f"SELECT count(*) AS num FROM {committed}").num
         num_nodes = transaction.one("SELECT count(*) AS num FROM nodes").num
         step = f"(id - 1) / {NUM_GROUPS} + 1"
         node = f"'node-' || CAST(id % {num_nodes} AS TEXT)"
-        transaction.run(f"UPDATE work_items SET state = 'committed', node = {node}")
         transaction.run(
             "UPDATE leases SET node = 'node-' || CAST(work_item % ? AS TEXT)", num_nodes
         )
         transaction.run(
-            "INSERT INTO groups SELECT id, node, 1, 0.0, '[0,1,0,1,0,1,0,1]',"
-            " 300 + id % 400, id FROM work_items"
+            f"INSERT INTO groups SELECT id, {node}, 1, 0.0, '[0,1,0,1,0,1,0,1]',"
+            f" 300 + id % 400, id FROM {committed}"
         )
         for policy in POLICIES:
             transaction.run(
                 f"INSERT INTO shares SELECT id, '{policy}', 'assigned', 0, 300 + id % 400, {step}"
-                " FROM work_items"
+                f" FROM {committed}"
             )
             transaction.run(
                 f"INSERT INTO assignments SELECT '{policy}', {step}, (id - 1) % {NUM_GROUPS}, id, 0"
-                " FROM work_items"
+                f" FROM {committed}"
             )
             transaction.run(
                 f"INSERT INTO batches SELECT '{policy}', {step}, 0.0, {NUM_GROUPS}, 10000, max(id),"
-                f" '{{}}', '{{}}' FROM work_items GROUP BY {step}"
+                f" '{{}}', '{{}}' FROM {committed} GROUP BY {step}"
             )
             done = num // NUM_GROUPS
             transaction.run(

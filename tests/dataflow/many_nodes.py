@@ -11,8 +11,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,34 +68,55 @@ def _live(
     """Whether all is done."""
     life = f"{rng.getrandbits(64):x}"
     sampled = {"planner": 0}
+    held: dict[int, int] = {}
     flow.join(Join(name, life))
-    while not is_over():
-        num, key = rng.randint(1, 3), f"{rng.getrandbits(64):x}"
-        answer = flow.lease(LeaseRequest(name, life, num, {}, 0.1, 0.1, key, dict(sampled)))
-        version = answer.policies["planner"].version if answer.policies else 0
-        for lease in answer.leases:
-            choice = rng.random()
-            if choice < death:
-                return False
-            if choice < death + 0.1:
-                flow.release(Release(name, ((lease.work_item, lease.attempt),), "tired"))
-            elif (
-                choice < death + 0.3
-                and lease.work_item
-                in flow.renew(Renewal(name, life, ((lease.work_item, lease.attempt),))).lost
-            ):
-                continue
-            made = fake_rollouts(lease.task, version, rng)
-            sampled["planner"] += sum(t.num_tokens("planner") for t in made.trajectories)
-            own = (name, lease.work_item, lease.attempt)
-            push = Push(*own, pack_group(made), sampled=dict(sampled))
-            for _ in range(1 + (rng.random() < 0.1)):
-                flow.push(push)
-        if answer.reason == "done":
-            return True
-        if not answer.leases:
-            time.sleep(min(answer.retry_after_s, _PAUSE_S))
+    with _renewing(flow, name, life, held, sampled):
+        while not is_over():
+            num, key = rng.randint(1, 3), f"{rng.getrandbits(64):x}"
+            answer = flow.lease(LeaseRequest(name, life, num, {}, 0.1, 0.1, key, dict(sampled)))
+            version = answer.policies["planner"].version if answer.policies else 0
+            held |= {lease.work_item: lease.attempt for lease in answer.leases}
+            for lease in answer.leases:
+                choice = rng.random()
+                if choice < death:
+                    return False
+                if choice < death + 0.1:
+                    flow.release(Release(name, ((lease.work_item, lease.attempt),), "tired"))
+                else:
+                    made = fake_rollouts(lease.task, version, rng)
+                    sampled["planner"] += sum(t.num_tokens("planner") for t in made.trajectories)
+                    own = (name, lease.work_item, lease.attempt)
+                    push = Push(*own, pack_group(made), sampled=dict(sampled))
+                    for _ in range(1 + (rng.random() < 0.1)):
+                        flow.push(push)
+                held.pop(lease.work_item, None)
+            if answer.reason == "done":
+                return True
+            if not answer.leases:
+                time.sleep(min(answer.retry_after_s, _PAUSE_S))
     return False
+
+
+@contextmanager
+def _renewing(
+    flow: Dataflow, name: str, life: str, held: dict[int, int], sampled: dict[str, int]
+) -> Iterator[None]:
+    """Renew what a node holds and forget what it has lost, on a thread as nodes do."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(_PAUSE_S):
+            if leases := tuple(held.copy().items()):
+                for work_item in flow.renew(Renewal(name, life, leases, dict(sampled))).lost:
+                    held.pop(work_item, None)
+
+    with ThreadPoolExecutor(1) as threads:
+        renewed = threads.submit(renew)
+        try:
+            yield
+        finally:
+            ended.set()
+        renewed.result()
 
 
 class Notes:
@@ -166,25 +190,27 @@ def run_trainer(
     while True:
         registered = planner(NUM_GROUPS, MAX_STALENESS, notes.checkpoint)
         # Without a life a registration that comes late would take this trainer's progress back.
-        flow.register(replace(registered, life=f"{rng.getrandbits(64):x}"))
+        life = f"{rng.getrandbits(64):x}"
+        flow.register(replace(registered, life=life, is_fenced=True))
         for step in range(notes.checkpoint + 1, num_steps + 1):
-            notes.served(step, _batch(flow, step))
+            notes.served(step, _batch(flow, step, life))
             if rng.random() < 0.5 or step == num_steps:
                 notes.save(step)
             tokens = {TRAINED: notes.num_tokens(step)}
-            flow.progress(Progress("planner", step, notes.checkpoint, 0.1, 0.1, tokens=tokens))
+            told = Progress("planner", step, notes.checkpoint, 0.1, 0.1, tokens=tokens, life=life)
+            flow.progress(told)
             if rng.random() < death:
                 break
         else:
-            flow.progress(Progress("planner", num_steps, num_steps, is_done=True))
+            flow.progress(Progress("planner", num_steps, num_steps, is_done=True, life=life))
             return
 
 
-def _batch(flow: Dataflow, step: int) -> list[tuple[int, bytes]]:
+def _batch(flow: Dataflow, step: int, life: str) -> list[tuple[int, bytes]]:
     """Ask for a batch on two ranks, one after the other."""
     found = {}
     for rank in range(2):
-        request = BatchRequest("planner", step, rank, 2, wait_s=1.0)
+        request = BatchRequest("planner", step, rank, 2, wait_s=1.0, life=life)
         while (answer := flow.batch(request)).num_missing:
             pass
         found |= {each.position: (each.work_item, each.payload) for each in answer.groups}

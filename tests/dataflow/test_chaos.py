@@ -98,9 +98,10 @@ class FaultyCalls:
             ]
             if self._random.random() < 0.1:
                 self._late.append(partial(self._once, name, request))
-            if self._late and self._random.random() < 0.1:
-                with contextlib.suppress(Refused):  # it was answered long ago
-                    self._late.pop(self._random.randrange(len(self._late)))()
+            if self._random.random() < 0.1:
+                # IndexError: there is none; Refused: it was answered long ago.
+                with contextlib.suppress(IndexError, Refused):
+                    self._late.pop(self._random.randrange(len(self._late) or 1))()
             if answer and self._random.random() < 0.9:
                 return answer[-1]
 

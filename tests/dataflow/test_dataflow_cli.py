@@ -66,9 +66,8 @@ def test_the_table(used: Any) -> None:
     text = status_text(used.status())
     lines = text.splitlines()
     assert lines[0].startswith(f"run {used.run}: 0.00 groups/s produced")
-    assert (
-        lines[1]
-        == "work items: 1 leased, 0 waiting, 3 committed, 0 failed; 4 of 4 prompts were admitted"
+    assert lines[1] == (
+        "work items: 1 leased, 0 waiting, 3 committed, 0 failed; 256 of 256 prompts were admitted"
     )
     (planner,) = [
         line.split()
@@ -244,4 +243,4 @@ def test_a_service_starts_and_ends(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert "Traceback" not in process.stderr.read()
-    assert audit_database(database).counts == {"leased": 3}
+    assert audit_database(database).counts == {"drawn": 253, "leased": 3}

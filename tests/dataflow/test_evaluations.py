@@ -287,4 +287,4 @@ def test_a_lease_reads_no_work_items_but_those_that_wait_or_are_leased(
     monkeypatch.setattr(Transaction, "run", explained)
     lease(flow, 4, versions=NODE)
     used = {plan.partition("INDEX ")[2].split(" ")[0] for plan in plans if "work_items" in plan}
-    assert used == {"work_items_leased", "work_items_waiting", "work_items_failed"}, plans
+    assert used == {"work_items_waiting", "work_items_drawn", "work_items_failed"}, plans

@@ -13,10 +13,17 @@ from grown_ledger import NUM_GROUPS, PER_LEASE, Size, grown
 
 from bench.dataflow_service import group
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Push, Release, Renewal
-from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.contract import (
+    BatchRequest,
+    LeaseRequest,
+    Progress,
+    Push,
+    Release,
+    Renewal,
+)
+from flowtrain.dataflow.ledger import Ledger, prompts
 from flowtrain.dataflow.ledger.prompts import num_leased
-from flowtrain.dataflow.ledger.sql import SqliteDatabase
+from flowtrain.dataflow.ledger.sql import SqliteDatabase, Transaction
 
 _STEPS = 10
 """Instructions of SQLite's machine between two calls of a progress handler."""
@@ -49,6 +56,7 @@ class Counter:
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    monkeypatch.setattr(prompts, "_AHEAD", PER_LEASE)  # or only some leases would draw
     return Counter(monkeypatch)
 
 
@@ -82,6 +90,31 @@ def test_requests_take_as_many_steps_in_a_large_ledger(
     assert set(small) == {"lease", "renew", "push", "batch"} and all(small.values())
     for name, steps in large.items():
         assert steps <= 1.2 * small[name] + 10, (name, small, large)
+
+
+def test_a_checkpoint_looks_at_the_groups_that_are_there_and_not_at_all_that_were(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_trained = 3200
+    ledger = grown(postgres, Size(10, 100, num_trained))
+    for lease in ledger.lease(LeaseRequest("node-1", "a", NUM_GROUPS)).leases:
+        ledger.push(Push("node-1", lease.work_item, 1, pack_group(group(lease))))
+    step = num_trained // NUM_GROUPS + 1
+    ledger.batch(BatchRequest("planner", step))
+    plans: list[str] = []
+    real = Transaction.run
+
+    def explained(self: Transaction, statement: str, *values: object) -> int:
+        if "FROM payloads" in statement:
+            real(self, f"EXPLAIN {statement}", *values)
+            plans.extend(row[0] for row in self._cursor.fetchall())
+        return real(self, statement, *values)
+
+    monkeypatch.setattr(Transaction, "run", explained)
+    ledger.progress(Progress("planner", step, step))
+    ledger.close()
+    read = {line.strip() for line in plans if " on shares" in line or " on assignments" in line}
+    assert plans and not [line for line in read if "Seq Scan" in line], "\n".join(plans)
 
 
 def test_a_report_asks_for_the_leases_of_all_nodes_at_once(tmp_path: Path, count: Counter) -> None:

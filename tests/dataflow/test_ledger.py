@@ -35,7 +35,7 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
 )
-from flowtrain.dataflow.ledger import Ledger, batches
+from flowtrain.dataflow.ledger import Ledger, batches, prompts
 from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.prompts import TaskOrder
 from flowtrain.dataflow.rules import Outcome, Rules
@@ -569,6 +569,22 @@ def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -
     )
 
 
+@pytest.mark.parametrize("life", ["t1", ""], ids=["fenced", "of an older version"])
+def test_a_trainer_is_not_heard_once_another_has_taken_its_place(flow: Ledger, life: str) -> None:
+    flow.register(replace(planner(), life="t1", is_fenced=bool(life)))
+    for each in lease(flow, 4):
+        push(flow, each)
+    assert len(flow.batch(BatchRequest("planner", 1, life=life)).groups) == 4
+    flow.register(replace(planner(), life="t2", is_fenced=True))
+    with pytest.raises(Refused, match="another process has registered it since, and trains it"):
+        flow.progress(Progress("planner", 1, 1, life=life))
+    with pytest.raises(Refused, match="another process has registered it since, and trains it"):
+        flow.batch(BatchRequest("planner", 1, life=life))
+    assert flow.status()["policies"]["planner"]["checkpoint"] == 0
+    assert len(flow.batch(BatchRequest("planner", 1, life="t2")).groups) == 4
+    flow.progress(Progress("planner", 1, 1, life="t2"))
+
+
 def test_leases_do_not_wait_while_a_batch_is_read(
     flow: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -812,7 +828,7 @@ def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> 
     assert flow.audit().problems == ()
 
 
-def test_a_failed_transaction_resets_the_prompt_filter(
+def test_a_prompt_filter_observes_each_event_once_whatever_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Recorder] = []
@@ -830,9 +846,120 @@ def test_a_failed_transaction_resets_the_prompt_filter(
         patch.setattr(LeaseBook, "_grant", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             lease(flow, 1)
-    assert made[-1].seen == [], "it was made anew"
+    with pytest.raises(Refused):
+        lease(flow, 1, life="nobody's")
+    for _ in range(2):
+        lease(flow, 1)
+    assert made[0].seen == [1, 2, 3, 4] and len(made) == 1
+
+
+def test_a_long_history_is_observed_in_portions_and_before_the_lock_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Recorder] = []
+
+    def make_rules() -> Rules:
+        made.append(Recorder())
+        return Rules(made[-1], AllGroups(), EarliestDeadline())
+
+    flow = ledger(tmp_path / "l.db", Clock(), make_rules, max_waiting=30)
+    joined(flow)
+    flow.register(planner())
+    for each in lease(flow, 10):
+        push(flow, each)
+    batch(flow, 1)
+    flow = ledger(tmp_path / "l.db", Clock(), make_rules, max_waiting=30)
+    read: list[tuple[int, bool]] = []
+    real = prompts.read_events
+
+    def watched(transaction: Any, after: int, to: int) -> Any:
+        events = real(transaction, after, to)
+        read.append((len(events), not flow.database._writing.locked()))  # type: ignore[attr-defined]
+        return events
+
+    monkeypatch.setattr(prompts, "_PORTION", 4)
+    monkeypatch.setattr(prompts, "read_events", watched)
     lease(flow, 1)
-    assert made[-1].seen == [1, 2, 3, 4]
+    assert made[1].seen == list(range(1, 11))
+    assert read == [(4, True), (4, True), (2, True), (0, True), (0, False)]
+
+
+def test_a_ledger_is_where_it_was_in_the_order_of_tasks_before_it_is_asked(
+    database: str,
+) -> None:
+    flow = ledger(database, max_waiting=1000)
+    joined(flow)
+    flow.register(planner())
+    lease(flow, 1)
+    again = TaskCursor(TASKS, 0)
+    Ledger(database, options(max_waiting=1000), again)
+    assert again.position > prompts._AHEAD
+
+
+def test_a_filter_that_admits_all_reads_no_history_and_draws_ahead(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow = ledger(database, Clock(), max_waiting=1000)
+    joined(flow)
+    flow.register(planner())
+    monkeypatch.setattr(prompts, "read_events", lambda *_: 1 / 0)
+    num = prompts._AHEAD
+    first = lease(flow, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(prompts, "locked", lambda *_: 1 / 0)
+        first += lease(flow, num - 3)
+        with pytest.raises(ZeroDivisionError):
+            lease(flow, 1)
+    assert [each.work_item for each in first + lease(flow, 1)] == list(range(1, num + 2))
+    assert flow.status()["work_items"] == {
+        "leased": num + 1,
+        "waiting": 0,
+        "committed": 0,
+        "failed": 0,
+    }
+    assert flow.audit().problems == ()
+
+
+def test_no_lease_runs_out_because_the_service_was_away(database: str, clock: Clock) -> None:
+    flow = ledger(database, clock, max_waiting=64)
+    flow.register(planner())
+    joined(flow)
+    joined(flow, "n2")
+    (held,) = lease(flow, 1)
+    flow.close()
+    clock.now += 600
+    flow = ledger(database, clock, max_waiting=64)
+    flow.progress(Progress("planner", 0, 0))
+    assert lease(flow, 1, "n2")[0].work_item != held.work_item
+    clock.now += 10
+    assert not flow.renew(Renewal("n1", "a", ((held.work_item, 1),))).lost
+    clock.now += 61
+    assert lease(flow, 1, "n2")[0].work_item == held.work_item, "but who is gone for good loses it"
+    assert flow.audit().problems == ()
+
+
+def test_rows_of_a_node_that_joins_again_and_again_do_not_pile_up(
+    database: str, clock: Clock
+) -> None:
+    flow = ledger(database, clock, max_waiting=64)
+    flow.register(planner())
+    flow.join(Join("n1", "first"))
+    flow.lease(LeaseRequest("n1", "first", 1, busy_s=5.0, waited_s=3.0))
+    (late,) = lease(flow, 1, life="first")
+    for number in range(200):
+        clock.now += 60
+        flow.join(Join("n1", f"{number}"))
+    with flow.database.read() as transaction:
+        assert transaction.one("SELECT count(*) AS num FROM nodes").num <= 62
+        current = "SELECT life FROM nodes WHERE is_current = 1"
+        assert [row.life for row in transaction.all(current)] == ["199"]
+    node = flow.status()["nodes"]["n1"]
+    assert (node["busy_s"], node["waited_s"]) == (5.0, 3.0)
+    group_of_first = pack_group(group(late.task))
+    flow.push(Push("n1", late.work_item, 1, group_of_first, sampled={"planner": 50}))
+    account = flow.audit().tokens["planner"]
+    assert (account.sampled, account.difference) == (50, 0)
+    assert flow.audit().problems == ()
 
 
 def test_a_prompt_filter_that_admits_nothing_ends_a_request(database: str) -> None:
@@ -868,7 +995,7 @@ def test_status_shows_rates_of_the_last_minute_and_lengths(flow: Ledger, clock: 
     assert status["policies"]["planner"]["groups"] == {
         "fresh": {"num": 4, "tokens_mean": 300.0, "tokens": {"128": 3, "512": 1}}
     }
-    assert status["tasks"] == {"asked": 5, "admitted": 5}
+    assert status["tasks"] == {"asked": 256, "admitted": 256}, "drawn ahead"
 
 
 def test_the_run_s_options_cross_to_the_node(flow: Ledger) -> None:

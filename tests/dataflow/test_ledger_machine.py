@@ -104,6 +104,7 @@ class LedgerMachine(RuleBasedStateMachine):
         trainer.registered = replace(
             planner(NUM_GROUPS[policy], STALENESS[policy], trainer.checkpoint, policy),
             life=str(next(self.keys)),
+            is_fenced=True,
         )
         assert self.flow.register(trainer.registered).step >= trainer.checkpoint
 
@@ -226,7 +227,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def train(self, policy: str, is_checkpoint: bool) -> None:
         trainer = self.trainers[policy]
         step = trainer.step + 1
-        answer = self.flow.batch(BatchRequest(policy, step))
+        life = trainer.registered.life
+        answer = self.flow.batch(BatchRequest(policy, step, life=life))
         if answer.num_missing:
             assert not answer.groups and step not in trainer.batches
             return
@@ -240,7 +242,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.told[policy, step] = sum(self.tokens_of(policy, each) for each in answer.groups)
         kept = self.told[policy, step] // 3
         tokens = {TRAINED: kept, NO_SIGNAL: self.told[policy, step] - kept}
-        self.flow.progress(Progress(policy, step, trainer.checkpoint, tokens=tokens))
+        self.flow.progress(Progress(policy, step, trainer.checkpoint, tokens=tokens, life=life))
 
     def tokens_of(self, policy: str, each: AssignedGroup) -> int:
         rollouts = unpack_group(each.payload).trajectories
@@ -273,13 +275,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def progress_arrives_late(self, policy: str, back: int) -> None:
         trainer = self.trainers[policy]
         step = max(0, trainer.step - back)
-        self.flow.progress(Progress(policy, step, min(step, trainer.checkpoint)))
+        told = Progress(policy, step, min(step, trainer.checkpoint))
+        self.flow.progress(replace(told, life=trainer.registered.life))
 
     @rule(policy=st.sampled_from(POLICIES), ahead=st.integers(2, 4))
     def a_step_is_left_out(self, policy: str, ahead: int) -> None:
         step = self.flow.status()["policies"][policy]["step"] + ahead
         with pytest.raises(Refused):
-            self.flow.batch(BatchRequest(policy, step))
+            life = self.trainers[policy].registered.life
+            self.flow.batch(BatchRequest(policy, step, life=life))
 
     @rule()
     def service_restarts(self) -> None:

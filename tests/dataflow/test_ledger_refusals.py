@@ -27,9 +27,9 @@ def statement(database: str, text: str) -> None:
 
 def test_another_schema_is_refused_by_name(database: str) -> None:
     ledger(database).close()
-    statement(database, "UPDATE meta SET version = 7")
+    statement(database, "UPDATE meta SET version = 99")
     with pytest.raises(
-        UserError, match=r"is a ledger with schema 7, this flowtrain has 6"
+        UserError, match=r"is a ledger with schema 99, this flowtrain has 7"
     ) as refusal:
         ledger(database)
     assert database.partition("?")[0] in str(refusal.value)
@@ -46,7 +46,6 @@ def test_a_table_of_somebody_else_is_left_alone(database: str) -> None:
     [
         ("run", "seed", 1, r"'run.seed = 0' is 'run.seed = 1' now"),
         ("rollout", "group_size", 4, r"rollout.group_size = 2"),
-        ("tasks", "num_train", 77, r"tasks.num_train"),
         ("dataflow", "prompt_filter", "greso", r"dataflow.prompt_filter = \"all\""),
     ],
 )
@@ -58,6 +57,20 @@ def test_what_units_are_may_not_change_while_a_run_goes_on(
     changed[section][key] = value
     with pytest.raises(UserError, match=why):
         Ledger(database, Config.model_validate(changed), TaskCursor(TASKS, 0))
+
+
+def test_the_tasks_may_not_change_either_though_their_file_may_move(database: str) -> None:
+    flow = ledger(database)
+    joined(flow)
+    flow.register(planner())
+    lease(flow, 1)
+    moved = options().model_dump()
+    moved["tasks"] |= {"name": "file", "path": "elsewhere/questions.json"}
+    Ledger(database, Config.model_validate(moved), TaskCursor(TASKS, 0))
+    with pytest.raises(
+        UserError, match=r"other tasks \(the task at 0 was 'task-\d+' and is 'task-"
+    ):
+        Ledger(database, options(), TaskCursor(TASKS[1:], 0))
 
 
 def test_other_options_may_change(database: str) -> None:
@@ -172,6 +185,10 @@ def test_the_audit_finds_what_does_not_add_up(database: str) -> None:
         "UPDATE groups SET event = 99 WHERE work_item = 1": "events are not numbered without gaps",
         "DELETE FROM shares WHERE work_item = 5": "a group has no share (5)",
         "DELETE FROM batches": "a group has no batch (1)",
+        "DELETE FROM live_leases WHERE work_item = 8": "a work item is leased and does not end, or "
+        "ends and is not leased (8)",
+        "UPDATE live_leases SET node = 'n2' WHERE work_item = 8": "a lease is of one node and "
+        "lasts for another (8)",
     }
     flow = ledger(database, Clock())
     joined(flow)

@@ -123,8 +123,9 @@ def test_groups_in_an_object_store_are_fetched(place: Place) -> None:
 
 def test_a_rank_gets_its_share(place: Place) -> None:
     feeds = [place.batch_source() for _ in range(2)]
+    feeds[0].register(planner(), "")
     for rank, batch_source in enumerate(feeds):
-        batch_source.register(planner(), "")
+        batch_source._life = feeds[0]._life  # ranks register as one
         batch_source._world = replace(ALONE, rank=rank, size=2)
     place.fill(4)
     assert [

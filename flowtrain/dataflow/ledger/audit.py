@@ -34,7 +34,7 @@ _QUERIES = {
         OR num_work_items <> (SELECT coalesce(max(id), 0) FROM work_items WHERE evaluation = 0)""",
     "a work item has no known state": """
         SELECT id AS at FROM work_items
-        WHERE state NOT IN ('leased', 'waiting', 'committed', 'failed')""",
+        WHERE state NOT IN ('drawn', 'leased', 'waiting', 'committed', 'failed')""",
     "a position in the order of tasks was not decided about once": """
         SELECT num_positions AS at FROM meta
         WHERE num_positions <> (SELECT count(*) FROM decisions)
@@ -54,6 +54,13 @@ _QUERIES = {
         JOIN leases l ON l.work_item = w.id AND l.attempt = w.attempt
         WHERE (w.state = 'leased' AND l.ending <> '')
         OR (w.state IN ('waiting', 'failed') AND l.ending = '')""",
+    "a work item is leased and does not end, or ends and is not leased": """
+        SELECT w.id AS at FROM work_items w LEFT JOIN live_leases v ON v.work_item = w.id
+        WHERE (w.state = 'leased') <> (v.work_item IS NOT NULL)""",
+    "a lease is of one node and lasts for another": """
+        SELECT w.id AS at FROM work_items w JOIN live_leases v ON v.work_item = w.id
+        LEFT JOIN leases l ON l.work_item = w.id AND l.attempt = w.attempt
+        WHERE coalesce(l.node, '') <> v.node""",
     "a committed work item has no group": """
         SELECT w.id AS at FROM work_items w LEFT JOIN groups g ON g.work_item = w.id
         WHERE w.state = 'committed' AND w.evaluation = 0 AND g.work_item IS NULL""",
@@ -156,7 +163,8 @@ def audit_database(database: str | Path, payloads: str = "") -> Audit:
     """
     if "://" not in str(database) and not Path(database).is_file():
         raise UserError(f"there is no database {database}")
-    with closing(connect(database)) as found, found.read() as transaction:
+    offline = connect(database, is_patient=True)
+    with closing(offline) as found, found.read() as transaction:
         run = meta_row(transaction, found.name).run
         problems = audit_payloads(found, PayloadStore(payloads, run)) if payloads else ()
         tables = audit(transaction)

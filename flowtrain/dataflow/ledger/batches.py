@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain.config import Config
+from flowtrain.config import Config, Dataflow
 from flowtrain.dataflow.contract import (
     AssignedGroup,
     Batch,
@@ -18,7 +19,7 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.ledger.prompts import candidate, num_leased, number_groups
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.trainers import MAX_RANKS, heard_policy
+from flowtrain.dataflow.ledger.trainers import MAX_RANKS, heard_policy, policy_rows
 from flowtrain.dataflow.rules import Candidate, Selector, replays
 from flowtrain.dataflow.wire import MAX_WAIT_S
 from flowtrain.utils.seeds import derive_seed
@@ -51,7 +52,7 @@ class Batches:
         step = request.step
         with locked(self.database) as (transaction, meta):
             timeout_s = self.config.dataflow.trainer_timeout_s
-            policy = heard_policy(transaction, request.policy, timeout_s)
+            policy = heard_policy(transaction, request.policy, timeout_s, request.life)
             if not policy.checkpoint < step <= policy.newest + 1:
                 raise Refused(
                     f"step {step} of {policy.name}: its checkpoint is of step "
@@ -77,6 +78,8 @@ class Batches:
             policy.name,
             step - 1 - policy.max_staleness,
         )
+        others = [each for each in policy_rows(transaction) if each.name != policy.name]
+        _drop_surplus(transaction, others, self.config.dataflow)
         waiting = _waiting(transaction, policy)
         again: list[int] = []
         if share := self.config.dataflow.replay_share:
@@ -112,6 +115,24 @@ class Batches:
         row = (policy.name, step, now, *sizes, stats, "{}")
         transaction.run(f"INSERT INTO batches VALUES {marks(row)}", *row)
         return 0
+
+
+def _drop_surplus(transaction: Transaction, policies: Sequence[Any], options: Dataflow) -> None:
+    """Drop the groups that would go stale first, where a trainer cannot keep up with the one that
+    begins a batch and shares its groups.
+    """
+    for policy in policies:
+        most = options.max_waiting or policy.num_groups * (policy.max_staleness + 1)
+        if policy.num_fresh > most:
+            transaction.run(
+                "UPDATE shares SET state = 'surplus', step = ? WHERE policy = ? AND work_item IN"
+                " (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
+                " ORDER BY min_version, work_item LIMIT ?)",
+                policy.newest + 1,
+                policy.name,
+                policy.name,
+                policy.num_fresh - most,
+            )
 
 
 _CANDIDATES = (

@@ -102,7 +102,7 @@ def _begin(transaction: Transaction, request: Evaluate) -> None:
     )
     transaction.run(f"INSERT INTO evaluations VALUES {marks(row)}", *row)
     transaction.many(
-        "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'waiting', 0, 0, '', 0, ?)",
+        "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'waiting', 0, 0, ?)",
         [
             (min(lowest, 0) - 1 - index, index, task.id, task.kind, pack(task), number)
             for index, task in enumerate(request.tasks)

@@ -3,6 +3,10 @@
 A lease that ran out or was released goes to another node as the next attempt, before new work items
 do. Backpressure bounds how many groups wait or are under way, so that sampled groups can still be
 trained in time. Questions of evaluations come before all that, and backpressure does not know them.
+
+Every request locks rows in one order, so that none wait in a circle: `meta`, the node's row of
+`nodes`, `work_items` by number, `live_leases`, `sampled`. Leases skip work items that others have
+locked, and need the lock of `meta` only where new ones have to be drawn.
 """
 
 from __future__ import annotations
@@ -32,10 +36,16 @@ from flowtrain.dataflow.ledger.evaluations import (
     take_questions,
 )
 from flowtrain.dataflow.ledger.prompts import Prompts, num_leased
-from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.token_accounts import note_sampled
-from flowtrain.dataflow.ledger.trainers import check_seconds, is_live, policy_rows, policy_states
+from flowtrain.dataflow.ledger.trainers import (
+    check_layouts,
+    check_seconds,
+    is_live,
+    known_policies,
+    policy_rows,
+    policy_states,
+)
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 
@@ -44,6 +54,11 @@ MAX_WORK_ITEMS = 1024
 """Work items in a request."""
 LEASES_PER_ATTEMPT = 10
 """A work item fails without a failure, too, after so many leases times `max_attempts`."""
+_LAST = (
+    "INSERT INTO live_leases VALUES (?, ?, ?)"
+    " ON CONFLICT (work_item) DO UPDATE SET node = excluded.node, until_s = excluded.until_s"
+)
+"""Lets a lease last longer, or begins one."""
 _RETRY_S = {
     "": 0.0,
     "full": 0.5,
@@ -70,40 +85,61 @@ class LeaseBook:
         for name, version in request.versions.items():
             if not 0 <= version <= MAX_VERSION:
                 raise Refused(f"version {version} of {name[:100]!r} is none")
-        with self.prompts.alone(), locked(self.database) as (transaction, meta):
-            now = transaction.now()
-            node = self._heard_node(transaction, request, now)
-            policies = policy_rows(transaction)
-            check_layouts(request.node, json.loads(node.layouts), policies)
-            if request.key and (again := self._granted(transaction, request)):
-                return Leases(tuple(again), policy_states(policies))
-            self._end_overdue(transaction, now)
-            _drop_surplus(transaction, policies, self.config.dataflow)
-            questions = take_questions(transaction, request.versions, request.num)
-            wanted = request.num - len(questions)
-            num, reason = self._allowed(transaction, request, wanted, policies, now)
-            leases = self._take_waiting(transaction, num)
-            drawn = self.prompts.draw(transaction, meta, num - len(leases))
-            leases += [
-                make_lease(self.config, number, 1, position, task)
-                for number, position, task in drawn
-            ]
-            self._grant(transaction, request, [*questions, *leases], now)
+        with self.database.write() as transaction:
+            answer = self._answer(transaction, request)
+        if answer is None:
+            with self.prompts.drawing(self.database) as (transaction, meta):
+                answer = self._answer(transaction, request, meta)
+                assert answer is not None
+        return answer
+
+    def _answer(
+        self, transaction: Transaction, request: LeaseRequest, meta: Any = None
+    ) -> Leases | None:
+        """None, and nothing granted, where work items have to be drawn and there is no `meta`, the
+        row that its caller has locked.
+        """
+        now = transaction.now()
+        node = self._locked_node(transaction, request)
+        policies = policy_rows(transaction)
+        states = policy_states(policies)
+        check_layouts(request.node, json.loads(node.layouts), policies)
+        if request.key and (again := self._granted(transaction, request)):
+            self._heard(transaction, request, node, now)
+            return Leases(tuple(again), states)
+        self._end_overdue(transaction, now)
+        questions = take_questions(transaction, request.versions, request.num)
+        wanted = request.num - len(questions)
+        num, reason = self._allowed(transaction, request, wanted, policies, now)
+        leases = self._take(transaction, num)
+        if len(leases) < num:
+            if meta is None:
+                return None
+            self.prompts.draw(transaction, meta, num - len(leases))
+            leases = self._take(transaction, num)
+        granted = (*questions, *leases)
+        self._heard(transaction, request, node, now)
+        self._grant(transaction, request, granted, now)
         if len(leases) < num:
             reason = "filtered"
-        granted = (*questions, *leases)
-        return Leases(granted, policy_states(policies), _RETRY_S[reason], reason)
+        return Leases(granted, states, _RETRY_S[reason], reason)
 
-    def _heard_node(self, transaction: Transaction, request: LeaseRequest, now: float) -> Any:
-        """The node's row; notes what the node reports about itself."""
+    def _locked_node(self, transaction: Transaction, request: LeaseRequest) -> Any:
+        """The node's row, which a request that comes twice or the node's next process waits for."""
         node = transaction.one(
-            "SELECT * FROM nodes WHERE name = ? AND life = ?", request.node, request.life
+            f"SELECT * FROM nodes WHERE name = ? AND life = ? {transaction.lock('nodes')}",
+            *(request.node, request.life),
         )
         if node is None:
             raise Refused(f"node {request.node!r}: it has not joined")
         if not node.is_current:
             raise Refused(f"node {request.node!r}: another process has joined by its name")
-        note_sampled(transaction, self.config, request.node, request.life, request.sampled)
+        return node
+
+    def _heard(
+        self, transaction: Transaction, request: LeaseRequest, node: Any, now: float
+    ) -> None:
+        """Note what the node reports about itself."""
         is_new = not request.key or request.key != node.last_key
         transaction.run(
             "UPDATE nodes SET seen_s = ?, versions = ?, last_key = ?, busy_s = busy_s + ?,"
@@ -116,7 +152,7 @@ class LeaseBook:
             request.node,
             request.life,
         )
-        return node
+        note_sampled(transaction, self.config, request.node, request.life, request.sampled)
 
     def _granted(self, transaction: Transaction, request: LeaseRequest) -> list[Lease]:
         """The answer to an earlier request with the same key; the leases may have ended since."""
@@ -128,19 +164,28 @@ class LeaseBook:
             request.key,
         )
         return [
-            make_lease(
-                self.config, row.id, row.attempt, row.position, unpack(bytes(row.task), Task)
-            )
+            self._made(row, row.attempt)
             if row.id > 0
             else question(row, row.attempt, evaluation_of(transaction, row.id))
             for row in rows
         ]
 
+    def _made(self, row: Any, attempt: int) -> Lease:
+        """The lease of a work item to train; its seed is the same for every attempt."""
+        seed = derive_seed(self.config.run.seed, "unit", row.id)
+        return Lease(row.id, attempt, unpack(bytes(row.task), Task), seed, row.position)
+
     def _end_overdue(self, transaction: Transaction, now: float) -> None:
-        """End the leases that have run out."""
+        """End the leases that have run out. None has for the length of a lease after the service
+        began or its database came back: nodes could not renew theirs while it was away.
+        """
+        if (since := self.database.steady_since) is None:
+            since = self.database.steady_since = now
+        if now < since + self.config.dataflow.lease_s:
+            return
         rows = transaction.all(
-            "SELECT id, attempt FROM work_items WHERE state = 'leased' AND until_s < ?"
-            f" ORDER BY until_s, id {transaction.lock('work_items', skip=True)}",
+            "SELECT w.id, w.attempt FROM live_leases v JOIN work_items w ON w.id = v.work_item"
+            f" WHERE v.until_s < ? ORDER BY w.id {transaction.lock('v, w', skip=True)}",
             now,
         )
         overdue = [(row.id, row.attempt) for row in rows]
@@ -154,8 +199,8 @@ class LeaseBook:
         policies: Sequence[Any],
         now: float,
     ) -> tuple[int, str]:
-        """How many leases of work to train the node may have, and why they are fewer than it
-        wants.
+        """How many leases of work to train the node may have, and why they are fewer than it wants.
+        Requests of one moment do not see each other's leases, so a few more may be under way.
         """
         options = self.config.dataflow
         if not wanted:
@@ -172,29 +217,30 @@ class LeaseBook:
         )
         return max(0, min(wanted, room)), "full" if room < wanted else ""
 
-    def _take_waiting(self, transaction: Transaction, num: int) -> list[Lease]:
-        """Lease work items whose last lease has ended, except those just being pushed late."""
-        rows = transaction.all(
-            "SELECT id, attempt, position, task FROM work_items WHERE state = 'waiting'"
-            f" AND evaluation = 0 ORDER BY id LIMIT ? {transaction.lock('work_items', skip=True)}",
-            num,
-        )
-        return [
-            make_lease(
-                self.config, row.id, row.attempt + 1, row.position, unpack(bytes(row.task), Task)
-            )
-            for row in rows
-        ]
+    def _take(self, transaction: Transaction, num: int) -> list[Lease]:
+        """Lease work items whose last lease has ended, except those just being pushed late, then
+        those that have had none.
+        """
+        rows: list[Any] = []
+        for state in ("waiting", "drawn"):
+            if len(rows) < num:
+                rows += transaction.all(
+                    f"SELECT id, attempt, position, task FROM work_items WHERE state = '{state}'"
+                    " AND evaluation = 0 ORDER BY id LIMIT ?"
+                    f" {transaction.lock('work_items', skip=True)}",
+                    num - len(rows),
+                )
+        return [self._made(row, row.attempt + 1) for row in rows]
 
     def _grant(
         self, transaction: Transaction, request: LeaseRequest, leases: Sequence[Lease], now: float
     ) -> None:
         until = now + self.config.dataflow.lease_s
         transaction.many(
-            "UPDATE work_items SET state = 'leased', attempt = ?, node = ?, until_s = ?"
-            " WHERE id = ?",
-            [(lease.attempt, request.node, until, lease.work_item) for lease in leases],
+            "UPDATE work_items SET state = 'leased', attempt = ? WHERE id = ?",
+            [(lease.attempt, lease.work_item) for lease in leases],
         )
+        transaction.many(_LAST, [(lease.work_item, request.node, until) for lease in leases])
         common = (request.node, request.life, request.key, now, "")
         transaction.many(
             f"INSERT INTO leases VALUES {marks(range(7))}",
@@ -206,47 +252,47 @@ class LeaseBook:
         leases = _bounded(request.work_items)
         with self.database.write() as transaction:
             now = transaction.now()
+            is_known = transaction.run(
+                "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
+                *(now, request.node, request.life),
+            )
+            _lock_work_items(transaction, leases)
             rows = transaction.all(
                 # A cross join, or SQLite would read all leases that the node ever had.
-                "SELECT w.id, w.attempt FROM work_items w CROSS JOIN leases l"
+                "SELECT w.id, w.attempt, w.state FROM work_items w CROSS JOIN leases l"
                 " WHERE l.work_item = w.id AND l.attempt = w.attempt"
                 " AND l.node = ? AND l.life = ? AND (w.state = 'leased'"
                 " OR (w.state = 'waiting' AND l.ending = 'ran out'))"
-                f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
+                f" AND w.id IN {marks(leases)} ORDER BY w.id",
                 request.node,
                 request.life,
                 *(work_item for work_item, _ in leases),
             )
-            held = [(row.id, row.attempt) for row in rows if (row.id, row.attempt) in leases]
+            held = [row for row in rows if (row.id, row.attempt) in leases]
             until = now + self.config.dataflow.lease_s
+            transaction.many(_LAST, [(row.id, request.node, until) for row in held])
+            taken_back = [(row.id, row.attempt) for row in held if row.state == "waiting"]
             transaction.many(
-                "UPDATE work_items SET state = 'leased', until_s = ? WHERE id = ?",
-                [(until, work_item) for work_item, _ in held],
+                "UPDATE work_items SET state = 'leased' WHERE id = ? AND attempt = ?", taken_back
             )
             transaction.many(
-                "UPDATE leases SET ending = ''"
-                " WHERE work_item = ? AND attempt = ? AND ending <> ''",
-                held,
+                "UPDATE leases SET ending = '' WHERE work_item = ? AND attempt = ?", taken_back
             )
-            transaction.run(
-                "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
-                now,
-                request.node,
-                request.life,
-            )
-            note_sampled(transaction, self.config, request.node, request.life, request.sampled)
+            if is_known:
+                note_sampled(transaction, self.config, request.node, request.life, request.sampled)
             policies = transaction.all("SELECT * FROM policies")
-        lost = tuple(work_item for work_item, attempt in leases if (work_item, attempt) not in held)
+        kept = {(row.id, row.attempt) for row in held}
+        lost = tuple(work_item for work_item, attempt in leases if (work_item, attempt) not in kept)
         return Renewed(lost, policy_states(policies))
 
     def release(self, request: Release) -> Done:
         leases = _bounded(request.work_items)
         with self.database.write() as transaction:
+            _lock_work_items(transaction, leases)
             rows = transaction.all(
                 "SELECT w.id, w.attempt, l.life FROM work_items w JOIN leases l"
                 " ON l.work_item = w.id AND l.attempt = w.attempt"
-                " WHERE w.state = 'leased' AND w.node = ?"
-                f" AND w.id IN {marks(leases)} ORDER BY w.id {transaction.lock('w')}",
+                f" WHERE w.state = 'leased' AND l.node = ? AND w.id IN {marks(leases)}",
                 request.node,
                 *(work_item for work_item, _ in leases),
             )
@@ -255,22 +301,16 @@ class LeaseBook:
             end_leases(
                 transaction, held, ending, self.config.dataflow, is_failure=request.is_failure
             )
-            for life in {row.life for row in rows}:
+            for life in sorted({row.life for row in rows}):
                 note_sampled(transaction, self.config, request.node, life, request.sampled)
         return Done()
-
-
-def make_lease(config: Config, work_item: int, attempt: int, position: int, task: Task) -> Lease:
-    """Make a lease of work to train; its seed is the same for every attempt."""
-    seed = derive_seed(config.run.seed, "unit", work_item)
-    return Lease(work_item, attempt, task, seed=seed, index=position)
 
 
 def end_leases_of(transaction: Transaction, node: str, ending: str, options: Dataflow) -> None:
     """End all leases that a node holds."""
     held = transaction.all(
-        "SELECT id, attempt FROM work_items WHERE state = 'leased' AND node = ? ORDER BY id "
-        f"{transaction.lock('work_items')}",
+        "SELECT w.id, w.attempt FROM work_items w JOIN live_leases v ON v.work_item = w.id"
+        f" WHERE v.node = ? AND w.state = 'leased' ORDER BY w.id {transaction.lock('w')}",
         node,
     )
     end_leases(transaction, [(row.id, row.attempt) for row in held], ending, options)
@@ -304,6 +344,18 @@ def end_leases(
         "UPDATE leases SET ending = ? WHERE work_item = ? AND attempt = ?",
         [(ending, work_item, n) for work_item, n in leases],
     )
+    transaction.many(
+        "DELETE FROM live_leases WHERE work_item = ?", [(work_item,) for work_item, _ in leases]
+    )
+
+
+def _lock_work_items(transaction: Transaction, leases: Sequence[tuple[int, int]]) -> None:
+    """Lock work items, so that a later statement sees what others have made of their leases."""
+    transaction.all(
+        f"SELECT id FROM work_items WHERE id IN {marks(leases)} ORDER BY id"
+        f" {transaction.lock('work_items')}",
+        *(work_item for work_item, _ in leases),
+    )
 
 
 def _bounded(work_items: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -330,41 +382,3 @@ def _max_groups(policy: Any, options: Dataflow, versions: Mapping[str, int]) -> 
     num_steps = version + 1 + policy.max_staleness - policy.newest
     num_fresh = policy.num_groups - floor(policy.num_groups * options.replay_share)
     return policy.num_groups + num_fresh * (num_steps - 1) if num_steps > 0 else 0
-
-
-def _drop_surplus(transaction: Transaction, policies: list[Any], options: Dataflow) -> None:
-    """Drop the groups that would go stale first, where a trainer cannot keep up with another one
-    that shares its groups.
-    """
-    for policy in policies:
-        most = options.max_waiting or policy.num_groups * (policy.max_staleness + 1)
-        if policy.num_fresh > most:
-            transaction.run(
-                "UPDATE shares SET state = 'surplus', step = ? WHERE policy = ? AND work_item IN"
-                " (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
-                " ORDER BY min_version, work_item LIMIT ?)",
-                policy.newest + 1,
-                policy.name,
-                policy.name,
-                policy.num_fresh - most,
-            )
-
-
-# ---- nodes and policies
-
-
-def known_policies(config: Config, by_policy: Mapping[str, object]) -> str:
-    """`by_policy` as JSON, without policies that the flow does not have."""
-    names = config.policy_names
-    return json.dumps({name: by_policy[name] for name in names if name in by_policy})
-
-
-def check_layouts(node: str, layouts: Mapping[str, str], policies: Sequence[Any]) -> None:
-    """Raises Refused when the node samples with another model than a trainer trains."""
-    for policy in policies:
-        if layouts.get(policy.name, policy.layout) != policy.layout:
-            raise Refused(
-                f"node {node!r} has a {policy.name} of layout {layouts[policy.name]}, the "
-                f"trainer's is {policy.layout}: start the node with the model, the dtype and the "
-                "tokenizer that are trained"
-            )

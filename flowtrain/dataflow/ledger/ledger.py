@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,18 @@ class Ledger:
         self._make_rules = make_rules or (lambda: load(config.dataflow))
         rules = self._make_rules()
         order = TaskOrder(tasks, config.rollout.num_questions)
-        self._prompts = Prompts(order, lambda: self._make_rules().prompt_filter, config.run.seed)
+        self._prompts = Prompts(order, rules.prompt_filter, config.run.seed)
+        self._name = database
         self.database = connect(database, clock)
         # Of its own: reports take long, and no other request should wait for a connection.
         self._reports = connect(database, clock)
         self.run: str = prepare(self.database, _fixed(config))
         """Identity of the run."""
+        if changed := self._prompts.open(self.database):
+            raise UserError(
+                f"{self.database.name} belongs to a run with other tasks ({changed}): give those "
+                "that it began with, in their order, or name another database"
+            )
         payloads = None
         if url := config.dataflow.payloads:
             payloads = PayloadStore(url, self.run)
@@ -104,7 +111,8 @@ class Ledger:
 
     def history(self) -> History:
         """Everything that the rules have decided until this moment."""
-        with self.database.read() as transaction:
+        offline = connect(self._name, is_patient=True)
+        with closing(offline), offline.read() as transaction:
             return read_history(transaction, self.config, self._make_rules(), self._prompts)
 
     def close(self) -> None:
@@ -123,16 +131,14 @@ def open_ledger(config: Config, database: str | Path) -> Ledger:
 def _fixed(config: Config) -> str:
     """The options that define the work items, a line each; the others may change during a run."""
     whole = config.model_dump(mode="json")
-    keys = [
+    lines = []
+    for key in (
         "run.seed",
-        *(f"tasks.{key}" for key in whole["tasks"]),
         "rollout.group_size",
         "rollout.num_questions",
         "dataflow.prompt_filter",
         "dataflow.prompt_filter_options",
-    ]
-    lines = []
-    for key in keys:
+    ):
         section, name = key.split(".")
         lines.append(f"{key} = {json.dumps(whole[section][name], sort_keys=True)}")
     return "\n".join(lines)

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.dataflow.contract import Join, Joined, Refused
-from flowtrain.dataflow.ledger.leases import check_layouts, end_leases_of, known_policies
+from flowtrain.dataflow.ledger.leases import end_leases_of
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.trainers import policy_states
+from flowtrain.dataflow.ledger.trainers import check_layouts, known_policies, policy_states
+
+_RETIRED_S = 3600.0
+"""Seconds without a sign of life after which an earlier process of a node is forgotten; no request
+takes as long, so that none of it comes later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,22 @@ class Nodes:
         )
 
     def _begin(self, transaction: Transaction, request: Join) -> None:
-        """Note a new process of the node, and end the leases of its last one."""
+        """Note a new process of the node, which goes on with the seconds of its last one, and end
+        the leases of that. Rows of processes that were not heard for long go.
+        """
         now = transaction.now()
-        transaction.run("UPDATE nodes SET is_current = 0 WHERE name = ?", request.node)
+        last = transaction.one(
+            "SELECT busy_s, waited_s FROM nodes WHERE name = ? AND is_current = 1", request.node
+        )
+        seconds = (0.0, 0.0) if last is None else (last.busy_s, last.waited_s)
+        transaction.run(
+            "DELETE FROM nodes WHERE name = ? AND is_current = 0 AND seen_s < ?",
+            *(request.node, now - _RETIRED_S),
+        )
+        transaction.run(
+            "UPDATE nodes SET is_current = 0 WHERE name = ? AND is_current = 1", request.node
+        )
         layouts = known_policies(self.config, request.layouts)
-        row = (request.node, request.life, 1, now, now, layouts, "{}", "", 0.0, 0.0)
+        row = (request.node, request.life, 1, now, now, layouts, "{}", "", *seconds)
         transaction.run(f"INSERT INTO nodes VALUES {marks(row)}", *row)
         end_leases_of(transaction, request.node, "node began anew", self.config.dataflow)

@@ -4,26 +4,38 @@ and its recorded decisions.
 Groups and new versions become events in the order of their commits, numbered without gaps by the
 holder of the lock of `meta`. Pushes do not take that lock: the next process that needs the order
 numbers the groups that were pushed until then.
+
+A prompt filter observes only events whose numbers are committed, and those of a long history before
+the lock is taken, a portion at a time: so no error takes anything back that it has seen, and
+neither memory nor the time that a transaction may take bounds a run. A filter that admits all has
+nothing to observe: its work items are drawn ahead, so that most leases need no lock but theirs.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flowtrain.dataflow.codec import pack
-from flowtrain.dataflow.ledger.sql import Transaction, marks
+from flowtrain.dataflow.codec import pack, unpack
+from flowtrain.dataflow.ledger.schema import locked
+from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.rules import Candidate, Outcome, PromptFilter
+from flowtrain.dataflow.rules.builtin import AllPrompts
 from flowtrain.types import Task
-from flowtrain.utils.errors import on_failure
 from flowtrain.utils.seeds import derive_uniform
 
 _MAX_DRAWS = 1000
 """Tasks that the prompt filter may reject in one request."""
+_AHEAD = 256
+"""Work items that are drawn at once where the prompt filter admits all."""
+_PORTION = 10_000
+"""Events that are read at once."""
+_CHECKED = 256
+"""Work items whose tasks are compared when a ledger is opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,7 @@ def num_leased(transaction: Transaction) -> int:
     # Without the plus SQLite would read all work items that there ever were, by another index.
     others = " - ".join(
         f"(SELECT count(*) FROM work_items WHERE state = '{state}' AND +evaluation = 0)"
-        for state in ("waiting", "failed")
+        for state in ("waiting", "drawn", "failed")
     )
     row = transaction.one(
         f"SELECT num_work_items - num_groups - {others}"
@@ -69,14 +81,18 @@ def num_leased(transaction: Transaction) -> int:
     return int(row.num)
 
 
-def read_events(transaction: Transaction, after: int) -> list[Event]:
-    """Events with numbers above `after`; the versions are those of the policy registered first."""
+def read_events(transaction: Transaction, after: int, to: int) -> list[Event]:
+    """Events with numbers from `after` + 1 to `to`; the versions are those of the policy registered
+    first.
+    """
     groups = transaction.all(
         "SELECT g.event, g.work_item, g.rewards, g.num_tokens, w.task_id, w.kind"
-        " FROM groups g JOIN work_items w ON w.id = g.work_item WHERE g.event > ?",
-        after,
+        " FROM groups g JOIN work_items w ON w.id = g.work_item WHERE g.event > ? AND g.event <= ?",
+        *(after, to),
     )
-    bumps = transaction.all("SELECT event, version FROM bumps WHERE event > ?", after)
+    bumps = transaction.all(
+        "SELECT event, version FROM bumps WHERE event > ? AND event <= ?", after, to
+    )
     found = [Event(row.event, outcome(row)) for row in groups]
     found += [Event(row.event, None, row.version) for row in bumps]
     return sorted(found, key=lambda event: event.number)
@@ -118,25 +134,6 @@ class TaskOrder:
         return self._batch[index]
 
 
-class ReplayedState:
-    """A prompt filter that has observed the first events of the ledger."""
-
-    def __init__(self, make_prompt_filter: Callable[[], PromptFilter]) -> None:
-        self._make = make_prompt_filter
-        self.reset()
-
-    def reset(self) -> None:
-        self._prompt_filter = self._make()
-        self._num_seen = 0
-
-    def catch_up(self, transaction: Transaction) -> PromptFilter:
-        """Observe the events since the last call; all events are numbered."""
-        for event in read_events(transaction, self._num_seen):
-            observe(self._prompt_filter, event)
-            self._num_seen = event.number
-        return self._prompt_filter
-
-
 def observe(prompt_filter: PromptFilter, event: Event) -> None:
     if event.outcome is None:
         prompt_filter.on_version(event.version)
@@ -147,43 +144,65 @@ def observe(prompt_filter: PromptFilter, event: Event) -> None:
 class Prompts:
     """Draws new work items: the next tasks that the prompt filter admits."""
 
-    def __init__(
-        self, tasks: TaskOrder, make_prompt_filter: Callable[[], PromptFilter], seed: int
-    ) -> None:
+    def __init__(self, tasks: TaskOrder, prompt_filter: PromptFilter, seed: int) -> None:
+        """`prompt_filter` has observed nothing yet."""
         self._tasks = tasks
         self._seed = seed
-        self._state = ReplayedState(make_prompt_filter)
+        self._filter = prompt_filter
+        self._has_state = not isinstance(prompt_filter, AllPrompts)
+        self._num_seen = 0
         self._mutex = threading.Lock()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Surround a transaction that draws. If it fails, observed events may never have been
-        committed, so the state is reset.
-        """
-        with self._mutex, on_failure(self._state.reset):
-            yield
+    def drawing(self, database: Database) -> Iterator[tuple[Transaction, Any]]:
+        """A transaction that may draw, with the lock of `meta`, and the row of `meta`."""
+        with self._mutex:
+            if self._has_state:
+                self._catch_up(database)
+            with locked(database) as (transaction, meta):
+                yield transaction, meta
 
-    def draw(self, transaction: Transaction, meta: Any, num: int) -> list[tuple[int, int, Task]]:
-        """Add up to `num` work items, and return (work item, position, task) of each. The caller
-        holds the lock of `meta` and is `alone`.
+    def _catch_up(self, database: Database) -> None:
+        """Number the groups that were pushed until now, and observe all events."""
+        with database.read() as transaction:
+            new = transaction.one("SELECT work_item FROM groups WHERE event IS NULL LIMIT 1")
+        if new is not None:
+            with locked(database) as (transaction, meta):
+                number_groups(transaction, meta.num_events)
+        while events := self._next_events(database):
+            self._observe(events)
+
+    def _next_events(self, database: Database) -> list[Event]:
+        with database.read() as transaction:
+            return read_events(transaction, self._num_seen, self._num_seen + _PORTION)
+
+    def _observe(self, events: list[Event]) -> None:
+        for event in events:
+            observe(self._filter, event)
+            self._num_seen = event.number
+
+    def draw(self, transaction: Transaction, meta: Any, num: int) -> None:
+        """Add `num` work items or more, if the prompt filter admits as many; `drawing` made the
+        transaction.
         """
-        if num == 0:
-            return []
-        num_events = number_groups(transaction, meta.num_events)
-        prompt_filter = self._state.catch_up(transaction)
+        if self._has_state:  # what others have numbered since `drawing` looked
+            self._observe(read_events(transaction, self._num_seen, meta.num_events))
+        else:
+            num = max(num, _AHEAD)
         drawn: list[tuple[int, int, Task]] = []
         decisions: list[tuple[object, ...]] = []
         while len(drawn) < num and len(decisions) < num + _MAX_DRAWS:
             position = meta.num_positions + len(decisions)
             task = self._tasks[position]
             draw = draw_of(self._seed, position)
-            is_admitted = prompt_filter.admits(task.id, task.kind, draw)
-            decisions.append((position, task.id, task.kind, int(is_admitted), draw, num_events))
+            is_admitted = self._filter.admits(task.id, task.kind, draw)
+            decided = (task.id, task.kind, int(is_admitted), draw, meta.num_events)
+            decisions.append((position, *decided))
             if is_admitted:
                 drawn.append((meta.num_work_items + len(drawn) + 1, position, task))
         transaction.many(f"INSERT INTO decisions VALUES {marks(range(6))}", decisions)
         transaction.many(
-            "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'waiting', 0, 0, '', 0, 0)",
+            "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'drawn', 0, 0, 0)",
             [
                 (number, position, task.id, task.kind, pack(task))
                 for number, position, task in drawn
@@ -194,7 +213,26 @@ class Prompts:
             meta.num_positions + len(decisions),
             meta.num_work_items + len(drawn),
         )
-        return drawn
+
+    def open(self, database: Database) -> str:
+        """Walk to where the ledger is in the order of tasks, which takes longer the more there have
+        been and so must not happen under its lock. Return how the first tasks differ from those
+        that the ledger has given out; "": they do not. Their file may have moved.
+        """
+        with database.read() as transaction:
+            position = transaction.one("SELECT num_positions FROM meta").num_positions
+            rows = transaction.all(
+                "SELECT position, task FROM work_items WHERE evaluation = 0"
+                " ORDER BY position LIMIT ?",
+                _CHECKED,
+            )
+        for row in rows:
+            old = unpack(bytes(row.task), Task)
+            new = unpack(pack(self._tasks[row.position]), Task)
+            if old != new:
+                return f"the task at {row.position} was {old.id!r} and is {new.id!r} now"
+        self._tasks[position]
+        return ""
 
     def first_tasks(self, num: int) -> tuple[Task, ...]:
         with self._mutex:

@@ -82,6 +82,7 @@ class Pushes:
             transaction.run(
                 "UPDATE work_items SET state = 'committed' WHERE id = ?", request.work_item
             )
+            transaction.run("DELETE FROM live_leases WHERE work_item = ?", request.work_item)
         return Pushed("committed")
 
     def _stored(self, request: Push) -> StoredPayload | None:

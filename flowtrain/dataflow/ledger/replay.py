@@ -27,6 +27,8 @@ from flowtrain.dataflow.rules import Rules, replays
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 
+_MOST = 1 << 62
+
 
 @dataclass(frozen=True, slots=True)
 class History:
@@ -60,7 +62,7 @@ def read_history(
         rules=rules,
         tasks=prompts.first_tasks(len(decisions)),
         decisions=decisions,
-        events=tuple(read_events(transaction, 0)),
+        events=tuple(read_events(transaction, 0, _MOST)),
         shares=transaction.all(
             "SELECT s.policy, s.work_item, s.state, s.min_version, s.step, g.event, g.rewards,"
             " g.num_tokens, w.task_id, w.kind FROM shares s"

@@ -129,12 +129,10 @@ def _pushed(transaction: Transaction, since: float) -> dict[str, Any]:
 def _node_rows(transaction: Transaction) -> list[Any]:
     """The current process of each node, with the seconds of all its processes."""
     return transaction.all(
-        "SELECT n.name, n.seen_s, n.joined_s, n.versions, o.busy_s, o.waited_s,"
+        "SELECT n.name, n.seen_s, n.joined_s, n.versions, n.busy_s, n.waited_s,"
         " coalesce(l.num, 0) AS num_leased FROM nodes n"
-        " JOIN (SELECT name, sum(busy_s) AS busy_s, sum(waited_s) AS waited_s FROM nodes"
-        " GROUP BY name) o ON o.name = n.name"
-        " LEFT JOIN (SELECT node, count(*) AS num FROM work_items WHERE state = 'leased'"
-        " GROUP BY node) l ON l.node = n.name WHERE n.is_current = 1 ORDER BY n.name"
+        " LEFT JOIN (SELECT node, count(*) AS num FROM live_leases GROUP BY node) l"
+        " ON l.node = n.name WHERE n.is_current = 1 ORDER BY n.name"
     )
 
 

@@ -1,12 +1,15 @@
 """The tables, the same on SQLite and PostgreSQL (SQLite understands PostgreSQL's names of types),
 and the checks that make a database a ledger.
 
-A work item (a task to roll out) is leased, waiting, committed or failed. Its group, once committed,
-has a row with what rules look at, a payload, and a share per policy. A share is fresh, assigned to
-a batch, or left out for a reason that stays on record. Keys and unique indices alone keep what
-matters most: one group per work item, and at most one batch of each policy that has it fresh. A
-payload is in the row, or in an object store under the row's key; keys in `garbage` are of objects
-to delete.
+A work item (a task to roll out) is drawn, leased, waiting for another lease, committed or failed.
+Its group, once committed, has a row with what rules look at, a payload, and a share per policy. A
+share is fresh, assigned to a batch, or left out for a reason that stays on record. Keys and unique
+indices alone keep what matters most: one group per work item, and at most one batch of each policy
+that has it fresh. A payload is in the row, or in an object store under the row's key; keys in
+`garbage` are of objects to delete.
+
+What is written again and again is narrow and apart from history: `meta` has the numbers that the
+holder of its lock counts on, `live_leases` until when the leases under way last.
 
 How many tokens of each policy a group has is in `tokens`, by lease, so that those of a group that
 came too late are there as well; `sampled` has what each process of a node says it has sampled, and
@@ -28,13 +31,14 @@ from typing import Any
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
-VERSION = 6
+VERSION = 7
 
 TABLES = """
 CREATE TABLE meta (
-    version BIGINT NOT NULL, run TEXT NOT NULL, fixed TEXT NOT NULL,
+    version BIGINT NOT NULL, run TEXT NOT NULL,
     num_positions BIGINT NOT NULL, num_work_items BIGINT NOT NULL, num_events BIGINT NOT NULL,
     num_groups BIGINT NOT NULL);
+CREATE TABLE settings (fixed TEXT NOT NULL);
 
 CREATE TABLE nodes (
     name TEXT NOT NULL, life TEXT NOT NULL, is_current BIGINT NOT NULL,
@@ -50,13 +54,15 @@ CREATE TABLE decisions (
 CREATE TABLE work_items (
     id BIGINT PRIMARY KEY, position BIGINT NOT NULL, task_id TEXT NOT NULL,
     kind TEXT NOT NULL, task BYTEA NOT NULL, state TEXT NOT NULL, attempt BIGINT NOT NULL,
-    failures BIGINT NOT NULL, node TEXT NOT NULL, until_s DOUBLE PRECISION NOT NULL,
-    evaluation BIGINT NOT NULL);
+    failures BIGINT NOT NULL, evaluation BIGINT NOT NULL);
 CREATE UNIQUE INDEX work_items_position ON work_items (evaluation, position);
 CREATE INDEX work_items_waiting ON work_items (evaluation, id) WHERE state = 'waiting';
-CREATE INDEX work_items_leased ON work_items (until_s, id, attempt) WHERE state = 'leased';
+CREATE INDEX work_items_drawn ON work_items (evaluation, id) WHERE state = 'drawn';
 CREATE INDEX work_items_failed ON work_items (evaluation, id) WHERE state = 'failed';
-CREATE INDEX work_items_of_node ON work_items (node) WHERE state = 'leased';
+CREATE TABLE live_leases (
+    work_item BIGINT PRIMARY KEY, node TEXT NOT NULL, until_s DOUBLE PRECISION NOT NULL);
+CREATE INDEX live_leases_until ON live_leases (until_s);
+CREATE INDEX live_leases_of_node ON live_leases (node);
 
 CREATE TABLE leases (
     work_item BIGINT NOT NULL, attempt BIGINT NOT NULL, node TEXT NOT NULL, life TEXT NOT NULL,
@@ -106,7 +112,7 @@ CREATE TABLE policies (
     max_positions BIGINT NOT NULL, version BIGINT NOT NULL,
     top_version BIGINT NOT NULL, newest BIGINT NOT NULL, checkpoint BIGINT NOT NULL,
     is_done BIGINT NOT NULL, seen_s DOUBLE PRECISION NOT NULL,
-    busy_s DOUBLE PRECISION NOT NULL, waited_s DOUBLE PRECISION NOT NULL);
+    busy_s DOUBLE PRECISION NOT NULL, waited_s DOUBLE PRECISION NOT NULL, life TEXT NOT NULL);
 
 CREATE TABLE trainers (
     policy TEXT NOT NULL, life TEXT NOT NULL, start_s DOUBLE PRECISION NOT NULL,
@@ -124,32 +130,68 @@ CREATE INDEX assignments_of_work_item ON assignments (work_item)
 """
 
 
+_NEW = ("settings", "live_leases", "live_leases_until", "live_leases_of_node", "work_items_drawn")
+"""Tables and indices that schema 6 did not have."""
+
+
 def prepare(database: Database, fixed: str) -> str:
-    """Make the tables if there are none, and return the identity of the run.
+    """Make the tables if there are none or bring them up to date, and return the identity of the
+    run.
 
     `fixed` are the options that may not change during a run, as TOML. UserError when the database
     has other ones, or another schema.
     """
     with database.write() as transaction:
-        if transaction.lock("meta"):  # of two processes that begin at once, one waits here
+        is_postgres = bool(transaction.lock("meta"))
+        if is_postgres:  # of two processes that begin at once, one waits here
             transaction.run("SELECT pg_advisory_xact_lock(?)", 0x666C6F77)
         if not _is_made(transaction):
             for statement in TABLES.split(";"):
                 transaction.run(statement)
+            if is_postgres:  # rows that every renewal rewrites find room on their page
+                transaction.run("ALTER TABLE nodes SET (fillfactor = 70)")
             run = uuid.uuid4().hex
-            transaction.run("INSERT INTO meta VALUES (?, ?, ?, 0, 0, 0, 0)", VERSION, run, fixed)
+            transaction.run("INSERT INTO meta VALUES (?, ?, 0, 0, 0, 0)", VERSION, run)
+            transaction.run("INSERT INTO settings VALUES (?)", fixed)
+        elif getattr(transaction.one("SELECT * FROM meta"), "version", None) == VERSION - 1:
+            _bring_up_to_date(transaction, fixed)
         meta = meta_row(transaction, database.name)
-    if meta.fixed != fixed:
-        pairs = zip(meta.fixed.splitlines(), fixed.splitlines(), strict=False)
-        changed = next(
-            (f"{old!r} is {new!r} now" for old, new in pairs if old != new),
-            "options were added or removed",
-        )
+        old = transaction.one("SELECT fixed FROM settings").fixed
+    if old != fixed:
+        pairs = zip(old.splitlines(), fixed.splitlines(), strict=True)
+        changed = next(f"{old!r} is {new!r} now" for old, new in pairs if old != new)
         raise UserError(
             f"{database.name} belongs to a run with other options ({changed}): give them as they "
             "were, or name another database"
         )
     return str(meta.run)
+
+
+def _bring_up_to_date(transaction: Transaction, fixed: str) -> None:
+    """Turn the tables of schema 6 into these, with all that is in them."""
+    names = {line.partition(" = ")[0] for line in fixed.splitlines()}
+    lines = transaction.one("SELECT fixed FROM meta").fixed.splitlines()
+    kept = "\n".join(line for line in lines if line.partition(" = ")[0] in names)
+    leased = transaction.all("SELECT id, node, until_s FROM work_items WHERE state = 'leased'")
+    for statement in (
+        *("DROP TABLE audits", "DROP TABLE distrusted"),
+        "UPDATE shares SET state = 'surplus' WHERE state = 'distrusted'",
+        "ALTER TABLE meta DROP COLUMN fixed",
+        *(f"DROP INDEX work_items_{name}" for name in ("leased", "of_node")),
+        *(f"ALTER TABLE work_items DROP COLUMN {name}" for name in ("node", "until_s")),
+        "ALTER TABLE policies ADD COLUMN life TEXT NOT NULL DEFAULT ''",
+        *(each for each in TABLES.split(";") if each.split()[2] in _NEW),
+        # The row of a node's process counts the seconds of those before it, too.
+        *(
+            f"UPDATE nodes SET {name} = (SELECT sum({name}) FROM nodes o WHERE o.name = nodes.name)"
+            " WHERE is_current = 1"
+            for name in ("busy_s", "waited_s")
+        ),
+    ):
+        transaction.run(statement)
+    transaction.run("INSERT INTO settings VALUES (?)", kept)
+    transaction.many("INSERT INTO live_leases VALUES (?, ?, ?)", leased)
+    transaction.run("UPDATE meta SET version = ?", VERSION)
 
 
 def meta_row(transaction: Transaction, name: str) -> Any:
@@ -160,9 +202,10 @@ def meta_row(transaction: Transaction, name: str) -> Any:
     if not hasattr(meta, "version"):
         raise UserError(f"{name} is no ledger: name another database")
     if meta.version != VERSION:
+        before = "start its service once, which brings it up to date"
+        cure = before if meta.version == VERSION - 1 else "use the one it was made with"
         raise UserError(
-            f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: use the "
-            "one it was made with"
+            f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: {cure}"
         )
     return meta
 

@@ -70,7 +70,8 @@ class Transaction:
 
     def many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         """Execute a statement once per row of values."""
-        self._cursor.executemany(self._dialect(statement), list(rows))
+        if values := list(rows):
+            self._cursor.executemany(self._dialect(statement), values)
 
     def _dialect(self, statement: str) -> str:
         return statement.replace("%", "%%").replace("?", "%s") if self._has_row_locks else statement
@@ -81,14 +82,17 @@ def marks(values: Iterable[object]) -> str:
     return f"({', '.join('?' for _ in values)})"
 
 
-def connect(database: str | Path, clock: Callable[[], float] | None = None) -> Database:
+def connect(
+    database: str | Path, clock: Callable[[], float] | None = None, *, is_patient: bool = False
+) -> Database:
     """Open a database, a path or a `postgresql://` URL.
 
-    `clock` None: the server's, or for a file that of this machine.
+    `clock` None: the server's, or for a file that of this machine. `is_patient`: statements may
+    take as long as they need, which reads of the whole history do.
     """
     text = str(database)
     if text.startswith(("postgresql://", "postgres://")):
-        return PostgresDatabase(text, clock)
+        return PostgresDatabase(text, clock, 0.0 if is_patient else WAIT_S)
     if "://" in text:
         raise UserError(f"database {text!r}: must be a path or start with postgresql://")
     return SqliteDatabase(Path(text), clock or time.time)
@@ -104,6 +108,9 @@ class Database:
     has_row_locks: bool
     errors: tuple[type[Exception], ...]
     """What the database's library raises."""
+    steady_since: float | None = None
+    """Time of the first lease request since a connection broke last, on the database's clock; None:
+    there has been none."""
 
     def __init__(self, name: str, clock: Callable[[], float] | None) -> None:
         """`name`: path or URL for messages, without a password."""
@@ -253,8 +260,10 @@ class PostgresDatabase(Database):
     begin_read = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
     has_row_locks = True
 
-    def __init__(self, url: str, clock: Callable[[], float] | None) -> None:
+    def __init__(self, url: str, clock: Callable[[], float] | None, wait_s: float) -> None:
+        """`wait_s`: longest time of a statement, and of a pause between two; 0: any."""
         super().__init__(_without_password(url), clock)
+        self._wait_s = wait_s
         try:
             import psycopg
             from psycopg import conninfo, errors, rows
@@ -275,6 +284,11 @@ class PostgresDatabase(Database):
             errors.InsufficientPrivilege,
             errors.InvalidCatalogName,
         )
+        self._passing = (
+            psycopg.OperationalError,
+            psycopg.InterfaceError,
+            errors.IdleInTransactionSessionTimeout,
+        )
 
     def _explained(self, error: Exception) -> Exception | None:
         line = " ".join(str(error).split())
@@ -282,13 +296,18 @@ class PostgresDatabase(Database):
             return Refused(f"the database takes no such value: {line}")
         if isinstance(error, self._mendable):
             return UserError(f"cannot use the database {self.name}: {line}")
-        if isinstance(error, (self._psycopg.OperationalError, self._psycopg.InterfaceError)):
+        if isinstance(error, self._passing):
             return Unavailable(f"the database {self.name} did not answer: {line}")
         return None
 
+    def _abandon(self, connection: Any) -> None:
+        if connection.broken:
+            self.steady_since = None
+        connection.close()
+
     def _connect(self) -> Any:
         # A peer that vanishes in the middle of a transaction must not keep its locks.
-        wait = f"{WAIT_S:.0f}s"
+        wait = f"{self._wait_s:.0f}s"
         settings = {
             "lock_timeout": wait,
             "statement_timeout": wait,

@@ -40,10 +40,10 @@ def note_sampled(
         if not 0 <= (num_tokens := sampled[policy]) <= _MOST:
             raise Refused(f"{num_tokens} is no number of sampled tokens")
         transaction.run(
-            "INSERT INTO sampled SELECT name, life, ?, ? FROM nodes WHERE name = ? AND life = ?"
+            "INSERT INTO sampled VALUES (?, ?, ?, ?)"
             " ON CONFLICT (node, life, policy) DO UPDATE SET num_tokens = excluded.num_tokens"
             " WHERE excluded.num_tokens > sampled.num_tokens",
-            *(policy, num_tokens, node, life),
+            *(node, life, policy, num_tokens),
         )
 
 
@@ -108,10 +108,11 @@ def _lives(transaction: Transaction, policy: str) -> list[Any]:
     and how many leases it has.
     """
     return transaction.all(
-        "SELECT n.name AS node, coalesce(s.num_tokens, p.num, 0) AS num_sampled,"
+        "SELECT n.node, coalesce(s.num_tokens, p.num, 0) AS num_sampled,"
         " coalesce(p.num, 0) AS num_pushed, coalesce(p.num_duplicate, 0) AS num_duplicate,"
-        " coalesce(p.num_leased, 0) AS num_leased FROM nodes n"
-        " LEFT JOIN sampled s ON s.node = n.name AND s.life = n.life AND s.policy = ?"
+        " coalesce(p.num_leased, 0) AS num_leased"
+        " FROM (SELECT node, life FROM sampled UNION SELECT node, life FROM leases) n"
+        " LEFT JOIN sampled s ON s.node = n.node AND s.life = n.life AND s.policy = ?"
         " LEFT JOIN (SELECT l.node, l.life, sum(coalesce(t.num_tokens - t.num_shared, 0)) AS num,"
         " sum(CASE WHEN g.work_item IS NULL THEN coalesce(t.num_tokens - t.num_shared, 0)"
         " ELSE 0 END) AS num_duplicate,"
@@ -121,8 +122,8 @@ def _lives(transaction: Transaction, policy: str) -> list[Any]:
         " LEFT JOIN tokens t ON t.work_item = l.work_item AND t.attempt = l.attempt"
         " AND t.policy = ?"
         " LEFT JOIN groups g ON g.work_item = l.work_item AND g.attempt = l.attempt"
-        " GROUP BY l.node, l.life) p ON p.node = n.name AND p.life = n.life"
-        " ORDER BY n.joined_s, n.name",
+        " GROUP BY l.node, l.life) p ON p.node = n.node AND p.life = n.life"
+        " ORDER BY n.node, n.life",
         *(policy, policy),
     )
 

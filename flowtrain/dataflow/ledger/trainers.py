@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,10 +78,10 @@ class Trainers:
             *(request.layout, request.store, request.num_groups, request.max_staleness),
             *(request.vocab_size, request.max_positions),
         )
-        step = request.step
+        step, life = request.step, request.life if request.is_fenced else ""
         if old is None:
             number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
-            state = (step, step, step, step, 0, transaction.now(), 0.0, 0.0)
+            state = (step, step, step, step, 0, transaction.now(), 0.0, 0.0, life)
             row = (request.policy, number, *described, *state)
             transaction.run(f"INSERT INTO policies VALUES {marks(row)}", *row)
             return
@@ -89,12 +90,13 @@ class Trainers:
         transaction.run(
             "UPDATE policies SET layout = ?, store = ?, num_groups = ?, max_staleness = ?,"
             " vocab_size = ?, max_positions = ?, version = ?, newest = ?, checkpoint = ?,"
-            " is_done = 0, seen_s = ? WHERE name = ?",
+            " is_done = 0, seen_s = ?, life = ? WHERE name = ?",
             *described,
             step,
             max(old.newest, step),
             step,
             transaction.now(),
+            life,
             request.policy,
         )
 
@@ -104,7 +106,7 @@ class Trainers:
         """
         with locked(self.database) as (transaction, meta):
             timeout_s = self.config.dataflow.trainer_timeout_s
-            policy = heard_policy(transaction, request.policy, timeout_s)
+            policy = heard_policy(transaction, request.policy, timeout_s, request.life)
             if not 0 <= request.checkpoint <= request.version <= policy.newest:
                 raise Refused(
                     f"{policy.name} cannot have version {request.version} and a checkpoint of step "
@@ -176,10 +178,11 @@ def _forget_payloads(transaction: Transaction, *, has_replays: bool) -> None:
         if has_replays
         else ""
     )
+    # Counts, because NOT EXISTS may become a join that reads all shares and assignments there are.
     forgotten = (
-        "NOT EXISTS (SELECT 1 FROM shares s JOIN policies p ON p.name = s.policy"
+        "0 = (SELECT count(*) FROM shares s JOIN policies p ON p.name = s.policy"
         f" WHERE s.work_item = payloads.work_item AND (s.state = 'fresh'{replays}))"
-        " AND NOT EXISTS (SELECT 1 FROM assignments a JOIN policies p ON p.name = a.policy"
+        " AND 0 = (SELECT count(*) FROM assignments a JOIN policies p ON p.name = a.policy"
         " WHERE a.work_item = payloads.work_item AND a.step > p.checkpoint)"
     )
     transaction.run(
@@ -208,12 +211,18 @@ def _forget_results(transaction: Transaction, policy: str, evaluated: int) -> No
 # ---- rows of policies
 
 
-def heard_policy(transaction: Transaction, name: str, timeout_s: float) -> Any:
-    """The policy's row; notes that its trainer is alive."""
+def heard_policy(
+    transaction: Transaction, name: str, timeout_s: float, life: str | None = None
+) -> Any:
+    """The policy's row; notes that its trainer is alive. Raises Refused when another process than
+    `life` registered last and is fenced; None: any may ask.
+    """
     now = transaction.now()
     policy = transaction.one("SELECT * FROM policies WHERE name = ?", name)
     if policy is None:
         raise Refused(f"policy {name!r} has not been registered")
+    if life is not None and life != policy.life:
+        raise Refused(f"policy {name!r}: another process has registered it since, and trains it")
     if now - policy.seen_s > timeout_s / 8:
         transaction.run("UPDATE policies SET seen_s = ? WHERE name = ?", now, name)
     return policy
@@ -242,3 +251,20 @@ def check_seconds(value: float) -> float:
     if not 0 <= value <= 1e9:
         raise Refused(f"{value} is no number of seconds")
     return value
+
+
+def known_policies(config: Config, by_policy: Mapping[str, object]) -> str:
+    """`by_policy` as JSON, without policies that the flow does not have."""
+    names = config.policy_names
+    return json.dumps({name: by_policy[name] for name in names if name in by_policy})
+
+
+def check_layouts(node: str, layouts: Mapping[str, str], policies: Sequence[Any]) -> None:
+    """Raises Refused when the node samples with another model than a trainer trains."""
+    for policy in policies:
+        if layouts.get(policy.name, policy.layout) != policy.layout:
+            raise Refused(
+                f"node {node!r} has a {policy.name} of layout {layouts[policy.name]}, the "
+                f"trainer's is {policy.layout}: start the node with the model, the dtype and the "
+                "tokenizer that are trained"
+            )
