@@ -132,7 +132,8 @@ async def _node(name: str, url: str, token: str, end: float, statuses: Counter[i
     known to be another.
     """
     await asyncio.sleep(random.random())
-    failures, wait_s, kept = 0, 0.0, []
+    kept: list[Any] = []
+    failures, wait_s = 0, 0.0
     while (left_s := end - time.monotonic()) > 0:
         heard = {POLICY: 0}
         key = f"{time.monotonic()}"

@@ -40,7 +40,7 @@ from flowtrain.engines.vllm.process import VllmModel, cpu_environment
 from flowtrain.toy import new_model, new_tokenizer
 from flowtrain.training.model import export, full_weights
 from flowtrain.types import Sampling
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights.stores.folder import WeightStore
 
 Prompts = Sequence[tuple[int, ...]]
 

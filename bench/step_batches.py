@@ -33,7 +33,7 @@ from flowtrain.run.learner import publish_start
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Sample
-from flowtrain.weights.store import WeightStore
+from flowtrain.weights.stores.folder import WeightStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bench.measure import median_ratio, report
 from flowtrain.weights import Publisher, SnapshotPolicy, WeightStore
-from flowtrain.weights.layout import digest_hex
+from flowtrain.weights.format.layout import digest_hex
 
 SHAPES = {
     "tiny": {

@@ -17,8 +17,8 @@ One step, top to bottom, is the system:
     train       training/trainer.py        clipped ratio + KL, backward, AdamW
     count       run/step_counts.py         what the rollouts were like, what became of every token,
                                            how far the trainer's log-probs are from the sampler's
-    publish     weights/publisher.py       what changed in the weights, as an immutable version
-    load        weights/reader.py          the engine samples with that version from now on
+    publish     weights/publish/           what changed in the weights, as an immutable version
+    load        weights/load/              the engine samples with that version from now on
     evaluate    evaluation/evaluator.py    reward on held-out questions
     keep        replay/log.py              what a replay makes the step of, with log.replay
     log         run/run_logger.py          metrics, rollouts, progress

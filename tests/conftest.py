@@ -116,7 +116,6 @@ SLOW = (
     "weights/test_mirror.py",
     "weights/test_delta_fuzz.py",
     "weights/test_publish_ranks.py",
-    "weights/test_relay.py",
     "weights/test_store_killed.py",
 )
 """Files whose tests take seconds each; `make check` leaves them to `make test`."""

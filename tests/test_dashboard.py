@@ -25,8 +25,8 @@ from flowtrain.dataflow.service import Service
 from flowtrain.net.credentials import Access
 from flowtrain.net.monitoring import Monitor
 from flowtrain.weights import WeightStore
-from flowtrain.weights.measures import monitor as weights_monitor
-from flowtrain.weights.serve import make_app
+from flowtrain.weights.stores.serve import make_app
+from flowtrain.weights.stores.serve import monitor as weights_monitor
 from tests.dataflow import fake_groups
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[M
         fake_groups.push(ledger, lease)
     store, readers = WeightStore(folder), Access(TOKEN)
     measures = Measures(ledger, readers, 60.0)
-    weights = weights_monitor(store.head, readers)
+    weights = weights_monitor(store, readers)
     service = Service(ledger, ledger.run, TOKEN, seconds=measures.ledger_seconds)
     yield {
         "dataflow": (measures.monitor, service),

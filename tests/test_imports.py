@@ -86,8 +86,18 @@ def test_flowkernels_loads_torch_and_triton_and_nothing_else() -> None:
 
 
 def test_a_server_of_weights_needs_no_torch() -> None:
-    loaded = loaded_by("import flowtrain.weights.__main__, flowtrain.weights.serve")
+    loaded = loaded_by("import flowtrain.weights.__main__, flowtrain.weights.stores.serve")
     assert "numpy" in loaded and not loaded & {"torch", "transformers"}
+
+
+def test_a_service_of_the_dataflow_needs_no_trainer() -> None:
+    """Its image is a small one."""
+    code = (
+        "import flowtrain.dataflow.__main__, flowtrain.dataflow.service, flowtrain.dataflow.ledger"
+    )
+    assert not loaded_by(code) & {"torch", "transformers", "flowkernels", "vllm"}
+    code += "\nimport json, sys; print(json.dumps([*sys.modules]))"
+    assert not {"flowtrain.algorithms", "flowtrain.training", "flowtrain.run"} & set(python(code))
 
 
 def test_the_records_load_the_standard_library_alone() -> None:

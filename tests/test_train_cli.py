@@ -458,8 +458,8 @@ def full(*_, **__):
     ("module", "owner", "name", "what"),
     [
         ("training", "checkpoint", "HuggingFaceStorageWriter.write_data", "checkpoints"),
-        ("weights.store", "WeightStore", "collect_garbage", "weights"),
-        ("weights.store", "WeightStore", "rollback", "weights"),
+        ("weights.stores.folder", "WeightStore", "collect_garbage", "weights"),
+        ("weights.stores.folder", "WeightStore", "rollback", "weights"),
     ],
 )
 def test_a_disk_that_is_full_for_one_rank_ends_all_of_them(

@@ -359,6 +359,31 @@ def test_a_run_that_is_killed_gets_the_same_batches_again_and_ends_with_the_same
         check_alike(run, whole[0])
 
 
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    copied: Dataflow, start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path
+) -> None:
+    """The dataflow still has the batches and the answers that came after it."""
+    run, often, num = tmp_path / "run", ("--eval.every", "2"), 8
+    waiting = "from flowtrain.pool.evaluations import PoolEvaluations as P; P.complete = P.wait\n"
+    kill = KILL.format(
+        module="flowtrain.run.run_logger", path="RunLogger.log", number=6, after=True
+    )
+    with copied.served() as url:
+        killed = start(url, run, *often, before=waiting + kill)
+        killed[0].wait_for(lambda: copied.answer() == 3 * num)
+        assert [process.wait() for process in killed] == [-signal.SIGKILL]
+        newest = run / "checkpoints" / "step_00000004"
+        data = newest / "model" / "model.safetensors"
+        data.write_bytes(data.read_bytes()[:-1])
+        err = ended(start(url, run, *often))
+        assert f"checkpoint {newest} is passed over" in err
+        assert copied.ledger.audit().problems == ()
+    assert copied.work_items() == whole[1]
+    check_same(last_of(run), last_of(whole[0]))
+    evaluated = [r["step"] for r in read(run / "metrics.jsonl") if "eval_reward" in r]
+    assert evaluated == [2, 4, 6]
+
+
 def test_a_service_that_is_away_for_a_while_is_waited_for(
     start: Start, whole: tuple[Path, list[tuple[int, int, int]]], tmp_path: Path
 ) -> None:

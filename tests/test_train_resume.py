@@ -22,7 +22,7 @@ KILLS = (
     # After the checkpoint of step 4.
     ("flowtrain.training.checkpoint", "Checkpoints._write", 1, True, [0, 1, 2, 3, 4]),
     # Before version 5 is the newest.
-    ("flowtrain.weights.store", "WeightStore._set_head", 1, False, [0, 1, 2, 3, 4]),
+    ("flowtrain.weights.stores.folder", "WeightStore._set_head", 1, False, [0, 1, 2, 3, 4]),
     # In the report at the end.
     ("flowtrain.view.curves", "plot_curves", 1, False, [0, 1, 2, 3, 4, 5, 6]),
 )

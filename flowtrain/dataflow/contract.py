@@ -214,6 +214,9 @@ class Register:
     changes nothing."""
     run: str = ""
     """Identity of the run that the checkpoint was trained from; "": there is none."""
+    is_fenced: bool = False
+    """The later requests of this process name its `life`; until the next registration all others
+    are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +239,7 @@ class BatchRequest:
     wait_s: float = 0.0
     """Seconds that the answer may wait for the batch to fill; at most 30."""
     life: str = ""
-    """As in `Register`: only the process that registered last gets batches and is believed."""
+    """As in `Register`, if that was fenced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +289,7 @@ class Progress:
     version: int
     """The newest published version."""
     checkpoint: int
-    """Step of its newest checkpoint: groups of older batches are no longer needed."""
+    """Step of the oldest checkpoint that it keeps: groups of older batches are not needed."""
     busy_s: float = 0.0
     """Seconds since the last report in which it trained."""
     waited_s: float = 0.0

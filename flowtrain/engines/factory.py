@@ -37,8 +37,8 @@ from flowtrain.training.lora import (
 from flowtrain.training.model_check import load_config
 from flowtrain.types import PolicyName, UserError
 from flowtrain.weights import Source, WeightStore
-from flowtrain.weights.adapters import AdapterSpec
-from flowtrain.weights.tensor_shards import spec_of
+from flowtrain.weights.format.adapters import AdapterSpec
+from flowtrain.weights.format.tensor_shards import spec_of
 
 
 @dataclass(frozen=True, slots=True)

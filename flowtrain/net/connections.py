@@ -33,6 +33,9 @@ reset the connection, and the client might never see why."""
 _PATIENCE_S = 30.0
 """Seconds to read an answer, plus the time that its length may take; no pause may be longer."""
 _MOST = 4096
+_MOST_REFUSED = 32
+"""Connections without a place that may send a request, to be told that there is none."""
+_COME_BACK_S = 5
 _BACKLOG = 2048
 _OTHER_FILES = 128
 """Descriptors for the database, for modules, for the event loop."""
@@ -56,6 +59,7 @@ class Room:
         self._most = most
         self._ranks: tuple[dict[Connection, None], ...] = tuple({} for _ in Rank)
         """Connections in the order in which they came to their rank."""
+        self._refused: dict[Connection, None] = {}
 
     def enter(self, connection: Connection) -> bool:
         """Take a place for a new connection, where need be that of another one, which is closed.
@@ -64,10 +68,11 @@ class Room:
         if sum(map(len, self._ranks)) >= self._most:
             idle = self._ranks[Rank.STRANGER] or self._ranks[Rank.KNOWN]
             if not idle:
+                if len(self._refused) >= _MOST_REFUSED:
+                    self._close(next(iter(self._refused)))
+                self._refused[connection] = None
                 return False
-            closed = next(iter(idle))
-            self.leave(closed)
-            closed.transport.abort()
+            self._close(next(iter(idle)))
         self.move(connection, Rank.STRANGER)
         return True
 
@@ -78,8 +83,12 @@ class Room:
         self._ranks[rank][connection] = None
 
     def leave(self, connection: Connection) -> None:
-        for connections in self._ranks:
+        for connections in (*self._ranks, self._refused):
             connections.pop(connection, None)
+
+    def _close(self, connection: Connection) -> None:
+        self.leave(connection)
+        connection.transport.abort()
 
 
 class Connection(H11Protocol):
@@ -95,6 +104,7 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rank = Rank.STRANGER
+        self._has_place = True
         self._application: ASGIApp = self.app
         self.app = self._answer
         self._answer_began = 0.0
@@ -110,8 +120,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # so that `pause_writing` tells of every delay
         self._expect_head()
-        if not self.room.enter(self):
-            transport.abort()
+        self._has_place = self.room.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._has_head()
@@ -193,6 +202,9 @@ class Connection(H11Protocol):
         app = self._application
         if problem := _problem(scope):
             app = PlainTextResponse(f"{problem}\n", 400)
+        elif not self._has_place:
+            headers = {"Retry-After": str(_COME_BACK_S)}
+            app = PlainTextResponse("all places are taken\n", 503, headers)
         await app({**scope, "admit": self._admit}, exchange.receive, exchange.send)
 
     def _note(self, message: Message) -> None:

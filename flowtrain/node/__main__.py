@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import get_args
 
 from flowtrain.config.options import check_allowed
@@ -81,17 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flowtrain.node.main import run
 
         token = os.environ.get(TOKEN_VARIABLE, "")
-        stores: dict[str, str] = {}
-        for policy, location in map(_store, options.store):
-            stores[policy] = ",".join(filter(None, (stores.get(policy), location)))
         with logging_redirect_tqdm() if options.log_format == "plain" else nullcontext():
             run(
                 options.dataflow,
                 options.name,
-                stores,
+                dict(map(_store, options.store)),
                 options.num_groups,
                 args=args,
                 token=token,
+                cache=options.cache,
             )
     except (UserError, Refused, Unavailable, EngineError) as error:
         say(f"{_COMMAND}: {error}", "error")
@@ -129,8 +128,14 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="folder or URL of a weight store, of the planner or of the policy before a '='; "
-        "several URLs, with commas or by repeating it: the nearest one that answers; "
         "default: the store that the trainer names",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="FOLDER",
+        type=Path,
+        help="folder for weights on their way, with which a node that is started again goes on; "
+        "default: a temporary one",
     )
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())[:80]
     parser.add_argument(

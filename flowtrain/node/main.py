@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Config
@@ -37,10 +38,12 @@ def run(
     *,
     args: Sequence[str],
     token: str,
+    cache: Path | None,
 ) -> None:
     """Serve until a signal, `num_groups` groups (0: any number), or the end of training.
 
-    `stores` has locations of weight stores by policy, `args` config options over those of the run.
+    `stores` has locations of weight stores by policy, `args` config options over those of the run;
+    `cache` is a folder for downloads of weights, None: a temporary one.
     Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup of unforeseen errors.
     """
     with Client(url, token) as client:
@@ -50,7 +53,9 @@ def run(
         client.wait_s = config.dataflow.wait_s
         while True:
             try:
-                num_pushed = _serve(member, config, stores, num_groups=num_groups, token=token)
+                num_pushed = _serve(
+                    member, config, stores, num_groups=num_groups, token=token, cache=cache
+                )
                 break
             except (PoliciesChanged, ExceptionGroup) as error:
                 if isinstance(error, ExceptionGroup) and not error.subgroup(PoliciesChanged):
@@ -67,12 +72,13 @@ def _serve(
     *,
     num_groups: int,
     token: str,
+    cache: Path | None,
 ) -> int:
     """Serve until the node is stopped, and return the number of groups pushed. Raises
     PoliciesChanged, alone or in a group.
     """
     locations = _wait_for_trainers(member, config, stores)
-    with make_sampler(config, locations, token) as sampler:
+    with make_sampler(config, locations, token, cache) as sampler:
         member.announce(sampler.layouts, sampler.meter.read)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import tempfile
-from asyncio import Lock, to_thread
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from flowtrain.rewards import Judge, score_one
 from flowtrain.run.components import RunComponents
 from flowtrain.training.world import World
 from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
+from flowtrain.utils.lock import Lock
 from flowtrain.weights import Source, open_source
 
 
@@ -70,12 +71,18 @@ def store_of(
 
 
 @contextmanager
-def make_sampler(config: Config, locations: Mapping[str, str], token: str) -> Iterator[Sampler]:
+def make_sampler(
+    config: Config, locations: Mapping[str, str], token: str, cache: Path | None
+) -> Iterator[Sampler]:
     """Build the sampler and close it at the end of the block. `locations`: folders or URLs of
-    weight stores by policy, the other policies are frozen; `token`: for URLs.
+    weight stores by policy, the other policies are frozen; `token`: for URLs; `cache`: a folder for
+    downloads, which stay there when the node ends, or None.
     """
     with ExitStack() as cleanup:
-        cache = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="flowtrain-node-")))
+        if cache is None:
+            temporary = tempfile.TemporaryDirectory(prefix="flowtrain-node-")
+            cache = Path(cleanup.enter_context(temporary))
+        cleanup.callback(Lock.of_folder(cache, "give each node a --cache of its own").release)
         stores = {
             policy: open_source(location, cache / policy, token)
             for policy, location in locations.items()
@@ -130,12 +137,12 @@ def _make_answer(
 ) -> Answer:
     """An agent is made for the first question that has its settings, and closed by `cleanup`."""
     agents: dict[EvalSettings, Agent] = {}
-    making = Lock()
+    making = asyncio.Lock()
 
     async def answer(task: Task, seed: int, settings: EvalSettings) -> Trajectory:
         async with making:
             if settings not in agents:
-                made = await to_thread(evaluation.make_agent, components, engines, settings)
+                made = await asyncio.to_thread(evaluation.make_agent, components, engines, settings)
                 cleanup.callback(made.close)
                 agents[settings] = made
         trajectory = await agents[settings].run(task, seed)

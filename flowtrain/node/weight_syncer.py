@@ -90,7 +90,7 @@ class WeightSyncer:
 
     async def run(self) -> None:
         """Follow the trainers until cancelled. Raises EngineError, and UserError when the first
-        weights do not come or cannot be loaded.
+        weights do not come, or cannot be loaded, within the patience.
         """
         async with asyncio.TaskGroup() as tasks:
             for policy in self._stores:
@@ -133,7 +133,7 @@ class WeightSyncer:
                 self._loaded.add(policy)
         except StoreError as error:
             if policy not in self._loaded:
-                raise
+                return f"no weights of the {policy} yet: {error}"
             return f"the {policy} stays at version {engine.version}: {error}"
         if announced is not None and version < announced:
             return (

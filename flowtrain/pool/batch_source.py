@@ -98,7 +98,7 @@ class BatchSource:
         answer; KeyboardInterrupt when the run is asked to end meanwhile.
         """
         self._life = self._world.gather_text(uuid.uuid4().hex)[0]
-        described = replace(policy, life=self._life, run=trained_from)
+        described = replace(policy, life=self._life, is_fenced=True, run=trained_from)
         asked = self._thread.submit(self._dataflow.register, described)
         registered = self.settle(asked, lambda: "the service does not answer")
         if registered is None:
@@ -140,8 +140,8 @@ class BatchSource:
         evaluated: int = -1,
         tokens: Mapping[str, int] | None = None,
     ) -> None:
-        """Report that nodes can pull `version`, and that a run that breaks off resumes from
-        `checkpoint`, with a log of all evaluations up to step `evaluated`; returns at once.
+        """Report that nodes can pull `version`, and that a run that breaks off goes back to
+        `checkpoint` at most, with a log of all evaluations up to step `evaluated`; returns at once.
 
         `tokens`: what became of the tokens of the version's batch; None: not known.
         """

@@ -78,8 +78,8 @@ class PoolEvaluations:
         self._has_ended = Event()
         self._asking = ThreadPoolExecutor(1, "ask_evaluation")
         self._fetching = ThreadPoolExecutor(_MAX_FETCHED, "fetch_evaluation")
-        self.saved = -1
-        """Newest step whose evaluation is in the log of the checkpoint."""
+        self.saved: dict[int, int] = {}
+        """Newest step whose evaluation is in the log of a checkpoint, by its step."""
 
     def resume(self, evaluator: Evaluator, evaluated: int, start_step: int) -> None:
         """Ask for the evaluations after `evaluated` that the log lacks, though their steps are
@@ -132,9 +132,9 @@ class PoolEvaluations:
         assert self._end is not None and self._end.step == step, "it was asked for"
         return self._settle(self._end.answers, self._end)
 
-    def on_checkpoint(self, evaluated: int) -> None:
-        """Note that the log of the newest checkpoint has the evaluations up to a step."""
-        self.saved = evaluated
+    def on_checkpoint(self, step: int, evaluated: int) -> None:
+        """Note that the log of a checkpoint has the evaluations up to a step."""
+        self.saved[step] = evaluated
 
     def version_metrics(self, step: int, found: Found) -> dict[str, float]:
         """Compute the oldest and the newest version of each policy that sampled, and the share of

@@ -38,8 +38,8 @@ from flowtrain.training.token_scores import Scored
 from flowtrain.types import Group, SampleId, TrainBatch, UserError
 from flowtrain.utils.files import make_folder, remove, replace_file, writing
 from flowtrain.weights import WeightStore
-from flowtrain.weights.layout import digest_hex
-from flowtrain.weights.manifest import Manifest
+from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.format.manifest import Manifest
 from flowtrain.weights.ranks import together
 
 _LEVEL = 1

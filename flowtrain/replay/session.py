@@ -24,8 +24,8 @@ from flowtrain.training.records import Prepared
 from flowtrain.training.world import World
 from flowtrain.types import SampleId, UserError
 from flowtrain.weights import WeightStore
-from flowtrain.weights.digests import digests_of
-from flowtrain.weights.layout import digest_hex
+from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.publish.digests import digests_of
 
 Say = Callable[[str], None]
 

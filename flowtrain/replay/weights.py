@@ -15,7 +15,7 @@ from torch import Tensor
 from flowtrain.config import Config
 from flowtrain.training import checkpoint
 from flowtrain.weights import StoreError, WeightStore, pull
-from flowtrain.weights.tensor_shards import u16_view
+from flowtrain.weights.format.tensor_shards import u16_view
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from flowtrain.rewards.scorers import NAMES, SCORERS, by_rule, check
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.types import Task, Trajectory, UserError
+from flowtrain.types.checks import part_problem
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.per_loop import Gate
@@ -36,10 +37,6 @@ FAILURES = ("exception", "timeout", "value")
 MAX_LOST = 64
 """Threads, beside those that `reward.max_concurrency` needs, that may be lost to functions which do
 not return: no thread can be ended from outside."""
-MAX_PARTS = 32
-"""Parts of a reward, and"""
-MAX_PART_NAME = 64
-"""characters of a part's name."""
 
 _MAX_ERROR = 300
 _log = logging.getLogger(__name__)
@@ -49,18 +46,6 @@ def failure_of(scored_by: str) -> str:
     """Return the one of FAILURES that a `scored_by` ends with, or ""."""
     reason = scored_by.rpartition(": ")[2]
     return reason if reason in FAILURES else ""
-
-
-def part_problem(parts: Mapping[str, float]) -> str:
-    """Say what is wrong with the parts of a reward; "" if nothing."""
-    if len(parts) > MAX_PARTS:
-        return f"{len(parts)} parts, {MAX_PARTS} are allowed"
-    for name, part in parts.items():
-        if not 0 < len(name) <= MAX_PART_NAME or not name.isprintable():
-            return f"a part's name must be 1 to {MAX_PART_NAME} printable characters"
-        if not math.isfinite(part):
-            return f"its part {name!r} is {part}"
-    return ""
 
 
 _Parts = dict[str, float | tuple[float, ...]]

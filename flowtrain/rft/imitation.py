@@ -26,7 +26,7 @@ from flowtrain.training.tree import pack_rows
 from flowtrain.types import Call, FilterReason, Sample, TrainBatch
 from flowtrain.utils.files import put_folder, remove, sync_tree
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.weights.files import writing_tensors
+from flowtrain.weights.format.files import writing_tensors
 
 
 def sample_of(call: Call, prompt_weight: float) -> Sample:

@@ -35,7 +35,7 @@ from flowtrain.training.world import World
 from flowtrain.types import TrainBatch, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
-from flowtrain.weights.files import writing_tensors
+from flowtrain.weights.format.files import writing_tensors
 from flowtrain.weights.ranks import Alone, Ranks, together
 
 Rows = Sequence[Sequence[PackedRow]]
@@ -157,12 +157,12 @@ class Learner:
         """Publish the policy's weights; done on every rank when it returns the metrics."""
         metrics: dict[str, float | str] = {}
         if self.publisher is not None:
-            ranks, keep = self.placement.trainers, num_versions_kept(self.config)
+            ranks, keep = self.placement.trainers, versions_kept(self.config)
             with writing_tensors(self.store.root):
                 metrics = self.publisher.publish(self.weights, version).metrics()
                 together(
                     ranks,
-                    lambda: self.store.collect_garbage(keep) if ranks.is_main else None,
+                    lambda: self.store.collect_garbage(*keep) if ranks.is_main else None,
                     other_failed=OSError,
                 )
         self.placement.wait()
@@ -319,8 +319,10 @@ def publish_start(components: RunComponents, store: WeightStore) -> None:
         together(world, publish)
 
 
-def num_versions_kept(config: Config) -> int:
-    """Count the versions that stay in the store: with nodes, all that they may sample with."""
+def versions_kept(config: Config) -> tuple[int, float]:
+    """Return how many versions stay in the store, with nodes all that they may sample with, and for
+    how many seconds a replaced snapshot does, which a node may be loading.
+    """
     if not config.dataflow.url:
-        return config.weights.keep
-    return max(config.weights.keep, config.dataflow.max_staleness + 1)
+        return config.weights.keep, 0.0
+    return max(config.weights.keep, config.dataflow.max_staleness + 1), config.dataflow.wait_s

@@ -142,15 +142,16 @@ class Run:
     def publish(self, version: int, tokens: TokenAccount) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics.
 
-        Nodes are told where a run that breaks off would resume, and the account of the step's
-        `tokens`.
+        The dataflow is told how far a run that breaks off may have to go back, and the account of
+        the step's `tokens`.
         """
         metrics = self.learner.publish(version)
         if self.batch_source is not None and self.pool is not None:
-            checkpoints, evaluated = self.learner.checkpoints, self.pool.saved
-            saved = self.start_step if checkpoints is None else checkpoints.saved_step
+            checkpoints = self.learner.checkpoints
+            oldest = self.start_step if checkpoints is None else checkpoints.oldest_step
+            evaluated = self.pool.saved.get(oldest, -1)
             self.batch_source.report_progress(
-                version, saved, evaluated=evaluated, tokens=tokens.fates
+                version, oldest, evaluated=evaluated, tokens=tokens.fates
             )
         return metrics
 
@@ -183,7 +184,9 @@ class Run:
         if self.batch_source is not None:
             state["dataflow"] = self.batch_source.run
         pool, evaluated = self.pool, self.logger.evaluated
-        self.learner.save(step, state, lambda: pool.on_checkpoint(evaluated) if pool else None)
+        self.learner.save(
+            step, state, lambda: pool.on_checkpoint(step, evaluated) if pool else None
+        )
 
     def end(self, step: int) -> None:
         """Write a checkpoint of `step` and wait until it is on the disk."""
@@ -377,8 +380,6 @@ def _resume(config: Config, run_dir: RunDir, learner: Learner, world: World) -> 
     path = Path(chosen)
     state = {"dataflow": "", **checkpoint.load_state(path)}
     learner.resume(path)
-    if learner.checkpoints is not None:
-        learner.checkpoints.saved_step = state["step"]
     if state["dataflow"] and not config.dataflow.url:
         raise UserError(
             f"dataflow.url is empty, but {path} was trained from the dataflow "

@@ -41,9 +41,9 @@ from flowtrain.training.optimizers import Part, ShardOptimizer, part_of
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.utils.files import make_folder, put_folder, remove, share, sync_tree
-from flowtrain.weights.checksums import check, checksum_of, record
-from flowtrain.weights.files import writing_tensors
-from flowtrain.weights.manifest import File, StoreError
+from flowtrain.weights.format.checksums import check, checksum_of, record
+from flowtrain.weights.format.files import writing_tensors
+from flowtrain.weights.format.manifest import File, StoreError
 from flowtrain.weights.ranks import gather, together
 
 _log = logging.getLogger(__name__)
@@ -58,14 +58,9 @@ _FILE_BYTES = 2**28
 class Checkpoints:
     """Writes the checkpoints of a run, one at a time, beside its training."""
 
-    def __init__(self, root: Path, world: World, *, keep: int, saved_step: int = 0) -> None:
-        """Collective.
-
-        Args:
-            keep: how many of the newest stay on the disk.
-            saved_step: where a run that broke off now would resume.
-        """
-        self.root, self.saved_step, self._keep = root, saved_step, keep
+    def __init__(self, root: Path, world: World, *, keep: int) -> None:
+        """Collective. `keep`: how many of the newest stay on the disk."""
+        self.root, self._keep = root, keep
         # The threads talk to each other while the run does, so not in its group.
         self._world = world.apart()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -102,10 +97,16 @@ class Checkpoints:
         def write() -> None:
             with writing_tensors(self.root):
                 self._write(step, write_shape, files, tensors, state)
-            self.saved_step = step
             on_saved()
 
         self._written = self._thread.submit(write)
+
+    @property
+    def oldest_step(self) -> int:
+        """Step of the oldest checkpoint on the disk, to which a run that breaks off goes back where
+        newer ones are damaged; 0: there is none.
+        """
+        return min((int(path.name[5:]) for path in self.root.glob("step_????????")), default=0)
 
     def wait(self) -> None:
         """Wait for what is being written, and raise what was raised there."""

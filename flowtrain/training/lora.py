@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.config import Lora
 from flowtrain.types import UserError
-from flowtrain.weights.adapters import PREFIX
+from flowtrain.weights.format.adapters import PREFIX
 
 _NAME = "default"  # peft leaves this one out of the names of saved tensors
 _CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

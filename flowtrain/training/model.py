@@ -29,8 +29,8 @@ from flowtrain.training import attention, lora
 from flowtrain.training.model_check import load_config
 from flowtrain.training.world import World
 from flowtrain.types import UserError
-from flowtrain.weights.layout import layout_hash
-from flowtrain.weights.tensor_shards import spec_of
+from flowtrain.weights.format.layout import layout_hash
+from flowtrain.weights.format.tensor_shards import spec_of
 
 # loading a model is not what a person waits for here
 transformers.utils.logging.disable_progress_bar()

@@ -4,20 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowtrain.weights.manifest import StoreError
-    from flowtrain.weights.publisher import Published, Publisher, PublishOptions
-    from flowtrain.weights.reader import Loaded, WeightReader, pull
-    from flowtrain.weights.remote import HttpStore, open_source
-    from flowtrain.weights.schedule import SnapshotPolicy
-    from flowtrain.weights.store import Source, WeightStore
+    from flowtrain.weights.format.manifest import StoreError
+    from flowtrain.weights.load.reader import Loaded, WeightReader, pull
+    from flowtrain.weights.publish.publisher import Published, Publisher, PublishOptions
+    from flowtrain.weights.publish.schedule import SnapshotPolicy
+    from flowtrain.weights.stores.folder import Source, WeightStore
+    from flowtrain.weights.stores.http import HttpStore, open_source
 
 _HOMES = {
-    "manifest": ("StoreError",),
-    "publisher": ("PublishOptions", "Published", "Publisher"),
-    "reader": ("Loaded", "WeightReader", "pull"),
-    "remote": ("HttpStore", "open_source"),
-    "schedule": ("SnapshotPolicy",),
-    "store": ("Source", "WeightStore"),
+    "format.manifest": ("StoreError",),
+    "load.reader": ("Loaded", "WeightReader", "pull"),
+    "publish.publisher": ("PublishOptions", "Published", "Publisher"),
+    "publish.schedule": ("SnapshotPolicy",),
+    "stores.folder": ("Source", "WeightStore"),
+    "stores.http": ("HttpStore", "open_source"),
 }
 """Names by the module that has them, imported when asked for: a server of files needs no torch."""
 

@@ -1,4 +1,4 @@
-"""Look into a weight store, verify it, serve it, relay or mirror it, clean it up.
+"""Look into a weight store, verify it, serve or mirror it, clean it up.
 
 LOCATION is the folder that holds HEAD, or its URL; FLOWTRAIN_TOKEN is the token for it.
 Exit codes: 0 all is well, 1 something is damaged or missing, 2 the command was not understood.
@@ -16,29 +16,21 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from flowtrain.net.credentials import TokenFile
-from flowtrain.net.objects import SCHEMES, MissingObject, StoreSilent, open_objects
-from flowtrain.net.serving import TOKEN_VARIABLE
+from flowtrain.net.objects import MissingObject, StoreSilent, open_objects
 from flowtrain.types import UserError
 from flowtrain.utils.commands import Commands, add_server, end_on_signals, number
 from flowtrain.utils.files import make_folder
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
 from flowtrain.utils.terminal import protect_output
-from flowtrain.weights import relay, serve, show
-from flowtrain.weights.bucket import BucketStore
-from flowtrain.weights.manifest import StoreError
-from flowtrain.weights.mirror import Mirror
-from flowtrain.weights.remote import HttpStore
-from flowtrain.weights.store import Source, WeightStore
+from flowtrain.weights import show
+from flowtrain.weights.format.manifest import StoreError
+from flowtrain.weights.stores import serve
+from flowtrain.weights.stores.folder import Source, WeightStore
+from flowtrain.weights.stores.http import open_source
+from flowtrain.weights.stores.mirror import Mirror
 
 _COMMAND = "python -m flowtrain.weights"
-
-
-class _CachedHttpStore(HttpStore):
-    """Keeps downloads until the command ends."""
-
-    def loaded(self, version: int) -> None:
-        pass
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,25 +112,6 @@ def _serve(options: argparse.Namespace, _cache: Path) -> int:
     return 0
 
 
-def _relay(options: argparse.Namespace, _cache: Path) -> int:
-    if options.origin_token_env != TOKEN_VARIABLE and not os.environ.get(options.origin_token_env):
-        raise UserError(f"--origin-token-env {options.origin_token_env}: this variable is empty")
-    try:
-        relay.serve(
-            options.url,
-            options.dir,
-            relay.RelayOptions(options.cache_gb * 10**9, stale_s=options.stale_s),
-            options.host,
-            options.port,
-            origin_token=os.environ.get(options.origin_token_env, ""),
-            tokens=TokenFile(options.tokens) if options.tokens else None,
-            open_metrics=options.open_metrics,
-        )
-    except KeyboardInterrupt:
-        print("stopped")  # the normal end
-    return 0
-
-
 def _mirror(options: argparse.Namespace, _cache: Path) -> int:
     store = WeightStore(_folder(options.store))
     make_folder(store.root)
@@ -172,11 +145,9 @@ def _gc(options: argparse.Namespace, _cache: Path) -> int:
 
 
 def _open(location: str, cache: Path) -> Source:
-    if location.partition("://")[0] in SCHEMES:
-        return BucketStore(open_objects(location), cache, keeps=True)
-    if "://" in location:
-        return _CachedHttpStore(location, cache, os.environ.get("FLOWTRAIN_TOKEN", ""))
-    return _open_folder(location)
+    if "://" not in location:
+        return _open_folder(location)
+    return open_source(location, cache, os.environ.get("FLOWTRAIN_TOKEN", ""), keeps=True)
 
 
 def _open_folder(location: str) -> WeightStore:
@@ -236,19 +207,6 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("store", metavar="STORE", help=text)
     add_server(server, 8321)
 
-    summary = "serve the store of another server at a site, each of whose files comes here once"
-    example = "http://trainer:8321 --cache-gb 200 --host 10.1.0.1"
-    site = commands.add("relay", _relay, summary, example=example)
-    site.add_argument("url", metavar="URL", help="a server of weights, or another relay")
-    text = "most GB (10^9 bytes) of data files to keep; the least recently used ones leave"
-    site.add_argument("--cache-gb", type=positive, required=True, metavar="N", help=text)
-    text = "folder for them, which the next relay of that store goes on with (default: relay)"
-    site.add_argument("--dir", type=Path, default=Path("relay"), metavar="DIR", help=text)
-    text = "while URL is silent, seconds for which its last HEAD is served (default: 600)"
-    site.add_argument("--stale-s", type=count, default=600, metavar="S", help=text)
-    text = f"variable with the token for URL, where it is another one than {TOKEN_VARIABLE}"
-    site.add_argument("--origin-token-env", default=TOKEN_VARIABLE, metavar="NAME", help=text)
-    add_server(site, 8322)
     summary = "keep a copy of a store in a bucket, from which nodes load"
     example = "runs/a/weights s3://bucket/weights"
     mirror = commands.add("mirror", _mirror, summary, example=example)

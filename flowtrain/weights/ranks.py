@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from flowtrain.weights.manifest import StoreError
+from flowtrain.weights.format.manifest import StoreError
 
 _T = TypeVar("_T")
 

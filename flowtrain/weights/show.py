@@ -8,9 +8,9 @@ from typing import Any
 
 from flowtrain import _delta
 from flowtrain.utils.errors import user_error
-from flowtrain.weights.layout import digest_hex
-from flowtrain.weights.manifest import Manifest, NotThere, StoreError, total_bytes
-from flowtrain.weights.store import Source, WeightStore
+from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.format.manifest import Manifest, NotThere, StoreError, total_bytes
+from flowtrain.weights.stores.folder import Source, WeightStore
 
 _CODECS = ("empty", "pairs", "rice", "class rice", "bitmap", "dense")
 """In the order of `num_blocks` of a delta."""
@@ -69,7 +69,7 @@ def version_record(source: Source, manifest: Manifest) -> dict[str, Any]:
 
 def delta_record(path: Path) -> dict[str, Any]:
     """Describe a delta file with its tensors. Raises StoreError when it is none, or damaged."""
-    from flowtrain.weights.files import open_delta  # and with it torch
+    from flowtrain.weights.format.files import open_delta  # and with it torch
 
     head, blobs = open_delta(path)
     tensors = {}

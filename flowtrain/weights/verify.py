@@ -10,14 +10,14 @@ from pathlib import Path
 
 from flowtrain import _delta
 from flowtrain.utils.terminal import bar
-from flowtrain.weights.deltas import Blob, digest_change
-from flowtrain.weights.files import read_delta
-from flowtrain.weights.layout import Digest, add
-from flowtrain.weights.manifest import File, Manifest, NotThere, StoreError
-from flowtrain.weights.reader import pull
-from flowtrain.weights.store import Source, WeightStore
-from flowtrain.weights.target import check_layout
-from flowtrain.weights.tensor_shards import U16, u16_view
+from flowtrain.weights.format.deltas import Blob, digest_change
+from flowtrain.weights.format.files import read_delta
+from flowtrain.weights.format.layout import Digest, add
+from flowtrain.weights.format.manifest import File, Manifest, NotThere, StoreError
+from flowtrain.weights.format.tensor_shards import U16, u16_view
+from flowtrain.weights.load.reader import pull
+from flowtrain.weights.load.target import check_layout
+from flowtrain.weights.stores.folder import Source, WeightStore
 
 
 class Verifier:

@@ -22,7 +22,7 @@ from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.world import World
 from flowtrain.utils.files import writing
 from flowtrain.weights import Publisher, WeightStore
-from flowtrain.weights.files import writing_tensors
+from flowtrain.weights.format.files import writing_tensors
 
 CONFIG = "a = 1\n"
 MANIFEST = {"seed": 0}

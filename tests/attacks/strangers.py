@@ -35,7 +35,7 @@ import torch
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Join, LeaseRequest, Unavailable
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
-from flowtrain.weights.remote import HttpStore
+from flowtrain.weights.stores.http import HttpStore
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-the-tests"

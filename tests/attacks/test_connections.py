@@ -254,6 +254,30 @@ def test_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
         assert answer(known)[0] == 200 and answer(under_way)[:2] == (200, b"x")
 
 
+def test_who_finds_no_place_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those who wait to be told, with half a request, are few."""
+    for name, value in (("_HEAD_S", 60.0), ("_MOST", 1), ("_MOST_REFUSED", 2)):
+        monkeypatch.setattr(connections, name, value, raising=False)
+    with running(app) as url, contextlib.ExitStack() as stack:
+        port = int(url.rpartition(":")[2])
+        under_way = stack.enter_context(connected(port))
+        under_way.sendall(head(b"Content-Length: 1", b"Expect: 100-continue"))
+        assert under_way.recv(1 << 16).startswith(b"HTTP/1.1 100")
+        others = [stack.enter_context(connected(port)) for _ in range(4)]
+        for other in others:
+            other.sendall(EMPTY[:-2])
+        assert [ended(other) for other in others[:2]] == [b"", b""]
+        for other in others[2:]:
+            other.sendall(EMPTY[-2:])
+            status, _, headers = answer(other)
+            assert status == 503 and headers["retry-after"] == "5"
+        under_way.sendall(b"x")
+        assert answer(under_way)[:2] == (200, b"x")
+        again = stack.enter_context(connected(port))
+        again.sendall(EMPTY)
+        assert answer(again)[0] == 200
+
+
 def test_a_client_whose_idle_connection_was_closed_does_not_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 from safetensors import SafetensorError
 
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightReader, WeightStore
-from flowtrain.weights.files import seal
+from flowtrain.weights.format.files import seal
 from tests.attacks.tally import Tally
 from tests.weights.weight_samples import chain, empty_like, same_bits
 
@@ -98,7 +98,9 @@ class Damage:
     def link_away(self) -> None:
         path = self.any_file()
         path.unlink()
-        path.symlink_to(self.rng.choice(("/etc/passwd", "/dev/null", "nowhere", str(path))))
+        path.symlink_to(
+            self.rng.choice(("/etc/passwd", "/dev/null", "/dev/zero", "nowhere", str(path)))
+        )
 
     def make_folder(self) -> None:
         path = self.any_file()

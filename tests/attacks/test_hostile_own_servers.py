@@ -50,8 +50,8 @@ def test_no_answer_breaks_a_client(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flowtrain.weights.remote._MAX_MANIFEST", 1 << 20)
-    monkeypatch.setattr("flowtrain.weights.remote.SLOWEST", 16 << 20)
+    monkeypatch.setattr("flowtrain.weights.stores.http.MAX_MANIFEST", 1 << 20)
+    monkeypatch.setattr("flowtrain.weights.stores.http.SLOWEST", 16 << 20)
     monkeypatch.setattr("flowtrain.dataflow.client._MAX_BYTES", 1 << 20)
     through = {}
     for name, pieces in BODIES.items():

@@ -19,8 +19,8 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.service import Service
 from flowtrain.net import connections, serving
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
-from flowtrain.weights.remote import HttpStore
-from flowtrain.weights.serve import make_app
+from flowtrain.weights.stores.http import HttpStore
+from flowtrain.weights.stores.serve import make_app
 from tests.attacks.malformed import request
 from tests.attacks.tally import Tally
 from tests.dataflow.fake_groups import ledger as make_ledger

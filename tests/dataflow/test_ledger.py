@@ -555,9 +555,10 @@ def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -
     flow.register(first)
     for each in lease(flow, 8):
         push(flow, each)
-    for step in (1, 2):
-        assert not flow.batch(BatchRequest("planner", step, life="t1")).num_missing
-        flow.progress(Progress("planner", step, 0, life="t1"))
+    batch(flow, 1)
+    trained(flow, 1)
+    batch(flow, 2)
+    trained(flow, 2)
     assert flow.register(first).step == 2
     assert flow.status()["policies"]["planner"]["version"] == 2
     assert len(lease(flow, 1)) == 1, "and what is sampled can still be trained in time"
@@ -567,16 +568,16 @@ def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -
     )
 
 
-@pytest.mark.parametrize("life", ["t1", ""], ids=["told", "not told"])
+@pytest.mark.parametrize("life", ["t1", ""], ids=["fenced", "of an older version"])
 def test_a_trainer_is_not_heard_once_another_has_taken_its_place(flow: Ledger, life: str) -> None:
-    flow.register(replace(planner(), life="t1"))
+    flow.register(replace(planner(), life="t1", is_fenced=bool(life)))
     for each in lease(flow, 4):
         push(flow, each)
-    assert len(flow.batch(BatchRequest("planner", 1, life="t1")).groups) == 4
-    flow.register(replace(planner(), life="t2"))
-    with pytest.raises(Refused, match="policy 'planner': "):
+    assert len(flow.batch(BatchRequest("planner", 1, life=life)).groups) == 4
+    flow.register(replace(planner(), life="t2", is_fenced=True))
+    with pytest.raises(Refused, match="another process has registered it since, and trains it"):
         flow.progress(Progress("planner", 1, 1, life=life))
-    with pytest.raises(Refused, match="policy 'planner': "):
+    with pytest.raises(Refused, match="another process has registered it since, and trains it"):
         flow.batch(BatchRequest("planner", 1, life=life))
     assert flow.status()["policies"]["planner"]["checkpoint"] == 0
     assert len(flow.batch(BatchRequest("planner", 1, life="t2")).groups) == 4

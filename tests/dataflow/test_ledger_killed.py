@@ -19,7 +19,7 @@ from fake_groups import group, joined, lease, ledger, planner, push
 
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Progress, Push, Unavailable
-from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.ledger import Ledger, prompts
 
 HERE = Path(__file__).parent
 NUM_STEPS = 8
@@ -116,8 +116,9 @@ def test_the_next_request_after_a_restart_of_the_server_is_answered(
     assert flow.audit().problems == ()
 
 
-def test_many_threads_at_once(database: str) -> None:
+def test_many_threads_at_once(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six nodes over two services; every push is sent twice at the same time."""
+    monkeypatch.setattr(prompts, "_AHEAD", 10)
     flows = [ledger(database, max_waiting=1000) for _ in range(2)]
     flows[0].register(planner(num_groups=4, max_staleness=100))
     steps: list[list[int]] = []

@@ -21,7 +21,6 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Unavailable,
 )
-from flowtrain.dataflow.ledger import prompts
 
 _HOLD = """
 CREATE FUNCTION hold() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -152,22 +151,6 @@ def test_a_request_for_leases_that_comes_twice_at_once_is_answered_once(postgres
             wait_until_blocked(own, second)
         assert first.result() == second.result() and len(first.result()) == 3
     assert flow.status()["work_items"]["leased"] == 3
-
-
-def test_nodes_that_ask_at_once_get_each_work_item_once(
-    postgres: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompts, "_AHEAD", 10)
-    flow = fakes.ledger(postgres, max_waiting=1000)
-    flow.register(fakes.planner())
-    names = [f"n{number}" for number in range(6)]
-    for name in names:
-        fakes.joined(flow, name)
-    with ThreadPoolExecutor(len(names)) as threads:
-        asked = [threads.submit(fakes.lease, flow, 2, name) for _ in range(20) for name in names]
-        leases = [lease.work_item for each in asked for lease in each.result()]
-    assert sorted(leases) == list(range(1, 241)), "and none is left out"
-    assert flow.audit().problems == ()
 
 
 def test_no_lease_runs_out_because_the_database_was_away(postgres: str) -> None:

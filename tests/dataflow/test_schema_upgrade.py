@@ -54,7 +54,7 @@ def test_a_ledger_of_the_version_before_goes_on(old: str) -> None:
         assert pushed.status == "committed"
     assert len(flow.batch(BatchRequest("planner", 2)).groups) == 4, "by a trainer that goes on"
     flow.progress(Progress("planner", 2, 2))
-    flow.register(replace(planner(step=2), life="t2"))
+    flow.register(replace(planner(step=2), life="t2", is_fenced=True))
     assert flow.batch(BatchRequest("planner", 3, life="t2")).num_missing == 3
     assert flow.audit().problems == () and replay(flow.history()).differences == ()
 

@@ -29,7 +29,7 @@ from flowtrain.training.model import named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Sampling, UserError
 from flowtrain.weights import HttpStore, Publisher, WeightStore
-from flowtrain.weights.layout import TensorSpec
+from flowtrain.weights.format.layout import TensorSpec
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(6, temperature=0.0, ignore_end=True)

@@ -23,7 +23,7 @@ from flowtrain.engines.vllm.process import VllmModel, cpu_environment
 from flowtrain.training import model as models
 from flowtrain.types import Completion, Sampling, VersionSpan
 from flowtrain.weights import Publisher, StoreError, WeightStore
-from flowtrain.weights.layout import digest_hex
+from flowtrain.weights.format.layout import digest_hex
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 pytestmark = [

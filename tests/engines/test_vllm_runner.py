@@ -23,7 +23,7 @@ from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
 from flowtrain.engines.vllm.process import INVARIANT, VllmModel
 from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
 from flowtrain.weights import StoreError
-from flowtrain.weights.adapters import AdapterSpec
+from flowtrain.weights.format.adapters import AdapterSpec
 
 OPTIONS = Vllm(start_timeout_s=5, load_timeout_s=0.5, hang_timeout_s=0.2)
 

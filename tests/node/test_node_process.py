@@ -36,6 +36,7 @@ from flowtrain.training import model as models
 from flowtrain.training.row_loss import score_row
 from flowtrain.types import Group
 from flowtrain.weights import WeightStore
+from tests.weights import http_stores as hs
 
 pytest_plugins = ("cli_runs",)
 Start = Callable[..., Process]
@@ -287,6 +288,36 @@ def test_a_node_samples_from_a_lagging_store(
         )
     )
     terminate(node)
+
+
+def test_a_node_goes_on_with_what_an_earlier_one_has_fetched(
+    trainer: Trainer, start: Start, tmp_path: Path
+) -> None:
+    """The first is killed in the midst of a snapshot; meanwhile its cache is nobody else's."""
+    (file,) = trainer.store.manifest(0).snapshot_files
+    half = file.num_bytes // 2
+
+    def stall(handler: hs.Handler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(file.num_bytes))
+        handler.end_headers()
+        handler.wfile.write((handler.data() or b"")[:half])
+        handler.rfile.read(1)  # until the node is gone
+
+    with hs.misbehaving(trainer.store.root) as weights:
+        weights.answers[file.name] = [stall]
+        words = ("--store", weights.url, "--cache", str(tmp_path / "cache"))
+        first = start("one", *words)
+        part = tmp_path / "cache" / "planner" / "v00000000" / f"{file.name}.part"
+        wait_for(lambda: part.exists() and part.stat().st_size == half)
+        other = start("other", *words)
+        assert other.wait() == 2 and "give each node a --cache of its own" in other.err.read_text()
+        os.kill(first.pid, signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+        node = start("one", *words)
+        trainer.step(1)
+        terminate(node)
+        assert weights.ranges(file.name) == [None, f"bytes={half}-"]
 
 
 def test_groups_survive_a_service_that_is_away(

@@ -374,10 +374,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         on_saved=lambda: saved.append(1),
     )
     trainer.step(setup.rows(1))
-    assert checkpoint.latest(setup.root) is None and checkpoints.saved_step == 0 and not saved
+    assert checkpoint.latest(setup.root) is None and checkpoints.oldest_step == 0 and not saved
     may_write.set()
     checkpoints.close()
-    assert checkpoints.saved_step == 1 and saved == [1]
+    assert checkpoints.oldest_step == 1 and saved == [1]
     path = checkpoint.latest(setup.root)
     assert path is not None
     assert_same(everything(setup.restored(path)), before)

@@ -21,10 +21,10 @@ from torch import Tensor
 from flowtrain.net.serving import address
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.__main__ import main
-from flowtrain.weights.files import seal, write_snapshot
-from flowtrain.weights.manifest import File
-from flowtrain.weights.serve import make_app
-from flowtrain.weights.tensor_shards import local_shards
+from flowtrain.weights.format.files import seal, write_snapshot
+from flowtrain.weights.format.manifest import File
+from flowtrain.weights.format.tensor_shards import local_shards
+from flowtrain.weights.stores.serve import make_app
 
 TOKEN = "a-token-of-the-tests"
 LAST = 5

@@ -13,8 +13,8 @@ from torch import Tensor
 from weight_samples import chain
 
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
-from flowtrain.weights import publisher as module
-from flowtrain.weights.tensor_shards import TensorShard, spec_of
+from flowtrain.weights.format.tensor_shards import TensorShard, spec_of
+from flowtrain.weights.publish import publisher as module
 
 
 @dataclass

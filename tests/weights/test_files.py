@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from flowtrain.weights import Publisher, StoreError, WeightStore, pull
-from flowtrain.weights.files import open_delta, read_snapshot
-from flowtrain.weights.layout import TensorSpec
+from flowtrain.weights.format.files import open_delta, read_snapshot
+from flowtrain.weights.format.layout import TensorSpec
 
 
 @pytest.fixture

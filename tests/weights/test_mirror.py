@@ -28,8 +28,8 @@ from flowtrain.weights import (
     pull,
 )
 from flowtrain.weights.__main__ import main
-from flowtrain.weights.bucket import BucketStore
-from flowtrain.weights.mirror import Mirror
+from flowtrain.weights.stores.bucket import BucketStore
+from flowtrain.weights.stores.mirror import Mirror
 from tests.s3_server import ENVIRONMENT, s3_server
 
 NUM_KILLS = 60

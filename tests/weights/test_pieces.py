@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from pathlib import Path
 
 import http_stores as hs
 import pytest
 from http_stores import TOKEN, Answer
 
-from flowtrain.weights import HttpStore, StoreError, WeightStore, pieces, remote
+from flowtrain.weights import HttpStore, StoreError, WeightStore
+from flowtrain.weights.stores import http, pieces
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.usefixtures("clean_environment")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of the size of these files, from the first read on."""
-    for module in (pieces, remote):
+    for module in (pieces, http):
         monkeypatch.setattr(module, "SMALLEST", 256)
     monkeypatch.setattr(pieces, "_LARGEST", 256)
-    monkeypatch.setattr(remote, "_ALONE_S", -1.0)
-    monkeypatch.setattr(remote, "_PATIENT_S", -1.0)
-    monkeypatch.setattr(remote, "_CHUNK", 1000)
+    monkeypatch.setattr(http, "_ALONE_S", -1.0)
+    monkeypatch.setattr(http, "_PATIENT_S", -1.0)
+    monkeypatch.setattr(http, "_CHUNK", 1000)
 
 
 def store_at(url: str, cache: Path) -> HttpStore:
@@ -120,33 +120,71 @@ def test_only_a_download_that_takes_long_is_split(
     monkeypatch: pytest.MonkeyPatch, got: int, missing: int, seconds: float, is_slow: bool
 ) -> None:
     monkeypatch.undo()
-    assert remote._is_slow(got, missing, time.monotonic() - seconds) is is_slow
+    assert http._is_slow(got, missing, seconds) is is_slow
 
 
 def test_pieces_come_in_order_and_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is the last to come."""
-    monkeypatch.setattr(pieces, "_LARGEST", 1000)
-    data, rest, under_way = bytes(range(256)) * 256, threading.Semaphore(0), [0]
+    data, others = bytes(range(256)) * 256, threading.Semaphore(0)
+    lock, under_way, most = threading.Lock(), [0], [0]
 
     def fetch(start: int, end: int) -> bytes:
-        under_way[0] += 1
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
         if start == 7:
-            for _ in range(pieces._NUM_CONNECTIONS):
-                assert rest.acquire(timeout=20)
-        rest.release()
+            for _ in range(2 * pieces._FEWEST - 1):
+                assert others.acquire(timeout=20)
+        others.release()
+        with lock:
+            under_way[0] -= 1
         return data[start:end]
 
-    found = b""
-    for piece in pieces.in_pieces(fetch, 7, len(data)):
-        if not found:
-            assert under_way[0] <= 2 * pieces._NUM_CONNECTIONS
-        found += piece
-    assert found == data[7:]
+    assert b"".join(pieces.in_pieces(fetch, 7, len(data), 100.0)) == data[7:]
+    assert most[0] == pieces._FEWEST
+
+
+class Link:
+    """A clock, and a link that is `width` connections wide; each has 1,000 bytes per second."""
+
+    def __init__(self, width: float) -> None:
+        self.width, self.now = width, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def send(self, num_bytes: int, num_connections: int) -> None:
+        self.now += num_bytes / (1000 * min(self.width, num_connections))
+
+
+@pytest.mark.parametrize(
+    ("width", "nums"),
+    [
+        (99.0, [2, 4, 8, 16]),  # a long way: each connection has its own rate
+        (1.0, [2]),  # the link was full with one
+        (2.0, [2, 4, 2]),
+        (3.0, [2, 4, 8, 4]),
+        (16.0, [2, 4, 8, 16]),
+    ],
+)
+def test_connections_grow_only_while_the_rate_does(
+    monkeypatch: pytest.MonkeyPatch, width: float, nums: list[int]
+) -> None:
+    link = Link(width)
+    monkeypatch.setattr(pieces, "time", link)
+    connections = pieces.Connections(1000.0)
+    found = [connections.num]
+    for _ in range(500):
+        link.send(500, connections.num)
+        connections.note(500)
+        if connections.num != found[-1]:
+            found.append(connections.num)
+    assert found == nums
 
 
 def test_what_is_short_is_the_last() -> None:
     whole = bytes(range(200)) * 50
-    found = list(pieces.in_pieces(lambda a, b: whole[a : min(b, 3000)], 0, len(whole)))
+    found = list(pieces.in_pieces(lambda a, b: whole[a : min(b, 3000)], 0, len(whole), 100.0))
     assert b"".join(found) == whole[:3000]
 
 
@@ -157,4 +195,4 @@ def test_an_error_ends_it() -> None:
         return bytes(end - start)
 
     with pytest.raises(StoreError, match="no more"):
-        list(pieces.in_pieces(fetch, 0, 100_000))
+        list(pieces.in_pieces(fetch, 0, 100_000, 100.0))

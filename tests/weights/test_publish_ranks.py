@@ -17,7 +17,7 @@ from flowtrain.training import model as models
 from flowtrain.training import sharding
 from flowtrain.training.world import World, end_process
 from flowtrain.weights import Publisher, PublishOptions, WeightStore, pull
-from flowtrain.weights import publisher as module
+from flowtrain.weights.publish import publisher as module
 
 pytestmark = pytest.mark.dist
 

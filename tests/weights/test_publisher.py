@@ -30,10 +30,10 @@ from flowtrain.weights import (
     WeightStore,
     pull,
 )
-from flowtrain.weights import publisher as module
-from flowtrain.weights.baseline import DeviceBaseline, HostBaseline
-from flowtrain.weights.files import read_delta
-from flowtrain.weights.tensor_shards import TensorShard
+from flowtrain.weights.format.files import read_delta
+from flowtrain.weights.format.tensor_shards import TensorShard
+from flowtrain.weights.publish import publisher as module
+from flowtrain.weights.publish.baseline import DeviceBaseline, HostBaseline
 
 
 def test_a_snapshot_is_a_safetensors_file_of_the_tensors(store: WeightStore) -> None:

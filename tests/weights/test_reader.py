@@ -25,11 +25,11 @@ from flowtrain.weights import (
     WeightStore,
     pull,
 )
-from flowtrain.weights.files import seal, write_delta
-from flowtrain.weights.layout import TensorSpec
-from flowtrain.weights.manifest import File
-from flowtrain.weights.reader import find_chain
-from flowtrain.weights.tensor_shards import u16_view
+from flowtrain.weights.format.files import seal, write_delta
+from flowtrain.weights.format.layout import TensorSpec
+from flowtrain.weights.format.manifest import File
+from flowtrain.weights.format.tensor_shards import u16_view
+from flowtrain.weights.load.reader import find_chain
 
 NUM_VERSIONS = 40
 

@@ -25,10 +25,10 @@ from flowtrain.weights import (
     WeightStore,
     open_source,
     pull,
-    remote,
 )
-from flowtrain.weights.listing import MAX_BYTES, MOST, Listing
-from flowtrain.weights.manifest import File
+from flowtrain.weights.format.manifest import File
+from flowtrain.weights.stores import http
+from flowtrain.weights.stores.listing import MAX_BYTES, MOST, Listing
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -105,6 +105,18 @@ def test_a_cut_download_is_resumed(
     assert [p.name for p in path.parent.iterdir()] == [file.name], "no part is left"
 
 
+def test_a_server_without_a_place_says_when_to_come_back(
+    server: Misbehaving, filled: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as that is no hour."""
+    pauses: list[float] = []
+    monkeypatch.setattr(http.time, "sleep", pauses.append)
+    file = snapshot_of(filled)
+    server.answers[file.name] = [hs.with_status(503, Retry_After=s) for s in ("5", "3600", "x")]
+    store_at(server.url, tmp_path).fetch(0, file)
+    assert pauses == [5.0, 10.0, 0.0]
+
+
 def test_another_process_resumes_a_cut_download(
     server: Misbehaving, filled: WeightStore, tmp_path: Path
 ) -> None:
@@ -167,7 +179,7 @@ def test_progress_resets_the_retry_count(
     """
     file = snapshot_of(filled)
     for chunk, is_enough in ((1000, True), (1001, False)):
-        monkeypatch.setattr(remote, "_CHUNK", chunk - 1 if is_enough else chunk)
+        monkeypatch.setattr(http, "_CHUNK", chunk - 1 if is_enough else chunk)
         with hs.misbehaving(filled.root) as server:
             server.answers[file.name] = [hs.cut_after(1000)] * 10
             source = store_at(server.url, tmp_path / str(chunk), retries=2)
@@ -305,7 +317,7 @@ def test_server_errors_are_retried(
 
 def test_pauses_grow(server: Misbehaving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    monkeypatch.setattr(http.time, "sleep", pauses.append)
     server.answers["HEAD"] = [hs.with_status(500)] * 7
     assert HttpStore(server.url, tmp_path, retries=7).head() == LAST
     middles = (0.5, 1, 2, 4, 8, 10, 10)
@@ -330,7 +342,7 @@ def test_redirects_are_refused(server: Misbehaving, filled: WeightStore, tmp_pat
 def test_endless_texts_are_cut_off(
     server: Misbehaving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_MAX_MANIFEST", 1 << 20)
+    monkeypatch.setattr(http, "MAX_MANIFEST", 1 << 20)
     server.answers = {"manifest.json": [hs.endless]}
     source = store_at(server.url, tmp_path)
     with pytest.raises(StoreError, match=r"v00000003/manifest.json is longer than 1048576 bytes"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -19,9 +21,10 @@ from flowtrain.net.credentials import Role, TokenFile, issue, revoke
 from flowtrain.net.serving import address, make_server
 from flowtrain.types import UserError
 from flowtrain.weights import WeightStore
-from flowtrain.weights.checksums import checksum_of
-from flowtrain.weights.listing import Listing
-from flowtrain.weights.serve import make_app
+from flowtrain.weights.format.checksums import checksum_of
+from flowtrain.weights.format.manifest import Manifest
+from flowtrain.weights.stores.listing import Listing
+from flowtrain.weights.stores.serve import make_app
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -149,6 +152,49 @@ def test_ranges_beyond_the_end(connection: HTTPConnection, store: WeightStore) -
     size = (store.root / SNAPSHOT[1:]).stat().st_size
     status, _, headers = ask(connection, SNAPSHOT, Range=f"bytes={size}-")
     assert (status, headers["content-range"]) in [(416, f"bytes */{size}"), (416, f"*/{size}")]
+
+
+def test_a_manifest_is_read_once_for_all_parts_of_its_files(
+    copied: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again when it is another one, as after a rollback."""
+    read: list[str] = []
+    parse = Manifest.from_json
+    monkeypatch.setattr(
+        Manifest, "from_json", lambda text, path: read.append(path) or parse(text, path)
+    )
+    (file,) = copied.manifest(0).snapshot_files
+    read.clear()
+    with hs.serving(copied) as url:
+        client = HTTPConnection(url.removeprefix("http://"), timeout=20)
+        for start in range(5):
+            asked = f"bytes={start}-{start}"
+            assert ask(client, f"{SNAPSHOT}?xxh3={file.xxh3}", Range=asked)[0] == 206
+        assert len(read) == 1
+        hs.rewrite(copied, 0, snapshot_files=(replace(file, xxh3="0" * 16),))
+        assert ask(client, f"{SNAPSHOT}?xxh3={file.xxh3}")[0] == 404
+        client.close()
+
+
+def test_serving_a_file_imports_no_torch(filled: WeightStore) -> None:
+    """It takes seconds, and the memory of a small machine."""
+    (file,) = filled.manifest(0).snapshot_files
+    code = f"""
+import sys
+from pathlib import Path
+from urllib.request import Request, urlopen
+from http_servers import running
+from flowtrain.weights.stores.serve import make_app
+from flowtrain.weights.stores.folder import WeightStore
+
+with running(make_app(WeightStore(Path({str(filled.root)!r})), {TOKEN!r})) as url:
+    for path in ("/HEAD?manifests", "/v00000000/manifest.json", "{SNAPSHOT}?xxh3={file.xxh3}"):
+        request = Request(url + path, headers={{"Authorization": "Bearer {TOKEN}"}})
+        assert urlopen(request, timeout=60).read()
+assert "torch" not in sys.modules
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "no_proxy": "*"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
 
 
 # ---- what is not
@@ -316,7 +362,7 @@ def test_there_is_no_server_without_a_token(filled: WeightStore) -> None:
 
 def test_importing_the_store_needs_no_server() -> None:
     code = (
-        "import sys, flowtrain.weights, flowtrain.weights.serve; assert not {'starlette', "
+        "import sys, flowtrain.weights, flowtrain.weights.stores.serve; assert not {'starlette', "
         "'uvicorn'} & set(sys.modules)"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ from weight_samples import chain, same_bits, weights
 
 from flowtrain.types import UserError
 from flowtrain.weights import Publisher, SnapshotPolicy, StoreError, WeightStore, pull
-from flowtrain.weights import store as store_module
-from flowtrain.weights.manifest import Manifest
+from flowtrain.weights.format.manifest import Manifest
+from flowtrain.weights.stores import folder as store_module
 
 
 def publish(store: WeightStore, *versions: int) -> None:
@@ -77,6 +78,21 @@ def test_a_head_that_is_no_version_is_named(store: WeightStore, text: str) -> No
         store.head()
 
 
+@pytest.mark.parametrize("name", ["HEAD", "v00000001/manifest.json"])
+def test_a_file_without_an_end_is_refused(store: WeightStore, name: str) -> None:
+    publish(store, 1)
+    path = store.root / name
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(StoreError, match=rf"{name} is no plain file"):
+        pull(store, 1)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(StoreError, match=rf"{name} is longer than \d+ bytes"):
+        pull(store, 1)
+
+
 def test_a_head_that_points_nowhere_is_named(store: WeightStore) -> None:
     publish(store, 1)
     (store.root / "HEAD").write_text("7\n")
@@ -97,10 +113,10 @@ def test_an_unfinished_version_is_invisible(
         raise KeyboardInterrupt
 
     targets = {
-        "write_snapshot": "flowtrain.weights.publisher.write_snapshot",
-        "commit": "flowtrain.weights.manifest.Manifest.to_json",
+        "write_snapshot": "flowtrain.weights.publish.publisher.write_snapshot",
+        "commit": "flowtrain.weights.format.manifest.Manifest.to_json",
         "rename": "pathlib.Path.rename",
-        "HEAD": "flowtrain.weights.store.WeightStore._set_head",
+        "HEAD": "flowtrain.weights.stores.folder.WeightStore._set_head",
     }
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(targets[call], killed)
@@ -195,6 +211,24 @@ def test_garbage_leaves_the_snapshot_and_the_deltas_that_lead_to_kept_versions(
         assert same_bits(pull(store, version), chain(version))
     assert store.collect_garbage(keep=1) == [6, 7, 8, 9, 10]
     assert same_bits(pull(store, 12), chain(12))
+
+
+def test_a_replaced_snapshot_stays_for_those_who_load_it(store: WeightStore) -> None:
+    """They began before there was the next one. Only the last one that was replaced stays, because
+    it is as large as the model.
+    """
+    publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=2))
+    for version in range(1, 8):
+        publisher.publish(chain(version), version)
+    snapshots = [v for v in store.versions() if store.manifest(v).snapshot_files]
+    assert snapshots == [1, 3, 5, 7]
+    assert store.collect_garbage(1, keep_s=600.0) == [1, 2, 3, 4]
+    assert same_bits(pull(store, 5), chain(5))
+    path = store.folder(7) / "manifest.json"
+    os.utime(path, (0, path.stat().st_mtime - 599.0))
+    assert store.collect_garbage(1, keep_s=600.0) == []
+    os.utime(path, (0, path.stat().st_mtime - 2.0))
+    assert store.collect_garbage(1, keep_s=600.0) == [5, 6]
 
 
 # ---- manifests

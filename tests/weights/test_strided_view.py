@@ -27,9 +27,9 @@ from flowtrain.weights import (
     WeightReader,
     WeightStore,
 )
-from flowtrain.weights.layout import Layout
+from flowtrain.weights.format.layout import Layout
+from flowtrain.weights.format.tensor_shards import spec_of
 from flowtrain.weights.ranks import Alone, Ranks
-from flowtrain.weights.tensor_shards import spec_of
 
 NUM_VERSIONS = 12
 

@@ -54,8 +54,8 @@ from flowtrain.weights import (
     WeightStore,
     pull,
 )
-from flowtrain.weights.layout import digest_hex
-from flowtrain.weights.target import HostTensors
+from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.load.target import HostTensors
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

@@ -27,8 +27,9 @@ from http_stores import (
 from safetensors.numpy import load_file, save_file
 
 from flowtrain.net.credentials import Role, issue
-from flowtrain.weights import HttpStore, StoreError, WeightStore, pull, remote
-from flowtrain.weights.files import write_delta
+from flowtrain.weights import HttpStore, StoreError, WeightStore, pull
+from flowtrain.weights.format.files import write_delta
+from flowtrain.weights.stores import http
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -212,7 +213,7 @@ def test_commands_work_on_a_url(
 
 
 def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(http.time, "sleep", lambda seconds: None)
     flip(copied.folder(0) / "anchor-r0.safetensors")
     with hs.misbehaving(copied.root) as server:
         code, out, _ = run("verify", server.url, "--all")

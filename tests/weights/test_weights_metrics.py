@@ -10,8 +10,7 @@ from prometheus_text import samples
 
 from flowtrain.net.credentials import Access
 from flowtrain.weights import WeightStore
-from flowtrain.weights.measures import monitor
-from flowtrain.weights.serve import make_app
+from flowtrain.weights.stores.serve import make_app, monitor
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -19,7 +18,7 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
 def test_requests_bytes_and_the_newest_version(filled: WeightStore) -> None:
-    watching = monitor(filled.head, Access(TOKEN)).watching(make_app(filled, TOKEN))
+    watching = monitor(filled, Access(TOKEN)).watching(make_app(filled, TOKEN))
     path = "/v00000000/anchor-r0.safetensors"
     with running(watching) as url, httpx2.Client(headers=HEADERS) as client:
         assert client.get(f"{url}/metrics", headers={"Authorization": ""}).status_code == 401
@@ -41,5 +40,5 @@ def test_requests_bytes_and_the_newest_version(filled: WeightStore) -> None:
 
 def test_a_store_without_a_version_has_none(tmp_path_factory: pytest.TempPathFactory) -> None:
     store = WeightStore(tmp_path_factory.mktemp("empty"))
-    found = samples(monitor(store.head, None).text())
+    found = samples(monitor(store, None).text())
     assert "flowtrain_weights_head_version" not in found

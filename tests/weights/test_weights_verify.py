@@ -13,8 +13,8 @@ from http_stores import Run, add_snapshot, delta_path, flip, reseal, rewrite, we
 
 from flowtrain import _delta
 from flowtrain.weights import WeightStore
-from flowtrain.weights.files import open_delta, write_delta
-from flowtrain.weights.tensor_shards import u16_view
+from flowtrain.weights.format.files import open_delta, write_delta
+from flowtrain.weights.format.tensor_shards import u16_view
 
 pytest_plugins = ("http_stores",)
 

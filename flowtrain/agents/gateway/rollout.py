@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -21,13 +20,10 @@ from flowtrain.agents.gateway.requests import ChatRequest, Refusal
 from flowtrain.agents.gateway.responses import Reply
 from flowtrain.agents.session import RolloutEnded, Session
 from flowtrain.types import Task
+from flowtrain.types.checks import part_problem
 
 MAX_ANSWER = 1 << 20
 """Characters of an answer."""
-MAX_PARTS = 32
-"""Parts of a reward, and"""
-MAX_PART_NAME = 64
-"""characters of a part's name."""
 _MAX_KEPT = 64
 """Answers that are kept for retries."""
 _log = logging.getLogger(__name__)
@@ -68,17 +64,14 @@ def _answer(found: object) -> str:
 
 
 def _checked(parts: Mapping[Any, Any]) -> dict[str, float]:
-    if not 0 < len(parts) <= MAX_PARTS:
-        raise ValueError(f"a reward has 1 to {MAX_PARTS} parts")
     for name, part in parts.items():
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_PART_NAME:
-            raise ValueError(f"a part's name is a text of 1 to {MAX_PART_NAME} characters")
-        if not name.isprintable():
-            raise ValueError("a part's name has printable characters only")
         is_number = isinstance(part, int | float) and not isinstance(part, bool)
-        if not is_number or not math.isfinite(part):
-            raise ValueError(f"the part {name!r} of the reward is no finite number")
-    return {name: float(part) for name, part in parts.items()}
+        if not isinstance(name, str) or not is_number:
+            raise ValueError("the parts of a reward are numbers by name")
+    found = {name: float(part) for name, part in parts.items()}
+    if problem := "a reward has a part" if not found else part_problem(found):
+        raise ValueError(problem)
+    return found
 
 
 @dataclass(slots=True)

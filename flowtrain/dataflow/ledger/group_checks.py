@@ -10,11 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from flowtrain.algorithms.sample_filter import length_problem, logprob_problem, token_problem
 from flowtrain.config import Config
 from flowtrain.dataflow.codec import MAX_GROUP_BYTES
 from flowtrain.dataflow.contract import EvalSettings, Refused
-from flowtrain.rewards.functions import part_problem
 from flowtrain.types import (
     MAX_TOOL_CALLS,
     BranchPoint,
@@ -25,6 +23,7 @@ from flowtrain.types import (
     Trajectory,
     Turn,
 )
+from flowtrain.types.checks import length_problem, logprob_problem, part_problem, token_problem
 
 _BYTES_PER_TOKEN = 40
 """With its log-prob, its entropy and its text; without those that it was sampled among."""

@@ -83,10 +83,10 @@ class Trainers:
             *(request.layout, request.store, request.num_groups, request.max_staleness),
             *(request.vocab_size, request.max_positions),
         )
-        step = request.step
+        step, life = request.step, request.life if request.is_fenced else ""
         if old is None:
             number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
-            state = (step, step, step, step, 0, transaction.now(), 0.0, 0.0, request.life)
+            state = (step, step, step, step, 0, transaction.now(), 0.0, 0.0, life)
             row = (request.policy, number, *described, *state)
             transaction.run(f"INSERT INTO policies VALUES {marks(row)}", *row)
             return
@@ -101,7 +101,7 @@ class Trainers:
             max(old.newest, step),
             step,
             transaction.now(),
-            request.life,
+            life,
             request.policy,
         )
 
@@ -220,21 +220,14 @@ def heard_policy(
     transaction: Transaction, name: str, timeout_s: float, life: str | None = None
 ) -> Any:
     """The policy's row; notes that its trainer is alive. Raises Refused when another process than
-    `life` registered last; None: any may ask.
+    `life` registered last and is fenced; None: any may ask.
     """
     now = transaction.now()
     policy = transaction.one("SELECT * FROM policies WHERE name = ?", name)
     if policy is None:
         raise Refused(f"policy {name!r} has not been registered")
     if life is not None and life != policy.life:
-        raise Refused(
-            f"policy {name!r}: "
-            + (
-                "another process has registered it since, and trains it now"
-                if life
-                else "it is trained by a process that says which one it is; upgrade this trainer"
-            )
-        )
+        raise Refused(f"policy {name!r}: another process has registered it since, and trains it")
     if now - policy.seen_s > timeout_s / 8:
         transaction.run("UPDATE policies SET seen_s = ? WHERE name = ?", now, name)
     return policy

@@ -30,9 +30,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
 from flowtrain.utils.errors import text_of
-from flowtrain.weights.layout import TensorSpec
-from flowtrain.weights.reader import Loaded, WeightReader
-from flowtrain.weights.remote import open_source
+from flowtrain.weights.format.layout import TensorSpec
+from flowtrain.weights.load.reader import Loaded, WeightReader
+from flowtrain.weights.stores.http import open_source
 
 
 @dataclass(slots=True)

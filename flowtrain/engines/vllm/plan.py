@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flowtrain.engines.vllm.sharded_target import LoadPlan, RegionDigests, sum_regions
-from flowtrain.weights.layout import Digest, Layout
+from flowtrain.weights.format.layout import Digest, Layout
+from flowtrain.weights.load.strided_view import StridedView, digest_of
 from flowtrain.weights.ranks import Ranks, gather, together
-from flowtrain.weights.strided_view import StridedView, digest_of
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """`load_weights` of a model."""

@@ -50,11 +50,11 @@ from flowtrain.engines.vllm.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import UserError
 from flowtrain.utils.errors import text_of
-from flowtrain.weights.layout import Digest, add, digest_hex
+from flowtrain.weights.format.layout import Digest, add, digest_hex
+from flowtrain.weights.load.reader import Loaded, WeightReader
+from flowtrain.weights.load.target import HostTensors, Target
 from flowtrain.weights.ranks import Alone, Ranks, together
-from flowtrain.weights.reader import Loaded, WeightReader
-from flowtrain.weights.remote import open_source
-from flowtrain.weights.target import HostTensors, Target
+from flowtrain.weights.stores.http import open_source
 
 BACKEND = "sparse_delta"
 PATCHED = range(25, 33)

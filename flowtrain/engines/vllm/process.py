@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from flowtrain.config import Vllm
 from flowtrain.types import Sampling, UserError
-from flowtrain.weights.adapters import AdapterSpec
+from flowtrain.weights.format.adapters import AdapterSpec
 
 ERROR_FILE = "FLOWTRAIN_VLLM_ERRORS"
 """Environment variable that names the file where vLLM's processes write their errors."""

@@ -34,7 +34,7 @@ from flowtrain.engines.vllm.sampler_entropies import decode
 from flowtrain.engines.vllm.updates import Weights, policies
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError
 from flowtrain.utils.threads import LoopThread
-from flowtrain.weights.manifest import StoreError
+from flowtrain.weights.format.manifest import StoreError
 
 T = TypeVar("T")
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.deltas import Blob, DeltaBatch, ShardKey, digest_change
-from flowtrain.weights.layout import Digest, Layout, add
-from flowtrain.weights.manifest import Manifest, StoreError
+from flowtrain.weights.format.deltas import Blob, DeltaBatch, ShardKey, digest_change
+from flowtrain.weights.format.layout import Digest, Layout, add
+from flowtrain.weights.format.manifest import Manifest, StoreError
+from flowtrain.weights.format.tensor_shards import U16, TensorShard, u16_view
+from flowtrain.weights.load.strided_view import StridedView, UndoLog
+from flowtrain.weights.load.target import check_layout, slice_of, write_shard
 from flowtrain.weights.ranks import Ranks, gather
-from flowtrain.weights.strided_view import StridedView, UndoLog
-from flowtrain.weights.target import check_layout, slice_of, write_shard
-from flowtrain.weights.tensor_shards import U16, TensorShard, u16_view
 
 RegionDigests = list[tuple[str, str, Digest]]
 """Names of tensors, regions of them, and their digests or digest changes."""

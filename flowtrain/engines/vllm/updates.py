@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from flowtrain.engines.vllm.process import VllmModel
 from flowtrain.utils.errors import user_error
-from flowtrain.weights.adapters import AdapterSpec
-from flowtrain.weights.manifest import StoreError
+from flowtrain.weights.format.adapters import AdapterSpec
+from flowtrain.weights.format.manifest import StoreError
 
 _POLL_S = 0.01
 

@@ -1,0 +1,214 @@
+"""The manifest of a version: what the weights are and which files lead to them.
+
+It is one JSON file, written when everything that it names is in place. A full snapshot is called
+"anchor" there and in file names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
+from flowtrain.weights.format.layout import (
+    Digest,
+    Layout,
+    TensorSpec,
+    add,
+    digest_hex,
+    layout_hash,
+    num_words_of,
+)
+
+FORMAT = 1
+MAX_MANIFEST = 64 << 20
+"""Longest manifest in bytes."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""Errors of reading a record that has other fields than it should."""
+
+
+class StoreError(UserError):
+    """The store, or a request to it, is not in order; the text says what to do."""
+
+
+class NotThere(StoreError):
+    """The server has no such file."""
+
+
+class Silent(StoreError):
+    """The server does not answer, or never to the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a version."""
+
+    name: str
+    num_bytes: int
+    xxh3: str
+    """Checksum of the whole file in 16 hex digits."""
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """Read a file whole. Raises StoreError when it is a device, or longer than `limit` bytes."""
+    if not S_ISREG(path.stat().st_mode):
+        raise StoreError(f"{path} is no plain file")
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise StoreError(f"{path} is longer than {limit} bytes")
+    return data
+
+
+def total_bytes(files: Iterable[File]) -> int:
+    """Add up the sizes of files."""
+    return sum(file.num_bytes for file in files)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A version of the weights."""
+
+    version: int
+    layout: Layout
+    digests: dict[str, Digest]
+    """Digest of each whole tensor."""
+    snapshot: int
+    """The newest version, this or an earlier one, from whose full snapshot deltas lead here."""
+    snapshot_files: tuple[File, ...]
+    """The full snapshot, one file per rank of the trainer; empty when this version has none."""
+    delta_files: dict[int, tuple[File, ...]]
+    """Delta files by the version that they start from."""
+    num_changed: int
+    """Words that differ from the version before; all of them when there is none."""
+    reason: str
+    """The reason for a full snapshot; empty when there is none."""
+
+    @property
+    def root(self) -> str:
+        """One hash of the contents: equal for equal weights of equal layout."""
+        text = json.dumps([layout_hash(self.layout), sorted(self.digests.items())])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def num_words(self) -> int:
+        return num_words_of(self.layout)
+
+    @property
+    def files(self) -> list[File]:
+        """All files of the version."""
+        return [*self.snapshot_files, *(f for files in self.delta_files.values() for f in files)]
+
+    def missed_by(self, start: Manifest, changes: Mapping[str, Digest]) -> list[str]:
+        """Return the tensors whose digests `changes` do not lead from `start` to this version."""
+        return [
+            name
+            for name, digest in self.digests.items()
+            if add(start.digests[name], changes.get(name, (0, 0))) != digest
+        ]
+
+    def to_json(self) -> str:
+        record = {
+            "format": FORMAT,
+            "version": self.version,
+            "root": self.root,
+            "layout": layout_hash(self.layout),
+            "tensors": {
+                name: asdict(spec) | {"digest": digest_hex(self.digests[name])}
+                for name, spec in self.layout.items()
+            },
+            "anchor": self.snapshot,
+            "anchor_files": [asdict(file) for file in self.snapshot_files],
+            "delta_files": {
+                str(base): [asdict(file) for file in files]
+                for base, files in self.delta_files.items()
+            },
+            "num_changed": self.num_changed,
+            "reason": self.reason,
+        }
+        return json.dumps(record, indent=1)
+
+    @classmethod
+    def of_version(cls, version: int, data: bytes, path: str) -> Manifest:
+        """Read the manifest of a version. Raises StoreError when it is none, or that of another."""
+        manifest = cls.from_json(data.decode(errors="replace"), path)
+        if manifest.version != version:
+            raise StoreError(f"{path} describes version {manifest.version}; it was moved")
+        return manifest
+
+    @classmethod
+    def from_json(cls, text: str, path: str) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            StoreError: the text is no manifest or contradicts itself; the message names `path`.
+        """
+        with user_error(f"{path} is damaged", *_MALFORMED, raises=StoreError):
+            record = json.loads(text)
+            if not isinstance(record, dict) or not isinstance(record.get("format"), int):
+                raise StoreError(f"{path} is no manifest of a weight store")
+            check_format(path, record["format"])
+            manifest = cls._from_record(record)
+        hashes = (manifest.root, layout_hash(manifest.layout))
+        if hashes != (record.get("root"), record.get("layout")):
+            raise StoreError(f"{path} is damaged: its root is not that of its tensors")
+        version = manifest.version
+        if manifest.snapshot > version or any(base >= version for base in manifest.delta_files):
+            raise StoreError(
+                f"{path} is damaged: version {version} starts from a version that is not before it"
+            )
+        return manifest
+
+    @classmethod
+    def _from_record(cls, record: Mapping[str, Any]) -> Manifest:
+        tensors = record["tensors"]
+        return cls(
+            version=int(record["version"]),
+            layout={name: _spec(t) for name, t in tensors.items()},
+            digests={
+                name: (int(t["digest"][:16], 16), int(t["digest"][16:], 16))
+                for name, t in tensors.items()
+            },
+            snapshot=int(record["anchor"]),
+            snapshot_files=tuple(_file(f) for f in record["anchor_files"]),
+            delta_files={
+                int(base): tuple(_file(f) for f in files)
+                for base, files in record["delta_files"].items()
+            },
+            num_changed=int(record["num_changed"]),
+            reason=str(record["reason"]),
+        )
+
+
+def check_format(path: object, found: int) -> None:
+    """Raise StoreError when a newer flowtrain wrote the file."""
+    if found > FORMAT:
+        raise StoreError(
+            f"{path} has format {found}; this code reads up to {FORMAT}, a newer flowtrain is "
+            "needed"
+        )
+
+
+def _spec(record: Mapping[str, Any]) -> TensorSpec:
+    spec = TensorSpec(str(record["dtype"]), tuple(int(n) for n in record["shape"]))
+    if any(n < 0 for n in spec.shape) or spec.num_bytes % 2:
+        raise ValueError(f"{spec} is no tensor of 16-bit words")
+    return spec
+
+
+def _file(record: Mapping[str, Any]) -> File:
+    file = File(str(record["name"]), int(record["num_bytes"]), str(record["xxh3"]))
+    if not _FILE_NAME.fullmatch(file.name):
+        raise StoreError(
+            f"a manifest names the file {file.name!r}, which is outside its folder or no "
+            "safetensors file"
+        )
+    return file

@@ -1,0 +1,1 @@
+"""The engine's side: bring tensors from the version that they hold to another one, in place."""

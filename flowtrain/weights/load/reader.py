@@ -1,0 +1,346 @@
+"""The reader's side: bring tensors from the version that they hold to another one, in place, by the
+smallest files that the store offers.
+
+Fetch and check the files; compose the deltas when there are several; check that their digests lead
+from the held version to the wanted one; apply all of them or none. Where deltas do not lead there
+or are damaged, load a full snapshot and log why.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowtrain import _delta
+from flowtrain.utils.errors import user_error
+from flowtrain.weights.format.deltas import DeltaBatch, can_compose, compose_batches, digest_change
+from flowtrain.weights.format.files import read_delta, read_snapshot
+from flowtrain.weights.format.layout import Digest, add
+from flowtrain.weights.format.manifest import Manifest, StoreError, total_bytes
+from flowtrain.weights.format.tensor_shards import TensorShard
+from flowtrain.weights.load.target import HostTensors, Target, check_layout
+from flowtrain.weights.ranks import together
+from flowtrain.weights.stores.folder import Source
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The outcome of a load."""
+
+    version: int
+    mode: str
+    """"delta", "snapshot" or "none"."""
+    reason: str = ""
+    """The reason for loading a full snapshot and not deltas; empty when it was not."""
+    num_bytes: int = 0
+    """Bytes read from the store."""
+    num_deltas: int = 0
+    """Batches of deltas before they were composed."""
+    num_damaged: int | None = None
+    """Tensors that something else had changed and that were loaded again; None when the load did
+    not verify all words."""
+    seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        verified = {} if self.num_damaged is None else {"weights_damaged": self.num_damaged}
+        return {
+            "weights_loaded_by_delta": float(self.mode == "delta"),
+            "weights_loaded_bytes": self.num_bytes,
+            **verified,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePath:
+    """The deltas from the held version to a target, fetched and checked."""
+
+    start: Manifest | None
+    target: Manifest
+    batches: list[tuple[DeltaBatch, Manifest]]
+    """Batches of deltas, each with the version that it leads to; empty when both versions are the
+    same weights."""
+    num_bytes: int = 0
+    num_deltas: int = 0
+    """Batches before they were composed."""
+    obstacle: str = ""
+    """The reason for which deltas do not lead to the target; empty when they do."""
+
+
+class WeightReader:
+    """Keeps tensors at a version of a store, in place. Nobody may use them while `load` runs.
+
+    Where several ranks hold the tensors of one `Target`, all of them must call `load` together.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tensors: Mapping[str, Tensor] | Target,
+        num_threads: int = 1,
+        verify_every: int = 0,
+    ) -> None:
+        """`verify_every`: loads between two comparisons of all words with the digests of the
+        version; 0: never.
+        """
+        self.source = source
+        self._target: Target = (
+            HostTensors(tensors, num_threads) if isinstance(tensors, Mapping) else tensors
+        )
+        self._num_threads = num_threads
+        self._verify_every = verify_every
+        self._num_loads = 0
+        self._manifest: Manifest | None = None
+        self._staged: tuple[int, Manifest | None, Future[UpdatePath]] | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that the tensors hold; None before the first load, and after a full load that
+        broke off.
+        """
+        return None if self._manifest is None else self._manifest.version
+
+    def stage(self, version: int) -> Future[UpdatePath]:
+        """Fetch, check and compose in the background what `load(version)` will apply. An error is
+        raised there too.
+        """
+        pool = ThreadPoolExecutor(1)
+        path = pool.submit(self._find_path, version)
+        self._staged = version, self._manifest, path
+        pool.shutdown(wait=False)
+        return path
+
+    @property
+    def is_staged(self) -> bool:
+        """True when nothing is being staged any more."""
+        return self._staged is None or self._staged[2].done()
+
+    def load(self, version: int) -> Loaded:
+        """Bring the tensors to `version`.
+
+        Raises:
+            StoreError: the version cannot be reached, or the store is damaged. The tensors hold the
+                version that they held, or, when a delta from a full snapshot failed, that of the
+                snapshot: see `version`.
+        """
+        started = time.monotonic()
+        path = together(self._target.ranks, lambda: self._take_path(version))
+        loaded = self._follow(path)
+        self._num_loads += 1
+        if self._verify_every > 0 and self._num_loads % self._verify_every == 0:
+            damaged = self.damaged()
+            if damaged:
+                _log.warning(
+                    "%d tensors were not those of version %d and are loaded again: %s",
+                    len(damaged),
+                    version,
+                    ", ".join(damaged[:3]),
+                )
+                self._manifest = None
+                obstacle = f"{len(damaged)} tensors were damaged"
+                loaded = self._follow(replace(path, start=None, obstacle=obstacle))
+            loaded = replace(loaded, num_damaged=len(damaged))
+        self._target.finish()
+        self.source.loaded(version)
+        return replace(loaded, seconds=time.monotonic() - started)
+
+    def damaged(self) -> list[str]:
+        """Read all words and return the tensors that are not those of their version; a load checks
+        only the words that it changes.
+        """
+        assert self._manifest is not None, "nothing was loaded"
+        digests = self._target.digests().items()
+        return [name for name, digest in digests if self._manifest.digests[name] != digest]
+
+    def _take_path(self, version: int) -> UpdatePath:
+        """Return the staged path if it starts from the held version, else find one now."""
+        staged, self._staged = self._staged, None
+        if staged is not None and staged[0] == version and staged[1] is self._manifest:
+            return staged[2].result()
+        return self._find_path(version)
+
+    def _find_path(self, version: int) -> UpdatePath:
+        target = self.source.manifest(version)
+        held = self._manifest
+        self._target.check(target)
+        if held is None:
+            return UpdatePath(None, target, [], obstacle="nothing is held yet")
+        if held.root == target.root:
+            return UpdatePath(held, target, [])
+        try:
+            batches, num_bytes = self._read_deltas(held, target)
+            if num_bytes > 2 * target.num_words:
+                raise StoreError(
+                    f"the deltas from version {held.version} to {target.version} are longer than "
+                    "the weights"
+                )
+            composed = self._composed(batches, target)
+        except (StoreError, _delta.DeltaError) as error:
+            return UpdatePath(held, target, [], obstacle=str(error))
+        return UpdatePath(held, target, composed, num_bytes=num_bytes, num_deltas=len(batches))
+
+    def _follow(self, path: UpdatePath) -> Loaded:
+        target = path.target
+        obstacle = next(filter(None, self._target.ranks.gather_text(path.obstacle)), "")
+        if not obstacle:
+            try:
+                self._apply(path.batches)
+            except _delta.DeltaError as error:
+                obstacle = str(error)
+            else:
+                self._manifest = target
+                mode = "delta" if path.batches else "none"
+                return Loaded(
+                    target.version, mode, num_bytes=path.num_bytes, num_deltas=path.num_deltas
+                )
+        if path.start is not None:
+            # A snapshot that the publisher chose is no surprise; any other is.
+            level = logging.WARNING if target.delta_files else logging.INFO
+            message = "version %d is loaded from a full snapshot: %s"
+            _log.log(level, message, target.version, obstacle)
+        problem = (
+            f"version {target.version} cannot be reached from the full snapshot of "
+            f"{target.snapshot}"
+        )
+        with user_error(problem, _delta.DeltaError, raises=StoreError):
+            num_bytes, num_deltas = self._load_snapshot(target)
+        reason = obstacle if target.delta_files else target.reason
+        return Loaded(
+            target.version, "snapshot", reason, num_bytes=num_bytes, num_deltas=num_deltas
+        )
+
+    def _read_deltas(
+        self, start: Manifest, target: Manifest
+    ) -> tuple[list[tuple[DeltaBatch, Manifest]], int]:
+        """Fetch and check the deltas from one version to another. Returns them, each batch with the
+        version that it leads to, and their bytes.
+        """
+        batches = []
+        num_bytes = 0
+        changes: dict[str, Digest] = {}
+        for base, manifest in find_chain(self.source, start.version, target):
+            batch: DeltaBatch = {}
+            for file in manifest.delta_files[base]:
+                num_bytes += file.num_bytes
+                path = self.source.fetch(manifest.version, file)
+                blobs = read_delta(path, target.layout, base=base, version=manifest.version)
+                for name, blob in blobs.items():
+                    batch[name, _delta.info(blob)["first"]] = blob
+                    changes[name] = add(changes.get(name, (0, 0)), digest_change(blob))
+            batches.append((batch, manifest))
+        if missed := target.missed_by(start, changes):
+            raise StoreError(
+                f"the deltas from version {start.version} to {target.version} do not lead there "
+                f"from this {missed[0]!r}"
+            )
+        return batches, num_bytes
+
+    def _composed(
+        self, batches: list[tuple[DeltaBatch, Manifest]], target: Manifest
+    ) -> list[tuple[DeltaBatch, Manifest]]:
+        """Compose the batches into one where that is possible."""
+        deltas = [batch for batch, _ in batches]
+        if len(deltas) < 2 or not can_compose(deltas):
+            return batches
+        base_of = self._target.base
+        return [(compose_batches(deltas, self._num_threads, lambda k, n: base_of(*k, n)), target)]
+
+    def _apply(self, batches: list[tuple[DeltaBatch, Manifest]]) -> None:
+        """Apply each batch wholly or not at all."""
+        for batch, manifest in batches:
+            self._target.apply(batch)
+            self._manifest = manifest
+
+    def _load_snapshot(self, target: Manifest) -> tuple[int, int]:
+        """Load the newest full snapshot before the target and the deltas from there. Returns bytes
+        read and batches of deltas.
+        """
+        snapshot, shards, batches, num_bytes = together(
+            self._target.ranks, lambda: self._read_snapshot(target)
+        )
+        self._manifest = None  # until all is written
+        self._target.write(shards)
+        self._manifest = snapshot
+        self._apply(self._composed(batches, target))
+        return num_bytes, len(batches)
+
+    def _read_snapshot(
+        self, target: Manifest
+    ) -> tuple[Manifest, list[TensorShard], list[tuple[DeltaBatch, Manifest]], int]:
+        snapshot = self.source.manifest(target.snapshot)
+        check_layout(target.layout, snapshot.layout, snapshot.version)
+        if not snapshot.snapshot_files:
+            raise StoreError(
+                f"version {target.snapshot} should have a full snapshot and has none; publish a "
+                "new version"
+            )
+        batches: list[tuple[DeltaBatch, Manifest]] = []
+        num_bytes = total_bytes(snapshot.snapshot_files)
+        if snapshot.version != target.version:
+            batches, delta_bytes = self._read_deltas(snapshot, target)
+            num_bytes += delta_bytes
+        paths = [self.source.fetch(snapshot.version, file) for file in snapshot.snapshot_files]
+        shards = [shard for path in paths for shard in read_snapshot(path, target.layout)]
+        _check_snapshot(snapshot, shards, self._num_threads)
+        return snapshot, shards, batches, num_bytes
+
+
+def pull(source: Source, version: int, num_threads: int = 1) -> dict[str, Tensor]:
+    """Load the whole weights of a version into new CPU tensors."""
+    layout = source.manifest(version).layout
+    problem = f"version {version} of {source} has tensors that do not fit into memory"
+    with user_error(problem, RuntimeError, raises=StoreError):
+        tensors = {
+            name: torch.empty(spec.shape, dtype=spec.torch_dtype) for name, spec in layout.items()
+        }
+    WeightReader(source, tensors, num_threads).load(version)
+    return tensors
+
+
+def find_chain(source: Source, start: int, target: Manifest) -> list[tuple[int, Manifest]]:
+    """Find the deltas from version `start` to the target, as (base, manifest that lists it), by the
+    longest skips: O(log of the distance).
+
+    Raises:
+        StoreError: the deltas do not reach back that far.
+    """
+    chain = []
+    manifest = target
+    while True:
+        bases = [base for base in manifest.delta_files if base >= start]
+        if not bases:
+            raise StoreError(
+                f"no deltas lead from version {start} to {target.version}: version "
+                f"{manifest.version} has none that fits"
+            )
+        base = min(bases)
+        chain.append((base, manifest))
+        if base == start:
+            return chain[::-1]
+        manifest = source.manifest(base)
+
+
+def _check_snapshot(snapshot: Manifest, shards: list[TensorShard], num_threads: int) -> None:
+    """Check that the shards hold every word once, with the right digests."""
+    for name, spec in snapshot.layout.items():
+        parts = sorted((s for s in shards if s.name == name), key=lambda shard: shard.first)
+        end = 0
+        for shard in parts:
+            end = end + len(shard.u16()) if shard.first == end else -1
+        if end != spec.num_words:
+            raise StoreError(
+                f"the full snapshot of version {snapshot.version} does not hold the whole of "
+                f"{name!r}"
+            )
+        digests = [_delta.digest(s.u16(), first=s.first, num_threads=num_threads) for s in parts]
+        if add(*digests) != snapshot.digests[name]:
+            raise StoreError(
+                f"the full snapshot of version {snapshot.version} is damaged at {name!r}"
+            )

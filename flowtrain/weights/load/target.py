@@ -1,0 +1,135 @@
+"""The tensors that a reader writes to, by the names of the store, wherever their words are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flowtrain import _delta
+from flowtrain.weights.format.deltas import DeltaBatch
+from flowtrain.weights.format.layout import Digest, Layout
+from flowtrain.weights.format.manifest import Manifest, StoreError
+from flowtrain.weights.format.tensor_shards import U16, TensorShard, spec_of, u16_view
+from flowtrain.weights.ranks import Alone, Ranks
+
+
+class Target(Protocol):
+    """The weights of one model. Where several ranks hold parts of them, all must call its methods
+    together.
+    """
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise StoreError when the version is of another model."""
+
+    def base(self, name: str, first: int, num_words: int) -> U16:
+        """Return a tensor's current words; deltas at level 2 need them to decode. Raises StoreError
+        or DeltaError.
+        """
+
+    def apply(self, batch: DeltaBatch) -> None:
+        """Apply all of the deltas, or none.
+
+        Raises:
+            DeltaError: a delta is damaged, or the words are not its base; on every rank.
+            Exception: anything else that happened; on every rank.
+        """
+
+    def write(self, shards: Sequence[TensorShard]) -> None:
+        """Write every word of every tensor; the shards were checked before."""
+
+    def digests(self) -> dict[str, Digest]:
+        """Read all words and return the digests of whole tensors; a tensor that is another name of
+        one may be left out.
+        """
+
+    def finish(self) -> None:
+        """Make a load take effect."""
+
+
+class HostTensors:
+    """Tensors of this process: CPU tensors are written to directly, others through a copy on the
+    CPU.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], num_threads: int = 1) -> None:
+        self.ranks = Alone()
+        self._tensors = dict(tensors)
+        self._layout = {name: spec_of(name, tensor) for name, tensor in self._tensors.items()}
+        self._host = {name: _host(tensor) for name, tensor in self._tensors.items()}
+        self._num_threads = num_threads
+        self._written: set[str] = set()
+
+    def check(self, manifest: Manifest) -> None:
+        check_layout(self._layout, manifest.layout, manifest.version)
+
+    def base(self, name: str, first: int, num_words: int) -> U16:
+        return slice_of(name, self._host[name], first, num_words=num_words)
+
+    def apply(self, batch: DeltaBatch) -> None:
+        words = [self.base(*key, _delta.info(blob)["num_words"]) for key, blob in batch.items()]
+        _delta.apply(list(batch.values()), words, num_threads=self._num_threads)
+        self._written |= {name for name, _ in batch}
+
+    def write(self, shards: Sequence[TensorShard]) -> None:
+        self._written |= self._tensors.keys()
+        for shard in shards:
+            write_shard(self._host[shard.name], shard)
+
+    def digests(self) -> dict[str, Digest]:
+        return {
+            name: _delta.digest(u16_view(host), num_threads=self._num_threads)
+            for name, host in self._host.items()
+        }
+
+    def finish(self) -> None:
+        for name in self._written:
+            tensor = self._tensors[name]
+            if self._host[name] is not tensor:
+                with torch.inference_mode(False), torch.no_grad():
+                    tensor.copy_(self._host[name])
+        self._written.clear()
+
+
+def check_layout(ours: Layout, theirs: Layout, version: int) -> None:
+    """Raise StoreError, with examples, when two layouts differ."""
+    if ours == theirs:
+        return
+    names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+    examples = [f"{name}: here {ours.get(name)}, there {theirs.get(name)}" for name in names[:3]]
+    raise StoreError(
+        f"version {version} holds another model than the one here: {len(names)} tensors differ "
+        f"({'; '.join(examples)})"
+    )
+
+
+def slice_of(name: str, tensor: Tensor, first: int, num_words: int) -> U16:
+    """Return the words of a CPU tensor that a delta is for. Raises StoreError when the tensor is
+    too short.
+    """
+    words = u16_view(tensor)
+    if first + num_words > len(words):
+        raise StoreError(
+            f"a delta of {name!r} covers words {first} to {first + num_words}; the tensor has "
+            f"{len(words)}"
+        )
+    part: U16 = words[first : first + num_words]
+    return part
+
+
+def write_shard(tensor: Tensor, shard: TensorShard) -> None:
+    """Copy a shard to its place in a whole CPU tensor."""
+    words = shard.u16()
+    u16_view(tensor)[shard.first : shard.first + len(words)] = words
+
+
+def _host(tensor: Tensor) -> Tensor:
+    """Return the tensor itself if its memory can be written to, else an empty copy on the CPU."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,0 +1,1 @@
+"""Places that hold versions: a folder, a server behind HTTP, a bucket."""

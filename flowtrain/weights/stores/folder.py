@@ -1,0 +1,205 @@
+"""A weight store on a directory: immutable versions and an atomic HEAD.
+
+    weights/HEAD                                          "12\\n": the newest complete version
+    weights/v00000012/manifest.json                       see format/manifest.py
+    weights/v00000012/delta-00000011-r0.safetensors       what changed since version 11
+    weights/v00000012/anchor-r0.safetensors               a full snapshot; only some versions
+
+Each rank r of the trainer writes files of its own. A version is written in a folder beside its own
+and renamed, then HEAD is replaced: a reader sees a whole version or none.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from flowtrain.utils.files import make_folder, put_folder, remove, replace_file, sync
+from flowtrain.utils.lock import Lock
+from flowtrain.weights.format.checksums import check, checksum_of
+from flowtrain.weights.format.manifest import (
+    MAX_MANIFEST,
+    File,
+    Manifest,
+    StoreError,
+    read_whole,
+)
+from flowtrain.weights.stores.listing import MAX_BYTES, MOST, Listing
+
+_VERSION = re.compile("[0-9]{1,18}")
+
+
+class Source(Protocol):
+    """A store to read from: a `WeightStore`, or an `HttpStore` on another machine."""
+
+    def head(self) -> int | None:
+        """Return the newest complete version; None in an empty store."""
+
+    def manifest(self, version: int) -> Manifest:
+        """Read a manifest. Raises StoreError when there is no such version."""
+
+    def fetch(self, version: int, file: File) -> Path:
+        """Return a local path to a file, its size and checksum verified. Raises StoreError."""
+
+    def loaded(self, version: int) -> None:
+        """Drop cached files: the reader has reached `version`."""
+
+
+class WeightStore:
+    """Versions on a local or shared file system; publishers write through `begin` and `commit`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def head(self) -> int | None:
+        path = self.root / "HEAD"
+        if not path.exists():
+            return None
+        text = read_whole(path, MAX_BYTES).decode(errors="replace").strip()
+        if not _VERSION.fullmatch(text):
+            raise StoreError(
+                f"{path} holds {text[:40]!r}, not a version; write the number of the newest folder "
+                "v… into it"
+            )
+        return int(text)
+
+    def versions(self) -> list[int]:
+        """List the versions up to HEAD, in order; a folder beyond HEAD was never published."""
+        head = self.head()
+        names = [path.name[1:] for path in self.root.glob("v[0-9]*")]
+        versions = [int(name) for name in names if _VERSION.fullmatch(name)]
+        return sorted(version for version in versions if head is not None and version <= head)
+
+    def listing(self) -> Listing | None:
+        """Return HEAD with the checksums of the newest manifests; None in an empty store."""
+        head = self.head()
+        if head is None:
+            return None
+        checksums = {}
+        for version in self.versions()[-MOST:]:
+            path = self.folder(version) / "manifest.json"
+            with suppress(FileNotFoundError):  # rolled back, or collected, just now
+                stat = path.stat()
+                checksums[version] = _checksum_at(path, stat.st_ino, stat.st_mtime_ns)
+        return Listing(head, checksums)
+
+    def manifest(self, version: int) -> Manifest:
+        path = self.folder(version) / "manifest.json"
+        versions = self.versions()
+        if version not in versions or not path.exists():
+            raise StoreError(
+                f"version {version} is not in {self.root}; it holds {versions or 'nothing'}"
+            )
+        return Manifest.of_version(version, read_whole(path, MAX_MANIFEST), str(path))
+
+    def fetch(self, version: int, file: File) -> Path:
+        path = self.folder(version) / file.name
+        if not path.exists():
+            raise StoreError(f"{path} is missing, though the manifest names it")
+        check(path, file)
+        return path
+
+    def loaded(self, version: int) -> None:
+        """Do nothing: no file was copied."""
+
+    def begin(self, version: int) -> Path:
+        """Make the folder that the files of a new version are written into.
+
+        Raises:
+            StoreError: the version is not newer than HEAD: versions never change.
+        """
+        head = self.head()
+        if head is not None and version <= head:
+            raise StoreError(
+                f"version {version} cannot be published in {self.root}: it is at {head}, and "
+                "versions never change"
+            )
+        for path in self.root.glob("v[0-9]*"):
+            number, dot, suffix = path.name[1:].partition(".")
+            is_ahead = number.isdecimal() and (head is None or int(number) > head)
+            if suffix == "writing" or (is_ahead and not dot):
+                remove(path)  # of a publish or a rollback that was cut short
+        make_folder(self.root)
+        scratch = self.scratch(version)
+        scratch.mkdir()
+        return scratch
+
+    def commit(self, manifest: Manifest) -> None:
+        """Publish the files that were written since `begin`."""
+        scratch = self.scratch(manifest.version)
+        replace_file(scratch / "manifest.json", manifest.to_json().encode())
+        put_folder(scratch, self.folder(manifest.version))
+        self._set_head(manifest.version)
+
+    def abort(self, version: int) -> None:
+        """Delete the files that were written since `begin`."""
+        with suppress(OSError):  # the error that led here matters more
+            remove(self.scratch(version))
+
+    def rollback(self, version: int) -> None:
+        """Delete every version after `version`, because a run resumes from an older checkpoint."""
+        if self.head() is None:
+            return
+        with self.claim():
+            versions = self.versions()
+            older = [v for v in versions if v <= version]
+            if not older:
+                (self.root / "HEAD").unlink()
+                sync(self.root)
+            elif older != versions:
+                self._set_head(older[-1])
+            for newer in versions[len(older) :]:
+                remove(self.folder(newer))
+
+    def garbage(self, keep: int, keep_s: float = 0.0) -> list[int]:
+        """List the versions that the newest `keep` do not need: all before the full snapshot from
+        which the oldest of these is reached. In the first `keep_s` seconds of that one, those who
+        began before it may be loading the one that it replaces, which stays too.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}: HEAD must lead to a version")
+        versions = self.versions()
+        if not versions:
+            return []
+        snapshot = self.manifest(versions[-keep:][0]).snapshot
+        age_s = time.time() - (self.folder(snapshot) / "manifest.json").stat().st_mtime
+        if age_s < keep_s and versions[0] < snapshot:
+            before = max(version for version in versions if version < snapshot)
+            snapshot = self.manifest(before).snapshot
+        return [version for version in versions if version < snapshot]
+
+    def collect_garbage(self, keep: int, keep_s: float = 0.0) -> list[int]:
+        """Delete the versions that `garbage` lists, and return them."""
+        with self.claim():
+            garbage = self.garbage(keep, keep_s)
+            for version in garbage:
+                remove(self.folder(version))
+        return garbage
+
+    def claim(self) -> Lock:
+        """Take the lock of those that write: publish, roll back, collect garbage. Readers need
+        none. Raises UserError when another process has it.
+        """
+        return Lock.of_folder(self.root, "end it, or use another store")
+
+    def folder(self, version: int) -> Path:
+        return self.root / f"v{version:08d}"
+
+    def scratch(self, version: int) -> Path:
+        return self.root / f"v{version:08d}.writing"
+
+    def _set_head(self, version: int) -> None:
+        replace_file(self.root / "HEAD", f"{version}\n".encode())
+
+
+@lru_cache(4 * MOST)
+def _checksum_at(path: Path, _inode: int, _mtime_ns: int) -> str:
+    """Take the checksum of a file that is as it was when it was last asked for."""
+    return checksum_of(read_whole(path, MAX_MANIFEST))

@@ -1,0 +1,180 @@
+"""Serve a store, read-only, to readers on other machines. Any static file server that knows byte
+ranges would do as well.
+
+A file that is asked for with its checksum (`?xxh3=...`) never changes at that address, so that
+caches between may keep it. `HEAD?manifests` has the checksums of manifests (listing.py),
+and those have the ones of data files: HEAD alone is asked for anew.
+
+Only HEAD and the manifests and safetensors files of published versions are served, and only to
+clients that have the token.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowtrain.net import serving
+from flowtrain.net.credentials import Access, TokenFile
+from flowtrain.net.monitoring import OTHER, Cached, Monitor, gauge
+from flowtrain.weights.format.checksums import checksum_of
+from flowtrain.weights.format.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
+from flowtrain.weights.stores.folder import WeightStore
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+_SERVED = re.compile(
+    r"/(?:HEAD|v(?P<version>[0-9]{8,18})/"
+    r"(?P<name>manifest\.json|[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors))"
+)
+_FOR_EVER = "max-age=31536000, immutable"
+
+
+def serve(
+    store: WeightStore,
+    host: str,
+    port: int,
+    *,
+    tokens: TokenFile | None,
+    open_metrics: bool,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM; clients resume downloads that are cut.
+
+    `open_metrics`: they need no token.
+    """
+
+    def app_for(token: str) -> ASGIApp:
+        readers = None if open_metrics else Access(token, tokens)
+        return monitor(store, readers).watching(make_app(store, token, tokens))
+
+    serving.serve(str(store), app_for, host, port, has_tokens=tokens is not None)
+
+
+def monitor(store: WeightStore, access: Access | None) -> Monitor:
+    """Make the monitor of a server; docs/metrics.md lists what it shows. `access` says whom
+    `/metrics` answers, None: everybody.
+    """
+    name = "flowtrain_weights"
+    newest = Cached(store.head, StoreError, OSError)
+    made = Monitor(name, access, label="file", value_of=_kind)
+
+    def collect() -> Iterator[Metric]:
+        version = newest.get()
+        text = "Newest version that is served; missing while there is none."
+        yield gauge(f"{name}_head_version", text, {} if version is None else {(): version})
+
+    made.add(collect)
+    return made
+
+
+def _kind(path: str) -> str:
+    match = _SERVED.fullmatch(path)
+    if match is None:
+        return OTHER
+    return {None: "head", "manifest.json": "manifest"}.get(match["name"], "data")
+
+
+def make_app(store: WeightStore, token: str, tokens: TokenFile | None = None) -> ASGIApp:
+    """Build the ASGI application, for the owners of `token` and of `tokens`. It matches paths
+    against one pattern, because a router also redirects.
+    """
+    access = Access(token, tokens)
+    serving.require("starlette.requests")
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import PlainTextResponse
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "the server is run without lifespan and websockets"
+        request = Request(scope)
+        if access.caller(request.headers.get("authorization", "")) is None:
+            headers = {"WWW-Authenticate": "Bearer"}
+            response: ASGIApp = PlainTextResponse("the token is missing or wrong\n", 401, headers)
+        else:
+            scope["admit"]()
+            if request.method in ("GET", "HEAD"):
+                response = await run_in_threadpool(_answer, store, request)
+            else:
+                headers = {"Allow": "GET, HEAD"}
+                response = PlainTextResponse("the store is read-only\n", 405, headers)
+        await response(scope, receive, send)
+
+    return app
+
+
+def _answer(store: WeightStore, request: Request) -> Response:
+    from starlette.responses import FileResponse, PlainTextResponse, Response
+
+    path = _find(store, request.scope["path"])
+    checksum = request.query_params.get("xxh3", "")
+    if path is None or (checksum and not _has(path, checksum)):
+        return PlainTextResponse("there is no such file\n", 404)
+    headers = {"Cache-Control": _FOR_EVER if checksum else "no-cache"}
+    if path.suffix == ".safetensors":
+        return FileResponse(path, headers=headers, media_type="application/octet-stream")
+    media_type = "application/json" if path.suffix else "text/plain"
+    try:
+        data = read_whole(path, MAX_MANIFEST)
+    except StoreError as error:
+        return PlainTextResponse(f"{error}\n", 404)
+    if not path.suffix and "manifests" in request.query_params:
+        data = _listing(store) or data
+    if path.suffix and checksum and checksum_of(data) != checksum:
+        return PlainTextResponse("there is no such file\n", 404)
+    return Response(data, headers=headers, media_type=media_type)
+
+
+def _listing(store: WeightStore) -> bytes:
+    """Return HEAD with the checksums of manifests; empty when it is damaged, which it shows."""
+    try:
+        listing = store.listing()
+    except StoreError:
+        return b""
+    return b"" if listing is None else listing.to_text().encode()
+
+
+def _find(store: WeightStore, path: str) -> Path | None:
+    """Return the file for the path of a URL; None when there is none or it must not be seen."""
+    match = _SERVED.fullmatch(path)
+    if match is None:
+        return None
+    if match["version"] is not None and not _is_published(store, int(match["version"])):
+        return None
+    root = Path(os.path.realpath(store.root))
+    file = Path(os.path.realpath(store.root / path[1:]))
+    return file if file.is_relative_to(root) and file.is_file() else None
+
+
+def _has(path: Path, checksum: str) -> bool:
+    """Tell whether the manifest gives the file that checksum; its own is checked when read."""
+    if path.name == "manifest.json":
+        return True
+    manifest = path.with_name("manifest.json")
+    try:
+        stat = manifest.stat()
+        return (path.name, checksum) in _files_at(manifest, stat.st_ino, stat.st_mtime_ns)
+    except (StoreError, FileNotFoundError):  # or it is collected just now
+        return False
+
+
+@lru_cache(256)
+def _files_at(manifest: Path, _inode: int, _mtime_ns: int) -> frozenset[tuple[str, str]]:
+    """Return names and checksums of files: a manifest is parsed once for all parts of them."""
+    text = read_whole(manifest, MAX_MANIFEST).decode(errors="replace")
+    return frozenset((f.name, f.xxh3) for f in Manifest.from_json(text, str(manifest)).files)
+
+
+def _is_published(store: WeightStore, version: int) -> bool:
+    try:
+        head = store.head()
+    except StoreError:  # HEAD is damaged; its own request shows that
+        return False
+    return head is not None and version <= head
