@@ -12,35 +12,14 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx2
 
 from flowtrain import __version__
 from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.contract import (
-    Batch,
-    BatchRequest,
-    Done,
-    Evaluate,
-    EvaluationRequest,
-    EvaluationState,
-    Join,
-    Joined,
-    LeaseRequest,
-    Leases,
-    NotAllowed,
-    Progress,
-    Push,
-    Pushed,
-    Refused,
-    Register,
-    Registered,
-    Release,
-    Renewal,
-    Renewed,
-    Unavailable,
-)
+from flowtrain.dataflow.contract import NotAllowed, Refused, Unavailable
 from flowtrain.dataflow.wire import (
     MAX_WAIT_S,
     MEDIA_TYPE,
@@ -80,8 +59,8 @@ _ADVICE = {
 
 
 class Client:
-    """A `contract.Dataflow` that threads may share. A coroutine asks with `await
-    asyncio.to_thread(client.lease, request)`.
+    """A `contract.Dataflow` with all its methods, that threads may share. A coroutine asks with
+    `await asyncio.to_thread(client.lease, request)`.
     """
 
     def __init__(
@@ -116,38 +95,11 @@ class Client:
         self._http = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
         self._thread = LoopThread("dataflow-client")
 
-    def join(self, request: Join) -> Joined:
-        return self._opened(self._ask("join", request))
-
-    def lease(self, request: LeaseRequest) -> Leases:
-        return self._ask("lease", request)
-
-    def renew(self, request: Renewal) -> Renewed:
-        return self._ask("renew", request)
-
-    def push(self, request: Push) -> Pushed:
-        return self._ask("push", request)
-
-    def release(self, request: Release) -> Done:
-        return self._ask("release", request)
-
-    def register(self, request: Register) -> Registered:
-        return self._opened(self._ask("register", request))
-
-    def batch(self, request: BatchRequest) -> Batch:
-        return self._ask("batch", request)
-
-    def progress(self, request: Progress) -> Done:
-        return self._ask("progress", request)
-
-    def evaluate(self, request: Evaluate) -> Done:
-        return self._ask("evaluate", request)
-
-    def evaluation(self, request: EvaluationRequest) -> EvaluationState:
-        return self._ask("evaluation", request)
-
-    def status(self) -> dict[str, Any]:
-        return self._ask("status")
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of `contract.Dataflow`."""
+        if name not in METHODS:
+            raise AttributeError(f"a dataflow has no {name!r}")
+        return partial(self._ask, name)
 
     def close(self) -> None:
         """End the client; calls that still wait for an answer raise Unavailable."""
@@ -159,18 +111,17 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _opened(self, answer: Any) -> Any:
-        self._run = {RUN_HEADER: answer.run}
-        return answer
-
     def _ask(self, name: str, request: Any = None) -> Any:
         deadline = time.monotonic() + self.wait_s
         try:
-            return self._thread.run(self._answer(name, request, deadline), deadline + _GRACE_S)
+            answer = self._thread.run(self._answer(name, request, deadline), deadline + _GRACE_S)
         except (Ended, TimeoutError):
             raise Unavailable(
                 f"{self.url}: nobody waits for an answer to {name} any longer"
             ) from None
+        if name in _OPENING:
+            self._run = {RUN_HEADER: answer.run}
+        return answer
 
     async def _answer(self, name: str, request: Any, deadline: float) -> Any:
         """Try until an attempt succeeds or is refused, or the time is up."""

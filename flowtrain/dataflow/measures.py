@@ -53,7 +53,7 @@ class Measures:
     def __init__(self, ledger: Ledger, access: Access | None, node_silent_s: float) -> None:
         """
         Args:
-            ledger: its `status` is read, over a connection that no request waits for.
+            ledger: its `status` is read, and whether its database answers.
             access: whom `/metrics` answers; None: everybody.
             node_silent_s: seconds after which a node that is not heard counts as silent.
         """

@@ -167,7 +167,7 @@ def test_a_scrape_waits_for_no_writer_and_keeps_none_waiting(used: Any) -> None:
     with running(app(used)) as url, used.database.write() as transaction:
         transaction.run("UPDATE nodes SET seen_s = seen_s")
         assert scrape(url)[f"{_NAME}_up"] == 1
-    with used._reports.read() as transaction:  # as during a scrape that takes long
+    with used.database.read() as transaction:  # as during a scrape that takes long
         transaction.all("SELECT * FROM groups")
         fake_groups.joined(used, "n2")
     assert "n2" in used.status()["nodes"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import fake_groups as fake
 import pytest
-from grown_ledger import NUM_GROUPS, PER_LEASE, Size, grown
 
 from bench.dataflow_service import group
+from bench.grown_ledger import NUM_GROUPS, PER_LEASE, Size, grown
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import (
     BatchRequest,

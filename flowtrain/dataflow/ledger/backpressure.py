@@ -19,7 +19,7 @@ from flowtrain.dataflow.ledger.trainers import is_live, policy_rows
 
 @dataclass(slots=True)
 class Openings:
-    """What requests may lease, as of a moment. Whoever takes some of it leaves less for others."""
+    """The openings for requests at a moment. Whoever takes one leaves less for others."""
 
     policies: Sequence[Any]
     num_under_way: int
