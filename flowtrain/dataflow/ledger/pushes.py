@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import inflated, unpack
+from flowtrain.dataflow.codec import decoded, inflated, unpack
 from flowtrain.dataflow.contract import Push, Pushed, Refused, StoredPayload, Unavailable
 from flowtrain.dataflow.ledger.counters import count_groups
 from flowtrain.dataflow.ledger.evaluations import evaluation_of, settings_of
@@ -29,7 +29,7 @@ from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.token_accounts import note_group, note_sampled
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import GroupFilter, Outcome
-from flowtrain.types import Group, Task
+from flowtrain.types import Task
 
 _LARGE = threading.Lock()
 _LARGE_BYTES = 8 << 20
@@ -65,7 +65,7 @@ class Pushes:
         )
         plain = inflated(request.payload, limits.max_bytes)
         with _LARGE if len(plain) > _LARGE_BYTES else nullcontext():
-            summary = limits.check(unpack(plain, Group))
+            summary = limits.check(decoded(plain, limits.max_bytes))
         stored = self._stored(request) if evaluation is None else None
         with self.database.write() as transaction:
             work_item = transaction.one(
