@@ -1,5 +1,5 @@
-"""What is wrong with sampled tokens and with the parts of a reward: the trainer and the dataflow's
-service ask the same of them.
+"""Checks of sampled tokens and of the parts of a reward: the trainer and the dataflow's service ask
+the same of them.
 """
 
 from __future__ import annotations
