@@ -70,15 +70,13 @@ def read_openings(transaction: Transaction, options: Dataflow) -> Openings:
     )
     rows = transaction.all(
         "SELECT e.policy, e.step, count(*) AS num FROM evaluations e"
-        " JOIN work_items w ON w.evaluation = e.id LEFT JOIN live_leases v ON v.work_item = w.id"
-        " WHERE e.state = 'open' AND (w.state = 'waiting' OR v.until_s < ?)"
-        " GROUP BY e.policy, e.step",
-        now,
+        " JOIN work_items w ON w.evaluation = e.id AND w.state = 'waiting'"
+        " WHERE e.state = 'open' GROUP BY e.policy, e.step"
     )
     questions = {(row.policy, row.step): row.num for row in rows}
     under_way = num_leased(transaction) - overdue.num
     policies = policy_rows(transaction)
-    is_evaluating = is_any_left(transaction)
+    is_evaluating = all(each.is_done for each in policies) and is_any_left(transaction)
     return Openings(policies, under_way, now, options, questions, is_evaluating)
 
 
