@@ -19,7 +19,7 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args, run
 
-_MISTAKE, _INTERRUPTED = 2, 130
+_MISTAKES, _INTERRUPTED = (2, os.EX_TEMPFAIL), 130
 """Exit codes of `run_command`, whose rank 0 says why."""
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        is_said = failure.exitcode == _INTERRUPTED or (rank == 0 and failure.exitcode == _MISTAKE)
+        is_said = failure.exitcode == _INTERRUPTED or (rank == 0 and failure.exitcode in _MISTAKES)
         if not is_said:
             print(f"flowtrain.torchrun: {_why(rank, failure)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
@@ -46,7 +46,7 @@ def _why(rank: int, failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
         hint = ", as the system does without memory" if failure.exitcode == -signal.SIGKILL else ""
         return f"rank {rank} was ended by {failure.signal_name()}{hint}"
-    if failure.exitcode == _MISTAKE and Path(failure.error_file).is_file():
+    if failure.exitcode in _MISTAKES and Path(failure.error_file).is_file():
         return f"rank {rank}: {failure.message}"
     return f"rank {rank} ended with exit code {failure.exitcode}; what it printed is above"
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 RANK = """
 import json, os, signal, sys
 from flowtrain.config.command import run_command
-from flowtrain.types import UserError
+from flowtrain.types import Outage, UserError
 
 rank = os.environ["RANK"]
 
@@ -45,14 +45,14 @@ def ended(process: Process) -> tuple[int, list[str]]:
     return code, process.err.read_text().splitlines()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_users_mistake_ends_in_its_one_line(rank: int, server: Server, tmp_path: Path) -> None:
-    code, said = ended(
-        start(server, tmp_path, "raise UserError('train.lr=-1 is too small')", 2, str(rank))
-    )
-    assert code == 2
+@pytest.mark.parametrize(("rank", "kind", "code"), [(0, "UserError", 2), (1, "Outage", 75)])
+def test_a_users_mistake_or_an_outage_ends_in_its_one_line(
+    rank: int, kind: str, code: int, server: Server, tmp_path: Path
+) -> None:
+    what = f"raise {kind}('train.lr=-1 is too small')"
+    process = start(server, tmp_path, what, 2, str(rank))
     prefix = "" if rank == 0 else "flowtrain.torchrun: rank 1: "
-    assert said == [f"{prefix}mine: train.lr=-1 is too small"]
+    assert ended(process) == (code, [f"{prefix}mine: train.lr=-1 is too small"])
 
 
 def test_an_interrupted_rank_needs_no_further_word(server: Server, tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.options import help_text, help_topic, parse, shows_config, to_toml
-from flowtrain.types import UserError
+from flowtrain.types import Outage, UserError
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.terminal import protect_output
 
 INTERRUPTED = 130
+OUTAGE = os.EX_TEMPFAIL
 GOES_ON = "the same command with --resume auto goes on"
 _ECHO_S = 2.0
 
@@ -30,8 +31,9 @@ def run_command(
     *,
     goes_on: str = "",
 ) -> int:
-    """Parse the options, run `body` and return its exit code: 2 after a UserError, 130 after an
-    interrupt. Under torchrun only rank 0 prints. Who asks for help or the config gets no run.
+    """Parse the options, run `body` and return its exit code: 2 after a UserError, 75 after an
+    Outage, 130 after an interrupt. Under torchrun only rank 0 prints. Who asks for help or the
+    config gets no run.
 
     `argv`: the options, where a command has arguments besides. `goes_on` says, after an interrupt,
     how what was interrupted goes on.
@@ -58,7 +60,7 @@ def run_command(
         if is_main:
             say(f"{module}: {error}", "error")
         _tell_torchrun(f"{module}: {error}")
-        return 2
+        return OUTAGE if isinstance(error, Outage) else 2
     except KeyboardInterrupt:
         if is_main:
             say(_interrupted(module, goes_on))

@@ -12,35 +12,14 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx2
 
 from flowtrain import __version__
 from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.contract import (
-    Batch,
-    BatchRequest,
-    Done,
-    Evaluate,
-    EvaluationRequest,
-    EvaluationState,
-    Join,
-    Joined,
-    LeaseRequest,
-    Leases,
-    NotAllowed,
-    Progress,
-    Push,
-    Pushed,
-    Refused,
-    Register,
-    Registered,
-    Release,
-    Renewal,
-    Renewed,
-    Unavailable,
-)
+from flowtrain.dataflow.contract import NotAllowed, Refused, Unavailable
 from flowtrain.dataflow.wire import (
     MAX_WAIT_S,
     MEDIA_TYPE,
@@ -65,6 +44,10 @@ _SAY_AFTER = 6
 _OPENING = ("join", "register")
 """Methods whose answer tells the identity of the run."""
 _NOT_ALLOWED = (401, 403)
+_PASSING_LATER = (401, 410)
+"""Statuses that a client need not believe at once that was answered before: the file of tokens may
+be mended, a service of another version may be replaced.
+"""
 _ADVICE = {
     301: "; redirects are not followed, give the final address",
     302: "; redirects are not followed, give the final address",
@@ -76,8 +59,8 @@ _ADVICE = {
 
 
 class Client:
-    """A `contract.Dataflow` that threads may share. A coroutine asks with `await
-    asyncio.to_thread(client.lease, request)`.
+    """A `contract.Dataflow` with all its methods, that threads may share. A coroutine asks with
+    `await asyncio.to_thread(client.lease, request)`.
     """
 
     def __init__(
@@ -95,7 +78,7 @@ class Client:
             UserError: the URL or the token cannot be used.
         """
         self.url = serving.check_url(url)
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._attempt_s = attempt_s
         self._run: dict[str, str] = {}
         self._calls: set[asyncio.Task[Any]] = set()
@@ -112,38 +95,11 @@ class Client:
         self._http = httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)
         self._thread = LoopThread("dataflow-client")
 
-    def join(self, request: Join) -> Joined:
-        return self._opened(self._ask("join", request))
-
-    def lease(self, request: LeaseRequest) -> Leases:
-        return self._ask("lease", request)
-
-    def renew(self, request: Renewal) -> Renewed:
-        return self._ask("renew", request)
-
-    def push(self, request: Push) -> Pushed:
-        return self._ask("push", request)
-
-    def release(self, request: Release) -> Done:
-        return self._ask("release", request)
-
-    def register(self, request: Register) -> Registered:
-        return self._opened(self._ask("register", request))
-
-    def batch(self, request: BatchRequest) -> Batch:
-        return self._ask("batch", request)
-
-    def progress(self, request: Progress) -> Done:
-        return self._ask("progress", request)
-
-    def evaluate(self, request: Evaluate) -> Done:
-        return self._ask("evaluate", request)
-
-    def evaluation(self, request: EvaluationRequest) -> EvaluationState:
-        return self._ask("evaluation", request)
-
-    def status(self) -> dict[str, Any]:
-        return self._ask("status")
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of `contract.Dataflow`."""
+        if name not in METHODS:
+            raise AttributeError(f"a dataflow has no {name!r}")
+        return partial(self._ask, name)
 
     def close(self) -> None:
         """End the client; calls that still wait for an answer raise Unavailable."""
@@ -155,18 +111,17 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _opened(self, answer: Any) -> Any:
-        self._run = {RUN_HEADER: answer.run}
-        return answer
-
     def _ask(self, name: str, request: Any = None) -> Any:
-        deadline = time.monotonic() + self._wait_s
+        deadline = time.monotonic() + self.wait_s
         try:
-            return self._thread.run(self._answer(name, request, deadline), deadline + _GRACE_S)
+            answer = self._thread.run(self._answer(name, request, deadline), deadline + _GRACE_S)
         except (Ended, TimeoutError):
             raise Unavailable(
                 f"{self.url}: nobody waits for an answer to {name} any longer"
             ) from None
+        if name in _OPENING:
+            self._run = {RUN_HEADER: answer.run}
+        return answer
 
     async def _answer(self, name: str, request: Any, deadline: float) -> Any:
         """Try until an attempt succeeds or is refused, or the time is up."""
@@ -183,7 +138,7 @@ class Client:
         def say(num_failures: int, failure: Transient) -> None:
             if num_failures == _SAY_AFTER:
                 text = "%s: %s; %s is asked again for up to %g s"
-                _log.warning(text, self.url, failure, name, self._wait_s)
+                _log.warning(text, self.url, failure, name, self.wait_s)
 
         try:
             async with self._call():
@@ -195,7 +150,7 @@ class Client:
                 )
         except GaveUp as end:
             raise Unavailable(
-                f"{self.url} did not answer {name} within {self._wait_s:g} s: {end.problem}"
+                f"{self.url} did not answer {name} within {self.wait_s:g} s: {end.problem}"
             ) from None
 
     async def _attempt(self, name: str, body: bytes, limit_s: float) -> Any:
@@ -213,12 +168,14 @@ class Client:
             raise Transient(f"{type(error).__name__}: {str(error)[:200]}") from error
         if response.status_code == 200:
             return _decoded(content, METHODS[name].answer)
-        problem = f"HTTP {response.status_code}: {_problem(content)}"
-        if response.status_code in PASSING or response.status_code >= 500:
+        status = response.status_code
+        problem = f"HTTP {status}: {_problem(content)}{_ADVICE.get(status, '')}"
+        may_pass = status in PASSING or (self._run and status in _PASSING_LATER)
+        if may_pass or status >= 500:
             asked_s = retry_after_s(response.headers.get("retry-after", ""))
             raise Transient(problem, min(asked_s, _LONGEST_PAUSE_S))
-        kind = NotAllowed if response.status_code in _NOT_ALLOWED else Refused
-        raise kind(f"{url}: {problem}{_ADVICE.get(response.status_code, '')}")
+        kind = NotAllowed if status in _NOT_ALLOWED else Refused
+        raise kind(f"{url}: {problem}")
 
     @contextlib.asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:

@@ -1,7 +1,9 @@
 """Messages and groups as bytes: MessagePack by the annotations of the records, so that a wrong type
 or field is refused.
 
-A group is compressed, because the prompts of its turns repeat each other.
+A group is compressed. The prompts of its turns repeat each other, and may do so at a greater
+distance than the compression looks back: a prompt is packed as the number of tokens that it shares
+with the call before it, and the rest.
 """
 
 from __future__ import annotations
@@ -9,18 +11,25 @@ from __future__ import annotations
 import threading
 import zlib
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from flowtrain.dataflow.contract import Refused
-from flowtrain.types import Group
+from flowtrain.types import Call, Group
+from flowtrain.utils.prefixes import num_shared
 
 T = TypeVar("T")
 
 MAX_GROUP_BYTES = 256 << 20
 """Largest uncompressed group: a bound for what a stranger's few bytes may grow to."""
 _ARRAY = 1
+_PACKED = b"\x82\xa5group"
+"""How a `_Packed` begins, and no `Group`."""
+_BYTES_PER_ID = 5
+_Ids = tuple[int, ...]
 
 
 def pack(message: object) -> bytes:
@@ -40,22 +49,94 @@ def unpack(data: bytes, kind: type[T]) -> T:
         raise Refused(f"malformed {kind.__name__}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    group: Group
+    """Without the tokens that are `shared`."""
+    shared: tuple[int, ...]
+    """How many tokens the prompt of each call shares with the tokens of the policy's call before it
+    in the group."""
+
+
 def pack_group(group: Group) -> bytes:
-    return zlib.compress(pack(group), 1)
+    shared: list[int] = []
+
+    def cut(before: _Ids, call: Call) -> tuple[Call, _Ids]:
+        num = num_shared(before, call.prompt_ids)
+        shared.append(num)
+        rest = replace(call, prompt_ids=call.prompt_ids[num:]) if num else call
+        return rest, call.prompt_ids + call.response_ids
+
+    return zlib.compress(pack(_Packed(_each_call(group, cut), tuple(shared))), 1)
 
 
 def unpack_group(data: bytes) -> Group:
     """Decode a group. Raises Refused when the bytes are no group, or one that is too large."""
+    return decoded(inflated(data))
+
+
+def decoded(plain: bytes, max_bytes: int = MAX_GROUP_BYTES) -> Group:
+    """Decode a group without compression, or one with whole prompts, as older nodes and those in
+    other languages send it. Raises Refused when it is none, or would take more than `max_bytes`.
+    """
+    if not plain.startswith(_PACKED):
+        return unpack(plain, Group)
+    packed = unpack(plain, _Packed)
+    if len(plain) + _BYTES_PER_ID * sum(packed.shared) > max_bytes:
+        raise Refused(f"a group may have {max_bytes} bytes, this one has more")
+    shared = iter(packed.shared)
+
+    def join(before: _Ids, call: Call) -> tuple[Call, _Ids]:
+        if not 0 <= (num := next(shared, -1)) <= len(before):
+            raise Refused("malformed group: a prompt shares more than there is")
+        whole = replace(call, prompt_ids=before[:num] + call.prompt_ids) if num else call
+        return whole, whole.prompt_ids + call.response_ids
+
+    group = _each_call(packed.group, join)
+    if next(shared, None) is not None:
+        raise Refused("malformed group: it says of more prompts than it has what they share")
+    return group
+
+
+def _each_call(group: Group, change: Callable[[_Ids, Call], tuple[Call, _Ids]]) -> Group:
+    """Change each call; `change` gets the tokens of the policy's call before it, and returns those
+    of its own, too.
+    """
+    before: dict[str, _Ids] = {}
+
+    def changed(policy: str, call: Call) -> Call:
+        call, before[policy] = change(before.get(policy, ()), call)
+        return call
+
+    return replace(
+        group,
+        trajectories=tuple(
+            replace(
+                rollout,
+                turns=tuple(
+                    replace(turn, calls={name: changed(name, c) for name, c in turn.calls.items()})
+                    for turn in rollout.turns
+                ),
+            )
+            for rollout in group.trajectories
+        ),
+    )
+
+
+def inflated(data: bytes, max_bytes: int = MAX_GROUP_BYTES) -> bytes:
+    """Undo the compression of a group. Raises Refused when it was cut, or has more than `max_bytes`
+    without the compression.
+    """
     inflate = zlib.decompressobj()
     try:
-        plain = inflate.decompress(data, MAX_GROUP_BYTES)
+        plain = inflate.decompress(data, max_bytes)
     except zlib.error as error:
         raise Refused(f"malformed group: {error}") from error
     if inflate.unconsumed_tail:
-        raise Refused(f"a group may have {MAX_GROUP_BYTES} bytes, this one has more")
+        raise Refused(f"a group may have {max_bytes} bytes, this one has more")
     if not inflate.eof or inflate.unused_data:
         raise Refused("malformed group: it was cut, or something follows it")
-    return unpack(plain, Group)
+    return plain
 
 
 def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:

@@ -90,6 +90,10 @@ class LeaseRequest:
     sampled: Mapping[str, int] = field(default_factory=dict)
     """By policy, the tokens that this process has sampled since it joined, without those of
     evaluations; a process that does not count sends none."""
+    wait_s: float = 0.0
+    """Seconds that the answer may wait until there is something to lease; at most 30."""
+    heard: Mapping[str, int] = field(default_factory=dict)
+    """By policy, the newest version that the node has heard of; news end the wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,10 @@ class Lease:
     this way."""
 
 
+WAITING = ("full", "no trainer", "evaluating")
+"""Reasons of `Leases` that may pass at any moment, so that a request may wait for that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Leases:
     leases: tuple[Lease, ...]
@@ -138,7 +146,7 @@ class Renewal:
     node: str
     life: str
     work_items: tuple[tuple[int, int], ...]
-    """(work item, attempt) of the leases that the node still works on."""
+    """(work item, attempt) of the leases that the node still works on; it may have none."""
     sampled: Mapping[str, int] = field(default_factory=dict)
     """As in `LeaseRequest`."""
 
@@ -204,6 +212,8 @@ class Register:
     life: str = ""
     """Random id of this process; a registration of the same process that arrives twice or late
     changes nothing."""
+    run: str = ""
+    """Identity of the run that the checkpoint was trained from; "": there is none."""
     is_fenced: bool = False
     """The later requests of this process name its `life`; until the next registration all others
     are refused."""
@@ -267,6 +277,8 @@ class Batch:
     """For the log: staleness_mean, staleness_max, num_buffered, num_leased, num_replayed, num_ and
     each reason to leave groups out (stale, filtered, surplus, empty), and tokens per
     group in stale_tokens_mean and assigned_tokens_mean."""
+    waiting: str = ""
+    """What the dataflow waits for then, for people."""
 
 
 @dataclass(frozen=True, slots=True)

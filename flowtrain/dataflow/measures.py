@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
+from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.dataflow.wire import METHODS, PREFIX
 from flowtrain.net.credentials import Access
 from flowtrain.net.monitoring import OTHER, Cached, Monitor, counter, gauge
@@ -17,6 +17,8 @@ from flowtrain.types import UserError, account_of
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+    from flowtrain.dataflow.ledger import Ledger
+
 _NAME = "flowtrain_dataflow"
 _GONE_S = 3600.0
 """Seconds after which a node that is silent counts as gone for good."""
@@ -24,7 +26,6 @@ _STATES = {"fresh": "waiting", "assigned": "trained"} | {
     state: state for state in ("stale", "filtered", "surplus", "empty")
 }
 """States of groups by the ledger's words for them."""
-_ENDINGS = {"ran out": "ran_out", "node began anew": "node_began_anew"}
 _FATES = frozenset(
     (
         *(
@@ -45,20 +46,20 @@ _FATES = frozenset(
 
 
 class Measures:
-    """The metrics of one service, whose ledger is asked at most once a second."""
+    """The metrics of one service, whose ledger is asked for them at most once a second, and whether
+    its database answers.
+    """
 
-    def __init__(self, ledger: Dataflow, access: Access | None, node_silent_s: float) -> None:
+    def __init__(self, ledger: Ledger, access: Access | None, node_silent_s: float) -> None:
         """
         Args:
-            ledger: its `status` is read, over a connection that no request waits for.
+            ledger: its `status` is read, and whether its database answers.
             access: whom `/metrics` answers; None: everybody.
             node_silent_s: seconds after which a node that is not heard counts as silent.
         """
         self._node_silent_s = node_silent_s
         self._status = Cached(ledger.status, Unavailable, Refused, UserError)
-        self.monitor = Monitor(
-            _NAME, access, value_of=_method, is_healthy=lambda: self._status.get() is not None
-        )
+        self.monitor = Monitor(_NAME, access, value_of=_method, is_healthy=ledger.answers)
         text = "Seconds that the ledger, with its database, worked on a request."
         self.ledger_seconds = self.monitor.seconds(f"{_NAME}_ledger_seconds", text, "method")
         self.monitor.add(self._ledger)
@@ -84,10 +85,7 @@ def _work(status: Mapping[str, Any]) -> Iterator[Metric]:
     yield gauge(f"{_NAME}_leases", "Leases that nodes hold.", status["work_items"]["leased"])
     text = "Work items by state; failed: given up after dataflow.max_attempts failures."
     yield gauge(f"{_NAME}_work_items", text, status["work_items"], ("state",))
-    lost: Counter[str] = Counter()
-    for ending, num in status["lost_leases"].items():
-        is_released = ending.startswith("released: ")  # the rest is the node's
-        lost["released" if is_released else _ENDINGS.get(ending, OTHER)] += num
+    lost = {ending.replace(" ", "_"): num for ending, num in status["lost_leases"].items()}
     text = "Leases that ended without a group, by reason; a group that still comes takes one back."
     yield gauge(f"{_NAME}_lost_leases", text, lost, ("reason",))
     tasks = status["tasks"]

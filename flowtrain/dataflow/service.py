@@ -12,7 +12,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import (
     PROTOCOL,
-    Batch,
+    WAITING,
     BatchRequest,
-    Dataflow,
+    LeaseRequest,
     NotAllowed,
     Refused,
     Unavailable,
@@ -47,30 +47,95 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
+    from flowtrain.dataflow.ledger import Ledger
+
 _log = logging.getLogger(__name__)
 
-_NUM_THREADS = 8
-_MAX_AT_WORK = 64
-"""Requests of a kind read or answered at a time, without those that wait for a batch to fill."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_LOOK_S = 0.25
+"""Between two looks at what there is to lease, while requests wait for it."""
+_OVERHEAD = 64 << 10
+"""Bytes that a request counts for beside its body."""
+_COMPLAINT_S = 60.0
 
 
 @dataclass(slots=True)
 class _Desk:
-    """Threads that answer, and the number of requests read or answered."""
+    """Threads that answer, and the bytes of the requests that are read or answered: a slow upload
+    takes the place that it needs in memory, and no other.
+    """
 
     threads: ThreadPoolExecutor
-    num_at_work: int = 0
+    max_bytes: int
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, name: str, num_threads: int, max_bytes: int) -> _Desk:
+        return cls(ThreadPoolExecutor(num_threads, name), max_bytes)
 
     @contextlib.contextmanager
-    def slot(self) -> Iterator[None]:
-        if self.num_at_work >= _MAX_AT_WORK:
+    def place(self, num_bytes: int) -> Iterator[None]:
+        num_bytes += _OVERHEAD
+        if self.num_bytes + num_bytes > self.max_bytes:
             raise Rejected(503, "too many requests at a time", {"Retry-After": "1"})
-        self.num_at_work += 1
+        self.num_bytes += num_bytes
         try:
             yield
         finally:
-            self.num_at_work -= 1
+            self.num_bytes -= num_bytes
+
+
+class _Lobby:
+    """Requests for leases that wait until there is something to lease, first come, first served.
+    One task looks for all of them, so that the database does not notice how many they are.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._waiting: dict[str, tuple[LeaseRequest, asyncio.Future[bool]]] = {}
+        """By the node, which waits once."""
+        self._looking: asyncio.Task[None] | None = None
+
+    def leave(self, node: str) -> None:
+        """End the wait of a node that has asked again: nobody hears what it would be given."""
+        if node in self._waiting:
+            _, turn = self._waiting.pop(node)
+            turn.set_result(False)
+
+    async def wait(self, asked: LeaseRequest, request: Request, longest_s: float) -> bool:
+        """Wait until the request should be answered anew; False where it is no use."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[bool] = loop.create_future()
+        self._waiting[asked.node] = (asked, turn)
+        if self._looking is None:
+            self._looking = loop.create_task(self._watch(request.scope["is_ending"]))
+        gone = loop.create_task(_disconnect(request))
+        either: set[asyncio.Future[Any]] = {turn, gone}
+        try:
+            await asyncio.wait(either, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
+            return turn.result() if turn.done() else not gone.done()
+        finally:
+            gone.cancel()
+            if not turn.done():
+                del self._waiting[asked.node]
+
+    async def _watch(self, is_ending: Callable[[], bool]) -> None:
+        while self._waiting:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                openings = await asyncio.to_thread(self._ledger.openings)
+                ready = [node for node, (asked, _) in self._waiting.items() if openings.take(asked)]
+            except (Unavailable, UserError):  # those who ask again are told
+                ready = list(self._waiting)
+            for node in list(self._waiting) if is_ending() else ready:
+                _, turn = self._waiting.pop(node)
+                turn.set_result(not is_ending())
+        self._looking = None
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class Service:
@@ -78,7 +143,7 @@ class Service:
 
     def __init__(
         self,
-        ledger: Dataflow,
+        ledger: Ledger,
         run: str,
         token: str,
         tokens: TokenFile | None = None,
@@ -97,9 +162,13 @@ class Service:
         serving.require("starlette.requests", "starlette.responses")
         self._ledger, self._run, self._access = ledger, run, Access(token, tokens)
         self._seconds = seconds
-        # Pushes may wait for an object store; renewals do not wait for pushes.
-        self._pushes = _Desk(ThreadPoolExecutor(_NUM_THREADS, "pushes"))
-        self._others = _Desk(ThreadPoolExecutor(_NUM_THREADS, "ledger"))
+        # Uploads may wait for an object store, and whoever asks for work for the database; nobody
+        # who shows that he lives waits for them.
+        uploads, signs = _Desk.of("uploads", 6, 512 << 20), _Desk.of("signs_of_life", 3, 4 << 20)
+        self._uploads, self._others = uploads, _Desk.of("requests", 4, 32 << 20)
+        self._desks = {"push": uploads, "evaluate": uploads, "renew": signs, "progress": signs}
+        self._lobby = _Lobby(ledger)
+        self._next_complaint, self._num_unsaid = 0.0, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.requests import Request
@@ -120,33 +189,48 @@ class Service:
         except Refused as error:
             rejected = Rejected(422, str(error))
         except (Unavailable, UserError) as error:  # a full disk is a UserError until it is mended
-            _log.warning("%s", error)
+            self._complain(error)
             rejected = Rejected(503, str(error))
         return Response(pack(Problem(str(rejected))), rejected.status, rejected.headers, MEDIA_TYPE)
 
+    def _complain(self, error: Exception) -> None:
+        """Log why requests are not answered, once a minute: all nodes may ask again and again."""
+        self._num_unsaid += 1
+        if (now := time.monotonic()) >= self._next_complaint:
+            _log.warning("%s (%d requests)", error, self._num_unsaid)
+            self._next_complaint, self._num_unsaid = now + _COMPLAINT_S, 0
+
     async def _answer(self, request: Request) -> bytes:
-        """Answer a request. A batch that is not full yet is asked for again, less often the longer
-        it takes; in between the request holds no thread and no slot.
+        """Answer a request. What is not there yet, a batch or something to lease, is asked for
+        again; in between the request holds no thread and no place.
         """
         caller = self._caller(request)
         name = self._method(request, caller)
-        desk = self._pushes if name == "push" else self._others
+        desk, max_bytes = self._desks.get(name, self._others), METHODS[name].max_bytes
         loop = asyncio.get_running_loop()
-        with desk.slot():
-            body = await serving.read_body(request, METHODS[name].max_bytes)
+        with desk.place(int(request.headers.get("content-length", max_bytes))):
+            body = await serving.read_body(request, max_bytes)
+            parse = partial(self._parsed, caller, name, body)
+            is_upload = desk is self._uploads
+            asked = await loop.run_in_executor(desk.threads, parse) if is_upload else parse()
+            if isinstance(asked, LeaseRequest):
+                self._lobby.leave(asked.node)
+            answer, wait_s = await loop.run_in_executor(desk.threads, self._work, name, asked)
         began = loop.time()
-        while True:
-            with desk.slot():
-                answer, wait_s = await loop.run_in_executor(
-                    desk.threads, self._work, caller, name, body
-                )
-            waited_s = loop.time() - began
-            is_over = not waited_s < wait_s or request.scope["is_ending"]()  # wait_s may be nan
-            if is_over or await request.is_disconnected():
-                return answer
-            await asyncio.sleep(
-                min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S, wait_s - waited_s)
-            )
+        while wait_s > (waited_s := loop.time() - began) and not request.scope["is_ending"]():
+            left_s = wait_s - waited_s
+            if isinstance(asked, LeaseRequest):
+                if not await self._lobby.wait(asked, request, left_s):
+                    break
+            else:
+                pause_s = min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+                await asyncio.sleep(min(pause_s, left_s))
+                if await request.is_disconnected():
+                    break
+            with desk.place(len(body)):
+                answer, still_s = await loop.run_in_executor(desk.threads, self._work, name, asked)
+            wait_s = wait_s if still_s > 0 else 0.0
+        return answer
 
     def _caller(self, request: Request) -> Caller:
         """Who asks, by the token."""
@@ -180,11 +264,11 @@ class Service:
             raise Rejected(409, "this service has another run now; join it again")
         return name
 
-    def _work(self, caller: Caller, name: str, body: bytes) -> tuple[bytes, float]:
-        """The answer, and for how many seconds a better one may be waited for."""
-        kind, ask = METHODS[name].request, partial(self._ask, name)
+    def _parsed(self, caller: Caller, name: str, body: bytes) -> Any:
+        """The request, if the caller may send it."""
+        kind = METHODS[name].request
         if kind is None:
-            return pack(ask()), 0.0
+            return None
         try:
             asked: Any = unpack(body, kind)
         except Refused as error:
@@ -196,10 +280,22 @@ class Service:
                 f"the token is that of the {caller.role} {caller.name!r}, the request is of "
                 f"{named[:100]!r}",
             )
-        if not isinstance(asked, BatchRequest):
-            return pack(ask(asked)), 0.0
-        batch: Batch = ask(replace(asked, wait_s=0.0))
-        return pack(batch), min(asked.wait_s, MAX_WAIT_S) if batch.num_missing else 0.0
+        return asked
+
+    def _work(self, name: str, asked: Any) -> tuple[bytes, float]:
+        """The answer, and for how many seconds a better one may be waited for."""
+        if asked is None:
+            return pack(self._ask(name)), 0.0
+        if not isinstance(asked, BatchRequest | LeaseRequest):
+            return pack(self._ask(name, asked)), 0.0
+        answer = self._ask(name, replace(asked, wait_s=0.0))
+        if isinstance(asked, BatchRequest):
+            is_missing = answer.num_missing > 0
+        else:
+            heard = {name: policy.version for name, policy in answer.policies.items()}
+            has_nothing = not answer.leases and answer.reason in WAITING
+            is_missing = has_nothing and heard == dict(asked.heard)
+        return pack(answer), min(asked.wait_s, MAX_WAIT_S) if is_missing else 0.0
 
     def _ask(self, name: str, *request: Any) -> Any:
         """The ledger's answer, and how long it took."""

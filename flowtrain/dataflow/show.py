@@ -68,17 +68,13 @@ def _policies(policies: Mapping[str, Any]) -> str:
 
 
 def _groups(policies: Mapping[str, Any]) -> str:
-    """A row per policy and state: the number of groups, their mean length, and a histogram."""
-    rows: list[tuple[str, ...]] = [("groups of", "state", "groups", "tokens each", "by length")]
+    """A row per policy and state: the number of groups, and their mean length."""
+    rows: list[tuple[str, ...]] = [("groups of", "state", "groups", "tokens each")]
     for name, policy in policies.items():
         for state in ("fresh", "assigned", *_LEFT_OUT):
             if found := policy["groups"].get(state):
-                lengths = " ".join(
-                    f"{low}:{num}"
-                    for low, num in sorted(found["tokens"].items(), key=lambda item: int(item[0]))
-                )
-                counts = [f"{found['num']:,}", f"{found['tokens_mean']:,.0f}"]
-                rows.append((name, state, *counts, lengths))
+                counts = (f"{found['num']:,}", f"{found['tokens_mean']:,.0f}")
+                rows.append((name, state, *counts))
     return aligned(rows) if len(rows) > 1 else ""
 
 

@@ -84,15 +84,16 @@ class TokenFile:
         return found
 
     def _look(self) -> None:
-        """Read the file again if it has changed. One that cannot be read opens nothing."""
+        """Read the file again if it has changed. One that cannot be read, as while it is copied,
+        changes nothing.
+        """
         if (state := _state(self._path)) == self._state:
             return
         self._state = state
         try:
             self._entries = read(self._path)
         except UserError as error:
-            _log.error("%s; until it is mended no token of it is valid", error)
-            self._entries = []
+            _log.error("%s; until it is mended the tokens that it had before are valid", error)
 
 
 class Access:

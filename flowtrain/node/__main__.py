@@ -25,7 +25,7 @@ from flowtrain.config.options import check_allowed
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
 from flowtrain.net.serving import TOKEN_VARIABLE
-from flowtrain.types import PolicyName, UserError
+from flowtrain.types import Outage, PolicyName, UserError
 from flowtrain.utils.commands import end_on_signals
 from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.terminal import protect_output
@@ -66,7 +66,9 @@ rewards are the same on every node."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 after the work or a signal, 1 when something failed, 2 for a user's mistake."""
+    """Return 0 after the work or a signal, 1 when something failed, 2 for a user's mistake, 75 when
+    the dataflow or its trainers were away for too long.
+    """
     protect_output()
     options, args = _parser().parse_known_args(argv)
     if options.log_format == "json":
@@ -92,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     except (UserError, Refused, Unavailable, EngineError) as error:
         say(f"{_COMMAND}: {error}", "error")
+        if isinstance(error, Outage | Unavailable):
+            return os.EX_TEMPFAIL
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:  # before there was a lease
         pass

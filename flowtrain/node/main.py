@@ -15,16 +15,16 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
 from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Dataflow, Refused, Unavailable
+from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.membership import Membership
 from flowtrain.node.node import Node
 from flowtrain.node.progress import NodeProgress
 from flowtrain.node.setup import check, make_sampler, store_of
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
-from flowtrain.types import UserError
+from flowtrain.types import Outage, UserError
 
-_ASK_AGAIN_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 10.0
 _ECHO_S = 2.0
 """Seconds within which a second signal counts as the first, sent by terminal and launcher both."""
 _log = logging.getLogger(__name__)
@@ -47,43 +47,42 @@ def run(
     Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup of unforeseen errors.
     """
     with Client(url, token) as client:
-        config = parse_over(Membership.join(client, name, {}).joined.config, args)
-    check(config)
-    with Client(url, token, config.dataflow.wait_s) as client:
+        member = Membership(client, name)
+        config = parse_over(member.joined.config, args)
+        check(config)
+        client.wait_s = config.dataflow.wait_s
         while True:
             try:
-                return _serve(
-                    client,
-                    config,
-                    name,
-                    stores,
-                    num_groups=num_groups,
-                    token=token,
-                    cache=cache,
+                num_pushed = _serve(
+                    member, config, stores, num_groups=num_groups, token=token, cache=cache
                 )
+                break
             except (PoliciesChanged, ExceptionGroup) as error:
                 if isinstance(error, ExceptionGroup) and not error.subgroup(PoliciesChanged):
                     raise _cause(error) from None
             _log.warning("another policy is trained now: the engines start again")
+            member = Membership(client, name)
+    print(f"{name}: {num_pushed} groups pushed", file=sys.stderr)
 
 
 def _serve(
-    client: Dataflow,
+    member: Membership,
     config: Config,
-    name: str,
     stores: Mapping[str, str],
     *,
     num_groups: int,
     token: str,
     cache: Path | None,
-) -> None:
-    """Serve until the node is stopped. Raises PoliciesChanged, alone or in a group."""
-    locations = _wait_for_trainers(client, config, stores, name)
+) -> int:
+    """Serve until the node is stopped, and return the number of groups pushed. Raises
+    PoliciesChanged, alone or in a group.
+    """
+    locations = _wait_for_trainers(member, config, stores)
     with make_sampler(config, locations, token, cache) as sampler:
-        member = Membership.join(client, name, sampler.layouts, sampler.meter.read)
+        member.announce(sampler.layouts, sampler.meter.read)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
-        syncer.on_policy_state(member.joined.policies)
+        syncer.on_policy_state(member.policies)
         node = Node(
             member,
             sampler.rollout,
@@ -96,28 +95,26 @@ def _serve(
             progress=NodeProgress(num_groups),
         )
         try:
-            num_pushed = asyncio.run(_until_signalled(node))
+            return asyncio.run(_until_signalled(node))
         finally:
             syncer.close()
-    print(f"{name}: {num_pushed} groups pushed", file=sys.stderr)
 
 
 def _wait_for_trainers(
-    client: Dataflow, config: Config, stores: Mapping[str, str], name: str
+    member: Membership, config: Config, stores: Mapping[str, str]
 ) -> dict[str, str]:
     """Wait for a trainer unless `stores` names a store; returns the locations of the weights."""
-    wait_s = config.dataflow.wait_s
-    began = time.monotonic()
-    while True:
-        policies = Membership.join(client, name, {}).joined.policies
-        if locations := store_of(policies, stores, config.policy_names):
-            return locations
-        waited_s = time.monotonic() - began
-        if waited_s > wait_s:
-            raise UserError(f"no trainer has registered within dataflow.wait_s={wait_s:g} seconds")
-        if waited_s < _ASK_AGAIN_S:
+    wait_s, pause_s = config.dataflow.wait_s, _FIRST_PAUSE_S
+    end = time.monotonic() + wait_s
+    while not (locations := store_of(member.policies, stores, config.policy_names)):
+        if time.monotonic() > end:
+            raise Outage(f"no trainer has registered within dataflow.wait_s={wait_s:g} seconds")
+        if pause_s == _FIRST_PAUSE_S:
             _log.warning("waiting for a trainer to register")
-        time.sleep(_ASK_AGAIN_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        member.renew()
+    return locations
 
 
 async def _until_signalled(node: Node) -> int:

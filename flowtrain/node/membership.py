@@ -9,24 +9,28 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from flowtrain.dataflow.contract import (
+    WAITING,
     Dataflow,
     Join,
-    Joined,
     Lease,
     LeaseRequest,
     Leases,
+    PolicyState,
     Push,
     Pushed,
     Release,
     Renewal,
     Renewed,
 )
+from flowtrain.dataflow.wire import MAX_WAIT_S
 from flowtrain.utils.threads import settle
 
 _Q = TypeVar("_Q")
@@ -43,45 +47,52 @@ def key_of(lease: Lease) -> LeaseKey:
 
 
 class Membership:
-    """The dataflow as one node sees it. Coroutines raise Refused and Unavailable."""
+    """The dataflow as one process of a node sees it. Coroutines raise Refused and Unavailable."""
 
     def __init__(
-        self,
-        dataflow: Dataflow,
-        request: Join,
-        joined: Joined,
-        sampled: Callable[[], Mapping[str, int]] = dict,
+        self, dataflow: Dataflow, name: str, layouts: Mapping[str, str] | None = None
     ) -> None:
-        """`sampled` counts the tokens that this process has sampled, by policy."""
-        self.joined = joined
+        """Join, as a new process; `layouts`: see `announce`."""
         self._dataflow = dataflow
-        self._sampled = sampled
-        self._request = request
+        self._request = Join(name, uuid.uuid4().hex, layouts or {})
+        self.joined = dataflow.join(self._request)
+        self._policies = self.joined.policies
+        self._sampled: Callable[[], Mapping[str, int]] = dict
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "dataflow")
+        self._reason = ""
+        """Why the last answer had no more leases."""
+        self._asked: LeaseRequest | None = None
+        """The request for leases that has no answer yet."""
         self._sent: list[float] = []
         """When the requests without an answer were sent."""
 
-    @classmethod
-    def join(
-        cls,
-        dataflow: Dataflow,
-        name: str,
-        layouts: Mapping[str, str],
-        sampled: Callable[[], Mapping[str, int]] = dict,
-    ) -> Membership:
-        """Join as a new process: the dataflow keeps the layouts that a process announced first."""
-        request = Join(name, uuid.uuid4().hex, layouts)
-        return cls(dataflow, request, dataflow.join(request), sampled)
+    def announce(
+        self, layouts: Mapping[str, str], sampled: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Say with which models this process samples; `sampled` counts the tokens that it has
+        sampled, by policy.
+        """
+        self._request, self._sampled = replace(self._request, layouts=layouts), sampled
+        self._policies = self._dataflow.join(self._request).policies
+
+    @property
+    def policies(self) -> Mapping[str, PolicyState]:
+        """The policies as the last answer described them."""
+        return self._policies
 
     @property
     def silent_s(self) -> float:
-        """Seconds that the oldest request has waited for its answer; below 0 if none waits."""
+        """Seconds that the oldest request has waited for its answer; below 0 if none waits, or may
+        wait for something to lease.
+        """
         return time.monotonic() - min(self._sent, default=math.inf)
 
     async def lease(
         self, num: int, versions: Mapping[str, int], busy_s: float, waited_s: float
     ) -> Leases:
-        request = LeaseRequest(
+        """Ask for work items. Where there was none before, the answer waits until there is."""
+        began, wait_s = time.monotonic(), self._patience_s(versions)
+        self._asked = LeaseRequest(
             self._request.node,
             self._request.life,
             num,
@@ -90,12 +101,37 @@ class Membership:
             waited_s=waited_s,
             key=uuid.uuid4().hex,
             sampled=self._sampled(),
+            wait_s=wait_s,
+            heard={name: state.version for name, state in self._policies.items()},
         )
-        return await self._ask(self._dataflow.lease, request)
+        answer = await self._ask(self._dataflow.lease, self._asked, wait_s)
+        self._asked, self._policies, self._reason = None, answer.policies, answer.reason
+        has_begun_to_wait = not wait_s and self._patience_s(versions)
+        left_s = answer.retry_after_s - (time.monotonic() - began)
+        return replace(answer, retry_after_s=0.0 if has_begun_to_wait else max(0.0, left_s))
+
+    def _patience_s(self, versions: Mapping[str, int]) -> float:
+        """How long the answer to a request may wait: not at all while there are newer weights to
+        load, with which another answer would come.
+        """
+        is_behind = any(
+            state.version != versions.get(name, state.version)
+            for name, state in self._policies.items()
+        )
+        if is_behind or self._reason not in WAITING:
+            return 0.0
+        return min(MAX_WAIT_S, self.joined.lease_s / 2)
+
+    async def late_leases(self) -> Sequence[Lease]:
+        """End the request for leases that has no answer yet, and return those that it got."""
+        if self._asked is None:
+            return ()
+        return (await self._ask(self._dataflow.lease, replace(self._asked, wait_s=0.0))).leases
 
     async def renewals(self, held: Callable[[], Collection[LeaseKey]]) -> AsyncIterator[Renewed]:
         """Renew the leases that are held, at a third of their time, and yield the answers; without
-        any lease, ask for news of the policies. `held` is called on another thread.
+        any, ask for news of the policies, unless a request for leases does. `held` is called on
+        another thread.
         """
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Future[Renewed]] = asyncio.Queue()
@@ -103,8 +139,11 @@ class Membership:
 
         def renew() -> None:
             while not ended.wait(self.joined.lease_s / 3):
+                leases = held()
+                if not leases and self._asked is not None:
+                    continue
                 answer: Future[Renewed] = Future()
-                settle(answer, lambda: self._renew(held()))
+                settle(answer, partial(self.renew, leases))
                 with suppress(RuntimeError):  # the loop has ended meanwhile
                     loop.call_soon_threadsafe(answers.put_nowait, answer)
                 if answer.exception() is not None:
@@ -117,17 +156,17 @@ class Membership:
         finally:
             ended.set()
 
-    def _renew(self, leases: Collection[LeaseKey]) -> Renewed:
+    def renew(self, leases: Collection[LeaseKey] = ()) -> Renewed:
+        """Renew the leases, and learn how the policies are."""
         sent = time.monotonic()
         self._sent.append(sent)
         try:
-            if not leases:
-                return Renewed((), self._dataflow.join(self._request).policies)
             own = (self._request.node, self._request.life)
-            request = Renewal(*own, tuple(leases), self._sampled())
-            return self._dataflow.renew(request)
+            answer = self._dataflow.renew(Renewal(*own, tuple(leases), self._sampled()))
         finally:
             self._sent.remove(sent)
+        self._policies = answer.policies
+        return answer
 
     async def push(self, lease: Lease, payload: bytes) -> Pushed:
         request = Push(self._request.node, *key_of(lease), payload, sampled=self._sampled())
@@ -144,8 +183,8 @@ class Membership:
         """Wait for nothing: requests under way end by their own deadlines."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _ask(self, call: Callable[[_Q], _A], request: _Q) -> _A:
-        sent = time.monotonic()
+    async def _ask(self, call: Callable[[_Q], _A], request: _Q, wait_s: float = 0.0) -> _A:
+        sent = time.monotonic() + wait_s
         self._sent.append(sent)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call, request)

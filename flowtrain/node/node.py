@@ -22,7 +22,15 @@ from typing import Protocol
 
 from flowtrain.agents.collect import missing
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import EvalSettings, Lease, Leases, NotAllowed, Pushed, Refused
+from flowtrain.dataflow.contract import (
+    EvalSettings,
+    Lease,
+    Leases,
+    NotAllowed,
+    Pushed,
+    Refused,
+    Unavailable,
+)
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node.membership import LeaseKey, Membership, key_of
 from flowtrain.node.progress import BusyClock, NodeProgress
@@ -40,6 +48,8 @@ _MAX_FAILURES = 8
 """Work items in a row that fail or are refused until the node counts as broken."""
 _MAX_LEASES = 1024
 _TICK_S = 0.5
+_LOOK_S = 0.1
+"""Between two looks whether other weights are there, during a pause."""
 _SHORTEST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 60.0
 """Bounds for the dataflow's answer when to ask again."""
@@ -53,10 +63,8 @@ class Rollout(Protocol):
     ) -> Trajectory: ...
 
 
-class Answer(Protocol):
-    """Makes one rollout for an evaluation: a scored trajectory, or one that failed."""
-
-    async def __call__(self, task: Task, seed: int, settings: EvalSettings) -> Trajectory: ...
+Answer = Callable[[Task, int, EvalSettings], Awaitable[Trajectory]]
+"""Makes one rollout for an evaluation from its question, its seed and how it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +173,11 @@ class Node:
         async with asyncio.TaskGroup() as rollouts:
             while True:
                 num = self._num_wanted()
-                self.waiting = self._syncer.obstacle(self._max_staleness)
-                if self.waiting:
+                obstacle = self._syncer.obstacle(self._max_staleness)
+                if obstacle:
                     self._clock.discard_idle()
-                if num < 1 or self.waiting:
+                if num < 1 or obstacle:
+                    self.waiting = obstacle
                     await self._wait_for_room()
                     continue
                 request = self._member.lease(num, self._syncer.versions, *self._clock.read())
@@ -182,12 +191,19 @@ class Node:
                     item.task = rollouts.create_task(self._make(item))
                 self._syncer.on_policy_state(answer.policies)
                 if len(answer.leases) == num:
+                    self.waiting = ""
                     continue
                 if answer.reason == "done" and not self._items:
                     self.stop()
                 self.waiting = answer.reason
                 pause_s = max(answer.retry_after_s, _SHORTEST_WAIT_S)
-                await asyncio.sleep(min(pause_s, _LONGEST_WAIT_S))
+                await self._pause(min(pause_s, _LONGEST_WAIT_S))
+
+    async def _pause(self, longest_s: float) -> None:
+        """Wait, or until other weights are there."""
+        end, versions = time.monotonic() + longest_s, self._syncer.versions
+        while (left_s := end - time.monotonic()) > 0 and self._syncer.versions == versions:
+            await asyncio.sleep(min(left_s, _LOOK_S))
 
     def _size_of(self, lease: Lease) -> int:
         if lease.evaluation is None:
@@ -362,7 +378,9 @@ class Node:
         """Give back leases without a group, and leases that arrived too late to begin."""
         left = [key for key, item in self._items.items() if not item.payload]
         if (pending := self._pending_leases) is not None:
-            await asyncio.wait({pending})
-            left += [] if pending.exception() else map(key_of, pending.result().leases)
+            with contextlib.suppress(Refused, Unavailable):
+                is_there = pending.done()
+                late = pending.result().leases if is_there else await self._member.late_leases()
+                left += map(key_of, late)
         if left:
             await self._member.release(left, reason)

@@ -1,7 +1,7 @@
 """Batches that rollout nodes have made: this run as the dataflow knows it (`dataflow/contract.py`).
 
-Every rank asks for its share of a batch by itself. What is waited for is asked on a thread, so that
-a run that is asked to end does.
+While a batch fills rank 0 alone asks; then every rank fetches its share by itself. What is waited
+for is asked on a thread, so that a run that is asked to end does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -27,7 +27,6 @@ from flowtrain.dataflow.contract import (
     Progress,
     Refused,
     Register,
-    Registered,
     Unavailable,
 )
 from flowtrain.dataflow.payloads import PayloadStore
@@ -36,7 +35,7 @@ from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.pool.heartbeat import Heartbeat
 from flowtrain.training.records import Rollouts
 from flowtrain.training.world import World
-from flowtrain.types import Group, TokenAccount, UserError, account_of
+from flowtrain.types import Group, Outage, TokenAccount, UserError, account_of
 
 if TYPE_CHECKING:
     from flowtrain.dataflow.client import Client
@@ -77,7 +76,8 @@ class BatchSource:
         self._payloads: PayloadStore | None = None
         self._seen, self._heard, self._has_ended = "", time.monotonic(), Event()
         self._thread = ThreadPoolExecutor(1, "batch_source")
-        self._heartbeat = Heartbeat(dataflow, config.dataflow.trainer_timeout_s / 4)
+        interval_s = config.dataflow.trainer_timeout_s / 4
+        self._heartbeat = Heartbeat(dataflow, interval_s, config.dataflow.wait_s)
 
     @property
     def dataflow(self) -> Dataflow:
@@ -94,21 +94,13 @@ class BatchSource:
         `trained_from`; collective. All ranks register as one life: a request that comes twice or
         late then takes nothing back.
 
-        Raises UserError when the dataflow refuses, or is another one; KeyboardInterrupt when the
-        run is asked to end meanwhile.
+        Raises UserError when the dataflow refuses, or is another one, Outage when it does not
+        answer; KeyboardInterrupt when the run is asked to end meanwhile.
         """
-
-        def ask() -> Registered:
-            if trained_from and (run := self._dataflow.status()["run"]) != trained_from:
-                raise Refused(
-                    f"this is run {run!r}, but the checkpoint was trained from {trained_from!r}: "
-                    "start the service with its database"
-                )
-            return self._dataflow.register(described)
-
         self._life = self._world.gather_text(uuid.uuid4().hex)[0]
-        described = replace(policy, life=self._life, is_fenced=True)
-        registered = self._answer(ask, lambda: "the service does not answer")
+        described = replace(policy, life=self._life, is_fenced=True, run=trained_from)
+        asked = self._thread.submit(self._dataflow.register, described)
+        registered = self.settle(asked, lambda: "the service does not answer")
         if registered is None:
             raise KeyboardInterrupt
         self._run = registered.run
@@ -122,12 +114,13 @@ class BatchSource:
         """Wait for the batch of `step` and return this rank's groups, numbered by their index in
         it.
 
-        None when the run is asked to end first. Collective. Raises UserError when none comes within
-        dataflow.wait_s, RuntimeError for a batch that is not what was asked for.
+        None when the run is asked to end first. Collective. Raises Outage when none comes within
+        dataflow.wait_s, UserError when the dataflow refuses, RuntimeError for a batch that is not
+        what was asked for.
         """
         started = time.monotonic()
         self._seen, self._heard = f"no answer about step {step} yet", started
-        batch = self._answer(lambda: self._full(step), self._missing)
+        batch = self._fetched(step)
         if batch is None:
             return None
         waited_s = time.monotonic() - started
@@ -188,17 +181,30 @@ class BatchSource:
     def _positions(self) -> range:
         return range(self._world.rank, self._num_groups, self._world.size)
 
+    def _fetched(self, step: int) -> Batch | None:
+        """Wait on rank 0 until the batch is full, then return this rank's part; None when the run
+        is asked to end first. Collective.
+        """
+        full: Future[Batch] = Future()
+        if self._world.is_main:
+            full = self._thread.submit(self._full, step)
+        else:
+            full.set_result(Batch((), 0))
+        batch = self.settle(full, self._missing)
+        if batch is None or self._world.size == 1:
+            return batch
+        if not self._world.is_main:
+            full = self._thread.submit(self._full, step)
+        return self.settle(full, self._missing)
+
     def _full(self, step: int) -> Batch:
         """Ask until this rank's part of the batch is there."""
         rank, size = self._world.rank, self._world.size
         request = BatchRequest(self._policy, step, rank, size, life=self._life)
         while (batch := self._dataflow.batch(request)).num_missing:
-            status = self._dataflow.status()
-            self._seen, self._heard = (
-                f"step {step} lacks {batch.num_missing} of {self._num_groups} groups; "
-                f"{_at_work(status, self._options.lease_s)}",
-                time.monotonic(),
-            )
+            lacks = f"step {step} lacks {batch.num_missing} of {self._num_groups} groups"
+            self._seen = "; ".join(filter(None, (lacks, batch.waiting)))
+            self._heard = time.monotonic()
             request = replace(request, wait_s=_ASK_S)
             if self._has_ended.wait(_PAUSE_S):
                 raise Unavailable("nobody waits for this batch any longer")
@@ -211,9 +217,6 @@ class BatchSource:
             if silent_s < _SILENT_S
             else f"{self._seen}; the service has been silent for {silent_s:.0f} s"
         )
-
-    def _answer(self, ask: Callable[[], T], why: Callable[[], str]) -> T | None:
-        return self.settle(self._thread.submit(ask), why)
 
     def settle(
         self,
@@ -230,7 +233,8 @@ class BatchSource:
                 the beginning nothing.
 
         Raises:
-            UserError: the dataflow refuses, or nothing moved for dataflow.wait_s.
+            UserError: the dataflow refuses.
+            Outage: it does not answer, or nothing moved for dataflow.wait_s.
         """
         started, next_note_s = time.monotonic(), _FIRST_NOTE_S
         while True:
@@ -240,19 +244,24 @@ class BatchSource:
             if error is not None and not isinstance(error, Refused | Unavailable):
                 raise error
             stuck_s = waited_s if moved is None else min(waited_s, time.monotonic() - moved())
-            flags = [not is_done, error is not None, self._interrupt.requested, stuck_s]
-            is_waiting, has_failed, is_asked, longest_s = self._world.max(flags)
+            is_refused = isinstance(error, Refused)
+            flags = [
+                *(not is_done, error is not None, is_refused, self._interrupt.requested),
+                stuck_s,
+            ]
+            is_waiting, has_failed, was_refused, is_asked, longest_s = self._world.max(flags)
             if has_failed:
                 problem = next(
                     filter(None, self._world.gather_text("" if error is None else str(error)))
                 )
-                raise UserError(f"dataflow.url={self._options.url!r}: {problem}")
+                kind = UserError if was_refused else Outage
+                raise kind(f"dataflow.url={self._options.url!r}: {problem}")
             if not is_waiting:
                 return answer.result()
             if is_asked:
                 return None
             if longest_s > self._options.wait_s:
-                raise UserError(f"{why()}; dataflow.wait_s={self._options.wait_s:g} s are over")
+                raise Outage(f"{why()}; dataflow.wait_s={self._options.wait_s:g} s are over")
             if waited_s > next_note_s:
                 self._note(f"{why()} ({waited_s:.0f} s)")
                 next_note_s *= 2
@@ -325,14 +334,6 @@ def connect(config: Config) -> Client:
     return Client(
         config.dataflow.url, os.environ.get(TOKEN_VARIABLE, ""), config.dataflow.wait_s + _ASK_S
     )
-
-
-def _at_work(status: Mapping[str, Any], lease_s: float) -> str:
-    """Say what is under way, and how many of the nodes that have joined give signs of life."""
-    seen = [node["seen_s_ago"] for node in status["nodes"].values()]
-    num_silent = sum(seen_s_ago >= lease_s for seen_s_ago in seen)
-    silent = f", {num_silent} silent for {lease_s:g} s or more" if num_silent else ""
-    return f"{status['work_items']['leased']} under way; nodes joined: {len(seen)}{silent}"
 
 
 def _unpack(assigned: AssignedGroup, position: int) -> Group:

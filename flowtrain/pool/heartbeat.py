@@ -17,11 +17,12 @@ _LAST_WORDS_S = 5.0
 class Heartbeat:
     """Sends progress reports in order from a thread; repeats the last one in between."""
 
-    def __init__(self, dataflow: Dataflow, interval_s: float) -> None:
-        self._dataflow, self._interval_s = dataflow, interval_s
+    def __init__(self, dataflow: Dataflow, interval_s: float, wait_s: float) -> None:
+        """`wait_s`: longest wait for the dataflow to hear of the end of training."""
+        self._dataflow, self._interval_s, self._wait_s = dataflow, interval_s, wait_s
         self._news: queue.Queue[Progress | None] = queue.Queue()
         self._thread = Thread(target=self._run, name="heartbeat", daemon=True)
-        self._told, self._waited_s, self._has_ended = 0.0, 0.0, False
+        self._told, self._waited_s, self._has_ended, self._is_done = 0.0, 0.0, False, False
 
     def start(self, first: Progress) -> None:
         self._told = time.monotonic()
@@ -37,12 +38,15 @@ class Heartbeat:
         busy_s = max(0.0, now - self._told - self._waited_s)
         self._news.put(replace(progress, busy_s=busy_s, waited_s=self._waited_s))
         self._told, self._waited_s = now, 0.0
+        self._is_done = progress.is_done
 
     def close(self) -> None:
-        """Send what is queued and end; the wait is short."""
+        """Send what is queued and end. The wait is short, unless the end of training is to be told:
+        nodes would wait for this trainer for ever.
+        """
         self._news.put(None)
         if self._thread.is_alive():
-            self._thread.join(_LAST_WORDS_S)
+            self._thread.join(self._wait_s if self._is_done else _LAST_WORDS_S)
         self._has_ended = True
 
     def _run(self) -> None:

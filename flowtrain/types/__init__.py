@@ -28,7 +28,7 @@ from flowtrain.types.sampling import (
     TurnTraining,
     VersionSpan,
 )
-from flowtrain.types.task import PlanStep, SubGoal, Task, UserError
+from flowtrain.types.task import Outage, PlanStep, SubGoal, Task, UserError
 from flowtrain.types.token_account import TokenAccount, account_of
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "FilterReason",
     "FinishReason",
     "Group",
+    "Outage",
     "PlanStep",
     "PolicyName",
     "Sample",

@@ -13,6 +13,12 @@ class UserError(ValueError):
     """A user's mistake. The command line prints its one line and exits with code 2."""
 
 
+class Outage(UserError):
+    """Something is away and may come back, so the same command may succeed later: the command line
+    exits with code 75, on which supervisors start it again.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class PlanStep:
     """One turn of a perfect planner."""

@@ -17,9 +17,10 @@ from batches import batch
 from flowkernels import LossSpec
 
 from flowtrain.algorithms import filter_samples
-from flowtrain.dataflow.codec import pack_group, unpack_group
+from flowtrain.dataflow.codec import inflated, pack_group, unpack_group
 from flowtrain.dataflow.contract import BatchRequest, Push, Refused
 from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.ledger.group_checks import GroupLimits
 from flowtrain.metrics.rollouts import RolloutStats
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.training import model as models
@@ -68,6 +69,30 @@ def _with_call(whole: Group, **changes: Any) -> Group:
     call = replace(turn.calls["planner"], **changes)
     first = replace(first, turns=(replace(turn, calls={**turn.calls, "planner": call}),))
     return replace(whole, trajectories=(first, *others))
+
+
+def test_the_largest_group_of_a_run_is_no_bomb(flow: Ledger) -> None:
+    """Prompts and responses of all positions, each token among 128, with texts."""
+    rollout = flow.config.rollout.model_copy(update={"top_p": 0.9})
+    config = flow.config.model_copy(update={"rollout": rollout})
+    limits = GroupLimits(config, {"planner": (VOCAB_SIZE, MAX_POSITIONS)})
+    num = MAX_POSITIONS - 1
+    mask = SamplingMask.of([range(200, 200 + 128)] * num)
+    call = replace(
+        honest(TASKS[0]).trajectories[0].turns[0].calls["planner"],
+        prompt_ids=(1,),
+        response_ids=(VOCAB_SIZE - 1,) * num,
+        logprobs=(-0.123456789,) * num,
+        entropies=(0.123456789,) * num,
+        text="\u20ac" * num,
+        sampling_mask=mask,
+    )
+    whole = group(TASKS[0], num=config.rollout.group_size)
+    turn = replace(whole.trajectories[0].turns[0], calls={"planner": call}, retrieved="x" * 800_000)
+    turns = (turn,) * config.agent.max_turns
+    rollouts = tuple(replace(each, turns=turns) for each in whole.trajectories)
+    num_bytes = len(inflated(pack_group(replace(whole, trajectories=rollouts))))
+    assert num_bytes < limits.max_bytes < 1.5 * num_bytes
 
 
 def _with_rollout(whole: Group, **changes: Any) -> Group:

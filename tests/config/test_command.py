@@ -13,7 +13,7 @@ import pytest
 from flowtrain.config import Config
 from flowtrain.config import command as commands
 from flowtrain.config.command import Interrupt, run_command
-from flowtrain.types import UserError
+from flowtrain.types import Outage, UserError
 
 
 def command(monkeypatch: pytest.MonkeyPatch, argv: list[str], body: Callable[[Config], int]) -> int:
@@ -25,13 +25,17 @@ def test_run_command_returns_the_exit_code_of_its_body(monkeypatch: pytest.Monke
     assert command(monkeypatch, ["--run.seed", "4"], lambda config: config.run.seed) == 4
 
 
-def test_a_user_error_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (Outage, 75)])
+def test_a_user_error_is_one_line_and_exit_code_2_an_outage_75(
+    kind: type[UserError],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def body(config: Config) -> int:
-        raise UserError("the disk is on fire")
+        raise kind("the disk is on fire")
 
-    assert command(monkeypatch, [], body) == 2
+    assert command(monkeypatch, [], body) == code
     assert capsys.readouterr() == ("", "flowtrain.test: the disk is on fire\n")
 
 

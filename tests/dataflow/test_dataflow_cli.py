@@ -90,8 +90,8 @@ def test_the_table(used: Any) -> None:
     ]
     states = [line.split() for line in lines if line.startswith("planner")][1:]
     assert states == [
-        ["planner", "assigned", "2", "8", "8:2"],
-        ["planner", "stale", "1", "600", "512:1"],
+        ["planner", "assigned", "2", "8"],
+        ["planner", "stale", "1", "600"],
     ]
     (node,) = [line.split() for line in lines if line.startswith("n1")]
     assert node == ["n1", "2", "min", "1", "3", "0.00", "25%", "planner", "1"]
@@ -141,6 +141,20 @@ def test_a_terminal_takes_no_commands_from_nodes() -> None:
     }
     text = status_text({**status, "lost_leases": {"\x07": 1}, "nodes": {"n\x1b1": node}})
     assert all(letter.isprintable() for letter in text.replace("\n", "")) and r"n\x1b1" in text
+
+
+def test_the_audit_counts_again(used: Any) -> None:
+    assert used.audit().problems == ()
+    for change, problem in (
+        (
+            "num = num + 1 WHERE what = 'groups' AND name = 'stale'",
+            "planner groups stale: 2, not 1",
+        ),
+        ("num = num - 1 WHERE what = 'pushes'", "pushes n1: 2, not 3"),
+    ):
+        with used.database.write() as transaction:
+            assert transaction.run(f"UPDATE counters SET {change}") == 1
+        assert f"a counter is wrong ({problem})" in used.audit().problems
 
 
 def test_the_audit_finds_what_does_not_add_up(

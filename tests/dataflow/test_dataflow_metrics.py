@@ -13,6 +13,7 @@ from prometheus_text import samples
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import BatchRequest, Progress, Release, Unavailable
+from flowtrain.dataflow.ledger.sql import SqliteDatabase
 from flowtrain.dataflow.measures import Measures
 from flowtrain.dataflow.service import Service
 from flowtrain.net import monitoring
@@ -147,8 +148,7 @@ def test_the_database_is_asked_once_however_often_one_scrapes(
     num_asked = 0
 
     class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(used, name)
+        answers = staticmethod(used.answers)
 
         def status(self) -> Any:
             nonlocal num_asked
@@ -167,20 +167,38 @@ def test_a_scrape_waits_for_no_writer_and_keeps_none_waiting(used: Any) -> None:
     with running(app(used)) as url, used.database.write() as transaction:
         transaction.run("UPDATE nodes SET seen_s = seen_s")
         assert scrape(url)[f"{_NAME}_up"] == 1
-    with used._reports.read() as transaction:  # as during a scrape that takes long
+    with used.database.read() as transaction:  # as during a scrape that takes long
         transaction.all("SELECT * FROM groups")
         fake_groups.joined(used, "n2")
     assert "n2" in used.status()["nodes"]
 
 
-def test_a_database_that_is_down_shows(used: Any) -> None:
-    class Down:
-        def status(self) -> Any:
-            raise Unavailable("postgresql://secret@host did not answer")
+def test_a_database_that_is_down_shows_and_that_it_is_back(
+    used: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(database: Any) -> Any:
+        raise Unavailable("postgresql://secret@host did not answer")
 
-    measures = Measures(Down(), None, 60.0)  # type: ignore[arg-type]
-    with running(measures.monitor.watching(Service(used, used.run, TOKEN))) as url:
-        answer = httpx2.get(f"{url}/health")
-        assert (answer.status_code, answer.json()) == (503, {"status": "failing"})
-        found = samples(httpx2.get(f"{url}/metrics").text)
+    with running(app(used)) as url:
+        with monkeypatch.context() as patch:
+            patch.setattr(SqliteDatabase, "read", down)
+            answer = httpx2.get(f"{url}/health")
+            assert (answer.status_code, answer.json()) == (503, {"status": "failing"})
+            found = scrape(url)
+        assert httpx2.get(f"{url}/health").status_code == 200
     assert found[f"{_NAME}_up"] == 0 and f"{_NAME}_leases" not in found
+
+
+def test_a_report_that_takes_too_long_is_no_illness(used: Any, tmp_path: Path) -> None:
+    """As where a statement of a report is cancelled: the database answers all the same."""
+
+    class Slow:
+        answers = staticmethod(used.answers)
+
+        def status(self) -> Any:
+            raise Unavailable("canceling statement due to statement timeout")
+
+    measures = Measures(Slow(), None, 60.0)  # type: ignore[arg-type]
+    with running(measures.monitor.watching(Service(used, used.run, TOKEN))) as url:
+        assert samples(httpx2.get(f"{url}/metrics").text)[f"{_NAME}_up"] == 0
+        assert httpx2.get(f"{url}/health").status_code == 200

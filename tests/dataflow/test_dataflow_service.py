@@ -246,16 +246,15 @@ def test_a_body_that_is_cut_is_not_taken() -> None:
     assert scripted.num_joins == 1
 
 
-def test_a_bomb_of_a_group_is_refused(
-    url: str, ledger: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(codec, "MAX_GROUP_BYTES", 1 << 20)
+def test_a_bomb_of_a_group_is_refused(url: str, ledger: Any) -> None:
+    """By what two rollouts of three turns of this run's models can have, before it is decoded."""
+    most = 2 * 3 * ((1 << 20) + fake_groups.MAX_POSITIONS * 40)
     with Client(url, TOKEN, wait_s=20) as client:
         client.join(Join("bomber", "a"))
         client.register(fake_groups.planner())
         (lease,) = client.lease(LeaseRequest("bomber", "a", 1)).leases
         for payload, why in (
-            (zlib.compress(bytes(16 << 20)), "may have 1048576 bytes"),
+            (zlib.compress(bytes(most + 1)), f"may have {most} bytes"),
             (zlib.compress(b"\x91" * (1 << 19)), "malformed Group|malformed group"),
             (b"PK\x03\x04", "malformed group"),
             (b"", "malformed group"),
@@ -348,7 +347,7 @@ def test_what_passes_may_be_asked_again_and_what_is_ours_is_not_told(
 
 
 def test_more_at_a_time_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_MAX_AT_WORK", 2)
+    monkeypatch.setattr(service_module, "_OVERHEAD", 12 << 20)
     is_asked, is_over = threading.Semaphore(0), threading.Event()
 
     def answer() -> Joined:
@@ -371,8 +370,7 @@ def test_more_at_a_time_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_waiting_for_a_batch_holds_no_thread_and_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_NUM_THREADS", 1)
-    monkeypatch.setattr(service_module, "_MAX_AT_WORK", 2)
+    monkeypatch.setattr(service_module, "_OVERHEAD", 12 << 20)
     scripted = Scripted()
     with (
         running(Service(scripted, "r", TOKEN)) as url,

@@ -9,9 +9,9 @@ from typing import Any
 
 import fake_groups as fake
 import pytest
-from grown_ledger import NUM_GROUPS, PER_LEASE, Size, grown
 
 from bench.dataflow_service import group
+from bench.grown_ledger import NUM_GROUPS, PER_LEASE, Size, grown
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import (
     BatchRequest,
@@ -23,6 +23,7 @@ from flowtrain.dataflow.contract import (
 )
 from flowtrain.dataflow.ledger import Ledger, prompts
 from flowtrain.dataflow.ledger.prompts import num_leased
+from flowtrain.dataflow.ledger.report import report
 from flowtrain.dataflow.ledger.sql import SqliteDatabase, Transaction
 
 _STEPS = 10
@@ -90,6 +91,51 @@ def test_requests_take_as_many_steps_in_a_large_ledger(
     assert set(small) == {"lease", "renew", "push", "batch"} and all(small.values())
     for name, steps in large.items():
         assert steps <= 1.2 * small[name] + 10, (name, small, large)
+
+
+def _used(database: str, num_committed: int) -> Ledger:
+    """A ledger that has trained so many groups, of which some wait, are under way and are lost."""
+    ledger = grown(database, Size(10, 40, num_committed))
+    held = ledger.lease(LeaseRequest("node-1", "a", 8)).leases
+    for lease in held[:4]:
+        ledger.push(Push("node-1", lease.work_item, 1, pack_group(group(lease))))
+    ledger.release(Release("node-1", ((held[4].work_item, 1),), "ends"))
+    return ledger
+
+
+def test_reports_and_signs_of_life_read_no_history(tmp_path: Path, count: Counter) -> None:
+    small, large = (_used(str(tmp_path / f"{num}.db"), num) for num in (320, 6400))
+    for ledger in (small, large):
+        assert ledger.status()["policies"]["planner"]["groups"]["fresh"]["num"] == 4
+        assert ledger.audit().problems == ()
+    for ask in (Ledger.status, Ledger.answers):
+        (few, _), (many, answer) = (count(lambda ask=ask, of=of: ask(of)) for of in (small, large))
+        assert answer and many <= 1.1 * few + 10, (ask, few, many)
+
+
+def test_reports_read_as_many_rows_of_a_large_database(postgres: str) -> None:
+    """As PostgreSQL counts them. It reads tables of a few pages as a whole, so neither is small."""
+
+    def num_read(num_committed: int) -> int:
+        ledger = _used(postgres, num_committed)
+        with ledger.database.write() as transaction:
+            transaction.run("ANALYZE")
+        read = "sum(seq_tup_read + coalesce(idx_tup_fetch, 0))"
+        with ledger.database.read() as transaction:
+            before, after = (
+                report(transaction, ledger.run, ledger.config.dataflow)
+                and transaction.one(f"SELECT {read} AS num FROM pg_stat_xact_user_tables").num
+                for _ in range(2)
+            )
+        with ledger.database.write() as transaction:
+            schema = transaction.one("SELECT current_schema() AS name").name
+            transaction.run(f"DROP SCHEMA {schema} CASCADE")
+            transaction.run(f"CREATE SCHEMA {schema}")
+        ledger.close()
+        return int(after - before)
+
+    few, many = num_read(3200), num_read(12800)
+    assert 0 < many <= 1.3 * few + 10, (few, many)
 
 
 def test_a_checkpoint_looks_at_the_groups_that_are_there_and_not_at_all_that_were(

@@ -175,7 +175,7 @@ def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
     ]
     flow.release(Release("n1", ((second.work_item, 1),), "sent again, late"))
     assert flow.status()["work_items"]["leased"] == 3
-    assert flow.status()["lost_leases"] == {"released: no engine": 1}
+    assert flow.status()["lost_leases"] == {"released": 1}
     joined(flow, "n3")
     (given_back,) = lease(flow, 1, "n3")
     flow.release(Release("n3", ((given_back.work_item, 1),)))
@@ -333,7 +333,6 @@ def test_filtered_groups_are_counted_with_their_lengths(database: str) -> None:
     assert flow.status()["policies"]["planner"]["groups"]["filtered"] == {
         "num": 2,
         "tokens_mean": 6.0,
-        "tokens": {"4": 2},
     }
     assert flow.audit().problems == ()
 
@@ -1020,9 +1019,7 @@ def test_status_shows_rates_of_the_last_minute_and_lengths(flow: Ledger, clock: 
         for name, node in status["nodes"].items()
     } == {"n1": (3, 1, 0.0), "n2": (1, 0, 1 / 60)}
     assert (status["groups_per_s"], status["tokens_per_s"]) == (1 / 60, 10.0)
-    assert status["policies"]["planner"]["groups"] == {
-        "fresh": {"num": 4, "tokens_mean": 300.0, "tokens": {"128": 3, "512": 1}}
-    }
+    assert status["policies"]["planner"]["groups"] == {"fresh": {"num": 4, "tokens_mean": 300.0}}
     assert status["tasks"] == {"asked": 256, "admitted": 256}, "drawn ahead"
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_servers import running
 from loopback_dataflow import make_config
 
 from flowtrain.agents.collect import user_errors
+from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
     Dataflow,
@@ -33,7 +35,9 @@ from flowtrain.dataflow.contract import (
     Register,
 )
 from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.service import Service
 from flowtrain.engines.protocol import EngineError
+from flowtrain.node import main as node_main
 from flowtrain.node.membership import Membership
 from flowtrain.node.node import Branching, Node, _WorkItem
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
@@ -148,8 +152,7 @@ class Nodes:
     dataflow: Dataflow
 
     def join(self, name: str) -> Membership:
-        request = Join(name, f"life-of-{name}", {"planner": "layout"})
-        return Membership(self.dataflow, request, self.dataflow.join(request))
+        return Membership(self.dataflow, name, {"planner": "layout"})
 
     def make(
         self,
@@ -317,6 +320,64 @@ def test_leases_that_arrive_during_stop_are_released(ledger: Ledger, nodes: Node
 
     assert asyncio.run(main()) == 0
     assert work_items(ledger) == {"leased": 0, "waiting": 2, "committed": 0, "failed": 0}
+
+
+def test_a_node_without_work_waits_for_an_answer_and_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one request under way, asks nothing else, and gets nothing that it cannot do."""
+    monkeypatch.setenv("no_proxy", "*")
+    config = make_config("tiny", rollout={"group_size": G, "num_questions": 4})
+    ledger = Ledger(tmp_path / "idle.sqlite", config, TaskCursor(TASKS, 0))
+    ledger.register(Register("planner", "layout", "store", 4, 0, 1 << 16, 1 << 16))
+    asked: list[LeaseRequest] = []
+    lease = ledger.lease
+    ledger.lease = lambda request: (asked.append(request), lease(request))[1]  # type: ignore[method-assign]
+
+    async def main(node: Node) -> int:
+        async with asyncio.timeout(30):
+            running_node = asyncio.create_task(node.run())
+            await until(lambda: node.waiting == "full" and work_items(ledger)["committed"] == 4)
+            num = len(asked)
+            await until(lambda: len(asked) > num)
+            await asyncio.sleep(1.0)  # in which a node that polls would have asked again
+            assert len(asked) == num + 1
+            began = time.monotonic()
+            node.stop()
+            pushed = await running_node
+            assert time.monotonic() - began < 8
+            return pushed
+
+    with running(Service(ledger, ledger.run, "t")) as url, Client(url, "t", 20.0) as client:
+        assert asyncio.run(main(Nodes(client).make(soon))) == 4
+    assert work_items(ledger) == {"leased": 0, "waiting": 0, "committed": 4, "failed": 0}
+    assert len(ledger.status()["nodes"]) == 1 and not ledger.audit().problems
+    ledger.close()
+
+
+def test_a_node_that_waits_for_a_trainer_has_joined_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config("tiny", rollout={"group_size": G, "num_questions": 4})
+    ledger = Ledger(tmp_path / "late.sqlite", config, TaskCursor(TASKS, 0))
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 20:
+            ledger.register(Register("planner", "layout", "store", 4, 0, 1 << 16, 1 << 16))
+
+    monkeypatch.setattr(node_main.time, "sleep", sleep)
+    member = Membership(ledger, "a")
+    assert node_main._wait_for_trainers(member, config, {}) == {"planner": "store"}
+    assert len(pauses) == 20 and pauses[0] == 2.0 and pauses[-1] == 10.0
+    member.announce({"planner": "layout"}, dict)
+    with ledger.database.read() as transaction:
+        (row,) = transaction.all("SELECT layouts FROM nodes")
+    assert row.layouts == '{"planner": "layout"}'
+    with pytest.raises(Refused, match="layout other"):
+        member.announce({"planner": "other"}, dict)
+    ledger.close()
 
 
 def test_engine_error_ends_the_node_and_releases_its_leases(ledger: Ledger, nodes: Nodes) -> None:
@@ -497,8 +558,8 @@ def test_leases_are_renewed_during_long_rollouts(
 
     assert asyncio.run(main()) == 1
     assert set(renewals) == {((1, 1),)}
-    nodes.join("b")
-    (lease,) = ledger.lease(LeaseRequest("b", "life-of-b", 1)).leases
+    life = nodes.join("b")._request.life
+    (lease,) = ledger.lease(LeaseRequest("b", life, 1)).leases
     assert (lease.work_item, lease.attempt) == (2, 1), "nobody else had to do work item 1"
 
 
@@ -706,7 +767,7 @@ def test_a_node_reports_its_busy_and_idle_time(ledger: Ledger, nodes: Nodes) -> 
     assert asked[1].busy_s == pytest.approx(0.2, abs=0.15) and asked[1].busy_s >= 0.19
     assert asked[1].waited_s < 0.15
     assert asked[1].versions == {"planner": 0}
-    assert isinstance(lease(LeaseRequest("a", "life-of-a", 1)).leases[0], Lease)
+    assert isinstance(lease(LeaseRequest("a", asked[1].life, 1)).leases[0], Lease)
 
 
 def test_questions_are_answered_with_the_seeds_and_settings_of_their_evaluation(

@@ -408,7 +408,7 @@ def test_a_node_whose_token_is_revoked_ends_with_one_line(
 ) -> None:
     path = tmp_path / "tokens.json"
     environment = {"FLOWTRAIN_TOKEN": issue(path, "eu-1", Role.NODE)}
-    config = make_config(model, dataflow={"lease_s": 1.5, "wait_s": 60.0, "max_staleness": 8})
+    config = make_config(model, dataflow={"lease_s": 1.5, "wait_s": 8.0, "max_staleness": 8})
     with serve_dataflow(config, tmp_path, tokens=TokenFile(path)) as made:
         trainer = Trainer(made.ledger, model, tmp_path / "weights")
         trainer.register(num_groups=2)
@@ -418,7 +418,7 @@ def test_a_node_whose_token_is_revoked_ends_with_one_line(
         trainer.step(1)
         trainer.step(2)
         revoke(path, "eu-1")
-        assert node.wait() == 1 and other.wait() == 1
+        assert (node.wait(), other.wait()) == (75, 1)
         assert list(made.ledger.status()["nodes"]) == ["eu-1"]
     for process, why in (
         (node, "HTTP 401: the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the serv"),
@@ -426,7 +426,8 @@ def test_a_node_whose_token_is_revoked_ends_with_one_line(
     ):
         lines = process.err.read_text().splitlines()
         told = [line for line in lines if "groups pushed (" not in line]  # the progress
-        assert len(told) == 1 and why in told[0], lines
+        # The token may have been revoked by mistake: for a while it is tried again, and said.
+        assert why in told[-1] and all(": HTTP 40" in line for line in told), lines
 
 
 def test_a_node_branches_where_a_trainer_that_samples_would(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,11 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
 from flowtrain.pool import batch_source as feeds
+from flowtrain.pool import heartbeat as heartbeat_module
 from flowtrain.pool.batch_source import BatchSource, connect, versions
 from flowtrain.pool.heartbeat import Heartbeat
 from flowtrain.training.world import World
-from flowtrain.types import Call, FinishReason, Group, UserError, VersionSpan
+from flowtrain.types import Call, FinishReason, Group, Outage, UserError, VersionSpan
 from tests.dataflow.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -127,10 +129,109 @@ def test_a_rank_gets_its_share(place: Place) -> None:
     for rank, batch_source in enumerate(feeds):
         batch_source._life = feeds[0]._life  # ranks register as one
         batch_source._world = replace(ALONE, rank=rank, size=2)
+    feeds[0]._life = feeds[1]._life
     place.fill(4)
     assert [
         [assigned.position for assigned in batch_source._full(1).groups] for batch_source in feeds
     ] == [[0, 2], [1, 3]]
+
+
+class Threads(World):
+    """Ranks that are threads of this process."""
+
+    def meet(self, shared: dict[int, Any], barrier: threading.Barrier) -> Threads:
+        object.__setattr__(self, "_meeting", (shared, barrier))
+        return self
+
+    def reduce(self, sums: Any, maxima: Any) -> tuple[list[float], list[float]]:
+        shared, barrier = self._meeting
+        shared[self.rank] = (sums, maxima)
+        barrier.wait(30)
+        rows = [shared[rank] for rank in range(self.size)]
+        barrier.wait(30)
+        return (
+            [sum(column) for column in zip(*(row[0] for row in rows), strict=True)],
+            [max(column) for column in zip(*(row[1] for row in rows), strict=True)],
+        )
+
+    def gather_text(self, text: str) -> list[str]:
+        shared, barrier = self._meeting
+        shared[self.rank] = text
+        barrier.wait(30)
+        texts = [shared[rank] for rank in range(self.size)]
+        barrier.wait(30)
+        return texts
+
+
+def ranks(place: Place, num: int, **dataflow: Any) -> tuple[list[BatchSource], list[list[int]]]:
+    """The feeds of a run with so many ranks, and for each the lacking groups that it hears of."""
+    shared, barrier = {}, threading.Barrier(num)
+    made, heard = [], []
+    for rank in range(num):
+        source = place.batch_source(**dataflow)
+        source._world = Threads(rank, num, torch.device("cpu")).meet(shared, barrier)
+        lacking: list[int] = []
+
+        def noting(request: Any, ask: Any = source._dataflow.batch, to: Any = lacking) -> Batch:
+            answer: Batch = ask(request)
+            to.append(answer.num_missing)
+            return answer
+
+        source._dataflow.batch = noting  # type: ignore[method-assign]
+        source._dataflow.status = lambda: pytest.fail("a rank that waits reads no report")  # type: ignore[method-assign]
+        made.append(source)
+        heard.append(lacking)
+    return made, heard
+
+
+def test_rank_0_alone_asks_while_a_batch_fills(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "_TICK_S", 0.02)
+    monkeypatch.setattr(feeds, "_ASK_S", 0.02)
+    sources, heard = ranks(place, 4)
+    has_heard_often = threading.Event()
+    ask = sources[0]._dataflow.batch
+
+    def noting(request: Any) -> Batch:
+        if len(heard[0]) >= 10:
+            has_heard_often.set()
+        return ask(request)
+
+    sources[0]._dataflow.batch = noting  # type: ignore[method-assign]
+
+    def work(source: BatchSource) -> list[int]:
+        source.register(planner(), "")
+        rollouts = source.next_batch(1)
+        assert rollouts is not None
+        return [each.index for each in rollouts.groups]
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(work, source) for source in sources]
+        assert has_heard_often.wait(30)
+        place.fill(4)
+        assert [answer.result(30) for answer in answers] == [[0], [1], [2], [3]]
+    assert len(heard[0]) > 10 and heard[0][0] == 4 and heard[0][-1] == 0
+    assert heard[1:] == [[0]] * 3
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_ranks_agree_whether_a_failure_may_pass(place: Place, refused: bool) -> None:
+    sources, _ = ranks(place, 2)
+    problem = Refused("no such step") if refused else Unavailable("nobody is there")
+
+    def work(source: BatchSource) -> type[BaseException]:
+        def fails(request: Any) -> Batch:
+            raise problem
+
+        source._dataflow.batch = fails  # type: ignore[method-assign]
+        with pytest.raises(UserError, match=str(problem)) as caught:
+            source.next_batch(1)
+        return caught.type
+
+    with ThreadPoolExecutor(2) as threads:
+        kinds = set(threads.map(work, sources))
+    assert kinds == {UserError if refused else Outage}
 
 
 def test_the_dataflow_hears_how_far_the_run_is(place: Place) -> None:
@@ -245,7 +346,7 @@ def test_waiting_ends_with_what_is_missing(place: Place) -> None:
     batch_source.register(planner(), "")
     place.fill(3)
     with pytest.raises(
-        UserError,
+        Outage,
         match=r"step 1 lacks 1 of 4 groups; 0 under way; nodes joined: 1; "
         r"dataflow.wait_s=0.6 s are over",
     ):
@@ -290,7 +391,7 @@ def test_a_batch_that_is_there_is_trained_before_a_run_ends(place: Place) -> Non
     batch_source = place.batch_source()
     batch_source.register(planner(), "")
     place.fill(4)
-    batch_source._answer(lambda: batch_source._full(1), batch_source._missing)
+    batch_source.settle(batch_source._thread.submit(batch_source._full, 1), batch_source._missing)
     place.interrupt.requested = True
     while (
         rollouts := batch_source.next_batch(1)
@@ -394,7 +495,7 @@ class Hearing:
 
 def test_reports_come_in_order_with_the_seconds_of_their_step_and_survive_a_silence() -> None:
     hearing = Hearing([Unavailable("down"), Refused("odd")])
-    heartbeat = Heartbeat(hearing, interval_s=60.0)  # type: ignore[arg-type]
+    heartbeat = Heartbeat(hearing, interval_s=60.0, wait_s=30.0)  # type: ignore[arg-type]
     heartbeat.start(Progress("planner", 0, 0))
     heartbeat.report_progress(Progress("planner", 1, 0))
     for version in (2, 3):
@@ -411,7 +512,7 @@ def test_reports_come_in_order_with_the_seconds_of_their_step_and_survive_a_sile
 
 def test_a_trainer_that_is_busy_gives_signs_of_life() -> None:
     hearing = Hearing([])
-    heartbeat = Heartbeat(hearing, interval_s=0.01)  # type: ignore[arg-type]
+    heartbeat = Heartbeat(hearing, interval_s=0.01, wait_s=30.0)  # type: ignore[arg-type]
     heartbeat.start(Progress("planner", 0, 0))
     heartbeat.waited(2.0)
     heartbeat.report_progress(Progress("planner", 1, 0))
@@ -420,3 +521,31 @@ def test_a_trainer_that_is_busy_gives_signs_of_life() -> None:
     assert [each.version for each in told][-2:] == [1, 1] and [
         each.waited_s for each in told if each.version == 1
     ][:2] == [2.0, 0.0]
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_the_end_of_training_is_told_however_long_that_takes(
+    is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other last words may get lost: whoever goes on with the run says them again."""
+    monkeypatch.setattr(heartbeat_module, "_LAST_WORDS_S", 0.05)
+    is_back, told = threading.Event(), queue.Queue[Progress]()
+
+    class Away:
+        def progress(self, progress: Progress) -> None:
+            assert is_back.wait(30)
+            told.put(progress)
+
+    heartbeat = Heartbeat(Away(), interval_s=60.0, wait_s=30.0)  # type: ignore[arg-type]
+    heartbeat.start(Progress("planner", 0, 0))
+    heartbeat.report_progress(Progress("planner", 1, 1, is_done=is_done))
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(heartbeat.close)
+        if not is_done:
+            closing.result(20)
+        else:
+            with pytest.raises(TimeoutError):
+                closing.result(0.5)
+        is_back.set()
+        closing.result(20)
+    assert [told.get(timeout=20).is_done for _ in range(2)] == [False, is_done]

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.dataflow.contract import Refused, StoredPayload
+from flowtrain.dataflow.ledger.counters import counter_problems
 from flowtrain.dataflow.ledger.schema import meta_row
 from flowtrain.dataflow.ledger.sql import Database, Transaction, connect
-from flowtrain.dataflow.ledger.token_accounts import token_accounts, token_problems
+from flowtrain.dataflow.ledger.token_accounts import token_account, token_problems
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.types import TokenAccount, UserError
 
@@ -196,8 +197,9 @@ def _payload_problem(payloads: PayloadStore, row: Any) -> str:
 def audit(transaction: Transaction) -> Audit:
     found = [(problem, transaction.one(query)) for problem, query in _QUERIES.items()]
     problems = tuple(f"{problem} ({row.at})" for problem, row in found if row)
-    problems += tuple(token_problems(transaction))
-    tokens = token_accounts(transaction)
+    problems += (*counter_problems(transaction), *token_problems(transaction))
+    names = transaction.all("SELECT name FROM policies ORDER BY number")
+    tokens = {row.name: token_account(transaction, row.name) for row in names}
     problems += tuple(
         f"the tokens of {policy} do not add up: {account.text()}"
         for policy, account in tokens.items()

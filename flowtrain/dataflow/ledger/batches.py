@@ -16,6 +16,7 @@ from flowtrain.dataflow.contract import (
     Refused,
     StoredPayload,
 )
+from flowtrain.dataflow.ledger.counters import close_shares, count_batch
 from flowtrain.dataflow.ledger.prompts import candidate, num_leased, number_groups
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
@@ -62,7 +63,8 @@ class Batches:
             if step == policy.newest + 1 and (
                 num_missing := self._put_together(transaction, meta, policy, step)
             ):
-                return Batch((), num_missing)
+                now, lease_s = transaction.now(), self.config.dataflow.lease_s
+                return Batch((), num_missing, waiting=_under_way(transaction, now, lease_s))
         # Megabytes are read without the lock that every lease waits for.
         with self.database.read() as transaction:
             return _read(transaction, request)
@@ -71,13 +73,8 @@ class Batches:
         """Make the batch, or return how many groups it lacks."""
         # What is pushed from here on has no number, and is for a later batch.
         num_events = number_groups(transaction, meta.num_events)
-        transaction.run(
-            "UPDATE shares SET state = 'stale', step = ?"
-            " WHERE policy = ? AND state = 'fresh' AND min_version < ?",
-            step,
-            policy.name,
-            step - 1 - policy.max_staleness,
-        )
+        oldest = step - 1 - policy.max_staleness
+        close_shares(transaction, policy.name, "stale", step, "min_version < ?", oldest)
         others = [each for each in policy_rows(transaction) if each.name != policy.name]
         _drop_surplus(transaction, others, self.config.dataflow)
         waiting = _waiting(transaction, policy)
@@ -106,6 +103,7 @@ class Batches:
             "UPDATE shares SET state = 'assigned', step = ? WHERE policy = ? AND work_item = ?",
             [(step, policy.name, work_item) for work_item in fresh],
         )
+        count_batch(transaction, policy.name, step)
         now = transaction.now()
         transaction.run(
             "UPDATE policies SET newest = ?, seen_s = ? WHERE name = ?", step, now, policy.name
@@ -124,14 +122,14 @@ def _drop_surplus(transaction: Transaction, policies: Sequence[Any], options: Da
     for policy in policies:
         most = options.max_waiting or policy.num_groups * (policy.max_staleness + 1)
         if policy.num_fresh > most:
-            transaction.run(
-                "UPDATE shares SET state = 'surplus', step = ? WHERE policy = ? AND work_item IN"
-                " (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
-                " ORDER BY min_version, work_item LIMIT ?)",
+            close_shares(
+                transaction,
+                policy.name,
+                "surplus",
                 policy.newest + 1,
-                policy.name,
-                policy.name,
-                policy.num_fresh - most,
+                "work_item IN (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
+                " ORDER BY min_version, work_item LIMIT ?)",
+                *(policy.name, policy.num_fresh - most),
             )
 
 
@@ -165,6 +163,17 @@ def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate
         step - 1 - policy.max_staleness,
     )
     return [candidate(row, policy.max_staleness) for row in rows]
+
+
+def _under_way(transaction: Transaction, now: float, lease_s: float) -> str:
+    """Say what is under way, and how many of the nodes that have joined give signs of life."""
+    nodes = transaction.one(
+        "SELECT count(*) AS num, coalesce(sum(CASE WHEN seen_s <= ? THEN 1 ELSE 0 END), 0) AS"
+        " num_silent FROM nodes WHERE is_current = 1",
+        now - lease_s,
+    )
+    silent = f", {nodes.num_silent} silent for {lease_s:g} s or more" if nodes.num_silent else ""
+    return f"{num_leased(transaction)} under way; nodes joined: {nodes.num}{silent}"
 
 
 def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]:

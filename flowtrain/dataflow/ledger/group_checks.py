@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from flowtrain.config import Config
+from flowtrain.dataflow.codec import MAX_GROUP_BYTES
 from flowtrain.dataflow.contract import EvalSettings, Refused
 from flowtrain.types import (
     MAX_TOOL_CALLS,
@@ -23,6 +24,11 @@ from flowtrain.types import (
     Turn,
 )
 from flowtrain.types.checks import length_problem, logprob_problem, part_problem, token_problem
+
+_BYTES_PER_TOKEN = 40
+"""With its log-prob, its entropy and its text; without those that it was sampled among."""
+_BYTES_PER_TURN = 1 << 20
+"""Texts of tools and of modules that are no policies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,20 @@ class GroupLimits:
     @property
     def _max_turns(self) -> int:
         return self.config.agent.max_turns if self.settings is None else self.settings.max_turns
+
+    @property
+    def max_bytes(self) -> int:
+        """Largest group that this run can produce, without the compression: a bound for what a few
+        bytes of a stranger may grow to.
+        """
+        num_turns = self._group_size * self._max_turns
+        num_positions = sum(positions for _, positions in self.models.values())
+        if len(self.models) < len(self.config.policy_names):  # of the others only the form is known
+            return MAX_GROUP_BYTES
+        options = self.config.rollout
+        num_kept = options.top_k or (options.top_p_cap if options.top_p < 1 else 0)
+        tokens = num_positions * (_BYTES_PER_TOKEN + 4 * num_kept)
+        return min(MAX_GROUP_BYTES, num_turns * (tokens + _BYTES_PER_TURN))
 
     @property
     def _reward_bounds(self) -> tuple[float, float]:

@@ -12,14 +12,15 @@ locked, and need the lock of `meta` only where new ones have to be drawn.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor, inf
+from math import inf
 from typing import Any
 
 from flowtrain.config import Config, Dataflow
 from flowtrain.dataflow.codec import unpack
 from flowtrain.dataflow.contract import (
+    WAITING,
     Done,
     Lease,
     LeaseRequest,
@@ -29,6 +30,8 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Renewed,
 )
+from flowtrain.dataflow.ledger.backpressure import Openings
+from flowtrain.dataflow.ledger.counters import kind_of
 from flowtrain.dataflow.ledger.evaluations import (
     evaluation_of,
     is_any_left,
@@ -41,7 +44,6 @@ from flowtrain.dataflow.ledger.token_accounts import note_sampled
 from flowtrain.dataflow.ledger.trainers import (
     check_layouts,
     check_seconds,
-    is_live,
     known_policies,
     policy_rows,
     policy_states,
@@ -56,6 +58,7 @@ LEASES_PER_ATTEMPT = 10
 """A work item fails without a failure, too, after so many leases times `max_attempts`."""
 _CHECK = 0.05
 """Shortest time between two looks for leases that have run out, as a part of what they last."""
+RAN_OUT = "ran out"
 _LAST = (
     "INSERT INTO live_leases VALUES (?, ?, ?)"
     " ON CONFLICT (work_item) DO UPDATE SET node = excluded.node, until_s = excluded.until_s"
@@ -69,6 +72,8 @@ _RETRY_S = {
     "evaluating": 1.0,
     "done": 5.0,
 }
+_MAX_RATE = 100.0
+"""Requests per second of all nodes that wait, where none of them is held open."""
 
 
 @dataclass(slots=True)
@@ -126,7 +131,8 @@ class LeaseBook:
         self._grant(transaction, request, granted, now)
         if len(leases) < num:
             reason = "filtered"
-        return Leases(granted, states, _RETRY_S[reason], reason)
+        retry_s = self._retry_s(transaction, reason, now)
+        return Leases(granted, states, retry_s, reason)
 
     def _locked_node(self, transaction: Transaction, request: LeaseRequest) -> Any:
         """The node's row, which a request that comes twice or the node's next process waits for."""
@@ -196,7 +202,7 @@ class LeaseBook:
             now,
         )
         overdue = [(row.id, row.attempt) for row in rows]
-        end_leases(transaction, overdue, "ran out", self.config.dataflow)
+        end_leases(transaction, overdue, RAN_OUT, self.config.dataflow)
 
     def _allowed(
         self,
@@ -209,20 +215,22 @@ class LeaseBook:
         """How many leases of work to train the node may have, and why they are fewer than it wants.
         Requests of one moment do not see each other's leases, so a few more may be under way.
         """
-        options = self.config.dataflow
-        if not wanted:
-            return 0, ""
-        if policies and all(policy.is_done for policy in policies):
-            return 0, "evaluating" if is_any_left(transaction) else "done"
-        live = [policy for policy in policies if is_live(policy, now, options)]
-        if not live:
-            return 0, "no trainer"
         under_way = num_leased(transaction)
-        room = max(
-            _max_groups(policy, options, request.versions) - policy.num_fresh - under_way
-            for policy in live
+        openings = Openings(policies, under_way, now, self.config.dataflow)
+        num, reason = openings.room(request.versions, wanted)
+        if reason == "done" and is_any_left(transaction):
+            reason = "evaluating"
+        return num, reason
+
+    def _retry_s(self, transaction: Transaction, reason: str, now: float) -> float:
+        """When to ask again: the more nodes there are, the later."""
+        if reason not in WAITING:
+            return _RETRY_S[reason]
+        nodes = transaction.one(
+            "SELECT count(*) AS num FROM nodes WHERE is_current = 1 AND seen_s > ?",
+            now - self.config.dataflow.lease_s,
         )
-        return max(0, min(wanted, room)), "full" if room < wanted else ""
+        return max(_RETRY_S[reason], float(nodes.num / _MAX_RATE))
 
     def _take(self, transaction: Transaction, num: int) -> list[Lease]:
         """Lease work items whose last lease has ended, except those just being pushed late, then
@@ -255,8 +263,10 @@ class LeaseBook:
         )
 
     def renew(self, request: Renewal) -> Renewed:
-        """Renew the leases; one that ran out is renewed too if no other node has taken it."""
-        leases = _bounded(request.work_items)
+        """Renew the leases; one that ran out is renewed too if no other node has taken it. Without
+        any lease the node shows that it lives, and hears what is new.
+        """
+        leases = _bounded(request.work_items, 0)
         with self.database.write() as transaction:
             now = transaction.now()
             is_known = transaction.run(
@@ -269,7 +279,7 @@ class LeaseBook:
                 "SELECT w.id, w.attempt, w.state FROM work_items w CROSS JOIN leases l"
                 " WHERE l.work_item = w.id AND l.attempt = w.attempt"
                 " AND l.node = ? AND l.life = ? AND (w.state = 'leased'"
-                " OR (w.state = 'waiting' AND l.ending = 'ran out'))"
+                f" OR (w.state = 'waiting' AND l.ending = '{RAN_OUT}'))"
                 f" AND w.id IN {marks(leases)} ORDER BY w.id",
                 request.node,
                 request.life,
@@ -285,6 +295,7 @@ class LeaseBook:
             transaction.many(
                 "UPDATE leases SET ending = '' WHERE work_item = ? AND attempt = ?", taken_back
             )
+            transaction.count("", "ended", RAN_OUT, -len(taken_back))
             if is_known:
                 note_sampled(transaction, self.config, request.node, request.life, request.sampled)
             policies = transaction.all("SELECT * FROM policies")
@@ -351,6 +362,7 @@ def end_leases(
         "UPDATE leases SET ending = ? WHERE work_item = ? AND attempt = ?",
         [(ending, work_item, n) for work_item, n in leases],
     )
+    transaction.count("", "ended", kind_of(ending), len(leases))
     transaction.many(
         "DELETE FROM live_leases WHERE work_item = ?", [(work_item,) for work_item, _ in leases]
     )
@@ -365,27 +377,7 @@ def _lock_work_items(transaction: Transaction, leases: Sequence[tuple[int, int]]
     )
 
 
-def _bounded(work_items: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    if not 1 <= len(work_items) <= MAX_WORK_ITEMS:
-        raise Refused(f"{len(work_items)} work items: name 1 to {MAX_WORK_ITEMS} of them")
+def _bounded(work_items: Sequence[tuple[int, int]], least: int = 1) -> Sequence[tuple[int, int]]:
+    if not least <= len(work_items) <= MAX_WORK_ITEMS:
+        raise Refused(f"{len(work_items)} work items: name {least} to {MAX_WORK_ITEMS} of them")
     return work_items
-
-
-# ---- backpressure
-
-
-def _max_groups(policy: Any, options: Dataflow, versions: Mapping[str, int]) -> int:
-    """How many groups of a policy may wait or be under way for a node that samples with `versions`.
-
-    A group of weights v can be trained by steps up to v + 1 + max_staleness. Each step from the
-    next one (`newest` + 1) to that one takes num_groups of them, less its replays. While a whole
-    batch waits none begins: the trainer lacks nothing, and what is sampled later is less stale.
-    """
-    if options.max_waiting:
-        return options.max_waiting
-    if policy.num_fresh >= policy.num_groups:
-        return 0
-    version = min(policy.version, versions.get(policy.name, policy.version))
-    num_steps = version + 1 + policy.max_staleness - policy.newest
-    num_fresh = policy.num_groups - floor(policy.num_groups * options.replay_share)
-    return policy.num_groups + num_fresh * (num_steps - 1) if num_steps > 0 else 0

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Config
+from flowtrain.dataflow.contract import Unavailable
 from flowtrain.dataflow.ledger.audit import Audit, audit
+from flowtrain.dataflow.ledger.backpressure import Openings, read_openings
 from flowtrain.dataflow.ledger.batches import Batches
 from flowtrain.dataflow.ledger.evaluations import Evaluations
 from flowtrain.dataflow.ledger.garbage import Collector
@@ -54,8 +56,6 @@ class Ledger:
         self._prompts = Prompts(order, rules.prompt_filter, config.run.seed)
         self._name = database
         self.database = connect(database, clock)
-        # Of its own: reports take long, and no other request should wait for a connection.
-        self._reports = connect(database, clock)
         self.run: str = prepare(self.database, _fixed(config))
         """Identity of the run."""
         if changed := self._prompts.open(self.database):
@@ -101,8 +101,22 @@ class Ledger:
                 f"such as {row.key}; give its folder or URL"
             )
 
+    def openings(self) -> Openings:
+        """Read what there is to lease."""
+        with self.database.read() as transaction:
+            return read_openings(transaction, self.config.dataflow)
+
+    def answers(self) -> bool:
+        """Tell whether the database answers."""
+        try:
+            with self.database.read() as transaction:
+                transaction.one("SELECT 1 AS answer")
+        except (Unavailable, UserError):
+            return False
+        return True
+
     def status(self) -> dict[str, Any]:
-        with self._reports.read() as transaction:
+        with self.database.read() as transaction:
             return report(transaction, self.run, self.config.dataflow)
 
     def audit(self) -> Audit:
@@ -118,7 +132,6 @@ class Ledger:
     def close(self) -> None:
         """Close the connections; a later request opens new ones."""
         self.database.close()
-        self._reports.close()
 
 
 def open_ledger(config: Config, database: str | Path) -> Ledger:

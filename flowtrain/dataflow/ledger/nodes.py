@@ -36,6 +36,11 @@ class Nodes:
             known = "SELECT life FROM nodes WHERE name = ? AND life = ?"
             if not transaction.one(known, request.node, request.life):
                 self._begin(transaction, request)
+            elif request.layouts:  # it had no engines yet when it joined first
+                transaction.run(
+                    "UPDATE nodes SET layouts = ? WHERE name = ? AND life = ?",
+                    *(known_policies(self.config, request.layouts), request.node, request.life),
+                )
             transaction.run(
                 "UPDATE nodes SET seen_s = ? WHERE name = ? AND life = ?",
                 *(transaction.now(), request.node, request.life),

@@ -8,12 +8,15 @@ a transaction. Results are in the database: they stay for a few steps.
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import unpack, unpack_group
+from flowtrain.dataflow.codec import decoded, inflated, unpack
 from flowtrain.dataflow.contract import Push, Pushed, Refused, StoredPayload, Unavailable
+from flowtrain.dataflow.ledger.counters import count_groups
 from flowtrain.dataflow.ledger.evaluations import evaluation_of, settings_of
 from flowtrain.dataflow.ledger.garbage import discard, expect, keep
 from flowtrain.dataflow.ledger.group_checks import (
@@ -23,10 +26,14 @@ from flowtrain.dataflow.ledger.group_checks import (
     TrainedTokens,
 )
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.token_accounts import note_sampled
+from flowtrain.dataflow.ledger.token_accounts import note_group, note_sampled
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import GroupFilter, Outcome
 from flowtrain.types import Task
+
+_LARGE = threading.Lock()
+_LARGE_BYTES = 8 << 20
+"""Groups of more bytes are decoded one at a time: as objects they take up to 17 times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Pushes:
         with self.database.read() as transaction:
             policies = transaction.all("SELECT name, vocab_size, max_positions FROM policies")
             lease = transaction.one(
-                "SELECT node FROM leases WHERE work_item = ? AND attempt = ?",
+                "SELECT * FROM leases WHERE work_item = ? AND attempt = ?",
                 *(request.work_item, request.attempt),
             )
             evaluation = evaluation_of(transaction, request.work_item)
@@ -56,7 +63,9 @@ class Pushes:
             {row.name: (row.vocab_size, row.max_positions) for row in policies},
             None if evaluation is None else settings_of(evaluation),
         )
-        summary = limits.check(unpack_group(request.payload))
+        plain = inflated(request.payload, limits.max_bytes)
+        with _LARGE if len(plain) > _LARGE_BYTES else nullcontext():
+            summary = limits.check(decoded(plain, limits.max_bytes))
         stored = self._stored(request) if evaluation is None else None
         with self.database.write() as transaction:
             work_item = transaction.one(
@@ -73,12 +82,12 @@ class Pushes:
                 if stored is not None:
                     discard(transaction, stored.key)
                 if evaluation is None:
-                    self._count(transaction, request, summary)
+                    self._count(transaction, request, lease, summary, is_duplicate=True)
                 return Pushed("duplicate")
             if evaluation is not None:
                 self._keep(transaction, request, summary)
             else:
-                self._commit(transaction, request, work_item, summary, stored)
+                self._commit(transaction, request, lease, work_item, summary, stored)
             transaction.run(
                 "UPDATE work_items SET state = 'committed' WHERE id = ?", request.work_item
             )
@@ -106,31 +115,26 @@ class Pushes:
         )
         transaction.run(f"INSERT INTO results VALUES {marks(row)}", *row)
 
-    def _count(self, transaction: Transaction, request: Push, summary: Summary) -> None:
+    def _count(
+        self,
+        transaction: Transaction,
+        request: Push,
+        lease: Any,
+        summary: Summary,
+        *,
+        is_duplicate: bool,
+    ) -> None:
         """Note the tokens of the lease's group, whatever becomes of it, and what its node has
         sampled until now.
         """
-        own = (request.work_item, request.attempt)
-        rows = [
-            (*own, name, found.num_tokens, found.num_shared, found.num_failed)
-            for name, found in summary.tokens.items()
-            if found.num_tokens
-        ]
-        add = f"INSERT INTO tokens VALUES {marks(range(6))} ON CONFLICT DO NOTHING"
-        transaction.many(add, rows)
-        life = "SELECT life FROM leases WHERE work_item = ? AND attempt = ?"
-        note_sampled(
-            transaction,
-            self.config,
-            request.node,
-            transaction.one(life, *own).life,
-            request.sampled,
-        )
+        note_group(transaction, lease, summary.tokens, request.sampled, is_duplicate=is_duplicate)
+        note_sampled(transaction, self.config, request.node, lease.life, request.sampled)
 
     def _commit(
         self,
         transaction: Transaction,
         request: Push,
+        lease: Any,
         work_item: Any,
         summary: Summary,
         stored: StoredPayload | None,
@@ -139,9 +143,17 @@ class Pushes:
         committed = (transaction.now(), rewards, summary.num_tokens, None)
         row = (work_item.id, request.node, request.attempt, *committed)
         transaction.run(f"INSERT INTO groups VALUES {marks(row)}", *row)
-        self._count(transaction, request, summary)
+        self._count(transaction, request, lease, summary, is_duplicate=False)
+        transaction.count("", "pushes", request.node, 1)
         shares = self._shares(transaction, work_item, summary)
         transaction.many(f"INSERT INTO shares VALUES {marks(range(6))}", shares)
+        left = {policy: (state, num) for _, policy, state, _, num, _ in shares if state != "fresh"}
+        for policy, found in summary.tokens.items():
+            if policy not in summary.checked:
+                transaction.count(policy, "fates", "no_trainer", found.num_tokens)
+            elif policy in left:
+                state, num = left[policy]
+                count_groups(transaction, (policy, state), 1, num, found.num_tokens)
         if any(state == "fresh" for _, _, state, *_ in shares):
             where = (stored.key, stored.num_bytes, stored.sha256) if stored else ("", 0, "")
             if stored is not None:
@@ -154,12 +166,12 @@ class Pushes:
 
     def _shares(
         self, transaction: Transaction, work_item: Any, summary: Summary
-    ) -> list[tuple[object, ...]]:
+    ) -> list[tuple[int, str, str, int, int, int | None]]:
         """(work item, policy, state, min_version, num_tokens, step) for each registered policy."""
         kind, num_tokens = work_item.kind, summary.num_tokens
         outcome = Outcome(work_item.id, work_item.task_id, kind, summary.rewards, num_tokens)
         is_kept = self.group_filter.keeps(outcome)
-        shares: list[tuple[object, ...]] = []
+        shares: list[tuple[int, str, str, int, int, int | None]] = []
         for policy in transaction.all("SELECT name, newest, is_done FROM policies"):
             if policy.name not in summary.checked:
                 raise Unavailable(f"the trainer of {policy.name} has just begun; push again")
@@ -173,7 +185,7 @@ class Pushes:
                 state = "fresh" if is_kept else "filtered"
             step = None if state == "fresh" else policy.newest + 1
             counts = (trained.min_version, trained.num_tokens, step)
-            shares.append((work_item.id, policy.name, state, *counts))
+            shares.append((int(work_item.id), policy.name, state, *counts))
         return shares
 
 

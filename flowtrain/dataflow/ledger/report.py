@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 from flowtrain.config import Dataflow
+from flowtrain.dataflow.ledger.counters import read_counters
+from flowtrain.dataflow.ledger.prompts import num_leased
 from flowtrain.dataflow.ledger.sql import Transaction
-from flowtrain.dataflow.ledger.token_accounts import token_accounts
+from flowtrain.dataflow.ledger.token_accounts import token_account
 from flowtrain.dataflow.ledger.trainers import is_live, policy_rows
 
 _RECENT_S = 60.0
@@ -16,42 +18,47 @@ _RECENT_S = 60.0
 
 def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, Any]:
     now = transaction.now()
-    work_items = {
-        row.state: row.num
+    meta = transaction.one("SELECT num_positions, num_work_items FROM meta")
+    recent = {
+        row.node: row
         for row in transaction.all(
-            "SELECT state, count(*) AS num FROM work_items WHERE evaluation = 0 GROUP BY state"
+            "SELECT node, count(*) AS num, sum(num_tokens) AS num_tokens FROM groups"
+            " WHERE pushed_s >= ? GROUP BY node",
+            now - _RECENT_S,
         )
     }
-    endings = transaction.all(
-        "SELECT ending, count(*) AS num FROM leases WHERE ending <> ''"
-        " GROUP BY ending ORDER BY ending"
-    )
-    decided = transaction.one(
-        "SELECT count(*) AS num, coalesce(sum(admitted), 0) AS admitted FROM decisions"
-    )
-    pushed = _pushed(transaction, now - _RECENT_S)
-    num_groups = sum(row.num_recent for row in pushed.values())
-    num_tokens = float(sum(row.tokens_recent for row in pushed.values()))
-    accounts = token_accounts(transaction)
-    states = ("leased", "waiting", "committed", "failed")
+    pushes = read_counters(transaction, "", "pushes")
     return {
         "run": run,
         "time_s": now,
-        "work_items": {state: work_items.get(state, 0) for state in states},
-        "lost_leases": {row.ending: row.num for row in endings},
-        "groups_per_s": num_groups / _RECENT_S,
-        "tokens_per_s": num_tokens / _RECENT_S,
-        "tasks": {"asked": decided.num, "admitted": int(decided.admitted)},
+        "work_items": _work_items(transaction, meta.num_work_items),
+        "lost_leases": read_counters(transaction, "", "ended"),
+        "groups_per_s": sum(row.num for row in recent.values()) / _RECENT_S,
+        "tokens_per_s": float(sum(row.num_tokens for row in recent.values())) / _RECENT_S,
+        "tasks": {"asked": meta.num_positions, "admitted": meta.num_work_items},
         "policies": {
             policy.name: _policy(transaction, policy, now, options)
-            | {"tokens": accounts[policy.name].metrics()}
             for policy in policy_rows(transaction)
         },
         "nodes": {
-            row.name: _node(row, pushed.get(row.name), now) for row in _node_rows(transaction)
+            row.name: _node(row, pushes.get(row.name, 0), recent.get(row.name), now)
+            for row in _node_rows(transaction)
         },
         "evaluations": _evaluations(transaction),
     }
+
+
+def _work_items(transaction: Transaction, num: int) -> dict[str, int]:
+    waiting, drawn, failed = (
+        transaction.one(
+            # Without the plus SQLite would read all that there ever were, by another index.
+            f"SELECT count(*) AS num FROM work_items WHERE state = '{state}' AND +evaluation = 0"
+        ).num
+        for state in ("waiting", "drawn", "failed")
+    )
+    leased = num_leased(transaction)
+    committed = num - leased - waiting - drawn - failed
+    return {"leased": leased, "waiting": waiting, "committed": committed, "failed": failed}
 
 
 def _evaluations(transaction: Transaction) -> list[dict[str, Any]]:
@@ -68,11 +75,6 @@ def _evaluations(transaction: Transaction) -> list[dict[str, Any]]:
 
 
 def _policy(transaction: Transaction, policy: Any, now: float, options: Dataflow) -> dict[str, Any]:
-    lengths = transaction.all(
-        "SELECT state, num_tokens, count(*) AS num FROM shares WHERE policy = ?"
-        " GROUP BY state, num_tokens ORDER BY num_tokens",
-        policy.name,
-    )
     trained = transaction.one(
         "SELECT coalesce(sum(num_groups), 0) AS num FROM batches WHERE policy = ? AND made_s >= ?",
         policy.name,
@@ -94,36 +96,38 @@ def _policy(transaction: Transaction, policy: Any, now: float, options: Dataflow
         "busy_s": policy.busy_s,
         "waited_s": policy.waited_s,
         "batch": json.loads(newest.stats) if newest else {},
-        "groups": {
-            state: _lengths(lengths, state) for state in dict.fromkeys(row.state for row in lengths)
-        },
+        "groups": _groups(transaction, policy.name),
+        "tokens": token_account(transaction, policy.name).metrics(),
     }
 
 
-def _node(node: Any, pushed: Any, now: float) -> dict[str, Any]:
+def _groups(transaction: Transaction, policy: str) -> dict[str, dict[str, float]]:
+    """The number of groups by state, and the mean number of their tokens to train."""
+    fresh = transaction.one(
+        "SELECT count(*) AS num, coalesce(sum(num_tokens), 0) AS trainable FROM shares"
+        " WHERE policy = ? AND state = 'fresh'",
+        policy,
+    )
+    num = {"fresh": fresh.num} | read_counters(transaction, policy, "groups")
+    trainable = {"fresh": int(fresh.trainable)} | read_counters(transaction, policy, "trainable")
+    return {
+        state: {"num": each, "tokens_mean": trainable.get(state, 0) / each}
+        for state, each in num.items()
+        if each
+    }
+
+
+def _node(node: Any, num_groups: int, recent: Any, now: float) -> dict[str, Any]:
     return {
         "seen_s_ago": now - node.seen_s,
         "joined_s_ago": now - node.joined_s,
         "num_leased": node.num_leased,
-        "num_groups": pushed.num if pushed else 0,
-        "groups_per_s": pushed.num_recent / _RECENT_S if pushed else 0.0,
+        "num_groups": num_groups,
+        "groups_per_s": recent.num / _RECENT_S if recent else 0.0,
         "versions": json.loads(node.versions),
         "busy_s": node.busy_s,
         "waited_s": node.waited_s,
     }
-
-
-def _pushed(transaction: Transaction, since: float) -> dict[str, Any]:
-    """Count by node its groups, and the groups and tokens that came after `since`."""
-    rows = transaction.all(
-        "SELECT node, count(*) AS num,"
-        " sum(CASE WHEN pushed_s >= ? THEN 1 ELSE 0 END) AS num_recent,"
-        " sum(CASE WHEN pushed_s >= ? THEN num_tokens ELSE 0 END) AS tokens_recent"
-        " FROM groups GROUP BY node",
-        since,
-        since,
-    )
-    return {row.node: row for row in rows}
 
 
 def _node_rows(transaction: Transaction) -> list[Any]:
@@ -134,20 +138,3 @@ def _node_rows(transaction: Transaction) -> list[Any]:
         " LEFT JOIN (SELECT node, count(*) AS num FROM live_leases GROUP BY node) l"
         " ON l.node = n.name WHERE n.is_current = 1 ORDER BY n.name"
     )
-
-
-def _lengths(rows: list[Any], state: str) -> dict[str, Any]:
-    """The number of groups, their mean number of tokens, and a histogram: {"256": 3} are 3 groups
-    of 256 to 511 tokens.
-    """
-    own = [row for row in rows if row.state == state]
-    histogram: dict[str, int] = {}
-    for row in own:
-        bucket = str(1 << row.num_tokens.bit_length() - 1) if row.num_tokens else "0"
-        histogram[bucket] = histogram.get(bucket, 0) + row.num
-    num = sum(row.num for row in own)
-    return {
-        "num": num,
-        "tokens_mean": sum(row.num * row.num_tokens for row in own) / num,
-        "tokens": histogram,
-    }

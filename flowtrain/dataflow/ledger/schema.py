@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from flowtrain.dataflow.ledger.counters import fill_counters
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
@@ -75,6 +76,7 @@ CREATE TABLE groups (
     pushed_s DOUBLE PRECISION NOT NULL, rewards TEXT NOT NULL, num_tokens BIGINT NOT NULL,
     event BIGINT UNIQUE);
 CREATE INDEX groups_without_event ON groups (work_item) WHERE event IS NULL;
+CREATE INDEX groups_pushed ON groups (pushed_s);
 CREATE TABLE payloads (
     work_item BIGINT PRIMARY KEY, payload BYTEA NOT NULL, key TEXT NOT NULL,
     num_bytes BIGINT NOT NULL, sha256 TEXT NOT NULL);
@@ -122,15 +124,23 @@ CREATE TABLE batches (
     policy TEXT NOT NULL, step BIGINT NOT NULL, made_s DOUBLE PRECISION NOT NULL,
     num_groups BIGINT NOT NULL, max_staleness BIGINT NOT NULL, num_events BIGINT NOT NULL,
     stats TEXT NOT NULL, tokens TEXT NOT NULL, PRIMARY KEY (policy, step));
+CREATE INDEX batches_made ON batches (policy, made_s);
 CREATE TABLE assignments (
     policy TEXT NOT NULL, step BIGINT NOT NULL, position BIGINT NOT NULL,
     work_item BIGINT NOT NULL, is_replay BIGINT NOT NULL, PRIMARY KEY (policy, step, position));
 CREATE UNIQUE INDEX assignments_fresh_once ON assignments (policy, work_item) WHERE is_replay = 0;
-CREATE INDEX assignments_of_work_item ON assignments (work_item)
+CREATE INDEX assignments_of_work_item ON assignments (work_item);
+
+CREATE TABLE counters (
+    policy TEXT NOT NULL, what TEXT NOT NULL, name TEXT NOT NULL, num BIGINT NOT NULL,
+    PRIMARY KEY (policy, what, name))
 """
 
 
-_NEW = ("settings", "live_leases", "live_leases_until", "live_leases_of_node", "work_items_drawn")
+_NEW = (
+    *("settings", "live_leases", "live_leases_until", "live_leases_of_node", "work_items_drawn"),
+    *("groups_pushed", "batches_made", "counters"),
+)
 """Tables and indices that schema 6 did not have."""
 
 
@@ -191,6 +201,7 @@ def _bring_up_to_date(transaction: Transaction, fixed: str) -> None:
         transaction.run(statement)
     transaction.run("INSERT INTO settings VALUES (?)", kept)
     transaction.many("INSERT INTO live_leases VALUES (?, ?, ?)", leased)
+    fill_counters(transaction)
     transaction.run("UPDATE meta SET version = ?", VERSION)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
@@ -26,7 +26,8 @@ from flowtrain.utils.sqlite import use_write_ahead_log
 
 WAIT_S = 30.0
 """Longest wait for a lock or a connection; then Unavailable."""
-_MAX_CONNECTIONS = 8
+_MAX_CONNECTIONS = 14
+"""As many as a service has threads that ask: renewals wait for no connection that leases have."""
 
 
 class Transaction:
@@ -39,6 +40,7 @@ class Transaction:
         self._cursor = cursor
         self._has_row_locks = has_row_locks
         self._clock = clock
+        self._counts: Counter[tuple[str, str, str]] = Counter()
 
     def now(self) -> float:
         """Return the seconds since 1970 on the clock of the database."""
@@ -73,13 +75,26 @@ class Transaction:
         if values := list(rows):
             self._cursor.executemany(self._dialect(statement), values)
 
+    def count(self, policy: str, what: str, name: str, num: int) -> None:
+        """Add to a counter when the transaction is committed, see counters.py."""
+        self._counts[policy, what, name] += num
+
+    def write_counts(self) -> None:
+        """Add what was counted, in one order everywhere: the last that a transaction does."""
+        if rows := [(*key, num) for key, num in sorted(self._counts.items()) if num]:
+            self.many(
+                "INSERT INTO counters VALUES (?, ?, ?, ?) ON CONFLICT (policy, what, name)"
+                " DO UPDATE SET num = counters.num + excluded.num",
+                rows,
+            )
+
     def _dialect(self, statement: str) -> str:
         return statement.replace("%", "%%").replace("?", "%s") if self._has_row_locks else statement
 
 
 def marks(values: Iterable[object]) -> str:
-    """Example: marks("abc") is "(?, ?, ?)", for `IN`."""
-    return f"({', '.join('?' for _ in values)})"
+    """Example: marks("abc") is "(?, ?, ?)", for `IN`; nothing is in marks("")."""
+    return f"({', '.join('?' for _ in values) or 'NULL'})"
 
 
 def connect(
@@ -153,7 +168,9 @@ class Database:
             with self._connection() as connection:
                 cursor = connection.cursor()
                 cursor.execute(begin)
-                yield Transaction(cursor, self.has_row_locks, self._clock)
+                transaction = Transaction(cursor, self.has_row_locks, self._clock)
+                yield transaction
+                transaction.write_counts()
                 cursor.execute("COMMIT")
         except self.errors as error:
             explained = self._explained(error)

@@ -15,19 +15,14 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import Refused
-from flowtrain.dataflow.ledger.sql import Transaction
+from flowtrain.dataflow.ledger.counters import FATE_OF, batch_tokens, process, read_counters
+from flowtrain.dataflow.ledger.group_checks import GroupTokens
+from flowtrain.dataflow.ledger.sql import Transaction, marks
 from flowtrain.types import TokenAccount
 from flowtrain.types.token_account import LOST
 
 _MOST = 1 << 53
 _MAX_REASONS = 32
-_FATE_OF = {
-    "fresh": "waiting",
-    "": "no_trainer",
-    "assigned": "in_batches",
-}
-"""Fates of the tokens of a group by the state of its share, where the state is no good name: it may
-have none, and a batch that its trainer has told about has better ones."""
 
 
 def note_sampled(
@@ -47,6 +42,40 @@ def note_sampled(
         )
 
 
+def note_group(
+    transaction: Transaction,
+    lease: Any,
+    tokens: Mapping[str, GroupTokens],
+    sampled: Mapping[str, int],
+    *,
+    is_duplicate: bool,
+) -> None:
+    """Note the tokens of a lease's group, once. Where its node does not say what it samples, it has
+    sampled what it pushes.
+    """
+    own = (lease.work_item, lease.attempt)
+    if transaction.one("SELECT policy FROM tokens WHERE work_item = ? AND attempt = ?", *own):
+        return
+    name = process(lease.node, lease.life)
+    for policy, found in tokens.items():
+        if not found.num_tokens:
+            continue
+        row = (*own, policy, found.num_tokens, found.num_shared, found.num_failed)
+        transaction.run(f"INSERT INTO tokens VALUES {marks(row)}", *row)
+        num_own = found.num_tokens - found.num_shared
+        transaction.count(policy, "pushed", name, num_own)
+        if is_duplicate:
+            transaction.count(policy, "duplicate", name, num_own)
+        else:
+            transaction.count(policy, "shared", name, found.num_shared)
+        if policy not in sampled:
+            transaction.run(
+                f"INSERT INTO sampled VALUES {marks(range(4))} ON CONFLICT (node, life, policy)"
+                " DO UPDATE SET num_tokens = sampled.num_tokens + excluded.num_tokens",
+                *(lease.node, lease.life, policy, num_own),
+            )
+
+
 def note_batch(transaction: Transaction, policy: str, step: int, tokens: Mapping[str, int]) -> None:
     """Note what a trainer says became of the tokens of a batch."""
     if not tokens:
@@ -54,107 +83,84 @@ def note_batch(transaction: Transaction, policy: str, step: int, tokens: Mapping
     is_sound = all(len(name) <= 100 and 0 <= num <= _MOST for name, num in tokens.items())
     if len(tokens) > _MAX_REASONS or not is_sound:
         raise Refused(f"the tokens of step {step} are no account of a batch")
+    own = (policy, step)
+    batch = transaction.one("SELECT tokens FROM batches WHERE policy = ? AND step = ?", *own)
+    if batch is None:
+        return
     transaction.run(
         "UPDATE batches SET tokens = ? WHERE policy = ? AND step = ?",
         *(json.dumps(dict(tokens)), policy, step),
     )
+    told_before = json.loads(batch.tokens)
+    for fate, num in told_before.items():
+        transaction.count(policy, "fates", fate, -num)
+    for fate, num in tokens.items():
+        transaction.count(policy, "fates", fate, num)
+    if not told_before:
+        groups = batch_tokens(transaction, *own)
+        transaction.count(policy, "fates", FATE_OF["assigned"], -int(groups.num_tokens))
+        transaction.count(policy, "replayed", "", int(groups.num_replayed))
 
 
-def token_accounts(transaction: Transaction) -> dict[str, TokenAccount]:
-    """Return the account of each policy that has a trainer, over all that has happened so far."""
-    accounts = {}
-    for row in transaction.all("SELECT name FROM policies ORDER BY number"):
-        fates: Counter[str] = Counter()
-        sampled = 0
-        for life in _lives(transaction, row.name):
-            sampled += life.num_sampled
-            fates["under_way" if life.num_leased else LOST] += life.num_sampled - life.num_pushed
-            fates["duplicate"] += life.num_duplicate
-        shared = 0
-        for group in _groups(transaction, row.name):
-            shared += group.num_shared
-            if group.state != "assigned" or not group.is_told:
-                fates[_FATE_OF.get(group.state, group.state)] += group.num_tokens
-        told = _told(transaction, row.name)
-        for batch in told:
-            fates.update(json.loads(batch.tokens))
-        replayed = sum(int(batch.num_replayed) for batch in told)
-        known = {name: num for name, num in fates.items() if num}
-        accounts[row.name] = TokenAccount(sampled, shared, replayed, known)
-    return accounts
+def token_account(transaction: Transaction, policy: str) -> TokenAccount:
+    """Return the account of a policy over all that has happened so far."""
+    fates = Counter(read_counters(transaction, policy, "fates"))
+    pushed, shared, duplicate, replayed = (
+        sum(read_counters(transaction, policy, what).values())
+        for what in ("pushed", "shared", "duplicate", "replayed")
+    )
+    waiting = transaction.one(
+        "SELECT coalesce(sum(t.num_tokens), 0) AS num FROM shares s"
+        " JOIN groups g ON g.work_item = s.work_item"
+        " JOIN tokens t ON t.work_item = g.work_item AND t.attempt = g.attempt"
+        " AND t.policy = s.policy WHERE s.policy = ? AND s.state = 'fresh'",
+        policy,
+    )
+    total = "SELECT coalesce(sum(num_tokens), 0) AS num FROM sampled WHERE policy = ?"
+    sampled = int(transaction.one(total, policy).num)
+    under_way = _under_way(transaction, policy)
+    fates["waiting"] += int(waiting.num)
+    fates["duplicate"] += duplicate
+    fates["under_way"] += under_way
+    fates[LOST] += sampled - pushed - under_way
+    known = {name: num for name, num in fates.items() if num}
+    return TokenAccount(sampled, shared, replayed, known)
 
 
 def token_problems(transaction: Transaction) -> Iterator[str]:
     """Yield what does not add up."""
-    for row in transaction.all("SELECT name FROM policies ORDER BY number"):
-        for life in _lives(transaction, row.name):
-            if life.num_sampled < life.num_pushed:
-                yield (
-                    f"node {life.node!r} says that it has sampled {life.num_sampled:,} tokens of "
-                    f"{row.name}, and has pushed {life.num_pushed:,}"
-                )
-        for batch in _told(transaction, row.name):
-            num_told = sum(json.loads(batch.tokens).values())
-            if num_told != batch.num_tokens:
-                yield (
-                    f"the trainer of {row.name} accounts for {num_told:,} tokens of step "
-                    f"{batch.step}, its batch has {batch.num_tokens:,}"
-                )
+    for row in transaction.all(
+        "SELECT s.policy, s.node, s.num_tokens, c.num FROM sampled s JOIN counters c"
+        " ON c.policy = s.policy AND c.what = 'pushed' AND c.name = s.node || ' ' || s.life"
+        " WHERE s.num_tokens < c.num ORDER BY s.policy, s.node"
+    ):
+        yield (
+            f"node {row.node!r} says that it has sampled {row.num_tokens:,} tokens of "
+            f"{row.policy}, and has pushed {row.num:,}"
+        )
+    for batch in transaction.all(
+        "SELECT policy, step, tokens FROM batches WHERE tokens <> '{}' ORDER BY policy, step"
+    ):
+        groups = batch_tokens(transaction, batch.policy, batch.step)
+        num_told = sum(json.loads(batch.tokens).values())
+        if num_told != (num := int(groups.num_tokens + groups.num_replayed)):
+            yield (
+                f"the trainer of {batch.policy} accounts for {num_told:,} tokens of step "
+                f"{batch.step}, its batch has {num:,}"
+            )
 
 
-def _lives(transaction: Transaction, policy: str) -> list[Any]:
-    """Processes of nodes, each with what it says it has sampled (what it has pushed, if it does not
-    say), what it has pushed (tokens that no other rollout had sampled), what of that came too late,
-    and how many leases it has.
-    """
-    return transaction.all(
-        "SELECT n.node, coalesce(s.num_tokens, p.num, 0) AS num_sampled,"
-        " coalesce(p.num, 0) AS num_pushed, coalesce(p.num_duplicate, 0) AS num_duplicate,"
-        " coalesce(p.num_leased, 0) AS num_leased"
-        " FROM (SELECT node, life FROM sampled UNION SELECT node, life FROM leases) n"
-        " LEFT JOIN sampled s ON s.node = n.node AND s.life = n.life AND s.policy = ?"
-        " LEFT JOIN (SELECT l.node, l.life, sum(coalesce(t.num_tokens - t.num_shared, 0)) AS num,"
-        " sum(CASE WHEN g.work_item IS NULL THEN coalesce(t.num_tokens - t.num_shared, 0)"
-        " ELSE 0 END) AS num_duplicate,"
-        " sum(CASE WHEN w.state = 'leased' AND w.attempt = l.attempt THEN 1 ELSE 0 END)"
-        " AS num_leased"
-        " FROM leases l JOIN work_items w ON w.id = l.work_item AND w.id > 0"
-        " LEFT JOIN tokens t ON t.work_item = l.work_item AND t.attempt = l.attempt"
-        " AND t.policy = ?"
-        " LEFT JOIN groups g ON g.work_item = l.work_item AND g.attempt = l.attempt"
-        " GROUP BY l.node, l.life) p ON p.node = n.node AND p.life = n.life"
-        " ORDER BY n.node, n.life",
-        *(policy, policy),
-    )
-
-
-def _groups(transaction: Transaction, policy: str) -> list[Any]:
-    """Tokens of committed groups, by the state of their shares ("": there is none) and whether the
-    trainer has told what became of their batch.
-    """
-    return transaction.all(
-        "SELECT coalesce(s.state, '') AS state,"
-        " CASE WHEN coalesce(b.tokens, '{}') = '{}' THEN 0 ELSE 1 END AS is_told,"
-        " sum(t.num_tokens) AS num_tokens, sum(t.num_shared) AS num_shared FROM groups g"
-        " JOIN tokens t ON t.work_item = g.work_item AND t.attempt = g.attempt AND t.policy = ?"
-        " LEFT JOIN shares s ON s.work_item = g.work_item AND s.policy = t.policy"
-        " LEFT JOIN batches b ON b.policy = s.policy AND b.step = s.step AND s.state = 'assigned'"
-        " GROUP BY 1, 2",
+def _under_way(transaction: Transaction, policy: str) -> int:
+    """Sum what the processes that have leases now have sampled and not pushed."""
+    row = transaction.one(
+        "SELECT coalesce(sum(s.num_tokens - coalesce(c.num, 0)), 0) AS num FROM"
+        # Cross joins, or SQLite would read all leases that there ever were.
+        " (SELECT DISTINCT l.node, l.life FROM live_leases v CROSS JOIN work_items w"
+        " CROSS JOIN leases l WHERE w.id = v.work_item AND l.work_item = w.id"
+        " AND l.attempt = w.attempt AND v.work_item > 0) h"
+        " JOIN sampled s ON s.node = h.node AND s.life = h.life AND s.policy = ?"
+        " LEFT JOIN counters c ON c.policy = s.policy AND c.what = 'pushed'"
+        " AND c.name = s.node || ' ' || s.life",
         policy,
     )
-
-
-def _told(transaction: Transaction, policy: str) -> list[Any]:
-    """Batches that their trainer has told about, each with the tokens of its groups and of those
-    among them that were trained again.
-    """
-    return transaction.all(
-        "SELECT b.step, b.tokens, coalesce(sum(t.num_tokens), 0) AS num_tokens,"
-        " coalesce(sum(t.num_tokens * a.is_replay), 0) AS num_replayed FROM batches b"
-        " JOIN assignments a ON a.policy = b.policy AND a.step = b.step"
-        " JOIN groups g ON g.work_item = a.work_item"
-        " LEFT JOIN tokens t ON t.work_item = g.work_item AND t.attempt = g.attempt"
-        " AND t.policy = b.policy"
-        " WHERE b.policy = ? AND b.tokens <> '{}' GROUP BY b.step, b.tokens ORDER BY b.step",
-        policy,
-    )
+    return int(row.num)

@@ -37,6 +37,11 @@ class Trainers:
     def register(self, request: Register) -> Registered:
         self._check(request)
         with locked(self.database) as (transaction, meta):
+            if request.run not in ("", meta.run):
+                raise Refused(
+                    f"this is run {meta.run!r}, but the checkpoint was trained from "
+                    f"{request.run[:100]!r}: start the service with its database"
+                )
             if not self._is_known(transaction, request):
                 self._begin(transaction, request)
             policy = transaction.one("SELECT newest FROM policies WHERE name = ?", request.policy)

@@ -1,0 +1,78 @@
+"""Groups as bytes: what is packed comes out again, whatever its calls have in common."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import fake_groups as fake
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain.dataflow import codec
+from flowtrain.dataflow.codec import decoded, inflated, pack, pack_group, unpack_group
+from flowtrain.dataflow.contract import Refused
+from flowtrain.types import Call, FinishReason, Group
+
+IDS = st.lists(st.integers(0, 3), max_size=6).map(tuple)
+CALLS = st.dictionaries(st.sampled_from(("planner", "verifier")), st.tuples(IDS, IDS))
+ROLLOUTS = st.lists(st.lists(CALLS, max_size=3), max_size=3)
+
+
+def group_of(rollouts: list[list[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]]]) -> Group:
+    first = fake.group(fake.TASKS[0]).trajectories[0]
+    (turn,) = first.turns
+
+    def call(prompt: tuple[int, ...], response: tuple[int, ...]) -> Call:
+        return Call(prompt, response, (-0.5,) * len(response), (), FinishReason.STOP)
+
+    return Group(
+        3,
+        tuple(
+            replace(
+                first,
+                turns=tuple(
+                    replace(turn, calls={name: call(*ids) for name, ids in calls.items()})
+                    for calls in turns
+                ),
+            )
+            for turns in rollouts
+        ),
+    )
+
+
+@given(ROLLOUTS)
+def test_a_group_comes_out_as_it_went_in(rollouts: list[list[dict]]) -> None:  # type: ignore[type-arg]
+    group = group_of(rollouts)
+    assert unpack_group(pack_group(group)) == group
+    assert unpack_group(zlib.compress(pack(group))) == group, "with whole prompts"
+
+
+def test_prompts_that_go_on_are_stored_once_at_any_distance() -> None:
+    """Each turn of 12,000 tokens and more begins with the turn before; so do the rollouts."""
+    prompt, turns = tuple(range(12_000)), []
+    for number in range(4):
+        turns.append({"planner": (prompt, (7,) * 50)})
+        prompt += (7,) * 50 + tuple(range(number, 500))
+    one, eight = (pack_group(group_of([turns] * num)) for num in (1, 8))
+    assert len(eight) < 1.2 * len(one) + 5000
+    assert len(one) < len(zlib.compress(pack(group_of([turns])), 1)) / 2
+    assert unpack_group(eight) == group_of([turns] * 8)
+
+
+@pytest.mark.parametrize("shared", [(0,), (0, 0, 0), (1, 0), (0, 6), (0, -1)])
+def test_what_is_not_there_cannot_be_shared(shared: tuple[int, ...]) -> None:
+    group = group_of([[{"planner": ((1, 2), (3, 4, 5))}, {"planner": ((9,), ())}]])
+    data = zlib.compress(pack(codec._Packed(group, shared)))
+    with pytest.raises(Refused, match="malformed group"):
+        unpack_group(data)
+
+
+def test_what_prompts_share_counts_as_if_it_were_there() -> None:
+    calls = [{"planner": (tuple(range(1000)), ())}] * 50
+    plain = inflated(pack_group(group_of([calls])))
+    assert len(plain) < 30_000
+    with pytest.raises(Refused, match="a group may have 200000 bytes, this one has more"):
+        decoded(plain, 200_000)
+    assert decoded(plain, 300_000) == group_of([calls])
