@@ -938,6 +938,23 @@ def test_no_lease_runs_out_because_the_service_was_away(database: str, clock: Cl
     assert flow.audit().problems == ()
 
 
+def test_a_lease_that_ran_out_is_an_opening_once_the_next_request_ends_it(
+    database: str, clock: Clock
+) -> None:
+    flow = ledger(database, clock, max_waiting=4)
+    flow.register(planner())
+    joined(flow)
+    lease(flow, 4)
+    flow.close()
+    clock.now += 600
+    flow = ledger(database, clock, max_waiting=4)
+    flow.progress(Progress("planner", 0, 0))
+    wanted = LeaseRequest("n2", "a", 1, heard={"planner": 0})
+    assert not flow.openings().take(wanted), "its node may still come back"
+    clock.now += 61
+    assert flow.openings().take(wanted)
+
+
 def test_leases_that_ran_out_are_looked_for_once_in_a_while(
     database: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,15 +185,19 @@ class LeaseBook:
         seed = derive_seed(self.config.run.seed, "unit", row.id)
         return Lease(row.id, attempt, unpack(bytes(row.task), Task), seed, row.position)
 
-    def _end_overdue(self, transaction: Transaction, now: float) -> None:
-        """End the leases that have run out. None has for the length of a lease after the service
-        began or its database came back: nodes could not renew theirs while it was away.
+    def ends_overdue(self, now: float) -> bool:
+        """Tell whether the next request ends the leases that have run out. None does for the length
+        of a lease after the service began or its database came back: nodes could not renew theirs
+        while it was away.
         """
         if (since := self.database.steady_since) is None:
             since = self.database.steady_since = now
         lease_s = self.config.dataflow.lease_s
         # Seldom, because a reader of the whole history keeps every row that a renewal left behind.
-        if now < max(since + lease_s, self._checked_s + _CHECK * lease_s):
+        return now >= max(since + lease_s, self._checked_s + _CHECK * lease_s)
+
+    def _end_overdue(self, transaction: Transaction, now: float) -> None:
+        if not self.ends_overdue(now):
             return
         self._checked_s = now
         rows = transaction.all(
