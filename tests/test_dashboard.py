@@ -32,10 +32,14 @@ from tests.dataflow import fake_groups
 ROOT = Path(__file__).resolve().parents[1]
 BOARD = json.loads((ROOT / "deploy" / "grafana" / "flowtrain.json").read_text())
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+SCALING = ROOT / "deploy" / "kubernetes" / "scaling.yaml"
 SCRAPES = ROOT / "deploy" / "prometheus" / "prometheus.yml"
 TOKEN = "a-token-of-the-tests"
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
+[TRIGGER] = yaml.safe_load(SCALING.read_text())["spec"]["triggers"]
+WANTED = TRIGGER["metadata"]["query"]
+"""The number of nodes that there should be."""
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
@@ -95,6 +99,11 @@ def test_the_alerts_name_what_there_is(apps: Any) -> None:
         assert named(rule["expr"]) <= names, rule["alert"]
         assert rule["annotations"]["summary"].endswith(".")
     assert sum(bool(named(rule["expr"])) for rule in RULES) >= 4
+
+
+def test_the_number_of_nodes_follows_from_what_there_is(apps: Any) -> None:
+    found = named(WANTED)
+    assert len(found) == 3 and found <= exported(apps)
 
 
 def test_the_dashboard_is_well_formed() -> None:
@@ -203,7 +212,7 @@ def test_a_real_prometheus_evaluates_every_expression(
             return False
 
         wait_until(is_scraped)
-        for expression in EXPRESSIONS:
+        for expression in (*EXPRESSIONS, WANTED):
             query(expression)
         (found,) = query('flowtrain_dataflow_groups{state="waiting"}')
         assert found["value"][1] == "2"

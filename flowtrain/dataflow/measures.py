@@ -113,6 +113,9 @@ def _policies(policies: Mapping[str, Any]) -> Iterator[Metric]:
         "1: the trainer is heard, 0: not for dataflow.trainer_timeout_s; missing once it is done."
     )
     yield gauge(f"{_NAME}_trainer_up", text, live, by_policy)
+    for key, did in (("busy", "trained"), ("waited", "waited for batches")):
+        text = f"Seconds that the trainer {did}, told at the end of each step."
+        yield counter(f"{_NAME}_trainer_{key}_seconds", text, each(f"{key}_s"), by_policy)
     for of in ("mean", "max"):
         text = f"Versions that the groups of the newest batch were behind, {of}."
         key = f"staleness_{of}"
