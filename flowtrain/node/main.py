@@ -16,8 +16,8 @@ from flowtrain.config import Config
 from flowtrain.config.options import parse_over
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
+from flowtrain.dataflow.node_client import NodeClient
 from flowtrain.engines.protocol import EngineError
-from flowtrain.node.membership import Membership
 from flowtrain.node.node import Node
 from flowtrain.node.progress import NodeProgress
 from flowtrain.node.setup import check, make_sampler, store_of
@@ -47,7 +47,7 @@ def run(
     Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup of unforeseen errors.
     """
     with Client(url, token) as client:
-        member = Membership(client, name)
+        member = NodeClient(client, name)
         config = parse_over(member.joined.config, args)
         check(config)
         client.wait_s = config.dataflow.wait_s
@@ -61,12 +61,12 @@ def run(
                 if isinstance(error, ExceptionGroup) and not error.subgroup(PoliciesChanged):
                     raise _cause(error) from None
             _log.warning("another policy is trained now: the engines start again")
-            member = Membership(client, name)
+            member = NodeClient(client, name)
     print(f"{name}: {num_pushed} groups pushed", file=sys.stderr)
 
 
 def _serve(
-    member: Membership,
+    member: NodeClient,
     config: Config,
     stores: Mapping[str, str],
     *,
@@ -101,7 +101,7 @@ def _serve(
 
 
 def _wait_for_trainers(
-    member: Membership, config: Config, stores: Mapping[str, str]
+    member: NodeClient, config: Config, stores: Mapping[str, str]
 ) -> dict[str, str]:
     """Wait for a trainer unless `stores` names a store; returns the locations of the weights."""
     wait_s, pause_s = config.dataflow.wait_s, _FIRST_PAUSE_S

@@ -31,8 +31,8 @@ from flowtrain.dataflow.contract import (
     Refused,
     Unavailable,
 )
+from flowtrain.dataflow.node_client import LeaseKey, NodeClient, key_of
 from flowtrain.engines.protocol import EngineError
-from flowtrain.node.membership import LeaseKey, Membership, key_of
 from flowtrain.node.progress import BusyClock, NodeProgress
 from flowtrain.node.weight_syncer import WeightSyncer
 from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
@@ -99,7 +99,7 @@ class Node:
 
     def __init__(
         self,
-        member: Membership,
+        member: NodeClient,
         rollout: Rollout,
         answer: Answer,
         syncer: WeightSyncer,

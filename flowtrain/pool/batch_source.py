@@ -29,10 +29,10 @@ from flowtrain.dataflow.contract import (
     Register,
     Unavailable,
 )
+from flowtrain.dataflow.heartbeat import Heartbeat
 from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.metrics.tokens import versions
 from flowtrain.net.serving import TOKEN_VARIABLE
-from flowtrain.pool.heartbeat import Heartbeat
 from flowtrain.training.records import Rollouts
 from flowtrain.training.world import World
 from flowtrain.types import Group, Outage, TokenAccount, UserError, account_of

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowtrain.config import Config
-from flowtrain.dataflow.ledger import audit_database, open_ledger, replay
-from flowtrain.dataflow.ledger.replay import History
+from flowtrain.dataflow.ledger import audit_database, open_ledger, recheck
+from flowtrain.dataflow.ledger.recheck import History
 from flowtrain.replay.recorded import Recorded
 from flowtrain.types import Group
 
@@ -34,7 +34,7 @@ def check_decisions(recorded: Recorded, steps: range, database: str) -> Decision
     ledger = open_ledger(config, database)
     history = ledger.history()
     ledger.close()
-    again = replay(history)
+    again = recheck(history)
     text = (
         f"{again.num_prompts:,} prompts, {again.num_groups:,} groups and {again.num_batches:,} "
         f"batches decided about again; groups of {len(steps)} steps compared"

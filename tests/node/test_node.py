@@ -35,10 +35,10 @@ from flowtrain.dataflow.contract import (
     Register,
 )
 from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.node_client import NodeClient
 from flowtrain.dataflow.service import Service
 from flowtrain.engines.protocol import EngineError
 from flowtrain.node import main as node_main
-from flowtrain.node.membership import Membership
 from flowtrain.node.node import Branching, Node, _WorkItem
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.tasks.cursor import TaskCursor
@@ -151,8 +151,8 @@ class Nodes:
 
     dataflow: Dataflow
 
-    def join(self, name: str) -> Membership:
-        return Membership(self.dataflow, name, {"planner": "layout"})
+    def join(self, name: str) -> NodeClient:
+        return NodeClient(self.dataflow, name, {"planner": "layout"})
 
     def make(
         self,
@@ -368,7 +368,7 @@ def test_a_node_that_waits_for_a_trainer_has_joined_once(
             ledger.register(Register("planner", "layout", "store", 4, 0, 1 << 16, 1 << 16))
 
     monkeypatch.setattr(node_main.time, "sleep", sleep)
-    member = Membership(ledger, "a")
+    member = NodeClient(ledger, "a")
     assert node_main._wait_for_trainers(member, config, {}) == {"planner": "store"}
     assert len(pauses) == 20 and pauses[0] == 2.0 and pauses[-1] == 10.0
     member.announce({"planner": "layout"}, dict)

@@ -19,6 +19,7 @@ from http_servers import running
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
+from flowtrain.dataflow import heartbeat as heartbeat_module
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import (
     AssignedGroup,
@@ -29,12 +30,11 @@ from flowtrain.dataflow.contract import (
     Registered,
     Unavailable,
 )
+from flowtrain.dataflow.heartbeat import Heartbeat
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
 from flowtrain.pool import batch_source as feeds
-from flowtrain.pool import heartbeat as heartbeat_module
 from flowtrain.pool.batch_source import BatchSource, connect, versions
-from flowtrain.pool.heartbeat import Heartbeat
 from flowtrain.training.world import World
 from flowtrain.types import Call, FinishReason, Group, Outage, UserError, VersionSpan
 from tests.dataflow.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn

@@ -2,6 +2,6 @@
 
 from flowtrain.dataflow.ledger.audit import Audit, audit_database
 from flowtrain.dataflow.ledger.ledger import Ledger, open_ledger
-from flowtrain.dataflow.ledger.replay import replay
+from flowtrain.dataflow.ledger.recheck import recheck
 
-__all__ = ["Audit", "Ledger", "audit_database", "open_ledger", "replay"]
+__all__ = ["Audit", "Ledger", "audit_database", "open_ledger", "recheck"]

@@ -19,7 +19,7 @@ from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.nodes import Nodes
 from flowtrain.dataflow.ledger.prompts import Cursor, Prompts, TaskOrder
 from flowtrain.dataflow.ledger.pushes import Pushes
-from flowtrain.dataflow.ledger.replay import History, read_history
+from flowtrain.dataflow.ledger.recheck import History, read_history
 from flowtrain.dataflow.ledger.report import report
 from flowtrain.dataflow.ledger.schema import prepare
 from flowtrain.dataflow.ledger.sql import connect

@@ -15,7 +15,7 @@ from fake_groups import joined, lease, ledger, options, planner, push
 from flowtrain.config.options import parse
 from flowtrain.dataflow.__main__ import main
 from flowtrain.dataflow.contract import BatchRequest, Progress
-from flowtrain.dataflow.ledger import Ledger, open_ledger, replay
+from flowtrain.dataflow.ledger import Ledger, open_ledger, recheck
 from flowtrain.dataflow.rules import Rules, load
 
 RULES = {
@@ -72,7 +72,7 @@ def copy(honest: Path, tmp_path: Path) -> Path:
 
 def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
     flow = ledger(honest, **RULES)
-    found, states = replay(flow.history()), {share.state for share in flow.history().shares}
+    found, states = recheck(flow.history()), {share.state for share in flow.history().shares}
     assert found.differences == ()
     assert (
         found.num_batches == NUM_STEPS
@@ -81,7 +81,7 @@ def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
     )
     assert {"assigned", "stale", "filtered"} <= states, "the run has nothing to show"
     assert sum(row.is_replay for row in flow.history().assignments) > 2
-    assert replay(flow.history()) == found
+    assert recheck(flow.history()) == found
     flow.close()
 
 
@@ -150,7 +150,7 @@ def test_what_was_tampered_with_is_found(copy: Path, change: str, difference: st
     with sqlite3.connect(copy) as database:
         assert database.execute(change).rowcount > 0
     flow = ledger(copy, **RULES)
-    found = replay(flow.history()).differences
+    found = recheck(flow.history()).differences
     assert difference in "".join(found) if difference else found == ()
     flow.close()
 
@@ -167,7 +167,7 @@ def test_other_options_than_those_of_the_run_are_found(
     honest: Path, changed: dict[str, object], difference: str
 ) -> None:
     flow = ledger(honest, **{**RULES, **changed})
-    assert difference in replay(flow.history()).differences[0]
+    assert difference in recheck(flow.history()).differences[0]
     flow.close()
 
 
@@ -191,14 +191,14 @@ def test_a_rule_that_is_no_function_of_the_ledger_is_found(tmp_path: Path) -> No
         return Rules(Moody(), rules.group_filter, rules.selector)
 
     flow = trained(ledger(tmp_path / "ledger.db", make_rules=make_rules), 4)
-    assert "the prompt filter says" in replay(flow.history()).differences[0]
+    assert "the prompt filter says" in recheck(flow.history()).differences[0]
     flow.close()
 
 
 def test_an_empty_ledger_has_nothing_to_make_again(tmp_path: Path) -> None:
     flow = ledger(tmp_path / "ledger.db")
     assert (
-        found := replay(flow.history())
+        found := recheck(flow.history())
     ).differences == () and found.num_prompts == found.num_batches == 0
     flow.close()
 
@@ -217,7 +217,7 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     assert config is not None
     flow = trained(open_ledger(config, path), 3)
     flow.close()
-    command = ["replay", "--database", path]
+    command = ["recheck", "--database", path]
     assert main([*command, *words]) == 0
     assert capsys.readouterr().out.endswith(
         "3 batches decided about\nevery decision comes out as it was\n"
@@ -231,7 +231,7 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*command, *words]) == 1
     assert capsys.readouterr().out.startswith("problem: ")
     assert (
-        main(["replay", "--database", str(tmp_path / "none.db"), *words]) == 2
+        main(["recheck", "--database", str(tmp_path / "none.db"), *words]) == 2
         and not (tmp_path / "none.db").exists()
     )
 

@@ -1,4 +1,4 @@
-"""The replay: every recorded decision is made again from what the ledger says it was based on.
+"""The recheck: every recorded decision is made again from what the ledger says it was based on.
 
 A difference shows that someone changed the ledger, that a rule has changed, or that a rule decides
 by something the ledger did not tell it. The order in which a prompt filter is asked, the events it
@@ -75,7 +75,7 @@ def read_history(
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class Recheck:
     num_prompts: int
     """Number of prompts that the prompt filter decided about."""
     num_groups: int
@@ -85,10 +85,10 @@ class Replay:
     """The first difference of prompt filter, group filter and selector each; empty: none."""
 
 
-def replay(history: History) -> Replay:
+def recheck(history: History) -> Recheck:
     """Make every decision again with the rules that the ledger was opened with."""
     checks = (check_prompt_filter, check_group_filter, check_selector)
-    return Replay(
+    return Recheck(
         num_prompts=len(history.decisions),
         num_groups=len(history.shares),
         num_batches=len(history.batches),

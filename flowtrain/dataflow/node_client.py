@@ -1,5 +1,5 @@
-"""A node's membership of a dataflow: its requests, on threads so that the event loop goes on, and
-its renewals from a thread of their own, so that a busy event loop loses no lease.
+"""Requests of a node to a dataflow, on threads so that the event loop goes on, and renewals from a
+thread of their own, so that a busy event loop loses no lease.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def key_of(lease: Lease) -> LeaseKey:
     return lease.work_item, lease.attempt
 
 
-class Membership:
+class NodeClient:
     """The dataflow as one process of a node sees it. Coroutines raise Refused and Unavailable."""
 
     def __init__(
