@@ -105,8 +105,8 @@ class LeaseBook:
     def _answer(
         self, transaction: Transaction, request: LeaseRequest, meta: Any = None
     ) -> Leases | None:
-        """None, and nothing granted, where work items have to be drawn and there is no `meta`, the
-        row that its caller has locked.
+        """Grant leases, or return None where work items have to be drawn first and the caller has
+        not locked `meta`.
         """
         now = transaction.now()
         node = self._locked_node(transaction, request)
@@ -135,7 +135,9 @@ class LeaseBook:
         return Leases(granted, states, retry_s, reason)
 
     def _locked_node(self, transaction: Transaction, request: LeaseRequest) -> Any:
-        """The node's row, which a request that comes twice or the node's next process waits for."""
+        """Lock the node's row, so that the same request sent twice, and the node's next process,
+        wait for this one.
+        """
         node = transaction.one(
             f"SELECT * FROM nodes WHERE name = ? AND life = ? {transaction.lock('nodes')}",
             *(request.node, request.life),
@@ -181,7 +183,7 @@ class LeaseBook:
         ]
 
     def _made(self, row: Any, attempt: int) -> Lease:
-        """The lease of a work item to train; its seed is the same for every attempt."""
+        """Make the lease of a work item to train; its seed is the same for every attempt."""
         seed = derive_seed(self.config.run.seed, "unit", row.id)
         return Lease(row.id, attempt, unpack(bytes(row.task), Task), seed, row.position)
 
