@@ -11,7 +11,7 @@ from fake_groups import Clock, group, lease, ledger, planner
 
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Progress, Push, Renewal
-from flowtrain.dataflow.ledger import audit_database, replay
+from flowtrain.dataflow.ledger import audit_database, recheck
 from flowtrain.dataflow.ledger.schema import TABLES
 from flowtrain.dataflow.ledger.sql import connect
 from flowtrain.types import UserError
@@ -37,7 +37,7 @@ def test_a_ledger_of_the_version_before_goes_on(old: str) -> None:
         audit_database(old)
     flow = ledger(old, Clock(), max_waiting=64)
     assert flow.run == "2704a4b98dbc4f14b9c6ca402a9c30a4"
-    assert flow.audit().problems == () and replay(flow.history()).differences == ()
+    assert flow.audit().problems == () and recheck(flow.history()).differences == ()
     counts = {"leased": 1, "waiting": 1, "committed": 5, "failed": 0}
     assert flow.status()["work_items"] == counts
     assert flow.audit().tokens["planner"].fates == {"waiting": 8, "trained": 32}
@@ -56,7 +56,7 @@ def test_a_ledger_of_the_version_before_goes_on(old: str) -> None:
     flow.progress(Progress("planner", 2, 2))
     flow.register(replace(planner(step=2), life="t2", is_fenced=True))
     assert flow.batch(BatchRequest("planner", 3, life="t2")).num_missing == 3
-    assert flow.audit().problems == () and replay(flow.history()).differences == ()
+    assert flow.audit().problems == () and recheck(flow.history()).differences == ()
 
 
 def test_it_has_the_tables_of_a_new_one(old: str, tmp_path: Path) -> None:
@@ -76,4 +76,6 @@ def test_it_has_the_tables_of_a_new_one(old: str, tmp_path: Path) -> None:
 def test_an_upgrade_keeps_what_may_not_change(old: str) -> None:
     with pytest.raises(UserError, match=r"'dataflow.prompt_filter = \"all\"' is "):
         ledger(old, Clock(), prompt_filter="greso")
+    with pytest.raises(UserError, match="schema 6"):
+        audit_database(old)
     assert ledger(old, Clock()).audit().problems == (), "and what was refused changed nothing"

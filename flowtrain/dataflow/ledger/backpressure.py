@@ -4,9 +4,9 @@ be trained in time; and what that leaves to lease.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor
+from math import floor, inf
 from typing import Any
 
 from flowtrain.config import Dataflow
@@ -62,18 +62,23 @@ class Openings:
         return num > 0 or (reason == "done" and not self.is_evaluating)
 
 
-def read_openings(transaction: Transaction, options: Dataflow) -> Openings:
-    """Read what there is to lease; leases that have run out are not under way any more."""
+def read_openings(
+    transaction: Transaction, options: Dataflow, ends_overdue: Callable[[float], bool]
+) -> Openings:
+    """Read what there is to lease; leases that have run out are not under way any more, if the next
+    request ends them.
+    """
     now = transaction.now()
+    due_s = now if ends_overdue(now) else -inf
     overdue = transaction.one(
-        "SELECT count(*) AS num FROM live_leases WHERE until_s < ? AND work_item > 0", now
+        "SELECT count(*) AS num FROM live_leases WHERE until_s < ? AND work_item > 0", due_s
     )
     rows = transaction.all(
         "SELECT e.policy, e.step, count(*) AS num FROM evaluations e"
         " JOIN work_items w ON w.evaluation = e.id LEFT JOIN live_leases v ON v.work_item = w.id"
         " WHERE e.state = 'open' AND (w.state = 'waiting' OR v.until_s < ?)"
         " GROUP BY e.policy, e.step",
-        now,
+        due_s,
     )
     questions = {(row.policy, row.step): row.num for row in rows}
     under_way = num_leased(transaction) - overdue.num
