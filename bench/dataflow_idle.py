@@ -152,7 +152,7 @@ async def _node(name: str, url: str, token: str, end: float, statuses: Counter[i
         if status == 200:
             answer = unpack(content, Leases)
             assert answer.reason == "full", answer
-            failures, pause, wait_s = 0, 0.0, MAX_WAIT_S
+            failures, pause, wait_s = 0, 0.0, MAX_WAIT_S * random.uniform(0.7, 1.0)
         else:
             failures += 1
             pause = max(1.0, pause_s(failures, 0.1, 10.0))

@@ -7,6 +7,7 @@ which checkpoints would have deleted, and with the batches that trained them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from bench.dataflow_service import GROUP_SIZE
@@ -15,7 +16,7 @@ from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.contract import Join, LeaseRequest, Register
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.counters import fill_counters
-from flowtrain.dataflow.ledger.sql import Transaction
+from flowtrain.dataflow.ledger.sql import Transaction, connect
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import PolicyName, Task
 
@@ -41,16 +42,18 @@ def grown(database: str, size: Size, policies: Sequence[PolicyName] = POLICIES) 
         ledger.register(Register(policy, "", "", NUM_GROUPS, 10_000_000, 1 << 16, 1 << 20))
     for number in range(size.num_nodes):
         ledger.join(Join(f"node-{number}", LIFE))
-    with ledger.database.write() as transaction:
+    ledger.close()
+    patient = connect(database, is_patient=True)
+    with closing(patient), patient.write() as transaction:
         _add_trained(transaction, size.num_nodes, size.num_committed, policies)
         fill_counters(transaction)
-    ledger.close()
     ledger = opened(database, policies)
     for number in range(size.num_nodes):
         for num in _parts(size.num_leased // size.num_nodes):
             _lease(ledger, f"node-{number}", num)
-    if ledger.database.has_row_locks:
-        with ledger.database.write() as transaction:
+    patient = connect(database, is_patient=True)
+    if patient.has_row_locks:
+        with closing(patient), patient.write() as transaction:
             transaction.run("ANALYZE")  # as PostgreSQL does by itself, though a minute later
     return ledger
 

@@ -26,22 +26,11 @@ _STATES = {"fresh": "waiting", "assigned": "trained"} | {
     state: state for state in ("stale", "filtered", "surplus", "empty")
 }
 """States of groups by the ledger's words for them."""
-_FATES = frozenset(
-    (
-        *(
-            "trained",
-            "waiting",
-            "in_batches",
-            "under_way",
-            "lost",
-            "duplicate",
-            "no_trainer",
-            "failed",
-        ),
-        *("no_signal", "no_weight", "skipped", "too_long", "token", "advantage", "logprob"),
-        *("empty", "stale", "filtered", "surplus"),
-    )
-)
+_FATES = {
+    *("trained", "waiting", "in_batches", "under_way", "lost", "duplicate", "no_trainer", "failed"),
+    *("no_signal", "no_weight", "skipped", "too_long", "token", "advantage", "logprob"),
+    *("empty", "stale", "filtered", "surplus"),
+}
 """Trainers name fates of tokens; what is none of these is `other`."""
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import threading
 import time
 import uuid
@@ -120,7 +121,8 @@ class NodeClient:
         )
         if is_behind or self._reason not in WAITING:
             return 0.0
-        return min(MAX_WAIT_S, self.joined.lease_s / 2)
+        # Not all nodes the same, or those that began to wait together would ask again together.
+        return min(MAX_WAIT_S, self.joined.lease_s / 2) * random.uniform(0.7, 1.0)
 
     async def late_leases(self) -> Sequence[Lease]:
         """End the request for leases that has no answer yet, and return those that it got."""

@@ -120,17 +120,23 @@ class _Lobby:
                 del self._waiting[asked.node]
 
     async def _watch(self, is_ending: Callable[[], bool]) -> None:
-        while self._waiting:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                openings = await asyncio.to_thread(self._ledger.openings)
-                ready = [node for node, (asked, _) in self._waiting.items() if openings.take(asked)]
-            except (Unavailable, UserError):  # those who ask again are told
-                ready = list(self._waiting)
-            for node in list(self._waiting) if is_ending() else ready:
-                _, turn = self._waiting.pop(node)
-                turn.set_result(not is_ending())
-        self._looking = None
+        try:
+            while self._waiting:
+                await asyncio.sleep(_LOOK_S)
+                await self._admit(is_ending())
+        finally:
+            self._looking = None
+
+    async def _admit(self, is_ending: bool) -> None:
+        """End the waits of those for whom there is something; of all, where the server ends."""
+        try:
+            openings = await asyncio.to_thread(self._ledger.openings)
+            ready = [node for node, (asked, _) in self._waiting.items() if openings.take(asked)]
+        except (Unavailable, UserError):  # those who ask again are told
+            ready = list(self._waiting)
+        for node in list(self._waiting) if is_ending else ready:
+            _, turn = self._waiting.pop(node)
+            turn.set_result(not is_ending)
 
 
 async def _disconnect(request: Request) -> None:

@@ -22,7 +22,7 @@ MEDIA_TYPE = "application/vnd.msgpack"
 RUN_HEADER = "Flowtrain-Run"
 """Header of every request but join and register: `Joined.run` or `Registered.run`."""
 MAX_WAIT_S = 30.0
-"""Longest time that an answer may wait for a batch to fill."""
+"""Longest time that an answer may wait for a batch to fill, or for something to lease."""
 PASSING = (408, 425, 429)
 """Statuses besides 5xx after which a repeated request may succeed."""
 _ASKERS = {"node": Role.NODE, "policy": Role.TRAINER}

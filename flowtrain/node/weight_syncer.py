@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from flowtrain.dataflow.contract import PolicyState
 from flowtrain.engines.protocol import Engine
-from flowtrain.types import UserError
+from flowtrain.types import Outage, UserError
 from flowtrain.weights import Source, StoreError
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class WeightSyncer:
         return ""
 
     async def run(self) -> None:
-        """Follow the trainers until cancelled. Raises EngineError, and UserError when the first
+        """Follow the trainers until cancelled. Raises EngineError, and Outage when the first
         weights do not come, or cannot be loaded, within the patience.
         """
         async with asyncio.TaskGroup() as tasks:
@@ -108,7 +108,7 @@ class WeightSyncer:
                 _log.warning("%s", lag or f"the {policy}'s weights are at version {version} now")
                 last_lag = lag
             if policy not in self._loaded and loop.time() > deadline:
-                raise UserError(
+                raise Outage(
                     f"{lag}, after dataflow.wait_s={self._patience_s:g} seconds; --store says "
                     "where they are"
                 )

@@ -108,7 +108,12 @@ def test_reports_and_signs_of_life_read_no_history(tmp_path: Path, count: Counte
     for ledger in (small, large):
         assert ledger.status()["policies"]["planner"]["groups"]["fresh"]["num"] == 4
         assert ledger.audit().problems == ()
-    for ask in (Ledger.status, Ledger.answers):
+
+    def lacks(ledger: Ledger) -> int:
+        step = ledger.status()["policies"]["planner"]["step"] + 1
+        return ledger.batch(BatchRequest("planner", step)).num_missing
+
+    for ask in (Ledger.status, Ledger.answers, Ledger.openings, lacks):
         (few, _), (many, answer) = (count(lambda ask=ask, of=of: ask(of)) for of in (small, large))
         assert answer and many <= 1.1 * few + 10, (ask, few, many)
 

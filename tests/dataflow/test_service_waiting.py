@@ -25,6 +25,8 @@ from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.contract import (
     BatchRequest,
     Done,
+    EvalSettings,
+    Evaluate,
     LeaseRequest,
     Leases,
     Progress,
@@ -169,6 +171,26 @@ def test_a_new_version_is_news_at_once(full: Any) -> None:
         full.progress(Progress("planner", 1, 0))
         assert second.result(20).policies["planner"].version == 1
         assert client.lease(wanted(key="m")).policies["planner"].version == 1, "it has not heard"
+
+
+def test_a_question_ends_the_wait_and_so_does_the_answer_to_the_last_one(full: Any) -> None:
+    evaluate = Evaluate("planner", 0, "held out", EvalSettings(2), 5, tuple(fake.TASKS[:1]))
+    fake.joined(full, "w1")
+    with (
+        running(Service(full, full.run, TOKEN)) as url,
+        Client(url, TOKEN) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        first = threads.submit(client.lease, wanted())
+        full.evaluate(evaluate)
+        (question,) = first.result(20).leases
+        assert question.work_item < 0
+        full.progress(Progress("planner", 0, 0, is_done=True))
+        second = threads.submit(client.lease, wanted(node="w1"))
+        with pytest.raises(TimeoutError):
+            second.result(0.3)
+        fake.push(full, question, num=1)
+        assert second.result(20).reason == "done"
 
 
 def test_nodes_that_cannot_wait_ask_the_less_often_the_more_they_are(full: Any) -> None:

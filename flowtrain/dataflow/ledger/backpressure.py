@@ -4,6 +4,7 @@ be trained in time; and what that leaves to lease.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, inf
@@ -75,15 +76,19 @@ def read_openings(
     )
     rows = transaction.all(
         "SELECT e.policy, e.step, count(*) AS num FROM evaluations e"
-        " JOIN work_items w ON w.evaluation = e.id LEFT JOIN live_leases v ON v.work_item = w.id"
-        " WHERE e.state = 'open' AND (w.state = 'waiting' OR v.until_s < ?)"
-        " GROUP BY e.policy, e.step",
+        " JOIN work_items w ON w.evaluation = e.id AND w.state = 'waiting'"
+        " WHERE e.state = 'open' GROUP BY e.policy, e.step"
+        " UNION ALL SELECT e.policy, e.step, count(*) AS num FROM live_leases v"
+        " JOIN work_items w ON w.id = v.work_item JOIN evaluations e ON e.id = w.evaluation"
+        " WHERE v.until_s < ? AND e.state = 'open' GROUP BY e.policy, e.step",
         due_s,
     )
-    questions = {(row.policy, row.step): row.num for row in rows}
+    questions: Counter[tuple[str, int]] = Counter()
+    for row in rows:
+        questions[row.policy, row.step] += row.num
     under_way = num_leased(transaction) - overdue.num
     policies = policy_rows(transaction)
-    is_evaluating = is_any_left(transaction)
+    is_evaluating = all(each.is_done for each in policies) and is_any_left(transaction)
     return Openings(policies, under_way, now, options, questions, is_evaluating)
 
 

@@ -63,15 +63,23 @@ def _work_items(transaction: Transaction, num: int) -> dict[str, int]:
 
 def _evaluations(transaction: Transaction) -> list[dict[str, Any]]:
     """Those that are open, in the order in which they were asked for."""
-    rows = transaction.all(
-        "SELECT e.policy, e.step, e.name, e.num_questions,"
-        " sum(CASE WHEN w.state = 'committed' THEN 1 ELSE 0 END) AS num_done,"
-        " sum(CASE WHEN w.state = 'leased' THEN 1 ELSE 0 END) AS num_leased,"
-        " sum(CASE WHEN w.state = 'failed' THEN 1 ELSE 0 END) AS num_failed"
-        " FROM evaluations e JOIN work_items w ON w.evaluation = e.id WHERE e.state = 'open'"
-        " GROUP BY e.id, e.policy, e.step, e.name, e.num_questions ORDER BY e.id"
-    )
-    return [{key: getattr(row, key) for key in row._fields} for row in rows]
+    found = []
+    for row in transaction.all("SELECT * FROM evaluations WHERE state = 'open' ORDER BY id"):
+        # One by one, or PostgreSQL would look for their questions among all work items.
+        states = transaction.all(
+            "SELECT state, count(*) AS num FROM work_items WHERE evaluation = ? GROUP BY state",
+            row.id,
+        )
+        counts = {each.state: each.num for each in states}
+        found.append(
+            {
+                **{key: getattr(row, key) for key in ("policy", "step", "name", "num_questions")},
+                "num_done": counts.get("committed", 0),
+                "num_leased": counts.get("leased", 0),
+                "num_failed": counts.get("failed", 0),
+            }
+        )
+    return found
 
 
 def _policy(transaction: Transaction, policy: Any, now: float, options: Dataflow) -> dict[str, Any]:

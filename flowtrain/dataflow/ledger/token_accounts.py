@@ -154,11 +154,9 @@ def _under_way(transaction: Transaction, policy: str) -> int:
     """Sum what the processes that have leases now have sampled and not pushed."""
     row = transaction.one(
         "SELECT coalesce(sum(s.num_tokens - coalesce(c.num, 0)), 0) AS num FROM"
-        # Cross joins, or SQLite would read all leases that there ever were.
-        " (SELECT DISTINCT l.node, l.life FROM live_leases v CROSS JOIN work_items w"
-        " CROSS JOIN leases l WHERE w.id = v.work_item AND l.work_item = w.id"
-        " AND l.attempt = w.attempt AND v.work_item > 0) h"
-        " JOIN sampled s ON s.node = h.node AND s.life = h.life AND s.policy = ?"
+        " (SELECT DISTINCT node FROM live_leases WHERE work_item > 0) h"
+        " JOIN nodes n ON n.name = h.node AND n.is_current = 1"
+        " JOIN sampled s ON s.node = n.name AND s.life = n.life AND s.policy = ?"
         " LEFT JOIN counters c ON c.policy = s.policy AND c.what = 'pushed'"
         " AND c.name = s.node || ' ' || s.life",
         policy,
