@@ -212,7 +212,7 @@ async def solve(task, base_url, api_key):
         ("raise KeyError('no such file')", "KeyError: 'no such file'"),
         ("raise SystemExit(3)", "it has called exit(3)"),
         ("return 3", "the answer is a int, not a text"),
-        ("return {'answer': 'x', 'reward': float('nan')}", "no finite number"),
+        ("return {'answer': 'x', 'reward': float('nan')}", "its part 'reward' is nan"),
     ],
 )
 def test_a_function_that_fails_costs_one_rollout(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -82,6 +84,8 @@ def said(response: httpx2.Response) -> str:
 @pytest.mark.parametrize("name", ["x_stainless_retry_count", "idempotency_key"])
 def test_a_retry_gets_the_recorded_answer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     first = {} if name == "x_stainless_retry_count" else {name: "1"}
+    clock = SimpleNamespace(time=itertools.count(1000).__next__)
+    monkeypatch.setattr("flowtrain.agents.gateway.responses.time", clock)
 
     async def solve(client: httpx2.AsyncClient) -> str:
         before = await post(client, HI, **first)

@@ -97,8 +97,9 @@ def trainer(database: str, folder: Path) -> None:
     step = int(saved.read_text()) if saved.exists() else 0
     persistent(lambda: flow.register(planner(NUM_GROUPS, 2, step)))
     while step < NUM_STEPS:
-        answer = persistent(partial(flow.batch, BatchRequest("planner", step + 1, wait_s=1.0)))
+        answer = persistent(partial(flow.batch, BatchRequest("planner", step + 1)))
         if answer.num_missing:
+            time.sleep(0.01)
             continue
         step += 1
         with (folder / "log").open("a") as log:

@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,8 +107,6 @@ class FaultyCalls:
     def _once(self, name: str, request: Any) -> Any:
         if self._random.random() < 0.02:
             self._ledgers[self._random.randrange(len(self._ledgers))] = self._make()
-        if name == "batch":
-            request = replace(request, wait_s=0.0)
         return getattr(self._random.choice(self._ledgers), name)(request)
 
 

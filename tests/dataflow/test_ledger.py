@@ -38,6 +38,7 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.ledger import Ledger, batches, prompts
 from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.prompts import TaskOrder
+from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.rules import Outcome, Rules
 from flowtrain.dataflow.rules.builtin import AllGroups, EarliestDeadline
 from flowtrain.tasks.cursor import TaskCursor
@@ -935,6 +936,50 @@ def test_no_lease_runs_out_because_the_service_was_away(database: str, clock: Cl
     clock.now += 61
     assert lease(flow, 1, "n2")[0].work_item == held.work_item, "but who is gone for good loses it"
     assert flow.audit().problems == ()
+
+
+def test_a_lease_that_ran_out_is_an_opening_once_the_next_request_ends_it(
+    database: str, clock: Clock
+) -> None:
+    flow = ledger(database, clock, max_waiting=4)
+    flow.register(planner())
+    joined(flow)
+    lease(flow, 4)
+    flow.close()
+    clock.now += 600
+    flow = ledger(database, clock, max_waiting=4)
+    flow.progress(Progress("planner", 0, 0))
+    wanted = LeaseRequest("n2", "a", 1, heard={"planner": 0})
+    assert not flow.openings().take(wanted), "its node may still come back"
+    clock.now += 61
+    assert flow.openings().take(wanted)
+
+
+def test_leases_that_ran_out_are_looked_for_once_in_a_while(
+    database: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads the whole history makes that look as long as there have been renewals."""
+    flow = ledger(database, clock, max_waiting=64, lease_s=60)
+    flow.register(planner())
+    joined(flow)
+    lease(flow, 1)
+    looks = []
+    real = Transaction.run
+
+    def noting(self: Transaction, statement: str, *values: object) -> int:
+        looks.extend([clock.now] * ("v.until_s < ?" in statement))
+        return real(self, statement, *values)
+
+    monkeypatch.setattr(Transaction, "run", noting)
+    for _ in range(30):
+        clock.now += 1
+        lease(flow, 1)
+    assert looks == [], "none could be renewed before"
+    clock.now += 31
+    for _ in range(12):
+        clock.now += 1
+        lease(flow, 1)
+    assert len(looks) == 4
 
 
 def test_rows_of_a_node_that_joins_again_and_again_do_not_pile_up(

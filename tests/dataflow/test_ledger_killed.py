@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -140,7 +141,8 @@ def test_many_threads_at_once(database: str, monkeypatch: pytest.MonkeyPatch) ->
 
     def trainer(flow: Ledger) -> None:
         for step in range(1, 6 * 16 // 4 + 1):
-            answer = flow.batch(BatchRequest("planner", step, wait_s=30))
+            while (answer := flow.batch(BatchRequest("planner", step))).num_missing:
+                time.sleep(0.01)
             steps.append([served.work_item for served in answer.groups])
             flow.progress(Progress("planner", step, step))
 
@@ -155,16 +157,3 @@ def test_many_threads_at_once(database: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [event.number for event in flows[0].history().events] == list(range(1, 96 + 24 + 1))
     for flow in flows:
         flow.close()
-
-
-def test_a_batch_waits_for_what_it_lacks(database: str) -> None:
-    flow = ledger(database)
-    joined(flow)
-    flow.register(planner(num_groups=2))
-    first, second = lease(flow, 2)
-    push(flow, first)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(flow.batch, BatchRequest("planner", 1, wait_s=30))
-        push(flow, second)
-        assert [served.work_item for served in waiting.result(timeout=20).groups] == [1, 2]
-    assert flow.batch(BatchRequest("planner", 2, wait_s=0.01)).num_missing == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Unavailable,
 )
+from flowtrain.dataflow.ledger.sql import connect
 
 _HOLD = """
 CREATE FUNCTION hold() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -189,3 +190,10 @@ def test_a_transaction_that_was_idle_for_too_long_is_an_outage(postgres: str) ->
         while other.execute(there, (pid,)).fetchone()[0]:  # type: ignore[index]
             time.sleep(0.01)
         transaction.one(own)
+
+
+def test_a_reader_of_the_whole_history_may_take_as_long_as_it_needs(postgres: str) -> None:
+    for database, limit in ((connect(postgres), "30s"), (connect(postgres, is_patient=True), "0")):
+        with closing(database), database.read() as transaction:
+            for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
+                assert transaction.one(f"SHOW {name}")[0] == limit

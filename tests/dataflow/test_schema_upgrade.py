@@ -76,4 +76,6 @@ def test_it_has_the_tables_of_a_new_one(old: str, tmp_path: Path) -> None:
 def test_an_upgrade_keeps_what_may_not_change(old: str) -> None:
     with pytest.raises(UserError, match=r"'dataflow.prompt_filter = \"all\"' is "):
         ledger(old, Clock(), prompt_filter="greso")
+    with pytest.raises(UserError, match="schema 6"):
+        audit_database(old)
     assert ledger(old, Clock()).audit().problems == (), "and what was refused changed nothing"

@@ -116,10 +116,9 @@ class Trainer:
     def take(self, step: int, timeout_s: float = 60.0) -> list[Group]:
         """Return the groups of a step's batch."""
         deadline = time.monotonic() + timeout_s
-        while (
-            batch := self._ledger.batch(BatchRequest(self.policy, step, wait_s=1.0))
-        ).num_missing:
+        while (batch := self._ledger.batch(BatchRequest(self.policy, step))).num_missing:
             assert time.monotonic() < deadline, f"{batch.num_missing} groups are missing"
+            time.sleep(0.05)
         return [unpack_group(served.payload) for served in batch.groups]
 
     def step(self, version: int) -> list[Group]:

@@ -511,13 +511,21 @@ def test_a_lost_lease_ends_its_rollouts(ledger: Ledger, nodes: Nodes, clock: Clo
             raise
 
     slow = nodes.make(rollout, max_in_flight=G)
+    is_taken, renew = threading.Event(), ledger.renew
+
+    def late(request: Any) -> Any:
+        assert is_taken.wait(60)
+        return renew(request)
+
+    ledger.renew = late
 
     async def main() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             running = asyncio.create_task(slow.run())
             await until(lambda: work_items(ledger)["leased"] == 1)
             clock.now += 1.0
             assert await nodes.make(soon, "b", num_groups=2).run() == 2
+            is_taken.set()
             await until(lambda: cancelled == G)
             assert not running.done()
             slow.stop()

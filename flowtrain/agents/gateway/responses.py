@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flowtrain.agents.gateway.requests import ChatRequest, Message
@@ -31,6 +31,8 @@ class Reply:
     finish_reason: Literal["stop", "length", "tool_calls"]
     num_prompt_tokens: int
     num_response_tokens: int
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970; a retry gets the same."""
 
     def message(self) -> Message:
         """The message as a program sends it back."""
@@ -56,7 +58,7 @@ def chat_body(asked: ChatRequest, reply: Reply) -> bytes:
 
 
 def _head(asked: ChatRequest, reply: Reply, kind: str) -> dict[str, Any]:
-    return {"id": reply.id, "object": kind, "created": int(time.time()), "model": asked.model}
+    return {"id": reply.id, "object": kind, "created": reply.created_s, "model": asked.model}
 
 
 def _chunks(asked: ChatRequest, reply: Reply) -> Iterator[dict[str, Any]]:

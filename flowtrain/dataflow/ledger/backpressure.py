@@ -4,9 +4,10 @@ be trained in time; and what that leaves to lease.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor
+from math import floor, inf
 from typing import Any
 
 from flowtrain.config import Dataflow
@@ -62,18 +63,29 @@ class Openings:
         return num > 0 or (reason == "done" and not self.is_evaluating)
 
 
-def read_openings(transaction: Transaction, options: Dataflow) -> Openings:
-    """Read what there is to lease; leases that have run out are not under way any more."""
+def read_openings(
+    transaction: Transaction, options: Dataflow, ends_overdue: Callable[[float], bool]
+) -> Openings:
+    """Read what there is to lease; leases that have run out are not under way any more, if the next
+    request ends them.
+    """
     now = transaction.now()
+    due_s = now if ends_overdue(now) else -inf
     overdue = transaction.one(
-        "SELECT count(*) AS num FROM live_leases WHERE until_s < ? AND work_item > 0", now
+        "SELECT count(*) AS num FROM live_leases WHERE until_s < ? AND work_item > 0", due_s
     )
     rows = transaction.all(
         "SELECT e.policy, e.step, count(*) AS num FROM evaluations e"
         " JOIN work_items w ON w.evaluation = e.id AND w.state = 'waiting'"
         " WHERE e.state = 'open' GROUP BY e.policy, e.step"
+        " UNION ALL SELECT e.policy, e.step, count(*) AS num FROM live_leases v"
+        " JOIN work_items w ON w.id = v.work_item JOIN evaluations e ON e.id = w.evaluation"
+        " WHERE v.until_s < ? AND e.state = 'open' GROUP BY e.policy, e.step",
+        due_s,
     )
-    questions = {(row.policy, row.step): row.num for row in rows}
+    questions: Counter[tuple[str, int]] = Counter()
+    for row in rows:
+        questions[row.policy, row.step] += row.num
     under_way = num_leased(transaction) - overdue.num
     policies = policy_rows(transaction)
     is_evaluating = all(each.is_done for each in policies) and is_any_left(transaction)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,7 @@ from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import MAX_RANKS, heard_policy, policy_rows
 from flowtrain.dataflow.rules import Candidate, Selector, replays
-from flowtrain.dataflow.wire import MAX_WAIT_S
 from flowtrain.utils.seeds import derive_seed
-
-_POLL_S = 0.1
-"""Seconds between two looks for groups that were pushed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +31,12 @@ class Batches:
     selector: Selector
 
     def batch(self, request: BatchRequest) -> Batch:
+        """Look once; who serves the ledger waits for its clients."""
         if not 0 <= request.rank < request.num_ranks <= MAX_RANKS:
             raise Refused(
                 f"rank={request.rank} must be at least 0 and below num_ranks={request.num_ranks}, "
                 f"which is at most {MAX_RANKS}"
             )
-        end = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
-        while True:
-            answer = self._batch(request)
-            left = end - time.monotonic()
-            if not answer.num_missing or left <= 0:
-                return answer
-            time.sleep(min(_POLL_S, left))
-
-    def _batch(self, request: BatchRequest) -> Batch:
         step = request.step
         with locked(self.database) as (transaction, meta):
             timeout_s = self.config.dataflow.trainer_timeout_s

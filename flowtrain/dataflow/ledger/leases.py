@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from flowtrain.config import Config, Dataflow
@@ -55,6 +56,8 @@ MAX_WORK_ITEMS = 1024
 """Work items in a request."""
 LEASES_PER_ATTEMPT = 10
 """A work item fails without a failure, too, after so many leases times `max_attempts`."""
+_CHECK = 0.05
+"""Shortest time between two looks for leases that have run out, as a part of what they last."""
 RAN_OUT = "ran out"
 _LAST = (
     "INSERT INTO live_leases VALUES (?, ?, ?)"
@@ -73,11 +76,13 @@ _MAX_RATE = 100.0
 """Requests per second of all nodes that wait, where none of them is held open."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeaseBook:
     database: Database
     config: Config
     prompts: Prompts
+    _checked_s: float = -inf
+    """When leases that have run out were ended last, on the database's clock."""
 
     def lease(self, request: LeaseRequest) -> Leases:
         if not 1 <= request.num <= MAX_WORK_ITEMS:
@@ -100,8 +105,8 @@ class LeaseBook:
     def _answer(
         self, transaction: Transaction, request: LeaseRequest, meta: Any = None
     ) -> Leases | None:
-        """None, and nothing granted, where work items have to be drawn and there is no `meta`, the
-        row that its caller has locked.
+        """Grant leases, or return None where work items have to be drawn first and the caller has
+        not locked `meta`.
         """
         now = transaction.now()
         node = self._locked_node(transaction, request)
@@ -130,7 +135,9 @@ class LeaseBook:
         return Leases(granted, states, retry_s, reason)
 
     def _locked_node(self, transaction: Transaction, request: LeaseRequest) -> Any:
-        """The node's row, which a request that comes twice or the node's next process waits for."""
+        """Lock the node's row, so that the same request sent twice, and the node's next process,
+        wait for this one.
+        """
         node = transaction.one(
             f"SELECT * FROM nodes WHERE name = ? AND life = ? {transaction.lock('nodes')}",
             *(request.node, request.life),
@@ -176,18 +183,25 @@ class LeaseBook:
         ]
 
     def _made(self, row: Any, attempt: int) -> Lease:
-        """The lease of a work item to train; its seed is the same for every attempt."""
+        """Make the lease of a work item to train; its seed is the same for every attempt."""
         seed = derive_seed(self.config.run.seed, "unit", row.id)
         return Lease(row.id, attempt, unpack(bytes(row.task), Task), seed, row.position)
 
-    def _end_overdue(self, transaction: Transaction, now: float) -> None:
-        """End the leases that have run out. None has for the length of a lease after the service
-        began or its database came back: nodes could not renew theirs while it was away.
+    def ends_overdue(self, now: float) -> bool:
+        """Tell whether the next request ends the leases that have run out. None does for the length
+        of a lease after the service began or its database came back: nodes could not renew theirs
+        while it was away.
         """
         if (since := self.database.steady_since) is None:
             since = self.database.steady_since = now
-        if now < since + self.config.dataflow.lease_s:
+        lease_s = self.config.dataflow.lease_s
+        # Seldom, because a reader of the whole history keeps every row that a renewal left behind.
+        return now >= max(since + lease_s, self._checked_s + _CHECK * lease_s)
+
+    def _end_overdue(self, transaction: Transaction, now: float) -> None:
+        if not self.ends_overdue(now):
             return
+        self._checked_s = now
         rows = transaction.all(
             "SELECT w.id, w.attempt FROM live_leases v JOIN work_items w ON w.id = v.work_item"
             f" WHERE v.until_s < ? ORDER BY w.id {transaction.lock('v, w', skip=True)}",

@@ -82,6 +82,7 @@ class Ledger:
         # The requests of `Dataflow`, each answered by its part.
         self.join = nodes.join
         self.lease = leases.lease
+        self._ends_overdue = leases.ends_overdue
         self.renew = leases.renew
         self.push = pushes.push
         self.release = leases.release
@@ -104,7 +105,7 @@ class Ledger:
     def openings(self) -> Openings:
         """Read what there is to lease."""
         with self.database.read() as transaction:
-            return read_openings(transaction, self.config.dataflow)
+            return read_openings(transaction, self.config.dataflow, self._ends_overdue)
 
     def answers(self) -> bool:
         """Tell whether the database answers."""

@@ -155,7 +155,7 @@ class Prompts:
 
     @contextmanager
     def drawing(self, database: Database) -> Iterator[tuple[Transaction, Any]]:
-        """A transaction that may draw, with the lock of `meta`, and the row of `meta`."""
+        """Begin a transaction that may draw, as a context: it, and the locked row of `meta`."""
         with self._mutex:
             if self._has_state:
                 self._catch_up(database)

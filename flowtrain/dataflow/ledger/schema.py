@@ -164,16 +164,18 @@ def prepare(database: Database, fixed: str) -> str:
             transaction.run("INSERT INTO meta VALUES (?, ?, 0, 0, 0, 0)", VERSION, run)
             transaction.run("INSERT INTO settings VALUES (?)", fixed)
         elif getattr(transaction.one("SELECT * FROM meta"), "version", None) == VERSION - 1:
+            if is_postgres:  # it reads all that there is
+                transaction.run("SET LOCAL statement_timeout = 0")
             _bring_up_to_date(transaction, fixed)
         meta = meta_row(transaction, database.name)
         old = transaction.one("SELECT fixed FROM settings").fixed
-    if old != fixed:
-        pairs = zip(old.splitlines(), fixed.splitlines(), strict=True)
-        changed = next(f"{old!r} is {new!r} now" for old, new in pairs if old != new)
-        raise UserError(
-            f"{database.name} belongs to a run with other options ({changed}): give them as they "
-            "were, or name another database"
-        )
+        if old != fixed:
+            pairs = zip(old.splitlines(), fixed.splitlines(), strict=True)
+            changed = next(f"{old!r} is {new!r} now" for old, new in pairs if old != new)
+            raise UserError(
+                f"{database.name} belongs to a run with other options ({changed}): give them as "
+                "they were, or name another database"
+            )
     return str(meta.run)
 
 

@@ -184,18 +184,18 @@ def _forget_payloads(transaction: Transaction, *, has_replays: bool) -> None:
         else ""
     )
     # Counts, because NOT EXISTS may become a join that reads all shares and assignments there are.
-    forgotten = (
-        "0 = (SELECT count(*) FROM shares s JOIN policies p ON p.name = s.policy"
+    rows = transaction.all(
+        "DELETE FROM payloads"
+        " WHERE 0 = (SELECT count(*) FROM shares s JOIN policies p ON p.name = s.policy"
         f" WHERE s.work_item = payloads.work_item AND (s.state = 'fresh'{replays}))"
         " AND 0 = (SELECT count(*) FROM assignments a JOIN policies p ON p.name = a.policy"
-        " WHERE a.work_item = payloads.work_item AND a.step > p.checkpoint)"
+        " WHERE a.work_item = payloads.work_item AND a.step > p.checkpoint) RETURNING key"
     )
-    transaction.run(
-        "INSERT INTO garbage SELECT key, ?, 0 FROM payloads"
-        f" WHERE key <> '' AND {forgotten} ON CONFLICT DO NOTHING",
-        transaction.now(),
+    now = transaction.now()
+    transaction.many(
+        "INSERT INTO garbage VALUES (?, ?, 0) ON CONFLICT DO NOTHING",
+        [(row.key, now) for row in rows if row.key],
     )
-    transaction.run(f"DELETE FROM payloads WHERE {forgotten}")
 
 
 def _forget_results(transaction: Transaction, policy: str, evaluated: int) -> None:
