@@ -75,9 +75,9 @@ def wanted(num: int = 1, node: str = "n1", wait_s: float = 20.0, key: str = "k")
 
 
 def test_who_waits_gets_what_comes_first_who_came_first(full: Any) -> None:
-    counting = Counting(full)
+    service = Service(full, full.run, TOKEN)
     with (
-        running(Service(counting, full.run, TOKEN)) as url,  # type: ignore[arg-type]
+        running(service) as url,
         Client(url, TOKEN) as client,
         ThreadPoolExecutor(8) as threads,
     ):
@@ -85,7 +85,7 @@ def test_who_waits_gets_what_comes_first_who_came_first(full: Any) -> None:
         for number in range(6):
             fake.joined(full, f"w{number}")
             waiting.append(threads.submit(client.lease, wanted(node=f"w{number}")))
-            while counting.asked["lease"] < number + 1 or not counting.asked["openings"]:
+            while len(service._lobby._waiting) < number + 1:
                 time.sleep(0.005)
         full.batch(BatchRequest("planner", 1))  # room for four
         answers = [each.result(20) for each in waiting[:4]]
