@@ -12,7 +12,14 @@ import pytest
 from fake_groups import TASKS, Clock, joined, lease, ledger, options, planner, push
 
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import BatchRequest, Progress, Refused, Release, Unavailable
+from flowtrain.dataflow.contract import (
+    BatchRequest,
+    Join,
+    Progress,
+    Refused,
+    Release,
+    Unavailable,
+)
 from flowtrain.dataflow.ledger import Ledger, open_ledger
 from flowtrain.dataflow.ledger.audit import audit
 from flowtrain.dataflow.ledger.sql import Database, connect
@@ -164,6 +171,15 @@ def test_text_that_the_database_does_not_take_is_the_sender_s_fault(database: st
     except Refused:
         flow.release(Release("n1", ((each.work_item, 1),), "plain"))
     assert flow.status()["work_items"]["waiting"] == 1
+
+
+def test_a_node_stores_no_long_text_before_a_trainer_can_compare_it(database: str) -> None:
+    flow = ledger(database)
+    with pytest.raises(
+        Refused, match="the layout of its planner has 5000 characters, at most 4096"
+    ):
+        flow.join(Join("n1", "a", {"planner": "x" * 5000}))
+    flow.close()
 
 
 def test_the_audit_finds_what_does_not_add_up(database: str) -> None:

@@ -265,7 +265,15 @@ def known_policies(config: Config, by_policy: Mapping[str, object]) -> str:
 
 
 def check_layouts(node: str, layouts: Mapping[str, str], policies: Sequence[Any]) -> None:
-    """Raises Refused when the node samples with another model than a trainer trains."""
+    """Raises Refused when the node samples with another model than a trainer trains, or when a
+    layout is none.
+    """
+    for name, layout in layouts.items():
+        if len(layout) > MAX_TEXT:
+            raise Refused(
+                f"node {node!r}: the layout of its {name[:100]} has {len(layout)} characters, at "
+                f"most {MAX_TEXT} are allowed"
+            )
     for policy in policies:
         if layouts.get(policy.name, policy.layout) != policy.layout:
             raise Refused(
