@@ -144,8 +144,8 @@ def _what_runs_more() -> str:
     if not (shutil.which("postgres") or Path("/usr/lib/postgresql").is_dir()):
         missing.append("postgresql")
     install = f"apt-get install -y {' '.join(missing)}; " if missing else ""
-    makes = "make test-vllm test-optional test-loggers; FLOWTRAIN_PLANNER=1 for the planner's"
-    return f"{install}{makes}; a GPU for those of kernels"
+    makes = "make test-vllm test-optional test-loggers test-ray"
+    return f"{install}{makes}; FLOWTRAIN_PLANNER=1 for the planner's; a GPU for those of kernels"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

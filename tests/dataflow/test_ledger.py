@@ -4,7 +4,7 @@ service.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -788,13 +788,19 @@ class Recorder:
         self.seen.append(f"v{version}")
 
 
-def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> None:
+def recording() -> tuple[Callable[[], Rules], list[Recorder]]:
+    """Rules for each ledger that is opened, and their prompt filters."""
     made: list[Recorder] = []
 
     def make_rules() -> Rules:
         made.append(Recorder())
         return Rules(made[-1], AllGroups(), EarliestDeadline())
 
+    return make_rules, made
+
+
+def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> None:
+    make_rules, made = recording()
     flow = ledger(database, Clock(), make_rules, max_waiting=8)
     joined(flow)
     flow.register(planner())
@@ -831,12 +837,7 @@ def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> 
 def test_a_prompt_filter_observes_each_event_once_whatever_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Recorder] = []
-
-    def make_rules() -> Rules:
-        made.append(Recorder())
-        return Rules(made[-1], AllGroups(), EarliestDeadline())
-
+    make_rules, made = recording()
     flow = ledger(tmp_path / "l.db", Clock(), make_rules, max_waiting=8)
     joined(flow)
     flow.register(planner())
@@ -856,12 +857,7 @@ def test_a_prompt_filter_observes_each_event_once_whatever_fails(
 def test_a_long_history_is_observed_in_portions_and_before_the_lock_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Recorder] = []
-
-    def make_rules() -> Rules:
-        made.append(Recorder())
-        return Rules(made[-1], AllGroups(), EarliestDeadline())
-
+    make_rules, made = recording()
     flow = ledger(tmp_path / "l.db", Clock(), make_rules, max_waiting=30)
     joined(flow)
     flow.register(planner())

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +133,21 @@ def test_nothing_is_leased_to_who_has_hung_up(full: Any) -> None:
     assert leased == {"n1": 0, "w1": 1}
 
 
+@contextmanager
+def served(ledger: Any) -> Iterator[tuple[Client, ThreadPoolExecutor]]:
+    """A client of a service of the ledger, and threads on which it may wait."""
+    with (
+        running(Service(ledger, ledger.run, TOKEN)) as url,
+        Client(url, TOKEN) as client,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        yield client, threads
+
+
 def test_a_node_that_asks_again_waits_once(full: Any) -> None:
     """As when it ends: what it was given, and nothing more."""
     counting = Counting(full)
-    with (
-        running(Service(counting, full.run, TOKEN)) as url,  # type: ignore[arg-type]
-        Client(url, TOKEN) as client,
-        ThreadPoolExecutor(1) as threads,
-    ):
+    with served(counting) as (client, threads):
         first = threads.submit(client.lease, wanted())
         while not counting.asked["openings"]:
             time.sleep(0.005)
@@ -151,11 +159,7 @@ def test_a_node_that_asks_again_waits_once(full: Any) -> None:
 def test_a_new_version_is_news_at_once(full: Any) -> None:
     """The node may have to load it before it can get anything."""
     counting = Counting(full)
-    with (
-        running(Service(counting, full.run, TOKEN)) as url,  # type: ignore[arg-type]
-        Client(url, TOKEN) as client,
-        ThreadPoolExecutor(1) as threads,
-    ):
+    with served(counting) as (client, threads):
         first = threads.submit(client.lease, wanted())
         while not counting.asked["openings"]:
             time.sleep(0.005)
@@ -176,11 +180,7 @@ def test_a_new_version_is_news_at_once(full: Any) -> None:
 def test_a_question_ends_the_wait_and_so_does_the_answer_to_the_last_one(full: Any) -> None:
     evaluate = Evaluate("planner", 0, "held out", EvalSettings(2), 5, tuple(fake.TASKS[:1]))
     fake.joined(full, "w1")
-    with (
-        running(Service(full, full.run, TOKEN)) as url,
-        Client(url, TOKEN) as client,
-        ThreadPoolExecutor(1) as threads,
-    ):
+    with served(full) as (client, threads):
         first = threads.submit(client.lease, wanted())
         full.evaluate(evaluate)
         (question,) = first.result(20).leases
