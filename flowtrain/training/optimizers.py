@@ -105,8 +105,8 @@ class ShardOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Step on the gradients that the model's parameters have."""
-        # Where gradients are off `to_local` hands out the shard itself; else the host would dispatch
-        # operators for each parameter in turn, which takes longer than a GPU steps.
+        # Where gradients are off `to_local` hands out the shard itself; else the host would ask
+        # DTensor about each parameter in turn, which takes longer than a GPU steps.
         gradients: dict[Tensor, Tensor] = {}
         for name, parameter in self._parameters.items():
             shard = self._shards[name]
