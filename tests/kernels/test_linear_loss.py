@@ -469,9 +469,10 @@ def test_fp64_heads_get_fp64_gradients() -> None:
     close(gradients, true, rtol=1e-12, atol=1e-12)
 
 
-def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(impl: str) -> None:
-    """One row per chunk, and the first weighs so much that bf16 would round away whatever comes
-    after it.
+@pytest.mark.parametrize("rows", [1, 60])
+def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(rows: int, impl: str) -> None:
+    """One row per chunk or one chunk, and the first row weighs so much that bf16 would round away
+    whatever comes after it.
     """
     num_tokens, vocab = 60, 5
     batch = head_batch(num_tokens, 8, vocab, dtype=torch.bfloat16)
@@ -484,7 +485,7 @@ def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(impl: str) -> None:
         "target_ids_T": batch["target_ids_T"] * 0,
     }
     batch["weight_T"][0] = 700
-    _, gradients = ours(SPECS["nll"], batch, impl, memory_budget=2 * vocab)
+    _, gradients = ours(SPECS["nll"], batch, impl, memory_budget=2 * vocab * rows)
     true = head_truth(SPECS["nll"], batch)[1]["weight_VD"]
     dlogits = batch["weight_T"][:, None] * (
         plain_logits(batch).softmax(-1) - torch.eye(vocab, dtype=torch.float64)[0]
