@@ -19,7 +19,6 @@ from flowkernels.lm_head import (
     OPTIONS,
     Gradients,
     LMHead,
-    fake_gradients,
     new_head,
     walk_gradient,
     walk_scores,
@@ -72,8 +71,7 @@ _linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores
 def _linear_gradient_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by hidden, weight and bias; an empty tensor for each that is not needed."""
     weight, bias, *flat, dscore, needs = arguments[:-5]
-    *options, impl = arguments[-5:]
-    head = LMHead(weight, bias, *options)
+    head, impl = LMHead(weight, bias, *arguments[-5:-1]), arguments[-1]
     gradients = Gradients.empty(hidden, head, needs)
     slopes = Slopes(*dscore.unbind())
     walk_gradient(head, hidden, unflatten(*flat), slopes, gradients=gradients, impl=impl)
@@ -81,8 +79,10 @@ def _linear_gradient_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
 
 
 @_linear_gradient_op.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    return fake_gradients(hidden, weight, bias, needs=others[-6])
+def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    weight, bias, *_, needs = arguments[:-5]
+    head = LMHead(weight, bias, *arguments[-5:-1])
+    return Gradients.empty(hidden, head, needs).as_outputs(head)
 
 
 def linear_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from flowkernels.arguments import check_targets, check_token_inputs
 from flowkernels.implementations import resolve_impl
 from flowkernels.linear_logprobs import linear_scores
-from flowkernels.lm_head import HEAD, OPTIONS, LMHead, fake_gradients, new_head
+from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, new_head
 from flowkernels.loss_spec import LossSpec
 from flowkernels.loss_walk import LossWalk, resolve_compact
 from flowkernels.plain_tensors import plain_head
@@ -54,9 +54,11 @@ def _linear_loss_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 @_linear_loss_op.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    weight, bias, *_, needs, _compact = arguments[:-5]
+    head = LMHead(weight, bias, *arguments[-5:-1])
     loss, *results = fake_results(hidden)
-    return loss, *fake_gradients(hidden, weight, bias, needs=others[-7]), *results
+    return loss, *Gradients.empty(hidden, head, needs).as_outputs(head), *results
 
 
 register_gradients(_linear_loss_op)

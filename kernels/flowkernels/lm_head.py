@@ -232,16 +232,6 @@ class Gradients:
         return hidden, weight, bias
 
 
-def fake_gradients(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """`Gradients.as_outputs` for the fake kernels of operators."""
-    needed = zip((hidden_TD, weight_VD, bias_V), needs, strict=True)
-    return tuple(
-        hidden_TD.new_empty(x.shape if need and x is not None else (0,)) for x, need in needed
-    )
-
-
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

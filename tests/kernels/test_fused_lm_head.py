@@ -154,9 +154,9 @@ def test_one_chunk_where_it_takes_no_more_memory_else_equal_ones(
     assert sizes(65) == [13] * 5 and sizes(33) == ([33] if most > 32 else [11] * 3)
 
 
-def test_one_chunk_takes_no_more_memory_than_several() -> None:
-    """As many rows as one chunk may have: their logits and dW, beside a copy of the
-    weight.
+def test_one_chunk_takes_no_more_memory_than_several(seen: Seen) -> None:
+    """As many rows as one chunk may have: their logits and dW, beside a copy of the weight. Scores
+    are taken in the same chunk, and their gradient too.
     """
     num_vocab, dim, num_tokens = 2**18, 32, 64
     batch = head_batch(num_tokens, dim, num_vocab, dtype=torch.bfloat16) | {"bias_V": None}
@@ -167,6 +167,11 @@ def test_one_chunk_takes_no_more_memory_than_several() -> None:
     )
     by_hand = 2 * num_vocab * (num_tokens + 2 * dim)
     assert by_hand <= one <= 1.01 * by_hand and one < several
+    few = {name: batch[name] for name in (*HEAD, "target_ids_T")}
+    few["weight_VD"].requires_grad_()
+    linear_logprobs(**few, differentiable=True).logprob_T.sum().backward()
+    assert seen.logits == [64, 32, 32, 64, 64] and seen.gradients == [64, 32, 32, 64]
+    assert few["weight_VD"].grad is not None and few["weight_VD"].grad.any()
 
 
 @pytest.mark.parametrize("name", ["k3-entropy", "clip", "nll"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from flowkernels import (
     linear_logprobs,
     linear_policy_loss,
     policy_loss,
+    token_loss,
 )
 from kernel_truth import (
     Batch,
@@ -469,8 +471,9 @@ def test_fp64_heads_get_fp64_gradients() -> None:
     close(gradients, true, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("spec", [LossSpec("nll"), partial(token_loss, LossSpec("nll"))])
 @pytest.mark.parametrize("rows", [1, 60])
-def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(rows: int, impl: str) -> None:
+def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(rows: int, spec: Any, impl: str) -> None:
     """One row per chunk or one chunk, and the first row weighs so much that bf16 would round away
     whatever comes after it.
     """
@@ -485,7 +488,7 @@ def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(rows: int, impl: str) -
         "target_ids_T": batch["target_ids_T"] * 0,
     }
     batch["weight_T"][0] = 700
-    _, gradients = ours(SPECS["nll"], batch, impl, memory_budget=2 * vocab * rows)
+    _, gradients = ours(spec, batch, impl, memory_budget=2 * vocab * rows)
     true = head_truth(SPECS["nll"], batch)[1]["weight_VD"]
     dlogits = batch["weight_T"][:, None] * (
         plain_logits(batch).softmax(-1) - torch.eye(vocab, dtype=torch.float64)[0]
