@@ -132,7 +132,7 @@ def test_gspo_of_sequences_shorter_and_longer_than_a_chunk(
         (torch.bfloat16, {"fp32_logits": True}, 16 + 40 // 3),
         (torch.bfloat16, {"memory_budget": 2**20 * 2 * 16}, 16),
         (torch.bfloat16, {"frozen": True}, 16),
-        (torch.bfloat16, {"batch_invariant": True}, 16),
+        (torch.float16, {"batch_invariant": True}, 16),
         (torch.float32, {}, 16),
     ],
 )
@@ -143,8 +143,8 @@ def test_one_chunk_where_it_takes_no_more_memory_else_equal_ones(
     has dW in 16 bits instead, which spares as much as 40 rows of logits in 16 bits take.
     """
     weight = torch.empty(2**20, 40, dtype=dtype, requires_grad="frozen" not in options)
-    given = {"fp32_logits": False, "memory_budget": None, "batch_invariant": False} | options
-    given.pop("frozen", None)
+    given = {"fp32_logits": False, "memory_budget": None, "batch_invariant": False}
+    given |= {name: value for name, value in options.items() if name != "frozen"}
     head = new_head(weight[:1].detach(), weight, None, **given)
 
     def sizes(num_rows: int) -> list[int]:
@@ -171,7 +171,6 @@ def test_one_chunk_takes_no_more_memory_than_several(seen: Seen) -> None:
     few["weight_VD"].requires_grad_()
     linear_logprobs(**few, differentiable=True).logprob_T.sum().backward()
     assert seen.logits == [64, 32, 32, 64, 64] and seen.gradients == [64, 32, 32, 64]
-    assert few["weight_VD"].grad is not None and few["weight_VD"].grad.any()
 
 
 @pytest.mark.parametrize("name", ["k3-entropy", "clip", "nll"])
