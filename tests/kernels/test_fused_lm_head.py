@@ -80,13 +80,8 @@ def whole_batch(num_tokens: int = 19) -> Batch:
 
 
 def same(first: tuple[Any, dict[str, Tensor]], second: tuple[Any, dict[str, Tensor]]) -> None:
-    for a, b in zip(
-        (first[0].loss, first[0].logprob_T, first[0].entropy_T),
-        (second[0].loss, second[0].logprob_T, second[0].entropy_T),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(first[0].stats, second[0].stats, rtol=1e-5, atol=1e-5)
+    found = [(x.loss, x.logprob_T, x.entropy_T, x.stats) for x, _ in (first, second)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     close(first[1], {name: value.double() for name, value in second[1].items()})
 
 
