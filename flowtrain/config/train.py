@@ -89,6 +89,9 @@ class Train(Section):
             return {"num_minibatches": 0} | options
         return options
 
+    def has_fp32_logits(self, on_gpu: bool) -> bool:
+        return on_gpu if self.fp32_logits == "auto" else self.fp32_logits == "on"
+
 
 class Rft(Section):
     expert: str = "scripted"
