@@ -136,9 +136,9 @@ def busy_row(
         nodes = _nodes(client, at, num, begin_s + seconds, works)
         with nodes as answer, _trained(client) as trained:
             time.sleep(begin_s)
-            began, before = time.monotonic(), (len(trained), *_cpu_s(at.pid))
+            began, before = time.monotonic(), (len(trained), *_cpu_s(database))
             seen, nodes_cpu_s = answer.recv()
-            after = (len(trained), *_cpu_s(at.pid))
+            after = (len(trained), *_cpu_s(database))
     num_steps, service_s, database_s = (b - a for a, b in zip(before, after, strict=True))
     took_s = {
         name: [took for when, took in answers if when >= began]
@@ -177,7 +177,7 @@ def _asked(
         "dataflow.max_waiting": max_waiting,
     }
     options = [word for key, number in sizes.items() for word in (f"--{key}", str(number))]
-    with service(database, options) as at, Client(at.url, at.token, wait_s=120.0) as client:
+    with service(database, options) as at, Client(*at, wait_s=120.0) as client:
         client.register(Register(POLICY, "", "", num_groups, 10_000, 1 << 16, 1 << 16))
         yield at, client
 
@@ -255,21 +255,22 @@ def _trained(client: Client) -> Iterator[list[int]]:
         thread.join()
 
 
-def _cpu_s(pid: int) -> tuple[float, float]:
-    """CPU seconds of a process, and of all that PostgreSQL has had."""
-    used = {"service": 0.0, "postgres": 0.0}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def _cpu_s(database: str) -> tuple[float, float]:
+    """CPU seconds of the service of a database, and of all that PostgreSQL has had."""
+    service_s = postgres_s = 0.0
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            head, _, fields = stat.read_text().rpartition(")")
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended
-        times = [int(field) for field in fields.split()[11:15]]
-        if head == f"{pid} ({head.partition('(')[2]}":
-            used["service"] = sum(times[:2])
-        elif head.endswith("(postgres"):
-            used["postgres"] += sum(times)
+        own, with_children = (sum(map(int, fields[11:end])) for end in (13, 15))
+        if b"serve" in command and database.encode() in command:
+            service_s += own
+        elif b"postgres" in command[0]:
+            postgres_s += with_children
     ticks = os.sysconf("SC_CLK_TCK")
-    return used["service"] / ticks, used["postgres"] / ticks
+    return service_s / ticks, postgres_s / ticks
 
 
 if __name__ == "__main__":

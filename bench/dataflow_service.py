@@ -72,10 +72,8 @@ LARGE = Shape(10, 4000, 400)
 """Of an agent with ten turns."""
 
 
-class Service(NamedTuple):
-    url: str
-    token: str
-    pid: int
+Service = tuple[str, str]
+"""URL and token."""
 
 
 def rows(num_groups: int, num_alone: int, postgres: str) -> list[dict[str, Any]]:
@@ -97,7 +95,7 @@ def _rows(name: str, database: str, num_groups: int, num_alone: int) -> list[dic
     }
     options = [word for key, number in sizes.items() for word in (f"--{key}", str(number))]
     with (
-        service(database, options) as (url, token, _),
+        service(database, options) as (url, token),
         Client(url, token, wait_s=120.0) as client,
     ):
         client.join(Join(NODE, NODE))
@@ -223,7 +221,7 @@ def _turn(order: random.Random, shape: Shape, is_last: bool) -> Turn:
 
 @contextmanager
 def service(database: str, options: Sequence[str]) -> Iterator[Service]:
-    """`python -m flowtrain.dataflow serve` as a process of its own."""
+    """`python -m flowtrain.dataflow serve` as a process of its own: its URL and token."""
     token = secrets.token_urlsafe(16)
     command = [
         sys.executable,
@@ -244,7 +242,7 @@ def service(database: str, options: Sequence[str]) -> Iterator[Service]:
         try:
             if (match := re.search(r"http://\S+", said)) is None:
                 raise SystemExit(f"the service did not start: {said}")
-            yield Service(match[0], token, process.pid)
+            yield match[0], token
         finally:
             process.terminate()
 

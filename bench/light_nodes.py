@@ -120,7 +120,8 @@ class Node:
 
     async def _post(self, method: str, body: bytes) -> tuple[int, bytes]:
         """Status and body; the service ends a connection with an answer that is an error."""
-        place = urlsplit(self.service.url)
+        url, token = self.service
+        place = urlsplit(url)
         reader, writer = (
             self.kept.pop()
             if self.kept
@@ -128,7 +129,7 @@ class Node:
         )
         head = (
             f"POST {PREFIX}{method} HTTP/1.1\r\nHost: service\r\n"
-            f"Authorization: Bearer {self.service.token}\r\n"
+            f"Authorization: Bearer {token}\r\n"
             f"Content-Type: application/vnd.msgpack\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
