@@ -1,4 +1,4 @@
-"""FLOPs that a row needs: what a step is measured by, and what is spread evenly over ranks."""
+"""FLOPs of a row: what a step is measured by, and what is spread evenly over ranks."""
 
 from __future__ import annotations
 
@@ -47,15 +47,26 @@ class ForwardCost:
         )
 
     def flops(self, row: PackedRow) -> float:
-        """A token at position p of its sample sees p + 1."""
+        """Count all that the row takes, which is what ranks share out."""
+        return self.useful_flops(row) + self._of_chain(row.num_repeated_tokens)
+
+    def useful_flops(self, row: PackedRow) -> float:
+        """Leave out the tokens that the row repeats, so that each of a tree counts once however it
+        was cut. A token at position p of its sample sees p + 1.
+        """
         num_pairs = int(row.position_ids_N.sum()) + len(row.position_ids_N)
         return (
             self.per_token * len(row.input_ids_N)
             + self.per_pair * num_pairs
             + self.per_target * len(row.target_ids_T)
+            - self._of_chain(row.num_repeated_tokens)
         )
 
     def training_flops(self, row: PackedRow) -> float:
-        """Forward and backward pass, without what is recomputed to spare memory."""
-        frozen = self.per_frozen_token * len(row.input_ids_N)
-        return 3 * self.flops(row) - frozen - self.per_frozen_target * len(row.target_ids_T)
+        """Useful FLOPs of forward and backward pass, without what is recomputed to spare memory."""
+        frozen = self.per_frozen_token * (len(row.input_ids_N) - row.num_repeated_tokens)
+        return 3 * self.useful_flops(row) - frozen - self.per_frozen_target * len(row.target_ids_T)
+
+    def _of_chain(self, num_tokens: int) -> float:
+        """Count the first tokens of a row, which are a chain, without targets."""
+        return self.per_token * num_tokens + self.per_pair * num_tokens * (num_tokens + 1) / 2

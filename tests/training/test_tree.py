@@ -4,7 +4,9 @@ should.
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from collections.abc import Sequence
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.training import tree
+from flowtrain.training.cost import ForwardCost
 from flowtrain.training.tree import (
     PackedRow,
     empty_row,
@@ -121,10 +124,97 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
         assert {row.advantage_T.dtype, row.loss_weight_T.dtype, row.old_logprob_T.dtype} == {
             torch.float32
         }
-    for members, following in pairwise(unpacked):
-        assert len(prefixes([*members, following[0]])) > budget, (
-            "a row is closed only when the next sample does not fit"
+    once = [len(row.input_ids_N) - row.num_repeated_tokens for row in rows]
+    assert sum(once) == len(prefixes(samples)), "tokens that cuts repeat are known"
+    repeated = sum(row.num_repeated_tokens for row in rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "_EVENNESS", 0.0)
+        uneven = pack_rows(samples, budget)
+    filled = repeated_if_filled(samples, budget)
+    assert sum(row.num_repeated_tokens for row in uneven) <= filled
+    assert repeated <= filled + tree._EVENNESS * tree._ROW_TOKENS * len(rows), "for evenness' sake"
+    whole, cost = pack_rows(samples, 1000), ForwardCost(2.0, 3.0, 5.0, 1.0)
+    for count in (cost.useful_flops, cost.training_flops):
+        assert sum(map(count, rows)) == sum(map(count, whole)), "each token of a tree counts once"
+    assert sum(map(cost.flops, rows)) >= sum(map(cost.flops, whole)) + 2 * repeated
+
+
+def repeated_if_filled(samples: list[Sample], budget: int) -> int:
+    """Tokens that cuts repeat where each row is filled before the next is begun."""
+    rows: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda s: s.prompt_ids + s.response_ids[:-1]):
+        if not rows or len(prefixes([*rows[-1], sample])) > budget:
+            rows.append([])
+        rows[-1].append(sample)
+    return sum(len(prefixes(row)) for row in rows) - len(prefixes(samples))
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), min_size=1, max_size=8),
+    st.integers(300, 2000),
+)
+def test_no_other_cuts_cost_less(shapes: list[tuple[int, int]], budget: int) -> None:
+    """Against all cuts of a caterpillar: sample n shares so much with the one before it."""
+    shared = list(accumulate((common for common, _ in shapes[1:]), min, initial=900))
+    shared[0], lengths = 0, [own + common for common, (_, own) in zip(shared, shapes, strict=True)]
+
+    def cost(starts: Sequence[int]) -> float:
+        total = 0.0
+        for start, end in pairwise([*starts, len(shapes)]):
+            size = lengths[start] + sum(own for _, own in shapes[start + 1 : end])
+            if size > budget and end - start > 1:
+                return math.inf
+            total += shared[start] + tree._ROW_TOKENS * (1 + (size / budget) ** 2 / 2)
+        return total
+
+    every = [
+        [0, *others]
+        for number in range(len(shapes))
+        for others in combinations(range(1, len(shapes)), number)
+    ]
+    best = min(map(cost, every))
+    assert cost(tree._row_starts(lengths, shared, budget)) == pytest.approx(best)
+
+
+def rollout(group: int, number: int, constant: int, memory: int, num_turns: int) -> list[Sample]:
+    """Turns that share a prompt with those of their group, and memory with the turns before."""
+    return [
+        Sample(
+            (group,) * constant + (100 + number,) * (memory * turn) + (50, turn),
+            (number, group),
+            *[(0.0,) * 2] * 3,
         )
+        for turn in range(num_turns)
+    ]
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(700, 900), st.integers(1, 6)), min_size=1, max_size=6),
+    st.integers(1000, 4000),
+)
+def test_a_group_that_fits_in_a_row_is_not_cut(shapes: list[tuple[int, int]], budget: int) -> None:
+    groups = [
+        [s for each in range(num) for s in rollout(n, each, size, 60, 3)]
+        for n, (size, num) in enumerate(shapes)
+    ]
+    rows = [
+        set(map(key, unpack(row)))
+        for row in pack_rows([s for group in groups for s in group], budget)
+    ]
+    for group in groups:
+        if len(prefixes(group)) <= budget:
+            assert any(set(map(key, group)) <= row for row in rows)
+
+
+def test_cuts_fall_between_rollouts_and_leave_no_short_row() -> None:
+    group = [s for number in range(6) for s in rollout(1, number, 300, 50, 4)]
+    rows = pack_rows(group, 1040)
+    assert [row.num_repeated_tokens for row in rows] == [0, 300], "what the group has in common"
+    assert all(len(row.input_ids_N) > 700 for row in rows)
+    chains = [Sample((7,) * (n % 3) + (9, n) * 50, (1,), *[(0.0,)] * 3) for n in range(10)]
+    assert [len(row.cu_targets_S1) - 1 for row in pack_rows(chains, 900)] == [5, 5]
 
 
 @settings(derandomize=True, deadline=None)
