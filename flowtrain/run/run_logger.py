@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,8 +31,13 @@ from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.records import Prepared, Rollouts, Trained
 from flowtrain.training.token_scores import with_training_stats
+from flowtrain.training.tree import pack, repeated_share
 from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable
+
+_log = logging.getLogger(__name__)
+_MUCH_REPEATED, _LITTLE_REPEATED = 0.15, 0.05
+"""Shares of tokens repeated by cuts: from the one on a person is told, to the other it is cured."""
 
 
 class RunLogger:
@@ -57,6 +63,7 @@ class RunLogger:
         self._memory = memory
         tflops = config.train.peak_tflops or _known_tflops(config, placement.world.device)
         self._peak_flops = 1e12 * tflops * placement.trainers.size
+        self._advises = placement.samplers.rank == 0
         self._cleanup = ExitStack()
         with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
             self._open(start_step, cleanup)
@@ -121,6 +128,7 @@ class RunLogger:
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
+        self._advise(step, prepared)
         self.write(
             {
                 "step": step,
@@ -134,6 +142,24 @@ class RunLogger:
                 **kept,
                 **seconds,
             }
+        )
+
+    def _advise(self, step: int, prepared: Prepared) -> None:
+        """Say once, by the trees of one rank, which budget would not cut much."""
+        budget = now = self._config.train.row_budget
+        rows, batch = prepared.rows, prepared.batch
+        share = repeated_share(rows)
+        if not self._advises or share <= _MUCH_REPEATED:
+            return
+        self._advises = False
+        while repeated_share(rows) > _LITTLE_REPEATED:
+            budget *= 2
+            rows = pack(batch.samples, batch.num_minibatches, budget)
+        _log.warning(
+            "%.0f %% of the tokens of step %d are repeated, because rows of %d tokens cut trees: "
+            "train.token_budget = %d would leave %.0f %%%s",
+            *(100 * share, step, now, budget, 100 * repeated_share(rows)),
+            "" if self._config.train.recompute else "; train.recompute = true makes room for it",
         )
 
     def log_evaluation(self, step: int, found: Measured) -> None:
@@ -180,7 +206,7 @@ class RunLogger:
             return {}
         train_s = max(train_s, 1e-9)
         num_tokens = stats["num_packed_tokens"]
-        budget = max(stats["num_rows"], 1) * self._config.train.token_budget
+        budget = max(stats["num_rows"], 1) * self._config.train.row_budget
         speed = {"tokens_per_s": num_tokens / train_s, "packing_efficiency": num_tokens / budget}
         if self._peak_flops:
             speed["mfu"] = 1e12 * stats["train_tflop"] / train_s / self._peak_flops

@@ -42,11 +42,8 @@ GB_80, GB_24 = 80 * BILLION, 24 * BILLION
 
 def settings(**sections: dict[str, Any]) -> Config:
     """fp32, rows of 96 tokens and no reference, where nothing else is said."""
-    defaults: dict[str, Any] = {
-        "model": {"dtype": "float32"},
-        "train": {"token_budget": NUM_TOKENS},
-        "algorithm": {"kl_coef": 0.0},
-    }
+    defaults: dict[str, Any] = {"model": {"dtype": "float32"}, "algorithm": {"kl_coef": 0.0}}
+    sections["train"] = {"token_budget": NUM_TOKENS, **sections.get("train", {})}
     return Config.model_validate({**defaults, **sections})
 
 
@@ -267,7 +264,7 @@ def test_the_plan_is_told_in_a_line() -> None:
     )
     on_gpu = replace(found, gpu_bytes=80 * BILLION).text()
     assert f"predicted: {found.num_bytes / 1e9:.3g} GB (weights " in on_gpu
-    assert "reference" not in found.text()
+    assert "reference" not in found.text() and "with train.token_budget = 4096;" in found.text()
 
 
 # ---- what is sure not to fit
