@@ -89,7 +89,7 @@ def work(batch: Batch, args: argparse.Namespace) -> dict[str, Work]:
     # Without sharing, how samples fall into rows changes nothing.
     lengths = [(1, len(s.prompt_ids) + len(s.response_ids) - 1) for s in samples]
     num_tokens = sum(len(tree.input_ids_N) for tree in trees)
-    flops, useful = (3 * sum(map(count, trees)) for count in (cost.flops, cost.useful_flops))
+    flops, useful = (3 * sum(cost.flops(tree, once=o) for tree in trees) for o in (False, True))
     found = {
         "tree": Work(num_tokens, flops, useful),
         "packed": _work(cost, lengths, num_targets),

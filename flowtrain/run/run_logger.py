@@ -27,17 +27,15 @@ from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.step_counts import Counted
+from flowtrain.run.token_budget import advice
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.records import Prepared, Rollouts, Trained
 from flowtrain.training.token_scores import with_training_stats
-from flowtrain.training.tree import pack, repeated_share
 from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable
 
 _log = logging.getLogger(__name__)
-_MUCH_REPEATED, _LITTLE_REPEATED = 0.15, 0.05
-"""Shares of tokens repeated by cuts: from the one on a person is told, to the other it is cured."""
 
 
 class RunLogger:
@@ -63,7 +61,7 @@ class RunLogger:
         self._memory = memory
         tflops = config.train.peak_tflops or _known_tflops(config, placement.world.device)
         self._peak_flops = 1e12 * tflops * placement.trainers.size
-        self._advises = placement.samplers.rank == 0
+        self._advises = placement.samplers.rank == 0  # once
         self._cleanup = ExitStack()
         with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
             self._open(start_step, cleanup)
@@ -128,7 +126,9 @@ class RunLogger:
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
-        self._advise(step, prepared)
+        if self._advises and (text := advice(step, prepared, self._config.train)):
+            self._advises = False
+            _log.warning("%s", text)
         self.write(
             {
                 "step": step,
@@ -142,24 +142,6 @@ class RunLogger:
                 **kept,
                 **seconds,
             }
-        )
-
-    def _advise(self, step: int, prepared: Prepared) -> None:
-        """Say once, by the trees of one rank, which budget would not cut much."""
-        budget = now = self._config.train.row_budget
-        rows, batch = prepared.rows, prepared.batch
-        share = repeated_share(rows)
-        if not self._advises or share <= _MUCH_REPEATED:
-            return
-        self._advises = False
-        while repeated_share(rows) > _LITTLE_REPEATED:
-            budget *= 2
-            rows = pack(batch.samples, batch.num_minibatches, budget)
-        _log.warning(
-            "%.0f %% of the tokens of step %d are repeated, because rows of %d tokens cut trees: "
-            "train.token_budget = %d would leave %.0f %%%s",
-            *(100 * share, step, now, budget, 100 * repeated_share(rows)),
-            "" if self._config.train.recompute else "; train.recompute = true makes room for it",
         )
 
     def log_evaluation(self, step: int, found: Measured) -> None:

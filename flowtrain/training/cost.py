@@ -46,27 +46,19 @@ class ForwardCost:
             per_frozen_target=per_target * has_frozen_head,
         )
 
-    def flops(self, row: PackedRow) -> float:
-        """Count all that the row takes, which is what ranks share out."""
-        return self.useful_flops(row) + self._of_chain(row.num_repeated_tokens)
-
-    def useful_flops(self, row: PackedRow) -> float:
-        """Leave out the tokens that the row repeats, so that each of a tree counts once however it
-        was cut. A token at position p of its sample sees p + 1.
+    def flops(self, row: PackedRow, *, once: bool = False) -> float:
+        """A token at position p of its sample sees p + 1. `once`: without the tokens that the row
+        repeats, so that each of a tree counts once however it was cut.
         """
+        num_less = row.num_repeated_tokens * once
+        num_tokens = len(row.input_ids_N) - num_less
         num_pairs = int(row.position_ids_N.sum()) + len(row.position_ids_N)
-        return (
-            self.per_token * len(row.input_ids_N)
-            + self.per_pair * num_pairs
-            + self.per_target * len(row.target_ids_T)
-            - self._of_chain(row.num_repeated_tokens)
-        )
+        num_pairs -= num_less * (num_less + 1) // 2
+        of_targets = self.per_target * len(row.target_ids_T)
+        return self.per_token * num_tokens + self.per_pair * num_pairs + of_targets
 
     def training_flops(self, row: PackedRow) -> float:
-        """Useful FLOPs of forward and backward pass, without what is recomputed to spare memory."""
+        """Forward and backward pass, each token once and without what is recomputed for memory."""
         frozen = self.per_frozen_token * (len(row.input_ids_N) - row.num_repeated_tokens)
-        return 3 * self.useful_flops(row) - frozen - self.per_frozen_target * len(row.target_ids_T)
-
-    def _of_chain(self, num_tokens: int) -> float:
-        """Count the first tokens of a row, which are a chain, without targets."""
-        return self.per_token * num_tokens + self.per_pair * num_tokens * (num_tokens + 1) / 2
+        frozen += self.per_frozen_target * len(row.target_ids_T)
+        return 3 * self.flops(row, once=True) - frozen

@@ -112,7 +112,7 @@ def memory_per_rank(root: Path = Path("/sys/fs/cgroup")) -> int:
     bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of both versions of cgroups
         text = (root / name).read_text().strip() if (root / name).exists() else ""
-        bounds += [int(text)] * text.isdecimal()
+        bounds += [int(text)] if text.isdecimal() else []
     return min(bounds) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -317,7 +317,7 @@ class Trainer:
         """
         num_scores = self._optim.rescore + self._scores_reference + self._scores_minibatch
         return sum(
-            num_scores * self._cost.useful_flops(row) + self._cost.training_flops(row)
+            num_scores * self._cost.flops(row, once=True) + self._cost.training_flops(row)
             for rows in minibatches
             for row in rows
         )

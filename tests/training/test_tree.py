@@ -4,9 +4,8 @@ should.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from itertools import accumulate, combinations, pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -14,15 +13,10 @@ from forests import is_valid_tree, tree_bounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.agentflow_shape import agentflow_samples
 from flowtrain.training import tree
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.tree import (
-    PackedRow,
-    empty_row,
-    pack,
-    pack_row,
-    pack_rows,
-)
+from flowtrain.training.tree import PackedRow, empty_row, pack, pack_row, pack_rows
 from flowtrain.types import Sample
 
 
@@ -110,23 +104,14 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
             len(s.prompt_ids) + len(s.response_ids) - 1 for s in members
         )
         assert is_valid_tree(row.subtree_end_N)
-        dtypes = [
-            tensor.dtype
-            for tensor in (
-                row.input_ids_N,
-                row.position_ids_N,
-                row.subtree_end_N,
-                row.target_row_T,
-                row.target_ids_T,
-            )
-        ]
-        assert set(dtypes) == {torch.int64}
+        of_tokens = row.input_ids_N, row.position_ids_N, row.subtree_end_N
+        of_targets = row.target_row_T, row.target_ids_T
+        assert {tensor.dtype for tensor in (*of_tokens, *of_targets)} == {torch.int64}
         assert {row.advantage_T.dtype, row.loss_weight_T.dtype, row.old_logprob_T.dtype} == {
             torch.float32
         }
-    once = [len(row.input_ids_N) - row.num_repeated_tokens for row in rows]
-    assert sum(once) == len(prefixes(samples)), "tokens that cuts repeat are known"
     repeated = sum(row.num_repeated_tokens for row in rows)
+    assert sum(len(row.input_ids_N) for row in rows) - repeated == len(prefixes(samples))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "_EVENNESS", 0.0)
         uneven = pack_rows(samples, budget)
@@ -134,8 +119,8 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
     assert sum(row.num_repeated_tokens for row in uneven) <= filled
     assert repeated <= filled + tree._EVENNESS * tree._ROW_TOKENS * len(rows), "for evenness' sake"
     whole, cost = pack_rows(samples, 1000), ForwardCost(2.0, 3.0, 5.0, 1.0)
-    for count in (cost.useful_flops, cost.training_flops):
-        assert sum(map(count, rows)) == sum(map(count, whole)), "each token of a tree counts once"
+    once = sum(map(cost.training_flops, rows))
+    assert once == sum(map(cost.training_flops, whole)), "whatever was cut"
     assert sum(map(cost.flops, rows)) >= sum(map(cost.flops, whole)) + 2 * repeated
 
 
@@ -149,70 +134,46 @@ def repeated_if_filled(samples: list[Sample], budget: int) -> int:
     return sum(len(prefixes(row)) for row in rows) - len(prefixes(samples))
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(
-    st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), min_size=1, max_size=8),
-    st.integers(300, 2000),
-)
-def test_no_other_cuts_cost_less(shapes: list[tuple[int, int]], budget: int) -> None:
-    """Against all cuts of a caterpillar: sample n shares so much with the one before it."""
-    shared = list(accumulate((common for common, _ in shapes[1:]), min, initial=900))
-    shared[0], lengths = 0, [own + common for common, (_, own) in zip(shared, shapes, strict=True)]
-
-    def cost(starts: Sequence[int]) -> float:
-        total = 0.0
-        for start, end in pairwise([*starts, len(shapes)]):
-            size = lengths[start] + sum(own for _, own in shapes[start + 1 : end])
-            if size > budget and end - start > 1:
-                return math.inf
-            total += shared[start] + tree._ROW_TOKENS * (1 + (size / budget) ** 2 / 2)
-        return total
-
-    every = [
-        [0, *others]
-        for number in range(len(shapes))
-        for others in combinations(range(1, len(shapes)), number)
-    ]
-    best = min(map(cost, every))
-    assert cost(tree._row_starts(lengths, shared, budget)) == pytest.approx(best)
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(sample_lists(), st.integers(1, 40))
+def test_no_other_cuts_cost_less(samples: list[Sample], budget: int) -> None:
+    """Against all of them, without what every one repeats."""
+    samples = sorted(samples, key=lambda s: s.prompt_ids + s.response_ids[:-1])[:7]
+    costs = []
+    for cuts in product((False, True), repeat=max(len(samples) - 1, 0)):
+        inner = [place for place, is_cut in enumerate(cuts, 1) if is_cut]
+        parts = [samples[a:b] for a, b in pairwise([0, *inner, len(samples)])]
+        if all(len(part) <= 1 or len(prefixes(part)) <= budget for part in parts):
+            costs.append(cost_of([len(prefixes(part)) for part in parts if part], budget))
+    found = [len(row.input_ids_N) for row in pack_rows(samples, budget)]
+    assert cost_of(found, budget) == pytest.approx(min(costs))
 
 
-def rollout(group: int, number: int, constant: int, memory: int, num_turns: int) -> list[Sample]:
-    """Turns that share a prompt with those of their group, and memory with the turns before."""
-    return [
-        Sample(
-            (group,) * constant + (100 + number,) * (memory * turn) + (50, turn),
-            (number, group),
-            *[(0.0,) * 2] * 3,
-        )
-        for turn in range(num_turns)
-    ]
+def cost_of(sizes: list[int], budget: int) -> float:
+    return sum(size + 512 * (1 + (size / budget) ** 2 / 2) for size in sizes)
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)
-@given(
-    st.lists(st.tuples(st.integers(700, 900), st.integers(1, 6)), min_size=1, max_size=6),
-    st.integers(1000, 4000),
-)
-def test_a_group_that_fits_in_a_row_is_not_cut(shapes: list[tuple[int, int]], budget: int) -> None:
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1000, 6000))
+def test_a_group_that_fits_in_a_row_is_not_cut(sizes: list[int], budget: int) -> None:
+    """Groups of AgentFlow's shape, each with 900 tokens that its rollouts have in common."""
     groups = [
-        [s for each in range(num) for s in rollout(n, each, size, 60, 3)]
-        for n, (size, num) in enumerate(shapes)
+        [
+            replace(s, prompt_ids=(n, *s.prompt_ids), advantages=(float(n),) * len(s.response_ids))
+            for s in agentflow_samples(3, 0.3, size)
+        ]
+        for n, size in enumerate(sizes)
     ]
-    rows = [
-        set(map(key, unpack(row)))
-        for row in pack_rows([s for group in groups for s in group], budget)
-    ]
-    for group in groups:
-        if len(prefixes(group)) <= budget:
-            assert any(set(map(key, group)) <= row for row in rows)
+    rows = pack_rows([s for group in groups for s in group], budget)
+    for n, group in enumerate(groups):
+        num_rows = sum(bool((row.advantage_T == n).any()) for row in rows)
+        assert num_rows == 1 or len(pack_row(group).input_ids_N) > budget
 
 
 def test_cuts_fall_between_rollouts_and_leave_no_short_row() -> None:
-    group = [s for number in range(6) for s in rollout(1, number, 300, 50, 4)]
-    rows = pack_rows(group, 1040)
-    assert [row.num_repeated_tokens for row in rows] == [0, 300], "what the group has in common"
-    assert all(len(row.input_ids_N) > 700 for row in rows)
+    rows = pack_rows(agentflow_samples(4, 0.3), 6000)
+    assert [row.num_repeated_tokens for row in rows] == [0, 900], "what a group has in common"
+    assert all(len(row.input_ids_N) > 3500 for row in rows)
     chains = [Sample((7,) * (n % 3) + (9, n) * 50, (1,), *[(0.0,)] * 3) for n in range(10)]
     assert [len(row.cu_targets_S1) - 1 for row in pack_rows(chains, 900)] == [5, 5]
 
@@ -230,11 +191,6 @@ def of_size(size: int, token: int = 1) -> Sample:
 def test_a_sample_over_the_budget_gets_a_row_of_its_own() -> None:
     rows = pack_rows([of_size(3, 5), of_size(30, 6), of_size(4, 7)], 10)
     assert [len(row.input_ids_N) for row in rows] == [3, 30, 4]
-
-
-def test_what_is_alike_falls_into_one_row_whatever_the_order() -> None:
-    rows = pack_rows([of_size(6, token) for token in (1, 2, 1, 2, 1, 2)], 6)
-    assert [(len(row.input_ids_N), len(row.target_ids_T)) for row in rows] == [(6, 3), (6, 3)]
 
 
 def test_the_example_of_a_row() -> None:
