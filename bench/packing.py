@@ -7,7 +7,8 @@ has 0.4 of it. Tokens are counted. "h200_ms" is predicted for that model from tw
 `bench/results/h200/steps.json`: a row takes as long per token as one row with a whole tree of 10
 turns did, and at least what one of at most 8,192 tokens did on average, which was the host's time.
 The other four steps there took 0.90 to 1.14 of that. --time also measures whole steps of a small
-model on the CPU, at a quarter of all lengths and budgets, in turn.
+model on the CPU, at a quarter of all lengths and budgets, in turn. The second table has the plan of
+the steps that were measured with a whole tree in a row beside their peak.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flowkernels import LossSpec
 from bench.agentflow_shape import agentflow_samples, random_model
 from bench.measure import report, time_in_turn
 from flowtrain.config import Config
-from flowtrain.run.memory_plan import plan_memory
+from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.token_budget import largest_budget
 from flowtrain.training import tree
 from flowtrain.training.sharding import ShardSpec, shard
@@ -62,7 +63,7 @@ def main() -> None:
             if found := seconds.get(f"{name} {way}"):
                 row["cpu_s"] = median(found)
             rows.append(row)
-    report(args.json, rows)
+    report(args.json, rows, [plan_row(case) for case in steps() if "whole" in case])
 
 
 def filled(lengths: Sequence[int], shared: Sequence[int], token_budget: int) -> list[int]:
@@ -86,34 +87,45 @@ def packed_by(way: str, samples: Sequence[Sample], budget: int) -> list[PackedRo
 
 
 def auto(engine: str) -> int:
-    """The budget that the plan has room for on one GPU."""
+    """Return the budget that the plan has room for on one GPU."""
+    plans = [planned("0.5b", budget, engine) for budget in (1024, 65536)]
+    return largest_budget(*(plan.room(config, 0) for config, plan in plans))
+
+
+def planned(
+    shape: str, budget: int, engine: str = "torch", recompute: bool = False
+) -> tuple[Config, MemoryPlan]:
     with torch.device("meta"):
-        model = random_model("0.5b", 8192)
-    rooms = []
-    for budget in (1024, 65536):
-        config = Config.model_validate(
-            {
-                "model": {"dtype": "bfloat16"},
-                "train": {"token_budget": budget},
-                "rollout": {"engine": engine},
-            }
-        )
-        plan = plan_memory(
-            config,
-            model,
-            [model.num_parameters()],
-            num_ranks=1,
-            has_reference=False,
-            gpu_bytes=GPU_BYTES,
-        )
-        rooms.append(plan.room(config, 0))
-    return largest_budget(*rooms)
+        model = random_model(shape, 8192)
+    config = Config.model_validate(
+        {
+            "model": {"dtype": "bfloat16"},
+            "train": {"token_budget": budget, "recompute": recompute},
+            "rollout": {"engine": engine},
+        }
+    )
+    sampled = [model.num_parameters()]
+    ranks: dict[str, Any] = {"num_ranks": 1, "has_reference": False, "gpu_bytes": GPU_BYTES}
+    return config, plan_memory(config, model, sampled, **ranks)
+
+
+def plan_row(case: str) -> dict[str, Any]:
+    """Plan a measured step on one row, which published nothing and had no engine."""
+    step = steps()[case]
+    _, plan = planned(case[:4], step["tokens"], recompute=case.endswith("recompute"))
+    not_there = plan.parts["published"] + plan.parts["engine"]
+    gb = (plan.num_bytes - not_there) / 1e9
+    return {"case": case, "gb": step["peak_gb"], "planned": gb, "of": gb / step["peak_gb"]}
+
+
+def steps() -> dict[str, dict[str, Any]]:
+    """Steps that were measured on an H200, by case."""
+    return {row["case"]: row for row in json.loads(MEASURED.read_text())["rows"]}
 
 
 def predicted_ms(lengths: Sequence[int]) -> float:
     """Predict a step of the 0.5B model on rows of these lengths, on an H200."""
-    steps = {row["case"]: row for row in json.loads(MEASURED.read_text())["rows"]}
-    whole, cut = (steps[f"0.5b, 10 turns: {name}"] for name in ("whole trees", "budget 8192"))
+    whole, cut = (steps()[f"0.5b, 10 turns: {name}"] for name in ("whole trees", "budget 8192"))
     per_token, least = whole["ms"] / whole["tokens"], cut["ms"] / cut["rows"]
     return float(sum(max(least, per_token * length) for length in lengths))
 
@@ -124,11 +136,11 @@ def timed(num_turns: int, budgets: dict[str, int], repeats: int) -> dict[str, li
     world, samples = World.join("cpu"), agentflow_samples(num_turns, 0.25)
     model = shard(random_model("small", 8192), world, ShardSpec(torch.float32))
     trainer = Trainer(model, world, LossSpec(), OptimSpec(lr=1e-5))
-    steps = {
+    packed = {
         f"{name} {way}": packed_by(way, samples, budget // 4)
         for (name, budget), way in itertools.product(budgets.items(), WAYS)
     }
-    runs = {name: (lambda rows=rows: trainer.step([rows])) for name, rows in steps.items()}
+    runs = {name: (lambda rows=rows: trainer.step([rows])) for name, rows in packed.items()}
     found = time_in_turn(runs, repeats, warmup=0)
     world.leave()
     return found

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.agentflow_shape import agentflow_samples
+from bench.packing import packed_by
 from flowtrain.training import tree
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.tree import PackedRow, empty_row, pack, pack_row, pack_rows
@@ -74,13 +75,8 @@ def unpack(row: PackedRow) -> list[Sample]:
 
 
 def key(sample: Sample) -> tuple[object, ...]:
-    return (
-        sample.prompt_ids,
-        sample.response_ids,
-        sample.logprobs,
-        sample.advantages,
-        sample.loss_weights,
-    )
+    ids, weights = (sample.prompt_ids, sample.response_ids), sample.loss_weights
+    return (*ids, sample.logprobs, sample.advantages, weights)
 
 
 def prefixes(samples: list[Sample]) -> set[tuple[int, ...]]:
@@ -107,31 +103,20 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
         of_tokens = row.input_ids_N, row.position_ids_N, row.subtree_end_N
         of_targets = row.target_row_T, row.target_ids_T
         assert {tensor.dtype for tensor in (*of_tokens, *of_targets)} == {torch.int64}
-        assert {row.advantage_T.dtype, row.loss_weight_T.dtype, row.old_logprob_T.dtype} == {
-            torch.float32
-        }
+        values = row.advantage_T, row.loss_weight_T, row.old_logprob_T
+        assert {tensor.dtype for tensor in values} == {torch.float32}
     repeated = sum(row.num_repeated_tokens for row in rows)
     assert sum(len(row.input_ids_N) for row in rows) - repeated == len(prefixes(samples))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "_EVENNESS", 0.0)
         uneven = pack_rows(samples, budget)
-    filled = repeated_if_filled(samples, budget)
+    filled = sum(row.num_repeated_tokens for row in packed_by("filled", samples, budget))
     assert sum(row.num_repeated_tokens for row in uneven) <= filled
     assert repeated <= filled + tree._EVENNESS * tree._ROW_TOKENS * len(rows), "for evenness' sake"
     whole, cost = pack_rows(samples, 1000), ForwardCost(2.0, 3.0, 5.0, 1.0)
     once = sum(map(cost.training_flops, rows))
     assert once == sum(map(cost.training_flops, whole)), "whatever was cut"
     assert sum(map(cost.flops, rows)) >= sum(map(cost.flops, whole)) + 2 * repeated
-
-
-def repeated_if_filled(samples: list[Sample], budget: int) -> int:
-    """Tokens that cuts repeat where each row is filled before the next is begun."""
-    rows: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda s: s.prompt_ids + s.response_ids[:-1]):
-        if not rows or len(prefixes([*rows[-1], sample])) > budget:
-            rows.append([])
-        rows[-1].append(sample)
-    return sum(len(prefixes(row)) for row in rows) - len(prefixes(samples))
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -230,11 +215,6 @@ def test_without_sharing_each_sample_is_a_tree_of_its_own(
             len(tree_bounds(row.subtree_end_N)) == num_samples + 1
             and len(row.input_ids_N) == row.num_unshared_tokens
         )
-
-
-def test_no_samples_make_no_rows() -> None:
-    assert pack_rows([], 10) == []
-    assert pack([], 3, 10) == [[], [], []]
 
 
 @settings(derandomize=True, deadline=None)
