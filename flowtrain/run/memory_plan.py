@@ -37,6 +37,9 @@ _CPU_SLACK = 1.5
 _GPU_SHARE, _CPU_SHARE = 0.85, 0.5
 """Share of all memory that an automatic token budget plans with: a GPU's allocator has holes and
 its libraries buffers, and a CPU does other things besides."""
+_CPU_COPIES = 1.5
+"""So many times its activations come on top of a plan on a CPU, where attention copies the keys of
+each segment of a tree: 1.0 on rows of 32k tokens, growing with them."""
 _SURE = ("weights", "gradients", "moments", "reference", "published", "engine")
 """Parts that a step takes however short its rows are."""
 
@@ -78,7 +81,8 @@ class MemoryPlan:
         sleep or, without a GPU, of `host_bytes`.
         """
         if not self.gpu_bytes:
-            return _CPU_SHARE * host_bytes / _CPU_SLACK - self.num_bytes
+            needed = self.num_bytes + _CPU_COPIES * self.parts["activations"]
+            return _CPU_SHARE * host_bytes - needed
         vllm = 0 if config.vllm.sleep else self.vllm
         return _GPU_SHARE * self.gpu_bytes - vllm - self.num_bytes
 

@@ -37,7 +37,7 @@ def test_rows_fill_what_is_left_in_whole_steps(few: float, most: float, expected
 def test_room_is_left_on_a_gpu_and_beside_other_work_on_a_cpu(sleeps: bool) -> None:
     config = settings(vllm={"sleep": sleeps})
     assert MemoryPlan({"all": 30}, 20, 100).room(config, 10**9) == (55 if sleeps else 35)
-    assert MemoryPlan({"all": 30}, 20, 0).room(config, 300) == 70
+    assert MemoryPlan({"activations": 20, "all": 30}, 20, 0).room(config, 300) == 70
 
 
 @pytest.mark.parametrize("gpu_bytes", [120_000_000, 400_000_000])
@@ -69,13 +69,13 @@ class Parts:
     goes_on: bool = False
 
     def plan_memory(self, _: Any) -> MemoryPlan:
-        return MemoryPlan({"rows": 10**6 * self.config.train.row_budget})
+        return MemoryPlan({"activations": 10**6 * self.config.train.row_budget})
 
 
 def test_a_number_is_found_once_for_all_ranks_and_for_all_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_budget, "memory_per_rank", lambda: 3 * 20_480 * 10**6)
+    monkeypatch.setattr(token_budget, "memory_per_rank", lambda: 5 * 20_480 * 10**6)
     config = settings(train={"token_budget": "auto"}, run={"dir": str(tmp_path)})
     alone: Any = Parts(config, SimpleNamespace(config=config))
     trains: Any = SimpleNamespace(trainers=SimpleNamespace(is_member=True))
