@@ -233,12 +233,6 @@ class RunComponents:
             has_reference=self.algorithm.needs_reference,
         )
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the run's folder has a run that this one resumes; only the main rank can tell."""
-        run = self.config.run
-        return run.resume == "auto" and (Path(run.dir) / "manifest.json").exists()
-
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> RunDir:
         """Create the folder of the run, or open it to resume; collective, the same on every rank.
 
@@ -246,9 +240,10 @@ class RunComponents:
         """
         run = self.config.run
         path = Path(run.dir)
+        resumes = run.resume == "auto" and (path / "manifest.json").exists()
 
         def create() -> None:
-            if self.world.is_main and not self.goes_on:
+            if self.world.is_main and not resumes:
                 begun = manifest(run.seed, sys.argv, self.world.size)
                 RunDir.create(path, to_toml(self.config), {**begun, **(facts or {})})
 

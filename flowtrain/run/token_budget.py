@@ -26,10 +26,9 @@ def with_token_budget(components: RunComponents, placement: Placement) -> RunCom
     config, world = components.config, components.world
     if config.train.token_budget != "auto":
         return components
-    known, own = 0, _MOST
-    if world.is_main and components.goes_on:
-        begun = tomllib.loads((Path(config.run.dir) / "config.toml").read_text())
-        known = begun["train"]["token_budget"]
+    known, own, begun = 0, _MOST, Path(config.run.dir) / "config.toml"
+    if world.is_main and config.run.resume == "auto" and begun.exists():
+        known = tomllib.loads(begun.read_text())["train"]["token_budget"]
     elif placement.trainers.is_member:
         own = largest_budget(*(_room(components, placement, end) for end in (_FEWEST, _MOST)))
     of_run, negative = map(int, world.max([known, -own]))

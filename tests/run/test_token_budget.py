@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_memory_plan import CONFIGS, build, plan, settings
+from test_memory_plan import CONFIGS, build, changed, plan, settings
 
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
@@ -66,7 +66,6 @@ class Parts:
     config: Config
     algorithm: Any
     world: World = World(0, 1, torch.device("cpu"))  # noqa: RUF009
-    goes_on: bool = False
 
     def plan_memory(self, _: Any) -> MemoryPlan:
         return MemoryPlan({"activations": 10**6 * self.config.train.row_budget})
@@ -76,7 +75,8 @@ def test_a_number_is_found_once_for_all_ranks_and_for_all_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_budget, "memory_per_rank", lambda: 5 * 20_480 * 10**6)
-    config = settings(train={"token_budget": "auto"}, run={"dir": str(tmp_path)})
+    run = {"dir": str(tmp_path), "resume": "auto"}
+    config = settings(train={"token_budget": "auto"}, run=run)
     alone: Any = Parts(config, SimpleNamespace(config=config))
     trains: Any = SimpleNamespace(trainers=SimpleNamespace(is_member=True))
     found: Any = with_token_budget(alone, trains)
@@ -88,8 +88,9 @@ def test_a_number_is_found_once_for_all_ranks_and_for_all_of_a_run(
     samples: Any = SimpleNamespace(trainers=SimpleNamespace(is_member=False))
     assert with_token_budget(alone, samples).config.train.token_budget == 65_536
     (tmp_path / "config.toml").write_text(to_toml(settings(train={"token_budget": 3000})))
-    resumed = replace(together, goes_on=True)
-    assert with_token_budget(resumed, trains).config.train.token_budget == 3000
+    assert with_token_budget(together, trains).config.train.token_budget == 3000
+    anew = replace(alone, config=changed(config, run={**run, "resume": "never"}))
+    assert with_token_budget(anew, trains).config.train.token_budget == 20_480
     with pytest.raises(AssertionError):
         assert config.train.row_budget
 
