@@ -220,7 +220,7 @@ class RunComponents:
         is_gpu = device.type == "cuda"
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory if is_gpu else 0
         sampled = []
-        if config.samples_here and self.policies:
+        if config.samples_here:
             shared = shared_policies(self.config, self.policies)[1:]  # the first has the weights
             alone = [policy for name, policy in self.policies.items() if name not in shared]
             sampled = [policy.num_parameters() for policy in alone]
