@@ -75,7 +75,7 @@ class Train(Section):
     and not 0.01 nats, for an eighth more of the head's time (docs/kernels.md); auto: on a GPU"""
     exact: bool = False
     """the sampler's log-probs are those of training bit for bit, whatever shares a batch or a row;
-    slower (docs/exact.md)"""
+    slower, and made for CPUs (docs/exact.md)"""
     max_mismatch_kl: float = Field(0.05, ge=0)
     """KL of trainer and sampler in nats per token above which a step warns; three such steps in a
     row, or one of 100 times that, end the run with the likely causes (docs/watching.md); 0: off"""
@@ -101,6 +101,9 @@ class Train(Section):
         if isinstance(options, dict) and options.get("minibatch_size"):
             return {"num_minibatches": 0} | options
         return options
+
+    def has_fp32_logits(self, on_gpu: bool) -> bool:
+        return on_gpu if self.fp32_logits == "auto" else self.fp32_logits == "on"
 
 
 class Rft(Section):

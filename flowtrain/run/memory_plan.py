@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from flowkernels import lm_head
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -26,9 +27,6 @@ from flowtrain.training.optimizers import KINDS
 from flowtrain.training.sharding import is_sharded_by_layer, recompute_layers
 from flowtrain.types import UserError
 
-_CPU_CHUNK = 2**25
-"""Logits that the head has at a time on a CPU; on a GPU it is 4096 rows."""
-_GPU_CHUNK_ROWS = 4096
 _TARGET_SHARE = 1 / 3
 """Share of a row's tokens whose hidden states go to the head: a guess about a small part of the
 whole."""
@@ -150,7 +148,8 @@ def plan_memory(
     has_vllm = config.rollout.engine == "vllm"
     num_tokens = train.row_budget
     at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, lora=lora)
-    head_weights, head_transient = head(model, size, num_tokens, on_gpu)
+    fp32_logits = train.has_fp32_logits(on_gpu)
+    head_weights, head_transient = head(model, size, num_tokens, on_gpu, fp32_logits)
     head_bytes = head_weights + max(0, head_transient - max(0, in_layers - at_head))
     parts = {
         "weights": frozen + own,
@@ -243,25 +242,23 @@ def activations(
     return at_head, peak
 
 
-def head(model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool) -> tuple[int, int]:
+def head(
+    model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool, fp32_logits: bool = False
+) -> tuple[int, int]:
     """Predict what the linear loss takes on a row of `num_tokens`, whose dtype has `size` bytes.
 
-    Returns the head's gradient in fp32, if it is trained, held until it is added up; and a chunk of
-    logits with the targets' hidden states, there and back.
+    Returns the gradient of the head's weight, if it is trained, held until it is added up; and what
+    comes to it while the loss is taken: a chunk of logits, a sum in fp32 over chunks if there are
+    several, and the targets' hidden states, there and back.
     """
     config = model.config
     is_trained = any(p.requires_grad for p in model.get_output_embeddings().parameters())
     num_targets = round(_TARGET_SHARE * num_tokens)
-    row = config.vocab_size * size
-    chunk = (
-        min(_GPU_CHUNK_ROWS * row, num_targets * row)
-        if on_gpu
-        else min(_CPU_CHUNK, num_targets * row)
-    )
-    return (
-        4 * config.vocab_size * config.hidden_size * is_trained,
-        chunk + 2 * num_targets * config.hidden_size * size,
-    )
+    row = lm_head.bytes_per_row(config.vocab_size, size, fp32_logits)
+    num_weights = config.vocab_size * config.hidden_size * is_trained
+    chunks = lm_head.default_rows(config.vocab_size, on_gpu) * row + (4 - size) * num_weights
+    states = 2 * num_targets * config.hidden_size * size
+    return size * num_weights, min(num_targets * row, chunks) + states
 
 
 def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:

@@ -133,6 +133,24 @@ def test_recomputing_keeps_the_inputs_of_layers_and_one_layer_whole() -> None:
 
 
 @pytest.mark.usefixtures("no_activations")
+def test_the_head_has_all_targets_at_once_while_that_takes_no_more_than_chunks() -> None:
+    """64 numbers per hidden state, 64 ids, a third of the tokens targets; chunks of 4096 rows."""
+    model, dlogits, of_states = build(CONFIGS["Llama"]), 2 * 64, 2 * 2 * 64
+    for num_rows, whole in ((3000, 3000), (5000, 4096 + 64)):
+        at_head = dlogits * whole + of_states * num_rows
+        assert memory_plan.head(model, 2, 3 * num_rows, True) == (2 * 64 * 64, at_head)
+    model.requires_grad_(False)
+    at_head = dlogits * 4096 + of_states * 5000
+    assert memory_plan.head(model, 2, 15000, True) == (0, at_head)
+    for mode, factor in (("auto", 3), ("off", 1)):
+        half = settings(
+            model={"dtype": "bfloat16"}, train={"token_budget": 96, "fp32_logits": mode}
+        )
+        in_plan = plan(half, model, 1, GB_80).parts["head"]
+        assert in_plan == factor * 32 * dlogits + 32 * of_states - 10, "10: of layers"
+
+
+@pytest.mark.usefixtures("no_activations")
 def test_what_is_whole_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(CONFIGS["Llama"])
     num, layers = model.num_parameters(), model.model.layers
