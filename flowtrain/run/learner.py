@@ -116,7 +116,7 @@ class Learner:
 
     def pack(self, batch: TrainBatch) -> Prepared:
         """Lay the samples of this rank out in token trees."""
-        budget = self.config.train.token_budget
+        budget = self.config.train.row_budget
         return Prepared(batch, pack(batch.samples, batch.num_minibatches, budget))
 
     def balance(self, minibatches: Rows) -> Rows:

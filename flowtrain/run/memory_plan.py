@@ -32,6 +32,12 @@ _TARGET_SHARE = 1 / 3
 whole."""
 _CPU_SLACK = 1.5
 """So many times the predicted bytes a process on a CPU may take."""
+_GPU_SHARE, _CPU_SHARE = 0.85, 0.5
+"""Share of all memory that an automatic token budget plans with: a GPU's allocator has holes and
+its libraries buffers, and a CPU does other things besides."""
+_CPU_COPIES = 1.5
+"""So many times its activations come on top of a plan on a CPU, where attention copies the keys of
+each segment of a tree: 1.0 on rows of 32k tokens, growing with them."""
 _SURE = ("weights", "gradients", "moments", "reference", "published", "engine")
 """Parts that a step takes however short its rows are."""
 
@@ -51,6 +57,8 @@ class MemoryPlan:
     it is cut into the last of them."""
     host: int = 0
     """Bytes of the weights that the main rank reads into the memory of its host, once."""
+    token_budget: int = 0
+    """Tokens of each row of the step."""
 
     @property
     def num_bytes(self) -> int:
@@ -61,9 +69,20 @@ class MemoryPlan:
         most = "" if self.gpu_bytes else f" to {_CPU_SLACK * self.num_bytes / 1e9:.3g}"
         return (
             f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g}{most} "
-            f"GB ({_listed(self.parts)}); while it loads: {self.loading / 1e9:.3g} GB, and "
-            f"{self.host / 1e9:.3g} GB of the main rank's host"
+            f"GB ({_listed(self.parts)}) with train.token_budget = {self.token_budget}; while it "
+            f"loads: {self.loading / 1e9:.3g} GB, and {self.host / 1e9:.3g} GB of the main rank's "
+            "host"
         )
+
+    def room(self, config: Config, host_bytes: int) -> float:
+        """Count the bytes that are left, but for a margin: of the GPU beside a vLLM that does not
+        sleep or, without a GPU, of `host_bytes`.
+        """
+        if not self.gpu_bytes:
+            needed = self.num_bytes + _CPU_COPIES * self.parts["activations"]
+            return _CPU_SHARE * host_bytes - needed
+        vllm = 0 if config.vllm.sleep else self.vllm
+        return _GPU_SHARE * self.gpu_bytes - vllm - self.num_bytes
 
     def check(self, config: Config) -> None:
         """Raise UserError, with the numbers and the keys, where even a step on the shortest rows is
@@ -127,11 +146,10 @@ def plan_memory(
     words = 0 if is_away else size * (num_frozen if is_merged else num_trained) // num_ranks
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
-    at_head, in_layers = activations(
-        model.config, dtype, train.token_budget, train.recompute, lora=lora
-    )
+    num_tokens = train.row_budget
+    at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, lora=lora)
     fp32_logits = train.has_fp32_logits(on_gpu)
-    head_weights, head_transient = head(model, size, train.token_budget, on_gpu, fp32_logits)
+    head_weights, head_transient = head(model, size, num_tokens, on_gpu, fp32_logits)
     head_bytes = head_weights + max(0, head_transient - max(0, in_layers - at_head))
     parts = {
         "weights": frozen + own,
@@ -158,7 +176,7 @@ def plan_memory(
         parts["weights"] + parts["reference"] + whole * bytes_of * (num_ranks - 1) // num_ranks
     )
     host = 4 * num_trained + num_frozen * size
-    return MemoryPlan(parts, vllm, gpu_bytes, loading, host)
+    return MemoryPlan(parts, vllm, gpu_bytes, loading, host, num_tokens)
 
 
 def _whole_at_once(model: PreTrainedModel) -> int:

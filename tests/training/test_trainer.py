@@ -297,6 +297,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
         "num_rows",
         "num_packed_tokens",
         "shared_token_share",
+        "repeated_token_share",
         "train_tflop",
     }
     assert {name: among[name] for name in told} == {name: without[name] for name in told}
@@ -506,6 +507,7 @@ def test_statistics_are_means_over_the_trained_tokens(
             "num_tokens": num_tokens,
             "num_packed_tokens": sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples),
             "shared_token_share": 0.0,
+            "repeated_token_share": 0.0,
             "num_rows": len(rows),
             "train_tflop": 4
             / 3
