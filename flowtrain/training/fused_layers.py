@@ -179,8 +179,8 @@ def _twin(module: nn.Module, **parts: Any) -> nn.Module:
 
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    rng = torch.Generator().manual_seed(0)  # on the CPU, whatever the default device is
+    first, second = (torch.randn(shape, generator=rng, device="cpu").to(dtype) for _ in range(2))
     return first, second
 
 

@@ -16,7 +16,9 @@ from flowkernels.layers import Gradients, Saved
 GATED: dict[str, Any] = {"BLOCK": 2048, "num_warps": 4, "enable_fp_fusion": False}
 _TILE = 4096
 """Elements that a program of a norm has in hand, where a row is no longer."""
-_PROGRAMS_PER_SM = 4
+GRADIENT_PER_WARP = 512
+"""So many of these let two programs of its gradient on a multiprocessor."""
+_PROGRAMS_PER_SM = 2
 _INTERPRETED_PROGRAMS = 3
 
 
@@ -145,10 +147,11 @@ def gated_kernel(
         tl.store(dgate_ptr + at, dgate, mask=is_in)
 
 
-def norm_launch(num_columns: int) -> dict[str, Any]:
-    """Whole rows, several of them where they are short."""
+def norm_launch(num_columns: int, per_warp: int = 1024) -> dict[str, Any]:
+    """Whole rows, several of them where they are short; `per_warp`: elements."""
     columns = triton.next_power_of_2(num_columns)
-    rows, num_warps = max(1, _TILE // columns), max(4, columns // 1024)
+    rows = max(1, _TILE // columns)
+    num_warps = rows * columns // per_warp
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
@@ -168,7 +171,7 @@ def norm_gradient(saved: Saved, dout_TD: Tensor, form: str, needs_weight: bool) 
     """Launcher, see `layers.norm_gradient`."""
     hidden_TD, weight_D, r_T, dout_TD = (x.contiguous() for x in (*saved, dout_TD))
     (num_rows, num_columns), dhidden_TD = hidden_TD.shape, torch.empty_like(hidden_TD)
-    launch = norm_launch(num_columns)
+    launch = norm_launch(num_columns, GRADIENT_PER_WARP)
     num_programs = _INTERPRETED_PROGRAMS
     if hidden_TD.is_cuda:
         device = torch.cuda.get_device_properties(hidden_TD.device)
@@ -186,7 +189,8 @@ def rotary_launch(num_query_heads: int, num_key_heads: int, size: int) -> dict[s
     names = ("QUERY_HEADS", "KEY_HEADS", "HALF")
     sizes = (num_query_heads, num_key_heads, size // 2)
     blocks = {name: triton.next_power_of_2(x) for name, x in zip(names, sizes, strict=True)}
-    return {**blocks, "num_warps": 4, "enable_fp_fusion": False}
+    num_warps = min(8, max(1, blocks["QUERY_HEADS"] * blocks["HALF"] // 256))
+    return {**blocks, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
 def rotate(
