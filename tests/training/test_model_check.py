@@ -5,6 +5,7 @@ refused by their config, in one line, before any weight is read.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from flowtrain.training.model_check import check_config, load_config
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 
+MODELS = Path(__file__).parents[2] / "docs" / "models.md"
 KNOWN = [name for name in TRAINED if name in CONFIG_MAPPING]
 FOUND = {
     "bert": "no list called `layers`",
@@ -54,9 +56,13 @@ FOUND = {
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_a_tree_has_the_log_probs_of_transformers(family: str) -> None:
+    """Its layers are fused, those that docs/models.md names."""
     found = parity(config_of(family, TRAINED[family]))
     assert found["largest_difference"] < 3e-6 * max(1.0, 2 * found["std_of_logprobs"])
     assert found["std_of_logprobs"] > 0.05, "the weights are large enough to tell"
+    fused = "".join(re.findall("norms|rotary|MLPs", found["fused"]))
+    fused = fused.replace("norms", "N").replace("rotary", "R").replace("MLPs", "M")
+    assert re.search(rf"`{family}`.*\|(.*) \|\n", MODELS.read_text())[1].strip() == fused
 
 
 @pytest.mark.parametrize("family", KNOWN)
