@@ -262,7 +262,8 @@ def _row_variants() -> Iterator[Variant]:
 
 def _layer_variants() -> Iterator[Variant]:
     """The layers of models of 0.5 and 7 billion parameters."""
-    of, forward, both = layers_triton, {"dout_ptr": None, "dgate_ptr": None, "dup_ptr": None}, {}
+    of = layers_triton
+    forward = {**of.GATED, "dout_ptr": None, "dgate_ptr": None, "dup_ptr": None}
     for dtype in ("bf16", "fp32"):
         for size, heads in ((896, (14, 2, 64)), (3584, (28, 4, 128))):
             norm = {"FORM": "llama", **of.norm_launch(size)}
@@ -279,12 +280,12 @@ def _layer_variants() -> Iterator[Variant]:
                     {**rotary, "INVERSE": True},
                     roofline.ROTARY,
                 ),
-                ("gated", "", of.gated_kernel, {**of.GATED, **forward}, roofline.GATED),
+                ("gated", "", of.gated_kernel, forward, roofline.GATED),
                 (
                     "gated",
                     "gradient",
                     of.gated_kernel,
-                    {**of.GATED, **both},
+                    of.GATED,
                     roofline.GATED_GRADIENT,
                 ),
             ]

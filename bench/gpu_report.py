@@ -65,6 +65,7 @@ def findings(rows: Mapping[str, Sequence[Row]]) -> Iterator[Finding]:
         "gpu_tests": _tests,
         "kernel_tests": _tests,
         "steps": _steps,
+        "layers": _layers,
         "losses": _losses,
         "delta": _delta,
         "memory": _memory,
@@ -90,6 +91,12 @@ def _tests(row: Row) -> Iterator[Finding]:
 def _steps(row: Row) -> Iterator[Finding]:
     if "useful_mfu" in row:
         yield Finding(f"step, useful MFU, {row['case']}", row["useful_mfu"], ">=", 0.35)
+
+
+def _layers(row: Row) -> Iterator[Finding]:
+    if row["path"] == "flowkernels":
+        text = f"{row['layer']}, share of a copy, D={row['D']}"
+        yield Finding(text, row["of copy"], ">=", 0.8)
 
 
 def _losses(row: Row) -> Iterator[Finding]:

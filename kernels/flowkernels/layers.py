@@ -12,7 +12,6 @@ of the MLP.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from flowkernels.arguments import check_tokens
 from flowkernels.implementations import resolve_impl, with_launcher
-from flowkernels.plain_tensors import flat_rows
 
 FORMS = ("llama", "olmo2", "gemma")
 """Of RMSNorm. The normalised x is rounded before it is weighted (llama) or after; gemma's weight is
@@ -35,26 +33,26 @@ _KERNELS = "flowkernels.layers_triton"
 
 
 @with_launcher(_KERNELS)
-def norm(hidden_TD: Tensor, weight_D: Tensor, eps: float, form: str) -> tuple[Tensor, Tensor]:
-    """(output, r [T] in fp32)"""
-    x_TD = hidden_TD.float()
-    r_T1 = torch.rsqrt(x_TD.pow(2).mean(-1, keepdim=True) + eps)
+def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> tuple[Tensor, Tensor]:
+    """(output, r [..., 1] in fp32)"""
+    x = hidden.float()
+    r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     scale_D = _scale(weight_D, form)
-    return ((x_TD * r_T1).to(scale_D.dtype) * scale_D).to(hidden_TD.dtype), r_T1[:, 0]
+    return ((x * r).to(scale_D.dtype) * scale_D).to(hidden.dtype), r
 
 
 @with_launcher(_KERNELS)
-def norm_gradient(saved: Saved, dout_TD: Tensor, form: str, needs_weight: bool) -> Gradients:
+def norm_gradient(saved: Saved, dout: Tensor, form: str, needs_weight: bool) -> Gradients:
     """(dhidden, dweight), by the steps that autograd takes; saved: hidden, weight and r."""
-    hidden_TD, weight_D, r_T = saved
-    x_TD, r_T1, scale_D, dweight_D = hidden_TD.float(), r_T[:, None], _scale(weight_D, form), None
-    dout_TD = dout_TD.to(scale_D.dtype)
+    hidden, weight_D, r = saved
+    x, scale_D, dweight_D = hidden.float(), _scale(weight_D, form), None
+    dout = dout.to(scale_D.dtype)
     if needs_weight:
-        normed_TD = (x_TD * r_T1).to(scale_D.dtype)
-        dweight_D = normed_TD.mul_(dout_TD).sum(0).to(weight_D.dtype)
-    slope_TD = (dout_TD * scale_D).float()
-    variance_T1 = -0.5 * (slope_TD * x_TD).sum(-1, keepdim=True) * r_T1.pow(3) / x_TD.shape[1]
-    return (slope_TD * r_T1).add_(x_TD * (2 * variance_T1)).to(hidden_TD.dtype), dweight_D
+        part = (x * r).to(scale_D.dtype).mul_(dout)
+        dweight_D = part.flatten(0, -2).sum(0).to(weight_D.dtype)
+    slope = (dout * scale_D).float()
+    mean = (slope * x).sum(-1, keepdim=True) * r.pow(3) / x.shape[-1]
+    return (slope * r).sub_(x * mean).to(hidden.dtype), dweight_D
 
 
 def _scale(weight_D: Tensor, form: str) -> Tensor:
@@ -68,15 +66,15 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_D: Tensor, eps: float, *how: str) -> Tensor:
         ctx.form, ctx.impl = how
-        out_TD, r_T = norm(ctx.impl, hidden, weight_D, eps, ctx.form)
-        ctx.save_for_backward(hidden, weight_D, r_T)
-        return out_TD
+        out, r = norm(ctx.impl, hidden, weight_D, eps, ctx.form)
+        ctx.save_for_backward(hidden, weight_D, r)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_TD: Tensor) -> Gradients:
+    def backward(ctx: Any, dout: Tensor) -> Gradients:
         needs_weight = ctx.needs_input_grad[1]
-        found = norm_gradient(ctx.impl, ctx.saved_tensors, dout_TD, ctx.form, needs_weight)
+        found = norm_gradient(ctx.impl, ctx.saved_tensors, dout, ctx.form, needs_weight)
         return *found, None, None, None
 
 
@@ -99,9 +97,8 @@ def rms_norm(
     check_tokens("weight_D", weight_D, hidden.shape[-1:], (hidden.dtype,), hidden.device)
     if form not in FORMS:
         raise ValueError(f"form={form!r} must be one of {', '.join(map(repr, FORMS))}")
-    impl = resolve_impl(impl, hidden.device)
-    out_TD: Tensor = _RMSNorm.apply(flat_rows("hidden", hidden), weight_D, eps, form, impl)
-    return out_TD.view(hidden.shape)
+    out: Tensor = _RMSNorm.apply(hidden, weight_D, eps, form, resolve_impl(impl, hidden.device))
+    return out
 
 
 @with_launcher(_KERNELS)
@@ -173,17 +170,17 @@ def rotary(
 
 
 @with_launcher(_KERNELS)
-def gated(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up"""
-    return F.silu(gate_TF).mul_(up_TF)
+    return F.silu(gate).mul_(up)
 
 
 @with_launcher(_KERNELS)
 def gated_gradient(gate: Tensor, up: Tensor, dout: Tensor, needs_out: bool) -> Gradients:
     """(dgate, dup, silu(gate) * up once more)"""
-    silu_TF = F.silu(gate)
-    out_TF = silu_TF * up if needs_out else None
-    return torch.ops.aten.silu_backward(dout * up, gate), silu_TF.mul_(dout), out_TF
+    silu = F.silu(gate)
+    out = silu * up if needs_out else None
+    return torch.ops.aten.silu_backward.default(dout * up, gate), silu.mul_(dout), out
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -193,17 +190,18 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight_DF: Tensor | None, impl: str) -> Tensor:
         ctx.save_for_backward(gate, up, weight_DF)
         ctx.impl = impl
-        out_TF = gated(impl, gate, up)
-        return out_TF if weight_DF is None else out_TF @ weight_DF.t()
+        out = gated(impl, gate, up)
+        return out if weight_DF is None else F.linear(out, weight_DF)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Gradients:
         gate, up, weight_DF = ctx.saved_tensors
         needs_out = ctx.needs_input_grad[2]
-        dout_TF = dout if weight_DF is None else dout @ weight_DF
-        dgate, dup, out_TF = gated_gradient(ctx.impl, gate, up, dout_TF, needs_out)
-        return dgate, dup, dout.t() @ out_TF if needs_out else None, None
+        of_product = dout if weight_DF is None else dout @ weight_DF
+        dgate, dup, out = gated_gradient(ctx.impl, gate, up, of_product, needs_out)
+        dweight_DF = dout.flatten(0, -2).t() @ out.flatten(0, -2) if needs_out else None
+        return dgate, dup, dweight_DF, None
 
 
 def swiglu(
@@ -225,6 +223,5 @@ def swiglu(
     check_tokens("up", up, gate.shape, *like)
     if weight_DF is not None:
         check_tokens("weight_DF", weight_DF, (len(weight_DF), num_columns), *like)
-    rows = [x.reshape(math.prod(gate.shape[:-1]), num_columns) for x in (gate, up)]
-    out: Tensor = _SwiGLU.apply(*rows, weight_DF, resolve_impl(impl, gate.device))
-    return out.view(*gate.shape[:-1], out.shape[-1])
+    out: Tensor = _SwiGLU.apply(gate, up, weight_DF, resolve_impl(impl, gate.device))
+    return out

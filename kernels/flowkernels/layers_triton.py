@@ -155,33 +155,36 @@ def norm_launch(num_columns: int, per_warp: int = 1024) -> dict[str, Any]:
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
-def norm(hidden_TD: Tensor, weight_D: Tensor, eps: float, form: str) -> tuple[Tensor, Tensor]:
+def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> tuple[Tensor, Tensor]:
     """Launcher, see `layers.norm`."""
-    (num_rows, num_columns), hidden_TD = hidden_TD.shape, hidden_TD.contiguous()
-    out_TD, r_T = torch.empty_like(hidden_TD), hidden_TD.new_empty(num_rows, dtype=torch.float32)
+    hidden, num_columns = hidden.contiguous(), len(weight_D)
+    out, r = (
+        torch.empty_like(hidden),
+        hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32),
+    )
     launch = norm_launch(num_columns)
-    if num_rows:
-        tensors = (hidden_TD, weight_D.contiguous(), out_TD, r_T)
+    if num_rows := r.numel():
+        tensors = (hidden, weight_D.contiguous(), out, r)
         grid = (triton.cdiv(num_rows, launch["ROWS"]),)
         norm_kernel[grid](*tensors, num_rows, num_columns, eps, FORM=form, **launch)
-    return out_TD, r_T
+    return out, r
 
 
-def norm_gradient(saved: Saved, dout_TD: Tensor, form: str, needs_weight: bool) -> Gradients:
+def norm_gradient(saved: Saved, dout: Tensor, form: str, needs_weight: bool) -> Gradients:
     """Launcher, see `layers.norm_gradient`."""
-    hidden_TD, weight_D, r_T, dout_TD = (x.contiguous() for x in (*saved, dout_TD))
-    (num_rows, num_columns), dhidden_TD = hidden_TD.shape, torch.empty_like(hidden_TD)
+    hidden, weight_D, r, dout = (x.contiguous() for x in (*saved, dout))
+    num_rows, num_columns, dhidden = r.numel(), len(weight_D), torch.empty_like(hidden)
     launch = norm_launch(num_columns, GRADIENT_PER_WARP)
     num_programs = _INTERPRETED_PROGRAMS
-    if hidden_TD.is_cuda:
-        device = torch.cuda.get_device_properties(hidden_TD.device)
+    if hidden.is_cuda:
+        device = torch.cuda.get_device_properties(hidden.device)
         num_programs = _PROGRAMS_PER_SM * device.multi_processor_count
     num_programs = min(triton.cdiv(num_rows, launch["ROWS"]), num_programs)
-    part_PD = r_T.new_empty(num_programs, num_columns) if needs_weight else None
+    part_PD = r.new_empty(num_programs, num_columns) if needs_weight else None
     if num_rows:
-        tensors = (hidden_TD, weight_D, r_T, dout_TD, dhidden_TD, part_PD)
+        tensors = (hidden, weight_D, r, dout, dhidden, part_PD)
         norm_gradient_kernel[(num_programs,)](*tensors, num_rows, num_columns, FORM=form, **launch)
-    return dhidden_TD, None if part_PD is None else part_PD.sum(0).to(weight_D.dtype)
+    return dhidden, None if part_PD is None else part_PD.sum(0).to(weight_D.dtype)
 
 
 def rotary_launch(num_query_heads: int, num_key_heads: int, size: int) -> dict[str, Any]:
@@ -211,11 +214,11 @@ def rotate(
     return query_out.transpose(1, 2), key_out.transpose(1, 2)
 
 
-def gated(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+def gated(gate: Tensor, up: Tensor) -> Tensor:
     """Launcher, see `layers.gated`."""
-    out_TF = torch.empty_like(gate_TF, memory_format=torch.contiguous_format)
-    _launch_gated(gate_TF, up_TF, out_TF)
-    return out_TF
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    _launch_gated(gate, up, out, None, None, None)
+    return out
 
 
 def gated_gradient(gate: Tensor, up: Tensor, dout: Tensor, needs_out: bool) -> Gradients:
@@ -226,11 +229,11 @@ def gated_gradient(gate: Tensor, up: Tensor, dout: Tensor, needs_out: bool) -> G
     return dgate, dup, out
 
 
-def _launch_gated(gate_TF: Tensor, up_TF: Tensor, *others: Tensor | None) -> None:
+def _launch_gated(gate: Tensor, up: Tensor, *others: Tensor | None) -> None:
+    gate_TF, up_TF = (x.flatten(0, -2) for x in (gate, up))
     gate_TF, up_TF = (x if x.stride(1) == 1 else x.contiguous() for x in (gate_TF, up_TF))
-    num_rows, num_columns = gate_TF.shape
-    others = (*others, None, None, None)[:4]
-    if num_rows:
+    if gate.numel():
+        num_rows, num_columns = gate_TF.shape
         sizes = (num_columns, gate_TF.stride(0), up_TF.stride(0))
         grid = (num_rows, triton.cdiv(num_columns, GATED["BLOCK"]))
         gated_kernel[grid](gate_TF, up_TF, *others, *sizes, **GATED)
