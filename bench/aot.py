@@ -262,36 +262,26 @@ def _row_variants() -> Iterator[Variant]:
 
 def _layer_variants() -> Iterator[Variant]:
     """The layers of models of 0.5 and 7 billion parameters."""
-    of = layers_triton
-    forward = {**of.GATED, "dout_ptr": None, "dgate_ptr": None, "dup_ptr": None}
+    of, both = layers_triton, layers_triton.GATED
+    forward = {**both, "dout_ptr": None, "dgate_ptr": None, "dup_ptr": None}
+    kinds: list[_Other] = [
+        ("gated", "", of.gated_kernel, forward, roofline.GATED),
+        ("gated", "gradient", of.gated_kernel, both, roofline.GATED_GRADIENT),
+    ]
+    for size, heads in ((896, (14, 2, 64)), (3584, (28, 4, 128))):
+        norm, gradient = of.norm_launch(size), of.norm_launch(size, of.GRADIENT_PER_WARP)
+        norms = (
+            ("norm", of.norm_kernel, norm, roofline.NORM),
+            ("norm gradient", of.norm_gradient_kernel, gradient, roofline.NORM_GRADIENT),
+        )
+        kinds += [(n, f"{size}", f, {"FORM": "llama", **launch}, g) for n, f, launch, g in norms]
+        for name, inverse in ((f"{size}", False), (f"{size} inverse", True)):
+            launch = {"INVERSE": inverse, **of.rotary_launch(*heads)}
+            kinds.append(("rotary", name, of.rotary_kernel, launch, roofline.ROTARY))
     for dtype in ("bf16", "fp32"):
-        for size, heads in ((896, (14, 2, 64)), (3584, (28, 4, 128))):
-            norm = {"FORM": "llama", **of.norm_launch(size)}
-            gradient = {"FORM": "llama", **of.norm_launch(size, of.GRADIENT_PER_WARP)}
-            rotary = {"INVERSE": False, **of.rotary_launch(*heads)}
-            kinds: list[_Other] = [
-                ("norm", "", of.norm_kernel, norm, roofline.NORM),
-                ("norm gradient", "", of.norm_gradient_kernel, gradient, roofline.NORM_GRADIENT),
-                ("rotary", "", of.rotary_kernel, rotary, roofline.ROTARY),
-                (
-                    "rotary",
-                    "inverse",
-                    of.rotary_kernel,
-                    {**rotary, "INVERSE": True},
-                    roofline.ROTARY,
-                ),
-                ("gated", "", of.gated_kernel, forward, roofline.GATED),
-                (
-                    "gated",
-                    "gradient",
-                    of.gated_kernel,
-                    of.GATED,
-                    roofline.GATED_GRADIENT,
-                ),
-            ]
-            for kernel, extra, function, arguments, goal in kinds:
-                name = " ".join(filter(None, [dtype, str(size), extra]))
-                yield Variant(kernel, name, function, *_split(arguments), dtype, goal=goal)
+        for kernel, extra, function, arguments, goal in kinds:
+            name = f"{dtype} {extra}".strip()
+            yield Variant(kernel, name, function, *_split(arguments), dtype, goal=goal)
 
 
 def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:

@@ -22,7 +22,7 @@ SHOWN = [
     ("norm", ("bf16 896", "bf16 3584")),
     ("norm gradient", ("bf16 896", "bf16 3584")),
     ("rotary", ("bf16 896",)),
-    ("gated", ("bf16 896", "bf16 896 gradient")),
+    ("gated", ("bf16", "bf16 gradient")),
     ("delta count", ("int16",)),
     ("delta compact", ("int16",)),
     ("delta scatter", ("int16",)),

@@ -125,7 +125,8 @@ def _tensors(
 def _function(layer: str, path: str) -> Callable[..., Any]:
     """A layer by its tensors."""
     if path == "flowkernels":
-        return {"norm": partial(rms_norm, eps=EPS), "rotary": rotary, "swiglu": swiglu}[layer]
+        ours: dict[str, Any] = {"norm": partial(rms_norm, eps=EPS), "rotary": rotary}
+        return ours.get(layer, swiglu)
     if path == "liger":
         if not torch.cuda.is_available():
             raise RuntimeError("its kernels need a GPU")
@@ -147,8 +148,8 @@ def _function(layer: str, path: str) -> Callable[..., Any]:
     def gated(gate: Tensor, up: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate) * up
 
-    rotated: Callable[..., Any] = apply_rotary_pos_emb
-    return {"norm": norm, "rotary": rotated, "swiglu": gated}[layer]
+    theirs: dict[str, Any] = {"norm": norm, "rotary": apply_rotary_pos_emb, "swiglu": gated}
+    return theirs[layer]
 
 
 def main() -> None:

@@ -116,8 +116,9 @@ def test_the_table_has_every_kernel_of_the_package(monkeypatch: pytest.MonkeyPat
 
     from bench import aot
 
-    modules = (branching_triton, layers_triton, logprobs_triton, policy_loss_triton) + (
-        (sparse_delta_triton,)
+    modules = (
+        *(branching_triton, layers_triton, logprobs_triton, policy_loss_triton),
+        sparse_delta_triton,
     )
     kernels = {
         f"{m.__name__}.{n}": k for m in modules for n, k in vars(m).items() if n.endswith("_kernel")
