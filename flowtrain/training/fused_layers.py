@@ -34,8 +34,8 @@ def fuse_layers(model: PreTrainedModel) -> None:
         if found := _norm(module):
             module.__class__ = type(kind.__name__, (FusedNorm, kind), {})
             module.form, module.eps_of_form = found
-        elif fused := _gated(module):
-            module.__class__ = type(kind.__name__, (fused, kind), {})
+        elif _is_gated(module):
+            module.__class__ = type(kind.__name__, (FusedMLP, kind), {})
         elif forward := _rotating(kind):
             module.__class__ = type(kind.__name__, (FusedRotation, kind), {"forward": forward})
 
@@ -50,43 +50,32 @@ def fused_text(model: nn.Module) -> str:
 class FusedNorm(nn.Module):
     """Before an RMSNorm."""
 
+    weight: nn.Parameter
     form: str
     eps_of_form: float
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        weight: Any = self.weight
-        if hidden.dtype != weight.dtype:  # transformers would compute in the wider one
-            unfused: Tensor = super().forward(hidden)
-            return unfused
-        return rms_norm(hidden, weight, self.eps_of_form, form=self.form)
+    def forward(self, hidden: Tensor) -> Any:
+        if hidden.dtype != self.weight.dtype:  # transformers would compute in the wider one
+            return super().forward(hidden)
+        return rms_norm(hidden, self.weight, self.eps_of_form, form=self.form)
 
 
 class FusedMLP(nn.Module):
-    """Before an MLP whose product of two projections goes through a third."""
+    """Before an MLP whose product of two projections, or of halves of one, goes through another."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
+    gate_up_proj: nn.Module
     down_proj: nn.Module
 
-    def gate_and_up(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.gate_proj(x), self.up_proj(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_and_up(x)
+    def forward(self, x: Tensor) -> Any:
+        if "gate_up_proj" in self._modules:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
         if type(self.down_proj) is nn.Linear and self.down_proj.bias is None:
             return swiglu(gate, up, self.down_proj.weight)
-        out: Tensor = self.down_proj(swiglu(gate, up))
-        return out
-
-
-class FusedHalves(FusedMLP):
-    """Before an MLP with one layer for both projections."""
-
-    gate_up_proj: nn.Module
-
-    def gate_and_up(self, x: Tensor) -> tuple[Tensor, ...]:
-        halves: tuple[Tensor, ...] = self.gate_up_proj(x).chunk(2, -1)
-        return halves
+        return self.down_proj(swiglu(gate, up))
 
 
 class FusedRotation(nn.Module):
@@ -112,21 +101,21 @@ def _norm(module: nn.Module) -> tuple[str, float] | None:
     return min(found, default=None)
 
 
-def _gated(module: nn.Module) -> type[FusedMLP] | None:
-    act = {name for name, each in module.named_children() if not list(each.parameters())}
+def _is_gated(module: nn.Module) -> bool:
+    stubs = {
+        "gate_proj": _Stub(lambda x: x),
+        "up_proj": _Stub(lambda x: x.flip(-1)),
+        "gate_up_proj": _Stub(lambda x: torch.cat([x, x.flip(-1)], -1)),
+        "down_proj": _Stub(lambda x: x),
+    }
+    projections = {name: stub for name, stub in stubs.items() if name in module._modules}
+    if list(projections) not in (["gate_proj", "up_proj", "down_proj"], list(stubs)[2:]):
+        return False
+    if len(module._modules) != len(projections) + 1:  # and the activation
+        return False
+    twin = _twin(module, training=True, _modules={**module._modules, **projections})
     x, _ = _drawn((_ROWS, _SIZE), torch.bfloat16)
-    expected = swiglu(x, x.flip(-1))
-    first, second = _Stub(lambda x: x), _Stub(lambda x: x.flip(-1))
-    both = _Stub(lambda x: torch.cat([x, x.flip(-1)], -1))
-    kinds = (
-        (FusedMLP, {"gate_proj": first, "up_proj": second, "down_proj": first}),
-        (FusedHalves, {"gate_up_proj": both, "down_proj": first}),
-    )
-    for kind, stubs in kinds:
-        if len(act) == 1 and module._modules.keys() - act == stubs.keys():
-            twin = _twin(module, training=True, _modules={**module._modules, **stubs})
-            return kind if _same(twin(x), expected) else None
-    return None
+    return _same(twin(x), swiglu(x, x.flip(-1)))
 
 
 def _rotating(kind: type[nn.Module]) -> Callable[..., Any] | None:

@@ -26,6 +26,7 @@ FORMS = ("llama", "olmo2", "gemma")
 """Of RMSNorm. The normalised x is rounded before it is weighted (llama) or after; gemma's weight is
 1 + w."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Pair = tuple[Tensor, Tensor]
 Saved = tuple[Tensor, Tensor, Tensor]
 Gradients = Any
 """A tuple of tensors, and None where no gradient is asked for."""
@@ -33,7 +34,7 @@ _KERNELS = "flowkernels.layers_triton"
 
 
 @with_launcher(_KERNELS)
-def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> tuple[Tensor, Tensor]:
+def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> Pair:
     """(output, r [..., 1] in fp32)"""
     x = hidden.float()
     r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
@@ -102,11 +103,9 @@ def rms_norm(
 
 
 @with_launcher(_KERNELS)
-def rotate(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, inverse: bool
-) -> tuple[Tensor, Tensor]:
-    """Rotated queries and keys; inverse: gradients of these, back."""
-    half, cos, sin = cos.shape[-1] // 2, cos[:, None], sin[:, None]
+def rotate(heads: Pair, tables: Pair, inverse: bool) -> Pair:
+    """Rotated queries and keys; inverse: gradients of these, back. tables: cos and sin."""
+    half, (cos, sin) = tables[0].shape[-1] // 2, (x[:, None] for x in tables)
     to_second, to_first = sin[..., half:], -sin[..., :half]
     if inverse:
         to_first, to_second = to_second, to_first
@@ -117,26 +116,25 @@ def rotate(
         out[..., half:].add_(x[..., :half] * to_second)
         return out.to(x.dtype)
 
-    return rotated(query), rotated(key)
+    return rotated(heads[0]), rotated(heads[1])
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, *tables_and_impl: Any) -> Any:
-        cos, sin, ctx.impl = tables_and_impl
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, impl: str) -> Pair:
         ctx.save_for_backward(cos, sin)
-        return rotate(ctx.impl, query, key, cos, sin, False)
+        ctx.impl = impl
+        return rotate(impl, (query, key), (cos, sin), False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dquery: Tensor, dkey: Tensor) -> Gradients:
-        cos, sin = ctx.saved_tensors
-        return *rotate(ctx.impl, dquery, dkey, cos, sin, True), None, None, None
+        return *rotate(ctx.impl, (dquery, dkey), ctx.saved_tensors, True), None, None, None
 
 
 def rotary(
     query_BHND: Tensor, key_BHND: Tensor, cos_BNR: Tensor, sin_BNR: Tensor, *, impl: str = "auto"
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Rotate the first R numbers of each head by the angles of its position; saves cos and sin.
 
     Args:
@@ -170,17 +168,13 @@ def rotary(
 
 
 @with_launcher(_KERNELS)
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up"""
-    return F.silu(gate).mul_(up)
-
-
-@with_launcher(_KERNELS)
-def gated_gradient(gate: Tensor, up: Tensor, dout: Tensor, needs_out: bool) -> Gradients:
-    """(dgate, dup, silu(gate) * up once more)"""
+def gated(gate: Tensor, up: Tensor, dout: Tensor | None, needs_out: bool) -> Gradients:
+    """(silu(gate) * up, and its gradients by both), as far as they are asked for."""
     silu = F.silu(gate)
+    if dout is None:
+        return silu.mul_(up), None, None
     out = silu * up if needs_out else None
-    return torch.ops.aten.silu_backward.default(dout * up, gate), silu.mul_(dout), out
+    return out, torch.ops.aten.silu_backward.default(dout * up, gate), silu.mul_(dout)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -190,7 +184,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight_DF: Tensor | None, impl: str) -> Tensor:
         ctx.save_for_backward(gate, up, weight_DF)
         ctx.impl = impl
-        out = gated(impl, gate, up)
+        out: Tensor = gated(impl, gate, up, None, True)[0]
         return out if weight_DF is None else F.linear(out, weight_DF)
 
     @staticmethod
@@ -199,9 +193,9 @@ class _SwiGLU(torch.autograd.Function):
         gate, up, weight_DF = ctx.saved_tensors
         needs_out = ctx.needs_input_grad[2]
         of_product = dout if weight_DF is None else dout @ weight_DF
-        dgate, dup, out = gated_gradient(ctx.impl, gate, up, of_product, needs_out)
+        out, *found = gated(ctx.impl, gate, up, of_product, needs_out)
         dweight_DF = dout.flatten(0, -2).t() @ out.flatten(0, -2) if needs_out else None
-        return dgate, dup, dweight_DF, None
+        return *found, dweight_DF, None
 
 
 def swiglu(

@@ -4,6 +4,7 @@ two steps.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flowkernels.layers import Gradients, Saved
+from flowkernels.layers import Gradients, Pair, Saved
 
 GATED: dict[str, Any] = {"BLOCK": 2048, "num_warps": 4, "enable_fp_fusion": False}
 _TILE = 4096
@@ -151,18 +152,15 @@ def norm_launch(num_columns: int, per_warp: int = 1024) -> dict[str, Any]:
     """Whole rows, several of them where they are short; `per_warp`: elements."""
     columns = triton.next_power_of_2(num_columns)
     rows = max(1, _TILE // columns)
-    num_warps = rows * columns // per_warp
+    num_warps = min(32, rows * columns // per_warp)
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
-def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> tuple[Tensor, Tensor]:
+def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> Pair:
     """Launcher, see `layers.norm`."""
-    hidden, num_columns = hidden.contiguous(), len(weight_D)
-    out, r = (
-        torch.empty_like(hidden),
-        hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32),
-    )
-    launch = norm_launch(num_columns)
+    hidden, num_columns, launch = hidden.contiguous(), len(weight_D), norm_launch(len(weight_D))
+    out = torch.empty_like(hidden)
+    r = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
     if num_rows := r.numel():
         tensors = (hidden, weight_D.contiguous(), out, r)
         grid = (triton.cdiv(num_rows, launch["ROWS"]),)
@@ -196,44 +194,30 @@ def rotary_launch(num_query_heads: int, num_key_heads: int, size: int) -> dict[s
     return {**blocks, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
-def rotate(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, inverse: bool
-) -> tuple[Tensor, Tensor]:
+def rotate(heads: Pair, tables: Pair, inverse: bool) -> Pair:
     """Launcher, see `layers.rotate`."""
     # As they come from a linear layer, and come back.
-    query, key = query.transpose(1, 2).contiguous(), key.transpose(1, 2).contiguous()
+    query, key = (x.transpose(1, 2).contiguous() for x in heads)
     query_out, key_out = torch.empty_like(query), torch.empty_like(key)
-    num_batch, num_positions, _, size = query.shape
-    heads = (query.shape[2], key.shape[2])
-    tables = [x.expand(num_batch, -1, -1).contiguous() for x in (cos, sin)]
+    num_batch, num_positions, *sizes = *query.shape[:3], *key.shape[2:]
+    cos, sin = (x.expand(num_batch, -1, -1).contiguous() for x in tables)
     if query.numel():
-        rotary_kernel[(num_batch * num_positions,)](
-            query, query_out, key, key_out, *tables, *heads, size, INVERSE=inverse,
-            **rotary_launch(*heads, size),
-        )  # fmt: skip
+        tensors = (query, query_out, key, key_out, cos, sin)
+        launch = {"INVERSE": inverse, **rotary_launch(*sizes)}
+        rotary_kernel[(num_batch * num_positions,)](*tensors, *sizes, **launch)
     return query_out.transpose(1, 2), key_out.transpose(1, 2)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def gated(gate: Tensor, up: Tensor, dout: Tensor | None, needs_out: bool) -> Gradients:
     """Launcher, see `layers.gated`."""
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _launch_gated(gate, up, out, None, None, None)
-    return out
-
-
-def gated_gradient(gate: Tensor, up: Tensor, dout: Tensor, needs_out: bool) -> Gradients:
-    """Launcher, see `layers.gated_gradient`."""
-    dout = dout.contiguous()
-    dgate, dup, out = (torch.empty_like(dout) if needed else None for needed in (1, 1, needs_out))
-    _launch_gated(gate, up, out, dout, dgate, dup)
-    return dgate, dup, out
-
-
-def _launch_gated(gate: Tensor, up: Tensor, *others: Tensor | None) -> None:
-    gate_TF, up_TF = (x.flatten(0, -2) for x in (gate, up))
-    gate_TF, up_TF = (x if x.stride(1) == 1 else x.contiguous() for x in (gate_TF, up_TF))
+    needed = (needs_out, dout is not None, dout is not None)
+    empty = functools.partial(torch.empty_like, gate, memory_format=torch.contiguous_format)
+    out, dgate, dup = found = [empty() if each else None for each in needed]
+    rows = (x.flatten(0, -2) for x in (gate, up))
+    gate_TF, up_TF = (x if x.stride(1) == 1 else x.contiguous() for x in rows)
     if gate.numel():
         num_rows, num_columns = gate_TF.shape
-        sizes = (num_columns, gate_TF.stride(0), up_TF.stride(0))
+        tensors = (gate_TF, up_TF, out, None if dout is None else dout.contiguous(), dgate, dup)
         grid = (num_rows, triton.cdiv(num_columns, GATED["BLOCK"]))
-        gated_kernel[grid](gate_TF, up_TF, *others, *sizes, **GATED)
+        gated_kernel[grid](*tensors, num_columns, gate_TF.stride(0), up_TF.stride(0), **GATED)
+    return found
