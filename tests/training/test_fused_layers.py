@@ -76,6 +76,8 @@ def test_what_computes_something_else_is_left_alone() -> None:
     config = LlamaConfig(**SHAPE)
     gelu, more = LlamaMLP(LlamaConfig(**SHAPE, hidden_act="gelu")), LlamaMLP(config)
     more.norm = LlamaRMSNorm(48)
-    layers = nn.ModuleList([OtherNorm(32), gelu, more, nn.LayerNorm(32, bias=False)])
+    norm = LlamaRMSNorm(32, 1e-8)
+    norm.other = 1e-9  # a number that is not its eps
+    layers = nn.ModuleList([OtherNorm(32), gelu, more, nn.LayerNorm(32, bias=False), norm])
     fuse_layers(layers)
-    assert fused_text(layers) == "1 norms"
+    assert fused_text(layers) == "2 norms" and norm.eps_of_form == 1e-8
