@@ -102,11 +102,11 @@ def _norm(module: nn.Module) -> tuple[str, float] | None:
 
 
 def _is_gated(module: nn.Module) -> bool:
-    stubs = {
-        "gate_proj": _Stub(lambda x: x),
-        "up_proj": _Stub(lambda x: x.flip(-1)),
-        "gate_up_proj": _Stub(lambda x: torch.cat([x, x.flip(-1)], -1)),
-        "down_proj": _Stub(lambda x: x),
+    stubs: dict[str, Callable[[Tensor], Tensor]] = {
+        "gate_proj": lambda x: x,
+        "up_proj": lambda x: x.flip(-1),
+        "gate_up_proj": lambda x: torch.cat([x, x.flip(-1)], -1),
+        "down_proj": lambda x: x,
     }
     projections = {name: stub for name, stub in stubs.items() if name in module._modules}
     if list(projections) not in (["gate_proj", "up_proj", "down_proj"], list(stubs)[2:]):
@@ -152,12 +152,6 @@ def _is_rotary(
     tables = _drawn((1, _ROWS, _SIZE // share), of_tables)
     expected = rotary(query, key[:, :1], *tables)
     return all(map(_same, function(query, key[:, :1], *tables), expected))
-
-
-class _Stub(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.forward = function
 
 
 def _twin(module: nn.Module, **parts: Any) -> nn.Module:

@@ -57,7 +57,7 @@ def norm_gradient(saved: Saved, dout: Tensor, form: str, needs_weight: bool) -> 
 
 
 def _scale(weight_D: Tensor, form: str) -> Tensor:
-    """What multiplies the normalised x, in the dtype in which it does."""
+    """Return the factor of the normalised x, in the dtype of their product."""
     if form == "llama":
         return weight_D
     return weight_D.float() + 1 if form == "gemma" else weight_D.float()
