@@ -114,7 +114,7 @@ def _is_gated(module: nn.Module) -> bool:
     if len(module._modules) != len(projections) + 1:  # and the activation
         return False
     twin = _twin(module, training=True, _modules={**module._modules, **projections})
-    x, _ = _drawn((_ROWS, _SIZE), torch.bfloat16)
+    x = 8 * _drawn((_ROWS, _SIZE), torch.bfloat16)[0]  # far enough for a clamp
     return _same(twin(x), swiglu(x, x.flip(-1)))
 
 
@@ -132,9 +132,10 @@ def _rotating(kind: type[nn.Module]) -> Callable[..., Any] | None:
         query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any
     ) -> Any:
         share = 1 if query.shape[-1] == cos.shape[-1] else 2
-        if rest or more or not is_proven(query.dtype, cos.dtype, share):
-            return original(query, key, cos, sin, *rest, **more)
-        return rotary(query, key, cos, sin)
+        is_plain = cos.dtype in (query.dtype, torch.float32) and not (rest or more)
+        if is_plain and is_proven(query.dtype, cos.dtype, share):
+            return rotary(query, key, cos, sin)
+        return original(query, key, cos, sin, *rest, **more)
 
     names = {**forward.__globals__, _ROTATION: rotate}
     copied = FunctionType(
