@@ -54,7 +54,7 @@ _SIZES = (
     "gate_stride", "up_stride",
 )  # fmt: skip
 _OF_LAYERS = (
-    "hidden", "weight", "query", "key", "query_out", "key_out", "cos", "sin", "gate", "up", "dout",
+    "hidden", "scale", "query", "key", "query_out", "key_out", "cos", "sin", "gate", "up", "dout",
     "dhidden", "dgate", "dup",
 )  # fmt: skip
 """Tensors in the dtype of the model."""

@@ -44,21 +44,21 @@ def _rounded(x, ptr) -> tl.tensor:
 
 
 @triton.jit
-def _scale(weight_ptr, num_columns, FORM: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+def _scale(scale_ptr, num_columns, FORM: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
     column = tl.arange(0, COLUMNS)[None, :]
-    weight = _load(weight_ptr + column, column < num_columns)
+    weight = _load(scale_ptr + column, column < num_columns)
     return weight + 1.0 if FORM == "gemma" else weight
 
 
 @triton.jit
 def norm_kernel(
-    hidden_ptr, weight_ptr, out_ptr, r_ptr, num_rows, num_columns, eps, FORM: tl.constexpr,
+    hidden_ptr, scale_ptr, out_ptr, r_ptr, num_rows, num_columns, eps, FORM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """RMSNorm of a block of rows."""
     first = tl.program_id(0) * ROWS
     at, row, _, is_in = _places(first, num_rows, num_columns, ROWS, COLUMNS)
-    x, scale = _load(hidden_ptr + at, is_in), _scale(weight_ptr, num_columns, FORM, COLUMNS)
+    x, scale = _load(hidden_ptr + at, is_in), _scale(scale_ptr, num_columns, FORM, COLUMNS)
     r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / num_columns + eps)
     normed = _rounded(x * r, out_ptr) if FORM == "llama" else x * r
     tl.store(out_ptr + at, normed * scale, mask=is_in)
@@ -67,14 +67,14 @@ def norm_kernel(
 
 @triton.jit
 def norm_gradient_kernel(
-    hidden_ptr, weight_ptr, r_ptr, dout_ptr, dhidden_ptr, dweight_ptr, num_rows, num_columns,
+    hidden_ptr, scale_ptr, r_ptr, dout_ptr, dhidden_ptr, dweight_ptr, num_rows, num_columns,
     FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """dhidden, and this program's part of dweight [P, D] if there is one; a program takes every
     P-th block.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    scale = _scale(weight_ptr, num_columns, FORM, COLUMNS)
+    scale = _scale(scale_ptr, num_columns, FORM, COLUMNS)
     dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(program * ROWS, num_rows, num_programs * ROWS):
         at, row, _, is_in = _places(first, num_rows, num_columns, ROWS, COLUMNS)
