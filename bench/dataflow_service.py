@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from flowtrain.config import Checkpoint
@@ -51,14 +51,29 @@ from flowtrain.types import (
     VersionSpan,
 )
 
-NUM_GROUPS, GROUP_SIZE, NUM_TURNS = 16, 8, 2
-"""The quickstart's: groups of a step, rollouts of a group; and turns that its rollouts have in the
-middle of training."""
-PROMPT, RESPONSE = 90, 24
-"""Tokens."""
+NUM_GROUPS, GROUP_SIZE = 16, 8
+"""The quickstart's: groups of a step, rollouts of a group."""
 NUM_THREADS, PER_REQUEST = 8, 64
 NODE, POLICY = "bench", "planner"
 _CHECKPOINT_EVERY = Checkpoint().every
+
+
+class Shape(NamedTuple):
+    """Turns of a rollout, and tokens of each turn."""
+
+    turns: int
+    prompt: int
+    response: int
+
+
+SMALL = Shape(2, 90, 24)
+"""The quickstart's, in the middle of training."""
+LARGE = Shape(10, 4000, 400)
+"""Of an agent with ten turns."""
+
+
+Service = tuple[str, str]
+"""URL and token."""
 
 
 def rows(num_groups: int, num_alone: int, postgres: str) -> list[dict[str, Any]]:
@@ -79,7 +94,10 @@ def _rows(name: str, database: str, num_groups: int, num_alone: int) -> list[dic
         "dataflow.max_waiting": num_groups + num_alone,
     }
     options = [word for key, number in sizes.items() for word in (f"--{key}", str(number))]
-    with service(database, options) as (url, token), Client(url, token, wait_s=120.0) as client:
+    with (
+        service(database, options) as (url, token),
+        Client(url, token, wait_s=120.0) as client,
+    ):
         client.join(Join(NODE, NODE))
         client.register(Register(POLICY, "", "", NUM_GROUPS, 10_000, 1 << 16, 1 << 16))
         alone, num_bytes = _alone(client, num_alone)
@@ -163,15 +181,13 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, answer
 
 
-def group(lease: Lease) -> Group:
-    """Make a group as large as one of the quickstart, and as hard to compress: its tokens are
-    drawn.
-    """
+def group(lease: Lease, shape: Shape = SMALL) -> Group:
+    """Make a group as hard to compress as a real one: its tokens are drawn."""
     order = random.Random(lease.seed)
     rollouts = tuple(
         Trajectory(
             lease.task,
-            tuple(_turn(order, number) for number in range(NUM_TURNS)),
+            tuple(_turn(order, shape, number == shape.turns - 1) for number in range(shape.turns)),
             "1284",
             0.7,
             rollout,
@@ -182,13 +198,13 @@ def group(lease: Lease) -> Group:
     return Group(lease.index, rollouts)
 
 
-def _turn(order: random.Random, number: int) -> Turn:
+def _turn(order: random.Random, shape: Shape, is_last: bool) -> Turn:
     said = "".join(order.choices(string.ascii_lowercase + " ", k=60))
     call = Call(
-        prompt_ids=tuple(range(100, 100 + PROMPT)),
-        response_ids=tuple(order.randrange(300) for _ in range(RESPONSE)),
-        logprobs=tuple(-order.random() for _ in range(RESPONSE)),
-        spans=(VersionSpan(0, RESPONSE, 0),),
+        prompt_ids=tuple(range(100, 100 + shape.prompt)),
+        response_ids=tuple(order.randrange(300) for _ in range(shape.response)),
+        logprobs=tuple(-order.random() for _ in range(shape.response)),
+        spans=(VersionSpan(0, shape.response, 0),),
         finish_reason=FinishReason.STOP,
         text=said,
     )
@@ -197,14 +213,14 @@ def _turn(order: random.Random, number: int) -> Turn:
         action=Action("", "", said[:20], "Search"),
         command=f"tool.execute(query={said[:20]!r})",
         result=ToolResult(f"The {said[:20]} is 1284.", seconds=order.random()),
-        verdict=Verdict.STOP if number else Verdict.CONTINUE,
+        verdict=Verdict.STOP if is_last else Verdict.CONTINUE,
         seconds=0.3,
         plan_s=0.29,
     )
 
 
 @contextmanager
-def service(database: str, options: Sequence[str]) -> Iterator[tuple[str, str]]:
+def service(database: str, options: Sequence[str]) -> Iterator[Service]:
     """`python -m flowtrain.dataflow serve` as a process of its own: its URL and token."""
     token = secrets.token_urlsafe(16)
     command = [

@@ -154,20 +154,23 @@ def attention(cases: Cases) -> None:
 
 
 def head_chunks(cases: Cases) -> None:
-    """The linear loss with its gradients by the rows of a chunk; the last takes all at once."""
-    from bench.loss_rivals import HeadBatch, head_gradient
+    """The linear loss with its gradients by the rows of a chunk, beside its bare products; 0 rows
+    are the default, and the last takes all at once.
+    """
+    from bench.loss_rivals import HeadBatch, head_gradient, head_loss_runs
 
-    num_tokens, chunks = (64, (16,)) if cases.is_small else (8192, (2048, 3584, 4096, 4736))
+    num_tokens, chunks = (64, (0, 16)) if cases.is_small else (8192, (0, 2048, 3584, 4096))
     dtype = torch.float32 if cases.is_small else torch.bfloat16
     for size, num_vocab in ((16, 257),) if cases.is_small else (*_HEADS, (1536, 151936)):
 
         def measure(num_rows: int, size: int = size, num_vocab: int = num_vocab) -> Row:
             batch = HeadBatch.make(num_tokens, size, num_vocab, dtype, cases.device)
-            budget = num_rows * num_vocab * batch.hidden_TD.element_size()
+            budget = num_rows * num_vocab * batch.hidden_TD.element_size() or None
             run = partial(head_gradient, batch, memory_budget=budget)
             row: Row = {"T": num_tokens, "D": size, "V": num_vocab, "chunk_rows": num_rows}
             row["extra_mb"] = extra_bytes(run, batch.hidden_TD.device) / 1e6
-            return row | {"ms": _median_ms(run)}
+            ms, gemm_ms = _median_ms(run), _median_ms(head_loss_runs(batch, ["gemm"])["gemm"])
+            return row | {"ms": ms, "of gemm": ms / gemm_ms}
 
         for num_rows in (*chunks, num_tokens):
             cases.run(f"D={size}, {num_rows} rows", partial(measure, num_rows))

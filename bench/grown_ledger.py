@@ -63,7 +63,11 @@ def opened(database: str, policies: Sequence[PolicyName] = POLICIES) -> Ledger:
         {
             "rollout": {"num_questions": NUM_GROUPS, "group_size": GROUP_SIZE},
             "roles": dict.fromkeys(policies[1:], "own"),
-            "dataflow": {"max_waiting": 1 << 20, "lease_s": 86400.0},
+            "dataflow": {
+                "max_waiting": 1 << 20,
+                "lease_s": 86400.0,
+                "trainer_timeout_s": 86400.0,  # millions of groups take longer than its own
+            },
         }
     )
     return Ledger(database, config, TaskCursor(_TASKS, 0))

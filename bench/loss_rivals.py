@@ -234,8 +234,8 @@ def flowkernels_gradient(batch: Batch, inplace: bool = False) -> Tensor:
     return torch.autograd.grad(out.loss, logits_TV)[0]
 
 
-def head_gradient(batch: HeadBatch, memory_budget: int) -> Tensor:
-    """Ours with its gradients, in chunks of so many bytes of logits."""
+def head_gradient(batch: HeadBatch, memory_budget: int | None) -> Tensor:
+    """Ours with its gradients, in chunks of so many bytes of logits, or its own."""
     return _head_gradient(partial(_flowkernels_head_loss, memory_budget=memory_budget), batch)
 
 

@@ -79,7 +79,7 @@ def learn(place: Path, num_steps: int, sections: dict[str, dict[str, object]]) -
             agent = scripted(components, flow)
             seen.append(score(collect(agent, tasks, group_size=8, seed=step)))
             samples = components.algorithm.advantages(seen[-1]).samples
-            rows = pack(samples, options.num_minibatches, options.token_budget)
+            rows = pack(samples, options.num_minibatches, options.row_budget)
             learner.train(step + 1, learner.ref_logprobs(learner.old_logprobs(rows)), sampled=[])
             learner.publish(step + 1)
     calls = [turn.calls[name] for turn in turns_of(seen[-1]) if name in turn.calls]

@@ -17,6 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "agent": _AGENT | {"eval_max_turns": 3},
     "roles": _FILE["roles"],
     "rollout": _FILE["rollout"],
+    "train": {"token_budget": _FILE["train"]["token_budget"]},
 }
 _FLOWS_OWN = ("prompt", "tools", "eval_max_turns")
 """Keys of [agent] that other agents have other defaults of."""
@@ -41,6 +42,6 @@ def toy(options: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
     base = OPTIONS
     if given.get("agent", {}).get("name", "agentflow") != "agentflow":
         agent = {key: value for key, value in OPTIONS["agent"].items() if key not in _FLOWS_OWN}
-        base = {"agent": agent, "rollout": OPTIONS["rollout"]}
+        base = {**OPTIONS, "agent": agent, "roles": {}}
     both = {section: base.get(section, {}) | given.get(section, {}) for section in base | given}
     return Config.model_validate(both)

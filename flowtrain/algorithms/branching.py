@@ -73,7 +73,7 @@ def branch(
     scores = score_samples(
         trainer,
         samples,
-        config.train.token_budget,
+        config.train.row_budget,
         against_reference=against_reference,
         entropies=entropies if algorithm.records_entropies else None,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from flowtrain.config.section import Section
 from flowtrain.types import PolicyName
@@ -43,9 +43,9 @@ class Train(Section):
     minibatch_size: int = Field(0, ge=0)
     """samples per optimizer step, at most and over all ranks, instead of num_minibatches: a batch
     then takes as many steps as its turns fill (AgentFlow's code: 64); 0: off"""
-    token_budget: PositiveInt = 8192
-    """tokens per row (one micro-batch), shared prefixes counted once; a longer sample gets a row of
-    its own"""
+    token_budget: int | Literal["auto"] = "auto"
+    """tokens per row (one micro-batch) at most, shared prefixes counted once; a longer sample gets
+    a row of its own; auto: what there is memory for by the plan, 65536 at most (docs/memory.md)"""
     recompute: bool = False
     """keep only the layers' inputs and recompute the rest in the backward pass: far less memory for
     about a third more time"""
@@ -75,12 +75,25 @@ class Train(Section):
     and not 0.01 nats, for an eighth more of the head's time (docs/kernels.md); auto: on a GPU"""
     exact: bool = False
     """the sampler's log-probs are those of training bit for bit, whatever shares a batch or a row;
-    slower (docs/exact.md)"""
+    slower, and made for CPUs (docs/exact.md)"""
     max_mismatch_kl: float = Field(0.05, ge=0)
     """KL of trainer and sampler in nats per token above which a step warns; three such steps in a
     row, or one of 100 times that, end the run with the likely causes (docs/watching.md); 0: off"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
+
+    @property
+    def row_budget(self) -> int:
+        """`token_budget` as `run/token_budget.py` has made a number of it."""
+        assert isinstance(self.token_budget, int), "nobody has resolved train.token_budget"
+        return self.token_budget
+
+    @field_validator("token_budget", mode="before")
+    @classmethod
+    def _counts(cls, budget: Any) -> Any:
+        if budget != "auto" and not (isinstance(budget, int | float) and budget >= 1):
+            raise ValueError("a row has at least 1 token; or 'auto'")
+        return budget
 
     @model_validator(mode="before")
     @classmethod
@@ -88,6 +101,9 @@ class Train(Section):
         if isinstance(options, dict) and options.get("minibatch_size"):
             return {"num_minibatches": 0} | options
         return options
+
+    def has_fp32_logits(self, on_gpu: bool) -> bool:
+        return on_gpu if self.fp32_logits == "auto" else self.fp32_logits == "on"
 
 
 class Rft(Section):

@@ -1,7 +1,7 @@
 """Evaluations that rollout nodes answer: asked for through the dataflow, while this run goes on.
 
-Asking and fetching are the work of threads. Ranks agree about what is complete before they take it,
-and each takes its share of the questions, as in an evaluation with engines of its own.
+Asking and fetching are the work of threads. Rank 0 alone asks whether an evaluation is complete;
+then every rank fetches its share of the questions, as in an evaluation with engines of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flowtrain.utils.seeds import derive_seed
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-_MAX_FETCHED = 8
+_MAX_WATCHED = 8
 """Evaluations that are looked at; further ones are asked for, and looked at when one is done."""
 
 
@@ -47,8 +47,10 @@ class _Asked:
     is_known: bool
     """Whoever ran before this process has asked for it, or it is left out."""
     asking: Future[bool] = field(default_factory=Future)
-    answers: Future[Found] = field(default_factory=Future)
-    """Empty where it was left out."""
+    answered: Future[bool] = field(default_factory=Future)
+    """On rank 0, done once no question is left; on others at once."""
+    answers: Future[Found] | None = None
+    """This rank's, once they are fetched; empty where it was left out."""
     left: dict[str, int] = field(default_factory=dict)
     """Questions without an answer, by part."""
     moved: float = field(default_factory=time.monotonic)
@@ -77,7 +79,8 @@ class PoolEvaluations:
         self._end: _Asked | None = None
         self._has_ended = Event()
         self._asking = ThreadPoolExecutor(1, "ask_evaluation")
-        self._fetching = ThreadPoolExecutor(_MAX_FETCHED, "fetch_evaluation")
+        self._watching = ThreadPoolExecutor(_MAX_WATCHED, "watch_evaluation")
+        self._fetching = ThreadPoolExecutor(1, "fetch_evaluation")
         self.saved: dict[int, int] = {}
         """Newest step whose evaluation is in the log of a checkpoint, by its step."""
 
@@ -113,8 +116,12 @@ class PoolEvaluations:
         asked for.
         """
         while self._pending:
-            (is_waiting,) = self._world.max([not self._pending[0].answers.done()])
-            if is_waiting:
+            asked = self._pending[0]
+            is_fetched = asked.answers is not None and asked.answers.done()
+            is_waiting, is_fetching = self._world.max([not asked.answered.done(), not is_fetched])
+            if not is_waiting:
+                self._begin_to_fetch(asked)
+            if is_fetching:
                 return
             yield from self._take()
 
@@ -130,7 +137,7 @@ class PoolEvaluations:
         end.
         """
         assert self._end is not None and self._end.step == step, "it was asked for"
-        return self._settle(self._end.answers, self._end)
+        return self._found(self._end)
 
     def on_checkpoint(self, step: int, evaluated: int) -> None:
         """Note that the log of a checkpoint has the evaluations up to a step."""
@@ -164,19 +171,30 @@ class PoolEvaluations:
         """
         self._has_ended.set()
         self._asking.shutdown(wait=False, cancel_futures=True)
+        self._watching.shutdown(wait=False, cancel_futures=True)
         self._fetching.shutdown(wait=False, cancel_futures=True)
 
     def _take(self) -> Iterator[tuple[int, Found]]:
         asked = self._pending[0]
-        found = self._settle(asked.answers, asked)
+        found = self._found(asked)
         self._pending.popleft()
         if found:
             yield asked.step, found
 
+    def _found(self, asked: _Asked) -> Found:
+        self._settle(asked.answered, asked)
+        return self._settle(self._begin_to_fetch(asked), asked)
+
+    def _begin_to_fetch(self, asked: _Asked) -> Future[Found]:
+        if asked.answers is None:
+            asked.answers = self._fetching.submit(self._fetch, asked)
+        return asked.answers
+
     def _settle(self, answer: Future[T], asked: _Asked) -> T:
         if self._world.max([not answer.done()])[0]:
             self._note(f"waiting: {asked.text()}")
-        found = self._source.settle(answer, asked.text, lambda: asked.moved)
+        moved = (lambda: asked.moved) if self._world.is_main else time.monotonic
+        found = self._source.settle(answer, asked.text, moved)
         if found is None:
             raise KeyboardInterrupt
         return found
@@ -185,7 +203,10 @@ class PoolEvaluations:
 
     def _begin(self, asked: _Asked) -> _Asked:
         asked.asking = self._asking.submit(self._ask, asked)
-        asked.answers = self._fetching.submit(self._fetch, asked)
+        if self._world.is_main:
+            asked.answered = self._watching.submit(self._until_answered, asked)
+        else:
+            asked.answered.set_result(True)
         return asked
 
     def _ask(self, asked: _Asked) -> bool:
@@ -208,30 +229,34 @@ class PoolEvaluations:
                 )
         return True
 
-    def _fetch(self, asked: _Asked) -> Found:
+    def _until_answered(self, asked: _Asked) -> bool:
+        """Wait until no question is left; False where the evaluation is left out."""
         if not asked.asking.result():
-            return {}
-        return {part.name: tuple(self._answers(asked, part)) for part in asked.parts}
-
-    def _answers(self, asked: _Asked, part: Part) -> Iterator[Trajectory]:
-        """Yield this rank's rollouts of a part, once it is complete."""
-        request, pause_s = self._request(asked, part), _FIRST_PAUSE_S
-        while True:
-            state = self._state(request)
-            if not state.num_questions or state.num_left:
+            return False
+        for part in asked.parts:
+            request, pause_s = self._request(asked, part), _FIRST_PAUSE_S
+            while not (state := self._state(request)).num_questions or state.num_left:
                 left = state.num_left or len(part.tasks)
                 if asked.left.get(part.name) != left:
                     asked.left[part.name], asked.moved = left, time.monotonic()
                 if self._has_ended.wait(pause_s):
                     raise Unavailable("nobody waits for this evaluation any longer")
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-                continue
             asked.left[part.name] = 0
-            if not state.results:
-                return
-            for result in state.results:
+        return True
+
+    def _fetch(self, asked: _Asked) -> Found:
+        if not asked.asking.result():
+            return {}
+        return {part.name: tuple(self._answers(asked, part)) for part in asked.parts}
+
+    def _answers(self, asked: _Asked, part: Part) -> Iterator[Trajectory]:
+        """Yield this rank's rollouts of a part that is complete."""
+        request = self._request(asked, part)
+        while results := self._state(request).results:
+            for result in results:
                 yield from _rollouts(part, result)
-            request = replace(request, first=state.results[-1].index + 1)
+            request = replace(request, first=results[-1].index + 1)
 
     def _request(self, asked: _Asked, part: Part) -> EvaluationRequest:
         name, ranks = asked.name(part), self._world

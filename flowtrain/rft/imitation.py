@@ -100,7 +100,7 @@ def _imitate(
     step = 0
     for step in range(1, num_steps + 1):
         trainer.set_lr(learning_rate(rft.lr, step, num_steps, rft.warmup_steps, "linear"))
-        rows = [pack_rows(next(batches), config.train.token_budget)]
+        rows = [pack_rows(next(batches), config.train.row_budget)]
         stats = trainer.step(balance(rows, cost, world, num_takers=world.size), step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})

@@ -42,6 +42,8 @@ from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
 from flowtrain.run.banner import rft_banner
 from flowtrain.run.components import RunComponents, lock_run_dir
 from flowtrain.run.learner import publish_start
+from flowtrain.run.placement import Placement
+from flowtrain.run.token_budget import with_token_budget
 from flowtrain.training.world import World
 from flowtrain.types import (
     Sample,
@@ -62,6 +64,7 @@ def rft(config: Config) -> int:
         world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)
         cleanup.enter_context(lock_run_dir(config, world))
+        placement = Placement(world, world, world)
         if config.rft.batch_size % world.size:
             raise UserError(
                 f"rft.batch_size={config.rft.batch_size} must be a multiple of the {world.size} "
@@ -69,7 +72,8 @@ def rft(config: Config) -> int:
             )
         if config.rft.conversations:
             interrupt = cleanup.enter_context(Interrupt())
-            return imitate_file(RunComponents.for_replay(config, world), interrupt)
+            components = RunComponents.for_replay(config, world)
+            return imitate_file(with_token_budget(components, placement), interrupt)
         log = None if config.rft.expert in EXPERTS else open_log(config)
         missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
         interrupt = cleanup.enter_context(Interrupt())
@@ -83,6 +87,7 @@ def rft(config: Config) -> int:
             teacher=config.rft.expert if missing else "",
         )
         cleanup.callback(components.close)
+        components = with_token_budget(components, placement)
         return _run(components, log, missing, interrupt, cleanup)
 
 

@@ -36,6 +36,7 @@ def rft_banner(components: RunComponents) -> str:
     config, rft = components.config, components.config.rft
     policy = config.word_for(config.train.policy)
     steps = f"{rft.num_steps} steps" if rft.num_steps else f"{rft.num_epochs:g} epochs"
+    steps += f" (train.token_budget = {config.train.row_budget})"
     then = "no more" if rft.collect_only else f"then imitated for {steps}"
     rows = {"next": f"{rft.num_rollouts:,} rollouts are made, {then}"}
     return _banner(components, f"the {policy} imitates demonstrations ({rft.expert})", rows)

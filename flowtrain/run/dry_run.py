@@ -27,6 +27,7 @@ from flowtrain.evaluation.evaluator import load_benchmarks
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
+from flowtrain.run.token_budget import with_token_budget
 from flowtrain.training.model import export, named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory, Turn, UserError
@@ -62,11 +63,14 @@ def dry_run(config: Config) -> int:
         config = config.model_copy(update={"judge": judge})
         components = RunComponents.prepare(config, World(0, 1, world.device))
         cleanup.callback(components.close)
+        components = with_token_budget(components, placement)
         components.show_sources()
         for name, tasks in load_benchmarks(components.config).items():
             _say(f"benchmark {name}: {len(tasks)} questions, {tasks[0].question!r} first")
         _say(_prompt_lengths(components))
-        _say(components.plan_memory(placement).text())
+        plan = components.plan_memory(placement)
+        plan.check(components.config)
+        _say(plan.text())
         rollouts = _roll_out(components, folder, cleanup)
         for number, trajectory in enumerate(rollouts, start=1):
             _say(f"\n==== rollout {number} of {len(rollouts)}")

@@ -116,7 +116,7 @@ class Learner:
 
     def pack(self, batch: TrainBatch) -> Prepared:
         """Lay the samples of this rank out in token trees."""
-        budget = self.config.train.token_budget
+        budget = self.config.train.row_budget
         return Prepared(batch, pack(batch.samples, batch.num_minibatches, budget))
 
     def balance(self, minibatches: Rows) -> Rows:
@@ -268,7 +268,7 @@ def make_trainer(
         offload=train.offload == "all",
         attention=train.attention,
         weight_dtype=KINDS[optim.kind].weight_dtype,
-        fp32_logits={"on": True, "off": False}.get(train.fp32_logits, ranks.device.type == "cuda"),
+        fp32_logits=train.has_fp32_logits(ranks.device.type == "cuda"),
         exact=train.exact,
     )
     reference = None

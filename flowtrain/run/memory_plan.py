@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from flowkernels import lm_head
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -27,14 +28,17 @@ from flowtrain.training.optimizers import KINDS
 from flowtrain.training.sharding import is_sharded_by_layer, recompute_layers
 from flowtrain.types import UserError
 
-_CPU_CHUNK = 2**25
-"""Logits that the head has at a time on a CPU; on a GPU it is 4096 rows."""
-_GPU_CHUNK_ROWS = 4096
 _TARGET_SHARE = 1 / 3
 """Share of a row's tokens whose hidden states go to the head: a guess about a small part of the
 whole."""
 _CPU_SLACK = 1.5
 """So many times the predicted bytes a process on a CPU may take."""
+_GPU_SHARE, _CPU_SHARE = 0.85, 0.5
+"""Share of all memory that an automatic token budget plans with: a GPU's allocator has holes and
+its libraries buffers, and a CPU does other things besides."""
+_CPU_COPIES = 1.5
+"""So many times its activations come on top of a plan on a CPU, where attention copies the keys of
+each segment of a tree: 1.0 on rows of 32k tokens, growing with them."""
 _SURE = ("weights", "gradients", "moments", "reference", "published", "engine")
 """Parts that a step takes however short its rows are."""
 
@@ -54,6 +58,8 @@ class MemoryPlan:
     it is cut into the last of them."""
     host: int = 0
     """Bytes of the weights that the main rank reads into the memory of its host, once."""
+    token_budget: int = 0
+    """Tokens of each row of the step."""
 
     @property
     def num_bytes(self) -> int:
@@ -64,9 +70,20 @@ class MemoryPlan:
         most = "" if self.gpu_bytes else f" to {_CPU_SLACK * self.num_bytes / 1e9:.3g}"
         return (
             f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g}{most} "
-            f"GB ({_listed(self.parts)}); while it loads: {self.loading / 1e9:.3g} GB, and "
-            f"{self.host / 1e9:.3g} GB of the main rank's host"
+            f"GB ({_listed(self.parts)}) with train.token_budget = {self.token_budget}; while it "
+            f"loads: {self.loading / 1e9:.3g} GB, and {self.host / 1e9:.3g} GB of the main rank's "
+            "host"
         )
+
+    def room(self, config: Config, host_bytes: int) -> float:
+        """Count the bytes that are left, but for a margin: of the GPU beside a vLLM that does not
+        sleep or, without a GPU, of `host_bytes`.
+        """
+        if not self.gpu_bytes:
+            needed = self.num_bytes + _CPU_COPIES * self.parts["activations"]
+            return _CPU_SHARE * host_bytes - needed
+        vllm = 0 if config.vllm.sleep else self.vllm
+        return _GPU_SHARE * self.gpu_bytes - vllm - self.num_bytes
 
     def check(self, config: Config) -> None:
         """Raise UserError, with the numbers and the keys, where even a step on the shortest rows is
@@ -130,15 +147,11 @@ def plan_memory(
     words = 0 if is_away else size * (num_frozen if is_merged else num_trained) // num_ranks
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
-    at_head, in_layers = activations(
-        model.config,
-        dtype,
-        train.token_budget,
-        train.recompute,
-        lora=lora,
-        fused=not (train.exact or train.compile),
-    )
-    head_weights, head_transient = head(model, size, train.token_budget, on_gpu)
+    num_tokens = train.row_budget
+    how: dict[str, Any] = {"lora": lora, "fused": not (train.exact or train.compile)}
+    at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, **how)
+    fp32_logits = train.has_fp32_logits(on_gpu)
+    head_weights, head_transient = head(model, size, num_tokens, on_gpu, fp32_logits)
     head_bytes = head_weights + max(0, head_transient - max(0, in_layers - at_head))
     parts = {
         "weights": frozen + own,
@@ -165,7 +178,7 @@ def plan_memory(
         parts["weights"] + parts["reference"] + whole * bytes_of * (num_ranks - 1) // num_ranks
     )
     host = 4 * num_trained + num_frozen * size
-    return MemoryPlan(parts, vllm, gpu_bytes, loading, host)
+    return MemoryPlan(parts, vllm, gpu_bytes, loading, host, num_tokens)
 
 
 def _whole_at_once(model: PreTrainedModel) -> int:
@@ -233,25 +246,23 @@ def activations(
     return at_head, peak
 
 
-def head(model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool) -> tuple[int, int]:
+def head(
+    model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool, fp32_logits: bool = False
+) -> tuple[int, int]:
     """Predict what the linear loss takes on a row of `num_tokens`, whose dtype has `size` bytes.
 
-    Returns the head's gradient in fp32, if it is trained, held until it is added up; and a chunk of
-    logits with the targets' hidden states, there and back.
+    Returns the gradient of the head's weight, if it is trained, held until it is added up; and what
+    comes to it while the loss is taken: a chunk of logits, a sum in fp32 over chunks if there are
+    several, and the targets' hidden states, there and back.
     """
     config = model.config
     is_trained = any(p.requires_grad for p in model.get_output_embeddings().parameters())
     num_targets = round(_TARGET_SHARE * num_tokens)
-    row = config.vocab_size * size
-    chunk = (
-        min(_GPU_CHUNK_ROWS * row, num_targets * row)
-        if on_gpu
-        else min(_CPU_CHUNK, num_targets * row)
-    )
-    return (
-        4 * config.vocab_size * config.hidden_size * is_trained,
-        chunk + 2 * num_targets * config.hidden_size * size,
-    )
+    row = lm_head.bytes_per_row(config.vocab_size, size, fp32_logits)
+    num_weights = config.vocab_size * config.hidden_size * is_trained
+    chunks = lm_head.default_rows(config.vocab_size, on_gpu) * row + (4 - size) * num_weights
+    states = 2 * num_targets * config.hidden_size * size
+    return size * num_weights, min(num_targets * row, chunks) + states
 
 
 def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:

@@ -38,6 +38,7 @@ from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.step_counts import Counted, count_step
+from flowtrain.run.token_budget import with_token_budget
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -282,9 +283,12 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     placement = Placement.of(config, world)
     components = RunComponents.prepare(config, world)
     cleanup.callback(components.close)
+    components = with_token_budget(components, placement)
     config = components.config
     benchmarks = load_benchmarks(config)
     memory_plan = components.plan_memory(placement)
+    if placement.trainers.is_member:
+        memory_plan.check(config)
     store = WeightStore(Path(config.run.dir) / "weights")
     # Only the trained policy follows the store, another one is frozen.
     engines = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,12 +27,15 @@ from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.step_counts import Counted
+from flowtrain.run.token_budget import advice
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.records import Prepared, Rollouts, Trained
 from flowtrain.training.token_scores import with_training_stats
 from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable
+
+_log = logging.getLogger(__name__)
 
 
 class RunLogger:
@@ -57,6 +61,7 @@ class RunLogger:
         self._memory = memory
         tflops = config.train.peak_tflops or _known_tflops(config, placement.world.device)
         self._peak_flops = 1e12 * tflops * placement.trainers.size
+        self._advises = placement.samplers.rank == 0  # once
         self._cleanup = ExitStack()
         with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
             self._open(start_step, cleanup)
@@ -121,6 +126,9 @@ class RunLogger:
         policy = self._config.train.policy
         told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
         self._trajectories.log(step, step - 1, told)
+        if self._advises and (text := advice(step, prepared, self._config.train)):
+            self._advises = False
+            _log.warning("%s", text)
         self.write(
             {
                 "step": step,
@@ -180,7 +188,7 @@ class RunLogger:
             return {}
         train_s = max(train_s, 1e-9)
         num_tokens = stats["num_packed_tokens"]
-        budget = max(stats["num_rows"], 1) * self._config.train.token_budget
+        budget = max(stats["num_rows"], 1) * self._config.train.row_budget
         speed = {"tokens_per_s": num_tokens / train_s, "packing_efficiency": num_tokens / budget}
         if self._peak_flops:
             speed["mfu"] = 1e12 * stats["train_tflop"] / train_s / self._peak_flops

@@ -1,4 +1,4 @@
-"""FLOPs that a row needs: what a step is measured by, and what is spread evenly over ranks."""
+"""FLOPs of a row: what a step is measured by, and what is spread evenly over ranks."""
 
 from __future__ import annotations
 
@@ -46,16 +46,19 @@ class ForwardCost:
             per_frozen_target=per_target * has_frozen_head,
         )
 
-    def flops(self, row: PackedRow) -> float:
-        """A token at position p of its sample sees p + 1."""
+    def flops(self, row: PackedRow, *, once: bool = False) -> float:
+        """A token at position p of its sample sees p + 1. `once`: without the tokens that the row
+        repeats, so that each of a tree counts once however it was cut.
+        """
+        num_less = row.num_repeated_tokens * once
+        num_tokens = len(row.input_ids_N) - num_less
         num_pairs = int(row.position_ids_N.sum()) + len(row.position_ids_N)
-        return (
-            self.per_token * len(row.input_ids_N)
-            + self.per_pair * num_pairs
-            + self.per_target * len(row.target_ids_T)
-        )
+        num_pairs -= num_less * (num_less + 1) // 2
+        of_targets = self.per_target * len(row.target_ids_T)
+        return self.per_token * num_tokens + self.per_pair * num_pairs + of_targets
 
     def training_flops(self, row: PackedRow) -> float:
-        """Forward and backward pass, without what is recomputed to spare memory."""
-        frozen = self.per_frozen_token * len(row.input_ids_N)
-        return 3 * self.flops(row) - frozen - self.per_frozen_target * len(row.target_ids_T)
+        """Forward and backward pass, each token once and without what is recomputed for memory."""
+        frozen = self.per_frozen_token * (len(row.input_ids_N) - row.num_repeated_tokens)
+        frozen += self.per_frozen_target * len(row.target_ids_T)
+        return 3 * self.flops(row, once=True) - frozen

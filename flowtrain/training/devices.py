@@ -105,6 +105,17 @@ def _quotas(root: Path, own: Path) -> Iterator[float]:
                 yield int(quota) / int(period[0])
 
 
+def memory_per_rank(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that each rank of this machine has, or of its container; `root` is where the
+    cgroups are mounted.
+    """
+    bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of both versions of cgroups
+        text = (root / name).read_text().strip() if (root / name).exists() else ""
+        bounds += [int(text)] if text.isdecimal() else []
+    return min(bounds) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 class MemoryPeak:
     """The most memory of a device that this process had since this was made: what tensors took of a
     GPU, or its resident set's growth.

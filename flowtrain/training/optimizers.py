@@ -102,12 +102,15 @@ class ShardOptimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    @torch.no_grad()
     def step(self) -> None:
         """Step on the gradients that the model's parameters have."""
+        # Where gradients are off `to_local` hands out the shard itself; else the host would ask
+        # DTensor about each parameter in turn, which takes longer than a GPU steps.
         gradients: dict[Tensor, Tensor] = {}
         for name, parameter in self._parameters.items():
             shard = self._shards[name]
-            shard.data = _local(parameter.detach())  # FSDP may have laid it out anew
+            shard.data = _local(parameter)  # FSDP may have laid it out anew
             if parameter.grad is not None:
                 gradients[shard] = _local(parameter.grad)
         self._step(gradients)

@@ -23,7 +23,7 @@ class StepMetrics:
         self._open: list[dict[str, Tensor]] = []
         self._stats: list[dict[str, Tensor]] = []
         self._skipped: list[Tensor] = []
-        self._num_packed = self._num_unshared = self._num_rows = 0
+        self._num_packed = self._num_repeated = self._num_unshared = self._num_rows = 0
         self.num_flops = 0.0
 
     def add(
@@ -36,6 +36,7 @@ class StepMetrics:
         self._open.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
         if row is not None:
             self._num_packed += len(row.input_ids_N)
+            self._num_repeated += row.num_repeated_tokens
             self._num_unshared += row.num_unshared_tokens
             self._num_rows += 1
 
@@ -53,11 +54,11 @@ class StepMetrics:
         sums, maxima = self._to_host()
         names = sorted(sums)
         num_skipped = float(torch.stack(self._skipped).double().sum()) if self._skipped else 0.0
-        counts = [self._num_packed, self._num_unshared, self._num_rows, self.num_flops, num_skipped]
+        counts = [self._num_packed, self._num_repeated, self._num_unshared, self._num_rows]
         (
-            (num_packed, num_unshared, num_rows, num_flops, num_skipped, *summed),
+            (num_packed, num_repeated, num_unshared, num_rows, num_flops, num_skipped, *summed),
             (ratio_max, negative_ratio_min),
-        ) = world.reduce([*counts, *(sums[n] for n in names)], maxima)
+        ) = world.reduce([*counts, self.num_flops, num_skipped, *(sums[n] for n in names)], maxima)
         sums = dict(zip(names, summed, strict=True))
         has_tokens = sums["num_tokens_sum"] > 0
         num_steps, num_tokens = max(len(self.grad_norms), 1), max(sums["num_tokens_sum"], 1)
@@ -67,6 +68,7 @@ class StepMetrics:
             "num_rows": num_rows,
             "train_tflop": num_flops / 1e12,
             "shared_token_share": 1 - num_packed / num_unshared if num_unshared else 0.0,
+            "repeated_token_share": num_repeated / num_packed if num_packed else 0.0,
             "num_optim_steps": len(self.grad_norms),
             "num_steps_skipped": self.num_skipped,
             "loss": sums["loss_sum"] / num_steps,

@@ -313,11 +313,11 @@ class Trainer:
 
     def _needed_flops(self, minibatches: Sequence[Sequence[PackedRow]]) -> float:
         """FLOPs of the forward and backward pass and of the scores that the loss asks for, without
-        what is recomputed to spare memory.
+        what is recomputed to spare memory or repeated by cuts.
         """
         num_scores = self._optim.rescore + self._scores_reference + self._scores_minibatch
         return sum(
-            num_scores * self._cost.flops(row) + self._cost.training_flops(row)
+            num_scores * self._cost.flops(row, once=True) + self._cost.training_flops(row)
             for rows in minibatches
             for row in rows
         )

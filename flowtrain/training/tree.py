@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from flowkernels import SamplingMask
 from torch import Tensor
@@ -26,6 +27,12 @@ from flowtrain.utils.prefixes import num_shared as _num_shared
 
 Inputs = tuple[int, ...]
 """Token ids of a sample but the last, which is a target alone."""
+_ROW_TOKENS = 512
+"""What a row costs beside its tokens, in tokens: it casts and gathers all weights and adds all
+gradients up, 46 bytes of traffic per parameter, where a token takes 6 FLOPs per parameter."""
+_EVENNESS = 0.5
+"""How much more of that a full row costs than a short one, so that even rows are preferred. Below
+2/3, or two half rows would be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,8 @@ class PackedRow:
     cu_targets[s + 1] - 1."""
     num_unshared_tokens: int
     """Tokens that the samples would take without sharing."""
+    num_repeated_tokens: int = 0
+    """So many of its first tokens are in the row before as well, because a tree was cut there."""
     ref_logprob_T: Tensor | None = None
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL
     term."""
@@ -123,23 +132,62 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
 
     A sample longer than the budget gets a row of its own. The last response token is a target but
     never an input, so a sample takes len(prompt) + len(response) - 1 tokens, less what it shares
-    with the one before it. `share=False` is for comparison.
+    with the one before it. A row repeats what its first sample shares with the one before, so trees
+    are cut where that is little: between rollouts rather than within. `share=False` is for
+    comparison.
     """
     inputs = [_inputs(sample) for sample in samples]
-    rows: list[list[int]] = []
-    num_tokens = 0
-    previous: Inputs = ()
-    for index in _packing_order(inputs):
-        num_new = len(inputs[index]) - (_num_shared(previous, inputs[index]) if share else 0)
-        if not rows or num_tokens + num_new > token_budget:
-            rows.append([])
-            num_tokens, num_new = 0, len(inputs[index])
-        rows[-1].append(index)
-        num_tokens, previous = num_tokens + num_new, inputs[index]
+    order = _packing_order(inputs)
+    ordered = [inputs[index] for index in order]
+    shared = [_num_shared(a, b) if share else 0 for a, b in pairwise([(), *ordered])]
+    starts = _row_starts(list(map(len, ordered)), shared, token_budget)
     return [
-        _pack_row([samples[i] for i in row], [inputs[i] for i in row], range(len(row)), share)
-        for row in rows
+        _pack_row(
+            [samples[index] for index in order[start:end]],
+            ordered[start:end],
+            range(end - start),
+            share,
+            num_repeated_tokens=shared[start],
+        )
+        for start, end in pairwise([*starts, len(order)])
     ]
+
+
+def repeated_share(minibatches: Sequence[Sequence[PackedRow]]) -> float:
+    """Return the share of all rows' tokens that they have only because trees were cut."""
+    rows = [row for rows in minibatches for row in rows]
+    num_tokens = sum(len(row.input_ids_N) for row in rows)
+    return sum(row.num_repeated_tokens for row in rows) / max(num_tokens, 1)
+
+
+def _row_starts(lengths: Sequence[int], shared: Sequence[int], token_budget: int) -> list[int]:
+    """Choose the samples that begin a row, so that rows repeat few tokens, are few, and even.
+
+    Minimises the cost of all rows: by sample, over the rows that can end with it.
+
+    Args:
+        lengths: tokens of each sample, in the order of packing.
+        shared: tokens that each has in common with the one before.
+    """
+    lengths_S, shared_S = np.array(lengths), np.array(shared)
+    # A row from sample a to b has ends_S[b] + offset_S[a] tokens, the fewer the later it begins.
+    ends_S = np.cumsum(lengths_S - shared_S)
+    offset_S = lengths_S - ends_S
+    cost_S1 = np.zeros(len(lengths_S) + 1)
+    starts: list[int] = []
+    first = 0
+    for last in range(len(lengths_S)):
+        while first < last and ends_S[last] + offset_S[first] > token_budget:
+            first += 1
+        row = slice(first, last + 1)
+        fill = (ends_S[last] + offset_S[row]) / token_budget
+        costs = cost_S1[row] + shared_S[row] + _ROW_TOKENS * (1 + _EVENNESS * fill**2)
+        starts.append(first + int(costs.argmin()))
+        cost_S1[last + 1] = costs.min()
+    path = [len(starts)]
+    while path[-1]:
+        path.append(starts[path[-1] - 1])
+    return path[:0:-1]
 
 
 def _packing_order(inputs: Sequence[Inputs]) -> list[int]:
@@ -166,7 +214,11 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
 
 
 def _pack_row(
-    samples: Sequence[Sample], inputs: Sequence[Inputs], order: Sequence[int], share: bool
+    samples: Sequence[Sample],
+    inputs: Sequence[Inputs],
+    order: Sequence[int],
+    share: bool,
+    num_repeated_tokens: int = 0,
 ) -> PackedRow:
     """`order`: the samples by their inputs, whose comparison takes long where much is shared."""
     input_ids: list[int] = []
@@ -210,6 +262,7 @@ def _pack_row(
             [0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64
         ),
         num_unshared_tokens=sum(map(len, inputs)),
+        num_repeated_tokens=num_repeated_tokens,
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         sample_ids=sample_ids,
         divisor_S=targets(divisors) if divisors else None,

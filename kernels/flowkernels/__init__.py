@@ -25,7 +25,14 @@ from flowkernels.logprobs import LogProbs, logprobs
 from flowkernels.loss_spec import LossSpec
 from flowkernels.m2po import divergent_log_ratios, m2po_clip, second_moment_bound
 from flowkernels.policy_loss import PolicyLoss, policy_loss
-from flowkernels.sparse_delta import WordDiff, diff_words, digest_at, digest_words, scatter_words_
+from flowkernels.sparse_delta import (
+    WordDiff,
+    diff_pieces,
+    diff_words,
+    digest_at,
+    digest_words,
+    scatter_words_,
+)
 from flowkernels.targets import SamplingMask
 from flowkernels.token_loss import (
     TokenInputs,
@@ -56,6 +63,7 @@ __all__ = [
     "branching_score",
     "by_autograd",
     "correct_for_sampler",
+    "diff_pieces",
     "diff_words",
     "digest_at",
     "digest_words",

@@ -56,7 +56,7 @@ def _scores_backward(ctx: Any, dscore_3T: Tensor) -> tuple[Any, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
     flat = (*tensors, ctx.softcap, mask_ids, mask_offsets)
     found = _linear_gradient_op(*flat, dscore_3T.contiguous(), needs, *ctx.options)
-    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 9)
+    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 10)
 
 
 _linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores)
@@ -70,19 +70,19 @@ _linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores
 )
 def _linear_gradient_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by hidden, weight and bias; an empty tensor for each that is not needed."""
-    weight, bias, *flat, dscore, needs, fp32_logits, chunk_rows, batch_invariant, impl = arguments
-    head = LMHead(weight, bias, fp32_logits, chunk_rows, batch_invariant)
+    weight, bias, *flat, dscore, needs = arguments[:-5]
+    head, impl = LMHead(weight, bias, *arguments[-5:-1]), arguments[-1]
     gradients = Gradients.empty(hidden, head, needs)
     slopes = Slopes(*dscore.unbind())
     walk_gradient(head, hidden, unflatten(*flat), slopes, gradients=gradients, impl=impl)
-    return gradients.as_outputs(hidden)
+    return gradients.as_outputs(head)
 
 
 @_linear_gradient_op.register_fake
 def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    weight, bias, *_, needs, fp32_logits, chunk_rows, batch_invariant, _ = arguments
-    head = LMHead(weight, bias, fp32_logits, chunk_rows, batch_invariant)
-    return Gradients.empty(hidden, head, needs).as_outputs(hidden)
+    weight, bias, *_, needs = arguments[:-5]
+    head = LMHead(weight, bias, *arguments[-5:-1])
+    return Gradients.empty(hidden, head, needs).as_outputs(head)
 
 
 def linear_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) -> Tensor:
@@ -119,7 +119,8 @@ def linear_logprobs(
         bias_V: [V] of the same dtype, or a DTensor too.
         fp32_logits: keep the logits of a 16-bit head in fp32: log-probs then carry the rounding of
             the operands alone.
-        memory_budget: bytes for logits; by default 4096 rows on a GPU and 32 MB on a CPU.
+        memory_budget: bytes for logits; by default 4096 rows on a GPU and 2^23 logits on a CPU, or
+            all rows if the head is trained and its loss takes no more memory in one chunk.
         batch_invariant: a row's results shall depend neither on the other rows nor on how many
             there are. Each product then takes a chunk of one size, filled up with zeros: 4096 rows
             on a GPU, 256 on a CPU, or the fewer that `memory_budget` holds; a row alone pays for

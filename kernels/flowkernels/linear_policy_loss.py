@@ -45,20 +45,20 @@ from flowkernels.token_loss import (
 )
 def _linear_loss_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """(loss, gradients by hidden, weight and bias or empty tensors, columns, statistics)."""
-    weight, bias, *flat, needs, compact = arguments[:-4]
-    *options, impl = arguments[-4:]
+    weight, bias, *flat, needs, compact = arguments[:-5]
+    *options, impl = arguments[-5:]
     head, (spec, inputs) = LMHead(weight, bias, *options), unflatten_inputs(*flat[5:])
     walk = LossWalk(head, hidden, unflatten(*flat[:5]), inputs, spec, impl, compact)
     loss, gradients, column_7T, stats = walk.run(needs)
-    return loss, *gradients.as_outputs(hidden), column_7T, stats
+    return loss, *gradients.as_outputs(head), column_7T, stats
 
 
 @_linear_loss_op.register_fake
 def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    weight, bias, *_, needs, _compact = arguments[:-4]
-    head = LMHead(weight, bias, *arguments[-4:-1])
+    weight, bias, *_, needs, _compact = arguments[:-5]
+    head = LMHead(weight, bias, *arguments[-5:-1])
     loss, *results = fake_results(hidden)
-    return loss, *Gradients.empty(hidden, head, needs).as_outputs(hidden), *results
+    return loss, *Gradients.empty(hidden, head, needs).as_outputs(head), *results
 
 
 register_gradients(_linear_loss_op)
@@ -92,7 +92,8 @@ def linear_policy_loss(
     Args:
         hidden_TD, weight_VD, bias_V, fp32_logits, memory_budget, batch_invariant: as for
             `linear_logprobs`. A gradient that none of the three tensors needs costs nothing: a
-            frozen head spares the third product. The gradient of the weight is summed in fp32.
+            frozen head spares the third product. The gradient of the weight is summed in fp32 and
+            rounded once.
         compact: leave rows without gradient out of the products, which is exact. The host waits
             for the device to learn how many are left. "call": once, and rows that do not count
             (weight 0, a negative target) are left out of all three. "chunks": once more for each

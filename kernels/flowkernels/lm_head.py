@@ -3,15 +3,17 @@ hidden states and weight.
 
 Maths: logits = X W^T + b; dX = dlogits W, dW = dlogits^T X, db = sum dlogits. FLOPs: 2 T D V for
 each of the three products. Forming the gradient while a chunk's logits are at hand spares the
-fourth, which others spend on computing the logits again. Memory: one chunk of logits, and dW in
-fp32, whose read-modify-write (8 V D bytes per chunk) is why a chunk should not be small: 4096 rows
-by default. T: target tokens, C: rows of a chunk, D: hidden size, V: vocabulary.
+fourth, which others spend on computing the logits again. Memory: one chunk of logits, and dW. Of
+several chunks dW is the sum, in fp32, whose read-modify-write (8 V D bytes per chunk) is why a
+chunk should not be small: 4096 rows by default. One chunk that does it all writes dW in the head's
+own dtype. In 16 bits it takes 2 T V + 2 V D bytes and several 2 C V + 4 V D: no more while T <= C +
+D. T: target tokens, C: rows of a chunk, D: hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from flowkernels.logprobs import Score, compute_scores, write_gradient
 from flowkernels.targets import Slopes, Targets
 
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
-OPTIONS = "bool fp32_logits, SymInt chunk_rows, bool batch_invariant, str impl"
+OPTIONS = "bool fp32_logits, SymInt chunk_rows, SymInt whole_rows, bool batch_invariant, str impl"
 """Hidden states and their head, and how to walk over it, in the schema of an operator."""
 DENSE = 0.9
 """A chunk with a larger share of active rows is not compacted: copying would cost more than it
@@ -41,18 +43,26 @@ class LMHead:
     fp32_logits: bool
     """Keep the products of a 16-bit head in fp32 until the loss has read them."""
     chunk_rows: int
+    whole_rows: int
+    """Up to so many rows are one chunk."""
     batch_invariant: bool = False
     """All products that a row's results come from have `chunk_rows` rows, whatever the number of
     those that count."""
 
+    def over(self, num_rows: int) -> LMHead:
+        """The head for a walk over so many rows in all: in one chunk if they are few enough."""
+        is_whole = self.chunk_rows < num_rows <= self.whole_rows
+        return replace(self, chunk_rows=num_rows) if is_whole else self
+
     def chunks(self, num_rows: int, start: int = 0) -> Iterator[slice]:
-        """Chunks of `num_rows` rows from `start` on."""
-        size, stop = self.chunk_rows, start + num_rows
+        """Equal chunks of `num_rows` rows from `start` on, rather than a short last one."""
+        stop, num_chunks = start + num_rows, max(1, -(-num_rows // self.chunk_rows))
+        size = max(1, -(-num_rows // num_chunks))
         return (slice(i, min(i + size, stop)) for i in range(start, stop, size))
 
-    def options(self, impl: str) -> tuple[bool, int, bool, str]:
+    def options(self, impl: str) -> tuple[bool, int, int, bool, str]:
         """The values of `OPTIONS`."""
-        return self.fp32_logits, self.chunk_rows, self.batch_invariant, impl
+        return self.fp32_logits, self.chunk_rows, self.whole_rows, self.batch_invariant, impl
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """[C, V], in fp32 if asked for, else in the dtype of the hidden states. Rows begin at
@@ -94,11 +104,14 @@ def new_head(
         raise ValueError(
             "batch_invariant works with float32, bfloat16 and float16, got hidden_TD of float64"
         )
-    num_vocab, size = len(weight_VD), hidden_TD.element_size()
-    row_bytes = num_vocab * (size if not fp32_logits or size >= 4 else 4 + size)
-    num_rows = 4096 if hidden_TD.is_cuda else max(16, 2**23 // num_vocab)
+    num_vocab, size, is_cuda = len(weight_VD), hidden_TD.element_size(), hidden_TD.is_cuda
+    row_bytes = bytes_per_row(num_vocab, size, fp32_logits)
+    num_rows, more_rows = default_rows(num_vocab, is_cuda), 0
     if memory_budget is not None:
         num_rows = memory_budget // row_bytes
+    elif weight_VD.requires_grad and not batch_invariant:
+        # One chunk has dW in the head's dtype where several have it in fp32.
+        more_rows = max(0, 4 - size) * weight_VD.numel() // row_bytes
     if batch_invariant and num_rows < INVARIANT_STEP:
         raise ValueError(
             f"memory_budget={memory_budget} bytes must hold at least {INVARIANT_STEP} rows of "
@@ -110,9 +123,20 @@ def new_head(
             f"takes {row_bytes}"
         )
     if batch_invariant:
-        num_rows = min(num_rows, 4096 if hidden_TD.is_cuda else 256)
+        num_rows = min(num_rows, 4096 if is_cuda else 256)
         num_rows -= num_rows % INVARIANT_STEP
-    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, batch_invariant)
+    whole_rows = num_rows + more_rows
+    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, whole_rows, batch_invariant)
+
+
+def bytes_per_row(num_vocab: int, size: int, fp32_logits: bool) -> int:
+    """Bytes of a row of logits of a head whose numbers have `size` bytes, and of its gradient."""
+    return num_vocab * (size if not fp32_logits or size >= 4 else 4 + size)
+
+
+def default_rows(num_vocab: int, on_gpu: bool) -> int:
+    """Rows of a chunk where no budget is given."""
+    return 4096 if on_gpu else max(16, 2**23 // num_vocab)
 
 
 @dataclass(slots=True)
@@ -123,36 +147,30 @@ class Gradients:
 
     hidden_TD: Tensor | None
     """Chunks write it; whoever leaves rows out says so by `clear_hidden`."""
-    weight_VD: Tensor | None
-    """fp32 (fp64 in fp64), whatever the head's own dtype."""
     bias_V: Tensor | None
-    is_weight_unwritten: bool = True
-    """The first chunk writes the weight's gradient, the others add to it."""
+    """fp32 (fp64 in fp64)."""
+    needs_weight: bool
+    weight_VD: Tensor | None = None
+    """The first chunk makes and writes it, the others add to it. In the head's own dtype where one
+    chunk does it all, else in fp32 (fp64 in fp64)."""
     num_rows: int = 0
     """Rows that took part in the products."""
 
     @classmethod
     def empty(cls, hidden_TD: Tensor, head: LMHead, needs: Sequence[bool]) -> Gradients:
-        """Memory for each of hidden, weight and bias that needs a gradient."""
+        """Gradients of those of hidden, weight and bias that need one."""
         dtype, device = accumulator_dtype(hidden_TD.dtype), hidden_TD.device
-        hidden = weight = bias = None
+        hidden = bias = None
         if needs[0]:
             hidden = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=device)
-        if needs[1]:
-            weight = torch.empty(head.weight_VD.shape, dtype=dtype, device=device)
         if needs[2]:
             bias = torch.zeros(len(head.weight_VD), dtype=dtype, device=device)
-        return cls(hidden, weight, bias)
+        return cls(hidden, bias, needs[1])
 
     def clear_hidden(self, row_C: Tensor | slice = slice(None)) -> None:
         """Rows of which not all will be written."""
         if self.hidden_TD is not None:
             self.hidden_TD[row_C] = 0
-
-    def finish(self) -> None:
-        """No more chunks will come."""
-        if self.weight_VD is not None and self.is_weight_unwritten:
-            self.weight_VD.zero_()
 
     def add(
         self,
@@ -161,10 +179,11 @@ class Gradients:
         dlogits_CV: Tensor,
         row_C: Tensor | slice,
         active_C: Tensor | None,
+        is_only: bool,
     ) -> None:
         """Add a chunk. `row_C`: where its rows lie among all, a tensor if not all are walked;
         `active_C`: bool, rows whose dlogits are not all zero; None: unknown, which nobody waits
-        for.
+        for; `is_only`: there are no other chunks.
         """
         if active_C is not None:
             index_A = active_C.nonzero()[:, 0]
@@ -181,10 +200,12 @@ class Gradients:
         if self.hidden_TD is not None:
             self._add_hidden(self.hidden_TD, head, dlogits_CV, row_C)
         if self.weight_VD is not None:
-            # Filling it with zeros first would write 4 V D bytes for nothing, and read them again.
-            add = _product if self.is_weight_unwritten else _accumulate
-            add(dlogits_CV.t(), hidden_CD, self.weight_VD)
-            self.is_weight_unwritten = False
+            _accumulate(dlogits_CV.t(), hidden_CD, self.weight_VD)
+        elif self.needs_weight:
+            own = hidden_CD.dtype
+            dtype, shape = own if is_only else accumulator_dtype(own), head.weight_VD.shape
+            self.weight_VD = torch.empty(shape, dtype=dtype, device=hidden_CD.device)
+            _product(dlogits_CV.t(), hidden_CD, self.weight_VD)
         if self.bias_V is not None:
             self.bias_V += dlogits_CV.sum(0, dtype=self.bias_V.dtype)
 
@@ -199,10 +220,15 @@ class Gradients:
         _product(padded_CV, head.weight_VD, dhidden_CD)
         total_TD[row_C] = dhidden_CD[: len(dlogits_CV)]
 
-    def as_outputs(self, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The three gradients; an empty tensor for each that is not needed."""
-        found = (self.hidden_TD, self.weight_VD, self.bias_V)
-        hidden, weight, bias = (example.new_empty((0,)) if g is None else g for g in found)
+    def as_outputs(self, head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
+        """The three gradients in the head's dtype; an empty tensor for each that is not needed."""
+        example, weight_VD = head.weight_VD, self.weight_VD
+        if weight_VD is None and self.needs_weight:  # no chunk had a row
+            weight_VD = torch.zeros(example.shape, dtype=example.dtype, device=example.device)
+        found = (self.hidden_TD, weight_VD, self.bias_V)
+        hidden, weight, bias = (
+            example.new_empty((0,)) if g is None else g.to(example.dtype) for g in found
+        )
         return hidden, weight, bias
 
 
@@ -271,6 +297,7 @@ def walk_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) ->
     if len(index_A) < len(targets):
         score_3T[:, index_A] = walk_scores(head, hidden_TD[index_A], targets.at(index_A), impl)
         return score_3T
+    head = head.over(len(targets))
     for chunk in head.chunks(len(targets)):
         chunk_targets = targets[chunk]
         score_3T[:, chunk] = ScoredChunk.of(head, hidden_TD[chunk], chunk_targets, impl).scored[0]
@@ -296,10 +323,12 @@ def walk_gradient(
     if len(row_T) < len(targets):
         gradients.clear_hidden()
     hidden_TD, targets, slopes = hidden_TD[row_T], targets.at(row_T), slopes[row_T]
+    head = head.over(len(row_T))
     for chunk in head.chunks(len(row_T)):
         hidden_CD = hidden_TD[chunk]
         scored = ScoredChunk.of(head, hidden_CD, targets[chunk], impl)
         out_CV = scored.gradient(slopes[chunk], hidden_CD.dtype, impl)
-        gradients.add(head, hidden_CD, out_CV, row_T[chunk], None)
-        del scored, out_CV  # before the next chunk's logits are made
-    gradients.finish()
+        del scored  # logits in fp32 are needed no more
+        is_only = len(hidden_CD) == len(row_T)
+        gradients.add(head, hidden_CD, out_CV, row_T[chunk], None, is_only)
+        del out_CV  # before the next chunk's logits are made

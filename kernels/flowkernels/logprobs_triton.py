@@ -44,7 +44,7 @@ def score_kernel(
         row_ptr = logits_ptr + index * row_stride
         temperature = tl.load(temperature_ptr + index * temperature_stride)
         row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
-        logp, scored = score_row(
+        logp, scored, _ = score_row(
             row, index, target, mask_ptrs=mask_ptrs, ALIGNMENT=ALIGNMENT,
             POLICY="evict_first", LANES=LANES, WIDTH=WIDTH,
         )  # fmt: skip
@@ -95,7 +95,7 @@ def gradient_kernel(
     scored = (x_target, full, (masked_top, masked_log2_total), bounds)
     row_out_ptr = out_ptr + index * out_stride
     backward_row(
-        row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=(a, c, d),
+        row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=(a, c, d), last=None,
         ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
     )  # fmt: skip
 

@@ -58,7 +58,6 @@ class LossWalk:
         """(loss, gradients, columns, statistics); see `Gradients.empty` for the argument."""
         gradients = Gradients.empty(self.hidden_TD, self.head, needs)
         column_7T = replace(self, gradients=gradients if any(needs) else None)._columns()
-        gradients.finish()
         loss, stats = reduce(self.impl, column_7T, self.inputs.weight_T, self.targets.ids_T)
         return loss, gradients, column_7T, stats
 
@@ -90,7 +89,7 @@ class LossWalk:
         return column_7T
 
     def _is_cut_at_sequences(self) -> bool:
-        return self.spec.loss_type == "gspo" and len(self.targets) > self.head.chunk_rows
+        return self.spec.loss_type == "gspo" and len(self.targets) > self.head.whole_rows
 
     def _numbers(self, is_walked_T: Tensor) -> Tensor:
         """Put what the host must know into one tensor: the number of rows to walk, that of the ids
@@ -107,8 +106,9 @@ class LossWalk:
 
     def _walk(self) -> Tensor:
         column_7T = torch.zeros(Column.NUM, len(self.targets), device=self.hidden_TD.device)
-        one_block = self._fused_chunk if self.spec.is_fused else self._scored_block
-        for block in self._blocks():
+        walk = replace(self, head=self.head.over(len(self.targets)))
+        one_block = walk._fused_chunk if self.spec.is_fused else walk._scored_block
+        for block in walk._blocks():
             column_7T[:, block] = one_block(block)
         return column_7T
 
@@ -136,6 +136,7 @@ class LossWalk:
         column_7C = run_loss(
             self.impl, logits_CV, self.targets[chunk], self.spec, self.inputs[chunk], out_CV
         )
+        del logits_CV  # in fp32 they are needed no more
         if out_CV is not None:
             self._add(chunk, out_CV, column_7C)
         return column_7C
@@ -163,8 +164,10 @@ class LossWalk:
                 continue
             scored = self._scored(chunk) if only is None else only
             out_CV = scored.gradient(slopes[inner], self.hidden_TD.dtype, self.impl)
+            only = None
+            del scored  # logits in fp32 are needed no more
             self._add(chunk, out_CV, column_7B[:, inner])
-            del scored, out_CV  # before the next chunk's logits are made
+            del out_CV  # before the next chunk's logits are made
         return column_7B
 
     def _scored(self, chunk: slice) -> ScoredChunk:
@@ -173,8 +176,9 @@ class LossWalk:
     def _add(self, chunk: slice, dlogits_CV: Tensor, column_7C: Tensor) -> None:
         assert self.gradients is not None
         active_C = column_7C[Column.HAS_GRADIENT] != 0 if self.compact == "chunks" else None
-        row_C = self._places(chunk)
-        self.gradients.add(self.head, self.hidden_TD[chunk], dlogits_CV, row_C, active_C)
+        row_C, hidden_CD = self._places(chunk), self.hidden_TD[chunk]
+        is_only = len(hidden_CD) == len(self.hidden_TD)
+        self.gradients.add(self.head, hidden_CD, dlogits_CV, row_C, active_C, is_only)
 
     def _places(self, chunk: slice) -> Tensor | slice:
         return chunk if self.row_T is None else self.row_T[chunk]

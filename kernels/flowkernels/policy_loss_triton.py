@@ -117,7 +117,7 @@ def loss_kernel(
         temperature = tl.load(temperature_ptr + index * temperature_stride)
         advantage = tl.load(advantage_ptr + index)
         row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
-        logp, scored = score_row(
+        logp, scored, last = score_row(
             row, index, target, mask_ptrs=mask_ptrs, ALIGNMENT=ALIGNMENT,
             POLICY="evict_first" if out_ptr is None else "evict_last", LANES=LANES, WIDTH=WIDTH,
         )  # fmt: skip
@@ -153,7 +153,7 @@ def loss_kernel(
         if out_ptr is not None:
             backward_row(
                 row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes,
-                ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
+                last=last, ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
             )  # fmt: skip
     else:
         for i in tl.static_range(NUM_COLUMNS):

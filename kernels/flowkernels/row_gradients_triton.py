@@ -65,9 +65,10 @@ def _write_part(row, out_ptr, x, is_in, normalized, slopes) -> None:
 
 @triton.jit
 def _write_block(
-    row, ptr, out_ptr, limit, normalized, slopes, LANES: tl.constexpr, WIDTH: tl.constexpr
+    row, ptr, out_ptr, limit, parts, normalized, slopes, LANES: tl.constexpr, WIDTH: tl.constexpr
 ) -> None:
-    parts = load_block(ptr, limit, 0.0, POLICY="evict_first", LANES=LANES, WIDTH=WIDTH)
+    if parts is None:
+        parts = load_block(ptr, limit, 0.0, POLICY="evict_first", LANES=LANES, WIDTH=WIDTH)
     for i in tl.static_range(ROUNDS):
         columns = block_columns(LANES, WIDTH) + i * LANES * WIDTH
         if limit is None:
@@ -78,10 +79,12 @@ def _write_block(
 
 @triton.jit
 def _write_gradient(
-    row, out_ptr, full, slopes, ALIGNMENT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
-) -> None:
+    row, out_ptr, full, slopes, last, ALIGNMENT: tl.constexpr, LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the gradient of a row but for the target's own term. Goes from the end of the row to
-    its beginning: cache most likely holds what was read last.
+    its beginning: cache most likely holds what was read last, and registers its last block, unless
+    `last` is None.
     """
     row_ptr, num_vocab, _, _ = row
     BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
@@ -95,22 +98,21 @@ def _write_gradient(
     body_out_ptr = out_ptr + begin
     if ALIGNMENT != "apart":
         body_out_ptr = tl.multiple_of(body_out_ptr, 16)
-    num_full = size // BLOCK * BLOCK
+    num_full = (size - 1) // BLOCK * BLOCK
     if ALIGNMENT != "whole":
         places = rest_columns(begin, size, LANES)
         is_in = tl.arange(0, LANES) < num_vocab - size
         x = load_logits(row_ptr + places, is_in, 0.0, POLICY="evict_first")
         _write_part(row, out_ptr + places, x, is_in, normalized, slopes)
-    if num_full < size:
-        _write_block(
-            row, body_ptr + num_full, body_out_ptr + num_full, limit=size - num_full,
-            normalized=normalized, slopes=slopes, LANES=LANES, WIDTH=WIDTH,
-        )  # fmt: skip
+    _write_block(
+        row, body_ptr + num_full, body_out_ptr + num_full, limit=size - num_full, parts=last,
+        normalized=normalized, slopes=slopes, LANES=LANES, WIDTH=WIDTH,
+    )  # fmt: skip
     for back in range(BLOCK, num_full + BLOCK, BLOCK):
         start = num_full - back
         _write_block(
-            row, body_ptr + start, body_out_ptr + start, limit=None, normalized=normalized,
-            slopes=slopes, LANES=LANES, WIDTH=WIDTH,
+            row, body_ptr + start, body_out_ptr + start, limit=None, parts=None,
+            normalized=normalized, slopes=slopes, LANES=LANES, WIDTH=WIDTH,
         )  # fmt: skip
 
 
@@ -155,8 +157,8 @@ def _write_at(row, out_ptr, ids, is_in, x, is_target, scored, slopes) -> None:
 
 @triton.jit
 def backward_row(
-    row, out_ptr, target, scored, mask_ptrs, slopes, ALIGNMENT: tl.constexpr, LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    row, out_ptr, target, scored, mask_ptrs, slopes, last, ALIGNMENT: tl.constexpr,
+    LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradient of a row. Rows that have none are written without being read. What differs from the
     rest of the row is written over it at the end, the target last, which a mask may name too.
@@ -180,8 +182,9 @@ def backward_row(
         if d is not None:
             factor += d
         _write_gradient(
-            row, out_ptr, full, slopes=(factor, c), ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH
-        )
+            row, out_ptr, full, slopes=(factor, c), last=last, ALIGNMENT=ALIGNMENT, LANES=LANES,
+            WIDTH=WIDTH,
+        )  # fmt: skip
         tl.debug_barrier()  # the row was written by other threads
         if ids_ptr is not None:
             offsets = tl.arange(0, LANES)

@@ -250,24 +250,23 @@ def _absorb(
 @triton.jit
 def _row_statistics(
     row, ALIGNMENT: tl.constexpr, POLICY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`full` of a row; its entropy is in nats."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """(`full` of a row, its last block as it was read); its entropy is in nats."""
     row_ptr, num_vocab, _, _ = row
     BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
     zeros = tl.zeros([LANES], tl.float32)
     state = (zeros - _INF, zeros, zeros)
     begin, size = row_body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
     body_ptr = tl.multiple_of(row_ptr + begin, 16)
-    num_full = size // BLOCK * BLOCK
+    num_full = (size - 1) // BLOCK * BLOCK
     for start in range(0, num_full, BLOCK):
         parts = load_block(body_ptr + start, None, -_INF, POLICY=POLICY, LANES=LANES, WIDTH=WIDTH)
         state = _absorb(row, parts, None, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
     left = size - num_full
-    if left > 0:
-        parts = load_block(
-            body_ptr + num_full, left, -_INF, POLICY=POLICY, LANES=LANES, WIDTH=WIDTH
-        )
-        state = _absorb(row, parts, left, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
+    last = load_block(
+        body_ptr + num_full, left, -_INF, POLICY="evict_first", LANES=LANES, WIDTH=WIDTH
+    )
+    state = _absorb(row, last, left, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
     if ALIGNMENT != "whole":
         left = num_vocab - size
         x = load_logits(
@@ -282,7 +281,7 @@ def _row_statistics(
     row_moment = tl.sum(shrink * (moment + total * shift), axis=0)
     row_total = tl.sum(shrink * total, axis=0)
     log2_total = tl.log2(row_total)
-    return base, log2_total, (log2_total - row_moment / row_total) * LN2
+    return (base, log2_total, (log2_total - row_moment / row_total) * LN2), last
 
 
 @triton.jit
@@ -349,9 +348,11 @@ def add_mask(
 def score_row(
     row, index, target, mask_ptrs, ALIGNMENT: tl.constexpr, POLICY: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
-) -> tuple[tl.tensor, tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]]:  # fmt: skip
-    """(log-prob of the target, `scored`); POLICY: what becomes of the row in the cache."""
-    full = _row_statistics(row, ALIGNMENT, POLICY, LANES=LANES, WIDTH=WIDTH)
+) -> tuple[tl.tensor, tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor], tl.tensor]:  # fmt: skip
+    """(log-prob of the target, `scored`, the row's last block as it was read); POLICY: what becomes
+    of the others in the cache.
+    """
+    full, last = _row_statistics(row, ALIGNMENT, POLICY, LANES=LANES, WIDTH=WIDTH)
     scored = add_mask(row, index, target, mask_ptrs=mask_ptrs, full=full, BLOCK=LANES)
     top, log2_total = scored[2]
-    return ((scored[0] * row[2] - top) - log2_total) * LN2, scored
+    return ((scored[0] * row[2] - top) - log2_total) * LN2, scored, last

@@ -19,7 +19,7 @@ scatter. B: blocks, C: changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +97,15 @@ def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 @with_launcher("flowkernels.sparse_delta_triton")
+def diff_all(
+    olds: Sequence[Tensor], new_of: Callable[[int], Tensor], firsts: Sequence[int]
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The fields of the `WordDiff` of each piece."""
+    pieces = enumerate(zip(olds, firsts, strict=True))
+    return [diff("torch", old, new_of(piece), first) for piece, (old, first) in pieces]
+
+
+@with_launcher("flowkernels.sparse_delta_triton")
 def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int) -> Tensor:
     """Add the diffs; return the digest change."""
     index_C = _indices(counts, positions)
@@ -165,12 +174,39 @@ def diff_words(old: Tensor, new: Tensor, first: int = 0, *, impl: str = "auto") 
         ValueError: an argument that does not fit, with its name and value.
     """
     impl = resolve_impl(impl, old.device)
-    old_words, new_words = _as_words("old", old), _as_words("new", new)
-    if (new.dtype, new.numel(), new.device) != (old.dtype, old.numel(), old.device):
-        wanted, given = (f"{x.dtype} of {x.numel()} elements on {x.device}" for x in (old, new))
-        raise ValueError(f"new must be {wanted}, as old, got {given}".replace("torch.", ""))
+    old_words, new_words = _as_words("old", old), _new_words(old, new)
     _check_first(first, len(old_words))
     return WordDiff(*_diff_op(old_words, new_words, first, impl))
+
+
+def diff_pieces(
+    olds: Sequence[Tensor],
+    new_of: Callable[[int], Tensor],
+    firsts: Sequence[int],
+    *,
+    impl: str = "auto",
+) -> list[WordDiff]:
+    """Find the changes of many pieces, each as `diff_words` does. The host waits once, for the
+    numbers of changes of all.
+
+    Args:
+        olds: on one device, each as `diff_words` takes it.
+        new_of: makes the new words of piece i, twice on a GPU: all of them at once would take as
+            much memory as the old ones.
+        firsts: of each piece, the index of its first word for the digest.
+        impl: "triton", "torch", or "auto" by the device.
+
+    Raises:
+        ValueError: an argument that does not fit, with its name and value.
+    """
+    if not olds:
+        return []
+    words = [_as_words("old", old) for old in olds]
+    for first, old in zip(firsts, words, strict=True):
+        _check_first(first, len(old))
+    impl = resolve_impl(impl, olds[0].device)
+    found = diff_all(impl, words, lambda piece: _new_words(olds[piece], new_of(piece)), firsts)
+    return [WordDiff(*each) for each in found]
 
 
 def scatter_words_(
@@ -256,6 +292,14 @@ def digest_at(words: Tensor, index: Tensor) -> Tensor:
     for part in _chunks(len(flat)):
         total += _weighted(_squares(flat[part]), at[part])
     return total
+
+
+def _new_words(old: Tensor, new: Tensor) -> Tensor:
+    words = _as_words("new", new)
+    if (new.dtype, new.numel(), new.device) != (old.dtype, old.numel(), old.device):
+        wanted, given = (f"{x.dtype} of {x.numel()} elements on {x.device}" for x in (old, new))
+        raise ValueError(f"new must be {wanted}, as old, got {given}".replace("torch.", ""))
+    return words
 
 
 def _as_words(name: str, tensor: Tensor) -> Tensor:

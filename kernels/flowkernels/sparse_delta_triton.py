@@ -4,6 +4,8 @@ their order does not matter.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -17,6 +19,8 @@ WIDTH, LOADS = tl.constexpr(8), tl.constexpr(4)
 """Of the digest: words that are one load of a thread, and loads that it has under way at once."""
 TILE = {"TILE": 2048, "num_warps": 8}
 """Eight words a thread: one load of 16 bytes from each tensor."""
+_TILES = BLOCK_WORDS.value // TILE["TILE"]
+"""Tiles of a block."""
 SCATTER = {"CHUNK": 512, "SPLIT": 8, "num_warps": 4}
 """SPLIT programs to a block take turns, CHUNK changes at a time; at 1 % two of them find work."""
 DIGEST = {"TILE": 2048, "NUM_TILES": 8, "num_warps": 8}
@@ -175,20 +179,44 @@ def digest_kernel(
     _add_digest(digest_ptr, a, b)
 
 
-def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+Changes = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The fields of a `WordDiff`."""
+
+
+def diff(old: Tensor, new: Tensor, first: int) -> Changes:
     """Launcher, see `sparse_delta.diff`."""
-    num_blocks, tiles = triton.cdiv(len(old), BLOCK_WORDS.value), BLOCK_WORDS.value // TILE["TILE"]
-    grid = (num_blocks * tiles,)
+    return diff_all([old], lambda _: new, [first])[0]
+
+
+def diff_all(
+    olds: Sequence[Tensor], new_of: Callable[[int], Tensor], firsts: Sequence[int]
+) -> list[Changes]:
+    """Launcher, see `sparse_delta.diff_all`. The host waits where it reads how many there are."""
+    bounds = [_tile_bounds(old, new_of(piece)) for piece, old in enumerate(olds)]
+    nums = torch.stack([each[-1] for each in bounds]).tolist() if bounds else []
+    return [
+        _compacted(old, new_of(piece), bounds[piece], nums[piece], first)
+        for piece, (old, first) in enumerate(zip(olds, firsts, strict=True))
+    ]
+
+
+def _tile_bounds(old: Tensor, new: Tensor) -> Tensor:
+    """int64: the changes of tile t will be bounds[t] to bounds[t + 1] - 1."""
+    grid = (triton.cdiv(len(old), BLOCK_WORDS.value) * _TILES,)
     tile_counts = torch.empty(grid, dtype=torch.int32, device=old.device)
-    if num_blocks:
+    if len(old):
         count_kernel[grid](old, new, tile_counts, len(old), **TILE)
     tile_bounds = torch.zeros(len(tile_counts) + 1, dtype=torch.int64, device=old.device)
     torch.cumsum(tile_counts, 0, out=tile_bounds[1:])
-    bounds_B1 = tile_bounds[::tiles].contiguous()
-    num_changes = int(bounds_B1[-1])
-    positions, diffs = old.new_empty(num_changes), old.new_empty(num_changes)
-    if num_changes:
+    return tile_bounds
+
+
+def _compacted(old: Tensor, new: Tensor, tile_bounds: Tensor, num: int, first: int) -> Changes:
+    positions, diffs = old.new_empty(num), old.new_empty(num)
+    if num:
+        grid = (len(tile_bounds) - 1,)
         compact_kernel[grid](old, new, tile_bounds, positions, diffs, len(old), **TILE)
+    bounds_B1 = tile_bounds[::_TILES].contiguous()
     change = _scatter(old, bounds_B1, positions, diffs, first, writes=False)
     return bounds_B1.diff().int(), positions, diffs, change
 

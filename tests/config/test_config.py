@@ -266,6 +266,8 @@ def test_an_unknown_key_is_named_with_what_it_may_be(
         ("rollout.num_questions", "2.5", "2.5", "valid integer"),
         ("run.seed", "'many'", "'many'", "valid integer"),
         ("train.lr", "-1.0", "-1.0", "greater than 0"),
+        ("train.token_budget", "0", "0", "at least 1 token; or 'auto'"),
+        ("train.token_budget", '"all"', "'all'", "at least 1 token; or 'auto'"),
         ("train.lr", "nan", "nan", "finite"),
         ("agent.rollout_timeout_s", "inf", "inf", "finite"),
         ("train.beta2", "1.0", "1.0", "less than 1"),

@@ -16,8 +16,8 @@ from flowkernels import (
     linear_policy_loss,
     token_loss,
 )
-from flowkernels.lm_head import Gradients, LMHead
-from kernel_truth import Batch, counted, mask_of, on_device, plain_rows
+from flowkernels.lm_head import Gradients, LMHead, new_head
+from kernel_truth import Batch, counted, mask_of, on_device, peak_bytes, plain_rows
 from test_linear_loss import (
     HEAD,
     MAIN,
@@ -80,13 +80,8 @@ def whole_batch(num_tokens: int = 19) -> Batch:
 
 
 def same(first: tuple[Any, dict[str, Tensor]], second: tuple[Any, dict[str, Tensor]]) -> None:
-    for a, b in zip(
-        (first[0].loss, first[0].logprob_T, first[0].entropy_T),
-        (second[0].loss, second[0].logprob_T, second[0].entropy_T),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(first[0].stats, second[0].stats, rtol=1e-5, atol=1e-5)
+    found = [(x.loss, x.logprob_T, x.entropy_T, x.stats) for x, _ in (first, second)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     close(first[1], {name: value.double() for name, value in second[1].items()})
 
 
@@ -123,6 +118,54 @@ def test_gspo_of_sequences_shorter_and_longer_than_a_chunk(
         true_loss, true_gradients, _ = head_truth(SPECS["gspo-all"], batch)
         assert out.loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=1e-5)
         close(gradients, true_gradients)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "most"),
+    [
+        (torch.bfloat16, {}, 16 + 40),
+        (torch.bfloat16, {"fp32_logits": True}, 16 + 40 // 3),
+        (torch.bfloat16, {"memory_budget": 2**20 * 2 * 16}, 16),
+        (torch.bfloat16, {"frozen": True}, 16),
+        (torch.float16, {"batch_invariant": True}, 16),
+        (torch.float32, {}, 16),
+    ],
+)
+def test_one_chunk_where_it_takes_no_more_memory_else_equal_ones(
+    dtype: torch.dtype, options: dict[str, Any], most: int
+) -> None:
+    """By default 2^23 logits: 16 rows, beside dW in fp32. In one chunk a trained head of 16 bits
+    has dW in 16 bits instead, which spares as much as 40 rows of logits in 16 bits take.
+    """
+    weight = torch.empty(2**20, 40, dtype=dtype, requires_grad="frozen" not in options)
+    given = {"fp32_logits": False, "memory_budget": None, "batch_invariant": False}
+    given |= {name: value for name, value in options.items() if name != "frozen"}
+    head = new_head(weight[:1].detach(), weight, None, **given)
+
+    def sizes(num_rows: int) -> list[int]:
+        return [len(range(*c.indices(num_rows))) for c in head.over(num_rows).chunks(num_rows)]
+
+    assert sizes(0) == [] and sizes(most) == [most] and max(sizes(most + 1)) <= 16
+    assert sizes(65) == [13] * 5 and sizes(33) == ([33] if most > 32 else [11] * 3)
+
+
+def test_one_chunk_takes_no_more_memory_than_several(seen: Seen) -> None:
+    """As many rows as one chunk may have: their logits and dW, beside a copy of the weight. Scores
+    are taken in the same chunk, and their gradient too.
+    """
+    num_vocab, dim, num_tokens = 2**18, 32, 64
+    batch = head_batch(num_tokens, dim, num_vocab, dtype=torch.bfloat16) | {"bias_V": None}
+    batch["weight_T"], batch["target_ids_T"] = torch.ones(64), torch.arange(64)
+    one, several = (
+        peak_bytes(lambda budget=budget: ours(SPECS["nll"], batch, "torch", memory_budget=budget))
+        for budget in (None, 2 * num_vocab * 32)
+    )
+    by_hand = 2 * num_vocab * (num_tokens + 2 * dim)
+    assert by_hand <= one <= 1.01 * by_hand and one < several
+    few = {name: batch[name] for name in (*HEAD, "target_ids_T")}
+    few["weight_VD"].requires_grad_()
+    linear_logprobs(**few, differentiable=True).logprob_T.sum().backward()
+    assert seen.logits == [64, 32, 32, 64, 64] and seen.gradients == [64, 32, 32, 64]
 
 
 @pytest.mark.parametrize("name", ["k3-entropy", "clip", "nll"])

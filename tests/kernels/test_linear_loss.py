@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from flowkernels import (
     linear_logprobs,
     linear_policy_loss,
     policy_loss,
+    token_loss,
 )
 from kernel_truth import (
     BF16_ROUNDING,
@@ -302,13 +304,8 @@ def test_without_a_gradient_the_loss_is_the_same(name: str, impl: str) -> None:
         quiet = linear_policy_loss(**{**moved, **leaves}, spec=SPECS[name], impl=impl)
     for out in (plain, quiet):
         assert not out.loss.requires_grad
-        torch.testing.assert_close(out.loss, expected.loss.detach(), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(
-            (out.logprob_T, out.entropy_T),
-            (expected.logprob_T, expected.entropy_T),
-            rtol=1e-6,
-            atol=1e-6,
-        )
+        found = [(x.loss.detach(), x.logprob_T, x.entropy_T) for x in (out, expected)]
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(out.stats, expected.stats, rtol=1e-5, atol=1e-5)
 
 
@@ -469,9 +466,11 @@ def test_fp64_heads_get_fp64_gradients() -> None:
     close(gradients, true, rtol=1e-12, atol=1e-12)
 
 
-def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(impl: str) -> None:
-    """One row per chunk, and the first weighs so much that bf16 would round away whatever comes
-    after it.
+@pytest.mark.parametrize("spec", [LossSpec("nll"), partial(token_loss, LossSpec("nll"))])
+@pytest.mark.parametrize("rows", [1, 60])
+def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(rows: int, spec: Any, impl: str) -> None:
+    """One row per chunk or one chunk, and the first row weighs so much that bf16 would round away
+    whatever comes after it.
     """
     num_tokens, vocab = 60, 5
     batch = head_batch(num_tokens, 8, vocab, dtype=torch.bfloat16)
@@ -484,7 +483,7 @@ def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(impl: str) -> None:
         "target_ids_T": batch["target_ids_T"] * 0,
     }
     batch["weight_T"][0] = 700
-    _, gradients = ours(SPECS["nll"], batch, impl, memory_budget=2 * vocab)
+    _, gradients = ours(spec, batch, impl, memory_budget=2 * vocab * rows)
     true = head_truth(SPECS["nll"], batch)[1]["weight_VD"]
     dlogits = batch["weight_T"][:, None] * (
         plain_logits(batch).softmax(-1) - torch.eye(vocab, dtype=torch.float64)[0]

@@ -64,7 +64,7 @@ def operator_arguments(
         else (torch.ones(1).expand(NUM_TOKENS), None, None, None)
     )
     is_invariant = has_mask and dtype != torch.float64
-    options = (dtype == torch.bfloat16, 3, is_invariant, "torch")
+    options = (dtype == torch.bfloat16, 3, 3, is_invariant, "torch")
     targets = batch["target_ids_T"]
     if name == "linear_scores":
         return (*head, targets, *of_rows, *options)

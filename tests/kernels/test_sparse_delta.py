@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flowkernels import WordDiff, diff_words, digest_at, digest_words, scatter_words_, sparse_delta
+from flowkernels import (
+    WordDiff,
+    diff_pieces,
+    diff_words,
+    digest_at,
+    digest_words,
+    scatter_words_,
+    sparse_delta,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_truth import IMPLS, device_of, peak_bytes
@@ -249,6 +257,23 @@ def test_only_the_piece_within_a_larger_tensor_is_read_and_written(impl: str) ->
     )
 
 
+def test_pieces_are_diffed_as_each_alone_and_the_host_waits_for_all_at_once(
+    impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, firsts = (0, 1, 66_000, 300, 2048), (7, 0, 3 * 2**33, 5, 1)
+    changes = [random_change(num, 0.3, seed=num) for num in sizes]
+    olds, news = ([tensor(words, impl) for words in each] for each in zip(*changes, strict=True))
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x.shape) or tolist(x))
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda x: pytest.fail("one more read"))
+    found = diff_pieces(olds, news.__getitem__, firsts, impl=impl)
+    assert reads == ([] if impl == "torch" else [(len(sizes),)])
+    monkeypatch.undo()
+    assert len(found) == len(sizes) and diff_pieces([], news.__getitem__, [], impl=impl) == []
+    for diff, (old, new), first in zip(found, changes, firsts, strict=True):
+        assert_diff_is_right(diff, old, new, first)
+
+
 def test_a_parameter_is_patched_and_autograd_learns_of_it(impl: str) -> None:
     weight = torch.nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16, device=device_of(impl)))
     product = (weight * weight).sum()
@@ -329,6 +354,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: diff_words(_W, _W.to("meta")),
         "new must be bfloat16 of 100 elements on cpu, as old",
     ),
+    "pieces-new": (
+        lambda: diff_pieces([_W], lambda _: _W[:99], [0]),
+        "new must be bfloat16 of 100 elements",
+    ),
+    "pieces-first": (lambda: diff_pieces([_W], lambda _: _W, [-1]), "first=-1 must be in"),
     "diff-first": (lambda: diff_words(_W, _W, -1), "first=-1 must be in [0, 2^63 - 100)"),
     "diff-impl": (lambda: diff_words(_W, _W, impl="cuda"), "impl='cuda' must be one of"),
     "digest-strided": (lambda: digest_words(_Z.t()), "words must be contiguous"),

@@ -4,6 +4,7 @@ wrong with them is scripted.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import (
     AssignedGroup,
     Batch,
+    EvalSettings,
+    EvaluationRequest,
+    EvaluationState,
     Progress,
     Refused,
     Register,
@@ -33,8 +37,11 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.heartbeat import Heartbeat
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
+from flowtrain.evaluation.evaluator import Part
 from flowtrain.pool import batch_source as feeds
+from flowtrain.pool import evaluations
 from flowtrain.pool.batch_source import BatchSource, connect, versions
+from flowtrain.pool.evaluations import PoolEvaluations
 from flowtrain.training.world import World
 from flowtrain.types import Call, FinishReason, Group, Outage, UserError, VersionSpan
 from tests.dataflow.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
@@ -516,11 +523,10 @@ def test_a_trainer_that_is_busy_gives_signs_of_life() -> None:
     heartbeat.start(Progress("planner", 0, 0))
     heartbeat.waited(2.0)
     heartbeat.report_progress(Progress("planner", 1, 0))
-    told = [hearing.told.get(timeout=30) for _ in range(4)]
+    told = (hearing.told.get(timeout=30) for _ in itertools.count())
+    news, sign_of_life = itertools.islice((each for each in told if each.version == 1), 2)
     heartbeat.close()
-    assert [each.version for each in told][-2:] == [1, 1] and [
-        each.waited_s for each in told if each.version == 1
-    ][:2] == [2.0, 0.0]
+    assert (news.waited_s, sign_of_life.waited_s) == (2.0, 0.0)
 
 
 @pytest.mark.parametrize("is_done", [True, False])
@@ -549,3 +555,45 @@ def test_the_end_of_training_is_told_however_long_that_takes(
         is_back.set()
         closing.result(20)
     assert [told.get(timeout=20).is_done for _ in range(2)] == [False, is_done]
+
+
+def test_rank_0_alone_asks_whether_an_evaluation_is_complete(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluations, "_LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(evaluations, "_FIRST_PAUSE_S", 0.02)
+    sources, _ = ranks(place, 4)
+    heard: list[list[int]] = [[] for _ in sources]
+    has_heard_often = threading.Event()
+    part = Part("dev", TASKS[:4], 1, EvalSettings(max_turns=1))
+
+    def work(source: BatchSource) -> list[str]:
+        ask, to = source._dataflow.evaluation, heard[source._world.rank]
+
+        def noting(request: EvaluationRequest) -> EvaluationState:
+            to.append((answer := ask(request)).num_left)
+            if heard[0].count(4) >= 10:
+                has_heard_often.set()
+            return answer
+
+        source._dataflow.evaluation = noting  # type: ignore[method-assign]
+        source.register(planner(), "")
+        config = Config.model_validate({})
+        pool = PoolEvaluations(source, config, source._world, place.notes.append)
+        pool.ask(0, [part])
+        assert list(pool.complete()) == []
+        ((step, found),) = pool.wait()
+        pool.close()
+        assert step == 0
+        return [each.task.id for each in found["dev"]]
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(work, source) for source in sources]
+        assert has_heard_often.wait(30)
+        joined(place.ledger)
+        for leased in lease(place.ledger, 4, versions={"planner": 0}):
+            assert leased.evaluation is not None
+            assert push(place.ledger, leased, num=1) == "committed"
+        found = [answer.result(30) for answer in answers]
+    assert found == [[task.id] for task in TASKS[:4]]
+    assert [len(left) <= 3 for left in heard] == [False, True, True, True]

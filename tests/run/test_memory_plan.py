@@ -43,11 +43,8 @@ GB_80, GB_24 = 80 * BILLION, 24 * BILLION
 
 def settings(**sections: dict[str, Any]) -> Config:
     """fp32, rows of 96 tokens and no reference, where nothing else is said."""
-    defaults: dict[str, Any] = {
-        "model": {"dtype": "float32"},
-        "train": {"token_budget": NUM_TOKENS},
-        "algorithm": {"kl_coef": 0.0},
-    }
+    defaults: dict[str, Any] = {"model": {"dtype": "float32"}, "algorithm": {"kl_coef": 0.0}}
+    sections["train"] = {"token_budget": NUM_TOKENS, **sections.get("train", {})}
     return Config.model_validate({**defaults, **sections})
 
 
@@ -145,6 +142,24 @@ def test_recomputing_keeps_the_inputs_of_layers_and_one_layer_whole() -> None:
 
 
 @pytest.mark.usefixtures("no_activations")
+def test_the_head_has_all_targets_at_once_while_that_takes_no_more_than_chunks() -> None:
+    """64 numbers per hidden state, 64 ids, a third of the tokens targets; chunks of 4096 rows."""
+    model, dlogits, of_states = build(CONFIGS["Llama"]), 2 * 64, 2 * 2 * 64
+    for num_rows, whole in ((3000, 3000), (5000, 4096 + 64)):
+        at_head = dlogits * whole + of_states * num_rows
+        assert memory_plan.head(model, 2, 3 * num_rows, True) == (2 * 64 * 64, at_head)
+    model.requires_grad_(False)
+    at_head = dlogits * 4096 + of_states * 5000
+    assert memory_plan.head(model, 2, 15000, True) == (0, at_head)
+    for mode, factor in (("auto", 3), ("off", 1)):
+        half = settings(
+            model={"dtype": "bfloat16"}, train={"token_budget": 96, "fp32_logits": mode}
+        )
+        in_plan = plan(half, model, 1, GB_80).parts["head"]
+        assert in_plan == factor * 32 * dlogits + 32 * of_states - 10, "10: of layers"
+
+
+@pytest.mark.usefixtures("no_activations")
 def test_what_is_whole_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(CONFIGS["Llama"])
     num, layers = model.num_parameters(), model.model.layers
@@ -174,20 +189,12 @@ def test_shares_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan(settings(), model, 1).parts
     assert (alone["weights"], alone["gradients"], alone["moments"]) == (4 * num, 4 * num, 8 * num)
     assert alone["activations"] == 40, "the more of what is there at the head and in a layer"
-    assert (alone["reference"], alone["gathered"], alone["published"], alone["engine"]) == (
-        0,
-        0,
-        4 * num,
-        4 * num,
-    )
+    assert (alone["reference"], alone["gathered"]) == (0, 0)
+    assert (alone["published"], alone["engine"]) == (4 * num, 4 * num)
     two = settings(model={"dtype": "bfloat16"}, algorithm={"kl_coef": 0.001})
     whole = plan(two, model, 2).parts
-    assert (whole["weights"], whole["moments"], whole["reference"], whole["gathered"]) == (
-        2 * num,
-        4 * num,
-        num,
-        2 * num,
-    )
+    assert (whole["weights"], whole["moments"]) == (2 * num, 4 * num)
+    assert (whole["reference"], whole["gathered"]) == (num, 2 * num)
     assert (whole["published"], whole["engine"]) == (num, 2 * num)
     monkeypatch.setattr(sharding, "_SMALL", 0)
     layers = plan(two, model, 2).parts
@@ -196,9 +203,8 @@ def test_shares_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = plan(changed(two, train={"token_budget": 96, "reshard": False}), model, 2).parts
     assert kept["gathered"] == 2 * num
     away = plan(changed(two, train={"token_budget": 96, "offload": "all"}), model, 2, GB_80).parts
-    assert not any(
-        away[name] for name in ("weights", "gradients", "moments", "reference", "published")
-    )
+    gone = ("weights", "gradients", "moments", "reference", "published")
+    assert not any(away[name] for name in gone)
     assert away["gathered"] == layers["gathered"] and away["activations"] == layers["activations"]
 
 
@@ -276,7 +282,7 @@ def test_the_plan_is_told_in_a_line() -> None:
     )
     on_gpu = replace(found, gpu_bytes=80 * BILLION).text()
     assert f"predicted: {found.num_bytes / 1e9:.3g} GB (weights " in on_gpu
-    assert "reference" not in found.text()
+    assert "reference" not in found.text() and "with train.token_budget = 4096;" in found.text()
 
 
 # ---- what is sure not to fit
@@ -308,15 +314,8 @@ def test_the_shipped_configs_fit_where_their_comments_say(
     num_ranks: int, gpu_bytes: int, options: dict[str, Any], fits: bool
 ) -> None:
     with torch.device("meta"):
-        model = build(
-            Qwen2Config(
-                vocab_size=152064,
-                hidden_size=3584,
-                intermediate_size=18944,
-                num_hidden_layers=28,
-                **GROUPED,
-            )
-        )
+        shape = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
+        model = build(Qwen2Config(**shape, num_hidden_layers=28, **GROUPED))
     assert model.num_parameters() == pytest.approx(7.6e9, rel=0.01)
     config = settings(
         **{

@@ -80,7 +80,7 @@ def test_row_codec_roundtrip(random_samples: Callable[..., list[Sample]]) -> Non
     masked = [replace(s, sampling_mask=mask) for s, mask in zip(samples, masks, strict=True)]
     whole = pack_rows(samples, 20)
     rows = [*whole, empty_row(), pack_row(masked), pack_row([samples[0], masked[1]])]
-    rows[1] = replace(rows[1], ref_logprob_T=rows[1].old_logprob_T * 2)
+    rows[1] = replace(rows[1], ref_logprob_T=rows[1].old_logprob_T * 2, num_repeated_tokens=3)
     rows[2] = replace(rows[2], advantage_T=rows[2].advantage_T * math.nan)
     given = {f"0.{place}": row for place, row in enumerate(rows)}
     found = balancing._decode(balancing._encode(given))

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.training.devices import PEAK_TFLOPS, peak_tflops, threads_per_rank, usable_cores
+from flowtrain.training.devices import (
+    PEAK_TFLOPS,
+    memory_per_rank,
+    peak_tflops,
+    threads_per_rank,
+    usable_cores,
+)
 
 
 def test_devices_are_known_by_name() -> None:
@@ -105,6 +111,17 @@ def test_quotas_of_cgroups_are_kept(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     assert usable_cores(tmp_path, tmp_path / "own") == expected
+
+
+def test_a_rank_has_its_part_of_the_machine_or_of_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    machine = memory_per_rank(tmp_path)
+    assert abs(2 * machine - os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) < 2
+    for text, expected in (("max\n", machine), ("4096\n", 2048), (f"{1 << 62}\n", machine)):
+        (tmp_path / "memory.max").write_text(text)
+        assert memory_per_rank(tmp_path) == expected
 
 
 def test_a_process_on_one_core_computes_with_one_thread() -> None:

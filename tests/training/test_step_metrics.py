@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from flowtrain.training.step_metrics import StepMetrics
@@ -18,12 +20,14 @@ def test_rows_that_only_keep_step_are_not_counted() -> None:
     """They would lower the packing efficiency with every rank that a run has."""
     one = torch.tensor(1.0)
     metrics = StepMetrics()
-    for row in (pack_row([Sample((1, 2), (3, 4), (-1.0,) * 2, (1.0,) * 2, (1.0,) * 2)]), None):
+    packed = pack_row([Sample((1, 2), (3, 4), (-1.0,) * 2, (1.0,) * 2, (1.0,) * 2)])
+    for row in (replace(packed, num_repeated_tokens=2), None):
         metrics.add(dict.fromkeys(STATS, one), one, one, row)
     assert len(empty_row().input_ids_N) == 1, "which would be counted"
     metrics.close_step(1.0)
     found = metrics.reduce(WORLD, 0.1)
     assert (found["num_rows"], found["num_packed_tokens"]) == (1, 3)
+    assert found["repeated_token_share"] == 2 / 3
 
 
 def test_the_kl_is_named_for_the_policy_that_it_is_to() -> None:

@@ -7,14 +7,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from flowkernels import LossSpec
 from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowtrain.training import model as models
+from flowtrain.training import sharding
 from flowtrain.training.row_loss import forward_rows
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -293,6 +297,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
         "num_rows",
         "num_packed_tokens",
         "shared_token_share",
+        "repeated_token_share",
         "train_tflop",
     }
     assert {name: among[name] for name in told} == {name: without[name] for name in told}
@@ -502,6 +507,7 @@ def test_statistics_are_means_over_the_trained_tokens(
             "num_tokens": num_tokens,
             "num_packed_tokens": sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples),
             "shared_token_share": 0.0,
+            "repeated_token_share": 0.0,
             "num_rows": len(rows),
             "train_tflop": 4
             / 3
@@ -525,3 +531,31 @@ def test_statistics_are_means_over_the_trained_tokens(
         }
         assert stats == pytest.approx(expected, rel=1e-4)
         assert 0.1 < stats["clip_fraction"] < 0.9 and stats["ratio_max"] > 1.3
+
+
+def test_an_optimizer_step_asks_nothing_of_each_parameter_in_turn(tiny_path: str) -> None:
+    """Hundreds of small questions to the host take longer than a GPU steps."""
+    alone = World.join("cpu")
+    try:
+        spec = sharding.ShardSpec(torch.bfloat16)
+        model = sharding.shard(models.load_model(tiny_path, torch.float32), alone, spec)
+        trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        trainer.optimizer.step()  # which makes the moments
+        with Dispatched() as asked:
+            trainer.optimizer.step()
+        assert 0 < asked.num < 2 * len(trainer.optimizer.state)
+    finally:
+        alone.leave()
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts the operators that are called meanwhile."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **kwargs or {})

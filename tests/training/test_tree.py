@@ -4,7 +4,8 @@ should.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -12,14 +13,11 @@ from forests import is_valid_tree, tree_bounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.agentflow_shape import agentflow_samples
+from bench.packing import packed_by
 from flowtrain.training import tree
-from flowtrain.training.tree import (
-    PackedRow,
-    empty_row,
-    pack,
-    pack_row,
-    pack_rows,
-)
+from flowtrain.training.cost import ForwardCost
+from flowtrain.training.tree import PackedRow, empty_row, pack, pack_row, pack_rows
 from flowtrain.types import Sample
 
 
@@ -77,13 +75,8 @@ def unpack(row: PackedRow) -> list[Sample]:
 
 
 def key(sample: Sample) -> tuple[object, ...]:
-    return (
-        sample.prompt_ids,
-        sample.response_ids,
-        sample.logprobs,
-        sample.advantages,
-        sample.loss_weights,
-    )
+    ids, weights = (sample.prompt_ids, sample.response_ids), sample.loss_weights
+    return (*ids, sample.logprobs, sample.advantages, weights)
 
 
 def prefixes(samples: list[Sample]) -> set[tuple[int, ...]]:
@@ -107,24 +100,67 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
             len(s.prompt_ids) + len(s.response_ids) - 1 for s in members
         )
         assert is_valid_tree(row.subtree_end_N)
-        dtypes = [
-            tensor.dtype
-            for tensor in (
-                row.input_ids_N,
-                row.position_ids_N,
-                row.subtree_end_N,
-                row.target_row_T,
-                row.target_ids_T,
-            )
+        of_tokens = row.input_ids_N, row.position_ids_N, row.subtree_end_N
+        of_targets = row.target_row_T, row.target_ids_T
+        assert {tensor.dtype for tensor in (*of_tokens, *of_targets)} == {torch.int64}
+        values = row.advantage_T, row.loss_weight_T, row.old_logprob_T
+        assert {tensor.dtype for tensor in values} == {torch.float32}
+    repeated = sum(row.num_repeated_tokens for row in rows)
+    assert sum(len(row.input_ids_N) for row in rows) - repeated == len(prefixes(samples))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree, "_EVENNESS", 0.0)
+        uneven = pack_rows(samples, budget)
+    filled = sum(row.num_repeated_tokens for row in packed_by("filled", samples, budget))
+    assert sum(row.num_repeated_tokens for row in uneven) <= filled
+    assert repeated <= filled + tree._EVENNESS * tree._ROW_TOKENS * len(rows), "for evenness' sake"
+    whole, cost = pack_rows(samples, 1000), ForwardCost(2.0, 3.0, 5.0, 1.0)
+    once = sum(map(cost.training_flops, rows))
+    assert once == sum(map(cost.training_flops, whole)), "whatever was cut"
+    assert sum(map(cost.flops, rows)) >= sum(map(cost.flops, whole)) + 2 * repeated
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(sample_lists(), st.integers(1, 40))
+def test_no_other_cuts_cost_less(samples: list[Sample], budget: int) -> None:
+    """Against all of them, without what every one repeats."""
+    samples = sorted(samples, key=lambda s: s.prompt_ids + s.response_ids[:-1])[:7]
+    costs = []
+    for cuts in product((False, True), repeat=max(len(samples) - 1, 0)):
+        inner = [place for place, is_cut in enumerate(cuts, 1) if is_cut]
+        parts = [samples[a:b] for a, b in pairwise([0, *inner, len(samples)])]
+        if all(len(part) <= 1 or len(prefixes(part)) <= budget for part in parts):
+            costs.append(cost_of([len(prefixes(part)) for part in parts if part], budget))
+    found = [len(row.input_ids_N) for row in pack_rows(samples, budget)]
+    assert cost_of(found, budget) == pytest.approx(min(costs))
+
+
+def cost_of(sizes: list[int], budget: int) -> float:
+    return sum(size + 512 * (1 + (size / budget) ** 2 / 2) for size in sizes)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1000, 6000))
+def test_a_group_that_fits_in_a_row_is_not_cut(sizes: list[int], budget: int) -> None:
+    """Groups of AgentFlow's shape, each with 900 tokens that its rollouts have in common."""
+    groups = [
+        [
+            replace(s, prompt_ids=(n, *s.prompt_ids), advantages=(float(n),) * len(s.response_ids))
+            for s in agentflow_samples(3, 0.3, size)
         ]
-        assert set(dtypes) == {torch.int64}
-        assert {row.advantage_T.dtype, row.loss_weight_T.dtype, row.old_logprob_T.dtype} == {
-            torch.float32
-        }
-    for members, following in pairwise(unpacked):
-        assert len(prefixes([*members, following[0]])) > budget, (
-            "a row is closed only when the next sample does not fit"
-        )
+        for n, size in enumerate(sizes)
+    ]
+    rows = pack_rows([s for group in groups for s in group], budget)
+    for n, group in enumerate(groups):
+        num_rows = sum(bool((row.advantage_T == n).any()) for row in rows)
+        assert num_rows == 1 or len(pack_row(group).input_ids_N) > budget
+
+
+def test_cuts_fall_between_rollouts_and_leave_no_short_row() -> None:
+    rows = pack_rows(agentflow_samples(4, 0.3), 6000)
+    assert [row.num_repeated_tokens for row in rows] == [0, 900], "what a group has in common"
+    assert all(len(row.input_ids_N) > 3500 for row in rows)
+    chains = [Sample((7,) * (n % 3) + (9, n) * 50, (1,), *[(0.0,)] * 3) for n in range(10)]
+    assert [len(row.cu_targets_S1) - 1 for row in pack_rows(chains, 900)] == [5, 5]
 
 
 @settings(derandomize=True, deadline=None)
@@ -140,11 +176,6 @@ def of_size(size: int, token: int = 1) -> Sample:
 def test_a_sample_over_the_budget_gets_a_row_of_its_own() -> None:
     rows = pack_rows([of_size(3, 5), of_size(30, 6), of_size(4, 7)], 10)
     assert [len(row.input_ids_N) for row in rows] == [3, 30, 4]
-
-
-def test_what_is_alike_falls_into_one_row_whatever_the_order() -> None:
-    rows = pack_rows([of_size(6, token) for token in (1, 2, 1, 2, 1, 2)], 6)
-    assert [(len(row.input_ids_N), len(row.target_ids_T)) for row in rows] == [(6, 3), (6, 3)]
 
 
 def test_the_example_of_a_row() -> None:
@@ -184,11 +215,6 @@ def test_without_sharing_each_sample_is_a_tree_of_its_own(
             len(tree_bounds(row.subtree_end_N)) == num_samples + 1
             and len(row.input_ids_N) == row.num_unshared_tokens
         )
-
-
-def test_no_samples_make_no_rows() -> None:
-    assert pack_rows([], 10) == []
-    assert pack([], 3, 10) == [[], [], []]
 
 
 @settings(derandomize=True, deadline=None)

@@ -372,6 +372,7 @@ def test_two_ranks_report_the_statistics_of_one(results: dict[int, Path], name: 
         assert ours.pop("train_tflop") >= theirs.pop("train_tflop") * 0.999, (
             "what ranks hold apart is computed twice"
         )
+        assert 0 <= ours.pop("repeated_token_share") < 1 > theirs.pop("repeated_token_share")
         assert 0 <= ours.pop("shared_token_share") <= theirs.pop("shared_token_share") + 1e-6 < 1, (
             "what ranks hold apart is not shared"
         )

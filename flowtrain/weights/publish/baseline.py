@@ -7,12 +7,11 @@ the changes cross to the host to be encoded; the bytes are the same.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from flowkernels import diff_words, digest_words
-from torch import Tensor
+from flowkernels import WordDiff, diff_pieces, digest_words
 
 from flowtrain import _delta
 from flowtrain.weights.format.deltas import Blob
@@ -71,27 +70,26 @@ class HostBaseline:
 class DeviceBaseline:
     """The published words of one shard on its device, with the methods of `HostBaseline`.
 
-    It encodes at level 1 only: level 2 needs all old words on the host.
+    `encode_all` encodes for many of them at once.
     """
 
     def __init__(self, shard: TensorShard, level: int, num_threads: int) -> None:
-        self._words = shard.rows().view(torch.int16).clone()
-        self._level = level
-        self._num_threads = num_threads
-        self.digest = to_digest(digest_words(self._words, shard.first))
-
-    def encode(self, shard: TensorShard) -> Blob:
-        if self._level != 1:
+        if level != 1:
             raise ValueError(
-                f"level={self._level} needs the weights on the CPU; on {shard.source.device} "
+                f"level={level} needs the weights on the CPU; on {shard.source.device} "
                 "deltas are encoded at level 1 only"
             )
-        found = diff_words(self._words, shard.rows().view(torch.int16), shard.first)
+        self.words = shard.rows().view(torch.int16).clone()
+        self._num_threads = num_threads
+        self.digest = to_digest(digest_words(self.words, shard.first))
+
+    def blob(self, found: WordDiff, shard: TensorShard) -> Blob:
+        """Encode the delta of changes that are on the host."""
         return _delta.encode_pairs(
-            _to_host(found.counts).view(np.uint32),
-            _to_host(found.positions).view(np.uint16),
-            _to_host(found.diffs).view(np.uint16),
-            self._words.numel(),
+            found.counts.numpy().view(np.uint32),
+            found.positions.numpy().view(np.uint16),
+            found.diffs.numpy().view(np.uint16),
+            self.words.numel(),
             to_digest(found.digest_change),
             first=shard.first,
             base_digest=self.digest,
@@ -103,11 +101,11 @@ class DeviceBaseline:
 
     def compare(self, shard: TensorShard) -> tuple[int, Digest]:
         words = shard.rows().view(torch.int16)
-        num_changed = int(torch.count_nonzero(self._words != words))
+        num_changed = int(torch.count_nonzero(self.words != words))
         return num_changed, to_digest(digest_words(words, shard.first))
 
     def advance(self, shard: TensorShard, digest: Digest, blob: Blob | None) -> None:
-        self._words.copy_(shard.rows().view(torch.int16))
+        self.words.copy_(shard.rows().view(torch.int16))
         self.digest = digest
 
 
@@ -120,5 +118,36 @@ def make_baseline(shard: TensorShard, level: int, num_threads: int) -> Baseline:
     return (HostBaseline if is_on_host else DeviceBaseline)(shard, level, num_threads)
 
 
-def _to_host(tensor: Tensor) -> np.ndarray[Any, Any]:
-    return tensor.cpu().numpy()
+def encode_all(pairs: Sequence[tuple[Baseline, TensorShard]]) -> dict[str, Blob]:
+    """Encode the delta of each shard from its baseline. Returns them by tensor.
+
+    Of shards on a device the host waits twice, however many they are: for the number of their
+    changes, and for the changes.
+    """
+    blobs = {s.name: b.encode(s) for b, s in pairs if isinstance(b, HostBaseline)}
+    on_device = [(b, s) for b, s in pairs if isinstance(b, DeviceBaseline)]
+    if not on_device:
+        return blobs
+    found = diff_pieces(
+        [baseline.words for baseline, _ in on_device],
+        lambda piece: on_device[piece][1].rows().view(torch.int16),
+        [shard.first for _, shard in on_device],
+    )
+    for (baseline, shard), changes in zip(on_device, _on_host(found), strict=True):
+        blobs[shard.name] = baseline.blob(changes, shard)
+    return blobs
+
+
+def _on_host(found: Sequence[WordDiff]) -> Iterator[WordDiff]:
+    """Copy changes to the host, each field of all pieces in one piece."""
+    fields = ("counts", "positions", "diffs", "digest_change")
+    parts = [[getattr(each, field) for each in found] for field in fields]
+    whole = [torch.cat(each) for each in parts]
+    on_gpu = whole[0].is_cuda
+    on_host = [torch.empty_like(each, device="cpu", pin_memory=on_gpu) for each in whole]
+    for to, each in zip(on_host, whole, strict=True):
+        to.copy_(each, non_blocking=True)
+    if on_gpu:
+        torch.cuda.current_stream(whole[0].device).synchronize()
+    cut = [to.split([len(x) for x in each]) for to, each in zip(on_host, parts, strict=True)]
+    return (WordDiff(*each) for each in zip(*cut, strict=True))

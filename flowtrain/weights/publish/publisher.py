@@ -22,7 +22,12 @@ from flowtrain.weights.format.files import write_delta, write_snapshot
 from flowtrain.weights.format.layout import Digest, Layout, add, num_words_of
 from flowtrain.weights.format.manifest import File, Manifest, total_bytes
 from flowtrain.weights.format.tensor_shards import TensorShard, local_shards, spec_of
-from flowtrain.weights.publish.baseline import Baseline, HostBaseline, make_baseline
+from flowtrain.weights.publish.baseline import (
+    Baseline,
+    HostBaseline,
+    encode_all,
+    make_baseline,
+)
 from flowtrain.weights.publish.schedule import DeltaChain, SkipTiers, SnapshotPolicy
 from flowtrain.weights.ranks import Alone, Ranks, gather, together
 from flowtrain.weights.stores.folder import WeightStore
@@ -243,7 +248,7 @@ class Publisher:
         for part in _sample_and_rest(shards):
             # All ranks take the same decision, so none waits for another's sizes in vain.
             if not self.policy.is_dense(num_bytes, full_bytes):
-                blobs |= {shard.name: base.baselines[shard.name].encode(shard) for shard in part}
+                blobs |= encode_all([(base.baselines[shard.name], shard) for shard in part])
                 words = sum(_delta.info(blob)["num_words"] for blob in blobs.values())
                 sizes = gather(self.ranks, (sum(map(len, blobs.values())), 2 * words))
                 num_bytes, full_bytes = map(sum, zip(*sizes, strict=True))

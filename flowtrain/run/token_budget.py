@@ -1,0 +1,74 @@
+"""The number that `train.token_budget = "auto"` stands for, found once when a run begins."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+from flowtrain.config import Config, Train
+from flowtrain.run.components import RunComponents
+from flowtrain.run.placement import Placement
+from flowtrain.training.devices import memory_per_rank
+from flowtrain.training.records import Prepared
+from flowtrain.training.tree import pack, repeated_share
+
+_FEWEST, _MOST = 1024, 65536
+"""Bounds in tokens. 8 rollouts of AgentFlow's 10 turns are 64,460."""
+_MUCH, _LITTLE = 0.15, 0.05
+"""Shares of tokens that cuts repeat: a person is told of the one, and how to come to the other."""
+
+
+def with_token_budget(components: RunComponents, placement: Placement) -> RunComponents:
+    """Put the number into the config: that of the run which goes on in its folder, else the most
+    that every rank which trains has memory for; collective, and the same on all ranks.
+    """
+    config, world = components.config, components.world
+    if config.train.token_budget != "auto":
+        return components
+    known, own, begun = 0, _MOST, Path(config.run.dir) / "config.toml"
+    if world.is_main and config.run.resume == "auto" and begun.exists():
+        known = tomllib.loads(begun.read_text())["train"]["token_budget"]
+    elif placement.trainers.is_member:
+        own = largest_budget(*(_room(components, placement, end) for end in (_FEWEST, _MOST)))
+    of_run, negative = map(int, world.max([known, -own]))
+    config = _with_number(config, of_run or -negative)
+    components.algorithm.config = config
+    return replace(components, config=config)
+
+
+def largest_budget(few_room: float, most_room: float) -> int:
+    """Return the tokens of a row that leave no room, in steps of 1,024, given the bytes that 1,024
+    and 65,536 leave: memory grows in a line, but for a chunk of the head.
+    """
+    share = few_room / max(few_room - most_room, 1)
+    num_tokens = int(_FEWEST + share * (_MOST - _FEWEST))
+    return min(max(num_tokens, _FEWEST), _MOST) // _FEWEST * _FEWEST
+
+
+def advice(step: int, prepared: Prepared, train: Train) -> str:
+    """Say which budget would cut the trees of this rank little; "" where they are cut little."""
+    budget, rows = train.row_budget, prepared.rows
+    share = repeated_share(rows)
+    if share <= _MUCH:
+        return ""
+    while repeated_share(rows) > _LITTLE:
+        budget *= 2
+        rows = pack(prepared.batch.samples, prepared.batch.num_minibatches, budget)
+    room = "" if train.recompute else "; train.recompute = true makes room for it"
+    return (
+        f"{share:.0%} of the tokens of step {step} are repeated, because rows of "
+        f"{train.row_budget} tokens cut trees: train.token_budget = {budget} would leave "
+        f"{repeated_share(rows):.0%}{room}"
+    )
+
+
+def _room(components: RunComponents, placement: Placement, budget: int) -> float:
+    config = _with_number(components.config, budget)
+    plan = replace(components, config=config).plan_memory(placement)
+    return plan.room(config, memory_per_rank())
+
+
+def _with_number(config: Config, budget: int) -> Config:
+    train = config.train.model_copy(update={"token_budget": budget})
+    return config.model_copy(update={"train": train})
