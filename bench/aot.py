@@ -27,6 +27,7 @@ import triton
 import triton.knobs
 from flowkernels import (
     branching_triton,
+    layers_triton,
     logprobs_triton,
     policy_loss_triton,
     rows_triton,
@@ -48,7 +49,15 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
-_SIZES = ("num_vocab", "num_words", "num_elements", "row_stride", "out_stride")
+_SIZES = (
+    "num_vocab", "num_words", "num_elements", "num_columns", "size", "row_stride", "out_stride",
+    "gate_stride", "up_stride",
+)  # fmt: skip
+_OF_LAYERS = (
+    "hidden", "scale", "query", "key", "query_out", "key_out", "cos", "sin", "gate", "up", "dout",
+    "dhidden", "dgate", "dup",
+)  # fmt: skip
+"""Tensors in the dtype of the model."""
 _POINTERS = {
     "targets_ptr": "*i64",
     "mask_ids_ptr": "*i64",
@@ -159,6 +168,7 @@ def _row(task: tuple[int, str, bool]) -> dict[str, Any]:
 
 def variants() -> Iterator[Variant]:
     yield from _row_variants()
+    yield from _layer_variants()
     merge = {"NUM": len(NAMES), **policy_loss_triton.MERGE}
     of_loss, of_tree, of_delta = policy_loss_triton, branching_triton, sparse_delta_triton
     scatter = {"WRITES": True, **of_delta.SCATTER}
@@ -250,6 +260,30 @@ def _row_variants() -> Iterator[Variant]:
     yield Variant("loss", "fp32->bf16", loss, *_split(mixed), "fp32->bf16", goal=to_half)
 
 
+def _layer_variants() -> Iterator[Variant]:
+    """The layers of models of 0.5 and 7 billion parameters."""
+    of, both = layers_triton, layers_triton.GATED
+    forward = {**both, "dout_ptr": None, "dgate_ptr": None, "dup_ptr": None}
+    kinds: list[_Other] = [
+        ("gated", "", of.gated_kernel, forward, roofline.GATED),
+        ("gated", "gradient", of.gated_kernel, both, roofline.GATED_GRADIENT),
+    ]
+    for size, heads in ((896, (14, 2, 64)), (3584, (28, 4, 128))):
+        norm, gradient = of.norm_launch(size), of.norm_launch(size, of.GRADIENT_PER_WARP)
+        norms = (
+            ("norm", of.norm_kernel, norm, roofline.NORM),
+            ("norm gradient", of.norm_gradient_kernel, gradient, roofline.NORM_GRADIENT),
+        )
+        kinds += [(n, f"{size}", f, {"FORM": "llama", **launch}, g) for n, f, launch, g in norms]
+        for name, inverse in ((f"{size}", False), (f"{size} inverse", True)):
+            launch = {"INVERSE": inverse, **of.rotary_launch(*heads)}
+            kinds.append(("rotary", name, of.rotary_kernel, launch, roofline.ROTARY))
+    for dtype in ("bf16", "fp32"):
+        for kernel, extra, function, arguments, goal in kinds:
+            name = f"{dtype} {extra}".strip()
+            yield Variant(kernel, name, function, *_split(arguments), dtype, goal=goal)
+
+
 def _split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Launch arguments into the kernel's own and the compiler's."""
     options = {name: x for name, x in arguments.items() if name in _OPTIONS}
@@ -299,13 +333,16 @@ def compile_one(variant: Variant, target_name: str, *, has_roofline: bool) -> di
 
 def _type(name: str, dtype: str) -> str:
     logits, _, gradient = dtype.partition("->")
+    if name.removesuffix("_ptr") in _OF_LAYERS:
+        return f"*{dtype}"
     if name in ("logits_ptr", "out_ptr", "gradient_ptr"):
         return f"*{logits if name == 'logits_ptr' or not gradient else gradient}"
     if name.endswith("_ptr"):
         return _POINTERS.get(name, "*fp32")
     if name in ("num_elements", "num_words", "first", "row_stride", "out_stride"):
         return "i64"
-    return "i32" if name.startswith("num_") or name.endswith("_stride") else "fp32"
+    is_number = name.startswith("num_") or name.endswith("_stride") or name == "size"
+    return "i32" if is_number else "fp32"
 
 
 def _ptxas(ptx: str, arch: int, fuses: bool) -> str:

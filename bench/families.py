@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from bench.measure import report
 from flowtrain.training import attention
+from flowtrain.training.fused_layers import fuse_layers, fused_text
 from flowtrain.training.lm_head import equip, fused_head
 from flowtrain.training.model_check import check_config
 from flowtrain.training.row_loss import score_row
@@ -186,11 +187,13 @@ def parity(config: PreTrainedConfig) -> dict[str, Any]:
     truth = torch.cat([one_by_one(model, each) for each in every])
     model.set_attn_implementation(attention.NAME)
     equip(model)
+    fuse_layers(model)
     ours = torch.cat(in_a_tree(model, every))
     return {
         "largest_difference": float((ours - truth).abs().max()),
         "std_of_logprobs": float(truth.std()),
         "linear_loss": fused_head(model) is not None,
+        "fused": fused_text(model),
     }
 
 

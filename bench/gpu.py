@@ -44,6 +44,7 @@ LIMITS_S = {
     "steps": 300,
     "attention": 300,
     "head_chunks": 90,
+    "layers": 120,
     "losses": 90,
     "delta": 60,
     "memory": 300,

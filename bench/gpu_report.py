@@ -66,6 +66,7 @@ def findings(rows: Mapping[str, Sequence[Row]]) -> Iterator[Finding]:
         "kernel_tests": _tests,
         "steps": _steps,
         "head_chunks": _head_chunks,
+        "layers": _layers,
         "losses": _losses,
         "delta": _delta,
         "memory": _memory,
@@ -97,6 +98,12 @@ def _head_chunks(row: Row) -> Iterator[Finding]:
     if row["chunk_rows"] == row["T"] and row["D"] in (896, 3584):
         text = f"linear loss in one chunk, times its bare products, D={row['D']}"
         yield Finding(text, row["of gemm"], "<=", 1.15 if row["D"] == 896 else 1.05)
+
+
+def _layers(row: Row) -> Iterator[Finding]:
+    if row["path"] == "flowkernels":
+        text = f"{row['layer']}, share of a copy, D={row['D']}"
+        yield Finding(text, row["of copy"], ">=", 0.8)
 
 
 def _losses(row: Row) -> Iterator[Finding]:

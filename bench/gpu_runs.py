@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole trees": {"token_budget": 65536},
     "whole trees, recompute": {"token_budget": 65536, "recompute": True},
     "compile": {"compile": True},
+    "layers not fused": {"fused": False},
     "recompute": {"recompute": True},
     "no reshard": {"reshard": False},
     "groups split": {"splits": True},

@@ -43,6 +43,7 @@ _KERNEL_TESTS = (
     "batch_invariance",
     "callers",
     "future_ratio",
+    "layers",
     "rows_exact",
     "statistics",
     "z_loss",
@@ -173,6 +174,17 @@ def head_chunks(cases: Cases) -> None:
 
         for num_rows in (*chunks, num_tokens):
             cases.run(f"D={size}, {num_rows} rows", partial(measure, num_rows))
+
+
+def layers(cases: Cases) -> None:
+    """Each layer beside its rivals, and beside a copy of the bytes that it must move."""
+    from bench import layers as bench
+
+    dtype = torch.float32 if cases.is_small else torch.bfloat16
+    shapes, num_tokens = (bench.SMALL, 16) if cases.is_small else (bench.SHAPES, 16384)
+    for (name, shape), layer in product(shapes.items(), bench.LAYERS):
+        run = partial(bench.measure, layer, shape, num_tokens, dtype, cases.device)
+        cases.run(f"{name}, {layer}", run)
 
 
 def losses(cases: Cases) -> None:

@@ -122,6 +122,13 @@ NO_WRITE = Goal(0.8, 6, load_bytes=2)
 SCATTER = Goal(0.8, 34 / 3, load_bytes=2, store_bytes=2)
 """A change is three loads of two bytes; its own 4 bytes must move and the 32 of its word's sector,
 and these once more to be written."""
+NORM = Goal(0.8, 1, min_loads=2, store_bytes=13, max_shuffles=0.6)
+"""Weights are loaded once more for each few rows, and the lanes of a row meet at its end."""
+NORM_GRADIENT = Goal(0.8, 1.5, load_bytes=10, max_shuffles=0.7)
+ROTARY = Goal(0.8, 1.75, min_loads=3, load_bytes=8, store_bytes=8)
+"""Heads of 64 in a few key heads are short."""
+GATED = Goal(0.8, 1.5, min_loads=2)
+GATED_GRADIENT = Goal(0.8, 2, min_loads=2)
 STATISTICS = SmallGoal(waits=3)
 MERGE = SmallGoal(waits=4, has_loop=False)
 SCAN = SmallGoal(waits=1)

@@ -53,7 +53,7 @@ class Train(Section):
     """attention over token trees: torch's SDPA on runs of tokens; FlexAttention by Triton (flex) or
     by the package flash-attn-4 (flash); auto: flex on a GPU, else sdpa"""
     compile: bool = False
-    """compile each decoder layer"""
+    """compile each decoder layer; its norms, rotations and MLPs are not fused by hand then"""
     reshard: bool = True
     """layers of models of over 50 M parameters gather their weights again for the backward pass;
     false: they keep them gathered"""

@@ -7,6 +7,7 @@ import torch
 from flowtrain import __version__
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
+from flowtrain.training.fused_layers import fused_text
 
 
 def train_banner(components: RunComponents, placement: Placement, start_step: int) -> str:
@@ -23,6 +24,7 @@ def train_banner(components: RunComponents, placement: Placement, start_step: in
         "ranks": f"sampled by {samplers}, trained by {trainers.size} ({device})",
         "steps": f"{train.num_steps}, {each_step}"
         + f", after step {start_step}" * (start_step > 0),
+        "fused": fused_text(components.model) or "no layers",
     }
     return _banner(
         components, f"{config.algorithm.name} trains the {config.word_for(train.policy)}", rows

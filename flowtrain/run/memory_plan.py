@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config, Lora
 from flowtrain.training import attention
+from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.lora import add_adapter
 from flowtrain.training.optimizers import KINDS
 from flowtrain.training.sharding import is_sharded_by_layer, recompute_layers
@@ -147,7 +148,8 @@ def plan_memory(
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
     num_tokens = train.row_budget
-    at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, lora=lora)
+    how: dict[str, Any] = {"lora": lora, "fused": not (train.exact or train.compile)}
+    at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, **how)
     fp32_logits = train.has_fp32_logits(on_gpu)
     head_weights, head_transient = head(model, size, num_tokens, on_gpu, fp32_logits)
     head_bytes = head_weights + max(0, head_transient - max(0, in_layers - at_head))
@@ -228,12 +230,14 @@ def activations(
     recompute: bool,
     *,
     lora: Lora | None = None,
+    fused: bool = True,
 ) -> tuple[int, int]:
     """Count what all layers hold when the head is reached, and their peak (early in the backward
-    pass). `lora`: of the adapter, if one is all that is trained.
+    pass). `lora`: of the adapter, if one is all that is trained. `fused`: as `ShardSpec.fused`.
     """
+    how: dict[str, Any] = {"lora": lora, "fused": fused}
     two, three = (
-        _simulate(config, dtype, num_tokens, recompute, num_layers=number, lora=lora)
+        _simulate(config, dtype, num_tokens, recompute, num_layers=number, **how)
         for number in (2, 3)
     )
     at_head, peak = (
@@ -279,6 +283,7 @@ def _simulate(
     *,
     num_layers: int,
     lora: Lora | None,
+    fused: bool,
 ) -> tuple[int, int]:
     config = copy.deepcopy(config)
     config.num_hidden_layers = num_layers
@@ -293,6 +298,8 @@ def _simulate(
         model.to(dtype)  # as FSDP gathers an adapter
         # MemTracker bears no frozen weights. They keep the same inputs for the adapter's sake.
         model.requires_grad_(True)
+    if fused:
+        fuse_layers(model)
     if recompute:
         recompute_layers(model)
     for parameter in model.parameters():

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.training import attention, lm_head
 from flowtrain.training.exact import make_exact
+from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.world import World
 
 _SMALL = 50_000_000
@@ -51,6 +52,8 @@ class ShardSpec:
     """The head's logits stay in fp32, whatever `dtype` is, until log-probs are taken of them."""
     exact: bool = False
     """A token's log-prob has the same bits whatever shares its row; `attention` has no say then."""
+    fused: bool = True
+    """Layers are those of `fused_layers`, unless they are compiled or exact."""
 
 
 def shard(
@@ -75,6 +78,8 @@ def shard(
     model.set_attn_implementation(attention.name_of(spec.attention, world.device))
     if spec.exact:
         make_exact(model, spec.dtype, world.device)
+    elif spec.fused and not spec.compile:
+        fuse_layers(model)
     if spec.recompute:
         recompute_layers(model)
     if spec.compile:

@@ -1,5 +1,5 @@
-"""Fused losses for reinforcement learning of language models, and sparse deltas of weights: torch
-and Triton are all they need.
+"""Fused losses for reinforcement learning of language models, layers of their decoders, and sparse
+deltas of weights: torch and Triton are all they need.
 
     from flowkernels import LossSpec, policy_loss
 
@@ -18,6 +18,7 @@ from flowkernels.branching import (
     discounted_reverse_scan,
 )
 from flowkernels.future_ratio import FutureRatio, future_aware, future_factor
+from flowkernels.layers import rms_norm, rotary, swiglu
 from flowkernels.linear_logprobs import linear_logprobs
 from flowkernels.linear_policy_loss import linear_policy_loss
 from flowkernels.logprobs import LogProbs, logprobs
@@ -75,8 +76,11 @@ __all__ = [
     "logprobs",
     "m2po_clip",
     "policy_loss",
+    "rms_norm",
+    "rotary",
     "scatter_words_",
     "second_moment_bound",
+    "swiglu",
     "token_loss",
     "token_weights",
 ]

@@ -16,6 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 _RUNS_TRITON = torch.cuda.is_available() or importlib.util.find_spec("numpy") is not None
 IMPLS = ("torch", "triton") if _RUNS_TRITON else ("torch",)
 """Triton's interpreter, which stands in for a GPU, needs numpy."""
+BF16_ROUNDING = 2**-8
+"""Largest relative error of one rounding."""
 Batch = dict[str, Any]
 """Tensors on the CPU by the names of `policy_loss`'s arguments."""
 
@@ -49,13 +51,6 @@ def peak_bytes(run: Callable[[], Any]) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
-
-
-def bf16_rounding(impl: str) -> float:
-    """Largest relative error of one rounding to bf16: half an ulp, or a whole one in Triton's
-    interpreter, which cuts bits off.
-    """
-    return 2**-7 if impl == "triton" and device_of(impl) == "cpu" else 2**-8
 
 
 def random_batch(

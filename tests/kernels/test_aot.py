@@ -26,7 +26,8 @@ LEFT_OUT = ("fp16 odd", "fp16 all", "fp16 odd all", "fp32 odd all", "bf16 16 war
 conversions, and `bf16 odd all` takes more registers than `fp32 odd all`.
 """
 KERNELS = {"score", "gradient", "loss", "scale", "statistics", "merge", "scan", "branching"} | {
-    f"delta {name}" for name in ("count", "compact", "scatter", "digest")
+    *(f"delta {name}" for name in ("count", "compact", "scatter", "digest")),
+    *("norm", "norm gradient", "rotary", "gated"),
 }
 
 
@@ -107,6 +108,7 @@ def test_the_table_has_every_kernel_of_the_package(monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(ROOT))
     from flowkernels import (
         branching_triton,
+        layers_triton,
         logprobs_triton,
         policy_loss_triton,
         sparse_delta_triton,
@@ -114,7 +116,10 @@ def test_the_table_has_every_kernel_of_the_package(monkeypatch: pytest.MonkeyPat
 
     from bench import aot
 
-    modules = (branching_triton, logprobs_triton, policy_loss_triton, sparse_delta_triton)
+    modules = (
+        *(branching_triton, layers_triton, logprobs_triton, policy_loss_triton),
+        sparse_delta_triton,
+    )
     kernels = {
         f"{m.__name__}.{n}": k for m in modules for n, k in vars(m).items() if n.endswith("_kernel")
     }

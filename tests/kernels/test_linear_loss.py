@@ -23,8 +23,8 @@ from flowkernels import (
     token_loss,
 )
 from kernel_truth import (
+    BF16_ROUNDING,
     Batch,
-    bf16_rounding,
     counted,
     counted_tokens,
     mask_of,
@@ -430,7 +430,7 @@ def test_a_bf16_head_loses_less_than_plain_torch_does(name: str, impl: str) -> N
             assert (
                 error
                 <= (0.5 if fp32_logits else 1.0) * plain_error
-                + bf16_rounding(impl) / 2 * true[key].norm()
+                + BF16_ROUNDING / 2 * true[key].norm()
             ), (key, fp32_logits)
         for ours_T, true_score, plain_score in zip(
             (out.logprob_T, out.entropy_T), true_scores, plain_scores, strict=True
@@ -494,7 +494,7 @@ def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(rows: int, spec: Any, i
     error, rounded_error = (
         (x - true).norm() / true.norm() for x in (gradients["weight_VD"], rounded)
     )
-    assert error < bf16_rounding(impl) and rounded_error > 0.05
+    assert error < BF16_ROUNDING and rounded_error > 0.05
 
 
 @pytest.mark.parametrize(("dtype", "lost"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from flowkernels import LossSpec, TokenLoss, Tokens, policy_loss, token_loss
 from kernel_truth import (
-    bf16_rounding,
+    BF16_ROUNDING,
     counted,
     device_of,
     on_device,
@@ -235,7 +235,7 @@ def test_bf16_logits_lose_less_than_plain_torch_does(name: str, impl: str) -> No
         plain_loss - true_loss
     ).abs() + 1e-5 * true_loss.abs() + 1e-5
     # All arithmetic is fp32: what is lost is the rounding of the result to bf16 and nothing else.
-    error, rounding = (gradient - true_gradient).abs(), bf16_rounding(impl)
+    error, rounding = (gradient - true_gradient).abs(), BF16_ROUNDING
     assert (error <= rounding * true_gradient.abs() + 1e-5).all()
     assert (
         error.max()

@@ -15,8 +15,8 @@ import pytest
 import torch
 from flowkernels import LossSpec, logprobs, policy_loss, statistics
 from kernel_truth import (
+    BF16_ROUNDING,
     Batch,
-    bf16_rounding,
     counted,
     device_of,
     on_device,
@@ -116,7 +116,7 @@ def test_scores_and_gradients_of_hard_rows(
         )
         assert dtype == torch.float32 or error.max() <= (baseline_T - true_T).abs().max(), name
     error = (leaf.grad.cpu().double() - true_gradient).abs()
-    rounding = 0.0 if dtype == torch.float32 else bf16_rounding(impl)
+    rounding = 0.0 if dtype == torch.float32 else BF16_ROUNDING
     bound = gradient_floor(logits, targets, temperature, a, c) + rounding * true_gradient.abs()
     assert (error <= bound).all(), (error - bound).amax(-1)
     if dtype == torch.bfloat16:
@@ -141,7 +141,7 @@ def test_fused_losses_of_hard_rows(vocab: int, dtype: torch.dtype, impl: str) ->
         batch["weight_T"].abs() * (batch["advantage_T"].abs() + 0.3) * floor
     ).sum()
     a, c = batch["weight_T"] * batch["advantage_T"], 0.3 * batch["weight_T"]
-    rounding = 0.0 if dtype == torch.float32 else bf16_rounding(impl)
+    rounding = 0.0 if dtype == torch.float32 else BF16_ROUNDING
     bound = (
         gradient_floor(batch["logits_TV"], batch["target_ids_T"], 1.0, a, c)
         + rounding * true_gradient.abs()
@@ -296,7 +296,7 @@ def test_elements_beyond_32_bits(impl: str) -> None:
     ).loss.backward()
     gradient = written.double().softmax(-1)
     gradient[[0, 1], targets[[0, 8]]] -= 1
-    bound = (bf16_rounding(impl) + 1e-4) * gradient.abs() + 1e-9
+    bound = (BF16_ROUNDING + 1e-4) * gradient.abs() + 1e-9
     for held in (logits.grad, logits.detach()):
         assert held is not None and ((held[[0, 8]].cpu().double() - gradient).abs() <= bound).all()
         assert (held[1:8].abs().amax(-1) == 0).all()

@@ -35,6 +35,7 @@ def test_a_run_says_what_learns_from_whom_and_what_comes_next() -> None:
         "  agent   agentflow, at most 3 turns, Search, Python_Coder, Base_Generator",
         "  ranks   sampled by torch on 1 ranks, trained by 8 (cuda)",
         "  steps   7, each 16 questions x 8 rollouts",
+        "  fused   no layers",
         "  folder  runs/a",
     ]
 

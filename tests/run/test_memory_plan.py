@@ -19,6 +19,7 @@ from flowtrain.run import memory_plan
 from flowtrain.run.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
 from flowtrain.training import attention, sharding
 from flowtrain.training.forest import Forest
+from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.types import UserError
 
 SHAPE = {
@@ -83,11 +84,13 @@ def with_layers(number: int) -> Qwen3Config:
     return Qwen3Config(**{**SHAPE, "num_hidden_layers": number}, num_key_value_heads=4, head_dim=16)
 
 
-def kept_bytes(config: Any) -> int:
+def kept_bytes(config: Any, fused: bool) -> int:
     """Count what autograd keeps of a real forward pass on one chain of tokens, without parameters
     and the row's own tensors.
     """
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).train()
+    if fused:
+        fuse_layers(model)
     forest = Forest.of(torch.full((NUM_TOKENS,), NUM_TOKENS))
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
@@ -103,22 +106,28 @@ def kept_bytes(config: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_activations_are_those_of_a_real_pass(name: str) -> None:
-    at_head, peak = activations(CONFIGS[name], torch.float32, NUM_TOKENS, recompute=False)
-    assert at_head == pytest.approx(kept_bytes(CONFIGS[name]), rel=0.02)
+def test_activations_are_those_of_a_real_pass(name: str, fused: bool) -> None:
+    config = CONFIGS[name]
+    at_head, peak = activations(config, torch.float32, NUM_TOKENS, recompute=False, fused=fused)
+    assert at_head == pytest.approx(kept_bytes(config, fused), rel=0.02)
     assert at_head < peak < 1.5 * at_head
 
 
-def test_a_layer_of_qwen3_keeps_what_can_be_counted_by_hand() -> None:
-    """Per token and in numbers of fp32: around each of two norms the input, the normalised and the
-    weighted one; queries and keys before and after their norms and after rotation; values;
-    attention's output twice, and one number per head; four of the MLP's width.
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_layer_of_qwen3_keeps_what_can_be_counted_by_hand(fused: bool) -> None:
+    """Per token and in numbers of fp32: around each of two norms the input and the output; queries
+    and keys before their norms and after rotation; values; attention's output twice, and one number
+    per head; two of the MLP's width. Not fused: in each norm what is not weighted yet, and four of
+    the MLP's width.
     """
     four, five = (
-        activations(with_layers(num), torch.float32, NUM_TOKENS, False)[0] for num in (4, 5)
+        activations(with_layers(num), torch.float32, NUM_TOKENS, False, fused=fused)[0]
+        for num in (4, 5)
     )
-    by_hand = 2 * 3 * 64 + 2 * 3 * 64 + 64 + 2 * 64 + 4 + 4 * 160
+    of_norms, of_mlp = (2, 2) if fused else (3, 4)
+    by_hand = 4 * of_norms * 64 + 64 + 2 * 64 + 4 + of_mlp * 160
     norms = 2 + 2 * 4  # the reciprocal deviation of each
     assert (five - four) / 4 / NUM_TOKENS == pytest.approx(by_hand + norms, rel=0.01)
 

@@ -154,9 +154,8 @@ def test_compiled_layers_compute_the_same_and_share_their_graphs(
     torch._dynamo.reset()
     grads, counts = [], []
     for is_compiled in (False, True):
-        model = sharding.shard(
-            models.load_model(tiny_path, torch.float32), alone, sharding.ShardSpec(torch.float32)
-        )
+        spec = sharding.ShardSpec(torch.float32, fused=not is_compiled)
+        model = sharding.shard(models.load_model(tiny_path, torch.float32), alone, spec)
         if is_compiled:
             sharding.compile_layers(model, backend="aot_eager")
         for seed, number in enumerate((3, 9, 5, 14)):

@@ -25,6 +25,7 @@ from flowtrain.training.model_check import check_config, load_config
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "families.json"
 KNOWN = [name for name in TRAINED if name in CONFIG_MAPPING]
 FOUND = {
     "bert": "no list called `layers`",
@@ -54,9 +55,12 @@ FOUND = {
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_a_tree_has_the_log_probs_of_transformers(family: str) -> None:
+    """The layers that were fused when it was tried are."""
     found = parity(config_of(family, TRAINED[family]))
     assert found["largest_difference"] < 3e-6 * max(1.0, 2 * found["std_of_logprobs"])
     assert found["std_of_logprobs"] > 0.05, "the weights are large enough to tell"
+    rows = json.loads(RESULTS.read_text())["rows"]
+    assert found["fused"] == next(row["fused"] for row in rows if row["family"] == family)
 
 
 @pytest.mark.parametrize("family", KNOWN)
