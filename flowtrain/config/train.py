@@ -53,7 +53,10 @@ class Train(Section):
     """attention over token trees: torch's SDPA on runs of tokens; FlexAttention by Triton (flex) or
     by the package flash-attn-4 (flash); auto: flex on a GPU, else sdpa"""
     compile: bool = False
-    """compile each decoder layer; its norms, rotations and MLPs are not fused by hand then"""
+    """compile each decoder layer"""
+    fused_layers: bool = True
+    """compute RMSNorms, rotary embeddings and gated MLPs by flowkernels where that gives their bits,
+    with less memory (docs/kernels.md); not with compile or exact"""
     reshard: bool = True
     """layers of models of over 50 M parameters gather their weights again for the backward pass;
     false: they keep them gathered"""

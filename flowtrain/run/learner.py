@@ -270,6 +270,7 @@ def make_trainer(
         weight_dtype=KINDS[optim.kind].weight_dtype,
         fp32_logits=train.has_fp32_logits(ranks.device.type == "cuda"),
         exact=train.exact,
+        fused=train.fused_layers,
     )
     reference = None
     if needs_reference and not has_adapter(components.model):

@@ -6,20 +6,25 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from flowkernels import LossSpec
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.run import memory_plan
+from flowtrain.run.learner import make_trainer
 from flowtrain.run.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
 from flowtrain.training import attention, sharding
 from flowtrain.training.forest import Forest
-from flowtrain.training.fused_layers import fuse_layers
+from flowtrain.training.fused_layers import fuse_layers, fused_text
+from flowtrain.training.trainer import OptimSpec
+from flowtrain.training.world import World
 from flowtrain.types import UserError
 
 SHAPE = {
@@ -130,6 +135,19 @@ def test_a_layer_of_qwen3_keeps_what_can_be_counted_by_hand(fused: bool) -> None
     by_hand = 4 * of_norms * 64 + 64 + 2 * 64 + 4 + of_mlp * 160
     norms = 2 + 2 * 4  # the reciprocal deviation of each
     assert (five - four) / 4 / NUM_TOKENS == pytest.approx(by_hand + norms, rel=0.01)
+
+
+@pytest.mark.parametrize("off", ["fused_layers", "compile", "exact"])
+def test_plan_and_trainer_agree_where_layers_are_not_fused(off: str) -> None:
+    counts, alone = [], World(0, 1, torch.device("cpu"))
+    for options in ({}, {off: off != "fused_layers"}):
+        config = settings(train={"token_budget": 96, **options})
+        model = build(CONFIGS["Qwen3"])
+        counts.append(plan(config, model, 1).parts["activations"])
+        components: Any = SimpleNamespace(config=config, model=model)
+        trainer = make_trainer(components, alone, loss=LossSpec(), optim=OptimSpec(lr=1.0))
+        assert bool(fused_text(trainer.model)) != bool(options)
+    assert counts[0] < 0.8 * counts[1]
 
 
 def test_recomputing_keeps_the_inputs_of_layers_and_one_layer_whole() -> None:
