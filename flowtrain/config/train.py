@@ -55,8 +55,8 @@ class Train(Section):
     compile: bool = False
     """compile each decoder layer"""
     fused_layers: bool = True
-    """compute RMSNorms, rotary embeddings and gated MLPs by flowkernels where that gives their bits,
-    with less memory (docs/kernels.md); not with compile or exact"""
+    """compute RMSNorms, rotary embeddings and gated MLPs by flowkernels where that gives the same
+    bits, with less memory (docs/kernels.md); not with compile or exact"""
     reshard: bool = True
     """layers of models of over 50 M parameters gather their weights again for the backward pass;
     false: they keep them gathered"""
@@ -104,9 +104,6 @@ class Train(Section):
         if isinstance(options, dict) and options.get("minibatch_size"):
             return {"num_minibatches": 0} | options
         return options
-
-    def has_fp32_logits(self, on_gpu: bool) -> bool:
-        return on_gpu if self.fp32_logits == "auto" else self.fp32_logits == "on"
 
 
 class Rft(Section):

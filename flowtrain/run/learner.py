@@ -27,7 +27,13 @@ from flowtrain.training.minibatches import split
 from flowtrain.training.model import published_weights
 from flowtrain.training.optimizers import KINDS
 from flowtrain.training.records import Prepared, Rollouts, Trained
-from flowtrain.training.sharding import ShardSpec, named_tensors, shard, skeleton
+from flowtrain.training.sharding import (
+    ShardSpec,
+    has_fp32_logits,
+    named_tensors,
+    shard,
+    skeleton,
+)
 from flowtrain.training.token_scores import TokenScores, attach_logprobs
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack
@@ -268,7 +274,7 @@ def make_trainer(
         offload=train.offload == "all",
         attention=train.attention,
         weight_dtype=KINDS[optim.kind].weight_dtype,
-        fp32_logits=train.has_fp32_logits(ranks.device.type == "cuda"),
+        fp32_logits=has_fp32_logits(train, ranks.device.type == "cuda"),
         exact=train.exact,
         fused=train.fused_layers,
     )

@@ -25,7 +25,7 @@ from flowtrain.training import attention
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.lora import add_adapter
 from flowtrain.training.optimizers import KINDS
-from flowtrain.training.sharding import is_sharded_by_layer, recompute_layers
+from flowtrain.training.sharding import has_fp32_logits, is_sharded_by_layer, recompute_layers
 from flowtrain.types import UserError
 
 _TARGET_SHARE = 1 / 3
@@ -151,7 +151,7 @@ def plan_memory(
     is_fused = train.fused_layers and not (train.exact or train.compile)
     how: dict[str, Any] = {"lora": lora, "fused": is_fused}
     at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, **how)
-    fp32_logits = train.has_fp32_logits(on_gpu)
+    fp32_logits = has_fp32_logits(train, on_gpu)
     head_weights, head_transient = head(model, size, num_tokens, on_gpu, fp32_logits)
     head_bytes = head_weights + max(0, head_transient - max(0, in_layers - at_head))
     parts = {

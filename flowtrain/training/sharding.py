@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from flowtrain.config import Train
 from flowtrain.training import attention, lm_head
 from flowtrain.training.exact import make_exact
 from flowtrain.training.fused_layers import fuse_layers
@@ -54,6 +55,11 @@ class ShardSpec:
     """A token's log-prob has the same bits whatever shares its row; `attention` has no say then."""
     fused: bool = True
     """Layers are those of `fused_layers`, unless they are compiled or exact."""
+
+
+def has_fp32_logits(train: Train, on_gpu: bool) -> bool:
+    """Tell what `train.fp32_logits` stands for."""
+    return on_gpu if train.fp32_logits == "auto" else train.fp32_logits == "on"
 
 
 def shard(
