@@ -72,7 +72,7 @@ SMALL = {
 SMALL |= {
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 2048,
     "initializer_range": 0.2,
 }
 FAMILIES = {
@@ -708,7 +708,7 @@ async def _serve(
     options = {
         "skip_tokenizer_init": True,
         "enforce_eager": True,
-        "max_model_len": 256,
+        "max_model_len": 2048,
         "max_num_seqs": 8,
         "dtype": "bfloat16",
     }
@@ -728,8 +728,9 @@ async def _serve(
 
         async def run() -> None:
             nonlocal last
+            # So many that it is still under way when the updates are late.
             sampling = SamplingParams(
-                max_tokens=240, temperature=0, ignore_eos=True, detokenize=False
+                max_tokens=1000, temperature=0, ignore_eos=True, detokenize=False
             )
             async for last in llm.generate(
                 {"prompt_token_ids": [1, 2, 3], "cache_salt": "1"}, sampling, "one"
@@ -770,8 +771,8 @@ async def _serve(
             (digests,) = await llm.collective_rpc("digest_weights")
             wanted = store.manifest(version).digests
             assert digests == {name: digest_hex(digest) for name, digest in wanted.items()}
-        await asyncio.wait_for(request, 60)
-        assert last is not None and len(last.outputs[0].token_ids) == 240
+        await asyncio.wait_for(request, 200)
+        assert last is not None and len(last.outputs[0].token_ids) == 1000
         return [span.version for span in last.outputs[0].weight_versions]
     finally:
         llm.shutdown()
