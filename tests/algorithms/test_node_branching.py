@@ -93,6 +93,7 @@ def make_engine(path: str, store: WeightStore | None = None) -> TorchEngine:
 
 def config(*options: str) -> Config:
     every = ["--algorithm.name", "appo", "--appo.num_roots", "2", "--rollout.group_size", "5"]
+    every += ["--train.token_budget", "8192"]
     found = parse([*every, "--appo.spacing", "2", "--appo.gamma", "0.9", *options])
     assert found is not None
     return found
