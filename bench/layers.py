@@ -54,7 +54,7 @@ def measure(
         for path in PATHS
     }
     runs = {path: run for path, run in runs.items() if runs_here(f"{layer}: {path}", run)}
-    outs = _outs(runs["transformers"])
+    outs = _outs(runs["flowkernels"])
     douts = [torch.randn_like(x) for x in outs]
     num_bytes = _NUMBERS_MOVED[layer] * sum(x.nbytes for x in outs)
     source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=device)
@@ -76,12 +76,18 @@ def measure(
             "T": num_tokens,
             "D": shape.hidden,
             "ms": 1e3 * statistics.median(seconds[path]),
-            "of transformers": median_ratio(seconds[path], seconds["transformers"]),
+            **_beside_transformers(seconds, path),
             "of copy": median_ratio(seconds["copy"], seconds[path]),
             "saved": _saved_bytes(run, known) / num_tokens,
         }
         for path, run in runs.items()
     ]
+
+
+def _beside_transformers(seconds: dict[str, list[float]], path: str) -> dict[str, float]:
+    if (theirs := seconds.get("transformers")) is None:  # it is not installed
+        return {}
+    return {"of transformers": median_ratio(seconds[path], theirs)}
 
 
 def _outs(run: Callable[[], Any]) -> tuple[Tensor, ...]:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from flowkernels import SamplingMask
 from torch import Tensor
@@ -169,21 +168,21 @@ def _row_starts(lengths: Sequence[int], shared: Sequence[int], token_budget: int
         lengths: tokens of each sample, in the order of packing.
         shared: tokens that each has in common with the one before.
     """
-    lengths_S, shared_S = np.array(lengths), np.array(shared)
-    # A row from sample a to b has ends_S[b] + offset_S[a] tokens, the fewer the later it begins.
-    ends_S = np.cumsum(lengths_S - shared_S)
-    offset_S = lengths_S - ends_S
-    cost_S1 = np.zeros(len(lengths_S) + 1)
+    # A row from sample a to b has ends[b] + offset_S[a] tokens, the fewer the later it begins.
+    ends = list(accumulate(length - num for length, num in zip(lengths, shared, strict=True)))
+    offset_S = torch.tensor(lengths) - torch.tensor(ends)
+    offsets, shared_S = offset_S.tolist(), torch.tensor(shared)
+    cost_S1 = torch.zeros(len(ends) + 1, dtype=torch.float64)
     starts: list[int] = []
     first = 0
-    for last in range(len(lengths_S)):
-        while first < last and ends_S[last] + offset_S[first] > token_budget:
+    for last, end in enumerate(ends):
+        while first < last and end + offsets[first] > token_budget:
             first += 1
         row = slice(first, last + 1)
-        fill = (ends_S[last] + offset_S[row]) / token_budget
+        fill = (end + offset_S[row]).double() / token_budget
         costs = cost_S1[row] + shared_S[row] + _ROW_TOKENS * (1 + _EVENNESS * fill**2)
-        starts.append(first + int(costs.argmin()))
         cost_S1[last + 1] = costs.min()
+        starts.append(first + int((costs == costs.min()).nonzero()[0]))  # of equals the first
     path = [len(starts)]
     while path[-1]:
         path.append(starts[path[-1] - 1])
