@@ -209,6 +209,25 @@ def diff_pieces(
     return [WordDiff(*each) for each in found]
 
 
+def diffs_to_host(diffs: Sequence[WordDiff]) -> list[WordDiff]:
+    """Copy the changes of pieces to the host, each field of all at once. The host waits once.
+
+    Args:
+        diffs: at least one, on one device.
+    """
+    fields = ("counts", "positions", "diffs", "digest_change")
+    parts = [[getattr(each, field) for each in diffs] for field in fields]
+    whole = [torch.cat(each) for each in parts]
+    on_gpu = whole[0].is_cuda
+    on_host = [torch.empty_like(each, device="cpu", pin_memory=on_gpu) for each in whole]
+    for to, each in zip(on_host, whole, strict=True):
+        to.copy_(each, non_blocking=True)
+    if on_gpu:
+        torch.cuda.current_stream(whole[0].device).synchronize()
+    cut = [to.split([len(x) for x in each]) for to, each in zip(on_host, parts, strict=True)]
+    return [WordDiff(*each) for each in zip(*cut, strict=True)]
+
+
 def scatter_words_(
     words: Tensor,
     counts: Tensor,

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from flowtrain.engines.vllm.sharded_target import LoadPlan, RegionDigests, sum_regions
 from flowtrain.weights.format.layout import Digest, Layout
-from flowtrain.weights.load.strided_view import StridedView, digest_of
+from flowtrain.weights.format.tensor_shards import digest_of
+from flowtrain.weights.load.strided_view import StridedView
 from flowtrain.weights.ranks import Ranks, gather, together
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -25,6 +25,11 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "
 def add(*digests: Digest) -> Digest:
     """Add digests up: the digest of several shards together."""
     return sum(a for a, _ in digests) & _MASK, sum(b for _, b in digests) & _MASK
+
+
+def add_up(names: Iterable[str], digests: Sequence[Mapping[str, Digest]]) -> dict[str, Digest]:
+    """Add up the digests of all ranks' shards by tensor."""
+    return {name: add(*((d[name][0], d[name][1]) for d in digests if name in d)) for name in names}
 
 
 def subtract(x: Digest, y: Digest) -> Digest:

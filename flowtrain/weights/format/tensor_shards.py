@@ -9,9 +9,11 @@ from math import prod
 
 import numpy as np
 import torch
+from flowkernels import digest_words
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from flowtrain import _delta
 from flowtrain.weights.format.layout import Digest, TensorSpec, add
 
 U16 = np.ndarray[tuple[int], np.dtype[np.uint16]]
@@ -96,6 +98,14 @@ def _first_row(name: str, tensor: DTensor, num_ranks: int) -> int:
         )
     num_rows = -(-tensor.shape[0] // num_ranks)  # as torch.chunk cuts
     return min(mesh.get_local_rank() * num_rows, tensor.shape[0])
+
+
+def digest_of(run: Tensor, first: int = 0, num_threads: int = 1) -> Digest:
+    """Digest contiguous words of any dtype, on any device."""
+    if run.device.type == "cpu":
+        digest: Digest = _delta.digest(u16_view(run), first=first, num_threads=num_threads)
+        return digest
+    return to_digest(digest_words(run, first))
 
 
 def to_digest(pair: Tensor) -> Digest:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from flowkernels import digest_at, digest_words
+from flowkernels import digest_at
 from torch import Tensor
 
-from flowtrain import _delta
 from flowtrain.weights.format.layout import Digest, add
-from flowtrain.weights.format.tensor_shards import to_digest, u16_view
+from flowtrain.weights.format.tensor_shards import digest_of, to_digest
 
 _CHUNK = 1 << 20
 """Words that are digested at a time."""
@@ -126,14 +125,6 @@ class StridedView:
             outer = (rows * self.strides[0] + self.first).view(-1, *[1] * inner.dim())
             total = add(total, to_digest(digest_at(part, outer + inner)))
         return total
-
-
-def digest_of(run: Tensor, first: int = 0, num_threads: int = 1) -> Digest:
-    """Digest contiguous int16 words, on any device."""
-    if run.device.type == "cpu":
-        digest: Digest = _delta.digest(u16_view(run), first=first, num_threads=num_threads)
-        return digest
-    return to_digest(digest_words(run, first))
 
 
 def _reach(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:

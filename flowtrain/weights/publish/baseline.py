@@ -7,16 +7,16 @@ the changes cross to the host to be encoded; the bytes are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from flowkernels import WordDiff, diff_pieces, digest_words
+from flowkernels import WordDiff, diff_pieces, diffs_to_host
 
 from flowtrain import _delta
 from flowtrain.weights.format.deltas import Blob
 from flowtrain.weights.format.layout import Digest
-from flowtrain.weights.format.tensor_shards import TensorShard, to_digest
+from flowtrain.weights.format.tensor_shards import TensorShard, digest_of, to_digest
 
 _DENSE = 1 / 8
 """Share of the full size from which on copying the words is faster than applying their delta."""
@@ -68,10 +68,7 @@ class HostBaseline:
 
 
 class DeviceBaseline:
-    """The published words of one shard on its device, with the methods of `HostBaseline`.
-
-    `encode_all` encodes for many of them at once.
-    """
+    """The published words of one shard on its device; `encode_all` encodes those of many."""
 
     def __init__(self, shard: TensorShard, level: int, num_threads: int) -> None:
         if level != 1:
@@ -81,7 +78,7 @@ class DeviceBaseline:
             )
         self.words = shard.rows().view(torch.int16).clone()
         self._num_threads = num_threads
-        self.digest = to_digest(digest_words(self.words, shard.first))
+        self.digest = digest_of(self.words, shard.first)
 
     def blob(self, found: WordDiff, shard: TensorShard) -> Blob:
         """Encode the delta of changes that are on the host."""
@@ -102,7 +99,7 @@ class DeviceBaseline:
     def compare(self, shard: TensorShard) -> tuple[int, Digest]:
         words = shard.rows().view(torch.int16)
         num_changed = int(torch.count_nonzero(self.words != words))
-        return num_changed, to_digest(digest_words(words, shard.first))
+        return num_changed, digest_of(words, shard.first)
 
     def advance(self, shard: TensorShard, digest: Digest, blob: Blob | None) -> None:
         self.words.copy_(shard.rows().view(torch.int16))
@@ -133,21 +130,6 @@ def encode_all(pairs: Sequence[tuple[Baseline, TensorShard]]) -> dict[str, Blob]
         lambda piece: on_device[piece][1].rows().view(torch.int16),
         [shard.first for _, shard in on_device],
     )
-    for (baseline, shard), changes in zip(on_device, _on_host(found), strict=True):
+    for (baseline, shard), changes in zip(on_device, diffs_to_host(found), strict=True):
         blobs[shard.name] = baseline.blob(changes, shard)
     return blobs
-
-
-def _on_host(found: Sequence[WordDiff]) -> Iterator[WordDiff]:
-    """Copy changes to the host, each field of all pieces in one piece."""
-    fields = ("counts", "positions", "diffs", "digest_change")
-    parts = [[getattr(each, field) for each in found] for field in fields]
-    whole = [torch.cat(each) for each in parts]
-    on_gpu = whole[0].is_cuda
-    on_host = [torch.empty_like(each, device="cpu", pin_memory=on_gpu) for each in whole]
-    for to, each in zip(on_host, whole, strict=True):
-        to.copy_(each, non_blocking=True)
-    if on_gpu:
-        torch.cuda.current_stream(whole[0].device).synchronize()
-    cut = [to.split([len(x) for x in each]) for to, each in zip(on_host, parts, strict=True)]
-    return (WordDiff(*each) for each in zip(*cut, strict=True))

@@ -19,15 +19,10 @@ from flowtrain import _delta
 from flowtrain.utils.lock import Lock
 from flowtrain.weights.format.deltas import Blob
 from flowtrain.weights.format.files import write_delta, write_snapshot
-from flowtrain.weights.format.layout import Digest, Layout, add, num_words_of
+from flowtrain.weights.format.layout import Digest, Layout, add_up, num_words_of
 from flowtrain.weights.format.manifest import File, Manifest, total_bytes
 from flowtrain.weights.format.tensor_shards import TensorShard, local_shards, spec_of
-from flowtrain.weights.publish.baseline import (
-    Baseline,
-    HostBaseline,
-    encode_all,
-    make_baseline,
-)
+from flowtrain.weights.publish.baseline import Baseline, HostBaseline, encode_all, make_baseline
 from flowtrain.weights.publish.schedule import DeltaChain, SkipTiers, SnapshotPolicy
 from flowtrain.weights.ranks import Alone, Ranks, gather, together
 from flowtrain.weights.stores.folder import WeightStore
@@ -179,7 +174,7 @@ class Publisher:
         manifest = self.store.manifest(version)
         layout, shards = self._cut(tensors)
         draft = self._draft_first(layout, shards)
-        digests = _add_up(layout, gather(self.ranks, draft.digests))
+        digests = add_up(layout, gather(self.ranks, draft.digests))
         if (manifest.layout, manifest.digests) != (layout, digests):
             return False
         chain = DeltaChain(manifest.snapshot)
@@ -288,7 +283,7 @@ class Publisher:
         return Manifest(
             version=version,
             layout=layout,
-            digests=_add_up(layout, gather(self.ranks, draft.digests)),
+            digests=add_up(layout, gather(self.ranks, draft.digests)),
             snapshot=snapshot,
             snapshot_files=files_of("snapshot"),
             delta_files={base: files_of(str(base)) for base in sorted(draft.deltas)},
@@ -311,11 +306,6 @@ class Publisher:
                 self.store.abort(version)
             self.ranks.gather_text("")  # no rank raises before the store is clean
             raise
-
-
-def _add_up(layout: Layout, digests: list[dict[str, Digest]]) -> dict[str, Digest]:
-    """Add up the digests of all ranks' shards by tensor."""
-    return {name: add(*((d[name][0], d[name][1]) for d in digests if name in d)) for name in layout}
 
 
 def _change(blob: Blob) -> tuple[int, Digest]:
