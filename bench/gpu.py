@@ -55,7 +55,7 @@ LIMITS_S = {
     "runs": 500,
     "vllm": 400,
 }
-"""The stages, functions of `bench/gpu_stages.py` and `bench/gpu_runs.py`, in the order of what they
+"""The stages, functions of `bench/gpu_{stages,ranks,runs}.py`, in the order of what they
 tell."""
 
 
