@@ -89,6 +89,7 @@ class ResponsePrefix:
             spans,
             rest.finish_reason,
             sampling_mask=None if ours is None or theirs is None else ours + theirs,
+            routes=rest.routes,  # of all that it read, the beginning too
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flowtrain.types.sampling import SamplingMask
+from flowtrain.types.sampling import Routes, SamplingMask
 
 
 class SampleId(NamedTuple):
@@ -48,6 +48,8 @@ class Sample:
     divisor: float | None = None
     """What the sample adds to the number that the loss of its mini-batch is divided by; None: the
     sum of its loss weights. All samples of a batch have one, or none has."""
+    routes: Routes | None = None
+    """The sampler's; None for a dense model, and where nobody recorded them."""
 
 
 class FilterReason(enum.StrEnum):

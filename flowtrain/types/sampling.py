@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -92,6 +92,31 @@ class SamplingMask:
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts that the routers of a mixture chose for each token that it read: all tokens of a
+    prompt and its response but the last, which is a target alone.
+    """
+
+    experts: bytes
+    """[tokens, layers, chosen], uint8, or little-endian uint16 where `is_wide`; only layers with a
+    router, in the order of the decoder."""
+    num_layers: int
+    """Layers with a router."""
+    num_chosen: int
+    """Experts per token and layer."""
+    is_wide: bool = False
+    """A layer has more than 256 experts."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.num_chosen * (1 + self.is_wide)
+
+    def first(self, num_tokens: int) -> Routes:
+        """The routes of the first tokens."""
+        return replace(self, experts=self.experts[: num_tokens * self.bytes_per_token])
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The answer of an engine to one prompt."""
 
@@ -106,6 +131,9 @@ class Completion:
     """The ids that each id was sampled from, itself included; None: all ids."""
     entropies: tuple[float, ...] = ()
     """One per id, in nats, over all tokens; () where the engine does not tell."""
+    routes: Routes | None = None
+    """Of the prompt and the ids but the last; None for a dense model, where there are no ids, and
+    where the engine does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +170,20 @@ class Call:
     """The prompt of a module without tokens of its own, whose ids are empty; "" otherwise."""
     training: TurnTraining | None = None
     """Filled by `token_scores.with_training_stats`; None for a call that was not trained."""
+    routes: Routes | None = None
+    """The engine's, as for `Completion`."""
 
     @classmethod
     def of(cls, prompt_ids: tuple[int, ...], completion: Completion, text: str) -> Call:
         """The call of an engine with its completion."""
-        ids, logprobs, spans = completion.ids, completion.logprobs, completion.spans
-        reason, mask = completion.finish_reason, completion.sampling_mask
-        return cls(prompt_ids, ids, logprobs, spans, reason, text, mask, completion.entropies)
+        return cls(
+            prompt_ids,
+            completion.ids,
+            completion.logprobs,
+            completion.spans,
+            completion.finish_reason,
+            text,
+            completion.sampling_mask,
+            completion.entropies,
+            routes=completion.routes,
+        )
