@@ -29,7 +29,7 @@ NAMES = {
 with Triton's kernels or with FlashAttention 4's; on segments in fixed blocks (`train.exact`); auto:
 "flex" on a GPU, else "sdpa"."""
 NAME = NAMES["auto"]
-_LEFT_OUT = ("sliding_window", "softcap", "s_aux", "position_bias", "alibi")
+_LEFT_OUT = ("softcap", "position_bias", "alibi")
 """What transformers hands to attention in some models, and trees do not compute."""
 
 
@@ -65,9 +65,12 @@ def forest_attention(
     forest: TreeAttention | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that Hugging Face calls in every layer; returns [1, N, H, D].
+    """The attention function that Hugging Face calls in every layer; returns [1, N, H, D]. `s_aux`:
+    sinks [H].
 
     Raises UserError when the model asks for what trees leave out, or keeps the row's structure.
     """
@@ -80,7 +83,16 @@ def forest_attention(
         raise UserError(f"its attention wants {', '.join(asked)}")
     if forest is None:
         raise UserError("it does not hand the structure of a row on to its attention")
-    return forest.attend(query_1HND, key_1HND, value_1HND, scaling=scaling, dropout=dropout), None
+    out_1NHD = forest.attend(
+        query_1HND,
+        key_1HND,
+        value_1HND,
+        scaling=scaling,
+        dropout=dropout,
+        window=sliding_window or None,
+        sink_H=s_aux,
+    )
+    return out_1NHD, None
 
 
 for _name in NAMES.values():
