@@ -9,9 +9,11 @@ H: heads, D: head size.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from flowtrain.training.exact_attention import KEYS, QUERIES, ExactForest
 from flowtrain.training.flex import FlexTree
@@ -31,6 +33,8 @@ with Triton's kernels or with FlashAttention 4's; on segments in fixed blocks (`
 NAME = NAMES["auto"]
 _LEFT_OUT = ("softcap", "position_bias", "alibi")
 """What transformers hands to attention in some models, and trees do not compute."""
+SLIDING = "sliding_attention"
+"""A layer with a window, in a config's `layer_types`."""
 
 
 TreeAttention = Forest | FlexTree | ExactForest
@@ -41,6 +45,20 @@ def name_of(kind: str, device: torch.device) -> str:
     if kind not in ("auto", "sdpa") and device.type != "cuda":
         raise UserError(f"train.attention = {kind!r} needs a GPU, and the model runs on {device}")
     return NAMES[kind]
+
+
+def hiding(window: int | None, config: PreTrainedConfig) -> int | None:
+    """Return a window, or None if it holds as many tokens as the model has positions."""
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    return window if window and window < positions else None
+
+
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
+    """Return the window of each layer by the config; None where it hides nothing."""
+    is_used = getattr(config, "use_sliding_window", True)
+    window = hiding(getattr(config, "sliding_window", None), config) if is_used else None
+    kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def structure_of(name: str, subtree_end_N: Tensor) -> TreeAttention:

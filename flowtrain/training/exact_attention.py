@@ -136,11 +136,9 @@ class _ExactAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sink_H)
         ctx.forest, ctx.scale, ctx.window = forest, scale, window
-        query_NHD, *keys_and_values = (x[0].transpose(0, 1).float() for x in (query, key, value))
-        query_NHD, layout = query_NHD * scale, forest.layout(window)
-        parts = [
-            _attend(query_NHD, *keys_and_values, block, window, sink_H) for block in layout.blocks
-        ]
+        query_NHD, key_NGD, value_NGD = (x[0].transpose(0, 1).float() for x in (query, key, value))
+        inputs, layout = (query_NHD * scale, key_NGD, value_NGD), forest.layout(window)
+        parts = [_attend(inputs, block, window, sink_H) for block in layout.blocks]
         return torch.cat(parts).index_select(0, layout.slot_N).to(query.dtype)[None]
 
     @staticmethod
@@ -154,25 +152,22 @@ class _ExactAttention(torch.autograd.Function):
 
 
 def _attend(
-    query_NHD: Tensor,
-    key_NGD: Tensor,
-    value_NGD: Tensor,
-    block: Block,
-    window: int | None,
-    sink_H: Tensor | None,
+    inputs: tuple[Tensor, Tensor, Tensor], block: Block, window: int | None, sink_H: Tensor | None
 ) -> Tensor:
     """The outputs of a block's query slots, [S * Q, H, D]; some of its segments at a time."""
+    query_NHD, key_NGD, value_NGD = inputs
     query_SQ, key_SK = (x.view(block.num_segments, -1) for x in (block.query_SQ, block.key_SK))
     num_scores = query_NHD.shape[1] * min(query_SQ.shape[1], _FEWEST_QUERIES) * key_SK.shape[1]
     step = max(1, _MOST_SCORES // num_scores)
     outs = []
     for start in range(0, block.num_segments, step):
         some = slice(start, start + step)
-        inputs = (
+        query_SHQD, key_SGKD, value_SGKD = (
             x[token_SX[some]].transpose(1, 2)
             for x, token_SX in ((query_NHD, query_SQ), (key_NGD, key_SK), (value_NGD, key_SK))
         )
-        outs.append(_attend_segments(*inputs, block.place_SQ[some], window, sink_H))
+        place_SQ = block.place_SQ[some]
+        outs.append(_attend_segments(query_SHQD, key_SGKD, value_SGKD, place_SQ, window, sink_H))
     return torch.cat(outs)
 
 

@@ -124,10 +124,13 @@ class Forest:
         all. `sink_H`: a score of each head that takes a share of its softmax, and has no value.
         """
         scaling = query_1HND.shape[3] ** -0.5 if scaling is None else scaling
-        inputs = tuple(x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
         query_NHD, key_NHD, value_NHD = (
-            inputs if sink_H is None else _with_sink(*inputs, sink_H / scaling)
+            x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND)
         )
+        if sink_H is not None:
+            query_NHD, key_NHD, value_NHD = _with_sink(
+                query_NHD, key_NHD, value_NHD, sink_H / scaling
+            )
         layout, outs = self.layout(window, sink_H is not None), []
         for block in layout.blocks:
             query = _side_by_side(query_NHD, block.query_SQ, block)
