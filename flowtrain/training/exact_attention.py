@@ -58,11 +58,10 @@ def mean_of(total: Tensor, size: int) -> Tensor:
     return total[..., :size] / total[..., -1:]
 
 
-def behind_sink(score: Tensor, sink: Tensor) -> Tensor:
-    """Put a block before scores [..., K]: the sink, a tensor that broadcasts to [..., 1], alone."""
-    block = score.new_full((*score.shape[:-1], KEYS), -torch.inf)
-    block[..., :1] = sink
-    return torch.cat([block, score], -1)
+def set_sink(score: Tensor, sink: Tensor) -> None:
+    """Make the first block of scores [..., K] that of a sink alone, which broadcasts to [..., 1]."""
+    score[..., :KEYS] = -torch.inf
+    score[..., :1] = sink
 
 
 def attend_block(
@@ -79,14 +78,15 @@ def attend_block(
     size = value_SGKD.shape[3]
     shape = (num_segments, key_SGKD.shape[1], num_heads // key_SGKD.shape[1], num_queries)
     query_XQD = query_SHQD.reshape(shape[0] * shape[1], shape[2] * num_queries, -1)
-    score_XQK = query_XQD @ key_SGKD.flatten(0, 1).mT
+    if sink_H is not None:
+        key_SGKD, value_SGKD = (F.pad(x, (0, 0, KEYS, 0)) for x in (key_SGKD, value_SGKD))
+        is_seen_SQK = F.pad(is_seen_SQK, (KEYS, 0))
+    key_XKD, value_XKE = key_SGKD.flatten(0, 1), with_ones(value_SGKD).flatten(0, 1)
+    score_XQK = query_XQD @ key_XKD.mT
     is_hidden = ~is_seen_SQK[:, None, None]
     score_XQK.view(*shape, -1).masked_fill_(is_hidden, -torch.inf)
     if sink_H is not None:
-        sinks = sink_H.view(shape[1], shape[2], 1, 1)
-        score_XQK = behind_sink(score_XQK.view(*shape, -1), sinks).view(*score_XQK.shape[:2], -1)
-        value_SGKD = F.pad(value_SGKD, (0, 0, KEYS, 0))
-    value_XKE = with_ones(value_SGKD).flatten(0, 1)
+        set_sink(score_XQK.view(*shape, -1), sink_H.view(*shape[1:3], 1, 1))
     score_XQK -= score_XQK.amax(-1, keepdim=True)
     total_XQE = query_XQD.new_zeros(*query_XQD.shape[:2], width(size))
     add_blocks(total_XQE, score_XQK.exp_(), value_XKE)
