@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "qwen2": (4, 2, 32, {}),
     "qwen3": (4, 4, 64, {"head_dim": 16}),
     "llama": (6, 2, 144, {}),
-    "gemma3_text": (4, 2, 64, {"sliding_window": 5, **_WINDOWS}),  # shorter than responses
+    "gemma3_text": (4, 2, 64, {"sliding_window": 3, **_WINDOWS}),  # shorter than responses
     "granite_swa": (4, 2, 64, {"sliding_window": 40, **_WINDOWS}),  # sinks; over two blocks of keys
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

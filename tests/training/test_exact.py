@@ -52,8 +52,11 @@ def world() -> Iterator[World]:
 
 
 @functools.cache
-def pair(family: str, dtype: str, is_exact: bool = True) -> Pair:
+def pair(family: str, dtype: str, is_exact: bool = True, size: float = 1.0) -> Pair:
     model = tiny_model(family, tiny_tokenizer())
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(size)
     return Pair.of(model, DTYPES[dtype], World(0, 1, torch.device("cpu")), is_exact)
 
 
@@ -76,15 +79,15 @@ def test_without_the_option_they_do_not(world: World, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("family", KNOWN)
-@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 @given(st.randoms(use_true_random=False))
 def test_without_the_option_they_differ_by_rounding(
     world: World, family: str, rng: random.Random
 ) -> None:
-    """Windows and sinks too: weights this large make a rounding of fp32 some 1e-5 nats."""
-    both, sampling = pair(family, "fp32", is_exact=False), draw_sampling(rng)
+    """Windows and sinks too."""
+    both, sampling = pair(family, "fp32", is_exact=False, size=0.5), draw_sampling(rng)
     found = compare(both.model, draw_calls(both.engine, sampling, rng), sampling, rng)
-    assert found.largest < 3e-5
+    assert found.largest < 1e-5
 
 
 # ---- gradients
