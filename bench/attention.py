@@ -202,10 +202,10 @@ def _way(kind: str, case: Case) -> Callable[..., Tensor]:
         tree = flex.FlexTree.of(case.subtree_end_N, flash=kind == "flash")
         return partial(tree.attend, *case.inputs)
     if kind == "split":
-        return partial(split, flex.FlexTree.of(case.subtree_end_N).mask, *case.inputs)
+        return partial(split, flex.FlexTree.of(case.subtree_end_N).mask(), *case.inputs)
     if kind in SWEEP:
         options = {**flex._TRITON, **SWEEP[kind]}
-        mask = flex.FlexTree.of(case.subtree_end_N).mask
+        mask = flex.FlexTree.of(case.subtree_end_N).mask()
         return partial(_flex, mask, *case.inputs, kernel_options=options, enable_gqa=True)
     from flowtrain.training.attention import NAMES, structure_of
 

@@ -118,11 +118,11 @@ def _measure_step(
 
 
 def _attend_split(
-    tree: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, dropout: float = 0.0
+    tree: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, **_: Any
 ) -> Tensor:
     from bench.attention import split
 
-    return split(tree.mask, query, key, value, scaling)
+    return split(tree.mask(), query, key, value, scaling)
 
 
 def _step(

@@ -331,8 +331,12 @@ def _activation_bytes(snapshot: dict[torch.device, dict[Any, int]]) -> int:
 class _Attention:
     """In the place of a row's structure: keeps what attention keeps, and computes nothing."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, sink_H: Tensor | None, **_: Any
+    ) -> Tensor:
         out: Tensor = _Kept.apply(query, key, value)
+        if sink_H is not None:  # each output is scaled
+            out = out * sink_H.sigmoid()[:, None, None]
         return out.transpose(1, 2).contiguous()
 
 
