@@ -209,8 +209,7 @@ def test_a_model_that_sdpa_does_not_run_is_sampled(tiny_path: str, tmp_path: Pat
     tokenizer = models.load_tokenizer(tiny_path)
     shape = SHAPE | {"vocab_size": len(tokenizer), "head_dim": 8, "sliding_window": 4}
     network = AutoModelForCausalLM.from_config(CONFIG_MAPPING["granite_swa"](**shape))
-    models.export_shape(network, tokenizer, tmp_path, torch.float32)
-    save_file(named_weights(network), tmp_path / "model.safetensors")
+    models.export(network, tokenizer, models.full_weights(network), tmp_path)
     spec = ModelSpec.load("model.path", str(tmp_path))
     frozen, trained = (
         make_engine(toy({}), spec, CPU, store) for store in (None, WeightStore(tmp_path / "store"))
