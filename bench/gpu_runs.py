@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from bench.gpu_cases import Cases, Needs, Row
 from bench.measure import time_in_turn
@@ -95,11 +94,12 @@ def _measure_step(
     cases: Cases, shape: str, num_turns: int, splits: bool = False, **options: Any
 ) -> Row:
     """`splits`: query heads of a group in batches of their own, as `bench.attention` has it."""
+    from bench.attention import SplitTree
     from flowtrain.training.devices import peak_tflops
     from flowtrain.training.flex import FlexTree
 
     if splits:
-        with patch.object(FlexTree, "attend", _attend_split):
+        with patch.object(FlexTree, "of", SplitTree.of):
             return _measure_step(cases, shape, num_turns, **options)
     trainer, rows, flops = _step(cases, shape, num_turns, **options)
     run = partial(trainer.step, [rows])
@@ -115,14 +115,6 @@ def _measure_step(
         peak = peak_tflops(torch.cuda.get_device_name())
         row |= {"useful_mfu": flops / 1e12 / seconds / peak} if peak else {}
     return row
-
-
-def _attend_split(
-    tree: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, dropout: float = 0.0
-) -> Tensor:
-    from bench.attention import split
-
-    return split(tree.mask, query, key, value, scaling)
 
 
 def _step(
