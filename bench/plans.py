@@ -44,9 +44,16 @@ _7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
 _14B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48}
 _32B = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
 _30B_A3B = {
-    **{"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936, "head_dim": 128},
-    **{"num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768},
-    **{"num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 262144},
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 262144,
 }
 _OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32}  # else as GptOssConfig has it
 STAY = ("weights", "moments", "reference", "published", "engine")
