@@ -117,6 +117,20 @@ def _measure_step(
     return row
 
 
+def experts(cases: Cases) -> None:
+    """A layer of experts by each way, beside its bare products."""
+    for name in ("small",) if cases.is_small else ("30b-a3b", "gpt-oss-20b"):
+        cases.run(name, partial(_experts, cases, name))
+
+
+def _experts(cases: Cases, name: str) -> list[Row]:
+    from bench import experts as bench
+
+    dtype = torch.float32 if cases.is_small else torch.bfloat16
+    shape = (bench.SHAPES | bench.SMALL)[name]
+    return bench.measure(shape, 64 if cases.is_small else 16384, dtype, cases.device)
+
+
 def _step(
     cases: Cases,
     shape: str,
