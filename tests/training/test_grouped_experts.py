@@ -75,9 +75,7 @@ def test_values_and_all_gradients_are_those_of_the_loop(kind: str, chosen: list[
 
 @pytest.mark.parametrize("routers", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_bf16_it_is_as_near_to_the_truth_and_keeps_half(
-    kind: str, routers: torch.dtype
-) -> None:
+def test_in_bf16_it_is_as_near_to_the_truth_and_keeps_half(kind: str, routers: torch.dtype) -> None:
     """Beside transformers' grouped products; GLM's routers give weights in fp32."""
     rng = torch.Generator().manual_seed(2)
     chosen = torch.rand(256, NUM_EXPERTS, generator=rng).topk(2).indices.tolist()
