@@ -245,6 +245,7 @@ def optim_spec(components: RunComponents) -> OptimSpec:
         rescore=train.rescore and not algorithm.has_old_logprobs,
         m2po=components.config.algorithm.m2po,
         has_ref=algorithm.has_ref_logprobs,
+        replays_routes=train.router == "replay",
     )
 
 
