@@ -69,8 +69,11 @@ def _digests(sample: Sample) -> dict[str, int | str]:
 
 def _fields(sample: Sample) -> Iterator[tuple[str, Sequence[float]]]:
     mask = sample.sampling_mask
-    parts = {"mask_ids": mask.ids if mask else (), "mask_counts": mask.counts if mask else ()}
-    parts["routes"] = sample.routes.experts if sample.routes else b""
+    parts: dict[str, Sequence[float]] = {
+        "mask_ids": mask.ids if mask else (),
+        "mask_counts": mask.counts if mask else (),
+        "routes": sample.routes.experts if sample.routes else b"",
+    }
     for field in (*_INTEGERS, *_FLOATS, "routes"):
         yield field, parts[field] if field in parts else getattr(sample, field)
 

@@ -101,7 +101,7 @@ def equip(model: PreTrainedModel) -> None:
     whether or not it has weights. A dense model stays as it is.
     """
     found = find_routers(model)
-    if not found:
+    if not found or routers(model):
         return
     form = form_of(found)
     assert form is not None, "`problem` is for models of unknown routers"
@@ -116,6 +116,12 @@ def equip(model: PreTrainedModel) -> None:
 def routers(model: nn.Module) -> list[ReplayedRouter]:
     """Return the routers of a model that was equipped, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, ReplayedRouter)]
+
+
+def sizes_of(model: nn.Module) -> tuple[int, int, int]:
+    """Return (L, C, E) of a model that was equipped; zeros for a dense one."""
+    forms = [router.form for router in routers(model)]
+    return (len(forms), forms[0].num_chosen, forms[0].num_experts) if forms else (0, 0, 0)
 
 
 @contextmanager

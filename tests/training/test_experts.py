@@ -4,9 +4,8 @@ experts; routes are recorded, packed and replayed.
 
 from __future__ import annotations
 
-import copy
+import asyncio
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,14 +16,23 @@ from flowkernels import LossSpec, policy_loss
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bench.families import build, config_of
+from flowtrain.config import Lora
+from flowtrain.engines.torch_engine import TorchEngine
+from flowtrain.run import memory_plan
+from flowtrain.run.memory_plan import activations
 from flowtrain.training import attention, experts, lm_head, sharding
+from flowtrain.training import model as models
+from flowtrain.training.cost import ForwardCost
+from flowtrain.training.exact import make_exact
+from flowtrain.training.flex import padded
+from flowtrain.training.lora import add_adapter
 from flowtrain.training.row_loss import row_loss, score_row
 from flowtrain.training.tree import PackedRow, pack_row, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Routes, Sample
+from flowtrain.types import Routes, Sample, Sampling, UserError
+from flowtrain.types.checks import routes_problem
 
 _FEW = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -133,14 +141,17 @@ def alone(
             words = torch.tensor(list(each.routes.experts)).view(-1, LAYERS, each.routes.num_chosen)
             given[:] = words.unbind(1)
         logits = model(input_ids=row.input_ids_N[None], use_cache=False).logits[0]
-        total = total + policy_loss(
-            logits[row.target_row_T],
-            row.target_ids_T,
-            spec=LossSpec(),
-            advantage_T=row.advantage_T,
-            weight_T=row.loss_weight_T,
-            old_logprob_T=row.old_logprob_T,
-        ).loss
+        total = (
+            total
+            + policy_loss(
+                logits[row.target_row_T],
+                row.target_ids_T,
+                spec=LossSpec(),
+                advantage_T=row.advantage_T,
+                weight_T=row.loss_weight_T,
+                old_logprob_T=row.old_logprob_T,
+            ).loss
+        )
     total.backward()
     for hook in hooks:
         hook.remove()
@@ -153,9 +164,7 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def in_rows(
-    model: PreTrainedModel, rows: Sequence[PackedRow]
-) -> tuple[float, dict[str, Tensor]]:
+def in_rows(model: PreTrainedModel, rows: Sequence[PackedRow]) -> tuple[float, dict[str, Tensor]]:
     total = 0.0
     for row in rows:
         with experts.replaying(model, row.routes_NLC):
@@ -202,3 +211,226 @@ def test_a_tree_is_its_samples_one_by_one(
     assert_equal(in_rows(ours, [pack_row(samples)]), truth)
     assert_equal(in_rows(ours, pack_rows(samples, 7)), truth)
     assert_equal(in_rows(ours, [pack_row(samples, share=False)]), truth)
+
+
+# ---- replay
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_replay_of_a_pass_s_own_routes_changes_no_bit(
+    family: str, dtype: torch.dtype, recompute: bool
+) -> None:
+    model = trained(config(family)).to(dtype)
+    if recompute:
+        sharding.recompute_layers(model)
+    row = pack_row([sample((3, 4, 5, 6), (7, 8, 9)), sample((3, 4, 5), (8, 8)), sample((9,), (3,))])
+    loss, own = in_rows(model, [row])
+    found = experts.chosen(experts.routers(model), len(row.input_ids_N))
+    assert found is not None and found.dtype == torch.uint8
+    replayed_loss, replayed = in_rows(model, [replace(row, routes_NLC=found)])
+    assert replayed_loss == loss and own.keys() == replayed.keys()
+    for name, gradient in own.items():
+        assert torch.equal(gradient, replayed[name]), name
+    assert any(float(g.abs().max()) > 0 for n, g in own.items() if n.endswith("gate.weight"))
+
+
+def test_routes_are_given_back_when_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained(config("qwen3_moe"))
+    row = pack_row(routed([sample((3, 4), (5, 6))], 6, 2))
+    monkeypatch.setattr(model, "forward", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        score_row(model, row, 1.0)
+    assert all(router.given_NC is None for router in experts.routers(model))
+
+
+def test_padded_tokens_take_their_own_experts() -> None:
+    """As rows on a GPU have them, behind the routes that are given."""
+    model = trained(config("olmoe"))
+    (one,) = routed([sample((3, 4, 5), (6, 7))], 6, 3)
+    row = pack_row([one])
+    longer = padded(row)
+    assert len(longer.input_ids_N) == 128 and len(longer.routes_NLC) == 4
+    assert_equal(in_rows(model, [longer]), in_rows(model, [row]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers_replay(backend: str) -> None:
+    row = pack_row(routed([sample((3, 4, 5), (6, 7)), sample((3, 4), (6,))], 6, 2))
+    plain, compiled = trained(config("qwen3_moe")), trained(config("qwen3_moe"))
+    sharding.compile_layers(compiled, backend)
+    assert_equal(in_rows(compiled, [row]), in_rows(plain, [row]))
+
+
+# ---- packing
+
+
+def test_a_row_keeps_the_routes_of_the_first_sample_and_counts_conflicts() -> None:
+    first, second = sample((3, 4), (5, 6)), sample((3, 4), (5, 7, 8))
+    one = Routes(bytes([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]), 2, 2)
+    other = Routes(bytes([1, 0, 3, 2, 4, 0, 0, 1, 2, 3, 4, 5, 9, 9, 9, 9]), 2, 2)
+    row = pack_row([replace(first, routes=one), replace(second, routes=other)])
+    assert row.input_ids_N.tolist() == [3, 4, 5, 7]
+    assert row.routes_NLC.flatten().tolist() == [*one.experts, 9, 9, 9, 9]
+    assert row.num_route_conflicts == 1, "the order of a token's experts means nothing"
+    alone = pack_row([replace(second, routes=other)])
+    assert alone.num_route_conflicts == 0
+    assert alone.routes_NLC.flatten().tolist() == list(other.experts)
+    assert pack_row([replace(first, routes=one), second]).routes_NLC is None
+    assert pack_row([replace(first, routes=one), second]).num_route_conflicts == 0
+    wide = Routes(
+        torch.tensor([300, 1, 2, 3, 4, 5], dtype=torch.int16).numpy().tobytes(), 1, 2, True
+    )
+    routes_NLC = pack_row([replace(first, routes=wide)]).routes_NLC
+    assert routes_NLC.dtype == torch.int16 and routes_NLC[0, 0, 0] == 300
+
+
+# ---- which routers are understood
+
+
+def router_of(family: str, **options: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(family, options), dtype=torch.bfloat16)
+
+
+FORMS = {
+    "qwen3_moe": (
+        {**_FEW, "norm_topk_prob": False},
+        experts.Form("softmax", False, 1.0, False, 6, 2),
+    ),
+    "olmoe": ({**_FEW, "norm_topk_prob": True}, experts.Form("softmax", True, 1.0, False, 6, 2)),
+    "mixtral": ({"num_local_experts": 4}, experts.Form("softmax", True, 1.0, True, 4, 2)),
+    "glm4_moe": (FAMILIES["glm4_moe"], experts.Form("sigmoid", True, 1.7, False, 6, 2)),
+    "gpt_oss": (
+        {"num_local_experts": 300, "num_experts_per_tok": 4},
+        experts.Form("softmax of chosen", True, 1.0, False, 300, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_routers_are_known_by_their_bits(family: str) -> None:
+    options, form = FORMS[family]
+    model = router_of(family, **options)
+    assert experts.form_of(experts.find_routers(model)) == form
+    assert experts.problem(model) == ""
+    assert form.is_wide == (family == "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("family", "problem"),
+    [
+        ("granitemoe", "GraniteMoeTopKRouter weighs experts in its own way"),
+        ("minimax_m2", "MiniMaxM2TopKRouter weighs experts in its own way"),
+        ("doge", "transformers does not name its routers"),
+        ("jetmoe", "its experts cannot be computed by grouped_mm"),
+    ],
+)
+def test_other_routers_are_refused(family: str, problem: str) -> None:
+    assert experts.problem(router_of(family)) == problem
+
+
+def test_exact_passes_and_adapters_of_experts_are_refused() -> None:
+    with pytest.raises(UserError, match=r"train.exact=true: .* mixture"):
+        make_exact(trained(config("qwen3_moe")), torch.float32, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"'gate_up_proj' is no linear layer .* q_proj, v_proj"):
+        add_adapter(trained(config("olmoe")), Lora(rank=2, targets=["gate_up_proj"]), "BASE")
+
+
+# ---- cost and memory
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_costs_the_experts_that_read_it(family: str) -> None:
+    model = trained(config(family))
+    layers = dict(model.get_decoder().layers.named_parameters())
+    stacked = {name for name, p in layers.items() if p.dim() == 3}
+    assert len(stacked) == 2 * LAYERS
+    share = FAMILIES[family]["num_experts_per_tok"] / 6
+    expected = sum(p.numel() * (share if n in stacked else 1) for n, p in layers.items())
+    assert ForwardCost.of(model).per_token == pytest.approx(2 * expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_of_a_mixture_with_dense_layers_is_planned(
+    dtype: torch.dtype, recompute: bool
+) -> None:
+    """Two points make a line, which meets the count of all layers."""
+    shape = config("glm4_moe", num_hidden_layers=7, first_k_dense_replace=2)
+    planned = activations(shape, dtype, 64, recompute)
+    how = {"num_layers": 7, "lora": None, "fused": True}
+    counted = memory_plan._simulate(shape, dtype, 64, recompute, **how)
+    assert planned == pytest.approx(counted, rel=0.01)
+    assert 0 < planned[0] <= planned[1]
+
+
+# ---- the sampler
+
+
+class Skewed(experts.ReplayedRouter):
+    """A sampler's router that takes other experts than the trainer's would, with its own scores."""
+
+    def forward(self, hidden_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_NE, _, chosen_NC = super().forward(hidden_ND)
+        chosen_NC = (chosen_NC + 1) % self.form.num_experts
+        self.chosen_NC = chosen_NC.byte()
+        return logits_NE, self.form.weights(logits_NE, chosen_NC), chosen_NC
+
+
+def engine_of(family: str, tokenizer: Any) -> TorchEngine:
+    model = trained(config(family, vocab_size=280))
+    return TorchEngine(model, tokenizer, store=None)
+
+
+async def sampled(engine: TorchEngine) -> list[Sample]:
+    """Samples of two prompts, one of which begins the other, that end at different lengths."""
+    prompts = [(5, 6, 7, 8), (5, 6), (5, 6, 7, 8), (5, 6, 7, 8)]
+    asked = [
+        engine.generate(p, Sampling(3 + 2 * n, seed=n, ignore_end=True))
+        for n, p in enumerate(prompts)
+    ]
+    found = await asyncio.gather(*asked)
+    ones = [(1.0,) * len(each.ids) for each in found]
+    return [
+        Sample(p, each.ids, each.logprobs, one, one, routes=each.routes)
+        for p, each, one in zip(prompts, found, ones, strict=True)
+    ]
+
+
+def mismatch(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
+    row = pack_row(samples)
+    return float((score_row(model, row, 1.0).logprob_T - row.sampler_logprob_T).abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_records_what_the_trainer_would_choose(family: str, tiny_path: str) -> None:
+    engine = engine_of(family, models.load_tokenizer(tiny_path))
+    samples = asyncio.run(sampled(engine))
+    for each in samples:
+        assert not routes_problem(each, (LAYERS, FAMILIES[family]["num_experts_per_tok"], 6))
+    row = pack_row(samples)
+    model = trained(config(family, vocab_size=280))
+    assert mismatch(model, samples) < 1e-5
+    score_row(model, replace(row, routes_NLC=None), 1.0)
+    own = experts.chosen(experts.routers(model), len(row.input_ids_N))
+    assert torch.equal(own.sort(-1).values, row.routes_NLC.sort(-1).values)
+    assert row.num_route_conflicts == 0 < row.num_unshared_tokens - len(row.input_ids_N)
+    version, scores = asyncio.run(engine.score(samples, 1.0))
+    assert version == 0
+    for each, score in zip(samples, scores, strict=True):
+        assert score == pytest.approx(each.logprobs, abs=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_takes_the_mismatch_of_other_routes_away(family: str, tiny_path: str) -> None:
+    engine = engine_of(family, models.load_tokenizer(tiny_path))
+    for router in experts.routers(engine._model):
+        router.__class__ = type("Skewed", (Skewed, type(router)), {})
+    samples = asyncio.run(sampled(engine))
+    engine.close()
+    model = trained(config(family, vocab_size=280))
+    assert mismatch(model, samples) < 1e-5
+    assert mismatch(model, [replace(s, routes=None) for s in samples]) > 0.05
