@@ -106,6 +106,7 @@ class Trainer:
         self._reference = reference
         self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
         self._num_skipped = 0
+        self._has_told = False
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
@@ -336,6 +337,9 @@ class Trainer:
     def _prepare(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
         """Return the rows on the device, with the weights that their tokens have in the loss."""
         rows = [row.to(self._world.device) for row in rows]
+        if len({row.routes_NLC is None for row in rows}) > 1 and not self._has_told:
+            self._has_told = True
+            _log.warning("rows without routes of the sampler are routed by the policy itself")
         return [replace(row, loss_weight_T=self._kept_weights(row)) for row in rows]
 
     def _kept_weights(self, row: PackedRow) -> Tensor:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ import torch
 from flowkernels import LossSpec, policy_loss
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ranks import fork, launch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -30,7 +34,9 @@ from flowtrain.training.exact import make_exact
 from flowtrain.training.flex import padded
 from flowtrain.training.lora import add_adapter
 from flowtrain.training.row_loss import row_loss, score_row
+from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack_row, pack_rows
+from flowtrain.training.world import World, end_process
 from flowtrain.types import Routes, Sample, Sampling, UserError
 from flowtrain.types.checks import routes_problem
 
@@ -110,7 +116,7 @@ trees = st.lists(st.tuples(ids, ids), min_size=1, max_size=5)
 # ---- the truth: transformers' eager experts and attention, a sample at a time
 
 
-def alone(
+def one_by_one(
     model: PreTrainedModel, samples: Sequence[Sample], form: experts.Form
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients; samples with routes are read along them, with weights from the routers'
@@ -207,7 +213,7 @@ def test_a_tree_is_its_samples_one_by_one(
     samples = [sample(*shape, seed) for seed, shape in enumerate(shapes)]
     if is_replayed:
         samples = routed(samples, form.num_experts, form.num_chosen)
-    truth = alone(plain, samples, form)
+    truth = one_by_one(plain, samples, form)
     assert_equal(in_rows(ours, [pack_row(samples)]), truth)
     assert_equal(in_rows(ours, pack_rows(samples, 7)), truth)
     assert_equal(in_rows(ours, [pack_row(samples, share=False)]), truth)
@@ -434,3 +440,114 @@ def test_replay_takes_the_mismatch_of_other_routes_away(family: str, tiny_path: 
     model = trained(config(family, vocab_size=280))
     assert mismatch(model, samples) < 1e-5
     assert mismatch(model, [replace(s, routes=None) for s in samples]) > 0.05
+
+
+# ---- the trainer, alone and on several ranks
+
+
+RANKED = {
+    "qwen3_moe": ({"num_experts": 3}, {}),  # more experts on one rank than on the other
+    "glm4_moe": ({}, {"recompute": True}),
+}
+
+
+def a_step(family: str, world: World, rows: Sequence[PackedRow], **optim: Any) -> Any:
+    """(trainer, metrics) of an optimizer step in layers that are sharded one by one."""
+    shape, how = RANKED[family]
+    model = _biased(build(config(family, **shape)))
+    model = sharding.shard(model, world, sharding.ShardSpec(torch.float32, **how))
+    spec = OptimSpec(lr=1e-2, grad_clip=0.0, **optim)
+    trainer = Trainer(model, world, LossSpec(), spec)
+    return trainer, trainer.step([rows[world.rank :: world.size]])
+
+
+def two_rows(family: str) -> list[PackedRow]:
+    num_experts = RANKED[family][0].get("num_experts", 6)
+    shapes = [((3, 4, 5), (6, 7)), ((3, 4), (6, 8, 9)), ((9, 8), (7, 6, 5)), ((9,), (3,))]
+    samples = routed([sample(*each, n) for n, each in enumerate(shapes)], num_experts, 2)
+    return [pack_row(samples[:2]), pack_row(samples[2:])]
+
+
+def run(out: str) -> None:
+    """Run the part of every rank."""
+    torch.set_num_threads(1)
+    sharding._SMALL = 0
+    world = World.join("cpu", timeout_s=120)
+    for family in RANKED:
+        trainer, metrics = a_step(family, world, two_rows(family))
+        weights = models.full_weights(trainer.model)
+        if world.is_main:
+            save_file(weights, Path(out) / f"{family}.{world.size}.safetensors")
+            (Path(out) / f"{family}.{world.size}.json").write_text(json.dumps(metrics))
+    end_process(0)
+
+
+@pytest.mark.dist
+def test_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
+    """Bit for bit where a sum has two terms."""
+    launch(__file__, [(size, (str(tmp_path),)) for size in (1, 2)])
+    for family in RANKED:
+        one, two = (load_file(tmp_path / f"{family}.{size}.safetensors") for size in (1, 2))
+        start = build(config(family, **RANKED[family][0])).state_dict()
+        assert one.keys() == two.keys()
+        for name, weight in one.items():
+            assert torch.equal(weight, two[name]), name
+            is_trained = not name.endswith("bias")
+            assert not is_trained or not torch.equal(weight, start[name]), name
+        told = [json.loads((tmp_path / f"{family}.{size}.json").read_text()) for size in (1, 2)]
+        routes = [
+            {k: v for k, v in each.items() if k.startswith(("expert", "route"))} for each in told
+        ]
+        assert routes[0] == routes[1] and routes[0]["routes_replayed"] == 1
+
+
+def test_metrics_of_routes(alone: World, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = two_rows("qwen3_moe")
+    _, replayed = a_step("qwen3_moe", alone, [first, second])
+    count_LE = torch.zeros(LAYERS, 3)
+    for row in (first, second):
+        for layer in range(LAYERS):
+            count_LE[layer] += row.routes_NLC[:, layer].flatten().bincount(minlength=3)
+    load = count_LE.amax(1) / count_LE.mean(1)
+    assert replayed["expert_load_max"] == pytest.approx(float(load.max()))
+    assert replayed["expert_dead_share"] == float((count_LE == 0).float().mean())
+    assert replayed["routes_replayed"] == 1 and replayed["route_conflict_share"] == 0
+    assert 0 <= replayed["routes_equal_min"] <= replayed["routes_equal"] < 1
+    assert not caplog.records
+
+    _, own = a_step("qwen3_moe", alone, [first, second], replays_routes=False)
+    assert own["routes_replayed"] == 0 < own["routes_equal"] < 1
+    assert own["expert_load_max"] != replayed["expert_load_max"]
+
+    bare = replace(second, routes_NLC=None)
+    clashing = replace(first, num_route_conflicts=1)
+    _, mixed = a_step("qwen3_moe", alone, [clashing, bare])
+    num_tokens = len(first.input_ids_N), len(second.input_ids_N)
+    assert mixed["routes_replayed"] == num_tokens[0] / sum(num_tokens)
+    assert mixed["route_conflict_share"] == 1 / (first.num_unshared_tokens - num_tokens[0])
+    assert [r.message for r in caplog.records] == [
+        "rows without routes of the sampler are routed by the policy itself"
+    ]
+    _, none = a_step("qwen3_moe", alone, [bare])
+    assert "routes_equal" not in none and none["routes_replayed"] == 0
+
+
+def test_a_policy_has_no_kl_to_itself_along_routes_that_it_would_not_take(alone: World) -> None:
+    """The reference reads along the same routes."""
+    model = _biased(build(config("olmoe")))
+    model = sharding.shard(model, alone, sharding.ShardSpec(torch.float32))
+    reference = sharding.shard(
+        _biased(build(config("olmoe"))), alone, sharding.ShardSpec(torch.float32)
+    )
+    row = pack_row(routed([sample((3, 4, 5), (6, 7)), sample((3, 4), (6, 8))], 6, 3))
+    spec = LossSpec(kl_coef=0.1)
+    for replays in (True, False):
+        optim = OptimSpec(lr=1e-9, rescore=True, replays_routes=replays)
+        trainer = Trainer(model, alone, spec, optim, reference=reference)
+        metrics = trainer.step([[row]])
+        assert metrics["kl_ref"] == pytest.approx(0, abs=1e-9)
+        assert metrics["ratio_min"] == metrics["ratio_max"] == 1
+
+
+if __name__ == "__main__":
+    fork(run)
