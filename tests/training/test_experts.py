@@ -261,11 +261,10 @@ def test_padded_tokens_take_their_own_experts() -> None:
     assert_equal(in_rows(model, [longer]), in_rows(model, [row]))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_layers_replay(backend: str) -> None:
+def test_compiled_layers_replay() -> None:
     row = pack_row(routed([sample((3, 4, 5), (6, 7)), sample((3, 4), (6,))], 6, 2))
     plain, compiled = trained(config("qwen3_moe")), trained(config("qwen3_moe"))
-    sharding.compile_layers(compiled, backend)
+    sharding.compile_layers(compiled, "aot_eager")
     assert_equal(in_rows(compiled, [row]), in_rows(plain, [row]))
 
 
@@ -358,8 +357,7 @@ def test_a_token_costs_the_experts_that_read_it(family: str) -> None:
     assert ForwardCost.of(model).per_token == pytest.approx(2 * expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("dtype", "recompute"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_memory_of_a_mixture_with_dense_layers_is_planned(
     dtype: torch.dtype, recompute: bool
 ) -> None:
@@ -391,8 +389,8 @@ def engine_of(family: str, tokenizer: Any) -> TorchEngine:
 
 
 async def sampled(engine: TorchEngine) -> list[Sample]:
-    """Samples of two prompts, one of which begins the other, that end at different lengths."""
-    prompts = [(5, 6, 7, 8), (5, 6), (5, 6, 7, 8), (5, 6, 7, 8)]
+    """Samples of prompts that begin alike, which end at different lengths."""
+    prompts = [(5, 6, 7, 8), (5, 6), (5, 9, 6), (5, 6, 7, 8)]
     asked = [
         engine.generate(p, Sampling(3 + 2 * n, seed=n, ignore_end=True))
         for n, p in enumerate(prompts)
