@@ -292,9 +292,10 @@ def _simulate(
     fused: bool,
 ) -> tuple[int, int]:
     config = copy.deepcopy(config)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # one per layer
+            setattr(config, name, (value * num_layers)[:num_layers])
     config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * num_layers
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention.NAME

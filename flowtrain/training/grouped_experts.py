@@ -26,6 +26,7 @@ NAME = "flowtrain"
 """The way to compute experts, as transformers knows it (`experts_implementation`)."""
 
 
+@torch.compiler.disable  # products of experts have no shapes but in bf16
 def grouped_experts(
     module: nn.Module, hidden_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor
 ) -> Tensor:
