@@ -89,9 +89,10 @@ class SharedCache:
         self._forest: TreeAttention = Forest.of(self.tree.subtree_end_N)
         last_Q1, place_N = self.tree.target_row_T[:, None], torch.arange(len(self.tree.input_ids_N))
         is_on_path_QN = (place_N.to(device) <= last_Q1) & (last_Q1 < self.tree.subtree_end_N)
-        paths = is_on_path_QN.nonzero()[:, 1].split(list(map(len, distinct)))
+        self.paths = is_on_path_QN.nonzero()[:, 1].split(list(map(len, distinct)))
+        """Of each prompt, where its tokens are in the tree."""
         path_QP = pad_sequence(
-            paths, batch_first=True, padding_value=-1, padding_side=self._padding_side
+            self.paths, batch_first=True, padding_value=-1, padding_side=self._padding_side
         )
         self._bias_Q11P = torch.where(path_QP < 0, -torch.inf, 0.0)[:, None, None]
         self._path_QP = path_QP.clamp(min=0)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +27,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from flowtrain.engines.exact_cache import ExactCache
 from flowtrain.engines.requests import check_request, completion, hits_stop_string, stop_ids
 from flowtrain.engines.shared_cache import NAME, SharedCache
-from flowtrain.training import attention
+from flowtrain.training import attention, experts
 from flowtrain.training.exact import make_exact
 from flowtrain.training.lora import adapter_weights
 from flowtrain.training.row_loss import score_row
 from flowtrain.training.tree import in_order, pack_rows
-from flowtrain.types import Completion, FinishReason, Sample, Sampling
+from flowtrain.types import Completion, FinishReason, Routes, Sample, Sampling
 from flowtrain.weights import Loaded, Source, WeightReader
 
 _SCORED_TOKENS = 4096
@@ -55,6 +56,8 @@ class _Request:
     """The tokens that each id was sampled from; empty if these are all tokens."""
     entropies: list[float] = field(default_factory=list)
     """Empty unless the engine records them."""
+    routes: bytearray = field(default_factory=bytearray)
+    """`Routes.experts` of the tokens that were read so far; empty for a dense model."""
     finish_reason: FinishReason | None = None
 
 
@@ -87,6 +90,8 @@ class TorchEngine:
         if exact:
             make_exact(model, model.dtype, model.device)
             self._cache, self._tree_attention = ExactCache, attention.NAMES["exact"]
+        experts.equip(model)
+        self._routers = experts.routers(model)
         model.set_attn_implementation(NAME)
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids(model.generation_config, tokenizer)
@@ -181,7 +186,7 @@ class TorchEngine:
         if request in self._waiting:
             self._waiting.remove(request)
             request.finish_reason = FinishReason.DEADLINE
-            request.answer.set_result(_completion(request))
+            request.answer.set_result(self._completion(request))
 
     async def _run_batches(self) -> None:
         """Sample batch after batch until no request waits; one task at a time does this."""
@@ -204,7 +209,7 @@ class TorchEngine:
                 return
             for request in batch:
                 if not request.answer.done():  # a cancelled rollout no longer listens
-                    request.answer.set_result(_completion(request))
+                    request.answer.set_result(self._completion(request))
 
     @torch.inference_mode()
     def _sample(self, requests: list[_Request]) -> None:
@@ -215,6 +220,8 @@ class TorchEngine:
         cache = self._cache([request.prompt_ids for request in requests], device)
         tree = cache.tree
         logits_QV = self._forward(tree.input_ids_N, tree.position_ids_N, cache, tree.target_row_T)
+        paths = [cache.paths[prompt] for prompt in cache.prompt_B.tolist()]
+        self._note_routes(requests, paths, len(tree.input_ids_N))
         logits_BV = logits_QV[cache.prompt_B]
         position_B = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
         longest = max(request.sampling.max_new_tokens for request in requests)
@@ -247,6 +254,7 @@ class TorchEngine:
                 ids_B, position_B = ids_B[alive_B], position_B[alive_B]
                 rows = [rows[k] for k in alive]
             logits_BV = self._forward(ids_B, position_B, cache)
+            self._note_routes([requests[i] for i in rows], range(len(rows)), len(rows))
             position_B = position_B + 1
 
     def _forward(
@@ -263,6 +271,34 @@ class TorchEngine:
             shared=cache,
         )
         return out.logits[0].float()
+
+    def _note_routes(
+        self, requests: Sequence[_Request], places: Iterable[Any], num_tokens: int
+    ) -> None:
+        """Add the routes of the last pass, of `num_tokens`, of which each request has those at its
+        place.
+        """
+        routes_NLC = experts.chosen(self._routers, num_tokens)
+        if routes_NLC is not None:
+            words_NLC = routes_NLC.cpu()
+            for request, place in zip(requests, places, strict=True):
+                request.routes += words_NLC[place].numpy().tobytes()
+
+    def _completion(self, request: _Request) -> Completion:
+        assert request.finish_reason is not None
+        found = completion(
+            request.ids,
+            request.logprobs,
+            labels=[(request.version, 0)],
+            reason=request.finish_reason,
+            kept=request.kept if request.sampling.is_truncated else None,
+            entropies=request.entropies,
+        )
+        if not request.routes:
+            return found
+        form = self._routers[0].form
+        sizes = len(self._routers), form.num_chosen, form.is_wide
+        return replace(found, routes=Routes(bytes(request.routes), *sizes))
 
     def _append(self, requests: list[_Request], ids: list[int], logprobs: list[float]) -> None:
         now = time.monotonic()
@@ -362,15 +398,3 @@ def _trained_logprobs(
 def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
     """Draw the request's own random numbers, fp32 [length]; they do not depend on the batch."""
     return np.random.Generator(np.random.Philox(key=sampling.seed)).random(length, dtype=np.float32)
-
-
-def _completion(request: _Request) -> Completion:
-    assert request.finish_reason is not None
-    return completion(
-        request.ids,
-        request.logprobs,
-        labels=[(request.version, 0)],
-        reason=request.finish_reason,
-        kept=request.kept if request.sampling.is_truncated else None,
-        entropies=request.entropies,
-    )

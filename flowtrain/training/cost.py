@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from flowtrain.training.attention import windows_of
+from flowtrain.training.experts import shares_of
 from flowtrain.training.tree import PackedRow
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """FLOPs of a forward pass through dense layers; norms, rotations and softmax are left out. A
+    """FLOPs of a forward pass through the layers; norms, rotations and softmax are left out. A
     backward pass takes as many again for its inputs, and as many for each weight that is trained.
     """
 
     per_token: float
-    """Two per parameter of a layer."""
+    """Two per parameter of a layer; of E experts the C that read a token count."""
     per_pair: float
     """A token and one that it sees: two for the score and two for the value, per channel and layer
     without a window."""
@@ -36,18 +37,19 @@ class ForwardCost:
         head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
+        share = shares_of(model)
+        layers = {p: p.numel() * share.get(p, 1.0) for p in model.get_decoder().layers.parameters()}
         per_layer = 4.0 * config.num_attention_heads * head_dim
         windows = windows_of(config)
-        layers = list(model.get_decoder().layers.parameters())
         per_target = 2.0 * config.vocab_size * config.hidden_size
         has_frozen_head = not any(
             p.requires_grad for p in model.get_output_embeddings().parameters()
         )
         return cls(
-            per_token=2.0 * sum(p.numel() for p in layers),
+            per_token=2.0 * sum(layers.values()),
             per_pair=per_layer * windows.count(None),
             per_target=per_target,
-            per_frozen_token=2.0 * sum(p.numel() for p in layers if not p.requires_grad),
+            per_frozen_token=2.0 * sum(n for p, n in layers.items() if not p.requires_grad),
             per_frozen_target=per_target * has_frozen_head,
             per_near_pair=tuple(
                 (window, per_layer * windows.count(window))

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.training import attention
 from flowtrain.training.exact_attention import KEYS, QUERIES, add_blocks, width, with_ones
+from flowtrain.training.experts import find_routers
 from flowtrain.training.lm_head import FusedLMHead
 from flowtrain.types import UserError
 
@@ -50,6 +51,10 @@ def make_exact(model: PreTrainedModel, dtype: torch.dtype, device: torch.device)
     `dtype` and `device` are those of its forward passes. Raises UserError where a token's results
     depend on others here.
     """
+    if find_routers(model):
+        raise UserError(
+            "train.exact=true: a mixture of experts has no exact products; set it to false"
+        )
     for module in model.modules():
         kind = type(module)
         if isinstance(module, FusedLMHead):

@@ -59,7 +59,7 @@ def mean_of(total: Tensor, size: int) -> Tensor:
 
 
 def set_sink(score: Tensor, sink: Tensor) -> None:
-    """Make the first block of scores [..., K] that of a sink, which broadcasts to [..., 1]."""
+    """Make the first block of scores [..., K] that of a sink alone, a tensor for [..., 1]."""
     score[..., :KEYS] = -torch.inf
     score[..., :1] = sink
 

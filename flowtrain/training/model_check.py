@@ -23,9 +23,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
-from flowtrain.training import attention, lm_head
+from flowtrain.training import attention, experts, lm_head
 from flowtrain.types import UserError
 
 _HUB_S = 10.0
@@ -121,7 +122,8 @@ def _no_decoder(config: PreTrainedConfig) -> str:
 def _experts(config: PreTrainedConfig) -> str:
     for name, value in _numbers(config.to_dict()):
         if name.endswith("experts") and value > 1:
-            return f"is a mixture of experts ({name}={value})"
+            problem = experts.problem(_without_memory(config))
+            return problem and f"is a mixture of experts ({name}={value}): {problem}"
     return ""
 
 
@@ -210,11 +212,17 @@ class _Layers:
         return query.new_empty(shape).transpose(1, 2).contiguous()
 
 
-def _run_without_memory(config: PreTrainedConfig) -> None:
+def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model in bf16, because products of experts have no shapes in another dtype."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=attention.NAME
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention.NAME
         )
+    return model
+
+
+def _run_without_memory(config: PreTrainedConfig) -> None:
+    model = _without_memory(config)
     decoder = model.get_decoder()
     if not hasattr(decoder, "layers"):
         raise UserError("its decoder has no list called `layers`")

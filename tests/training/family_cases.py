@@ -2,9 +2,8 @@
 
 Each row of `bench.families.TRAINED`, from which the table in docs/models.md is made, is a case of
 `test_families.py`: a family is added there, with the options that make its tiny config use all that
-is its own. `ALSO` has models that the check of configs still refuses, though their layers are right
-on a tree, or rows that the table need not have. What a model needs on a row beyond the row itself
-(recorded routes) goes into `on_rows`, what it needs alone into `alone`.
+is its own. What a model needs on a row beyond the row itself (recorded routes) goes into `on_rows`,
+what it needs alone into `alone`.
 """
 
 from __future__ import annotations
@@ -27,15 +26,7 @@ from flowtrain.training.row_loss import row_loss
 from flowtrain.training.tree import PackedRow
 from flowtrain.types import Sample
 
-ALSO: dict[str, dict[str, Any]] = {
-    "gpt_oss": {
-        "head_dim": 8,
-        "sliding_window": 8,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-}
-CASES = {name: options for name, options in (TRAINED | ALSO).items() if name in CONFIG_MAPPING}
+CASES = {name: options for name, options in TRAINED.items() if name in CONFIG_MAPPING}
 
 Found = tuple[float, dict[str, Tensor]]
 """Loss, and the gradient of every parameter."""
