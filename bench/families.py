@@ -116,6 +116,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "bert": {},
     "bloom": {},
+    "dbrx": {},
     "falcon": {},
     "gemma2": {},
     "gemma3": {},

@@ -49,7 +49,7 @@ class Blocks:
 
     @classmethod
     def of(cls, row: PackedRow) -> Blocks:
-        mask = FlexTree.of(padded(row).subtree_end_N).mask
+        mask = FlexTree.of(padded(row).subtree_end_N).mask()
         lists = [mask.kv_num_blocks, mask.full_kv_num_blocks]
         lists += [mask.q_num_blocks, mask.full_q_num_blocks]
         partial, whole, by_key, whole_by_key = (x[0, 0] for x in lists if x is not None)

@@ -29,6 +29,7 @@ KNOWN = [name for name in TRAINED if name in CONFIG_MAPPING]
 FOUND = {
     "bert": "no list called `layers`",
     "bloom": "attention of its own",
+    "dbrx": "AttributeError: 'DbrxAttentionConfig' object has no attribute 'rope_theta'",
     "falcon": "attention of its own",
     "gemma2": "attn_logit_softcapping=50.0",
     "gemma3": "vision_config",
