@@ -18,6 +18,7 @@ from flowtrain.config import Config
 from flowtrain.engines.factory import ModelSpec
 from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import activations
+from flowtrain.training import attention
 from flowtrain.training import model as models
 from flowtrain.training.attention import forest_attention, windows_of
 from flowtrain.training.forest import Forest
@@ -38,7 +39,7 @@ FOUND = {
     "granitemoe": "num_local_experts=8): GraniteMoeTopKRouter weighs",
     "jamba": "recurrent state",
     "mamba2": "recurrent state",
-    "moshi": "windows [None, None], where its config has [8, 8]",
+    "moshi": "its attention",  # gets no windows; or, in transformers 5.19, no structure of a row
     "nemotron": "does not hand the structure of a row on",
     "phi3": "rope_type='longrope'",
     "qwen2_5_vl": "vision_config",
@@ -86,6 +87,12 @@ def test_layers_have_the_windows_of_the_config() -> None:
     used = {"sliding_window": 16, "max_window_layers": 1}
     assert windows_of(Qwen2Config(**SHAPE, **used, use_sliding_window=False)) == [None, None]
     assert windows_of(Qwen2Config(**SHAPE, **used, use_sliding_window=True)) == [None, 16]
+
+
+def test_a_family_that_hands_on_other_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "windows_of", lambda _: [None, 7])
+    told = refusal(Qwen2Config(**SHAPE))
+    assert "gets the windows [None, None], where its config has [None, 7]" in told
 
 
 @pytest.mark.parametrize("asked", [{"softcap": 50.0}, {"position_bias": torch.zeros(2)}])
