@@ -16,15 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 from flowtrain.training.attention import TreeAttention
 from flowtrain.training.forest import Forest
@@ -32,7 +29,7 @@ from flowtrain.training.tree import pack_row
 from flowtrain.types import Sample
 
 NAME = "flowtrain_shared"
-"""The attention of an engine's model, as transformers knows it; SDPA where a call has no cache."""
+"""The attention of an engine's model, as transformers knows it."""
 _ROOM = 32
 """Response tokens that a layer has room for at first; it doubles."""
 
@@ -204,29 +201,18 @@ def shared_attention(
     value_1KND: Tensor,
     attention_mask: Tensor | None,
     *,
-    shared: SharedCache | None = None,
+    shared: SharedCache,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **options: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Hugging Face calls in every layer; returns [1, N, H, D]."""
-    if shared is None:
-        assert s_aux is None, "torch's SDPA knows no sinks"
-        return sdpa_attention_forward(
-            module,
-            query_1HND,
-            key_1KND,
-            value_1KND,
-            attention_mask,
-            scaling=scaling,
-            **options,
-        )
     token_2NKD = torch.stack([key_1KND[0], value_1KND[0]]).transpose(1, 2)
     query_NHD = query_1HND[0].transpose(0, 1)
     assert isinstance(module.layer_idx, int)
-    how = How(scaling, options.get("sliding_window") or None, s_aux)
+    how = How(scaling, sliding_window or None, s_aux)
     return shared.attend(module.layer_idx, query_NHD, token_2NKD, how), None
 
 
 AttentionInterface.register(NAME, shared_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
