@@ -64,9 +64,11 @@ STUDIES: Mapping[str, Study] = {
     },
     "experts": {
         "qwen3": ["--train.num_steps", "60"],
-        "qwen3_moe": ["--train.num_steps", "60"],
-        "qwen3_moe, own routes": _words("--train.num_steps 60 --train.router own"),
-        "gpt_oss": ["--train.num_steps", "60"],
+        "qwen3_moe": _words("--train.num_steps 60 --tiny.family qwen3_moe"),
+        "qwen3_moe, own routes": _words(
+            "--train.num_steps 60 --tiny.family qwen3_moe --train.router own"
+        ),
+        "gpt_oss": _words("--train.num_steps 60 --tiny.family gpt_oss"),
     },
     "infoflow": {
         "flow_grpo": [*_DEEP, "--train.num_steps", "200"],

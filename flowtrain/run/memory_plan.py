@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config, Lora
 from flowtrain.training import attention
-from flowtrain.training.experts import find_routers
+from flowtrain.training.experts import IMPLEMENTATION, find_routers
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.lora import add_adapter
 from flowtrain.training.optimizers import KINDS
@@ -308,7 +308,7 @@ def _simulate(
     bytes_of = 1.0
     if find_routers(model):  # products of experts have no shapes but in bf16
         bytes_of = dtype.itemsize / torch.bfloat16.itemsize
-        model.to(torch.bfloat16)
+        model.to(torch.bfloat16).set_experts_implementation(IMPLEMENTATION)
     if fused:
         fuse_layers(model)
     if recompute:

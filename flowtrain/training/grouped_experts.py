@@ -124,21 +124,27 @@ class _Experts(torch.autograd.Function):
         with torch.enable_grad():
             before_SG = before_SG.detach().requires_grad_()
             gated_SF = ctx.gate(before_SG)
+        value_SF = gated_SF.detach()
+        product_SF = torch.mul(value_SF, weight_S1, out=torch.empty_like(value_SF))
+        ddown = plan.of_weight(product_SF, dout_SD) if needs_down else None
         dgated_SF = plan.backward(dout_SD, down)  # before the weights of the routers
-        dweight_S = (dgated_SF * gated_SF.detach()).sum(1, dtype=torch.float32)
+        torch.mul(dgated_SF, value_SF, out=product_SF)
+        dweight_S = product_SF.sum(1, dtype=torch.float32)
         if down_bias is not None:
             dweight_S += (dout_SD * down_bias[plan.chosen_S]).sum(1, dtype=torch.float32)
+        ddown_bias = plan.of_bias(dout_SD * weight_S1, down.dtype) if needs_down_bias else None
+        del dout_SD, product_SF
         (dbefore_SG,) = torch.autograd.grad(gated_SF, before_SG, dgated_SF.mul_(weight_S1))
-        weighted_SF = gated_SF.detach().mul_(weight_S1)
+        del dgated_SF, gated_SF, value_SF, before_SG  # each is as large as the layer's input
         return (
             None,
             None,
             plan.by_token(plan.backward(dbefore_SG, up), len(hidden_TD)),
             dweight_S[plan.back_S].view_as(weight_TK).to(weight_TK.dtype),
             plan.of_weight(hidden_TD[plan.token_S], dbefore_SG) if needs_up else None,
-            plan.of_weight(weighted_SF, dout_SD) if needs_down else None,
+            ddown,
             plan.of_bias(dbefore_SG, up.dtype) if needs_up_bias else None,
-            plan.of_bias(dout_SD * weight_S1, down.dtype) if needs_down_bias else None,
+            ddown_bias,
         )
 
 
