@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -162,13 +163,10 @@ def _pieces(segment: Segment, window: int, step: int) -> Iterator[Segment]:
 
 
 def _without_first(ranges: Sequence[tuple[int, int]], number: int) -> tuple[tuple[int, int], ...]:
-    kept = []
-    for start, end in ranges:
-        left_off = min(number, end - start)
-        number -= left_off
-        if start + left_off < end:
-            kept.append((start + left_off, end))
-    return tuple(kept)
+    """Leave off the first tokens of a path."""
+    before = accumulate((end - start for start, end in ranges), initial=0)
+    cut = [(a + max(0, number - n), b) for (a, b), n in zip(ranges, before, strict=False)]
+    return tuple((start, end) for start, end in cut if start < end)
 
 
 def _with_sink(
