@@ -196,7 +196,6 @@ def _quantised(config: PreTrainedConfig) -> str:
 _PROBLEMS: tuple[Callable[[PreTrainedConfig], str], ...] = (
     _not_text_alone,
     _no_decoder,
-    _experts,
     _recurrent,
     _other_layers,
     _window,
@@ -204,6 +203,7 @@ _PROBLEMS: tuple[Callable[[PreTrainedConfig], str], ...] = (
     _positions,
     _own_attention,
     _quantised,
+    _experts,
 )
 
 
