@@ -186,13 +186,13 @@ def _quantised(config: PreTrainedConfig) -> str:
 _PROBLEMS: tuple[Callable[[PreTrainedConfig], str], ...] = (
     _not_text_alone,
     _no_decoder,
-    _experts,
     _recurrent,
     _other_layers,
     _capped,
     _positions,
     _own_attention,
     _quantised,
+    _experts,
 )
 
 
