@@ -84,7 +84,8 @@ def _check_there(path: str, key: str) -> None:
 
 
 def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -> PreTrainedConfig:
-    """Return the config of a model that can be trained.
+    """Return the config of a model that can be trained; a window of all its layers that holds as
+    many tokens as it has positions is taken out, because it hides nothing.
 
     Raises UserError that names the key, the path and what was found.
     """
@@ -101,6 +102,11 @@ def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -
         ) from error
     if problem:
         raise UserError(f"{key}={path!r} {problem}; such models cannot be trained yet")
+    if getattr(config, "sliding_window", None) and not (
+        getattr(config, "layer_types", None) or any(attention.windows_of(config))
+    ):
+        config = copy.deepcopy(config)
+        config.sliding_window = None
     return config
 
 

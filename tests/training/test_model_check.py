@@ -84,6 +84,9 @@ def test_layers_have_the_windows_of_the_config() -> None:
     """One that holds all positions hides nothing, and Qwen2 names one that it does not use."""
     assert windows_of(MistralConfig(**SHAPE, sliding_window=63)) == [63, 63]
     assert windows_of(MistralConfig(**SHAPE, sliding_window=64)) == [None, None]
+    for window, left in ((63, 63), (64, None)):
+        config = check_config(MistralConfig(**SHAPE, sliding_window=window), "PATH")
+        assert config.sliding_window == left
     used = {"sliding_window": 16, "max_window_layers": 1}
     assert windows_of(Qwen2Config(**SHAPE, **used, use_sliding_window=False)) == [None, None]
     assert windows_of(Qwen2Config(**SHAPE, **used, use_sliding_window=True)) == [None, 16]
