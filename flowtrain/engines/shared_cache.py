@@ -208,11 +208,13 @@ def shared_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Hugging Face calls in every layer; returns [1, N, H, D]."""
-    token_2NKD = torch.stack([key_1KND[0], value_1KND[0]]).transpose(1, 2)
+    size = value_1KND.shape[3]
+    value_KND = pad(value_1KND[0], (0, key_1KND.shape[3] - size))  # narrower in latent attention
+    token_2NKD = torch.stack([key_1KND[0], value_KND]).transpose(1, 2)
     query_NHD = query_1HND[0].transpose(0, 1)
     assert isinstance(module.layer_idx, int)
     how = How(scaling, sliding_window or None, s_aux)
-    return shared.attend(module.layer_idx, query_NHD, token_2NKD, how), None
+    return shared.attend(module.layer_idx, query_NHD, token_2NKD, how)[..., :size], None
 
 
 AttentionInterface.register(NAME, shared_attention)

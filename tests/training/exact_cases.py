@@ -28,11 +28,13 @@ from flowtrain.training.world import World
 from flowtrain.types import Sample, Sampling
 
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
 FAMILIES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     # heads, key heads and width; heads of 8, 16 and 24
     "qwen2": (4, 2, 32, {}),
     "qwen3": (4, 4, 64, {"head_dim": 16}),
     "llama": (6, 2, 144, {}),
+    "minicpm3": (4, 4, 32, {"v_head_dim": 8, **_LATENT}),  # keys of 12, values of 8
     "gemma3_text": (4, 2, 64, {"sliding_window": 3, **_WINDOWS}),  # shorter than responses
     "granite_swa": (4, 2, 64, {"sliding_window": 40, **_WINDOWS}),  # sinks; over two blocks of keys
 }
