@@ -84,11 +84,11 @@ class Forest:
 
     def layout(self, window: int | None = None, has_sink: bool = False) -> Layout:
         """Return the layout under a window; under one that hides nothing, that without."""
-        if window is not None and window >= max((s.num_keys for s in self.segments), default=0):
-            window = None
         key = (window, has_sink)
         if key not in self.layouts:
-            self.layouts[key] = self._layout(window, has_sink)
+            hides = window is None or any(s.num_keys > window for s in self.segments)
+            make = self._layout if hides else self.layout
+            self.layouts[key] = make(window if hides else None, has_sink)
         return self.layouts[key]
 
     def _layout(self, window: int | None, has_sink: bool) -> Layout:

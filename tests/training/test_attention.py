@@ -144,7 +144,9 @@ def test_any_forest(
 def test_a_window_bounds_what_attention_reads() -> None:
     """1,000 tokens with two branches behind them: 8 keys more than queries in every piece."""
     ends = torch.tensor([1100] * 1000 + [1050] * 50 + [1100] * 50)
-    blocks = Forest.of(ends).layout(window=9).blocks
+    forest = Forest.of(ends)
+    blocks = forest.layout(window=9).blocks
+    assert forest.layout(window=1050) is forest.layout() is not forest.layout(window=1049)
     assert sum(len(block.key_SK) for block in blocks) < 2 * 1100
     assert all(len(block.key_SK) <= 17 * block.num_segments for block in blocks)
 
