@@ -140,12 +140,9 @@ def replaying(model: nn.Module, routes_NLC: Tensor | None) -> Iterator[None]:
             router.given_NC = None
 
 
-def chosen(of: Sequence[ReplayedRouter], num_tokens: int) -> Tensor | None:
-    """Return what routers themselves chose for the first tokens of the last pass, uint8 or int16
-    [N, L, C]; None for those of a dense model.
-    """
-    found = [each.chosen_NC for each in of if each.chosen_NC is not None]
-    return torch.stack(found, 1)[:num_tokens] if found else None
+def chosen(of: Sequence[ReplayedRouter]) -> Tensor:
+    """Return what the routers themselves chose in their last pass, uint8 or int16 [N, L, C]."""
+    return torch.stack([each.chosen_NC for each in of if each.chosen_NC is not None], 1)
 
 
 def shares_of(model: PreTrainedModel) -> dict[nn.Parameter, float]:
@@ -180,10 +177,10 @@ class RouteMetrics:
 
     def add(self, row: PackedRow, replays: bool) -> None:
         """Add a row after its backward pass. `replays`: its routes were followed."""
-        num_tokens, routes_NLC = len(row.input_ids_N), row.routes_NLC
-        own_NLC = chosen(self._routers, num_tokens)
-        if own_NLC is None:
+        if not self._routers:
             return
+        num_tokens, routes_NLC = len(row.input_ids_N), row.routes_NLC
+        own_NLC = chosen(self._routers)[:num_tokens]  # without those that fill a row up
         used_NLC = own_NLC if routes_NLC is None or not replays else routes_NLC
         used_LN = used_NLC.transpose(0, 1).flatten(1).long()
         count_LE = used_LN.new_zeros(self._size).scatter_add_(1, used_LN, torch.ones_like(used_LN))

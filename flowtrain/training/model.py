@@ -108,6 +108,19 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return _untied(model, model.state_dict())
 
 
+@torch.no_grad()
+def weights_in_one_dtype(model: nn.Module) -> dict[str, Tensor]:
+    """`named_weights` in the dtype of the first, in place, as a version holds them: transformers
+    keeps a router's in fp32.
+    """
+    saved = model.state_dict()
+    dtype = next(iter(saved.values())).dtype
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in saved:
+            tensor.data = tensor.data.to(dtype)
+    return named_weights(model)
+
+
 def published_weights(model: nn.Module, sync: str) -> dict[str, Tensor]:
     """Return the tensors of a version, as `lora.sync` says; as collective as `named_weights`."""
     return lora.adapter_weights(model) if sync == "adapter" else named_weights(model)
