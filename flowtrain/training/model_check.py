@@ -34,6 +34,8 @@ _HUB_S = 10.0
 # The hub's releases ask by different libraries; their errors are bases of the hub's own. It refuses
 # what cannot be a name with a ValueError.
 _HUB_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)
+MXFP4 = "mxfp4"
+"""The quantisation that transformers undoes while it loads."""
 _NUM_TOKENS = 4
 _OTHER_PARTS = ("vision_config", "audio_config", "text_config")
 _ROW_LENGTH_ROPES = ("dynamic", "longrope")
@@ -85,7 +87,8 @@ def _check_there(path: str, key: str) -> None:
 
 def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -> PreTrainedConfig:
     """Return the config of a model that can be trained; a sliding window that holds as many tokens
-    as the model has positions is taken out, because it hides nothing.
+    as the model has positions is taken out, because it hides nothing, and a quantisation, because
+    `load_model` undoes it.
 
     Raises UserError that names the key, the path and what was found.
     """
@@ -95,6 +98,9 @@ def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -
     if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
         config = copy.deepcopy(config)
         config.sliding_window = None
+    if hasattr(config, "quantization_config"):
+        config = copy.deepcopy(config)
+        del config.quantization_config
     try:
         _run_without_memory(config)
     except (UserError, RuntimeError, NotImplementedError) as error:
@@ -190,7 +196,7 @@ def _quantised(config: PreTrainedConfig) -> str:
     if not found:
         return ""
     method = found.get("quant_method") if isinstance(found, Mapping) else found.quant_method
-    return f"holds quantised weights (quant_method={str(method)!r})"
+    return "" if method == MXFP4 else f"holds quantised weights (quant_method={str(method)!r})"
 
 
 _PROBLEMS: tuple[Callable[[PreTrainedConfig], str], ...] = (

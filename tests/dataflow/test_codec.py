@@ -65,7 +65,7 @@ def test_routes_come_out_as_they_went_in(
 ) -> None:
     group = with_routes(group_of(rollouts), seed)
     if is_partial and group.trajectories:  # as where engines differ
-        first, *rest = group_of(rollouts).trajectories
+        first = group_of(rollouts).trajectories[0]
         group = replace(group, trajectories=(first, *group.trajectories[1:]))
     assert unpack_group(pack_group(group)) == group
     assert unpack_group(zlib.compress(pack(group))) == group

@@ -27,7 +27,7 @@ from flowtrain.config import Lora
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.run import memory_plan
 from flowtrain.run.memory_plan import activations
-from flowtrain.training import attention, experts, lm_head, sharding
+from flowtrain.training import attention, experts, lm_head, model_check, sharding
 from flowtrain.training import model as models
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.exact import make_exact
@@ -458,6 +458,36 @@ def test_the_engine_loads_all_tensors_of_a_version(
     assert sum(name.endswith("e_score_correction_bias") for name in weights) == LAYERS
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name].to(dtype)), name
+
+
+def test_mxfp4_is_dequantised_while_it_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By E2M1's table, two values a byte, times powers of two."""
+    shape = config_of("gpt_oss", {"num_local_experts": 3, "hidden_size": 64, "head_dim": 16})
+    shape.intermediate_size = 32
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    weights, expected = model.state_dict(), {}
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    rng = torch.Generator().manual_seed(0)
+    for name in [name for name, w in weights.items() if w.dim() == 3]:
+        num, size_in, size_out = weights.pop(name).shape
+        blocks = torch.randint(256, (num, size_out, size_in // 32, 16), generator=rng)
+        scales = torch.randint(124, 130, blocks.shape[:3], generator=rng)
+        values = torch.stack([table[blocks & 15], table[blocks >> 4]], -1).flatten(3)
+        expected[name] = (values * 2.0 ** (scales - 127)[..., None]).flatten(2).mT
+        weights |= {f"{name}_blocks": blocks.byte(), f"{name}_scales": scales.byte()}
+    shape.quantization_config = {"quant_method": "mxfp4"}
+    shape.architectures = ["GptOssForCausalLM"]
+    shape.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert not model_check._quantised(shape)
+    how = models._whole_numbers(str(tmp_path), shape)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how)
+    for name, values in expected.items():
+        assert torch.equal(loaded.state_dict()[name].float(), values), name
+    assert not hasattr(loaded.config, "quantization_config")
+    assert "mxfp4, which are dequantised" in caplog.text
 
 
 # ---- the trainer, alone and on several ranks
