@@ -86,9 +86,8 @@ def _check_there(path: str, key: str) -> None:
 
 
 def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -> PreTrainedConfig:
-    """Return the config of a model that can be trained, without a quantisation, because `load_model`
-    undoes it; a window of all its layers that holds as many tokens as it has positions is taken
-    out, because it hides nothing.
+    """Return the config of a model that can be trained: without a quantisation, which `load_model`
+    undoes, and without a window of all layers that holds as many tokens as there are positions.
 
     Raises UserError that names the key, the path and what was found.
     """
