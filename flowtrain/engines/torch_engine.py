@@ -30,6 +30,7 @@ from flowtrain.engines.shared_cache import NAME, SharedCache
 from flowtrain.training import attention, experts
 from flowtrain.training.exact import make_exact
 from flowtrain.training.lora import adapter_weights
+from flowtrain.training.model import weights_in_one_dtype
 from flowtrain.training.row_loss import score_row
 from flowtrain.training.tree import in_order, pack_rows
 from flowtrain.types import Completion, FinishReason, Routes, Sample, Sampling
@@ -97,7 +98,7 @@ class TorchEngine:
         self._stop_ids = stop_ids(model.generation_config, tokenizer)
         self._reader = None
         if store is not None:
-            weights = adapter_weights(model) or dict(model.named_parameters())
+            weights = adapter_weights(model) or weights_in_one_dtype(model)
             self._reader = WeightReader(store, weights, torch.get_num_threads(), verify_every)
         self._loaded: Loaded | None = None
         self._version = version
@@ -221,7 +222,7 @@ class TorchEngine:
         tree = cache.tree
         logits_QV = self._forward(tree.input_ids_N, tree.position_ids_N, cache, tree.target_row_T)
         paths = [cache.paths[prompt] for prompt in cache.prompt_B.tolist()]
-        self._note_routes(requests, paths, len(tree.input_ids_N))
+        self._note_routes(requests, paths)
         logits_BV = logits_QV[cache.prompt_B]
         position_B = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
         longest = max(request.sampling.max_new_tokens for request in requests)
@@ -254,7 +255,7 @@ class TorchEngine:
                 ids_B, position_B = ids_B[alive_B], position_B[alive_B]
                 rows = [rows[k] for k in alive]
             logits_BV = self._forward(ids_B, position_B, cache)
-            self._note_routes([requests[i] for i in rows], range(len(rows)), len(rows))
+            self._note_routes([requests[i] for i in rows], range(len(rows)))
             position_B = position_B + 1
 
     def _forward(
@@ -270,17 +271,12 @@ class TorchEngine:
         )
         return out.logits[0].float()
 
-    def _note_routes(
-        self, requests: Sequence[_Request], places: Iterable[Any], num_tokens: int
-    ) -> None:
-        """Add the routes of the last pass, of `num_tokens`, of which each request has those at its
-        place.
-        """
-        routes_NLC = experts.chosen(self._routers, num_tokens)
-        if routes_NLC is not None:
-            words_NLC = routes_NLC.cpu()
+    def _note_routes(self, requests: Sequence[_Request], places: Iterable[Any]) -> None:
+        """Add to each request the routes of the last pass at its place."""
+        if self._routers:
+            routes_NLC = experts.chosen(self._routers).cpu()
             for request, place in zip(requests, places, strict=True):
-                request.routes += words_NLC[place].numpy().tobytes()
+                request.routes += routes_NLC[place].numpy().tobytes()
 
     def _completion(self, request: _Request) -> Completion:
         assert request.finish_reason is not None

@@ -20,11 +20,10 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product, zip_longest
+from itertools import product
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -140,12 +139,9 @@ def replaying(model: nn.Module, routes_NLC: Tensor | None) -> Iterator[None]:
             router.given_NC = None
 
 
-def chosen(of: Sequence[ReplayedRouter], num_tokens: int) -> Tensor | None:
-    """Return what routers themselves chose for the first tokens of the last pass, uint8 or int16
-    [N, L, C]; None for those of a dense model.
-    """
-    found = [each.chosen_NC for each in of if each.chosen_NC is not None]
-    return torch.stack(found, 1)[:num_tokens] if found else None
+def chosen(of: Sequence[ReplayedRouter]) -> Tensor:
+    """Return what the routers themselves chose in their last pass, uint8 or int16 [N, L, C]."""
+    return torch.stack([each.chosen_NC for each in of if each.chosen_NC is not None], 1)
 
 
 def shares_of(model: PreTrainedModel) -> dict[nn.Parameter, float]:
@@ -172,60 +168,54 @@ class RouteMetrics:
 
     def __init__(self, model: nn.Module) -> None:
         self._routers = routers(model)
-        self._size = [len(self._routers), *(each.form.num_experts for each in self._routers[:1])]
+        self._num_layers, _, self._num_experts = sizes_of(model)
         self._counts: list[Tensor] = []
         """int64 of each row [L E + L]: tokens of each expert, and tokens that the routers would
         have sent to the sampler's experts."""
-        self._tokens = [0.0] * 5
+        self._tokens = [0] * 5
 
     def add(self, row: PackedRow, replays: bool) -> None:
         """Add a row after its backward pass. `replays`: its routes were followed."""
-        num_tokens, routes_NLC = len(row.input_ids_N), row.routes_NLC
-        own_NLC = chosen(self._routers, num_tokens)
-        if own_NLC is None:
+        if not self._routers:
             return
-        used_NLC = own_NLC if routes_NLC is None or not replays else routes_NLC
-        used_LN = used_NLC.transpose(0, 1).flatten(1).long()
-        count_LE = used_LN.new_zeros(self._size).scatter_add_(1, used_LN, torch.ones_like(used_LN))
-        if routes_NLC is None:
-            self._counts.append(F.pad(count_LE.flatten(), (0, self._size[0])))
-            self._count(num_tokens)
-            return
-        is_equal_NL = (own_NLC.sort(-1).values == routes_NLC.sort(-1).values).all(-1)
-        self._counts.append(torch.cat([count_LE.flatten(), is_equal_NL.sum(0)]))
-        num_shared = row.num_unshared_tokens - num_tokens
-        self._count(
-            num_tokens, num_tokens, num_tokens * replays, num_shared, row.num_route_conflicts
-        )
-
-    def _count(self, *numbers: int) -> None:
-        self._tokens = [a + b for a, b in zip_longest(self._tokens, numbers, fillvalue=0)]
+        num_tokens, has_routes = len(row.input_ids_N), row.routes_NLC is not None
+        own_NLC = chosen(self._routers)[:num_tokens]  # without those that fill a row up
+        known_NLC = own_NLC if row.routes_NLC is None else row.routes_NLC
+        used_LN = (known_NLC if replays else own_NLC).transpose(0, 1).flatten(1).long()
+        zero_LE = used_LN.new_zeros(self._num_layers, self._num_experts)
+        count_LE = zero_LE.scatter_add_(1, used_LN, torch.ones_like(used_LN))
+        is_equal_NL = (own_NLC.sort(-1).values == known_NLC.sort(-1).values).all(-1)
+        self._counts.append(torch.cat([count_LE.flatten(), is_equal_NL.sum(0) * has_routes]))
+        num_known = num_tokens * has_routes
+        num_shared = (row.num_unshared_tokens - num_tokens) * has_routes
+        numbers = num_tokens, num_known, num_known * replays, num_shared, row.num_route_conflicts
+        self._tokens = [a + b for a, b in zip(self._tokens, numbers, strict=True)]
 
     def reduce(self, world: World) -> dict[str, float]:
         """Return the metrics of all ranks; {} for a dense model; collective."""
         if not self._routers:
             return {}
-        num_layers, num_experts = self._size
-        sums = torch.stack(self._counts).sum(0).tolist() if self._counts else []
-        sums = sums or [0.0] * (num_layers * num_experts + num_layers)
-        num_tokens, num_known, num_replayed, num_shared, num_conflicts, *sums = world.sum(
-            [*self._tokens, *sums]
-        )
-        count_LE = torch.tensor(sums[:-num_layers]).view(self._size)
-        equal_L = torch.tensor(sums[-num_layers:]) / max(num_known, 1)
-        mean_L = count_LE.mean(1).clamp(min=1e-9)
+        size = self._num_layers * (self._num_experts + 1)
+        counts = torch.stack(self._counts).sum(0).tolist() if self._counts else [0] * size
+        summed = world.sum([*self._tokens, *counts])
+        num_tokens, num_known, num_replayed, num_shared, num_conflicts = summed[:5]
+        count_LE = torch.tensor(summed[5 : -self._num_layers]).view(self._num_layers, -1)
+        equal_L = torch.tensor(summed[-self._num_layers :]) / max(num_known, 1)
         found = {
-            "expert_load_max": float((count_LE.amax(1) / mean_L).max()),
+            "expert_load_max": float((count_LE.amax(1) / count_LE.mean(1).clamp(min=1e-9)).max()),
             "expert_dead_share": float((count_LE == 0).float().mean()),
             "routes_replayed": num_replayed / max(num_tokens, 1),
         }
-        if num_known:
-            found |= {
+        return (
+            found
+            if not num_known
+            else {
+                **found,
                 "routes_equal": float(equal_L.mean()),
                 "routes_equal_min": float(equal_L.min()),
+                "route_conflict_share": num_conflicts / max(num_shared, 1),
             }
-            found["route_conflict_share"] = num_conflicts / max(num_shared, 1)
-        return found
+        )
 
 
 # ---- what a router computes

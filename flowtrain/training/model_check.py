@@ -34,6 +34,8 @@ _HUB_S = 10.0
 # The hub's releases ask by different libraries; their errors are bases of the hub's own. It refuses
 # what cannot be a name with a ValueError.
 _HUB_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)
+MXFP4 = "mxfp4"
+"""The quantisation that transformers undoes while it loads."""
 _NUM_TOKENS = 4
 _OTHER_PARTS = ("vision_config", "audio_config", "text_config")
 _ROW_LENGTH_ROPES = ("dynamic", "longrope")
@@ -84,13 +86,16 @@ def _check_there(path: str, key: str) -> None:
 
 
 def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -> PreTrainedConfig:
-    """Return the config of a model that can be trained; a window of all its layers that holds as
-    many tokens as it has positions is taken out, because it hides nothing.
+    """Return the config of a model that can be trained: without a quantisation, which `load_model`
+    undoes, and without a window of all layers that holds as many tokens as there are positions.
 
     Raises UserError that names the key, the path and what was found.
     """
     try:
         problem = next(filter(None, (find(config) for find in _PROBLEMS)), "")
+        if not problem and hasattr(config, "quantization_config"):
+            config = copy.deepcopy(config)
+            del config.quantization_config
         if not problem:
             _run_without_memory(config)
     except Exception as error:  # a family's own code may fail in any way
@@ -186,7 +191,7 @@ def _quantised(config: PreTrainedConfig) -> str:
     if not found:
         return ""
     method = found.get("quant_method") if isinstance(found, Mapping) else found.quant_method
-    return f"holds quantised weights (quant_method={str(method)!r})"
+    return "" if method == MXFP4 else f"holds quantised weights (quant_method={str(method)!r})"
 
 
 _PROBLEMS: tuple[Callable[[PreTrainedConfig], str], ...] = (

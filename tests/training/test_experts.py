@@ -27,7 +27,7 @@ from flowtrain.config import Lora
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.run import memory_plan
 from flowtrain.run.memory_plan import activations
-from flowtrain.training import attention, experts, lm_head, sharding
+from flowtrain.training import attention, experts, lm_head, model_check, sharding
 from flowtrain.training import model as models
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.exact import make_exact
@@ -39,6 +39,7 @@ from flowtrain.training.tree import PackedRow, pack_row, pack_rows
 from flowtrain.training.world import World, end_process
 from flowtrain.types import Routes, Sample, Sampling, UserError
 from flowtrain.types.checks import routes_problem
+from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 _FEW = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -234,8 +235,8 @@ def test_a_replay_of_a_pass_s_own_routes_changes_no_bit(
         sharding.recompute_layers(model)
     row = pack_row([sample((3, 4, 5, 6), (7, 8, 9)), sample((3, 4, 5), (8, 8)), sample((9,), (3,))])
     loss, own = in_rows(model, [row])
-    found = experts.chosen(experts.routers(model), len(row.input_ids_N))
-    assert found is not None and found.dtype == torch.uint8
+    found = experts.chosen(experts.routers(model))
+    assert found.dtype == torch.uint8
     replayed_loss, replayed = in_rows(model, [replace(row, routes_NLC=found)])
     assert replayed_loss == loss and own.keys() == replayed.keys()
     for name, gradient in own.items():
@@ -419,7 +420,7 @@ def test_the_engine_records_what_the_trainer_would_choose(family: str, tiny_path
     model = trained(config(family, vocab_size=280))
     assert mismatch(model, samples) < 1e-5
     score_row(model, replace(row, routes_NLC=None), 1.0)
-    own = experts.chosen(experts.routers(model), len(row.input_ids_N))
+    own = experts.chosen(experts.routers(model))
     assert torch.equal(own.sort(-1).values, row.routes_NLC.sort(-1).values)
     assert row.num_route_conflicts == 0 < row.num_unshared_tokens - len(row.input_ids_N)
     version, scores = asyncio.run(engine.score(samples, 1.0))
@@ -439,6 +440,54 @@ def test_replay_takes_the_mismatch_of_other_routes_away(family: str, tiny_path: 
     model = trained(config(family, vocab_size=280))
     assert mismatch(model, samples) < 1e-5
     assert mismatch(model, [replace(s, routes=None) for s in samples]) > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engine_loads_all_tensors_of_a_version(
+    dtype: torch.dtype, tiny_path: str, tmp_path: Path
+) -> None:
+    """Also a router's correction bias, which is a buffer, and what transformers keeps in fp32."""
+    tokenizer, path = models.load_tokenizer(tiny_path), tmp_path / "model"
+    source = _biased(build(config("glm4_moe", vocab_size=280)))
+    models.export(source, tokenizer, models.full_weights(source), path)
+    weights = {n: w + 0.5 * w.abs().amax() for n, w in models.full_weights(source).items()}
+    store = WeightStore(tmp_path / "weights")
+    Publisher(store, PublishOptions(dtype)).publish(weights, 1)
+    model = models.load_model(str(path), dtype, attn="sdpa")
+    TorchEngine(model, tokenizer, store).load(1)
+    assert sum(name.endswith("e_score_correction_bias") for name in weights) == LAYERS
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name].to(dtype)), name
+
+
+def test_mxfp4_is_dequantised_while_it_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By E2M1's table, two values a byte, times powers of two."""
+    shape = config_of("gpt_oss", {"num_local_experts": 3, "hidden_size": 64, "head_dim": 16})
+    shape.intermediate_size = 32
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    weights, expected = model.state_dict(), {}
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    rng = torch.Generator().manual_seed(0)
+    for name in [name for name, w in weights.items() if w.dim() == 3]:
+        num, size_in, size_out = weights.pop(name).shape
+        blocks = torch.randint(256, (num, size_out, size_in // 32, 16), generator=rng)
+        scales = torch.randint(124, 130, blocks.shape[:3], generator=rng)
+        values = torch.stack([table[blocks & 15], table[blocks >> 4]], -1).flatten(3)
+        expected[name] = (values * 2.0 ** (scales - 127)[..., None]).flatten(2).mT
+        weights |= {f"{name}_blocks": blocks.byte(), f"{name}_scales": scales.byte()}
+    shape.quantization_config = {"quant_method": "mxfp4"}
+    shape.architectures = ["GptOssForCausalLM"]
+    shape.save_pretrained(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert not model_check._quantised(shape)
+    how = models._whole_numbers(str(tmp_path), shape)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **how)
+    for name, values in expected.items():
+        assert torch.equal(loaded.state_dict()[name].float(), values), name
+    assert not hasattr(loaded.config, "quantization_config")
+    assert "mxfp4, which are dequantised" in caplog.text
 
 
 # ---- the trainer, alone and on several ranks
