@@ -277,9 +277,11 @@ def test_a_row_keeps_the_routes_of_the_first_sample_and_counts_conflicts() -> No
     first, second = sample((3, 4), (5, 6)), sample((3, 4), (5, 7, 8))
     one = Routes(bytes([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]), 2, 2)
     other = Routes(bytes([1, 0, 3, 2, 4, 0, 0, 1, 2, 3, 4, 5, 9, 9, 9, 9]), 2, 2)
-    row = pack_row([replace(first, routes=one), replace(second, routes=other)])
-    assert row.input_ids_N.tolist() == [3, 4, 5, 7]
-    assert row.routes_NLC.flatten().tolist() == [*one.experts, 9, 9, 9, 9]
+    third, alike = sample((3, 4), (5, 9, 8)), replace(one, experts=one.experts + bytes(4))
+    each = zip((first, second, third), (one, other, alike), strict=True)
+    row = pack_row([replace(sample, routes=routes) for sample, routes in each])
+    assert row.input_ids_N.tolist() == [3, 4, 5, 7, 9]
+    assert row.routes_NLC.flatten().tolist() == [*one.experts, 9, 9, 9, 9, 0, 0, 0, 0]
     assert row.num_route_conflicts == 1, "the order of a token's experts means nothing"
     alone = pack_row([replace(second, routes=other)])
     assert alone.num_route_conflicts == 0
