@@ -162,10 +162,10 @@ def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
     """
     _, calls = _root_calls(groups)
     samples = []
-    for _, at, call in calls:
-        zeros, mask = (0.0,) * len(call.response_ids), call.sampling_mask
-        sampled = call.prompt_ids, call.response_ids, call.logprobs
-        samples.append(Sample(*sampled, zeros, zeros, 0, at, mask, routes=call.routes))
+    for _, sample_id, call in calls:
+        zeros = (0.0,) * len(call.response_ids)
+        tokens = (call.prompt_ids, call.response_ids, call.logprobs, zeros, zeros)
+        samples.append(Sample(*tokens, 0, sample_id, call.sampling_mask, routes=call.routes))
     return samples, [x for *_, call in calls for x in call.entropies]
 
 

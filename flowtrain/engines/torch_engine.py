@@ -63,7 +63,7 @@ class _Request:
 
 
 class TorchEngine:
-    """See `Engine`. The model's layers must be full attention."""
+    """See `Engine`. The model must be one that `model_check` lets pass."""
 
     def __init__(
         self,
@@ -265,8 +265,6 @@ class TorchEngine:
         out = self._model(
             input_ids=ids_N[None],
             position_ids=position_N[None],
-            # transformers leaves a mask of four dimensions alone; the cache knows who sees what
-            attention_mask=torch.empty(1, 1, 1, 1, device=ids_N.device),
             use_cache=False,
             logits_to_keep=kept,
             shared=cache,

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config, Lora
 from flowtrain.training import attention
-from flowtrain.training.experts import find_routers
+from flowtrain.training.experts import IMPLEMENTATION, find_routers
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.lora import add_adapter
 from flowtrain.training.optimizers import KINDS
@@ -292,9 +292,10 @@ def _simulate(
     fused: bool,
 ) -> tuple[int, int]:
     config = copy.deepcopy(config)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # one per layer
+            setattr(config, name, (value * num_layers)[:num_layers])
     config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * num_layers
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention.NAME
@@ -307,7 +308,7 @@ def _simulate(
     bytes_of = 1.0
     if find_routers(model):  # products of experts have no shapes but in bf16
         bytes_of = dtype.itemsize / torch.bfloat16.itemsize
-        model.to(torch.bfloat16)
+        model.to(torch.bfloat16).set_experts_implementation(IMPLEMENTATION)
     if fused:
         fuse_layers(model)
     if recompute:
@@ -340,8 +341,12 @@ def _activation_bytes(snapshot: dict[torch.device, dict[Any, int]]) -> int:
 class _Attention:
     """In the place of a row's structure: keeps what attention keeps, and computes nothing."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, sink_H: Tensor | None, **_: Any
+    ) -> Tensor:
         out: Tensor = _Kept.apply(query, key, value)
+        if sink_H is not None:  # each output is scaled
+            out = out * sink_H.sigmoid()[:, None, None]
         return out.transpose(1, 2).contiguous()
 
 

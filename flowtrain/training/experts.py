@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flowtrain.training import grouped_experts
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 
-IMPLEMENTATION = "grouped_mm"
-"""transformers' way to compute experts, on a CPU too: "batched_mm" would copy the weights of an
-expert for every token that it reads."""
+IMPLEMENTATION = grouped_experts.NAME
+"""The way to compute experts, on a CPU too."""
 _Score = Literal["softmax", "sigmoid", "softmax of chosen"]
 _OF_ALL: tuple[_Score, ...] = ("softmax", "sigmoid")
 _ROWS = 64
@@ -227,7 +227,7 @@ def problem(model: PreTrainedModel) -> str:
     if not found:
         return "transformers does not name its routers"
     if not model._can_set_experts_implementation():
-        return f"its experts cannot be computed by {IMPLEMENTATION}"
+        return "its experts cannot be computed by grouped products"
     return "" if form_of(found) else f"{type(found[0]).__name__} weighs experts in its own way"
 
 

@@ -69,8 +69,8 @@ def load_model(
     path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path"
 ) -> PreTrainedModel:
     """A causal language model on the CPU, with a saved adapter merged into it. `attn` is the
-    attention of packed rows for training, "sdpa" for sampling. What cannot be trained is refused
-    before weights are read.
+    attention of packed rows, or one of transformers' own. What cannot be trained is refused before
+    weights are read.
     """
     if lora.is_adapter(path):
         base = load_model(lora.base_of(path), torch.float32, attn, key)

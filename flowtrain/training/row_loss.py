@@ -86,9 +86,17 @@ def row_loss(
 
     def loss_at_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         ids_T = row.target_ids_T
-        every = tokens | head.options
+        every = tokens | head.options | {"compact": _compacts(row, spec)}
         found.append(linear_policy_loss(hidden_TD, weight_VD, ids_T, bias_V=bias_V, **every))
         return found[0].loss
 
     loss = run_head(model, head, row, loss_at_head)
     return replace(found[0], loss=loss)  # as the model returns it: FSDP's hooks are there
+
+
+def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:
+    """Targets without weight, if there may be some, are left out of the products. Without them a
+    GPU is not waited for; a CPU leaves those without a gradient out as well.
+    """
+    drops = isinstance(spec, LossSpec) and spec.mis is not None
+    return row.has_idle_targets or drops or row.target_ids_T.device.type == "cpu"

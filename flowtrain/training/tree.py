@@ -68,6 +68,8 @@ class PackedRow:
     """Tokens that the samples would take without sharing."""
     num_repeated_tokens: int = 0
     """So many of its first tokens are in the row before as well, because a tree was cut there."""
+    has_idle_targets: bool = False
+    """Some targets have no weight; known on the host, so that nobody waits for a GPU to count."""
     ref_logprob_T: Tensor | None = None
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL
     term."""
@@ -271,6 +273,7 @@ def _pack_row(
         ),
         num_unshared_tokens=sum(map(len, inputs)),
         num_repeated_tokens=num_repeated_tokens,
+        has_idle_targets=any(0.0 in s.loss_weights for s in samples),
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         sample_ids=sample_ids,
         divisor_S=targets(divisors) if divisors else None,

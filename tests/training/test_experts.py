@@ -333,7 +333,7 @@ def test_routers_are_known_by_their_bits(family: str) -> None:
         ("granitemoe", "GraniteMoeTopKRouter weighs experts in its own way"),
         ("minimax_m2", "MiniMaxM2TopKRouter weighs experts in its own way"),
         ("doge", "transformers does not name its routers"),
-        ("longcat_flash", "its experts cannot be computed by grouped_mm"),
+        ("longcat_flash", "its experts cannot be computed by grouped products"),
     ],
 )
 def test_other_routers_are_refused(family: str, problem: str) -> None:
