@@ -45,6 +45,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from flowtrain.engines.vllm.layouts import (
+    blocked_parameters,
+    in_blocks,
+    loader,
+    watch_processing,
+)
 from flowtrain.engines.vllm.plan import make_plan, prove
 from flowtrain.engines.vllm.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.net.serving import TOKEN_VARIABLE
@@ -60,8 +66,8 @@ BACKEND = "sparse_delta"
 PATCHED = range(25, 33)
 """Minor versions of vLLM 0.x whose packing of linear weights on a CPU is patched; the code of
 0.25.1 and 0.32 was compared and agrees."""
-_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Quantisation methods that leave a parameter as the loader wrote it."""
+_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+"""Quantisation methods that compute with the parameters themselves."""
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +75,7 @@ def register() -> None:
     """Register the engine. vLLM calls this in each of its processes, perhaps more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SparseDeltaEngine)
+        watch_processing(_is_used)
         if vllm.platforms.current_platform.is_cpu():
             keep_linear_weights_plain()
 
@@ -76,18 +83,14 @@ def register() -> None:
 def keep_linear_weights_plain() -> None:
     """Keep vLLM on a CPU from packing linear weights after loading, which empties the parameters.
 
-    This is the only patch of vLLM; no option does the same. Engines that do not use this backend
-    pack as before.
+    No option does the same. Engines that do not use this backend pack as before.
     """
-    from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        config = get_current_vllm_config_or_none()
-        transfer = None if config is None else config.weight_transfer_config
-        if transfer is None or transfer.backend != BACKEND or layer.weight.dim() != 2:
+        if not _is_used() or layer.weight.dim() != 2:
             pack(layer, remove_weight)
             return
         if vllm.__version_tuple__[0] != 0 or vllm.__version_tuple__[1] not in PATCHED:
@@ -99,6 +102,15 @@ def keep_linear_weights_plain() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _is_used() -> bool:
+    """Tell whether the model that vLLM loads now takes its weights by this backend."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    transfer = None if config is None else config.weight_transfer_config
+    return transfer is not None and transfer.backend == BACKEND
 
 
 @dataclass
@@ -174,10 +186,11 @@ class SparseDeltaEngine(WeightTransferEngine):
                 "connects to it"
             )
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        plan = make_plan(
-            source.manifest(head).layout, self.model.load_weights, tensors, ranks=ranks
-        )
-        prove(plan, self.model.load_weights, tensors, ranks=ranks)
+        blocked = blocked_parameters(self.model)
+        found = make_plan(source.manifest(head).layout, self.model.load_weights, tensors, ranks)
+        plan = together(ranks, lambda: in_blocks(found, blocked))
+        load = loader(self.model.load_weights, plan, blocked)
+        prove(plan, load, tensors, ranks)
         for name, why in plan.dense.items():
             _log.warning(
                 "%r is loaded whole at every update, through the model's loader, and kept on the "
@@ -189,7 +202,7 @@ class SparseDeltaEngine(WeightTransferEngine):
         self.sharded = ShardedTarget(
             plan,
             ranks,
-            load=lambda found: self.model.load_weights(found.items()),
+            load=lambda found: load(found.items()),
             num_threads=num_threads,
         )
         own_tensors = _plain_tensors(plan) if ranks.size == 1 else None
@@ -309,13 +322,7 @@ def refuse_unsupported(model: torch.nn.Module, config: Any) -> None:
         )
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        weight = getattr(module, "weight", None)
-        packed = (
-            vllm.platforms.current_platform.is_cpu()
-            and isinstance(weight, torch.Tensor)
-            and weight.dim() > 2
-        )
-        if method is not None and (type(method).__name__ not in _PLAIN or packed):
+        if method is not None and type(method).__name__ not in _PLAIN:
             raise UserError(
                 f"sparse_delta does not support {name!r}: {type(method).__name__} may rearrange "
                 "its weights after loading"
