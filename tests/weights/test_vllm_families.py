@@ -117,3 +117,50 @@ def test_a_weight_that_vllm_repacks_is_refused(
     engine = open_engine(tmp_path / "0", model.dtype)
     with pytest.raises(UserError, match=r"linear_attn\.conv1d\.weight': vLLM rearranges it after"):
         engine.connect(store)
+
+
+def test_routes_outlast_chunks_preemption_and_hits_of_the_cache(
+    tmp_path: Path, open_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are read in parts, and the cache has room for half of the responses."""
+    from vllm import SamplingParams
+
+    from flowtrain.engines.vllm.routes import RouteTable
+
+    model = new_model("qwen3_moe", EXPERTS, torch.float32)
+    model.save_pretrained(tmp_path / "0")
+    options = {"block_size": 32, "num_gpu_blocks_override": 9, "max_num_batched_tokens": 24}
+    engine = open_engine(tmp_path / "0", model.dtype, enable_chunked_prefill=True, **options)
+    core = engine.llm.llm_engine.engine_core.engine_core
+    table = RouteTable(core.model_executor.driver_worker.worker.model_runner)
+    preempt, preempted = core.scheduler._preempt_request, []
+
+    def noted(request: Any, *arguments: Any, **options: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *arguments, **options)
+
+    monkeypatch.setattr(core.scheduler, "_preempt_request", noted)
+
+    def check(prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], int]:
+        sampling = SamplingParams(
+            max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False
+        )
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs, whole = engine.llm.generate(asked, sampling, use_tqdm=False), []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            whole.append([*prompt, *output.outputs[0].token_ids])
+            num_read = len(whole[-1]) - 1
+            experts = table.take(output.request_id.partition("-")[0], num_read)
+            assert experts is not None
+            found = torch.frombuffer(bytearray(experts), dtype=torch.uint8).view(num_read, 2, 2)
+            with torch.no_grad():
+                out = model(torch.tensor([whole[-1][:-1]]), output_router_logits=True)
+            expected = torch.stack([each.topk(2).indices for each in out.router_logits], 1)
+            assert torch.equal(found.long().sort(-1).values, expected.sort(-1).values)
+        return whole, sum(output.num_cached_tokens for output in outputs)
+
+    whole, _ = check([[*range(i, i + 30)] for i in range(0, 240, 30)], 30)
+    assert preempted
+    _, num_cached = check(whole[-1:], 2)
+    assert num_cached >= 32
+    assert table.take("0", 1) is None, "taken once"
