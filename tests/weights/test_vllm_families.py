@@ -164,3 +164,14 @@ def test_routes_outlast_chunks_preemption_and_hits_of_the_cache(
     _, num_cached = check(whole[-1:], 2)
     assert num_cached >= 32
     assert table.take("0", 1) is None, "taken once"
+    preempted.clear()
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False)
+    for i in range(8):
+        prompt = {"prompt_token_ids": [*range(30 * i, 30 * i + 30)]}
+        engine.llm.llm_engine.add_request(f"late{i}", prompt, sampling)
+    while not preempted:
+        engine.llm.llm_engine.step()
+    lost = preempted[0].partition("-")[0]
+    assert table.take(lost, 30) is None, "its blocks may belong to another"
+    assert table.take("late0" if lost != "late0" else "late1", 30) is not None
+    engine.llm.llm_engine.abort_request([f"late{i}" for i in range(8)])
