@@ -15,7 +15,7 @@ from flowtrain.engines.vllm.plan import make_plan, memories_of, prove
 from flowtrain.engines.vllm.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.weights import Publisher, SnapshotPolicy, WeightReader, WeightStore
 from flowtrain.weights.load.strided_view import StridedView
-from flowtrain.weights.ranks import Ranks
+from flowtrain.weights.ranks import Alone, Ranks
 
 NUM_EXPERTS, ROWS, COLUMNS = 3, 64, 10
 
@@ -115,3 +115,24 @@ def test_a_view_that_ends_within_a_block_is_refused() -> None:
     rows = StridedView(memory, 0, 0, sizes=(24 * COLUMNS,), strides=(1,), to_strides=(1,))
     with pytest.raises(ValueError, match="cut within a block of 16 rows"):
         in_blocks(LoadPlan({}, {"gate": [rows]}, {}), [parameter])
+
+
+class Shuffled(Mixture):
+    """Its experts stand in another order, or are cut unequally."""
+
+    places = (0, 2, 1)
+
+    def load_down(self, tensor: Tensor) -> None:
+        for place, expert in zip(self.places, tensor, strict=True):
+            self.held["down"][place].copy_(expert)
+
+    def load_up(self, tensor: Tensor) -> None:
+        for start, stop in ((0, 16), (16, 32), (32, 64)):
+            self.held["up"][:, start:stop].copy_(tensor[:, start:stop])
+
+
+def test_views_that_do_not_follow_each_other_evenly_stay_apart() -> None:
+    model, found = Shuffled(Alone(), torch.bfloat16), weights(1, torch.bfloat16)
+    plan = make_plan(layout_of(found), model.load_weights, model.held.values(), Alone())
+    assert {name: len(views) for name, views in plan.views.items()} == {"up": 3, "down": 3}
+    prove(plan, model.load_weights, model.held.values(), Alone())

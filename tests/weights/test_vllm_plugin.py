@@ -41,6 +41,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from flowtrain import _delta
@@ -87,6 +89,15 @@ FAMILIES = {
         torch.float32,
     ),
 }
+MIXTURE = "Qwen3-MoE, experts stacked"
+MIXTURES = {
+    MIXTURE: (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        torch.bfloat16,
+    )
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -102,7 +113,7 @@ def open_engine() -> Iterator[Any]:
 
 
 def new_model(family: str) -> PreTrainedModel:
-    config, model, options, dtype = FAMILIES[family]
+    config, model, options, dtype = (FAMILIES | MIXTURES)[family]
     torch.manual_seed(0)
     made = model(config(**{**SMALL, **options})).to(dtype)
     with torch.no_grad():
@@ -654,7 +665,7 @@ class FakeGroup:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE])
 def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
     store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, size: int
 ) -> None:
