@@ -51,6 +51,21 @@ def watch_processing(is_used: Callable[[], bool]) -> None:
     base_loader.process_weights_after_loading = watched
 
 
+def prefer_known_kernels(is_used: Callable[[], bool]) -> None:
+    """Let vLLM on a CPU take the kernel for experts whose order is known, in place of those of one
+    architecture (AMX, NEON), for models that it loads while `is_used`.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:  # an older vLLM, whose experts are refused if their order is another
+        return
+    for kernel in CPUUnquantizedExperts.__subclasses__():
+        can_run = kernel._supports_current_device
+        kernel._supports_current_device = staticmethod(
+            lambda can_run=can_run: not is_used() and can_run()
+        )
+
+
 def blocked_parameters(model: nn.Module) -> list[Tensor]:
     """Return the parameters that are in blocks of rows.
 

@@ -49,6 +49,7 @@ from flowtrain.engines.vllm.layouts import (
     blocked_parameters,
     in_blocks,
     loader,
+    prefer_known_kernels,
     watch_processing,
 )
 from flowtrain.engines.vllm.plan import make_plan, prove
@@ -78,6 +79,7 @@ def register() -> None:
         watch_processing(_is_used)
         if vllm.platforms.current_platform.is_cpu():
             keep_linear_weights_plain()
+            prefer_known_kernels(_is_used)
 
 
 def keep_linear_weights_plain() -> None:
