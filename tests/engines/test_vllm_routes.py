@@ -23,8 +23,9 @@ from flowtrain.config import Vllm
 from flowtrain.engines.vllm.engine import VllmEngine
 from flowtrain.engines.vllm.process import VllmModel, cpu_environment, engine_args
 from flowtrain.engines.vllm.routes import routes_of
-from flowtrain.types import Completion, FinishReason, Routes, Sampling
+from flowtrain.types import Completion, FinishReason, Routes, Sampling, UserError
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
+from flowtrain.weights.format.adapters import AdapterSpec
 from flowtrain.weights.format.layout import digest_hex
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -195,3 +196,10 @@ def test_on_a_gpu_vllm_is_asked_for_routes_and_for_plain_experts(store: str) -> 
     args = engine_args(model, Vllm())
     assert args["enable_return_routed_experts"] is True
     assert args.get("moe_backend") == ("triton" if store else None)
+
+
+def test_adapters_of_a_mixture_are_refused_on_a_cpu() -> None:
+    adapters = AdapterSpec(8, 16.0, {})
+    model = VllmModel("x", "bfloat16", 64, frozenset(), adapters=adapters, records_routes=True)
+    with pytest.raises(UserError, match=r"no adapters of a mixture .* lora.sync = 'merged'"):
+        engine_args(model, Vllm())

@@ -197,6 +197,10 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         # Other kernels rearrange the weights of experts.
         device |= {"moe_backend": "triton"} if model.store else {}
     if model.adapters is not None:
+        if model.records_routes and model.is_cpu:
+            raise UserError(
+                "on a CPU vLLM has no adapters of a mixture of experts: set lora.sync = 'merged'"
+            )
         number = len([location for location in model.adapter_stores.values() if location])
         device |= _slots(model.adapters, max(1, number) + model.is_cpu)
     return {
