@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_in_process import SMALL, change, engines, in_process
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm")
 
+from flowtrain.engines.vllm import layouts
 from flowtrain.types import UserError
 from flowtrain.weights import Publisher, WeightStore
 
@@ -117,6 +119,23 @@ def test_a_weight_that_vllm_repacks_is_refused(
     engine = open_engine(tmp_path / "0", model.dtype)
     with pytest.raises(UserError, match=r"linear_attn\.conv1d\.weight': vLLM rearranges it after"):
         engine.connect(store)
+
+
+def test_sinks_that_attention_reads_from_a_copy_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As FlashInfer's does."""
+    layer = torch.nn.Module()
+    layer.sinks = torch.nn.Parameter(torch.zeros(4))
+    layer.attn = torch.nn.Module()
+    layer.attn.impl = SimpleNamespace(sinks=layer.sinks.data)
+    with pytest.raises(UserError, match="has not seen how vLLM loaded this model"):
+        layouts.refuse_rearranged(layer)
+    monkeypatch.setitem(layouts._rearranged, layer, [])
+    layouts.refuse_rearranged(layer)
+    layer.attn.impl.sinks = layer.sinks.double()
+    with pytest.raises(UserError, match="'attn': its attention computes with a copy of the sinks"):
+        layouts.refuse_rearranged(layer)
 
 
 def test_routes_outlast_chunks_preemption_and_hits_of_the_cache(

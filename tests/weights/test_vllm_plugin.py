@@ -518,19 +518,6 @@ def test_another_version_of_vllm_is_named_before_it_packs(
         utils.dispatch_cpu_unquantized_gemm(torch.nn.Linear(32, 32), remove_weight=True)
 
 
-def test_only_other_engines_take_kernels_of_one_architecture(
-    at_work: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import X86CPUUnquantizedExperts
-
-    engine, _, _, _ = at_work
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert X86CPUUnquantizedExperts._supports_current_device()
-    with set_current_vllm_config(engine.transfer.vllm_config):
-        assert not X86CPUUnquantizedExperts._supports_current_device()
-
-
 # ---- requests in flight, in vLLM's own processes
 
 

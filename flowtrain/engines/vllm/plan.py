@@ -286,14 +286,12 @@ def _joined(views: list[StridedView]) -> list[StridedView]:
     views = sorted(views, key=lambda view: view.first)
     one, two = views[:2]
     step, to_step = two.first - one.first, two.to_first - one.to_first
-    dims = list(zip(one.sizes, one.strides, one.to_strides, strict=True))
-    is_even = step > sum((n - 1) * stride for n, stride, _ in dims) and to_step > 0
-    for i, view in enumerate(views):
-        steps = view.first - one.first, view.to_first - one.to_first
-        is_like = (view.sizes, view.strides, view.to_strides) == tuple(zip(*dims, strict=True))
-        is_there = view.memory.data_ptr() == one.memory.data_ptr()
-        is_even &= is_like and is_there and steps == (i * step, i * to_step)
-    if not is_even:
+    found = [(v.first, v.to_first, v.sizes, v.strides, v.to_strides) for v in views]
+    form = one.sizes, one.strides, one.to_strides
+    even = [(one.first + i * step, one.to_first + i * to_step, *form) for i in range(len(views))]
+    dims = list(zip(*form, strict=True))
+    is_apart = step > sum((n - 1) * stride for n, stride, _ in dims) and to_step > 0
+    if found != even or not is_apart or any(view.memory is not one.memory for view in views):
         return views
     return [_view(one.memory, one.first, one.to_first, [(len(views), step, to_step), *dims])]
 

@@ -46,10 +46,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from flowtrain.engines.vllm.layouts import (
-    blocked_parameters,
-    in_blocks,
-    loader,
-    prefer_known_kernels,
+    note_update,
+    pack_copies_of_experts,
+    refuse_rearranged,
     watch_processing,
 )
 from flowtrain.engines.vllm.plan import make_plan, prove
@@ -79,7 +78,7 @@ def register() -> None:
         watch_processing(_is_used)
         if vllm.platforms.current_platform.is_cpu():
             keep_linear_weights_plain()
-            prefer_known_kernels(_is_used)
+            pack_copies_of_experts(_is_used)
 
 
 def keep_linear_weights_plain() -> None:
@@ -188,11 +187,10 @@ class SparseDeltaEngine(WeightTransferEngine):
                 "connects to it"
             )
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        blocked = blocked_parameters(self.model)
-        found = make_plan(source.manifest(head).layout, self.model.load_weights, tensors, ranks)
-        plan = together(ranks, lambda: in_blocks(found, blocked))
-        load = loader(self.model.load_weights, plan, blocked)
-        prove(plan, load, tensors, ranks)
+        plan = make_plan(
+            source.manifest(head).layout, self.model.load_weights, tensors, ranks=ranks
+        )
+        prove(plan, self.model.load_weights, tensors, ranks=ranks)
         for name, why in plan.dense.items():
             _log.warning(
                 "%r is loaded whole at every update, through the model's loader, and kept on the "
@@ -204,7 +202,7 @@ class SparseDeltaEngine(WeightTransferEngine):
         self.sharded = ShardedTarget(
             plan,
             ranks,
-            load=lambda found: load(found.items()),
+            load=lambda found: self.model.load_weights(found.items()),
             num_threads=num_threads,
         )
         own_tensors = _plain_tensors(plan) if ranks.size == 1 else None
@@ -231,8 +229,11 @@ class SparseDeltaEngine(WeightTransferEngine):
         """Load or stage a version. When it raises StoreError, the weights are as before."""
         if update_info.stage:
             self.reader.stage(update_info.version)
-        else:
+            return
+        try:
             self.loaded = self.reader.load(update_info.version)
+        finally:
+            note_update()
 
     def finish_weight_update(self) -> None:
         """Do nothing: the update has taken effect already."""
@@ -322,6 +323,7 @@ def refuse_unsupported(model: torch.nn.Module, config: Any) -> None:
             "sparse_delta does not support enable_lora: the adapters wrap the weights that it "
             "updates"
         )
+    refuse_rearranged(model)
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in _PLAIN:

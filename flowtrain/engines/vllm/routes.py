@@ -35,15 +35,14 @@ class RouteTable:
         """Raises UserError for a model whose routes cannot be kept."""
         self._runner = runner
         config = runner.kv_cache_config
-        for self._group, group in enumerate(config.kv_cache_groups):
-            if getattr(group.kv_cache_spec, "sliding_window", None) is None:
-                break
-        else:
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        whole = [i for i, spec in enumerate(specs) if getattr(spec, "sliding_window", None) is None]
+        if not whole:
             raise UserError(
-                "routes are kept beside a cache of all tokens, and all layers of this "
-                "model have a window; take rollout.engine = 'torch'"
+                "routes are kept beside a cache of all tokens, and all layers of this model have a "
+                "window; take rollout.engine = 'torch'"
             )
-        self._block_size = group.kv_cache_spec.block_size
+        self._group, self._block_size = whole[0], specs[whole[0]].block_size
         layers, num_chosen, is_wide = sizes_of(runner)
         # One more, the last, for the places -1 of tokens that only fill a step up.
         num_places = config.num_blocks * self._block_size + 1
