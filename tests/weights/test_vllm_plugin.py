@@ -490,13 +490,16 @@ def test_a_model_of_another_kind_is_refused_by_name(at_work: Any, tmp_path: Path
         match=r"the model's loader does not take 'lm_head.weight' \(bfloat16 \(300, 128\)\)",
     ):
         engine.connect(other)
-    for attribute, message in (("use_mla", "latent attention"), ("lora_config", "enable_lora")):
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(use_mla=attribute == "use_mla"),
-            lora_config=attribute == "lora_config" or None,
-        )
-        from flowtrain.engines.vllm.plugin import refuse_unsupported
+    from flowtrain.engines.vllm.plugin import refuse_unsupported
 
+    for name, message in {
+        "use_mla": "latent attention",
+        "quantization": "quantised models",
+        "lora_config": "enable_lora",
+    }.items():
+        model = SimpleNamespace(use_mla=False, quantization=None)
+        config = SimpleNamespace(model_config=model, lora_config=None)
+        setattr(config if name == "lora_config" else model, name, "set")
         with pytest.raises(UserError, match=message):
             refuse_unsupported(engine.transfer.model, config)
     assert engine.transfer.__dict__ == connected

@@ -1,4 +1,4 @@
-"""What vLLM makes of weights once its loader has written them, seen by value.
+"""Find out, by value, what vLLM makes of weights once its loader has written them.
 
 A loader writes words in the order of the checkpoint. Before the first request vLLM may pack,
 transpose or replace a parameter for its kernels; words that are written there later, in the

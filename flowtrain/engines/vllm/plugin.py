@@ -66,8 +66,6 @@ BACKEND = "sparse_delta"
 PATCHED = range(25, 33)
 """Minor versions of vLLM 0.x whose packing of linear weights on a CPU is patched; the code of
 0.25.1 and 0.32 was compared and agrees."""
-_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-"""Quantisation methods that compute with the parameters themselves."""
 _log = logging.getLogger(__name__)
 
 
@@ -323,11 +321,8 @@ def refuse_unsupported(model: torch.nn.Module, config: Any) -> None:
             "sparse_delta does not support enable_lora: the adapters wrap the weights that it "
             "updates"
         )
+    if getattr(config.model_config, "quantization", None):
+        raise UserError(
+            "sparse_delta does not support quantised models: their words are not those of a store"
+        )
     refuse_rearranged(model)
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and type(method).__name__ not in _PLAIN:
-            raise UserError(
-                f"sparse_delta does not support {name!r}: {type(method).__name__} may rearrange "
-                "its weights after loading"
-            )
