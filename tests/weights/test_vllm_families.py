@@ -95,8 +95,9 @@ def test_versions_leave_the_memory_of_a_fresh_load(
             publisher.publish(weights_of(model), version)
         engine.update(version)
         assert engine.holds(store, version)
+        tokens = engine.greedy(version)
+    held = engine.rpc("compute_weight_checksums")
     assert engine.rpc("held_weights")["mode"] == "delta"
-    held, tokens = engine.rpc("compute_weight_checksums"), engine.greedy(3)
     model.save_pretrained(tmp_path / "3")
     fresh = open_engine(tmp_path / "3", model.dtype)
     assert fresh.rpc("compute_weight_checksums") == held != before
