@@ -327,7 +327,7 @@ class AsyncLLMRunner:
                 entropies=entropies[:end],
             )
         # Only now, because an update counts the tokens of requests that have a label.
-        if found.ids and self._route_sizes:
+        if self._route_sizes and found.ids:
             with _unless_dead(llm):
                 sizes, num_tokens = self._route_sizes, len(prompt_ids) + end - 1
                 routes = await routes_of(llm, name, part, num_tokens, sizes)
