@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -202,10 +202,10 @@ def _way(kind: str, case: Case) -> Callable[..., Tensor]:
         tree = flex.FlexTree.of(case.subtree_end_N, flash=kind == "flash")
         return partial(tree.attend, *case.inputs)
     if kind == "split":
-        return partial(split, flex.FlexTree.of(case.subtree_end_N).mask, *case.inputs)
+        return partial(SplitTree.of(case.subtree_end_N).attend, *case.inputs)
     if kind in SWEEP:
         options = {**flex._TRITON, **SWEEP[kind]}
-        mask = flex.FlexTree.of(case.subtree_end_N).mask
+        mask = flex.FlexTree.of(case.subtree_end_N).mask()
         return partial(_flex, mask, *case.inputs, kernel_options=options, enable_gqa=True)
     from flowtrain.training.attention import NAMES, structure_of
 
@@ -218,19 +218,38 @@ def _flex(mask: BlockMask, *inputs: Tensor, scaling: float, **options: Any) -> T
     return out.transpose(1, 2).contiguous()
 
 
-def split(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Head g of every group in batch g: key heads are as many as query heads in each batch."""
-    num_keys, group = key.shape[1], query.shape[1] // key.shape[1]
-    query_GKND = query.view(num_keys, group, *query.shape[2:]).transpose(0, 1)
+@dataclass(slots=True)
+class SplitTree:
+    """The structure of a row as `FlexTree` has it, with head g of every group in batch g: key heads
+    are as many as query heads in each batch.
+    """
+
+    mask: BlockMask
+    batched: BlockMask | None = None
+    """Made once, by the first layer: its lists are many small launches."""
+
+    @classmethod
+    def of(cls, subtree_end_N: Tensor, flash: bool = False) -> SplitTree:
+        return cls(flex.FlexTree.of(subtree_end_N, flash).mask())
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, **_: object
+    ) -> Tensor:
+        num_keys, group = key.shape[1], query.shape[1] // key.shape[1]
+        query_GKND = query.view(num_keys, group, *query.shape[2:]).transpose(0, 1)
+        mask = self.batched = self.batched or _batched(self.mask, group)
+        keys = (x.expand(group, *x.shape[1:]) for x in (key, value))
+        options = {"kernel_options": dict(flex._TRITON)} if query.is_cuda else {}
+        out_GNKD = _flex(mask, query_GKND, *keys, scaling=scaling, **options)
+        return out_GNKD.permute(1, 2, 0, 3).flatten(1, 2)[None]
+
+
+def _batched(mask: BlockMask, num: int) -> BlockMask:
     parts = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    lists = [x.expand(group, *x.shape[1:]).contiguous() for x in parts if x is not None]
+    lists = [x.expand(num, *x.shape[1:]).contiguous() for x in parts if x is not None]
     make: Any = BlockMask.from_kv_blocks
-    lengths = (query.shape[2], query.shape[2])
-    batched = make(*lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=lengths)
-    keys = (x.expand(group, *x.shape[1:]) for x in (key, value))
-    options = {"kernel_options": dict(flex._TRITON)} if query.is_cuda else {}
-    out_GNKD = _flex(batched, query_GKND, *keys, scaling=scaling, **options)
-    return out_GNKD.permute(1, 2, 0, 3).flatten(1, 2)[None]
+    options = {"BLOCK_SIZE": mask.BLOCK_SIZE, "mask_mod": mask.mask_mod}
+    return cast(BlockMask, make(*lists, **options, seq_lengths=mask.seq_lengths))
 
 
 def _both(attend: Callable[[], Tensor], case: Case) -> Results:

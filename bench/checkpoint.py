@@ -28,7 +28,12 @@ from flowtrain.training.sharding import ShardSpec, shard
 from flowtrain.training.world import World, end_process
 from flowtrain.weights.format.checksums import checksum_of
 
-_SHAPE = {"hidden_size": 1024, "num_layers": 15, "num_heads": 16, "max_positions": 64}
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_layers": 15,
+    "num_heads": 16,
+    "max_positions": 64,
+}
 """200 M parameters, with a vocabulary of a few hundred."""
 
 

@@ -2,8 +2,8 @@
 on the samples one by one, in fp32:  python -m bench.families [--json F]
 
 The tree has five samples of 25 to 37 tokens, which share prompts and turns. Both sides run the same
-weights; transformers takes its own attention (eager). A family that the check of configs refuses is
-listed with the reason, in the words of the message.
+weights; transformers takes its own attention and loops over experts (eager). A family that the
+check of configs refuses is listed with the reason, in the words of the message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bench.measure import report
-from flowtrain.training import attention
+from flowtrain.training import attention, experts
 from flowtrain.training.fused_layers import fuse_layers, fused_text
 from flowtrain.training.lm_head import equip, fused_head
 from flowtrain.training.model_check import check_config
@@ -41,6 +41,10 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _HEADS_OF_8 = {"head_dim": 8}
+_FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_FEW_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_UPPER_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -54,51 +58,75 @@ TRAINED: dict[str, dict[str, Any]] = {
     "arcee": {},
     "bitnet": {},
     "cohere": {},
+    "cohere2": _WINDOWS,
+    "cwm": _HEADS_OF_8 | _WINDOWS,
+    "deepseek_v3": {
+        **_LATENT,
+        **_FEW_ROUTED,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+    },
     "ernie4_5": _HEADS_OF_8,
-    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "exaone4": _WINDOWS,
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": _HEADS_OF_8,
+    "gemma3_text": _HEADS_OF_8 | _WINDOWS,
     "glm": _HEADS_OF_8,
     "glm4": _HEADS_OF_8,
+    "glm4_moe": {**_HEADS_OF_8, **_FEW_ROUTED, "num_hidden_layers": 3},  # the first is dense
+    "glm4_moe_lite": {**_LATENT, **_FEW_ROUTED, "num_hidden_layers": 3},
     "gpt_neox": {},
+    "gpt_oss": {
+        **_HEADS_OF_8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0},
+    "granite_swa": _HEADS_OF_8 | _WINDOWS,
     "helium": _HEADS_OF_8,
     "hunyuan_v1_dense": _HEADS_OF_8,
     "llama": {},
     "minicpm3": _LATENT,
-    "ministral3": _HEADS_OF_8,
-    "mistral": {"sliding_window": None},
+    "ministral": _HEADS_OF_8 | _WINDOWS,
+    "ministral3": _HEADS_OF_8 | {"sliding_window": 8},
+    "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4},
     "nanochat": {},
     "olmo": {},
     "olmo2": {},
+    "olmo3": _WINDOWS,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "persimmon": {},
     "phi": {},
-    "phi3": {},
-    "qwen2": {},
-    "qwen3": _HEADS_OF_8,
+    "phi3": {"sliding_window": 8},
+    "qwen2": _UPPER_WINDOWS,
+    "qwen2_moe": {**_FEW_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3": _HEADS_OF_8 | _UPPER_WINDOWS,
+    "qwen3_moe": {**_HEADS_OF_8, **_FEW_EXPERTS},
     "seed_oss": _HEADS_OF_8,
     "smollm3": {"num_hidden_layers": 4},  # the fourth has no positions
-    "starcoder2": {},
+    "solar_open": {**_HEADS_OF_8, **_FEW_ROUTED},
+    "starcoder2": {"sliding_window": 8},
 }
 """`model_type` of the families that train, and what their tiny configs need beside `SHAPE`."""
-_FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 REFUSED: dict[str, dict[str, Any]] = {
     "bert": {},
     "bloom": {},
-    "cohere2": {},
-    "deepseek_v3": {},
+    "dbrx": {},
     "falcon": {},
     "gemma2": {},
     "gemma3": {},
-    "gemma3_text": {},
+    "gemma4_text": {"num_kv_shared_layers": 0},
     "gpt2": {},
-    "gpt_oss": {},
+    "granitemoe": {},
     "jamba": {},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "mistral": {"sliding_window": 16},
-    "mixtral": {},
+    "moshi": {"sliding_window": 8},
     "nemotron": {},
-    "olmo3": {},
     "phi3": {
         "max_position_embeddings": 64,
         "original_max_position_embeddings": 32,
@@ -110,7 +138,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         },
     },
     "qwen2_5_vl": {},
-    "qwen3_moe": _FEW_EXPERTS,
     "qwen3_next": {},
     "stablelm": {},
     "t5": {},
@@ -139,6 +166,8 @@ def build(config: PreTrainedConfig) -> PreTrainedModel:
                 weight.add_(0.05 * torch.randn_like(weight))
             else:
                 weight.normal_(0, 0.25)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
     return model
 
 
@@ -187,6 +216,7 @@ def parity(config: PreTrainedConfig) -> dict[str, Any]:
     truth = torch.cat([one_by_one(model, each) for each in every])
     model.set_attn_implementation(attention.NAME)
     equip(model)
+    experts.equip(model)
     fuse_layers(model)
     ours = torch.cat(in_a_tree(model, every))
     return {

@@ -45,6 +45,7 @@ LIMITS_S = {
     "attention": 300,
     "head_chunks": 90,
     "layers": 120,
+    "experts": 120,
     "losses": 90,
     "delta": 60,
     "memory": 300,

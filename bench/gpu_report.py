@@ -67,6 +67,7 @@ def findings(rows: Mapping[str, Sequence[Row]]) -> Iterator[Finding]:
         "steps": _steps,
         "head_chunks": _head_chunks,
         "layers": _layers,
+        "experts": _experts,
         "losses": _losses,
         "delta": _delta,
         "memory": _memory,
@@ -104,6 +105,12 @@ def _layers(row: Row) -> Iterator[Finding]:
     if row["path"] == "flowkernels":
         text = f"{row['layer']}, share of a copy, D={row['D']}"
         yield Finding(text, row["of copy"], ">=", 0.8)
+
+
+def _experts(row: Row) -> Iterator[Finding]:
+    if row["way"] == "flowtrain":
+        text = f"experts, share of their bare products, D={row['D']}"
+        yield Finding(text, row["of products"], ">=", 0.8)
 
 
 def _losses(row: Row) -> Iterator[Finding]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from bench.gpu_cases import Cases, Needs, Row
 from bench.measure import time_in_turn
@@ -95,11 +94,12 @@ def _measure_step(
     cases: Cases, shape: str, num_turns: int, splits: bool = False, **options: Any
 ) -> Row:
     """`splits`: query heads of a group in batches of their own, as `bench.attention` has it."""
+    from bench.attention import SplitTree
     from flowtrain.training.devices import peak_tflops
     from flowtrain.training.flex import FlexTree
 
     if splits:
-        with patch.object(FlexTree, "attend", _attend_split):
+        with patch.object(FlexTree, "of", SplitTree.of):
             return _measure_step(cases, shape, num_turns, **options)
     trainer, rows, flops = _step(cases, shape, num_turns, **options)
     run = partial(trainer.step, [rows])
@@ -117,12 +117,18 @@ def _measure_step(
     return row
 
 
-def _attend_split(
-    tree: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, dropout: float = 0.0
-) -> Tensor:
-    from bench.attention import split
+def experts(cases: Cases) -> None:
+    """A layer of experts by each way, beside its bare products."""
+    for name in ("small",) if cases.is_small else ("30b-a3b", "gpt-oss-20b"):
+        cases.run(name, partial(_experts, cases, name))
 
-    return split(tree.mask, query, key, value, scaling)
+
+def _experts(cases: Cases, name: str) -> list[Row]:
+    from bench import experts as bench
+
+    dtype = torch.float32 if cases.is_small else torch.bfloat16
+    shape = (bench.SHAPES | bench.SMALL)[name]
+    return bench.measure(shape, 64 if cases.is_small else 16384, dtype, cases.device)
 
 
 def _step(

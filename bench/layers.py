@@ -78,7 +78,7 @@ def measure(
             "ms": 1e3 * statistics.median(seconds[path]),
             **_beside_transformers(seconds, path),
             "of copy": median_ratio(seconds["copy"], seconds[path]),
-            "saved": _saved_bytes(run, known) / num_tokens,
+            "saved": saved_bytes(run, known) / num_tokens,
         }
         for path, run in runs.items()
     ]
@@ -95,7 +95,7 @@ def _outs(run: Callable[[], Any]) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def _saved_bytes(run: Callable[[], Any], known: Sequence[Tensor]) -> int:
+def saved_bytes(run: Callable[[], Any], known: Sequence[Tensor]) -> int:
     """Bytes that the backward pass keeps, without those of known tensors."""
     saved: dict[int, int] = {}
 

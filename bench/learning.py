@@ -48,7 +48,8 @@ def main() -> None:
         "--warm",
         nargs="+",
         required=True,
-        help="model folders of flowtrain.rft; seed i starts from number i mod their number",
+        help="model folders of flowtrain.rft; seed i starts from number i mod their number; {arm} "
+        "in a name is the folder of the arm's runs",
     )
     parser.add_argument("--study", choices=STUDIES, default="appo", help="default: appo")
     parser.add_argument("--arms", nargs="+", help="default: all of the study")
@@ -75,7 +76,8 @@ def main() -> None:
     curves: dict[str, list[Curve]] = {arm: [] for arm in arms}
     for seed, arm in tqdm([(seed, arm) for seed in range(args.seeds) for arm in arms], desc="runs"):
         folder = args.dir / args.study / arm.replace(", ", "-").replace(" ", "_") / str(seed)
-        curves[arm].append(curve(run(folder, arms[arm], seed, args.warm[seed % len(args.warm)])))
+        warm = args.warm[seed % len(args.warm)].format(arm=folder.parent.name)
+        curves[arm].append(curve(run(folder, arms[arm], seed, warm)))
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     first = next(iter(curves.values()))
     grid = coarsest([run for runs in curves.values() for run in runs], budget)

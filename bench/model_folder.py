@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.metrics import ProgressLine
 from flowtrain.rewards import gym
 from flowtrain.tasks.gym import gym_tasks
-from flowtrain.training import attention
 from flowtrain.training.model import load_model, load_tokenizer
 from flowtrain.types import Completion, Sample, Sampling, Task, UserError
 from flowtrain.utils.text import final_answer
@@ -73,9 +73,8 @@ class ModelFolder:
         return [tuple(encode_chat(self.tokenizer, task.question)) for task in tasks]
 
     def engine(self) -> TorchEngine:
-        """Sample with the model itself, which has torch's SDPA from then on."""
-        self.model.set_attn_implementation("sdpa")
-        return TorchEngine(self.model, self.tokenizer, None)
+        """Sample with a copy of the model, which has an attention of its own."""
+        return TorchEngine(copy.deepcopy(self.model), self.tokenizer, None)
 
     def rollouts(
         self, num_groups: int, group_size: int = 8, max_new_tokens: int = 24
@@ -99,7 +98,6 @@ class ModelFolder:
                     line.show(len(groups), f"rollouts of {self.name}")
                 if len(groups) == num_groups:
                     engine.close()
-                    self.model.set_attn_implementation(attention.NAME)
                     return groups
         raise UserError(
             f"--model={self.path!r}: {len(groups)} of {len(tasks)} questions have rollouts with "

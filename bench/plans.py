@@ -13,7 +13,14 @@ import argparse
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from bench.measure import report
 from flowtrain.algorithms import load_algorithm
@@ -28,13 +35,27 @@ class Case(NamedTuple):
     config: str
     num_ranks: int
     gpu_gb: int
-    shape: dict[str, int]
+    shape: dict[str, Any]
+    family: type[PreTrainedConfig] = Qwen2Config
 
 
 _QWEN = {"vocab_size": 152064, "max_position_embeddings": 32768}
 _7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
 _14B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48}
 _32B = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
+_30B_A3B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 262144,
+}
+_OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32}  # else as GptOssConfig has it
 STAY = ("weights", "moments", "reference", "published", "engine")
 """Parts of the trainer that stay where they are while vLLM samples."""
 CASES = (
@@ -62,6 +83,9 @@ CASES = (
         141,
         {**_QWEN, **_32B, "num_attention_heads": 40, "num_key_value_heads": 8},
     ),
+    Case("qwen3-30b-a3b-8gpu", 8, 141, _30B_A3B, Qwen3MoeConfig),
+    Case("qwen3-30b-a3b-lora-1gpu", 1, 141, _30B_A3B, Qwen3MoeConfig),
+    Case("gpt-oss-20b-lora-1gpu", 1, 141, _OSS_20B, GptOssConfig),
 )
 
 
@@ -98,7 +122,7 @@ def plan_of(case: Case) -> tuple[MemoryPlan, bool]:
     assert config is not None
     algorithm = load_algorithm(config)
     config = algorithm.config
-    model = on_meta(case.shape, getattr(torch, config.model.dtype))
+    model = on_meta(case.family(**case.shape), getattr(torch, config.model.dtype))
     num_parameters = model.num_parameters()
     if config.lora.rank:
         add_adapter(model, config.lora, config.model.path)
@@ -114,12 +138,11 @@ def plan_of(case: Case) -> tuple[MemoryPlan, bool]:
     return plan, config.vllm.sleep
 
 
-def on_meta(shape: dict[str, int], dtype: torch.dtype) -> PreTrainedModel:
-    """Build a Qwen2 decoder without memory."""
+def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a decoder without memory, whose head is not tied."""
+    config.tie_word_embeddings = False
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            Qwen2Config(**shape, tie_word_embeddings=False), dtype=dtype
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
 
 

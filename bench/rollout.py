@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import importlib.util
 import random
 import tempfile
@@ -98,6 +99,7 @@ def _of_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
     distinct = list(dict.fromkeys(folder.prompts(questions(4 * number))))[:number]
     folder.model.generation_config.eos_token_id = None  # `generate` must not end either
     engine = folder.engine()
+    folder.model.set_attn_implementation("sdpa")
     rows = _torch_rows(folder.model, engine, distinct, args)
     rows += _vllm_rows(args.model, folder.tokenizer, distinct, args)
     print_table(rows)
@@ -134,7 +136,7 @@ def _engine() -> tuple[PreTrainedModel, TorchEngine, int]:
     """Make an engine whose model never ends a response."""
     model, tokenizer = _model(6)
     model.generation_config.eos_token_id = None
-    engine = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
+    engine = TorchEngine(copy.deepcopy(model), tokenizer, WeightStore(Path("unused")))
     return model, engine, len(tokenizer)
 
 

@@ -62,6 +62,14 @@ STUDIES: Mapping[str, Study] = {
         "all weights": ["--train.num_steps", "80"],
         "LoRA, rank 8": [*_LORA, *_words("--train.lr 2e-3 --lora.rank 8 --lora.alpha 16")],
     },
+    "experts": {
+        "qwen3": ["--train.num_steps", "60"],
+        "qwen3_moe": _words("--train.num_steps 60 --tiny.family qwen3_moe"),
+        "qwen3_moe, own routes": _words(
+            "--train.num_steps 60 --tiny.family qwen3_moe --train.router own"
+        ),
+        "gpt_oss": _words("--train.num_steps 60 --tiny.family gpt_oss"),
+    },
     "infoflow": {
         "flow_grpo": [*_DEEP, "--train.num_steps", "200"],
         "infoflow, no hints": [
@@ -76,5 +84,6 @@ STUDIES: Mapping[str, Study] = {
 }
 """appo: APPO and its rivals on the quickstart's questions. branching: the same on questions of 4
 and 5 turns, with random places as a control. lora: an adapter against all weights, on the
-quickstart's questions. infoflow: on those of 4 and 5 turns. relatives: GRPO's, on the quickstart's.
+quickstart's questions. experts: families of `tiny.family`, routes replayed or the trainer's own.
+infoflow: on those of 4 and 5 turns. relatives: GRPO's, on the quickstart's.
 """

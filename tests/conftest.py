@@ -15,10 +15,15 @@ import pytest
 
 # `bench.gpu` runs tests of kernels where torch, Triton and pytest are all there is.
 if importlib.util.find_spec("hypothesis"):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    # A busy machine is no failure.
-    settings.register_profile("flowtrain", deadline=None)
+    # A busy machine is no failure, and every run tries the same examples.
+    settings.register_profile(
+        "flowtrain",
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     settings.load_profile("flowtrain")
 
 if not Path("/dev/nvidia0").exists() and importlib.util.find_spec("numpy"):

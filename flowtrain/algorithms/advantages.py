@@ -137,6 +137,7 @@ def make_batch(
                         SampleId(group.index, member, turn),
                         call.sampling_mask,
                         divisor=divisor,
+                        routes=call.routes,
                     )
                 )
     return TrainBatch(tuple(samples), num_dropped, counts, tokens)

@@ -164,8 +164,8 @@ def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
     samples = []
     for _, sample_id, call in calls:
         zeros = (0.0,) * len(call.response_ids)
-        ids = call.prompt_ids, call.response_ids
-        samples.append(Sample(*ids, call.logprobs, zeros, zeros, 0, sample_id, call.sampling_mask))
+        tokens = (call.prompt_ids, call.response_ids, call.logprobs, zeros, zeros)
+        samples.append(Sample(*tokens, 0, sample_id, call.sampling_mask, routes=call.routes))
     return samples, [x for *_, call in calls for x in call.entropies]
 
 

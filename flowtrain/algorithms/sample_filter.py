@@ -10,22 +10,28 @@ from collections import Counter
 from dataclasses import replace
 
 from flowtrain.types import FilterReason, Sample, TrainBatch
-from flowtrain.types.checks import length_problem, logprob_problem, token_problem
+from flowtrain.types.checks import length_problem, logprob_problem, routes_problem, token_problem
 
 _log = logging.getLogger(__name__)
 
 
-def filter_samples(batch: TrainBatch, max_positions: int, vocab_size: int) -> TrainBatch:
+def filter_samples(
+    batch: TrainBatch,
+    max_positions: int,
+    vocab_size: int,
+    routers: tuple[int, int, int] = (0, 0, 0),
+) -> TrainBatch:
     """Return the batch without samples that are longer than the model's positions, hold ids that
     are none of its tokens, or have numbers that cannot be right.
 
     The log-prob of a token of weight 0 may be anything. The counts of `batch.num_filtered` are
-    added to; a warning names the first sample of each reason.
+    added to; a warning names the first sample of each reason. `routers`: `experts.sizes_of` the
+    model.
     """
     counts, tokens = Counter(batch.num_filtered), Counter(batch.num_filtered_tokens)
     kept, problems = [], dict[FilterReason, str]()
     for sample in batch.samples:
-        found = _problem(sample, max_positions, vocab_size)
+        found = _problem(sample, max_positions, vocab_size, routers)
         if found is None:
             kept.append(sample)
         else:
@@ -46,14 +52,14 @@ def filter_samples(batch: TrainBatch, max_positions: int, vocab_size: int) -> Tr
 
 
 def _problem(
-    sample: Sample, max_positions: int, vocab_size: int
+    sample: Sample, max_positions: int, vocab_size: int, routers: tuple[int, int, int]
 ) -> tuple[FilterReason, str] | None:
     """Tell why the sample cannot be trained, as a reason and in words; None when it can."""
     if not sample.response_ids:
         return FilterReason.EMPTY, ""
     if problem := length_problem(sample, max_positions):
         return FilterReason.TOO_LONG, problem
-    if problem := token_problem(sample, vocab_size):
+    if problem := token_problem(sample, vocab_size) or routes_problem(sample, routers):
         return FilterReason.TOKEN, problem
     for advantage in sample.advantages:
         if not math.isfinite(advantage):

@@ -82,6 +82,10 @@ class Train(Section):
     max_mismatch_kl: float = Field(0.05, ge=0)
     """KL of trainer and sampler in nats per token above which a step warns; three such steps in a
     row, or one of 100 times that, end the run with the likely causes (docs/watching.md); 0: off"""
+    router: Literal["replay", "own"] = "replay"
+    """mixtures of experts: replay: tokens are read by the experts that the sampler chose for them,
+    where it recorded them, by the policy and by its reference; own: by those that the trainer's
+    routers choose (docs/models.md)"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
 

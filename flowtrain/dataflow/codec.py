@@ -3,7 +3,8 @@ or field is refused.
 
 A group is compressed. The prompts of its turns repeat each other, and may do so at a greater
 distance than the compression looks back: a prompt is packed as the number of tokens that it shares
-with the call before it, and the rest.
+with the call before it, and the rest. The routes of these tokens are packed as the bits in which
+they differ from those of that call: hardly any.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from flowtrain.dataflow.contract import Refused
 from flowtrain.types import Call, Group
@@ -29,7 +31,6 @@ _ARRAY = 1
 _PACKED = b"\x82\xa5group"
 """How a `_Packed` begins, and no `Group`."""
 _BYTES_PER_ID = 5
-_Ids = tuple[int, ...]
 
 
 def pack(message: object) -> bytes:
@@ -52,7 +53,7 @@ def unpack(data: bytes, kind: type[T]) -> T:
 @dataclass(frozen=True, slots=True)
 class _Packed:
     group: Group
-    """Without the tokens that are `shared`."""
+    """Without the tokens that are `shared`, whose routes are XORed with those before."""
     shared: tuple[int, ...]
     """How many tokens the prompt of each call shares with the tokens of the policy's call before it
     in the group."""
@@ -61,11 +62,10 @@ class _Packed:
 def pack_group(group: Group) -> bytes:
     shared: list[int] = []
 
-    def cut(before: _Ids, call: Call) -> tuple[Call, _Ids]:
-        num = num_shared(before, call.prompt_ids)
+    def cut(before: Call | None, call: Call) -> tuple[Call, Call]:
+        num = num_shared(_ids(before), call.prompt_ids)
         shared.append(num)
-        rest = replace(call, prompt_ids=call.prompt_ids[num:]) if num else call
-        return rest, call.prompt_ids + call.response_ids
+        return replace(_against(call, before, num), prompt_ids=call.prompt_ids[num:]), call
 
     return zlib.compress(pack(_Packed(_each_call(group, cut), tuple(shared))), 1)
 
@@ -86,11 +86,12 @@ def decoded(plain: bytes, max_bytes: int = MAX_GROUP_BYTES) -> Group:
         raise Refused(f"a group may have {max_bytes} bytes, this one has more")
     shared = iter(packed.shared)
 
-    def join(before: _Ids, call: Call) -> tuple[Call, _Ids]:
-        if not 0 <= (num := next(shared, -1)) <= len(before):
+    def join(before: Call | None, call: Call) -> tuple[Call, Call]:
+        ids = _ids(before)
+        if not 0 <= (num := next(shared, -1)) <= len(ids):
             raise Refused("malformed group: a prompt shares more than there is")
-        whole = replace(call, prompt_ids=before[:num] + call.prompt_ids) if num else call
-        return whole, whole.prompt_ids + call.response_ids
+        whole = replace(_against(call, before, num), prompt_ids=ids[:num] + call.prompt_ids)
+        return whole, whole
 
     group = _each_call(packed.group, join)
     if next(shared, None) is not None:
@@ -98,14 +99,32 @@ def decoded(plain: bytes, max_bytes: int = MAX_GROUP_BYTES) -> Group:
     return group
 
 
-def _each_call(group: Group, change: Callable[[_Ids, Call], tuple[Call, _Ids]]) -> Group:
-    """Change each call; `change` gets the tokens of the policy's call before it, and returns those
-    of its own, too.
+def _ids(call: Call | None) -> tuple[int, ...]:
+    return () if call is None else call.prompt_ids + call.response_ids
+
+
+def _against(call: Call, before: Call | None, num_shared: int) -> Call:
+    """XOR the routes of the first tokens with those of the call before; twice, and they are as they
+    were.
     """
-    before: dict[str, _Ids] = {}
+    own, other = call.routes, before.routes if before is not None else None
+    if own is None or other is None:
+        return call
+    num = min(num_shared * own.bytes_per_token, len(own.experts), len(other.experts))
+    if num <= 0:
+        return call
+    first = np.frombuffer(own.experts, np.uint8, num) ^ np.frombuffer(other.experts, np.uint8, num)
+    return replace(call, routes=replace(own, experts=first.tobytes() + own.experts[num:]))
+
+
+def _each_call(group: Group, change: Callable[[Call | None, Call], tuple[Call, Call]]) -> Group:
+    """Change each call; `change` gets the policy's call before it as it is without the change, and
+    returns that of its own, too.
+    """
+    before: dict[str, Call] = {}
 
     def changed(policy: str, call: Call) -> Call:
-        call, before[policy] = change(before.get(policy, ()), call)
+        call, before[policy] = change(before.get(policy), call)
         return call
 
     return replace(

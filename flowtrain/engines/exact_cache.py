@@ -2,7 +2,8 @@
 
 `training/exact_attention.py` says what makes a query's bits its own. A prompt's whole blocks of
 `KEYS` tokens are held once for all its rows. The rest of the prompt is copied to each row, whose
-response goes on in the same block: so keys fall into blocks by their positions, as in training.
+response goes on in the same block: so keys fall into blocks by their positions, as in training. All
+of them are held under a window too. A sink has a block before those of the prompt.
 
 E: columns of keys and values, with ones behind those; M: rows of a product. Other letters as in
 `shared_cache.py`.
@@ -16,13 +17,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flowtrain.engines.shared_cache import SharedCache, _Layer
+from flowtrain.engines.shared_cache import How, SharedCache, _Layer
 from flowtrain.training import attention
-from flowtrain.training.exact_attention import KEYS, QUERIES, add_blocks, mean_of, width, with_ones
+from flowtrain.training.exact_attention import (
+    KEYS,
+    QUERIES,
+    add_blocks,
+    mean_of,
+    set_sink,
+    width,
+    with_ones,
+)
+from flowtrain.training.forest import sees
 
 
 class ExactCache(SharedCache):
     """See `SharedCache`."""
+
+    _padding_side = "right"
 
     def __init__(self, prompts: Sequence[tuple[int, ...]], device: torch.device) -> None:
         super().__init__(prompts, device)
@@ -42,33 +54,34 @@ class ExactCache(SharedCache):
         super().keep(row_B)
         self._rest_B = self._rest_B[row_B]
 
-    def attend(
-        self, layer: int, query_NHD: Tensor, token_2NKD: Tensor, scaling: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, token_2NKD: Tensor, how: How) -> Tensor:
         token_2NKE = with_ones(token_2NKD)
         if layer in self._layers:
-            return self._decode(self._layers[layer], query_NHD, token_2NKE, scaling)
-        prompt_2QPKE = token_2NKE[:, self._path_QP]
+            return self._decode(self._layers[layer], query_NHD, token_2NKE, how)
+        prompt_2QPKD = token_2NKD[:, self._path_QP]
+        if how.sink_H is not None:
+            prompt_2QPKD = pad(prompt_2QPKD, (0, 0, 0, 0, KEYS, 0))
+        prompt_2QPKE = with_ones(prompt_2QPKD)
         own_2BTKE = token_2NKE[:, self._rest_path_QT[self.prompt_B]]
         self._layers[layer] = _Layer(
             prompt_2QPKE.transpose(2, 3).contiguous(), own_2BTKE.transpose(2, 3).contiguous()
         )
-        return self._prefill(query_NHD, token_2NKD, scaling)
+        return self._prefill(query_NHD, token_2NKD, how)
 
-    def _decode(
-        self, layer: _Layer, query_BHD: Tensor, token_2BKD: Tensor, scaling: float | None
-    ) -> Tensor:
+    def _decode(self, layer: _Layer, query_BHD: Tensor, token_2BKD: Tensor, how: How) -> Tensor:
         num_keys, size = token_2BKD.shape[2], query_BHD.shape[2]
-        scale = size**-0.5 if scaling is None else scaling
-        query_BKRD = query_BHD.float().mul(scale).unflatten(1, (num_keys, -1))
-        own_2BKTE, is_hidden_BT = self._append(layer, token_2BKD)
+        query_BKRD = how.scaled(query_BHD, num_keys)
+        bias_Q11P = self._bias(how.window, layer.num_own)
+        own_2BKTE, is_hidden_BT = self._append(layer, token_2BKD, how.window)
         own_BKRT = _scores(query_BKRD, own_2BKTE[0])
         own_BKRT.masked_fill_(is_hidden_BT[:, None, None], -torch.inf)
         top_BKR1 = own_BKRT.amax(-1, keepdim=True)
         total_BKRE = query_BKRD.new_zeros(*query_BKRD.shape[:3], width(size))
         if layer.prompt_2QKPD.shape[3]:
             score_QKMP = _scores(self._beside(query_BKRD), layer.prompt_2QKPD[0])
-            score_QKMP += self._bias_Q11P
+            score_QKMP += pad(bias_Q11P, (score_QKMP.shape[3] - bias_Q11P.shape[3], 0))
+            if (sink_KR1 := how.sink_KR1(num_keys)) is not None:
+                set_sink(score_QKMP, sink_KR1.repeat(1, self._num_slots, 1))
             prompt_top_BKR1 = self._apart(score_QKMP.amax(-1, keepdim=True))
             top_BKR1 = torch.maximum(top_BKR1, prompt_top_BKR1)
             weight_QKMP = score_QKMP.sub_(self._beside(top_BKR1)).exp_()
@@ -79,9 +92,19 @@ class ExactCache(SharedCache):
         mean_BKRD = mean_of(_add(total_BKRE, weight_BKRT, own_2BKTE[1]), size)
         return mean_BKRD.flatten(1, 2)[None].to(query_BHD.dtype)
 
-    def _append(self, layer: _Layer, token_2BKE: Tensor) -> tuple[Tensor, Tensor]:
+    def _bias(self, window: int | None, num_own: int) -> Tensor:
+        """0 for a prompt's tokens that its rows see, else -inf, after `num_own` of their tokens."""
+        if window is None:
+            return self._bias_Q11P
+        first_Q1 = (self._num_path_Q + num_own - window + 1)[:, None]
+        is_past_QP = torch.arange(self._bias_Q11P.shape[3], device=first_Q1.device) < first_Q1
+        return self._bias_Q11P.masked_fill(is_past_QP[:, None, None], -torch.inf)
+
+    def _append(
+        self, layer: _Layer, token_2BKE: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         """Add a token to every row; return the rows' own tokens so far, [2, B, K, T, E], and bool
-        [B, T], which of these are none yet.
+        [B, T], which of these a row does not see.
         """
         slot_B = self._rest_B + layer.num_own
         num_blocks = (int(self._rest_B.max()) + layer.num_own) // KEYS + 1
@@ -94,7 +117,8 @@ class ExactCache(SharedCache):
         place_2BK = first_2BK.view(token_2BKE.shape[:3]) * own_2BKTE.shape[3] + slot_B[:, None]
         own_2BKTE.flatten(0, 3).index_copy_(0, place_2BK.flatten(), token_2BKE.flatten(0, 2))
         place_T = torch.arange(num_blocks * KEYS, device=slot_B.device)
-        return own_2BKTE[:, :, :, : len(place_T)], place_T > slot_B[:, None]
+        is_seen_BT = sees(slot_B, place_T, window)
+        return own_2BKTE[:, :, :, : len(place_T)], ~is_seen_BT
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import (
 from flowtrain.config import Chat, Config, Lora, Vllm
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.requests import stop_ids
+from flowtrain.engines.shared_cache import NAME
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
 from flowtrain.engines.vllm.process import (
@@ -150,13 +151,13 @@ def make_engine(
         return VllmEngine(vllm_model, model.tokenizer, options)
     dtype = getattr(torch, config.model.dtype)
     if store is None or has_adapter:
-        network = models.load_model(model.path, dtype, "sdpa", model.key)
+        network = models.load_model(model.path, dtype, key=model.key)
         if has_adapter:
             add_adapter(network, config.lora, model.path, dtype)
     else:
         # from_config writes the attention that it was asked for into the config it was given
         network = AutoModelForCausalLM.from_config(
-            copy.deepcopy(model.shape), dtype=dtype, attn_implementation="sdpa"
+            copy.deepcopy(model.shape), dtype=dtype, attn_implementation=NAME
         )
     network.generation_config = model.generation
     return TorchEngine(
@@ -246,7 +247,7 @@ def _weights_of(model: ModelSpec, config: Config) -> str | PreTrainedModel:
     """Return the path of the model's weights, or a saved adapter merged into its model."""
     if not is_adapter(model.path):
         return model.path
-    return models.load_model(model.path, getattr(torch, config.model.dtype), "sdpa", model.key)
+    return models.load_model(model.path, getattr(torch, config.model.dtype), key=model.key)
 
 
 def _check_parallel(size: int, model: ModelSpec, device: torch.device) -> None:

@@ -4,7 +4,8 @@ The prompts are prefilled as one token tree (`training/tree.py`): what several b
 computed once too, and nothing is padded. From then on a row attends to its prompt, side by side
 with the prompt's other rows, and to its own response; the log-sum-exps of the two say how to mix
 them. Keys and values are kept in fp32, so that scores are as precise as within torch's fused
-attention.
+attention. Under a window a row sees its own last tokens and, as long as these do not fill it, the
+end of its prompt, of which no more is held; a sink joins the log-sum-exp of the row's own tokens.
 
 N: tokens of a forward pass, B: rows still sampling, Q: their prompts, G: rows of the prompt that
 has most, P: tokens of the longest prompt, T: response tokens that there is room for, K: key heads,
@@ -20,9 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
 from flowtrain.training.attention import TreeAttention
 from flowtrain.training.forest import Forest
@@ -30,14 +29,32 @@ from flowtrain.training.tree import pack_row
 from flowtrain.types import Sample
 
 NAME = "flowtrain_shared"
-"""The attention of an engine's model, as transformers knows it; SDPA where a call has no cache."""
+"""The attention of an engine's model, as transformers knows it."""
 _ROOM = 32
 """Response tokens that a layer has room for at first; it doubles."""
 
 
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a layer attends; see `Forest.attend`."""
+
+    scaling: float | None
+    window: int | None
+    sink_H: Tensor | None
+
+    def scaled(self, query_BHD: Tensor, num_keys: int) -> Tensor:
+        """[B, K, R, D] in fp32"""
+        scale = query_BHD.shape[2] ** -0.5 if self.scaling is None else self.scaling
+        return query_BHD.unflatten(1, (num_keys, -1)).float() * scale
+
+    def sink_KR1(self, num_keys: int) -> Tensor | None:
+        """In fp32."""
+        return None if self.sink_H is None else self.sink_H.float().view(num_keys, -1, 1)
+
+
 @dataclass(slots=True)
 class _Layer:
-    """The keys of one layer, then its values."""
+    """The keys of one layer, then its values. Of prompts no more than the layer's window needs."""
 
     prompt_2QKPD: Tensor
     own_2BKTD: Tensor
@@ -57,6 +74,9 @@ class _Layer:
 class SharedCache:
     """The cache of a batch. Its first forward pass reads `tree`, each later one a token per row."""
 
+    _padding_side = "left"
+    """Where prompts shorter than the longest are filled up: their ends are side by side."""
+
     def __init__(self, prompts: Sequence[tuple[int, ...]], device: torch.device) -> None:
         """`prompts`: one for each row."""
         distinct = list(dict.fromkeys(prompts))
@@ -66,8 +86,11 @@ class SharedCache:
         self._forest: TreeAttention = Forest.of(self.tree.subtree_end_N)
         last_Q1, place_N = self.tree.target_row_T[:, None], torch.arange(len(self.tree.input_ids_N))
         is_on_path_QN = (place_N.to(device) <= last_Q1) & (last_Q1 < self.tree.subtree_end_N)
-        paths = is_on_path_QN.nonzero()[:, 1].split(list(map(len, distinct)))
-        path_QP = pad_sequence(paths, batch_first=True, padding_value=-1)
+        self.paths = is_on_path_QN.nonzero()[:, 1].split(list(map(len, distinct)))
+        """Of each prompt, where its tokens are in the tree."""
+        path_QP = pad_sequence(
+            self.paths, batch_first=True, padding_value=-1, padding_side=self._padding_side
+        )
         self._bias_Q11P = torch.where(path_QP < 0, -torch.inf, 0.0)[:, None, None]
         self._path_QP = path_QP.clamp(min=0)
         self._num_path_Q = (path_QP >= 0).sum(1)
@@ -87,45 +110,59 @@ class SharedCache:
         """Keep these rows alone, in this order, and the prompts that they need."""
         prompt_Q, prompt_B = self.prompt_B[row_B].unique(return_inverse=True)
         is_smaller = len(prompt_Q) < len(self._bias_Q11P)
-        self._bias_Q11P = self._bias_Q11P[prompt_Q]
+        self._bias_Q11P, self._num_path_Q = self._bias_Q11P[prompt_Q], self._num_path_Q[prompt_Q]
         for layer in self._layers.values():
             layer.own_2BKTD = layer.own_2BKTD[:, row_B]
             if is_smaller:
                 layer.prompt_2QKPD = layer.prompt_2QKPD[:, prompt_Q]
         self._place_rows(prompt_B.cpu())
 
-    def attend(
-        self, layer: int, query_NHD: Tensor, token_2NKD: Tensor, scaling: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, token_2NKD: Tensor, how: How) -> Tensor:
         """Return what the queries of one layer attend to, [1, N, H, D], and hold the tokens' keys
         and values.
         """
         if layer in self._layers:
-            return self._decode(self._layers[layer], query_NHD, token_2NKD.float(), scaling)
-        prompt_2QPKD = token_2NKD[:, self._path_QP].float()
+            return self._decode(self._layers[layer], query_NHD, token_2NKD.float(), how)
+        num_held = self._path_QP.shape[1] if how.window is None else how.window - 1
+        path_QP = self._path_QP[:, max(0, self._path_QP.shape[1] - num_held) :]
+        prompt_2QPKD = token_2NKD[:, path_QP].float()
         own_2BKTD = prompt_2QPKD.new_empty(
             (2, len(self.prompt_B), token_2NKD.shape[2], 0, token_2NKD.shape[3])
         )
         self._layers[layer] = _Layer(prompt_2QPKD.transpose(2, 3).contiguous(), own_2BKTD)
-        return self._prefill(query_NHD, token_2NKD, scaling)
+        return self._prefill(query_NHD, token_2NKD, how)
 
-    def _prefill(self, query_NHD: Tensor, token_2NKD: Tensor, scaling: float | None) -> Tensor:
+    def _prefill(self, query_NHD: Tensor, token_2NKD: Tensor, how: How) -> Tensor:
         query_1HND, key_1KND, value_1KND = (
             x.transpose(0, 1)[None] for x in (query_NHD, *token_2NKD)
         )
-        return self._forest.attend(query_1HND, key_1KND, value_1KND, scaling=scaling)
+        return self._forest.attend(
+            query_1HND,
+            key_1KND,
+            value_1KND,
+            scaling=how.scaling,
+            window=how.window,
+            sink_H=how.sink_H,
+        )
 
-    def _decode(
-        self, layer: _Layer, query_BHD: Tensor, token_2BKD: Tensor, scaling: float | None
-    ) -> Tensor:
-        num_keys, size = token_2BKD.shape[2:]
-        scale = size**-0.5 if scaling is None else scaling
-        query_BKRD = query_BHD.unflatten(1, (num_keys, -1)).float() * scale
-        own_BKRD, own_lse_BKR1 = _attend(query_BKRD, layer.append(token_2BKD))
-        of_prompt = _attend(self._beside(query_BKRD), layer.prompt_2QKPD, self._bias_Q11P)
-        prompt_BKRD, prompt_lse_BKR1 = (self._apart(x) for x in of_prompt)
-        share_BKR1 = (prompt_lse_BKR1 - own_lse_BKR1).sigmoid()
-        mixed_BKRD = torch.lerp(own_BKRD, prompt_BKRD, share_BKR1)
+    def _decode(self, layer: _Layer, query_BHD: Tensor, token_2BKD: Tensor, how: How) -> Tensor:
+        num_keys = token_2BKD.shape[2]
+        query_BKRD = how.scaled(query_BHD, num_keys)
+        own_2BKTD = layer.append(token_2BKD)
+        num_seen = self._path_QP.shape[1]
+        if how.window is not None:
+            own_2BKTD = own_2BKTD[:, :, :, -how.window :]
+            num_seen = how.window - layer.num_own
+        mixed_BKRD, own_lse_BKR1 = _attend(
+            query_BKRD, own_2BKTD, sink=how.sink_KR1(token_2BKD.shape[2])
+        )
+        if num_seen > 0:  # of each prompt
+            prompt_2QKPD = layer.prompt_2QKPD[:, :, :, -num_seen:]
+            bias_Q11P = self._bias_Q11P[..., -prompt_2QKPD.shape[3] :]
+            of_prompt = _attend(self._beside(query_BKRD), prompt_2QKPD, bias_Q11P)
+            prompt_BKRD, prompt_lse_BKR1 = (self._apart(x) for x in of_prompt)
+            share_BKR1 = (prompt_lse_BKR1 - own_lse_BKR1).sigmoid()
+            mixed_BKRD = torch.lerp(mixed_BKRD, prompt_BKRD, share_BKR1)
         return mixed_BKRD.flatten(1, 2)[None].to(query_BHD.dtype)
 
     def _beside(self, x_BKRX: Tensor) -> Tensor:
@@ -142,12 +179,18 @@ class SharedCache:
 
 
 def _attend(
-    query: Tensor, key_value_2: Tensor, bias: Tensor | float = 0.0
+    query: Tensor,
+    key_value_2: Tensor,
+    bias: Tensor | float = 0.0,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean of values by softmax(query key^T + bias), and the log-sum-exp [..., 1]."""
+    """Return the sum of values by softmax(query key^T + bias), which a sink takes a share of, and
+    the log-sum-exp [..., 1].
+    """
     key, value = key_value_2
     score = query @ key.mT + bias
     lse = score.logsumexp(-1, keepdim=True)
+    lse = lse if sink is None else torch.logaddexp(lse, sink)
     return (score - lse).exp() @ value, lse
 
 
@@ -158,26 +201,20 @@ def shared_attention(
     value_1KND: Tensor,
     attention_mask: Tensor | None,
     *,
-    shared: SharedCache | None = None,
+    shared: SharedCache,
     scaling: float | None = None,
-    **options: object,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Hugging Face calls in every layer; returns [1, N, H, D]."""
-    if shared is None:
-        return sdpa_attention_forward(
-            module,
-            query_1HND,
-            key_1KND,
-            value_1KND,
-            attention_mask,
-            scaling=scaling,
-            **options,
-        )
-    token_2NKD = torch.stack([key_1KND[0], value_1KND[0]]).transpose(1, 2)
+    size = value_1KND.shape[3]
+    value_KND = pad(value_1KND[0], (0, key_1KND.shape[3] - size))  # narrower in latent attention
+    token_2NKD = torch.stack([key_1KND[0], value_KND]).transpose(1, 2)
     query_NHD = query_1HND[0].transpose(0, 1)
     assert isinstance(module.layer_idx, int)
-    return shared.attend(module.layer_idx, query_NHD, token_2NKD, scaling), None
+    how = How(scaling, sliding_window or None, s_aux)
+    return shared.attend(module.layer_idx, query_NHD, token_2NKD, how)[..., :size], None
 
 
 AttentionInterface.register(NAME, shared_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)

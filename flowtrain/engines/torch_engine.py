@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +27,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from flowtrain.engines.exact_cache import ExactCache
 from flowtrain.engines.requests import check_request, completion, hits_stop_string, stop_ids
 from flowtrain.engines.shared_cache import NAME, SharedCache
-from flowtrain.training import attention
+from flowtrain.training import attention, experts
 from flowtrain.training.exact import make_exact
 from flowtrain.training.lora import adapter_weights
+from flowtrain.training.model import weights_in_one_dtype
 from flowtrain.training.row_loss import score_row
 from flowtrain.training.tree import in_order, pack_rows
-from flowtrain.types import Completion, FinishReason, Sample, Sampling
+from flowtrain.types import Completion, FinishReason, Routes, Sample, Sampling
 from flowtrain.weights import Loaded, Source, WeightReader
 
 _SCORED_TOKENS = 4096
@@ -55,11 +57,13 @@ class _Request:
     """The tokens that each id was sampled from; empty if these are all tokens."""
     entropies: list[float] = field(default_factory=list)
     """Empty unless the engine records them."""
+    routes: bytearray = field(default_factory=bytearray)
+    """`Routes.experts` of the tokens that were read so far; empty for a dense model."""
     finish_reason: FinishReason | None = None
 
 
 class TorchEngine:
-    """See `Engine`. The model's layers must be full attention."""
+    """See `Engine`. The model must be one that `model_check` lets pass."""
 
     def __init__(
         self,
@@ -87,12 +91,14 @@ class TorchEngine:
         if exact:
             make_exact(model, model.dtype, model.device)
             self._cache, self._tree_attention = ExactCache, attention.NAMES["exact"]
+        experts.equip(model)
+        self._routers = experts.routers(model)
         model.set_attn_implementation(NAME)
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids(model.generation_config, tokenizer)
         self._reader = None
         if store is not None:
-            weights = adapter_weights(model) or dict(model.named_parameters())
+            weights = adapter_weights(model) or weights_in_one_dtype(model)
             self._reader = WeightReader(store, weights, torch.get_num_threads(), verify_every)
         self._loaded: Loaded | None = None
         self._version = version
@@ -181,7 +187,7 @@ class TorchEngine:
         if request in self._waiting:
             self._waiting.remove(request)
             request.finish_reason = FinishReason.DEADLINE
-            request.answer.set_result(_completion(request))
+            request.answer.set_result(self._completion(request))
 
     async def _run_batches(self) -> None:
         """Sample batch after batch until no request waits; one task at a time does this."""
@@ -204,7 +210,7 @@ class TorchEngine:
                 return
             for request in batch:
                 if not request.answer.done():  # a cancelled rollout no longer listens
-                    request.answer.set_result(_completion(request))
+                    request.answer.set_result(self._completion(request))
 
     @torch.inference_mode()
     def _sample(self, requests: list[_Request]) -> None:
@@ -215,6 +221,8 @@ class TorchEngine:
         cache = self._cache([request.prompt_ids for request in requests], device)
         tree = cache.tree
         logits_QV = self._forward(tree.input_ids_N, tree.position_ids_N, cache, tree.target_row_T)
+        paths = [cache.paths[prompt] for prompt in cache.prompt_B.tolist()]
+        self._note_routes(requests, paths)
         logits_BV = logits_QV[cache.prompt_B]
         position_B = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
         longest = max(request.sampling.max_new_tokens for request in requests)
@@ -247,6 +255,7 @@ class TorchEngine:
                 ids_B, position_B = ids_B[alive_B], position_B[alive_B]
                 rows = [rows[k] for k in alive]
             logits_BV = self._forward(ids_B, position_B, cache)
+            self._note_routes([requests[i] for i in rows], range(len(rows)))
             position_B = position_B + 1
 
     def _forward(
@@ -256,13 +265,34 @@ class TorchEngine:
         out = self._model(
             input_ids=ids_N[None],
             position_ids=position_N[None],
-            # transformers leaves a mask of four dimensions alone; the cache knows who sees what
-            attention_mask=torch.empty(1, 1, 1, 1, device=ids_N.device),
             use_cache=False,
             logits_to_keep=kept,
             shared=cache,
         )
         return out.logits[0].float()
+
+    def _note_routes(self, requests: Sequence[_Request], places: Iterable[Any]) -> None:
+        """Add to each request the routes of the last pass at its place."""
+        if self._routers:
+            routes_NLC = experts.chosen(self._routers).cpu()
+            for request, place in zip(requests, places, strict=True):
+                request.routes += routes_NLC[place].numpy().tobytes()
+
+    def _completion(self, request: _Request) -> Completion:
+        assert request.finish_reason is not None
+        found = completion(
+            request.ids,
+            request.logprobs,
+            labels=[(request.version, 0)],
+            reason=request.finish_reason,
+            kept=request.kept if request.sampling.is_truncated else None,
+            entropies=request.entropies,
+        )
+        if not request.routes:
+            return found
+        form = self._routers[0].form
+        sizes = len(self._routers), form.num_chosen, form.is_wide
+        return replace(found, routes=Routes(bytes(request.routes), *sizes))
 
     def _append(self, requests: list[_Request], ids: list[int], logprobs: list[float]) -> None:
         now = time.monotonic()
@@ -362,15 +392,3 @@ def _trained_logprobs(
 def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
     """Draw the request's own random numbers, fp32 [length]; they do not depend on the batch."""
     return np.random.Generator(np.random.Philox(key=sampling.seed)).random(length, dtype=np.float32)
-
-
-def _completion(request: _Request) -> Completion:
-    assert request.finish_reason is not None
-    return completion(
-        request.ids,
-        request.logprobs,
-        labels=[(request.version, 0)],
-        reason=request.finish_reason,
-        kept=request.kept if request.sampling.is_truncated else None,
-        entropies=request.entropies,
-    )

@@ -44,7 +44,7 @@ def difference(batch: TrainBatch, recorded: Mapping[str, Any]) -> tuple[SampleId
             return sample.sample_id, f"{_name(sample.sample_id)} is trained, it was not"
         now = _digests(sample)
         for field, digest in now.items():
-            if digest != before.get(field):
+            if digest != before.get(field, ""):  # an older log has no routes
                 text = f"{_name(sample.sample_id)} differs in its {field.replace('_', ' ')}"
                 return sample.sample_id, text
     return None
@@ -69,13 +69,19 @@ def _digests(sample: Sample) -> dict[str, int | str]:
 
 def _fields(sample: Sample) -> Iterator[tuple[str, Sequence[float]]]:
     mask = sample.sampling_mask
-    masks = {"mask_ids": mask.ids if mask else (), "mask_counts": mask.counts if mask else ()}
-    for field in (*_INTEGERS, *_FLOATS):
-        yield field, masks[field] if field in masks else getattr(sample, field)
+    parts: dict[str, Sequence[float]] = {
+        "mask_ids": mask.ids if mask else (),
+        "mask_counts": mask.counts if mask else (),
+        "routes": sample.routes.experts if sample.routes else b"",
+    }
+    for field in (*_INTEGERS, *_FLOATS, "routes"):
+        yield field, parts[field] if field in parts else getattr(sample, field)
 
 
 def _digest(field: str, values: Sequence[float]) -> str:
-    """Hash the 64-bit words of a field; "" where it is empty."""
+    """Hash the 64-bit words of a field, or its bytes; "" where it is empty."""
+    if isinstance(values, bytes):
+        return hashlib.sha256(values).hexdigest()[:16] if values else ""
     words = np.array(values, np.int64 if field in _INTEGERS else np.float64)
     return hashlib.sha256(words.tobytes()).hexdigest()[:16] if len(words) else ""
 

@@ -16,7 +16,7 @@ from flowtrain.algorithms.advantages import whitened
 from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
-from flowtrain.training import checkpoint
+from flowtrain.training import checkpoint, experts
 from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.checkpoint import Checkpoints
 from flowtrain.training.cost import ForwardCost
@@ -82,6 +82,7 @@ class Learner:
             checkpoints = Checkpoints(folder, ranks, keep=keep)
         else:
             components.model.to("meta")  # its memory is not needed here
+            experts.equip(components.model)
         return cls(
             components=components,
             placement=placement,
@@ -113,7 +114,8 @@ class Learner:
         """Turn this rank's rollouts into what is trained of them; what cannot be is counted."""
         shape = self.components.model.config
         batch = self.components.algorithm.advantages(rollouts.groups)
-        batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size)
+        routers = experts.sizes_of(self.components.model)
+        batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size, routers)
         if self.components.algorithm.whitens:
             batch = whitened(batch, self.placement.world)
         batch = split(batch, self.config.train, self.placement.world)
@@ -245,6 +247,7 @@ def optim_spec(components: RunComponents) -> OptimSpec:
         rescore=train.rescore and not algorithm.has_old_logprobs,
         m2po=components.config.algorithm.m2po,
         has_ref=algorithm.has_ref_logprobs,
+        replays_routes=train.router == "replay",
     )
 
 

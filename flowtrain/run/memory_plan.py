@@ -2,9 +2,10 @@
 a run that cannot fit is refused.
 
 Activations are counted by torch's own `MemTracker` while two and three of the model's layers run,
-forward and backward, on tensors that have shapes and no memory; layers are alike, so two points
-give the line. (`FSDPMemTracker` would count the gathered weights too, but wants a process group of
-the run's size and the whole model.) Bytes everywhere. D: hidden size, V: vocabulary.
+forward and backward, on tensors that have shapes and no memory; layers are alike but for those
+without experts that a mixture begins with, so two points give the line. (`FSDPMemTracker` would
+count the gathered weights too, but wants a process group of the run's size and the whole model.)
+Bytes everywhere. D: hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config, Lora
 from flowtrain.training import attention
+from flowtrain.training.experts import IMPLEMENTATION, find_routers
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.lora import add_adapter
 from flowtrain.training.optimizers import KINDS
@@ -186,9 +188,13 @@ def _whole_at_once(model: PreTrainedModel) -> int:
     """Count the parameters that are whole on a device when the last of them are sharded."""
     if not is_sharded_by_layer(model):
         return model.num_parameters()
-    layers = model.get_decoder().layers
-    num_layer = sum(p.numel() for p in layers[0].parameters())
-    return max(num_layer, model.num_parameters() - num_layer * len(layers))
+    sizes = _layer_sizes(model)
+    return max(*sizes, model.num_parameters() - sum(sizes))
+
+
+def _layer_sizes(model: PreTrainedModel) -> list[int]:
+    """Count the parameters of each layer."""
+    return [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
 
 
 def _vllm_bytes(config: Config, weights: int, gpu_bytes: int) -> int:
@@ -237,13 +243,13 @@ def activations(
     pass). `lora`: of the adapter, if one is all that is trained. `fused`: as `ShardSpec.fused`.
     """
     how: dict[str, Any] = {"lora": lora, "fused": fused}
+    num_first = getattr(config, "first_k_dense_replace", 0)  # layers before those with experts
     two, three = (
-        _simulate(config, dtype, num_tokens, recompute, num_layers=number, **how)
+        _simulate(config, dtype, num_tokens, recompute, num_layers=num_first + number, **how)
         for number in (2, 3)
     )
-    at_head, peak = (
-        b + (config.num_hidden_layers - 3) * (b - a) for a, b in zip(two, three, strict=True)
-    )
+    num_more = config.num_hidden_layers - num_first - 3
+    at_head, peak = (b + num_more * (b - a) for a, b in zip(two, three, strict=True))
     return at_head, peak
 
 
@@ -271,9 +277,8 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
     num_all = model.num_parameters()
     if not (reshard and is_sharded_by_layer(model)):
         return size * num_all
-    layers = model.get_decoder().layers
-    num_layer = sum(p.numel() for p in layers[0].parameters())
-    return size * (num_all - num_layer * (len(layers) - 2))
+    sizes = _layer_sizes(model)
+    return size * (num_all - sum(sizes) + 2 * max(sizes))
 
 
 def _simulate(
@@ -287,9 +292,10 @@ def _simulate(
     fused: bool,
 ) -> tuple[int, int]:
     config = copy.deepcopy(config)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # one per layer
+            setattr(config, name, (value * num_layers)[:num_layers])
     config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * num_layers
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention.NAME
@@ -299,6 +305,10 @@ def _simulate(
         model.to(dtype)  # as FSDP gathers an adapter
         # MemTracker bears no frozen weights. They keep the same inputs for the adapter's sake.
         model.requires_grad_(True)
+    bytes_of = 1.0
+    if find_routers(model):  # products of experts have no shapes but in bf16
+        bytes_of = dtype.itemsize / torch.bfloat16.itemsize
+        model.to(torch.bfloat16).set_experts_implementation(IMPLEMENTATION)
     if fused:
         fuse_layers(model)
     if recompute:
@@ -314,7 +324,8 @@ def _simulate(
         ).last_hidden_state
         at_head = _activation_bytes(tracker.get_tracker_snapshot("current"))
         hidden.backward(torch.empty_like(hidden))
-    return at_head, _activation_bytes(tracker.get_tracker_snapshot("peak"))
+    peak = _activation_bytes(tracker.get_tracker_snapshot("peak"))
+    return round(bytes_of * at_head), round(bytes_of * peak)
 
 
 def _activation_bytes(snapshot: dict[torch.device, dict[Any, int]]) -> int:
@@ -330,8 +341,12 @@ def _activation_bytes(snapshot: dict[torch.device, dict[Any, int]]) -> int:
 class _Attention:
     """In the place of a row's structure: keeps what attention keeps, and computes nothing."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, sink_H: Tensor | None, **_: Any
+    ) -> Tensor:
         out: Tensor = _Kept.apply(query, key, value)
+        if sink_H is not None:  # each output is scaled
+            out = out * sink_H.sigmoid()[:, None, None]
         return out.transpose(1, 2).contiguous()
 
 

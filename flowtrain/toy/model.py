@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from flowtrain.training import attention
@@ -17,6 +21,7 @@ from flowtrain.types import UserError
 
 END, PAD = "<|end|>", "<|pad|>"
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
+_NUM_EXPERTS, _NUM_CHOSEN, _WINDOW = 8, 2, 64
 
 
 def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -53,24 +58,51 @@ def new_model(
     num_layers: int,
     num_heads: int,
     max_positions: int,
+    family: str = "qwen3",
 ) -> PreTrainedModel:
-    """A Qwen3-shaped decoder with random weights; seed torch before the call."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 8 // 3,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_positions,
+    """A decoder of a family of `tiny.family`, with random weights; seed torch before the call."""
+    options: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "head_dim": hidden_size // num_heads,
+        "max_position_embeddings": max_positions,
         # The usual 0.02 is made for widths of thousands; a narrow model learns to copy much later
         # with it.
-        initializer_range=0.4 * hidden_size**-0.5,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        architectures=["Qwen3ForCausalLM"],  # for vLLM, which goes by the name
-    )
+        "initializer_range": 0.4 * hidden_size**-0.5,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    config = _config(family, hidden_size * 8 // 3, options)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+
+
+def _config(family: str, width: int, options: dict[str, Any]) -> PreTrainedConfig:
+    """`width`: of the MLP, or of the experts that a token chooses. vLLM goes by `architectures`."""
+    part = width // _NUM_CHOSEN
+    chosen = {"num_experts_per_tok": _NUM_CHOSEN}
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(
+            **options,
+            **chosen,
+            intermediate_size=width,
+            moe_intermediate_size=part,
+            num_experts=_NUM_EXPERTS,
+            norm_topk_prob=True,
+            architectures=["Qwen3MoeForCausalLM"],
+        )
+    if family == "gpt_oss":
+        return GptOssConfig(
+            **options,
+            **chosen,
+            intermediate_size=part,
+            num_local_experts=_NUM_EXPERTS,
+            sliding_window=_WINDOW,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            architectures=["GptOssForCausalLM"],
+        )
+    return Qwen3Config(**options, intermediate_size=width, architectures=["Qwen3ForCausalLM"])

@@ -27,6 +27,7 @@ def new_policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast,
         num_layers=tiny.num_layers,
         num_heads=tiny.num_heads,
         max_positions=tiny.max_positions,
+        family=tiny.family,
     )
     return tokenizer, model
 

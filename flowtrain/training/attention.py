@@ -9,9 +9,11 @@ H: heads, D: head size.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from flowtrain.training.exact_attention import KEYS, QUERIES, ExactForest
 from flowtrain.training.flex import FlexTree
@@ -29,8 +31,10 @@ NAMES = {
 with Triton's kernels or with FlashAttention 4's; on segments in fixed blocks (`train.exact`); auto:
 "flex" on a GPU, else "sdpa"."""
 NAME = NAMES["auto"]
-_LEFT_OUT = ("sliding_window", "softcap", "s_aux", "position_bias", "alibi")
+_LEFT_OUT = ("softcap", "position_bias", "alibi")
 """What transformers hands to attention in some models, and trees do not compute."""
+SLIDING = "sliding_attention"
+"""A layer with a window, in a config's `layer_types`."""
 
 
 TreeAttention = Forest | FlexTree | ExactForest
@@ -41,6 +45,20 @@ def name_of(kind: str, device: torch.device) -> str:
     if kind not in ("auto", "sdpa") and device.type != "cuda":
         raise UserError(f"train.attention = {kind!r} needs a GPU, and the model runs on {device}")
     return NAMES[kind]
+
+
+def hiding(window: int | None, config: PreTrainedConfig) -> int | None:
+    """Return a window, or None if it holds as many tokens as the model has positions."""
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    return window if window and window < positions else None
+
+
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
+    """Return the window of each layer by the config; None where it hides nothing."""
+    is_used = getattr(config, "use_sliding_window", True)
+    window = hiding(getattr(config, "sliding_window", None), config) if is_used else None
+    kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def structure_of(name: str, subtree_end_N: Tensor) -> TreeAttention:
@@ -65,9 +83,12 @@ def forest_attention(
     forest: TreeAttention | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that Hugging Face calls in every layer; returns [1, N, H, D].
+    """The attention function that Hugging Face calls in every layer; returns [1, N, H, D]. `s_aux`:
+    sinks [H].
 
     Raises UserError when the model asks for what trees leave out, or keeps the row's structure.
     """
@@ -80,7 +101,16 @@ def forest_attention(
         raise UserError(f"its attention wants {', '.join(asked)}")
     if forest is None:
         raise UserError("it does not hand the structure of a row on to its attention")
-    return forest.attend(query_1HND, key_1HND, value_1HND, scaling=scaling, dropout=dropout), None
+    out_1NHD = forest.attend(
+        query_1HND,
+        key_1HND,
+        value_1HND,
+        scaling=scaling,
+        dropout=dropout,
+        window=sliding_window or None,
+        sink_H=s_aux,
+    )
+    return out_1NHD, None
 
 
 for _name in NAMES.values():

@@ -6,26 +6,30 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from flowtrain.training.attention import windows_of
+from flowtrain.training.experts import shares_of
 from flowtrain.training.tree import PackedRow
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """FLOPs of a forward pass through dense layers; norms, rotations and softmax are left out. A
+    """FLOPs of a forward pass through the layers; norms, rotations and softmax are left out. A
     backward pass takes as many again for its inputs, and as many for each weight that is trained.
     """
 
     per_token: float
-    """Two per parameter of a layer."""
+    """Two per parameter of a layer; of E experts the C that read a token count."""
     per_pair: float
-    """A token and one that it sees: two for the score and two for the value, per channel and layer.
-    """
+    """A token and one that it sees: two for the score and two for the value, per channel and layer
+    without a window."""
     per_target: float
     """Two per entry of the head."""
     per_frozen_token: float = 0.0
     """The part of `per_token` of weights that are not trained."""
     per_frozen_target: float = 0.0
     """`per_target` where the head is not trained."""
+    per_near_pair: tuple[tuple[int, float], ...] = ()
+    """(window, `per_pair` of the layers that have it): a token sees so many and no more."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ForwardCost:
@@ -33,29 +37,38 @@ class ForwardCost:
         head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-        layers = list(model.get_decoder().layers.parameters())
+        share = shares_of(model)
+        layers = {p: p.numel() * share.get(p, 1.0) for p in model.get_decoder().layers.parameters()}
+        per_layer = 4.0 * config.num_attention_heads * head_dim
+        windows = windows_of(config)
         per_target = 2.0 * config.vocab_size * config.hidden_size
         has_frozen_head = not any(
             p.requires_grad for p in model.get_output_embeddings().parameters()
         )
         return cls(
-            per_token=2.0 * sum(p.numel() for p in layers),
-            per_pair=4.0 * config.num_hidden_layers * config.num_attention_heads * head_dim,
+            per_token=2.0 * sum(layers.values()),
+            per_pair=per_layer * windows.count(None),
             per_target=per_target,
-            per_frozen_token=2.0 * sum(p.numel() for p in layers if not p.requires_grad),
+            per_frozen_token=2.0 * sum(n for p, n in layers.items() if not p.requires_grad),
             per_frozen_target=per_target * has_frozen_head,
+            per_near_pair=tuple(
+                (window, per_layer * windows.count(window))
+                for window in sorted({window for window in windows if window})
+            ),
         )
 
     def flops(self, row: PackedRow, *, once: bool = False) -> float:
-        """A token at position p of its sample sees p + 1. `once`: without the tokens that the row
-        repeats, so that each of a tree counts once however it was cut.
+        """A token at position p of its sample sees p + 1, or as many as the window holds. `once`:
+        without the tokens that the row repeats, so that each of a tree counts once however it was
+        cut.
         """
         num_less = row.num_repeated_tokens * once
-        num_tokens = len(row.input_ids_N) - num_less
-        num_pairs = int(row.position_ids_N.sum()) + len(row.position_ids_N)
-        num_pairs -= num_less * (num_less + 1) // 2
-        of_targets = self.per_target * len(row.target_ids_T)
-        return self.per_token * num_tokens + self.per_pair * num_pairs + of_targets
+        seen_N = row.position_ids_N[num_less:] + 1
+        flops = self.per_token * len(seen_N) + self.per_target * len(row.target_ids_T)
+        flops += self.per_pair * int(seen_N.sum())
+        for window, per_pair in self.per_near_pair:
+            flops += per_pair * int(seen_N.clamp(max=window).sum())
+        return flops
 
     def training_flops(self, row: PackedRow) -> float:
         """Forward and backward pass, each token once and without what is recomputed for memory."""

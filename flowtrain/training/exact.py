@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.training import attention
 from flowtrain.training.exact_attention import KEYS, QUERIES, add_blocks, width, with_ones
+from flowtrain.training.experts import find_routers
 from flowtrain.training.lm_head import FusedLMHead
 from flowtrain.types import UserError
 
@@ -50,6 +51,10 @@ def make_exact(model: PreTrainedModel, dtype: torch.dtype, device: torch.device)
     `dtype` and `device` are those of its forward passes. Raises UserError where a token's results
     depend on others here.
     """
+    if find_routers(model):
+        raise UserError(
+            "train.exact=true: a mixture of experts has no exact products; set it to false"
+        )
     for module in model.modules():
         kind = type(module)
         if isinstance(module, FusedLMHead):
@@ -145,25 +150,27 @@ class _WholeVectors(nn.Module):
 
 class _Table(nn.Module):
     """Before a rotary embedding: cosines and sines are computed once for each position, in steps of
-    one size.
+    one size; where layers of several types rotate, for each type.
     """
 
-    _table: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, *of_type: str) -> tuple[Tensor, Tensor]:
         num_positions = int(position_ids.max()) + 1
-        table = self._table
+        tables: dict[Any, tuple[Tensor, Tensor]] = vars(self).setdefault("_tables", {})
+        table = tables.get(of_type)
         if table is None or len(table[0]) < num_positions or table[0].device != x.device:
-            table = self._table = self._computed(num_positions, x.device)
+            table = tables[of_type] = self._computed(num_positions, x.device, of_type)
         cos, sin = (each[position_ids].to(x.dtype) for each in table)
         return cos, sin
 
     @torch.inference_mode(False)  # no pass could be trained through it otherwise
-    def _computed(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _computed(
+        self, num_positions: int, device: torch.device, of_type: tuple[str, ...]
+    ) -> tuple[Tensor, Tensor]:
         num_steps = -(-num_positions // _TABLE_STEP)
         positions = torch.arange(num_steps * _TABLE_STEP, device=device)
         like = torch.empty(0, device=device)
-        steps = [super(_Table, self).forward(like, s[None]) for s in positions.split(_TABLE_STEP)]
+        forward = functools.partial(super().forward, like)
+        steps = [forward(s[None], *of_type) for s in positions.split(_TABLE_STEP)]
         cos, sin = (torch.cat(each, 1)[0] for each in zip(*steps, strict=True))
         return cos, sin
 

@@ -5,21 +5,26 @@ The kernel walks over blocks of 128 x 128 tokens and leaves out those where nobo
 Which those are is worked out on the device from the ends of the subtrees, a block at a time: no N x
 N mask exists. Rows are filled up to whole blocks with lone tokens, and the kernel is compiled for
 any number of blocks, so a new batch compiles nothing. B: blocks of a row.
+
+A window is a mask of its own, by the places of tokens on their paths. Sinks are taken off
+afterwards: with lse the log-sum-exp of a query's scores, out * sigmoid(lse - sink) is what a
+softmax over the sink as well would give.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flowtrain.training.tree import PackedRow
+from flowtrain.types import UserError
 
 BLOCK = 128
 _TRITON: dict[str, Any] = {"IS_DIVISIBLE": True}
@@ -32,16 +37,29 @@ _FLASH: dict[str, Any] = {"BACKEND": "FLASH"}
 class FlexTree:
     """The structure of a row, as `forest.Forest`. Made once per row, used by every layer."""
 
-    mask: BlockMask
-    flash: bool = False
+    subtree_end_N: Tensor
+    """int32, because it is read for every pair of a partial block; so are positions."""
+    flash: bool
     """FlashAttention 4's kernels, which the package flash-attn-4 brings."""
+    masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    """By window; those that a layer has asked for."""
 
     @classmethod
     def of(cls, subtree_end_N: Tensor, flash: bool = False) -> FlexTree:
         """N is a multiple of BLOCK."""
-        num_tokens = len(subtree_end_N)
-        assert num_tokens % BLOCK == 0, num_tokens
-        subtree_end_N = subtree_end_N.int()  # read for every pair of a partial block
+        assert len(subtree_end_N) % BLOCK == 0, len(subtree_end_N)
+        return cls(subtree_end_N.int(), flash)
+
+    def mask(self, window: int | None = None) -> BlockMask:
+        """Return the mask of a window; one that holds the whole row hides nothing."""
+        if window is not None and window >= len(self.subtree_end_N):
+            window = None
+        if window not in self.masks:
+            self.masks[window] = self._mask(window)
+        return self.masks[window]
+
+    def _mask(self, window: int | None) -> BlockMask:
+        subtree_end_N, num_tokens = self.subtree_end_N, len(self.subtree_end_N)
         end_BT = subtree_end_N.view(-1, BLOCK)
         start_B = torch.arange(0, num_tokens, BLOCK, device=subtree_end_N.device)
         is_before_BB = start_B < start_B[:, None]
@@ -49,17 +67,29 @@ class FlexTree:
         # query or nobody is by any.
         is_seen_BB = is_before_BB & (end_BT.amax(1) > start_B[:, None])
         is_whole_BB = is_before_BB & (end_BT.amin(1) >= start_B[:, None] + BLOCK)
-        is_partial_BB = is_seen_BB & ~is_whole_BB | (start_B == start_B[:, None])
+
+        position_N = None if window is None else _positions(subtree_end_N)
+        if position_N is not None and window is not None:
+            # Of a block that is partly seen some tokens may be near enough and yet not seen.
+            first_B, last_B = position_N.view(-1, BLOCK).aminmax(dim=1)
+            is_seen_BB &= first_B[:, None] - last_B < window
+            is_whole_BB &= last_B[:, None] - first_B < window
+            # As a tensor: a number would be compiled into the kernel.
+            first_seen_N = position_N - (window - 1)
 
         def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < subtree_end_N[key])
+            is_seen = (key <= query) & (query < subtree_end_N[key])
+            return (
+                is_seen
+                if position_N is None
+                else is_seen & (first_seen_N[query] <= position_N[key])
+            )
+
+        is_partial_BB = is_seen_BB & ~is_whole_BB | (start_B == start_B[:, None])
 
         lists = (*_lists(is_partial_BB), *_lists(is_whole_BB))
-        return cls(
-            BlockMask.from_kv_blocks(
-                *lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(num_tokens, num_tokens)
-            ),
-            flash,
+        return BlockMask.from_kv_blocks(
+            *lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(num_tokens, num_tokens)
         )
 
     @torch.compiler.disable  # a graph of its own, or every compiled layer would hold one
@@ -71,20 +101,40 @@ class FlexTree:
         *,
         scaling: float | None = None,
         dropout: float = 0.0,
+        window: int | None = None,
+        sink_H: Tensor | None = None,
     ) -> Tensor:
+        """See `Forest.attend`."""
+        if self.flash and (window or sink_H is not None):
+            raise UserError("train.attention='flash' knows no windows and no sinks: take 'flex'")
         assert dropout == 0, "FlexAttention has no dropout"
         on_gpu = query_1HND.is_cuda
         attend: Any = _compiled() if on_gpu else flex_attention
-        out: Tensor = attend(
+        found = attend(
             query_1HND,
             key_1HND,
             value_1HND,
-            block_mask=self.mask,
+            block_mask=self.mask(window),
             scale=scaling,
             enable_gqa=query_1HND.shape[1] != key_1HND.shape[1],
             kernel_options=dict(_FLASH if self.flash else _TRITON) if on_gpu else None,
+            return_aux=None if sink_H is None else AuxRequest(lse=True),
         )
+        out: Tensor = found
+        if sink_H is not None:
+            out, aux = found
+            share_1HN = (aux.lse - sink_H[:, None]).sigmoid()
+            out = out * share_1HN[..., None].to(out.dtype)
         return out.transpose(1, 2).contiguous()
+
+
+def _positions(subtree_end_N: Tensor) -> Tensor:
+    """int32 [N]: a token's place on its path, which is the tokens before it but for those whose
+    subtrees have ended.
+    """
+    place_N = torch.arange(len(subtree_end_N), dtype=torch.int32, device=subtree_end_N.device)
+    ends = subtree_end_N.sort().values
+    return place_N - torch.searchsorted(ends, place_N, right=True, out_int32=True)
 
 
 def padded(row: PackedRow) -> PackedRow:

@@ -5,14 +5,19 @@ branch; the queries of a segment see the keys of its ancestors and, causally, it
 computed in blocks of similar shape padded to the largest of the block, so that no N x N mask exists
 and hardly a FLOP is spent on padding or between branches.
 
+Under a window of W a token sees itself and the W - 1 before it on its path. Segments are then cut
+into pieces of at most W tokens, and of a piece's ancestors the last W - 1 are left. A sink is a
+score that joins a head's softmax without a value: one token more, which everybody sees.
+
 S: segments of a block, Q: queries of its longest, K: keys of its longest, H: heads, D: head size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +31,8 @@ _SIMILAR = 4 / 3
 _SHORT = 16
 """Queries up to this number count as alike: a block of its own would cost more than their padding.
 """
+_SINK_CHANNELS = 8
+"""Channels that a sink adds: it takes one, and kernels on a GPU want multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,42 +43,71 @@ class Block:
     """int64 [S * Q], the token of the row in each slot; padding repeats the segment's first token.
     """
     key_SK: Tensor
-    """int64 [S * K]: ancestors, then the segment itself; padding as above."""
-    num_before_S: Tensor
-    """int64, keys of each segment's ancestors."""
+    """int64 [S * K]: ancestors, then the segment itself; padding as above. Last comes the sink, if
+    there is one: token N."""
+    place_SQ: Tensor
+    """int64 [S, Q], each query's own place among the keys; padding stays at the last."""
     mask_SQK: Tensor | None
-    """bool [S, 1, Q, K]: query sees key. None where no segment has ancestors: padding comes last,
-    so plain causal attention will do."""
+    """bool [S, 1, Q, K]: query sees key. None where no segment has ancestors or a sink: padding
+    comes last, so plain causal attention will do."""
 
     @property
     def num_segments(self) -> int:
-        return len(self.num_before_S)
+        return len(self.place_SQ)
 
 
 @dataclass(frozen=True, slots=True)
-class Forest:
-    """How a row falls into blocks. Made once per row, used by every layer."""
+class Layout:
+    """How a row falls into blocks under one window."""
 
     blocks: tuple[Block, ...]
     slot_N: Tensor
     """int64, where token i is among the query slots of all blocks, one after another."""
 
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """The segments of a row, and their layouts. Made once per row, used by every layer."""
+
+    segments: tuple[Segment, ...]
+    device: torch.device
+    query_step: int
+    key_step: int
+    layouts: dict[tuple[int | None, bool], Layout] = field(default_factory=dict)
+    """By window and whether there is a sink; those that a layer has asked for."""
+
     @classmethod
     def of(cls, subtree_end_N: Tensor, query_step: int = 1, key_step: int = 1) -> Forest:
         """Queries and keys of a block are padded to multiples of the steps."""
-        device = subtree_end_N.device
+        found = segments(subtree_end_N.tolist())
+        return cls(tuple(found), subtree_end_N.device, query_step, key_step)
+
+    def layout(self, window: int | None = None, has_sink: bool = False) -> Layout:
+        """Return the layout under a window; under one that hides nothing, that without."""
+        if window is not None and window >= max((s.num_keys for s in self.segments), default=0):
+            window = None
+        key = (window, has_sink)
+        if key not in self.layouts:
+            self.layouts[key] = self._layout(window, has_sink)
+        return self.layouts[key]
+
+    def _layout(self, window: int | None, has_sink: bool) -> Layout:
+        num_tokens = self.segments[-1].end if self.segments else 0
+        sink = num_tokens if has_sink else None
         alike: dict[tuple[bool, int, int], list[Segment]] = {}
-        for segment in segments(subtree_end_N.tolist()):
-            alike.setdefault(_shape(segment), []).append(segment)
-        slots, blocks, num_slots = [0] * len(subtree_end_N), [], 0
+        for segment in self.segments:
+            for piece in [segment] if window is None else _pieces(segment, window, self.key_step):
+                alike.setdefault(_shape(piece), []).append(piece)
+        slots, blocks, num_slots = [0] * num_tokens, [], 0
         for members in alike.values():
-            most = _up(max(segment.num_queries for segment in members), query_step)
+            most = _up(max(segment.num_queries for segment in members), self.query_step)
             for index, segment in enumerate(members):
                 first = num_slots + index * most
                 slots[segment.start : segment.end] = range(first, first + segment.num_queries)
             num_slots += len(members) * most
-            blocks.append(_block(members, device, most, key_step))
-        return cls(tuple(blocks), torch.tensor(slots, dtype=torch.int64, device=device))
+            most_keys = _up(max(s.num_keys for s in members), self.key_step)
+            blocks.append(_block(members, self.device, (most, most_keys), window, sink))
+        return Layout(tuple(blocks), torch.tensor(slots, dtype=torch.int64, device=self.device))
 
     @torch.compiler.disable  # its loop is another one for every row
     def attend(
@@ -82,13 +118,22 @@ class Forest:
         *,
         scaling: float | None = None,
         dropout: float = 0.0,
+        window: int | None = None,
+        sink_H: Tensor | None = None,
     ) -> Tensor:
-        """[1, N, H, D]"""
+        """[1, N, H, D]. `window`: how many tokens of its path one sees, itself among them; None:
+        all. `sink_H`: a score of each head that takes a share of its softmax, and has no value.
+        """
+        scaling = query_1HND.shape[3] ** -0.5 if scaling is None else scaling
         query_NHD, key_NHD, value_NHD = (
             x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND)
         )
-        outs = []
-        for block in self.blocks:
+        if sink_H is not None:
+            query_NHD, key_NHD, value_NHD = _with_sink(
+                query_NHD, key_NHD, value_NHD, sink_H / scaling
+            )
+        layout, outs = self.layout(window, sink_H is not None), []
+        for block in layout.blocks:
             query = _side_by_side(query_NHD, block.query_SQ, block)
             key, value = (_side_by_side(x, block.key_SK, block) for x in (key_NHD, value_NHD))
             out_SHQD = F.scaled_dot_product_attention(
@@ -101,8 +146,40 @@ class Forest:
                 scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-            outs.append(out_SHQD.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outs).index_select(0, self.slot_N).unsqueeze(0)
+            outs.append(out_SHQD[..., : value_1HND.shape[3]].transpose(1, 2).flatten(0, 1))
+        return torch.cat(outs).index_select(0, layout.slot_N).unsqueeze(0)
+
+
+def _pieces(segment: Segment, window: int, step: int) -> Iterator[Segment]:
+    """Cut a segment into pieces of at most `window` tokens, each with the ancestors that its first
+    token sees; before these, tokens are left off in whole steps.
+    """
+    num_before = segment.num_keys - segment.num_queries
+    for start in range(segment.start, segment.end, window):
+        ancestors = (*segment.ancestors, (segment.start, start))
+        position = num_before + start - segment.start
+        hidden = max(0, position - (window - 1)) // step * step
+        yield Segment(start, min(start + window, segment.end), _without_first(ancestors, hidden))
+
+
+def _without_first(ranges: Sequence[tuple[int, int]], number: int) -> tuple[tuple[int, int], ...]:
+    """Leave off the first tokens of a path."""
+    before = accumulate((end - start for start, end in ranges), initial=0)
+    cut = [(a + max(0, number - n), b) for (a, b), n in zip(ranges, before, strict=False)]
+    return tuple((start, end) for start, end in cut if start < end)
+
+
+def _with_sink(
+    query_NHD: Tensor, key_NHD: Tensor, value_NHD: Tensor, sink_H: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Append token N, whose product with a query is the sink of the query's head and whose value is
+    zero: a new channel holds the sinks in queries, 1 in its key and 0 in the others.
+    """
+    sink_NH1 = sink_H.to(query_NHD.dtype).expand(len(query_NHD), -1)[..., None]
+    query = torch.cat([query_NHD, F.pad(sink_NH1, (0, _SINK_CHANNELS - 1))], 2)
+    key, value = (F.pad(x, (0, _SINK_CHANNELS, 0, 0, 0, 1)) for x in (key_NHD, value_NHD))
+    key[-1, :, key_NHD.shape[2]] = 1.0
+    return query, key, value
 
 
 def _shape(segment: Segment) -> tuple[bool, int, int]:
@@ -124,31 +201,42 @@ def _up(number: int, step: int) -> int:
 
 
 def _block(
-    members: Sequence[Segment], device: torch.device, most_queries: int, key_step: int
+    members: Sequence[Segment],
+    device: torch.device,
+    most: tuple[int, int],
+    window: int | None,
+    sink: int | None,
 ) -> Block:
-    most_keys = _up(max(s.num_keys for s in members), key_step)
+    """`most`: queries and keys that each segment is padded to. `sink`: its token."""
     queries: list[int] = []
     keys: list[int] = []
     for segment in members:
         own = range(segment.start, segment.end)
-        queries += [*own, *[segment.start] * (most_queries - segment.num_queries)]
+        queries += [*own, *[segment.start] * (most[0] - segment.num_queries)]
         for start, end in segment.ancestors:
             keys += range(start, end)
-        keys += [*own, *[segment.start] * (most_keys - segment.num_keys)]
+        keys += [*own, *[segment.start] * (most[1] - segment.num_keys)]
+        keys += [] if sink is None else [sink]
     mask_SQK = None
-    num_before_S = torch.tensor([s.num_keys - s.num_queries for s in members], device=device)
-    if members[0].ancestors:
-        place_Q, place_K = (
-            torch.arange(most_queries, device=device),
-            torch.arange(most_keys, device=device),
-        )
-        # A query of the padding sees more than its segment has, which nobody reads; one of the
-        # segment never sees padding.
-        mask_SQK = (place_K <= (num_before_S[:, None] + place_Q)[..., None])[:, None]
+    place_Q, place_K = (torch.arange(number, device=device) for number in most)
+    num_keys_S, num_queries_S = torch.tensor(
+        [(s.num_keys, s.num_queries) for s in members], device=device
+    ).T
+    place_SQ = num_keys_S[:, None] - (num_queries_S[:, None] - place_Q).clamp(min=1)
+    if members[0].ancestors or sink is not None:
+        mask_SQK = sees(place_SQ, place_K, window)[:, None]
+        mask_SQK = mask_SQK if sink is None else F.pad(mask_SQK, (0, 1), value=True)
     query_SQ, key_SK = (
         torch.tensor(tokens, dtype=torch.int64, device=device) for tokens in (queries, keys)
     )
-    return Block(query_SQ, key_SK, num_before_S, mask_SQK)
+    return Block(query_SQ, key_SK, place_SQ, mask_SQK)
+
+
+def sees(place_SQ: Tensor, place_K: Tensor, window: int | None) -> Tensor:
+    """bool [S, Q, K]: the query at a place of a path sees the key at another."""
+    ahead_SQK = place_SQ[..., None] - place_K
+    is_seen_SQK = ahead_SQK >= 0
+    return is_seen_SQK if window is None else is_seen_SQK & (ahead_SQK < window)
 
 
 def _side_by_side(x_NHD: Tensor, token: Tensor, block: Block) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Mxfp4Config,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -34,6 +38,8 @@ from flowtrain.weights.format.tensor_shards import spec_of
 
 # loading a model is not what a person waits for here
 transformers.utils.logging.disable_progress_bar()
+
+_log = logging.getLogger(__name__)
 
 _FILE_BYTES = 2**28
 """Bytes from which a model is written as several files."""
@@ -63,8 +69,8 @@ def load_model(
     path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path"
 ) -> PreTrainedModel:
     """A causal language model on the CPU, with a saved adapter merged into it. `attn` is the
-    attention of packed rows for training, "sdpa" for sampling. What cannot be trained is refused
-    before weights are read.
+    attention of packed rows, or one of transformers' own. What cannot be trained is refused before
+    weights are read.
     """
     if lora.is_adapter(path):
         base = load_model(lora.base_of(path), torch.float32, attn, key)
@@ -72,7 +78,7 @@ def load_model(
     config = load_config(path, key)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attn
+            path, **_whole_numbers(path, config), dtype=dtype, attn_implementation=attn
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
@@ -80,6 +86,15 @@ def load_model(
             f"{_first_line(error)}"
         ) from error
     return model
+
+
+def _whole_numbers(path: str, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the config by which a model is loaded, and the way to undo its quantisation."""
+    stored = AutoConfig.from_pretrained(path)
+    if not hasattr(stored, "quantization_config"):
+        return {"config": config}
+    _log.warning("%s holds weights in mxfp4, which are dequantised while they are loaded", path)
+    return {"config": stored, "quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -106,6 +121,19 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     if lora.has_adapter(model):
         return _untied(model, lora.merged_weights(model))
     return _untied(model, model.state_dict())
+
+
+@torch.no_grad()
+def weights_in_one_dtype(model: nn.Module) -> dict[str, Tensor]:
+    """`named_weights` in the dtype of the first, in place, as a version holds them: transformers
+    keeps a router's in fp32.
+    """
+    saved = model.state_dict()
+    dtype = next(iter(saved.values())).dtype
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in saved:
+            tensor.data = tensor.data.to(dtype)
+    return named_weights(model)
 
 
 def published_weights(model: nn.Module, sync: str) -> dict[str, Tensor]:

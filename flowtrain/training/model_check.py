@@ -3,8 +3,8 @@ its config, before any weight is read.
 
 Properties that are known by name come first, because they make the better message. Then the model
 is built without memory (torch's meta device) and runs once: the attention of every layer must come
-to ours, with nothing in hand that ours leaves out. docs/models.md lists the families that were
-tried, and what is refused.
+to ours, with its window and nothing in hand that ours leaves out. docs/models.md lists the families
+that were tried, and what is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
-from flowtrain.training import attention
+from flowtrain.training import attention, experts, lm_head
 from flowtrain.types import UserError
 
 _HUB_S = 10.0
@@ -33,6 +34,8 @@ _HUB_S = 10.0
 # The hub's releases ask by different libraries; their errors are bases of the hub's own. It refuses
 # what cannot be a name with a ValueError.
 _HUB_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, *HfHubHTTPError.__bases__)
+MXFP4 = "mxfp4"
+"""The quantisation that transformers undoes while it loads."""
 _NUM_TOKENS = 4
 _OTHER_PARTS = ("vision_config", "audio_config", "text_config")
 _ROW_LENGTH_ROPES = ("dynamic", "longrope")
@@ -83,25 +86,33 @@ def _check_there(path: str, key: str) -> None:
 
 
 def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -> PreTrainedConfig:
-    """Return the config of a model that can be trained; a sliding window that holds as many tokens
-    as the model has positions is taken out, because it hides nothing.
+    """Return the config of a model that can be trained, without a quantisation, because `load_model`
+    undoes it; a window of all its layers that holds as many tokens as it has positions is taken
+    out, because it hides nothing.
 
     Raises UserError that names the key, the path and what was found.
     """
-    for find in _PROBLEMS:
-        if problem := find(config):
-            raise UserError(f"{key}={path!r} {problem}; such models cannot be trained yet")
-    if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
-        config = copy.deepcopy(config)
-        config.sliding_window = None
     try:
-        _run_without_memory(config)
-    except (UserError, RuntimeError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
+        problem = next(filter(None, (find(config) for find in _PROBLEMS)), "")
+        if not problem and hasattr(config, "quantization_config"):
+            config = copy.deepcopy(config)
+            del config.quantization_config
+        if not problem:
+            _run_without_memory(config)
+    except Exception as error:  # a family's own code may fail in any way
+        is_ours = isinstance(error, UserError)
+        reason = (str(error) if is_ours else f"{type(error).__name__}: {error}").splitlines()[0]
         raise UserError(
             f"{key}={path!r} (model_type={config.model_type!r}) cannot be trained on token trees: "
             f"{reason}"
         ) from error
+    if problem:
+        raise UserError(f"{key}={path!r} {problem}; such models cannot be trained yet")
+    if getattr(config, "sliding_window", None) and not (
+        getattr(config, "layer_types", None) or any(attention.windows_of(config))
+    ):
+        config = copy.deepcopy(config)
+        config.sliding_window = None
     return config
 
 
@@ -124,7 +135,8 @@ def _no_decoder(config: PreTrainedConfig) -> str:
 def _experts(config: PreTrainedConfig) -> str:
     for name, value in _numbers(config.to_dict()):
         if name.endswith("experts") and value > 1:
-            return f"is a mixture of experts ({name}={value})"
+            problem = experts.problem(_without_memory(config))
+            return problem and f"is a mixture of experts ({name}={value}): {problem}"
     return ""
 
 
@@ -144,19 +156,11 @@ def _recurrent(config: PreTrainedConfig) -> str:
 
 
 def _other_layers(config: PreTrainedConfig) -> str:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    return f"has layers other than full attention ({', '.join(others)})" if others else ""
-
-
-def _window(config: PreTrainedConfig) -> str:
-    window = getattr(config, "sliding_window", None)
-    is_used = getattr(config, "use_sliding_window", True)
-    if not window or not is_used or getattr(config, "layer_types", None):
-        return ""
-    positions = getattr(config, "max_position_embeddings", 0)
-    if window >= positions > 0:
-        return ""
-    return f"has sliding windows (sliding_window={window} of {positions} positions)"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", attention.SLIDING})
+    return (
+        f"has layers other than full and sliding attention ({', '.join(others)})" if others else ""
+    )
 
 
 def _capped(config: PreTrainedConfig) -> str:
@@ -188,20 +192,19 @@ def _quantised(config: PreTrainedConfig) -> str:
     if not found:
         return ""
     method = found.get("quant_method") if isinstance(found, Mapping) else found.quant_method
-    return f"holds quantised weights (quant_method={str(method)!r})"
+    return "" if method == MXFP4 else f"holds quantised weights (quant_method={str(method)!r})"
 
 
 _PROBLEMS: tuple[Callable[[PreTrainedConfig], str], ...] = (
     _not_text_alone,
     _no_decoder,
-    _experts,
     _recurrent,
     _other_layers,
-    _window,
     _capped,
     _positions,
     _own_attention,
     _quantised,
+    _experts,
 )
 
 
@@ -209,30 +212,44 @@ _PROBLEMS: tuple[Callable[[PreTrainedConfig], str], ...] = (
 
 
 class _Layers:
-    """In the place of a row's structure: counts the layers that ask for attention."""
+    """In the place of a row's structure: notes the layers that ask for attention."""
 
     def __init__(self) -> None:
-        self.num_calls = 0
+        self.windows: list[int | None] = []
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        self.num_calls += 1
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, **_: Any
+    ) -> Tensor:
+        self.windows.append(window)
         shape = (*query.shape[:3], value.shape[3])
         return query.new_empty(shape).transpose(1, 2).contiguous()
 
 
-def _run_without_memory(config: PreTrainedConfig) -> None:
+def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model in bf16, because products of experts have no shapes in another dtype."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation=attention.NAME
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention.NAME
         )
+    return model
+
+
+def _run_without_memory(config: PreTrainedConfig) -> None:
+    model = _without_memory(config)
     decoder = model.get_decoder()
     if not hasattr(decoder, "layers"):
         raise UserError("its decoder has no list called `layers`")
-    counted = _Layers()
+    asked = _Layers()
     ids = torch.empty(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     with torch.no_grad():
-        decoder(input_ids=ids, position_ids=ids, use_cache=False, forest=counted)
-    if not counted.num_calls or counted.num_calls % len(decoder.layers):
+        decoder(input_ids=ids, position_ids=ids, use_cache=False, forest=asked)
+    windows = attention.windows_of(config)
+    num_calls, over = divmod(len(asked.windows), len(windows))
+    if not num_calls or over:
+        raise UserError(f"its {len(windows)} layers ask for attention {len(asked.windows)} times")
+    expected = [window for window in windows for _ in range(num_calls)]
+    if [attention.hiding(window, config) for window in asked.windows] != expected:
         raise UserError(
-            f"its {len(decoder.layers)} layers ask for attention {counted.num_calls} times"
+            f"its attention gets the windows {asked.windows}, where its config has {expected}"
         )
+    lm_head.equip(model)

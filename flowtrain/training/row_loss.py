@@ -22,6 +22,7 @@ from flowkernels import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from flowtrain.training.experts import replaying
 from flowtrain.training.lm_head import forward, fused_head, run_head
 from flowtrain.training.tree import PackedRow
 
@@ -33,7 +34,14 @@ def forward_rows(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> LogProbs:
-    """Log-probs, entropies [T] of the row's targets, among what each was sampled from."""
+    """Log-probs, entropies [T] of the row's targets, among what each was sampled from, read along
+    the row's routes.
+    """
+    with replaying(model, row.routes_NLC):
+        return _score_row(model, row, temperature)
+
+
+def _score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> LogProbs:
     options: dict[str, Any] = {"temperature": temperature, "sampling_mask": row.sampling_mask}
     head = fused_head(model)
     if head is None:
@@ -58,7 +66,7 @@ def row_loss(
     temperature: float,
 ) -> PolicyLoss:
     """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the
-    model's head allows.
+    model's head allows. It is called, and the loss's gradient taken, within `replaying`.
     """
     tokens: dict[str, Any] = {
         "spec": spec,
@@ -78,9 +86,17 @@ def row_loss(
 
     def loss_at_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         ids_T = row.target_ids_T
-        every = tokens | head.options
+        every = tokens | head.options | {"compact": _compacts(row, spec)}
         found.append(linear_policy_loss(hidden_TD, weight_VD, ids_T, bias_V=bias_V, **every))
         return found[0].loss
 
     loss = run_head(model, head, row, loss_at_head)
     return replace(found[0], loss=loss)  # as the model returns it: FSDP's hooks are there
+
+
+def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:
+    """Targets without weight, if there may be some, are left out of the products. Without them a
+    GPU is not waited for; a CPU leaves those without a gradient out as well.
+    """
+    drops = isinstance(spec, LossSpec) and spec.mis is not None
+    return row.has_idle_targets or drops or row.target_ids_T.device.type == "cpu"

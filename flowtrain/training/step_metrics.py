@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from flowtrain.training.experts import RouteMetrics
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 
@@ -14,8 +15,9 @@ from flowtrain.training.world import World
 class StepMetrics:
     """Statistics of one batch, summed on the device and brought to the host once."""
 
-    def __init__(self, has_reference: bool = False) -> None:
+    def __init__(self, has_reference: bool = False, routes: RouteMetrics | None = None) -> None:
         """`has_reference`: the KL is that to a reference policy, else to the old policy."""
+        self.routes = routes
         self._kl = "kl_ref" if has_reference else "kl_old"
         self.grad_norms: list[float] = []
         self.ratio_bounds: list[float] = []
@@ -89,6 +91,7 @@ class StepMetrics:
                 if self.ratio_bounds
                 else {}
             ),
+            **(self.routes.reduce(world) if self.routes else {}),
         }
 
     def _to_host(self) -> tuple[dict[str, float], tuple[float, float]]:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowtrain.training.cost import ForwardCost
+from flowtrain.training.experts import RouteMetrics, replaying
 from flowtrain.training.lora import adapter_off, dropout_off
 from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.optimizers import ShardOptimizer
@@ -65,6 +66,8 @@ class OptimSpec:
     has_ref: bool = False
     """Samples come with the reference policy's log-probs, which spares the pass that a KL term asks
     for."""
+    replays_routes: bool = True
+    """Rows that have routes are read along them, by the policy and by the reference."""
 
 
 class Trainer:
@@ -103,6 +106,7 @@ class Trainer:
         self._reference = reference
         self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
         self._num_skipped = 0
+        self._has_told = False
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
@@ -179,7 +183,8 @@ class Trainer:
 
         Raises UserError when MOST_SKIPPED optimizer steps in a row were skipped.
         """
-        step_metrics = StepMetrics(has_reference=self._loss.kl_coef > 0)
+        has_kl, routes = self._loss.kl_coef > 0, RouteMetrics(self.model)
+        step_metrics = StepMetrics(has_reference=has_kl, routes=routes)
         step_metrics.num_flops = self._needed_flops(minibatches)
         has_stepped = False
         for rows in [self._prepare(rows) for rows in minibatches]:
@@ -230,15 +235,18 @@ class Trainer:
                     self._reduces_every_row or index == num_rows - 1
                 )
             row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
-            out = row_loss(
-                self.model, row, token_loss or self._token_loss, scale, self._temperature
-            )
-            out.loss.backward()
+            with replaying(self.model, self._followed(row).routes_NLC):
+                out = row_loss(
+                    self.model, row, token_loss or self._token_loss, scale, self._temperature
+                )
+                out.loss.backward()
             if scores is not None:
                 scores.add(row, out.logprob_T)
             losses.append(out.loss.detach() / self._world.size)
             mismatch, own = _mismatch(out.logprob_T, row), row if index < len(rows) else None
             step_metrics.add(out.stats, losses[-1], mismatch, own)
+            if step_metrics.routes is not None and own is not None:
+                step_metrics.routes.add(own, self._optim.replays_routes)
         return torch.stack(losses).sum()
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:
@@ -285,10 +293,14 @@ class Trainer:
     def score(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[LogProbs]:
         """Score every row's targets under `model`; collective, ranks may differ in rows."""
         num_rows = int(self._world.max([len(rows)])[0])
-        padded = [*rows, *[empty_row()] * (num_rows - len(rows))]
+        padded = [*map(self._followed, rows), *[empty_row()] * (num_rows - len(rows))]
         with dropout_off(model):
             scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
         return scores[: len(rows)]
+
+    def _followed(self, row: PackedRow) -> PackedRow:
+        """Return the row with the routes that are followed."""
+        return row if self._optim.replays_routes else replace(row, routes_NLC=None)
 
     def _scores_of(self, rows: Sequence[PackedRow], has_stepped: bool) -> list[Tensor]:
         """Return the log-probs [T] of rows under the current weights; collective."""
@@ -325,6 +337,9 @@ class Trainer:
     def _prepare(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
         """Return the rows on the device, with the weights that their tokens have in the loss."""
         rows = [row.to(self._world.device) for row in rows]
+        if len({row.routes_NLC is None for row in rows}) > 1 and not self._has_told:
+            self._has_told = True
+            _log.warning("rows without routes of the sampler are routed by the policy itself")
         return [replace(row, loss_weight_T=self._kept_weights(row)) for row in rows]
 
     def _kept_weights(self, row: PackedRow) -> Tensor:

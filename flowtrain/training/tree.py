@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from flowkernels import SamplingMask
 from torch import Tensor
@@ -67,6 +68,8 @@ class PackedRow:
     """Tokens that the samples would take without sharing."""
     num_repeated_tokens: int = 0
     """So many of its first tokens are in the row before as well, because a tree was cut there."""
+    has_idle_targets: bool = False
+    """Some targets have no weight; known on the host, so that nobody waits for a GPU to count."""
     ref_logprob_T: Tensor | None = None
     """fp32, of the reference policy; None until the trainer scores it, and where the loss has no KL
     term."""
@@ -79,6 +82,12 @@ class PackedRow:
     mask_offsets_T1: Tensor | None = None
     """int64, bounds of each target's ids in `mask_ids_K`; a target without any was sampled from all
     ids."""
+    routes_NLC: Tensor | None = None
+    """uint8, or int16 of wide `Routes`: the experts that the sampler chose for each token, in each
+    layer with a router; of samples that share a token those of the first in the order of packing.
+    None where a sample has none: the tokens of the row go where the routers send them."""
+    num_route_conflicts: int = 0
+    """How often a sample would have had other experts for a token that it shares."""
 
     @property
     def sampling_mask(self) -> SamplingMask | None:
@@ -223,6 +232,7 @@ def _pack_row(
     input_ids: list[int] = []
     position_ids: list[int] = []
     rows_of: dict[int, list[int]] = {}
+    layout: list[tuple[int, int]] = []
     path: list[int] = []  # where the tokens of the sequence before are
     previous: Inputs = ()
     for index in order:
@@ -235,6 +245,7 @@ def _pack_row(
         input_ids += sequence[num_shared:]
         position_ids += range(num_shared, len(sequence))
         rows_of[index] = path[len(samples[index].prompt_ids) - 1 :]
+        layout.append((index, num_shared))
         previous = sequence
 
     def targets(values: list[float]) -> Tensor:
@@ -262,14 +273,16 @@ def _pack_row(
         ),
         num_unshared_tokens=sum(map(len, inputs)),
         num_repeated_tokens=num_repeated_tokens,
+        has_idle_targets=any(0.0 in s.loss_weights for s in samples),
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         sample_ids=sample_ids,
         divisor_S=targets(divisors) if divisors else None,
         **_mask_tensors(samples),
+        **_route_fields(samples, layout),
     )
 
 
-def _mask_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
+def _mask_tensors(samples: Sequence[Sample]) -> dict[str, Any]:
     """The sampling masks of all targets; {} where every sample was drawn from all ids."""
     masks = [s.sampling_mask for s in samples]
     found = [torch.tensor(mask.ids, dtype=torch.int64) for mask in masks if mask is not None]
@@ -283,6 +296,36 @@ def _mask_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     return {
         "mask_ids_K": torch.cat(found),
         "mask_offsets_T1": torch.tensor([0, *accumulate(counts)], dtype=torch.int64),
+    }
+
+
+def _route_fields(samples: Sequence[Sample], layout: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The routes of all tokens and their conflicts; {} unless every sample has routes.
+
+    `layout`: each sample in the order of packing, and how many tokens it shares with the one
+    before.
+    """
+    parts: list[np.ndarray] = []
+    path_NLC = np.empty((0, 1, 1), np.uint8)
+    num_conflicts = 0
+    for index, num_shared in layout:
+        routes = samples[index].routes
+        if routes is None:
+            return {}
+        words = np.frombuffer(routes.experts, "<i2" if routes.is_wide else np.uint8)
+        own_NLC = words.reshape(-1, routes.num_layers, routes.num_chosen)
+        assert len(own_NLC) == len(_inputs(samples[index])), "one route per token that is read"
+        kept_NLC, other_NLC = path_NLC[:num_shared], own_NLC[:num_shared]
+        if num_shared and not np.array_equal(kept_NLC, other_NLC):
+            differs_NLC = np.sort(kept_NLC) != np.sort(other_NLC)  # their order means nothing
+            num_conflicts += int(differs_NLC.any((1, 2)).sum())
+        parts.append(own_NLC[num_shared:])
+        path_NLC = np.concatenate([kept_NLC, parts[-1]]) if num_shared else own_NLC
+    if not parts:
+        return {}
+    return {
+        "routes_NLC": torch.from_numpy(np.concatenate(parts)),
+        "num_route_conflicts": num_conflicts,
     }
 
 

@@ -36,6 +36,8 @@ def token_problem(tokens: Sample | Call, vocab_size: int) -> str:
         if problem := _id_problem(ids, vocab_size):
             return problem
     mask, response_ids = tokens.sampling_mask, tokens.response_ids
+    if problem := routes_problem(tokens):
+        return problem
     if mask is None or not response_ids:
         return ""
     counts = mask.counts
@@ -51,6 +53,25 @@ def token_problem(tokens: Sample | Call, vocab_size: int) -> str:
             return f"token {token} is outside of its sampling mask"
         if len(choices) < count:
             return f"the sampling mask of token {token} names an id twice"
+    return ""
+
+
+def routes_problem(tokens: Sample | Call, sizes: tuple[int, int, int] | None = None) -> str:
+    """Say why routes are not those of the tokens, or of a model with `sizes`: (layers with a
+    router, experts chosen per token, all experts); "" when they fit, or there are none.
+    """
+    routes = tokens.routes
+    if routes is None or not tokens.response_ids:
+        return ""
+    num_inputs = len(tokens.prompt_ids) + len(tokens.response_ids) - 1
+    own = routes.num_layers, routes.num_chosen
+    if min(own) < 1 or len(routes.experts) != num_inputs * routes.bytes_per_token:
+        return f"its routes are not those of {num_inputs} tokens"
+    if sizes is None:
+        return ""
+    words = memoryview(routes.experts).cast("H" if routes.is_wide else "B")
+    if own != sizes[:2] or max(words) >= sizes[2]:
+        return "its routes are of another model"
     return ""
 
 

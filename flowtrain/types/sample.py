@@ -64,7 +64,8 @@ class FilterReason(enum.StrEnum):
     LOGPROB = "logprob"
     """The sampler's log-prob of a trained token is none that sampling gives."""
     TOKEN = "token"
-    """A token is none of the model's, or outside of its mask; or the prompt is empty."""
+    """A token or an expert is none of the model's, or outside of its mask; or the prompt is empty.
+    """
     OVERLONG = "overlong"
     """It is of a rollout that ran into a limit of tokens, with algorithm.overlong = "mask"."""
 

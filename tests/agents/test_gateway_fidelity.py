@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chat_templates import TEMPLATES
 from gateway_runs import SEARCH, TASK, logging_engine
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowtrain.agents.base import AgentContext
@@ -86,6 +86,8 @@ steps = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(steps=steps)
+@example(steps=[(0, "go on", ""), (0, "go on", " "), (1, "go on", "")])
+@example(steps=[(0, "go on", " "), (0, "go on", ""), (1, "go on", ""), (2, "go on", "")])
 def test_random_histories_are_recorded_as_they_were_sampled(
     steps: list[tuple[int, str, str]],
 ) -> None:

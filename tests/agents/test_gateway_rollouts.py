@@ -46,7 +46,7 @@ class InProcess:
 
 def client_of(base_url: str, key: str) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
-        base_url=base_url, headers={"Authorization": f"Bearer {key}"}, timeout=10
+        base_url=base_url, headers={"Authorization": f"Bearer {key}"}, timeout=60
     )
 
 

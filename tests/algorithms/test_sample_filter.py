@@ -27,6 +27,7 @@ from flowtrain.types import (
     FilterReason,
     FinishReason,
     Group,
+    Routes,
     Sample,
     SamplingMask,
     Task,
@@ -42,6 +43,10 @@ NONE_LEFT_OUT = dict.fromkeys(FilterReason, 0)
 GOOD = Sample((1, 2, 3), (4, 5), (-1.0, -2.0), (0.5, 0.5), (1.0, 1.0))
 
 
+def routed(words: bytes, num_layers: int = 2, is_wide: bool = False) -> Sample:
+    return replace(GOOD, routes=Routes(words, num_layers, 1, is_wide))
+
+
 def masked(*sets: tuple[int, ...]) -> Sample:
     return replace(GOOD, sampling_mask=SamplingMask.of(sets))
 
@@ -55,6 +60,10 @@ BAD = {
     "one token too many": (replace(GOOD, prompt_ids=(1,) * 9), "too_long"),
     "a log-prob no token is drawn with": (replace(GOOD, logprobs=(-1.0, -51.0)), "logprob"),
     "a log-prob above 0": (replace(GOOD, logprobs=(-1.0, 0.01)), "logprob"),
+    "routes of fewer tokens": (routed(bytes(6)), "token"),
+    "routes of other layers": (routed(bytes(4), num_layers=1), "token"),
+    "an expert that is none of the model's": (routed(bytes([0, 1, 2, 3, 4, 5, 6, 7])), "token"),
+    "a wide one": (routed(b"\x01\x01" * 8, is_wide=True), "token"),
     "a negative token": (replace(GOOD, response_ids=(4, -1)), "token"),
     "a token beyond the vocabulary": (replace(GOOD, response_ids=(VOCAB_SIZE, 4)), "token"),
     "a prompt beyond the vocabulary": (replace(GOOD, prompt_ids=(1, 2**31)), "token"),
@@ -73,7 +82,7 @@ BAD = {
 
 
 def screened(*samples: Sample, max_positions: int = 9) -> TrainBatch:
-    return filter_samples(TrainBatch(samples, 0), max_positions, VOCAB_SIZE)
+    return filter_samples(TrainBatch(samples, 0), max_positions, VOCAB_SIZE, (2, 1, 7))
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -88,6 +97,12 @@ def test_what_fits_exactly_stays() -> None:
     """The last response token is never an input: 8 + 2 tokens take 9 positions."""
     fits = replace(GOOD, prompt_ids=(1,) * 8)
     assert screened(fits).samples == (fits,) and screened(fits, max_positions=8).samples == ()
+
+
+def test_routes_fit_the_mixture_or_none() -> None:
+    sample = routed(bytes([0, 1, 2, 3, 4, 5, 6, 6]))
+    assert screened(sample).samples == (sample,)
+    assert not filter_samples(TrainBatch((sample,)), 9, VOCAB_SIZE).samples, "a dense model"
 
 
 def test_a_token_of_weight_0_may_carry_anything() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from flowtrain.dataflow import codec
 from flowtrain.dataflow.codec import decoded, inflated, pack, pack_group, unpack_group
 from flowtrain.dataflow.contract import Refused
-from flowtrain.types import Call, FinishReason, Group
+from flowtrain.types import Call, FinishReason, Group, Routes
 
 IDS = st.lists(st.integers(0, 3), max_size=6).map(tuple)
 CALLS = st.dictionaries(st.sampled_from(("planner", "verifier")), st.tuples(IDS, IDS))
@@ -40,6 +41,47 @@ def group_of(rollouts: list[list[dict[str, tuple[tuple[int, ...], tuple[int, ...
             for turns in rollouts
         ),
     )
+
+
+def with_routes(group: Group, seed: int, num_noisy: int = 5) -> Group:
+    """Give each call the experts of its tokens, some of them otherwise than in other calls."""
+    rng, table = random.Random(seed), random.Random(0).randbytes(1 << 16)
+
+    def of(call: Call) -> Call:
+        ids = call.prompt_ids + call.response_ids[:-1]
+        words = bytearray(b"".join(table[6 * i : 6 * i + 6] for i in ids))
+        for _ in range(min(num_noisy, len(words))):
+            words[rng.randrange(len(words))] ^= 1
+        return replace(call, routes=Routes(bytes(words), 3, 2))
+
+    return codec._each_call(group, lambda _, call: (of(call), call))
+
+
+@given(ROLLOUTS, st.integers(0, 9), st.booleans())
+def test_routes_come_out_as_they_went_in(
+    rollouts: list[list[dict]],  # type: ignore[type-arg]
+    seed: int,
+    is_partial: bool,
+) -> None:
+    group = with_routes(group_of(rollouts), seed)
+    if is_partial and group.trajectories:  # as where engines differ
+        first = group_of(rollouts).trajectories[0]
+        group = replace(group, trajectories=(first, *group.trajectories[1:]))
+    assert unpack_group(pack_group(group)) == group
+    assert unpack_group(zlib.compress(pack(group))) == group
+
+
+def test_routes_of_tokens_that_were_read_before_take_next_to_nothing() -> None:
+    """Also where a hundred of them differ, as those of prompts that were prefilled anew."""
+    rng = random.Random(1)
+    prompt, turns = tuple(rng.choices(range(9_000), k=9_000)), []
+    for _ in range(4):
+        turns.append({"planner": (prompt, (7,) * 50)})
+        prompt += (7,) * 50 + tuple(rng.choices(range(9_000), k=200))
+    group = group_of([turns])
+    plain, routed = (len(pack_group(each)) for each in (group, with_routes(group, 0, 100)))
+    assert unpack_group(pack_group(with_routes(group, 0, 100))) == with_routes(group, 0, 100)
+    assert routed - plain < 1.15 * 6 * len(prompt), "those of one call, and what differs"
 
 
 @given(ROLLOUTS)

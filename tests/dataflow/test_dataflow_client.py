@@ -85,7 +85,8 @@ def test_a_peer_that_gets_better(kind: str) -> None:
         peer(PASSING[kind][0], PASSING[kind][0], honest) as (url, seen),
         Client(url, wait_s=20.0, attempt_s=0.3) as client,
     ):
-        assert ask(client, "push") == ANSWERS["push"] and len(seen) == 3
+        assert ask(client, "push") == ANSWERS["push"]
+        assert len(seen) >= 3, "and once more where a busy machine was not in time"
 
 
 @pytest.mark.parametrize("kind", REFUSING)

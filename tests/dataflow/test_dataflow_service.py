@@ -506,7 +506,7 @@ def fields(kind: Any) -> st.SearchStrategy[Any]:
     max_examples=30,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_no_bytes_and_no_numbers_make_it_stumble(

@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from toy_options import toy
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from bench.families import SHAPE
 from flowtrain.config import Chat, Lora, Vllm
 from flowtrain.engines import factory
 from flowtrain.engines.factory import ModelSpec, make_engine
@@ -198,6 +199,23 @@ def test_vllm_gets_a_saved_adapter_as_a_whole_model(
     merged = made[0].source.get_parameter(name)  # type: ignore[union-attr]
     bare = models.load_model(tiny_path, torch.float32).get_parameter(name)
     assert torch.allclose(merged - bare, torch.full_like(bare, 32.0), atol=1e-4), "32 / 2 * 2"
+
+
+@pytest.mark.skipif(
+    "granite_swa" not in CONFIG_MAPPING, reason="this transformers has no such model"
+)
+def test_a_model_that_sdpa_does_not_run_is_sampled(tiny_path: str, tmp_path: Path) -> None:
+    """It has sinks."""
+    tokenizer = models.load_tokenizer(tiny_path)
+    shape = SHAPE | {"vocab_size": len(tokenizer), "head_dim": 8, "sliding_window": 4}
+    network = AutoModelForCausalLM.from_config(CONFIG_MAPPING["granite_swa"](**shape))
+    models.export(network, tokenizer, models.full_weights(network), tmp_path)
+    spec = ModelSpec.load("model.path", str(tmp_path))
+    frozen, trained = (
+        make_engine(toy({}), spec, CPU, store) for store in (None, WeightStore(tmp_path / "store"))
+    )
+    done = [asyncio.run(e.generate((5, 6, 7), GREEDY)) for e in (frozen, trained)]
+    assert [len(each.ids) for each in done] == [6, 6]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -42,7 +43,8 @@ def tokenizer(tiny_path: str) -> PreTrainedTokenizerFast:
 def engine(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> TorchEngine:
-    return TorchEngine(model, tokenizer, WeightStore(tmp_path / "weights"))
+    """Its model is another one, for the sake of its attention."""
+    return TorchEngine(copy.deepcopy(model), tokenizer, WeightStore(tmp_path / "weights"))
 
 
 def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:

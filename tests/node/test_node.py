@@ -492,7 +492,7 @@ def test_a_node_that_is_too_busy_keeps_its_leases(ledger: Ledger, nodes: Nodes) 
     ledger.renew = counted  # type: ignore[method-assign]
 
     async def rollout(task: Task, seed: int) -> Trajectory:
-        assert all(renewed.acquire(timeout=10) for _ in range(3))
+        assert all(renewed.acquire(timeout=60) for _ in range(3))
         return trajectory(task, seed)
 
     assert run(nodes.make(rollout, max_in_flight=G, num_groups=1)) == [1]

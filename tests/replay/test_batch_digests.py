@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.replay.batch_digests import difference, digests_of, left_out, missing
-from flowtrain.types import FilterReason, Sample, SampleId, SamplingMask, TrainBatch
+from flowtrain.types import FilterReason, Routes, Sample, SampleId, SamplingMask, TrainBatch
 
 FIELDS = ("prompt_ids", "response_ids", "logprobs", "advantages", "loss_weights", "old_logprobs")
 
@@ -65,9 +65,17 @@ def test_all_else_that_decides_is_found() -> None:
         (replace(before, old_logprobs=()), "old logprobs"),
         (replace(before, ref_logprobs=(0.5,)), "ref logprobs"),
         (replace(before, sampling_mask=None), "mask ids"),
+        (replace(before, routes=Routes(bytes(14), 1, 1)), "routes"),
     ):
         found = difference(TrainBatch((after,)), digests(before))
         assert found is not None and found[1].endswith(f"differs in its {text}")
+
+
+def test_a_log_that_knows_no_routes_is_compared_without() -> None:
+    older = digests(sample())
+    for fields in older.values():
+        del fields["routes"]
+    assert difference(TrainBatch((sample(),)), older) is None
 
 
 def test_samples_that_came_or_went_are_found() -> None:

@@ -7,16 +7,15 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from flowkernels import LossSpec
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
-    LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from flowtrain import toy
@@ -28,11 +27,16 @@ from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, Sampling
 
-FAMILIES = {
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+FAMILIES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     # heads, key heads and width; heads of 8, 16 and 24
-    "qwen2": (Qwen2Config, 4, 2, 32),
-    "qwen3": (Qwen3Config, 4, 4, 64),
-    "llama": (LlamaConfig, 6, 2, 144),
+    "qwen2": (4, 2, 32, {}),
+    "qwen3": (4, 4, 64, {"head_dim": 16}),
+    "llama": (6, 2, 144, {}),
+    "minicpm3": (4, 4, 32, {"v_head_dim": 8, **_LATENT}),  # keys of 12, values of 8
+    "gemma3_text": (4, 2, 64, {"sliding_window": 3, **_WINDOWS}),  # shorter than responses
+    "granite_swa": (4, 2, 64, {"sliding_window": 40, **_WINDOWS}),  # sinks; over two blocks of keys
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LENGTHS = (1, 5, 31, 32, 33, 64, 70, 97)
@@ -46,10 +50,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """A decoder of 2 layers with large random weights."""
-    make, num_heads, num_key_heads, width = FAMILIES[family]
-    sizes = {"head_dim": width // num_heads} if make is Qwen3Config else {}
+    num_heads, num_key_heads, width, options = FAMILIES[family]
     torch.manual_seed(0)
-    config = make(
+    config = CONFIG_MAPPING[family](
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=width * 8 // 3,
@@ -62,9 +65,14 @@ def tiny_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMod
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        **sizes,
+        **options,
     )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+    return model
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class Pair:
     def of(cls, model: PreTrainedModel, dtype: torch.dtype, world: World, exact: bool) -> Pair:
         # As `make_engine` does it: in another dtype the rotary frequencies stay in fp32.
         config = copy.deepcopy(model.config)
-        sampling = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        sampling = AutoModelForCausalLM.from_config(config, dtype=dtype)
         sampling.load_state_dict(model.state_dict())
         engine = TorchEngine(sampling, tiny_tokenizer(), None, exact=exact)
         return cls(engine, shard(model, world, ShardSpec(dtype, exact=exact)).train())

@@ -1,6 +1,4 @@
-"""Forest attention against dense attention under the mask that `subtree_end` spells out, and whole
-models against separate sequences.
-"""
+"""Forest attention against dense attention under the mask that `subtree_end` spells out."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from forests import is_valid_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen2Config
 
-from flowtrain.training import attention
 from flowtrain.training.attention import forest_attention
 from flowtrain.training.forest import Forest
 
@@ -35,22 +31,41 @@ def random_forest(num_tokens: int, seed: int, deep: float = 0.5) -> Tensor:
 
 
 def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    subtree_end: Tensor,
+    scale: float,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
-    """[H, N, D] each; token i sees j iff j <= i < subtree_end[j]. Heads of keys are repeated for
-    the queries that share them.
+    """[H, N, D] each; token i sees j iff j <= i < subtree_end[j] and fewer than `window` tokens of
+    its path lie between. Heads of keys are repeated for the queries that share them.
     """
     num_tokens, group = query.shape[1], query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     sees = [[j <= i < int(subtree_end[j]) for j in range(num_tokens)] for i in range(num_tokens)]
+    for seen in sees:
+        path = [j for j, is_seen in enumerate(seen) if is_seen]
+        for j in [] if window is None else path[:-window]:
+            seen[j] = False
     scores = (query @ key.transpose(1, 2) * scale).masked_fill(~torch.tensor(sees), -math.inf)
-    return scores.softmax(-1) @ value
+    if sink_H is None:
+        return scores.softmax(-1) @ value
+    sinks = sink_H[:, None, None].expand(-1, num_tokens, 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value
 
 
 def compare(
-    subtree_end: Tensor, num_heads: int = 2, num_kv_heads: int = 2, scaling: float | None = None
+    subtree_end: Tensor,
+    num_heads: int = 2,
+    num_kv_heads: int = 2,
+    scaling: float | None = None,
+    window: int | None = None,
+    has_sink: bool = False,
+    forest: Forest | None = None,
 ) -> None:
-    """Output and all three gradients in fp64."""
+    """Output and all gradients in fp64. `forest`: one that had other windows before."""
     assert is_valid_tree(subtree_end)
     num_tokens, size = len(subtree_end), 4
     rng = torch.Generator().manual_seed(1)
@@ -60,10 +75,21 @@ def compare(
         for h in heads
     ]
     theirs = [x.detach()[0].clone().requires_grad_() for x in ours]
+    sinks = torch.randn(1, num_heads, generator=rng, dtype=torch.float64).requires_grad_()
+    if has_sink:
+        ours.append(sinks)
+        theirs.append(sinks.detach()[0].clone().requires_grad_())
     out, weights = forest_attention(
-        nn.Module(), *ours, None, forest=Forest.of(subtree_end), scaling=scaling
+        nn.Module(),
+        *ours[:3],
+        None,
+        forest=forest or Forest.of(subtree_end),
+        scaling=scaling,
+        sliding_window=window,
+        s_aux=sinks[0] if has_sink else None,
     )
-    truth = dense_attention(*theirs, subtree_end, size**-0.5 if scaling is None else scaling)
+    scale = size**-0.5 if scaling is None else scaling
+    truth = dense_attention(*theirs[:3], subtree_end, scale, window, *theirs[3:])
     assert weights is None and out.shape == (1, num_tokens, num_heads, size)
     torch.testing.assert_close(out[0].transpose(0, 1), truth, rtol=1e-10, atol=1e-12)
     direction = torch.randn(truth.shape, generator=rng, dtype=torch.float64)
@@ -91,7 +117,10 @@ FORESTS = {
 def test_forest_attention_is_dense_attention_under_the_mask(
     name: str, num_heads: int, num_kv_heads: int
 ) -> None:
-    compare(torch.tensor(FORESTS[name]), num_heads, num_kv_heads)
+    ends = torch.tensor(FORESTS[name])
+    heads, forest = (num_heads, num_kv_heads), Forest.of(ends)
+    for window, has_sink in [(None, False), (3, False), (None, True), (2, True), (2, False)]:
+        compare(ends, *heads, window=window, has_sink=has_sink, forest=forest)
 
 
 def test_the_scale_is_that_of_the_model() -> None:
@@ -99,9 +128,25 @@ def test_the_scale_is_that_of_the_model() -> None:
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.integers(1, 24), st.integers(0, 1000), st.sampled_from([0.1, 0.5, 3.0]))
-def test_any_forest(num_tokens: int, seed: int, deep: float) -> None:
-    compare(random_forest(num_tokens, seed, deep))
+@given(
+    st.integers(1, 24),
+    st.integers(0, 1000),
+    st.sampled_from([0.1, 0.5, 3.0]),
+    st.none() | st.integers(1, 9),
+    st.booleans(),
+)
+def test_any_forest(
+    num_tokens: int, seed: int, deep: float, window: int | None, has_sink: bool
+) -> None:
+    compare(random_forest(num_tokens, seed, deep), window=window, has_sink=has_sink)
+
+
+def test_a_window_bounds_what_attention_reads() -> None:
+    """1,000 tokens with two branches behind them: 8 keys more than queries in every piece."""
+    ends = torch.tensor([1100] * 1000 + [1050] * 50 + [1100] * 50)
+    blocks = Forest.of(ends).layout(window=9).blocks
+    assert sum(len(block.key_SK) for block in blocks) < 2 * 1100
+    assert all(len(block.key_SK) <= 17 * block.num_segments for block in blocks)
 
 
 @settings(derandomize=True, deadline=None)
@@ -110,7 +155,7 @@ def test_little_is_spent_on_padding(lengths: list[int]) -> None:
     """Padding adds at most a third to the tokens, whatever the lengths of the trees."""
     ends = torch.tensor(lengths).cumsum(0)
     forest = Forest.of(torch.repeat_interleave(ends, torch.tensor(lengths)))
-    assert 0.75 * sum(len(block.query_SQ) for block in forest.blocks) <= sum(lengths)
+    assert 0.75 * sum(len(block.query_SQ) for block in forest.layout().blocks) <= sum(lengths)
 
 
 def test_trees_do_not_see_each_other() -> None:
@@ -124,72 +169,3 @@ def test_trees_do_not_see_each_other() -> None:
     )
     assert not broken[0, 3:5].isfinite().any()
     assert torch.equal(broken[0, :3], clean[0, :3]) and torch.equal(broken[0, 5:], clean[0, 5:])
-
-
-@pytest.fixture(scope="module")
-def gqa_model() -> nn.Module:
-    """4 query heads on 2 key heads. fp64, but the model's norms and rotations compute in fp32,
-    hence the tolerances below.
-    """
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=torch.float64
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0 if parameter.dim() == 2 else 1.0)
-    return model
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    grads = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    return grads
-
-
-def test_a_tree_of_shared_prefixes_is_its_sequences_one_by_one(gqa_model: nn.Module) -> None:
-    """Prompt 1 2 3 with branches 4 5 6 and 7 8, of which the second forks into 9 and 10 11; beside
-    it the sequence 12 13 14 15.
-    """
-    ids = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15])
-    positions = torch.tensor([0, 1, 2, 3, 4, 5, 3, 4, 5, 5, 6, 0, 1, 2, 3])
-    subtree_end = torch.tensor([11, 11, 11, 6, 6, 6, 11, 11, 9, 11, 11, 15, 15, 15, 15])
-    sequences = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 6, 7, 8], [0, 1, 2, 6, 7, 9, 10], [11, 12, 13, 14]]
-    # The last token of each sequence predicts; so does the prompt's last token, once per sequence
-    # that goes through it.
-    direction = torch.randn(4, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    prompt_direction = torch.randn(
-        50, generator=torch.Generator().manual_seed(3), dtype=torch.float64
-    )
-
-    truth_logits = {}
-    for number, tokens in enumerate(sequences):
-        logits = gqa_model(ids[tokens][None]).logits[0]
-        for place, token in enumerate(tokens):
-            truth_logits[token] = logits[place].detach()
-        through = (logits[2] * prompt_direction).sum() / 3 if number < 3 else 0
-        ((logits[-1] * direction[number]).sum() + through).backward()
-    truth = gradients(gqa_model)
-
-    gqa_model.set_attn_implementation(attention.NAME)
-    try:
-        out = gqa_model(
-            ids[None], position_ids=positions[None], use_cache=False, forest=Forest.of(subtree_end)
-        ).logits[0]
-    finally:
-        gqa_model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(
-        out.detach(), torch.stack([truth_logits[i] for i in range(len(ids))]), rtol=1e-6, atol=1e-6
-    )
-    ((out[[5, 8, 10, 14]] * direction).sum() + (out[2] * prompt_direction).sum()).backward()
-    for ours, theirs in zip(gradients(gqa_model), truth, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))

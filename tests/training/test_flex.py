@@ -62,12 +62,15 @@ def test_it_is_the_attention_of_the_cpu(name: str, num_heads: int, num_kv_heads:
         torch.randn(1, number, len(ends), 16, generator=rng)
         for number in (num_heads, num_kv_heads, num_kv_heads)
     ]
-    with torch.no_grad():
-        outs = [
-            forest_attention(nn.Module(), *tensors, None, forest=kind.of(ends), scaling=0.3)[0]
-            for kind in (FlexTree, Forest)
-        ]
-    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
+    sinks = torch.randn(num_heads, generator=rng)
+    forests = [kind.of(ends) for kind in (FlexTree, Forest)]
+    for options in ({}, {"sliding_window": 9}, {"sliding_window": 150, "s_aux": sinks}):
+        with torch.no_grad():
+            outs = [
+                forest_attention(nn.Module(), *tensors, None, forest=f, scaling=0.3, **options)[0]
+                for f in forests
+            ]
+        torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FORESTS)
@@ -75,7 +78,7 @@ def test_blocks_are_those_that_the_whole_mask_has(name: str) -> None:
     """None too few, which would be wrong, none too many, which would be slow; and full ones are
     known as such.
     """
-    ends, ours = FORESTS[name], FlexTree.of(FORESTS[name]).mask
+    ends, ours = FORESTS[name], FlexTree.of(FORESTS[name]).mask()
     truth = create_block_mask(
         ours.mask_mod, None, None, len(ends), len(ends), device="cpu", BLOCK_SIZE=BLOCK
     )
@@ -97,12 +100,28 @@ def test_blocks_are_those_that_the_whole_mask_has(name: str) -> None:
         assert int(ours.full_kv_num_blocks.sum()) == 6 and int(ours.kv_num_blocks.sum()) == 4
 
 
+@pytest.mark.parametrize("window", [1, 9, 128, 129, 200, 300])
+@pytest.mark.parametrize("name", FORESTS)
+def test_blocks_of_a_window_are_enough_and_not_all(name: str, window: int) -> None:
+    """Full ones are known as such; on a path none is taken in vain."""
+    tree, ends = FlexTree.of(FORESTS[name]), FORESTS[name]
+    ours, wide = tree.mask(window), tree.mask()
+    truth = create_block_mask(
+        ours.mask_mod, None, None, len(ends), len(ends), device="cpu", BLOCK_SIZE=BLOCK
+    )
+    assert torch.equal(ours.full_kv_num_blocks, truth.full_kv_num_blocks)
+    taken, needed, most = (mask.to_dense()[0, 0].bool() for mask in (ours, truth, wide))
+    assert bool((taken | ~needed).all()) and bool((most | ~taken).all())
+    if name in ("one chain", "lone tokens"):
+        assert torch.equal(taken, needed)
+
+
 def _entries(mask: object, name: str) -> list[tuple[int, int]]:
     return list(enumerate(getattr(mask, name)[0, 0].tolist()))
 
 
 def test_a_new_batch_compiles_nothing() -> None:
-    """Two graphs: the first length as it is, then any."""
+    """Two graphs: the first length as it is, then any; and two for windows."""
     torch._dynamo.reset()
     counter = CompileCounter()
     attend = torch.compile(flex_attention, backend=counter, dynamic=True)
@@ -110,8 +129,9 @@ def test_a_new_batch_compiles_nothing() -> None:
         ends = random_forest(num_blocks * BLOCK, seed, 0.3)
         query = torch.randn(1, 2, len(ends), 16)
         with torch.no_grad():
-            attend(query, query, query, block_mask=FlexTree.of(ends).mask)
-        assert counter.frame_count <= 2, num_blocks
+            for window in (None, 100 + seed):
+                attend(query, query, query, block_mask=FlexTree.of(ends).mask(window))
+        assert counter.frame_count <= 4, num_blocks
     torch._dynamo.reset()
 
 
@@ -174,9 +194,15 @@ def test_compiled_layers_compute_the_same_and_share_their_graphs(
 
 
 def attended(
-    kinds: Sequence[Any], ends: Tensor, dtype: torch.dtype, heads: tuple[int, int, int]
+    kinds: Sequence[Any],
+    ends: Tensor,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    window: int | None,
 ) -> list[tuple[Tensor, ...]]:
-    """(output, gradients by query, key and value) of each kind, on the device of the ends."""
+    """(output, gradients by query, key, value) of each kind, on the device of the ends; and by the
+    sinks, if there is a window.
+    """
     num_heads, num_kv_heads, size = heads
     rng = torch.Generator().manual_seed(0)
     tensors = [
@@ -184,10 +210,13 @@ def attended(
         for number in (num_heads, num_kv_heads, num_kv_heads)
     ]
     upstream = torch.randn(1, len(ends), num_heads, size, generator=rng).to(ends.device, dtype)
+    if window is not None:
+        tensors.append(torch.randn(num_heads, generator=rng).to(ends.device, dtype))
     found = []
     for kind in kinds:
         inputs = [x.clone().requires_grad_() for x in tensors]
-        out = forest_attention(nn.Module(), *inputs, None, forest=kind(ends), scaling=0.3)[0]
+        options = {"scaling": 0.3, "sliding_window": window, "s_aux": (*inputs, None)[3]}
+        out = forest_attention(nn.Module(), *inputs[:3], None, forest=kind(ends), **options)[0]
         found.append((out.detach(), *torch.autograd.grad(out, inputs, upstream)))
     return found
 
@@ -198,6 +227,10 @@ def test_a_kind_for_gpus_is_refused_on_a_cpu() -> None:
     for kind in ("flex", "flash"):
         with pytest.raises(UserError, match=f"train.attention = '{kind}' needs a GPU"):
             name_of(kind, cpu)
+    ends = torch.arange(1, BLOCK + 1)
+    inputs = torch.zeros(3, 1, 2, BLOCK, 16)
+    with pytest.raises(UserError, match="knows no windows and no sinks: take 'flex'"):
+        FlexTree.of(ends, flash=True).attend(*inputs, window=5)
     with pytest.raises(AssertionError, match="N x N"):
         structure_of("eager", torch.arange(1, BLOCK + 1))
 
@@ -205,21 +238,25 @@ def test_a_kind_for_gpus_is_refused_on_a_cpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("heads", [(4, 2, 64), (2, 2, 128)])
-@pytest.mark.parametrize("kind", ["flex", "flash"])
+@pytest.mark.parametrize(("kind", "window"), [("flex", None), ("flex", 150), ("flash", None)])
 def test_every_kind_on_a_gpu_is_the_attention_of_the_cpu(
-    kind: str, heads: tuple[int, int, int]
+    kind: str, window: int | None, heads: tuple[int, int, int]
 ) -> None:
     """Within a few roundings to bf16 of the same in fp32."""
     if kind == "flash" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn-4 is not installed")
     torch._dynamo.reset()
     for ends in FORESTS.values():
-        (truth,) = attended((Forest.of,), ends, torch.float32, heads)
+        (truth,) = attended((Forest.of,), ends, torch.float32, heads, window)
         on_gpu = ends.cuda()
         (ours,) = attended(
-            (lambda x: structure_of(attention.NAMES[kind], x),), on_gpu, torch.bfloat16, heads
+            (lambda x: structure_of(attention.NAMES[kind], x),),
+            on_gpu,
+            torch.bfloat16,
+            heads,
+            window,
         )
-        (plain,) = attended((Forest.of,), on_gpu, torch.bfloat16, heads)
+        (plain,) = attended((Forest.of,), on_gpu, torch.bfloat16, heads, window)
         for mine, other, true in zip(ours, plain, truth, strict=True):
             scale = true.abs().max()
             error = (mine.cpu().float() - true).abs().max() / scale

@@ -12,6 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from flowtrain.training import attention, lm_head
 from flowtrain.training import model as models
+from flowtrain.training import row_loss as losses
 from flowtrain.training.row_loss import forward_rows, row_loss, score_row
 from flowtrain.training.tree import pack_row
 from flowtrain.types import Sample
@@ -109,3 +110,37 @@ def test_a_model_that_changes_its_logits_afterwards_keeps_its_layer() -> None:
     plain = Gemma2ForCausalLM._from_config(config, attn_implementation=attention.NAME)
     lm_head.equip(plain)
     assert lm_head.fused_head(plain) is not None
+
+
+@pytest.mark.parametrize(
+    ("device", "weights", "spec", "compacts"),
+    [
+        ("meta", (0.5, 1.0), LossSpec(), False),
+        ("meta", (0.5, 0.0), LossSpec(), True),
+        ("meta", (0.5, 1.0), LossSpec(mis=(0.5, 2.0)), True),
+        ("cpu", (0.5, 1.0), LossSpec(), True),
+    ],
+    ids=["all count", "one without weight", "some may be dropped", "on a CPU"],
+)
+def test_the_host_counts_targets_only_where_some_may_have_no_weight(
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    weights: tuple[float, float],
+    spec: LossSpec,
+    compacts: bool,
+) -> None:
+    row = pack_row([Sample((1, 2), (3, 4), (-1.0, -2.0), (1.0, 1.0), weights)])
+    found: list[bool] = []
+
+    def stop(*_: object, compact: bool, **__: object) -> None:
+        found.append(compact)
+        raise InterruptedError
+
+    monkeypatch.setattr(losses, "linear_policy_loss", stop)
+    monkeypatch.setattr(losses, "run_head", lambda *args: args[-1](None, None, None))
+    lm_head.equip(model)
+    row = row.to(torch.device(device))
+    with pytest.raises(InterruptedError):
+        row_loss(model, row, spec, 1.0, 1.0)
+    assert found == [compacts]

@@ -113,7 +113,12 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
     filled = sum(row.num_repeated_tokens for row in packed_by("filled", samples, budget))
     assert sum(row.num_repeated_tokens for row in uneven) <= filled
     assert repeated <= filled + tree._EVENNESS * tree._ROW_TOKENS * len(rows), "for evenness' sake"
-    whole, cost = pack_rows(samples, 1000), ForwardCost(2.0, 3.0, 5.0, 1.0)
+    cost = ForwardCost(2.0, 3.0, 5.0, 1.0, per_near_pair=((2, 7.0), (4, 11.0)))
+    whole = pack_rows(samples, 1000)
+    places = [p for row in whole for p in row.position_ids_N.tolist()]
+    pairs = sum(3 * (p + 1) + 7 * min(p + 1, 2) + 11 * min(p + 1, 4) for p in places)
+    of_targets = 5 * sum(len(row.target_ids_T) for row in whole)
+    assert sum(map(cost.flops, whole)) == 2 * len(places) + pairs + of_targets
     once = sum(map(cost.training_flops, rows))
     assert once == sum(map(cost.training_flops, whole)), "whatever was cut"
     assert sum(map(cost.flops, rows)) >= sum(map(cost.flops, whole)) + 2 * repeated

@@ -132,7 +132,7 @@ groups = st.lists(
     derandomize=True,
     deadline=None,
     max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(groups, st.integers(1, 30))
 def test_any_group(

@@ -20,8 +20,9 @@ from ranks import fork, launch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
 
+from bench.families import SHAPE
 from flowtrain.training import checkpoint, sharding
 from flowtrain.training import model as models
 from flowtrain.training.balance import balance, return_logprobs
@@ -45,6 +46,7 @@ CASES = {
     "by_layer_kl": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
     "by_layer_m2po": (LossSpec(clip_low=0.95, clip_high=20.0), {"m2po": 0.2}),
     "by_layer_future": (LossSpec(clip_high=0.28, dual_clip=3.0), {"grad_clip": 0.5}),
+    "by_layer_windows": (LossSpec(), {}),
 }
 FACTORS = {
     "by_layer_future": MinibatchFactor(
@@ -55,6 +57,7 @@ FACTORS = {
     )
 }
 """The samples of a group are turns of one rollout, whose rows are balanced over the ranks."""
+WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 HOW = {"by_layer_m2po": {"recompute": True}, "by_layer_future": {"reshard": False, "offload": True}}
 LAYOUTS = {
     (1, 0): tuple(CASES),
@@ -72,6 +75,20 @@ GROUPS = [
     [2, 3, 2, 2],
 ]
 """Samples of each group, step by step; group i falls to sampling rank i mod size."""
+
+
+def path_of(name: str, path: str) -> str:
+    """The folder of a case's model: the tiny one, or a Gemma 3 beside it."""
+    return f"{path}-gemma3" if name == "by_layer_windows" else path
+
+
+def make_gemma3(path: str) -> None:
+    tokenizer = models.load_tokenizer(path)
+    torch.manual_seed(0)
+    shape = {**SHAPE, "vocab_size": len(tokenizer), "head_dim": 8, **WINDOWS}
+    model = AutoModelForCausalLM.from_config(Gemma3TextConfig(**shape, initializer_range=0.2))
+    folder = Path(path_of("by_layer_windows", path))
+    models.export(model, tokenizer, models.full_weights(model), folder)
 
 
 def group_samples(step: int, index: int) -> list[Sample]:
@@ -205,7 +222,7 @@ def run(path: str, out: Path, num_samplers: int) -> None:
 
 
 def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
-    loss, options = CASES[name]
+    path, (loss, options) = path_of(name, path), CASES[name]
     sharding._SMALL = 50_000_000 if name == "whole" else 0
     trainer, tokenizer = None, models.load_tokenizer(path)
     stats: list[dict[str, float]] = []
@@ -284,6 +301,7 @@ def places(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tup
         (size, num_samplers): tmp_path_factory.mktemp(f"ranks{size}.{num_samplers}")
         for size, num_samplers in LAYOUTS
     }
+    make_gemma3(tiny_path)
     launch(
         __file__,
         [
@@ -320,7 +338,7 @@ def test_two_ranks_get_the_weights_of_one(
 ) -> None:
     one, two = (load_file(results[size] / f"{name}.safetensors") for size in (1, 2))
     close(two, one)
-    start = load_file(Path(tiny_path) / "model.safetensors")
+    start = load_file(Path(path_of(name, tiny_path)) / "model.safetensors")
     assert all((one[key] - start[key]).abs().max() > 1e-4 for key in start), (
         "every weight was trained"
     )
@@ -425,7 +443,7 @@ def test_a_checkpoint_restores_on_another_number_of_ranks(
 ) -> None:
     """One rank resumes the checkpoint of two ranks and ends with their weights."""
     loss, options = CASES[name]
-    trainer = make_trainer(tiny_path, alone, loss, options)
+    trainer = make_trainer(path_of(name, tiny_path), alone, loss, options)
     path = checkpoint.latest(results[size] / f"{name}.checkpoints")
     assert path is not None and checkpoint.load_state(path) == {"step": 3, "cursor": 7}
     checkpoint.restore(path, trainer.model, trainer.optimizer, alone)

@@ -6,7 +6,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from flowtrain.view.rollouts import pieces, text_of
 
-ANY_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+ANY_FIXTURE = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 
 
 @ANY_FIXTURE

@@ -1,8 +1,9 @@
 """Join the requests of one rollout into conversations whose token ids only grow.
 
 A program sends the whole history with every request. What of it this rollout sampled is found by
-the longest recorded beginning, and stands in the prompt with the ids that were sampled, as the
-program may have changed no more than white space or the order of keys. Another history, or one that
+the longest recorded beginning, and stands in the prompt with the ids that were sampled, though the
+program may have changed white space or the order of keys: of histories that differ in no more than
+that, it is the one that was sent, if it is among them. Another history, or one that
 the chat template would rewrite, begins a conversation of its own, which is trained as well.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowtrain.agents.gateway.requests import ChatRequest, Message, Refusal
 from flowtrain.agents.gateway.responses import AskedCall, Reply
@@ -26,6 +27,26 @@ _ID_CHARS = 9
 """Mistral's templates take no other length."""
 
 
+class _Key(NamedTuple):
+    """Digests of a history, in forms that programs do not change when they send it back."""
+
+    loose: bytes
+    """Of texts without the white space around them."""
+    exact: bytes
+    """Of texts as they are; the loose one where that is no difference."""
+
+
+class _Table:
+    """Conversations by the keys of their messages; the newest of those that are alike."""
+
+    def __init__(self) -> None:
+        self.exact: dict[bytes, Conversation] = {}
+        self.loose: dict[bytes, Conversation] = {}
+
+    def keep(self, key: _Key, conversation: Conversation) -> None:
+        self.exact[key.exact] = self.loose[key.loose] = conversation
+
+
 class Recorder:
     """The conversations of one rollout; for the coroutines of its event loop."""
 
@@ -33,9 +54,9 @@ class Recorder:
         self._session = session
         self._dialect = dialect
         self._max_result_chars = max_result_chars
-        self._prompts: dict[bytes, Conversation] = {}
-        """By the digest of their messages, which end where a reply begins."""
-        self._answered: dict[bytes, Conversation] = {}
+        self._prompts = _Table()
+        """By their messages, which end where a reply begins."""
+        self._answered = _Table()
         """Likewise, with the reply."""
         self._unanswered: dict[str, tuple[Call, tuple[AskedCall, ...]]] = {}
         """Calls of tools without a result yet, with all of their response, by id."""
@@ -45,7 +66,7 @@ class Recorder:
         """Sample the next message of a conversation. Raises Refusal and what the session raises."""
         path = _digests(asked.messages, asked.tools)
         conversation = self._find(asked, path)
-        self._prompts[path[-1]] = conversation
+        self._prompts.keep(path[-1], conversation)
         self._note_results(asked.messages)
         call = await self._session.sample(
             conversation.prompt_ids, max_new_tokens=asked.max_new_tokens, stop_strings=asked.stop
@@ -56,7 +77,7 @@ class Recorder:
         reply = self._reply(call, text, calls, number)
         message = reply.message()
         grown = conversation.add_response(call.response_ids, message, _is_whole(call))
-        self._answered[_extended(path[-1], message)] = grown
+        self._answered.keep(_extended(path[-1], message), grown)
         for each in calls:
             self._unanswered[each.id] = (call, calls)
         return reply
@@ -66,16 +87,25 @@ class Recorder:
         while self._unanswered:
             self._record_calls(next(iter(self._unanswered)), {})
 
-    def _find(self, asked: ChatRequest, path: Sequence[bytes]) -> Conversation:
+    def _find(self, asked: ChatRequest, path: Sequence[_Key]) -> Conversation:
         """Return the conversation that the request goes on with, or begin one."""
-        if (found := self._prompts.get(path[-1])) is not None:
+        if (found := self._prompts.exact.get(path[-1].exact)) is not None:
             return found
+        # The same prompt but for white space is what is meant, unless a reply before it is exact.
+        like = self._prompts.loose.get(path[-1].loose)
         for place in range(len(path) - 2, 0, -1):
-            if (before := self._answered.get(path[place])) is not None:
+            before = self._answered.exact.get(path[place].exact)
+            if before is None and like is None:
+                before = self._answered.loose.get(path[place].loose)
+            if before is not None:
                 try:
                     return self._dialect.add(before, asked.messages[place:])
                 except TemplateRewrites:
                     break
+            if like is not None and path[place].loose in self._answered.loose:
+                break
+        if like is not None:
+            return like
         try:
             return self._dialect.start(asked.messages, asked.tools)
         except TemplateRewrites as error:
@@ -137,24 +167,31 @@ def _is_whole(call: Call) -> bool:
     return call.finish_reason is FinishReason.STOP
 
 
-def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """Return a digest of the tools with the first 0, 1, ... of the messages."""
-    found = [hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()]
+def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[_Key]:
+    """Return the keys of the tools with the first 0, 1, ... of the messages."""
+    of_tools = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
+    found = [_Key(of_tools, of_tools)]
     for message in messages:
         found.append(_extended(found[-1], message))
     return found
 
 
-def _extended(before: bytes, message: Message) -> bytes:
-    """Add a message to a digest, in a form that programs do not change when they send it back."""
+def _extended(before: _Key, message: Message) -> _Key:
+    """Add a message to a key."""
     calls = [
         (call["id"], call["function"]["name"], _canonical(call["function"]["arguments"]))
         for call in message.get("tool_calls", ())
     ]
     named = [message["role"], message.get("name", ""), message.get("tool_call_id", "")]
-    # The `repr` of texts tells them apart as well as JSON does, at a third of the time.
-    identity = repr((*named, message["content"].strip(), calls))
-    return hashlib.sha256(before + identity.encode()).digest()
+
+    def digest(before: bytes, text: str) -> bytes:
+        # The `repr` of texts tells them apart as well as JSON does, at a third of the time.
+        return hashlib.sha256(before + repr((*named, text, calls)).encode()).digest()
+
+    text = message["content"]
+    loose = digest(before.loose, text.strip())
+    is_loose = before.exact == before.loose and text == text.strip()
+    return _Key(loose, loose if is_loose else digest(before.exact, text))
 
 
 def _canonical(arguments: str) -> str:

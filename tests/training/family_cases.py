@@ -1,0 +1,112 @@
+"""Samples through tiny models of any family, by transformers' own attention and on packed rows.
+
+Each row of `bench.families.TRAINED`, from which the table in docs/models.md is made, is a case of
+`test_families.py`: a family is added there, with the options that make its tiny config use all that
+is its own. What a model needs on a row beyond the row itself (recorded routes) goes into `on_rows`,
+what it needs alone into `alone`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from flowkernels import LossSpec
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from bench.families import TRAINED, build, config_of
+from flowtrain.training import attention
+from flowtrain.training.fused_layers import fuse_layers
+from flowtrain.training.lm_head import equip
+from flowtrain.training.row_loss import row_loss
+from flowtrain.training.tree import PackedRow
+from flowtrain.types import Sample
+
+CASES = {name: options for name, options in TRAINED.items() if name in CONFIG_MAPPING}
+
+Found = tuple[float, dict[str, Tensor]]
+"""Loss, and the gradient of every parameter."""
+
+
+def model_of(family: str, **options: Any) -> PreTrainedModel:
+    """A model in fp32 with large random weights and sinks, and transformers' eager attention."""
+    model = build(config_of(family, CASES[family] | options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+    return model
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Give a model the attention, head and layers that a trainer gives it."""
+    model.set_attn_implementation(attention.NAME)
+    equip(model)
+    fuse_layers(model)
+
+
+def alone(model: PreTrainedModel, samples: Sequence[Sample]) -> Found:
+    """By transformers, sample by sample: the sum of -advantage logprob over the responses."""
+    total = 0.0
+    for each in samples:
+        ids = torch.tensor(each.prompt_ids + each.response_ids)
+        logprob_NV = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        first = len(each.prompt_ids)
+        logprob_T = logprob_NV[first - 1 : -1].gather(1, ids[first:, None])[:, 0]
+        loss = -(torch.tensor(each.advantages) * logprob_T).sum()
+        loss.backward()
+        total += loss.item()
+    return total, _taken(model)
+
+
+def on_rows(model: PreTrainedModel, rows: Sequence[PackedRow]) -> Found:
+    """By a model that is prepared, as a trainer runs it."""
+    total = 0.0
+    for row in rows:
+        loss = row_loss(model, row, LossSpec("nll"), 1.0, 1.0).loss
+        loss.backward()
+        total += loss.item()
+    return total, _taken(model)
+
+
+def _taken(model: PreTrainedModel) -> dict[str, Tensor]:
+    taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return taken
+
+
+def check_equal(found: Found, truth: Found, rtol: float = 1e-5) -> None:
+    """Compare losses, and gradients by the largest of each parameter; a gradient that is zero but
+    for rounding, as that of a bias of keys, by the largest of all.
+    """
+    assert math.isclose(found[0], truth[0], rel_tol=rtol, abs_tol=10 * rtol)
+    assert set(found[1]) == set(truth[1])
+    largest = max(float(each.abs().max()) for each in truth[1].values())
+    for name, expected in truth[1].items():
+        atol = rtol * max(float(expected.abs().max()), 0.1 * largest)
+        torch.testing.assert_close(
+            found[1][name], expected, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@st.composite
+def sample_trees(draw: st.DrawFn) -> list[Sample]:
+    """Samples each of which goes on from any token of one before, or begins anew."""
+    sequences: list[tuple[int, ...]] = [()]
+    samples = []
+    for _ in range(draw(st.integers(1, 6))):
+        before = draw(st.sampled_from(sequences))
+        tail = draw(st.lists(st.integers(5, 40), min_size=2, max_size=14))
+        ids = before[: draw(st.integers(0, len(before)))] + tuple(tail)
+        sequences.append(ids)
+        cut = draw(st.integers(1, len(ids) - 1))
+        number = len(ids) - cut
+        advantages = tuple(
+            draw(st.lists(st.sampled_from((-1.0, 0.5, 1.0)), min_size=number, max_size=number))
+        )
+        samples.append(Sample(ids[:cut], ids[cut:], (-1.0,) * number, advantages, (1.0,) * number))
+    return samples

@@ -1,0 +1,55 @@
+"""A row of many samples, whatever it shares, gives the loss and the gradients of the samples one by
+one under transformers' own eager attention; `family_cases.py` has the families.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from family_cases import CASES, alone, check_equal, model_of, on_rows, prepare, sample_trees
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.families import TRAINED, config_of, parity, samples
+from flowtrain.training.flex import padded
+from flowtrain.training.tree import pack_rows
+from flowtrain.types import Sample
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "families.json"
+WINDOWED = [name for name in ("gemma3_text", "gpt_oss", "granite_swa", "mistral") if name in CASES]
+"""Two kinds of layers; the same with sinks, two ways; one kind."""
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_tree_packed_and_padded_rows_train_what_samples_alone_do(family: str) -> None:
+    model, every = model_of(family), samples()
+    truth = alone(model, every)
+    prepare(model)
+    tree, packed = pack_rows(every, 4096), pack_rows(every, 4096, share=False)
+    assert len(tree[0].input_ids_N) < 0.7 * len(packed[0].input_ids_N)
+    for rows in (tree, packed, [padded(row) for row in tree], pack_rows(every, 50)):
+        check_equal(on_rows(model, rows), truth)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(every=sample_trees(), window=st.integers(2, 8), budget=st.integers(1, 80))
+def test_any_tree_under_any_window(
+    family: str, every: list[Sample], window: int, budget: int
+) -> None:
+    model = model_of(family, sliding_window=window)
+    truth = alone(model, every)
+    prepare(model)
+    check_equal(on_rows(model, pack_rows(every, budget)), truth)
+
+
+@pytest.mark.parametrize("family", [name for name in CASES if name in TRAINED])
+def test_a_tree_has_the_log_probs_of_transformers(family: str) -> None:
+    """The layers that were fused when it was tried are."""
+    found = parity(config_of(family, TRAINED[family]))
+    assert found["largest_difference"] < 3e-6 * max(1.0, 2 * found["std_of_logprobs"])
+    assert found["std_of_logprobs"] > 0.05, "the weights are large enough to tell"
+    rows = json.loads(RESULTS.read_text())["rows"]
+    assert found["fused"] == next(row["fused"] for row in rows if row["family"] == family)
