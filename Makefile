@@ -128,8 +128,9 @@ test-ray: $(VENV)/ray/.done
 # In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py \
-		tests/engines/test_sampler_entropies.py tests/engines/test_vllm_reads_checkpoints.py
-	$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py
+		tests/engines/test_sampler_entropies.py tests/engines/test_vllm_reads_checkpoints.py \
+		tests/engines/test_vllm_routes.py
+	$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py tests/weights/test_vllm_families.py
 
 # Both distributions in dist/, as the index takes them, and their pages checked.
 $(VENV)/release/.done:

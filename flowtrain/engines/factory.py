@@ -143,7 +143,11 @@ def make_engine(
         if chat is not None:
             options = options.model_copy(update={"max_num_seqs": chat.max_concurrency})
         vllm_model = _vllm_model(config, options, model, device, store)
-        vllm_model = replace(vllm_model, records_entropies=store is not None and records_entropies)
+        vllm_model = replace(
+            vllm_model,
+            records_entropies=store is not None and records_entropies,
+            records_routes=store is not None and _is_mixture(model),
+        )
         return VllmEngine(vllm_model, model.tokenizer, options)
     dtype = getattr(torch, config.model.dtype)
     if store is None or has_adapter:
@@ -198,6 +202,7 @@ def make_adapter_engines(
         adapters=model.adapters(config.lora, dtype),
         adapter_stores={policy: _location(store) for policy, store in stores.items()},
         records_entropies=records_entropies,
+        records_routes=_is_mixture(model),
     )
     return {**AdapterEngine.start(shared, model.tokenizer, config.vllm)}
 
@@ -232,6 +237,10 @@ def _vllm_model(
         is_cpu=is_cpu,
         environment=environment,
     )
+
+
+def _is_mixture(model: ModelSpec) -> bool:
+    return bool(getattr(model.shape, "num_experts_per_tok", 0))
 
 
 def _weights_of(model: ModelSpec, config: Config) -> str | PreTrainedModel:

@@ -5,7 +5,7 @@ on several, all or nothing on all of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -103,6 +103,28 @@ def test_cuts_of_columns_and_wider_types_are_counted_in_words() -> None:
         (96, 1),
         96,
     )
+
+
+@pytest.mark.parametrize(
+    ("places", "cuts", "num_views"),
+    [((0, 1, 2), 2, 1), ((0, 2, 1), 2, 6), ((0, 1, 2), 3, 9)],
+    ids=["in order", "shuffled", "cut unequally"],
+)
+def test_views_of_experts_are_one_where_they_follow_each_other_evenly(
+    places: Sequence[int], cuts: int, num_views: int
+) -> None:
+    held = torch.randn(3, 8, 5)
+
+    def load(found: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in found:
+            for place, expert in zip(places, tensor, strict=True):
+                starts = (0, 4, 6)[:cuts]
+                for start, rows in zip(starts, expert.tensor_split(starts[1:]), strict=True):
+                    held[place, start : start + len(rows)].copy_(rows)
+
+    plan = make_plan(layout_of({"experts": torch.zeros(3, 8, 5)}), load, [held], Alone())
+    assert len(plan.views["experts"]) == num_views
+    prove(plan, load, [held], Alone())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

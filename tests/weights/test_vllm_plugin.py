@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,16 @@ import pytest
 import torch
 from many_ranks import Meeting, ThreadRank
 from torch import Tensor
+from vllm_in_process import (
+    NUM_TOKENS,
+    PROMPTS,
+    SMALL,
+    Engine,
+    change,
+    engines,
+    in_process,
+    weights_of,
+)
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm")
 
@@ -32,19 +41,19 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from flowtrain import _delta
-from flowtrain.engines.requests import kept_sets
 from flowtrain.engines.vllm.plan import make_plan, prove
-from flowtrain.engines.vllm.process import sampling_args
 from flowtrain.engines.vllm.sharded_target import ShardedTarget
 from flowtrain.training import attention, sharding
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack, pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import Sample, Sampling, SamplingMask, UserError
+from flowtrain.types import Sampling, UserError
 from flowtrain.weights import (
     Publisher,
     PublishOptions,
@@ -60,21 +69,6 @@ from flowtrain.weights.load.target import HostTensors
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ([1, 2, 3, 4, 5], [200, 17, 60], [9] * 20)
-NUM_TOKENS = 8
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-SMALL |= {
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.2,
-}
 FAMILIES = {
     "Qwen3, tied head, query and key norms": (
         Qwen3Config,
@@ -95,24 +89,31 @@ FAMILIES = {
         torch.float32,
     ),
 }
+MIXTURE = "Qwen3-MoE, experts stacked"
+MIXTURES = {
+    MIXTURE: (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        torch.bfloat16,
+    )
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def in_process() -> Iterator[None]:
-    """Run vLLM in this process, with a small cache; register the plugin as its entry point does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("VLLM_PLUGINS", "")
-        from flowtrain.engines.vllm.plugin import register
-
-        register()
-        register()
+def vllm_here() -> Iterator[None]:
+    with in_process():
         yield
 
 
+@pytest.fixture
+def open_engine() -> Iterator[Any]:
+    with engines() as make:
+        yield make
+
+
 def new_model(family: str) -> PreTrainedModel:
-    config, model, options, dtype = FAMILIES[family]
+    config, model, options, dtype = (FAMILIES | MIXTURES)[family]
     torch.manual_seed(0)
     made = model(config(**{**SMALL, **options})).to(dtype)
     with torch.no_grad():
@@ -123,143 +124,12 @@ def new_model(family: str) -> PreTrainedModel:
     return made
 
 
-def change(model: PreTrainedModel, seed: int) -> None:
-    """Another value for one parameter in a hundred."""
-    rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            flat = parameter.view(-1)
-            at = torch.randint(0, len(flat), (1 + len(flat) // 100,), generator=rng)
-            flat[at] = flat[at.flip(0)] + (torch.randn(len(at), generator=rng) * 0.1).to(flat.dtype)
-
-
-class Engine:
-    """vLLM on a model in a folder, in this process."""
-
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        from vllm import LLM
-        from vllm.config import WeightTransferConfig
-
-        self.llm: Any = LLM(
-            str(path),
-            dtype=str(dtype).removeprefix("torch."),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=64,
-            max_num_seqs=8,
-            logprobs_mode="processed_logprobs",
-            max_logprobs=-1,
-            weight_transfer_config=WeightTransferConfig(backend="sparse_delta"),
-            worker_extension_cls="flowtrain.engines.vllm.plugin.WeightReports",
-        )
-
-    def connect(self, store: WeightStore, **options: Any) -> None:
-        self.rpc("init_weight_transfer_engine", init_info={"location": str(store.root), **options})
-
-    def rpc(self, method: str, **arguments: Any) -> Any:
-        (answer,) = self.llm.collective_rpc(method, kwargs=arguments)
-        return answer
-
-    def update(self, version: int, stage: bool = False) -> None:
-        self.rpc("start_weight_update")
-        if stage:
-            self.rpc("update_weights", update_info={"version": version, "stage": True})
-        self.rpc("update_weights", update_info={"version": version})
-        self.rpc("finish_weight_update")
-
-    def holds(self, store: WeightStore, version: int) -> bool:
-        """Its words are those of the manifest, all of them."""
-        wanted = {
-            name: digest_hex(digest) for name, digest in store.manifest(version).digests.items()
-        }
-        return bool(
-            self.rpc("digest_weights") == wanted and self.rpc("held_weights")["version"] == version
-        )
-
-    def greedy(self, version: int) -> list[list[int]]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(
-            max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, detokenize=False
-        )
-        prompts = [{"prompt_token_ids": ids, "cache_salt": str(version)} for ids in PROMPTS]
-        return [
-            list(out.outputs[0].token_ids)
-            for out in self.llm.generate(prompts, sampling, use_tqdm=False)
-        ]
-
-    def sample(self, sampling: Sampling, number: int, version: int) -> list[Sample]:
-        """Responses as the trainer takes them."""
-        from vllm import SamplingParams
-
-        prompts = [
-            {"prompt_token_ids": PROMPTS[i % 3], "cache_salt": str(version)} for i in range(number)
-        ]
-        params = [
-            SamplingParams(**sampling_args(sampling, frozenset(), SMALL["vocab_size"]), seed=i)
-            for i in range(number)
-        ]
-        outputs = [out.outputs[0] for out in self.llm.generate(prompts, params, use_tqdm=False)]
-        samples = []
-        for prompt, out in zip(prompts, outputs, strict=True):
-            flat = out.logprobs
-            kept = SamplingMask.of(kept_sets(flat)) if sampling.is_truncated else None
-            logprobs, weights = (
-                tuple(flat.logprobs[at] for at in flat.start_indices),
-                (1.0,) * len(out.token_ids),
-            )
-            samples.append(
-                Sample(
-                    tuple(prompt["prompt_token_ids"]),
-                    tuple(out.token_ids),
-                    logprobs,
-                    weights,
-                    weights,
-                    sampling_mask=kept,
-                )
-            )
-        return samples
-
-    @property
-    def transfer(self) -> Any:
-        executor = self.llm.llm_engine.engine_core.engine_core.model_executor
-        return executor.driver_worker.worker.weight_transfer_engine
-
-    def close(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
-
-
-@pytest.fixture
-def open_engine() -> Iterator[Any]:
-    """Engines that are closed at the end."""
-    engines: list[Engine] = []
-
-    def make(path: Path, dtype: torch.dtype) -> Engine:
-        while engines:
-            engines.pop().close()
-        engines.append(Engine(path, dtype))
-        return engines[-1]
-
-    yield make
-    while engines:
-        engines.pop().close()
-
-
 @torch.inference_mode()
 def greedy_of(model: PreTrainedModel) -> list[list[int]]:
     options = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
     return [
         model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in PROMPTS
     ]
-
-
-def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    return dict(model.named_parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -620,13 +490,16 @@ def test_a_model_of_another_kind_is_refused_by_name(at_work: Any, tmp_path: Path
         match=r"the model's loader does not take 'lm_head.weight' \(bfloat16 \(300, 128\)\)",
     ):
         engine.connect(other)
-    for attribute, message in (("use_mla", "latent attention"), ("lora_config", "enable_lora")):
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(use_mla=attribute == "use_mla"),
-            lora_config=attribute == "lora_config" or None,
-        )
-        from flowtrain.engines.vllm.plugin import refuse_unsupported
+    from flowtrain.engines.vllm.plugin import refuse_unsupported
 
+    for name, message in {
+        "use_mla": "latent attention",
+        "quantization": "quantised models",
+        "lora_config": "enable_lora",
+    }.items():
+        model = SimpleNamespace(use_mla=False, quantization=None)
+        config = SimpleNamespace(model_config=model, lora_config=None)
+        setattr(config if name == "lora_config" else model, name, "set")
         with pytest.raises(UserError, match=message):
             refuse_unsupported(engine.transfer.model, config)
     assert engine.transfer.__dict__ == connected
@@ -795,7 +668,7 @@ class FakeGroup:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE])
 def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
     store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, size: int
 ) -> None:

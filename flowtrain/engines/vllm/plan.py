@@ -125,11 +125,13 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
     for obstacles in gather(ranks, own):
         dense |= obstacles
     views = {
-        name: [
-            _strided_view(there, cut, memories[_memory(there)])
-            for there, cut in watch.copies
-            if there.numel()
-        ]
+        name: _joined(
+            [
+                _strided_view(there, cut, memories[_memory(there)])
+                for there, cut in watch.copies
+                if there.numel()
+            ]
+        )
         for name, watch in watches.items()
         if name not in dense
     }
@@ -261,9 +263,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _strided_view(there: Tensor, cut: Tensor, memory: Tensor) -> StridedView:
-    """Describe a copy in 16-bit words: dimensions by descending stride in the stored tensor,
-    dimensions that follow each other on both sides merged.
-    """
+    """Describe a copy in 16-bit words."""
     num = there.dtype.itemsize // 2
     dims = [
         (n, a * num, b * num)
@@ -273,6 +273,35 @@ def _strided_view(there: Tensor, cut: Tensor, memory: Tensor) -> StridedView:
     dims.sort(key=lambda dim: -dim[1])
     if num > 1:
         dims.append((num, 1, 1))
+    assert prod(n for n, _, _ in dims) == there.numel() * num
+    return _view(memory, int(cut.storage_offset()) * num, int(there.storage_offset()) * num, dims)
+
+
+def _joined(views: list[StridedView]) -> list[StridedView]:
+    """Join the views of a tensor when they follow each other at equal steps in the tensor and in
+    one memory: those of a layer's experts, of which there are hundreds, become one.
+    """
+    if len(views) < 2:
+        return views
+    views = sorted(views, key=lambda view: view.first)
+    one, two = views[:2]
+    step, to_step = two.first - one.first, two.to_first - one.to_first
+    found = [(v.first, v.to_first, v.sizes, v.strides, v.to_strides) for v in views]
+    form = one.sizes, one.strides, one.to_strides
+    even = [(one.first + i * step, one.to_first + i * to_step, *form) for i in range(len(views))]
+    dims = list(zip(*form, strict=True))
+    is_apart = step > sum((n - 1) * stride for n, stride, _ in dims) and to_step > 0
+    if found != even or not is_apart or any(view.memory is not one.memory for view in views):
+        return views
+    return [_view(one.memory, one.first, one.to_first, [(len(views), step, to_step), *dims])]
+
+
+def _view(
+    memory: Tensor, first: int, to_first: int, dims: Iterable[tuple[int, int, int]]
+) -> StridedView:
+    """Make a view of dimensions (size, stride, stride in memory), by descending stride; those that
+    follow each other on both sides are merged.
+    """
     merged: list[tuple[int, int, int]] = []
     for n, stride, to_stride in dims:
         if merged and merged[-1][1:] == (n * stride, n * to_stride):
@@ -280,12 +309,4 @@ def _strided_view(there: Tensor, cut: Tensor, memory: Tensor) -> StridedView:
         else:
             merged.append((n, stride, to_stride))
     sizes, strides, to_strides = zip(*(merged or [(1, 1, 1)]), strict=True)
-    assert prod(sizes) == there.numel() * num
-    return StridedView(
-        memory=memory,
-        first=int(cut.storage_offset()) * num,
-        to_first=int(there.storage_offset()) * num,
-        sizes=sizes,
-        strides=strides,
-        to_strides=to_strides,
-    )
+    return StridedView(memory, first, to_first, sizes, strides, to_strides)

@@ -45,6 +45,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from flowtrain.engines.vllm.layouts import (
+    note_update,
+    pack_copies_of_experts,
+    refuse_rearranged,
+    watch_processing,
+)
 from flowtrain.engines.vllm.plan import make_plan, prove
 from flowtrain.engines.vllm.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.net.serving import TOKEN_VARIABLE
@@ -60,8 +66,6 @@ BACKEND = "sparse_delta"
 PATCHED = range(25, 33)
 """Minor versions of vLLM 0.x whose packing of linear weights on a CPU is patched; the code of
 0.25.1 and 0.32 was compared and agrees."""
-_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Quantisation methods that leave a parameter as the loader wrote it."""
 _log = logging.getLogger(__name__)
 
 
@@ -69,25 +73,23 @@ def register() -> None:
     """Register the engine. vLLM calls this in each of its processes, perhaps more than once."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SparseDeltaEngine)
+        watch_processing(_is_used)
         if vllm.platforms.current_platform.is_cpu():
             keep_linear_weights_plain()
+            pack_copies_of_experts(_is_used)
 
 
 def keep_linear_weights_plain() -> None:
     """Keep vLLM on a CPU from packing linear weights after loading, which empties the parameters.
 
-    This is the only patch of vLLM; no option does the same. Engines that do not use this backend
-    pack as before.
+    No option does the same. Engines that do not use this backend pack as before.
     """
-    from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        config = get_current_vllm_config_or_none()
-        transfer = None if config is None else config.weight_transfer_config
-        if transfer is None or transfer.backend != BACKEND or layer.weight.dim() != 2:
+        if not _is_used() or layer.weight.dim() != 2:
             pack(layer, remove_weight)
             return
         if vllm.__version_tuple__[0] != 0 or vllm.__version_tuple__[1] not in PATCHED:
@@ -99,6 +101,15 @@ def keep_linear_weights_plain() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _is_used() -> bool:
+    """Tell whether the model that vLLM loads now takes its weights by this backend."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    transfer = None if config is None else config.weight_transfer_config
+    return transfer is not None and transfer.backend == BACKEND
 
 
 @dataclass
@@ -216,8 +227,11 @@ class SparseDeltaEngine(WeightTransferEngine):
         """Load or stage a version. When it raises StoreError, the weights are as before."""
         if update_info.stage:
             self.reader.stage(update_info.version)
-        else:
+            return
+        try:
             self.loaded = self.reader.load(update_info.version)
+        finally:
+            note_update()
 
     def finish_weight_update(self) -> None:
         """Do nothing: the update has taken effect already."""
@@ -307,16 +321,8 @@ def refuse_unsupported(model: torch.nn.Module, config: Any) -> None:
             "sparse_delta does not support enable_lora: the adapters wrap the weights that it "
             "updates"
         )
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        weight = getattr(module, "weight", None)
-        packed = (
-            vllm.platforms.current_platform.is_cpu()
-            and isinstance(weight, torch.Tensor)
-            and weight.dim() > 2
+    if getattr(config.model_config, "quantization", None):
+        raise UserError(
+            "sparse_delta does not support quantised models: their words are not those of a store"
         )
-        if method is not None and (type(method).__name__ not in _PLAIN or packed):
-            raise UserError(
-                f"sparse_delta does not support {name!r}: {type(method).__name__} may rearrange "
-                "its weights after loading"
-            )
+    refuse_rearranged(model)

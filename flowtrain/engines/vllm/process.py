@@ -74,6 +74,8 @@ class VllmModel:
     """Folder or URL of the store of each policy's adapter; empty: `source` without an adapter."""
     records_entropies: bool = False
     """Completions hold the sampler's entropies."""
+    records_routes: bool = False
+    """It is a mixture of experts, and completions hold the routes of their tokens."""
     is_cpu: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of vLLM's processes, from `cpu_environment` or `gpu_environment`."""
@@ -190,7 +192,15 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         device["enable_sleep_mode"] = True
     if model.store:
         device |= {"load_format": "dummy", "weight_transfer_config": {"backend": "sparse_delta"}}
+    if model.records_routes and not model.is_cpu:
+        device["enable_return_routed_experts"] = True
+        # Other kernels rearrange the weights of experts.
+        device |= {"moe_backend": "triton"} if model.store else {}
     if model.adapters is not None:
+        if model.records_routes and model.is_cpu:
+            raise UserError(
+                "on a CPU vLLM has no adapters of a mixture of experts: set lora.sync = 'merged'"
+            )
         number = len([location for location in model.adapter_stores.values() if location])
         device |= _slots(model.adapters, max(1, number) + model.is_cpu)
     return {

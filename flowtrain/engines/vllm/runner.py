@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from flowtrain.engines.vllm.process import (
     sampling_args,
     without_main,
 )
+from flowtrain.engines.vllm.routes import Sizes, routes_of
 from flowtrain.engines.vllm.sampler_entropies import decode
 from flowtrain.engines.vllm.updates import Weights, policies
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError
@@ -75,6 +77,8 @@ class AsyncLLMRunner:
         self._is_asleep = False
         self._has_seeds = True
         """Each request draws from a generator of its own."""
+        self._route_sizes: Sizes | None = None
+        """None where routes are not recorded."""
         self._aborts: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -165,6 +169,8 @@ class AsyncLLMRunner:
         self._has_seeds = is_v2 or is_invariant or self._model.is_cpu
         if self._model.records_entropies:
             await self._llm.collective_rpc("record_entropies")
+        if self._model.records_routes:
+            self._route_sizes, *_ = await self._llm.collective_rpc("record_routes")
         # Otherwise every full collection from now on would walk all that vLLM has imported, which
         # takes a third of a second.
         gc.freeze()
@@ -232,7 +238,7 @@ class AsyncLLMRunner:
             if weights.adapter is not updates.adapter:
                 weights.bare |= weights.labels.keys()
             weights.adapter = updates.adapter
-            await self._begin_spans(weights, version)
+            await weights.begin_spans(llm, version)
             await llm.resume_generation()
             pause_s = time.monotonic() - started
             return {**await updates.metrics(), "weights_pause_s": pause_s}
@@ -265,23 +271,6 @@ class AsyncLLMRunner:
             self._aborts.add(task)  # the loop itself keeps no reference
             task.add_done_callback(self._aborts.discard)
             loop.call_later(0.05, self._abort, llm, name)
-
-    async def _begin_spans(self, weights: Weights, version: int) -> None:
-        """Note how many tokens each request of the policy has at the update; a request that vLLM is
-        still taking in has none.
-        """
-        states = self._llm.output_processor.request_states
-        before: dict[str, int] = {}
-        while True:
-            counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states.values()}
-            now = {name: counts.get(name, 0) for name in weights.labels.keys() - weights.bare}
-            # vLLM may still be handing out what it sampled before the pause.
-            if now == before and self._llm.engine_core.outputs_queue.empty():
-                break
-            before = now
-            await asyncio.sleep(0.001)
-        for name, count in before.items():
-            weights.labels[name].append((version, count))
 
     async def _sample(
         self, prompt_ids: Sequence[int], sampling: Sampling, deadline: float, policy: str
@@ -329,7 +318,7 @@ class AsyncLLMRunner:
                     if stopped_at and part.finish_reason is None:
                         await llm.abort(name)
             end = stopped_at or len(ids)
-            return completion(
+            found = completion(
                 ids[:end],
                 logprobs[:end],
                 labels=weights.labels[name],
@@ -337,7 +326,13 @@ class AsyncLLMRunner:
                 kept=None if kept is None else kept[:end],
                 entropies=entropies[:end],
             )
-        raise AssertionError("the block returns or raises")
+        # Only now, because an update counts the tokens of requests that have a label.
+        if self._route_sizes and found.ids:
+            with _unless_dead(llm):
+                sizes, num_tokens = self._route_sizes, len(prompt_ids) + end - 1
+                routes = await routes_of(llm, name, part, num_tokens, sizes)
+            found = replace(found, routes=routes)
+        return found
 
     async def _score(
         self, samples: Sequence[Sample], policy: str

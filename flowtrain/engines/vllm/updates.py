@@ -178,6 +178,23 @@ class Weights:
     bare: set[str] = field(default_factory=set)
     """Names of those that began before the first adapter, and go on without one."""
 
+    async def begin_spans(self, llm: Any, version: int) -> None:
+        """Note how many tokens each request of the policy has at the update; a request that vLLM is
+        still taking in has none.
+        """
+        states = llm.output_processor.request_states
+        before: dict[str, int] = {}
+        while True:
+            counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states.values()}
+            now = {name: counts.get(name, 0) for name in self.labels.keys() - self.bare}
+            # vLLM may still be handing out what it sampled before the pause.
+            if now == before and llm.engine_core.outputs_queue.empty():
+                break
+            before = now
+            await asyncio.sleep(0.001)
+        for name, count in before.items():
+            self.labels[name].append((version, count))
+
 
 def policies(llm: Any, model: VllmModel) -> dict[str, Weights]:
     """Return the weights of every policy that this vLLM samples for."""

@@ -17,6 +17,7 @@ from typing import Any
 from flowtrain.engines.vllm import plugin
 from flowtrain.engines.vllm.adapters import WorkerAdapters
 from flowtrain.engines.vllm.process import ERROR_FILE
+from flowtrain.engines.vllm.routes import RouteTable, Sizes, sizes_of
 from flowtrain.engines.vllm.sampler_entropies import record
 
 _PR_SET_PDEATHSIG = 1
@@ -30,6 +31,16 @@ class Worker(plugin.WeightReports, WorkerAdapters):
     def record_entropies(self) -> None:
         """Let the sampler tell the entropy of every token that it draws."""
         record(self.model_runner.sampler)
+
+    def record_routes(self) -> Sizes:
+        """Begin to keep routes, where vLLM does not return them itself."""
+        runner = self.model_runner
+        self._routes = RouteTable(runner) if runner.device.type == "cpu" else None
+        return sizes_of(runner)
+
+    def take_routes(self, name: str, num_tokens: int) -> bytes | None:
+        """See `RouteTable.take`."""
+        return self._routes.take(name, num_tokens) if self._routes else None
 
 
 def set_up(error_file: str) -> None:
