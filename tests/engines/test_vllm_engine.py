@@ -197,7 +197,8 @@ class TestVllm:
         requests = [
             (prompt, Sampling(40, 0.0, seed=i, ignore_end=True)) for i, prompt in enumerate(PROMPTS)
         ]
-        theirs = generate(TorchEngine(at_0.model, at_0.tokenizer, at_0.store), requests)
+        own = copy.deepcopy(at_0.model)  # an engine takes a model over
+        theirs = generate(TorchEngine(own, at_0.tokenizer, at_0.store), requests)
         for mine, other in zip(generate(at_0.engine, requests), theirs, strict=True):
             assert (
                 mine.ids == other.ids
