@@ -197,7 +197,7 @@ class TestVllm:
         requests = [
             (prompt, Sampling(40, 0.0, seed=i, ignore_end=True)) for i, prompt in enumerate(PROMPTS)
         ]
-        own = copy.deepcopy(at_0.model)  # an engine takes a model over
+        own = copy.deepcopy(at_0.model)  # an engine takes its model over
         theirs = generate(TorchEngine(own, at_0.tokenizer, at_0.store), requests)
         for mine, other in zip(generate(at_0.engine, requests), theirs, strict=True):
             assert (
@@ -364,7 +364,7 @@ class TestVllm:
         assert len(free.ids) == 100 and free.finish_reason is FinishReason.LENGTH
 
     def test_stop_strings_equal_the_torch_engine(self, at_0: Setup) -> None:
-        torch_engine = TorchEngine(at_0.model, at_0.tokenizer, at_0.store)
+        torch_engine = TorchEngine(copy.deepcopy(at_0.model), at_0.tokenizer, at_0.store)
         (free,) = generate(torch_engine, [(PROMPTS[2], Sampling(30, 0.0, ignore_end=True))])
         stop = at_0.tokenizer.decode(free.ids[7:9])
         requests = [
@@ -422,7 +422,8 @@ class TestVllm:
             at(at_0, version)
             assert at_0.engine.version == version
             theirs = generate(
-                TorchEngine(at_0.model, at_0.tokenizer, at_0.store, version=version), requests
+                TorchEngine(copy.deepcopy(at_0.model), at_0.tokenizer, at_0.store, version=version),
+                requests,
             )
             mine = generate(at_0.engine, requests)
             assert [c.ids for c in mine] == [c.ids for c in theirs]
