@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from flowkernels import SamplingMask
 from torch import Tensor
@@ -305,28 +304,25 @@ def _route_fields(samples: Sequence[Sample], layout: Sequence[tuple[int, int]]) 
     `layout`: each sample in the order of packing, and how many tokens it shares with the one
     before.
     """
-    parts: list[np.ndarray] = []
-    path_NLC = np.empty((0, 1, 1), np.uint8)
+    parts: list[Tensor] = []
+    path_NLC = torch.empty(0, 1, 1)
     num_conflicts = 0
     for index, num_shared in layout:
         routes = samples[index].routes
         if routes is None:
             return {}
-        words = np.frombuffer(routes.experts, "<i2" if routes.is_wide else np.uint8)
-        own_NLC = words.reshape(-1, routes.num_layers, routes.num_chosen)
+        dtype = torch.int16 if routes.is_wide else torch.uint8
+        words = torch.frombuffer(bytearray(routes.experts), dtype=dtype)
+        own_NLC = words.view(-1, routes.num_layers, routes.num_chosen)
         assert len(own_NLC) == len(_inputs(samples[index])), "one route per token that is read"
         kept_NLC, other_NLC = path_NLC[:num_shared], own_NLC[:num_shared]
-        if num_shared and not np.array_equal(kept_NLC, other_NLC):
-            differs_NLC = np.sort(kept_NLC) != np.sort(other_NLC)  # their order means nothing
-            num_conflicts += int(differs_NLC.any((1, 2)).sum())
+        if num_shared and not torch.equal(kept_NLC, other_NLC):
+            # Their order means nothing.
+            differs_NLC = kept_NLC.sort(-1).values != other_NLC.sort(-1).values
+            num_conflicts += int(differs_NLC.any(2).any(1).sum())
         parts.append(own_NLC[num_shared:])
-        path_NLC = np.concatenate([kept_NLC, parts[-1]]) if num_shared else own_NLC
-    if not parts:
-        return {}
-    return {
-        "routes_NLC": torch.from_numpy(np.concatenate(parts)),
-        "num_route_conflicts": num_conflicts,
-    }
+        path_NLC = torch.cat([kept_NLC, parts[-1]]) if num_shared else own_NLC
+    return {"routes_NLC": torch.cat(parts), "num_route_conflicts": num_conflicts} if parts else {}
 
 
 def empty_row() -> PackedRow:
