@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 from bench.house import rooms
@@ -17,6 +18,12 @@ _FRAGMENT = re.compile(r"(Of|What|Where)\b")
 
 def place(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by their names alone, and leaves out the second of two."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert {name for name, number in names.items() if number > 1} <= {"conftest.py", "__init__.py"}
 
 
 def test_no_line_is_longer_than_100_columns() -> None:
