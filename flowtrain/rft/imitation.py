@@ -88,7 +88,10 @@ def _imitate(
         components,
         world,
         loss=LossSpec("nll"),
-        optim=OptimSpec(lr=rft.lr, betas=(0.9, 0.95), weight_decay=0.0, grad_clip=1.0),
+        # A policy imitates with the experts that it will sample with.
+        optim=OptimSpec(
+            lr=rft.lr, betas=(0.9, 0.95), weight_decay=0.0, grad_clip=1.0, replays_routes=False
+        ),
     )
     cost = ForwardCost.of(components.model).flops
     seed = derive_seed(config.run.seed, "batches", world.rank)

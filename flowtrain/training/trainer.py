@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.experts import RouteMetrics, replaying
+from flowtrain.training.experts import RouteMetrics, replaying, routers
 from flowtrain.training.lora import adapter_off, dropout_off
 from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.optimizers import ShardOptimizer
@@ -106,7 +106,7 @@ class Trainer:
         self._reference = reference
         self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
         self._num_skipped = 0
-        self._has_told = False
+        self._wants_routes = optim.replays_routes and bool(routers(model))
         self._cost = ForwardCost.of(model)
         # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
@@ -337,8 +337,8 @@ class Trainer:
     def _prepare(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
         """Return the rows on the device, with the weights that their tokens have in the loss."""
         rows = [row.to(self._world.device) for row in rows]
-        if len({row.routes_NLC is None for row in rows}) > 1 and not self._has_told:
-            self._has_told = True
+        if self._wants_routes and any(row.routes_NLC is None for row in rows):
+            self._wants_routes = False  # said once
             _log.warning("rows without routes of the sampler are routed by the policy itself")
         return [replace(row, loss_weight_T=self._kept_weights(row)) for row in rows]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -110,10 +110,6 @@ class Routes:
     @property
     def bytes_per_token(self) -> int:
         return self.num_layers * self.num_chosen * (1 + self.is_wide)
-
-    def first(self, num_tokens: int) -> Routes:
-        """The routes of the first tokens."""
-        return replace(self, experts=self.experts[: num_tokens * self.bytes_per_token])
 
 
 @dataclass(frozen=True, slots=True)

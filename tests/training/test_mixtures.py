@@ -585,6 +585,7 @@ def test_metrics_of_routes(alone: World, caplog: pytest.LogCaptureFixture) -> No
     ]
     _, none = a_step("qwen3_moe", alone, [bare])
     assert "routes_equal" not in none and none["routes_replayed"] == 0
+    assert len(caplog.records) == 2, "said where no row has any, too"
 
 
 def test_a_policy_has_no_kl_to_itself_along_routes_that_it_would_not_take(alone: World) -> None:
