@@ -14,20 +14,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+from unittest.mock import patch
 
 import matplotlib
 import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from bench.measure import report
-from bench.studies import STUDIES
+from bench.studies import BF16, STUDIES
 from flowtrain.config.command import run_command
+from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.train import train
 
 CONFIG = ("--config", "configs/quickstart.toml")
@@ -73,15 +77,20 @@ def main() -> None:
             f"{', '.join(map(repr, study))}"
         )
     arms = {arm: study[arm] for arm in args.arms or study}
-    curves: dict[str, list[Curve]] = {arm: [] for arm in arms}
+    folders: dict[str, list[Path]] = {arm: [] for arm in arms}
     for seed, arm in tqdm([(seed, arm) for seed in range(args.seeds) for arm in arms], desc="runs"):
         folder = args.dir / args.study / arm.replace(", ", "-").replace(" ", "_") / str(seed)
         warm = args.warm[seed % len(args.warm)].format(arm=folder.parent.name)
-        curves[arm].append(curve(run(folder, arms[arm], seed, warm)))
+        with sampled_in_bf16() if arm.endswith(BF16) else nullcontext():
+            folders[arm].append(run(folder, arms[arm], seed, warm))
+    curves = {arm: [curve(folder) for folder in runs] for arm, runs in folders.items()}
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     first = next(iter(curves.values()))
     grid = coarsest([run for runs in curves.values() for run in runs], budget)
-    rows = [row(arm, runs, first, grid, args.level) for arm, runs in curves.items()]
+    rows = [
+        row(arm, runs, first, grid, args.level) | {"mismatch": fmean(map(mismatch, folders[arm]))}
+        for arm, runs in curves.items()
+    ]
     report(args.json, rows)
     if args.plot:
         plot(curves, budget, args.plot)
@@ -104,9 +113,33 @@ def run(folder: Path, options: Sequence[str], seed: int, model: str) -> Path:
     return folder
 
 
-def curve(folder: Path) -> Curve:
+@contextmanager
+def sampled_in_bf16() -> Iterator[None]:
+    """The torch engine makes its products in bf16 from the fp32 weights, so that its log-probs and
+    routes are not quite the trainer's.
+    """
+    exact = TorchEngine._forward
+
+    def forward(engine: TorchEngine, *args: Any, **options: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return exact(engine, *args, **options)
+
+    with patch.object(TorchEngine, "_forward", forward):
+        yield
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines.sort(key=lambda line: int(line["step"]))  # nodes answer late
+    return sorted(lines, key=lambda line: int(line["step"]))  # nodes answer late
+
+
+def mismatch(folder: Path) -> float:
+    """`logprob_mismatch`, in nats, on average over the steps that trained."""
+    return fmean(line["logprob_mismatch"] for line in metrics(folder) if "logprob_mismatch" in line)
+
+
+def curve(folder: Path) -> Curve:
+    lines = metrics(folder)
     tokens = accumulate(line.get("num_sampled_tokens", 0) for line in lines)
     points = [
         (float(total), line["eval_reward"])

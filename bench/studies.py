@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 
 Study = Mapping[str, Sequence[str]]
 """Options by arm; the first is what the others are compared with."""
+BF16 = "bf16 sampler"
+"""How an arm ends whose engine samples in bf16 and whose trainer reads in fp32."""
 
 
 def _words(text: str) -> list[str]:
@@ -21,6 +23,8 @@ _DEEP = [
     *("--tasks.kinds", '["sum4", "sum5"]'),
 ]
 _LORA = _words("--train.num_steps 80")
+_QWEN3_MOE = _words("--train.num_steps 60 --tiny.family qwen3_moe")
+_OWN_ROUTES = [*_QWEN3_MOE, *_words("--train.router own")]
 _FORKED = [
     *_DEEP,
     *_words("--eval.at_ends false --eval.every 4 --rollout.num_questions 8 --train.lr 3e-4"),
@@ -64,10 +68,10 @@ STUDIES: Mapping[str, Study] = {
     },
     "experts": {
         "qwen3": ["--train.num_steps", "60"],
-        "qwen3_moe": _words("--train.num_steps 60 --tiny.family qwen3_moe"),
-        "qwen3_moe, own routes": _words(
-            "--train.num_steps 60 --tiny.family qwen3_moe --train.router own"
-        ),
+        "qwen3_moe": _QWEN3_MOE,
+        "qwen3_moe, own routes": _OWN_ROUTES,
+        f"qwen3_moe, {BF16}": _QWEN3_MOE,
+        f"qwen3_moe, own routes, {BF16}": _OWN_ROUTES,
         "gpt_oss": _words("--train.num_steps 60 --tiny.family gpt_oss"),
     },
     "infoflow": {
