@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
-from unittest.mock import patch
 
 import matplotlib
 import numpy as np
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from bench.measure import report
-from bench.studies import BF16, STUDIES
+from bench.studies import STUDIES
 from flowtrain.config.command import run_command
-from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.train import train
 
 CONFIG = ("--config", "configs/quickstart.toml")
@@ -81,8 +77,7 @@ def main() -> None:
     for seed, arm in tqdm([(seed, arm) for seed in range(args.seeds) for arm in arms], desc="runs"):
         folder = args.dir / args.study / arm.replace(", ", "-").replace(" ", "_") / str(seed)
         warm = args.warm[seed % len(args.warm)].format(arm=folder.parent.name)
-        with sampled_in_bf16() if arm.endswith(BF16) else nullcontext():
-            folders[arm].append(run(folder, arms[arm], seed, warm))
+        folders[arm].append(run(folder, arms[arm], seed, warm))
     curves = {arm: [curve(folder) for folder in runs] for arm, runs in folders.items()}
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     first = next(iter(curves.values()))
@@ -111,21 +106,6 @@ def run(folder: Path, options: Sequence[str], seed: int, model: str) -> Path:
         if code:
             raise SystemExit(f"{folder}: {output.read_text()[-2000:]}")
     return folder
-
-
-@contextmanager
-def sampled_in_bf16() -> Iterator[None]:
-    """The torch engine makes its products in bf16 from the fp32 weights, so that its log-probs and
-    routes are not quite the trainer's.
-    """
-    exact = TorchEngine._forward
-
-    def forward(engine: TorchEngine, *args: Any, **options: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return exact(engine, *args, **options)
-
-    with patch.object(TorchEngine, "_forward", forward):
-        yield
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 
 Study = Mapping[str, Sequence[str]]
 """Options by arm; the first is what the others are compared with."""
-BF16 = "bf16 sampler"
-"""How an arm ends whose engine samples in bf16 and whose trainer reads in fp32."""
 
 
 def _words(text: str) -> list[str]:
@@ -24,6 +22,7 @@ _DEEP = [
 ]
 _LORA = _words("--train.num_steps 80")
 _QWEN3_MOE = _words("--train.num_steps 60 --tiny.family qwen3_moe")
+_BF16 = _words("--model.dtype bfloat16")
 _OWN_ROUTES = [*_QWEN3_MOE, *_words("--train.router own")]
 _FORKED = [
     *_DEEP,
@@ -70,8 +69,8 @@ STUDIES: Mapping[str, Study] = {
         "qwen3": ["--train.num_steps", "60"],
         "qwen3_moe": _QWEN3_MOE,
         "qwen3_moe, own routes": _OWN_ROUTES,
-        f"qwen3_moe, {BF16}": _QWEN3_MOE,
-        f"qwen3_moe, own routes, {BF16}": _OWN_ROUTES,
+        "qwen3_moe, bf16": [*_QWEN3_MOE, *_BF16],
+        "qwen3_moe, own routes, bf16": [*_OWN_ROUTES, *_BF16],
         "gpt_oss": _words("--train.num_steps 60 --tiny.family gpt_oss"),
     },
     "infoflow": {
