@@ -94,30 +94,25 @@ class _Lobby:
         self._ledger = ledger
         self._waiting: dict[str, tuple[LeaseRequest, asyncio.Future[bool]]] = {}
         """By the node, which waits once."""
-        self._called: dict[int, LeaseRequest] = {}
-        """Those whose turn it is and who have not leased yet, by `id`."""
+        self._called: dict[int, LeaseRequest] = {}  # their turn has come, and no lease yet; by `id`
         self._looking: asyncio.Task[None] | None = None
 
     def leave(self, node: str) -> None:
         """End the wait of a node that has asked again: nobody hears what it would be given."""
         if node in self._waiting:
-            _, turn = self._waiting.pop(node)
-            turn.set_result(False)
-
-    def answered(self, asked: object) -> None:
-        """Give what was kept for a request to those who come after it."""
-        self._called.pop(id(asked), None)
+            self._waiting.pop(node)[1].set_result(False)
 
     async def wait(self, asked: LeaseRequest, request: Request, longest_s: float) -> bool:
         """Wait until the request should be answered anew; False where it is no use."""
-        self.answered(asked)
-        loop = asyncio.get_running_loop()
-        turn: asyncio.Future[bool] = loop.create_future()
+        loop, turn = asyncio.get_running_loop(), asyncio.Future[bool]()
+        self._called.pop(id(asked), None)
         self._waiting[asked.node] = (asked, turn)
         if self._looking is None:
             self._looking = loop.create_task(self._watch(request.scope["is_ending"]))
         gone = loop.create_task(_disconnect(request))
         either: set[asyncio.Future[Any]] = {turn, gone}
+        task: Any = asyncio.current_task()
+        task.add_done_callback(lambda _: self._called.pop(id(asked), None))
         try:
             await asyncio.wait(either, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
             return turn.result() if turn.done() else not gone.done()
@@ -233,23 +228,19 @@ class Service:
                 self._lobby.leave(asked.node)
             answer, wait_s = await loop.run_in_executor(desk.threads, self._work, name, asked)
         began = loop.time()
-        try:
-            while wait_s > (waited_s := loop.time() - began) and not request.scope["is_ending"]():
-                left_s = wait_s - waited_s
-                if isinstance(asked, LeaseRequest):
-                    if not await self._lobby.wait(asked, request, left_s):
-                        break
-                else:
-                    pause_s = min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
-                    await asyncio.sleep(min(pause_s, left_s))
-                    if await request.is_disconnected():
-                        break
-                with desk.place(len(body)):
-                    again = loop.run_in_executor(desk.threads, self._work, name, asked)
-                    answer, still_s = await again
-                wait_s = wait_s if still_s > 0 else 0.0
-        finally:
-            self._lobby.answered(asked)
+        while wait_s > (waited_s := loop.time() - began) and not request.scope["is_ending"]():
+            left_s = wait_s - waited_s
+            if isinstance(asked, LeaseRequest):
+                if not await self._lobby.wait(asked, request, left_s):
+                    break
+            else:
+                pause_s = min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+                await asyncio.sleep(min(pause_s, left_s))
+                if await request.is_disconnected():
+                    break
+            with desk.place(len(body)):
+                answer, still_s = await loop.run_in_executor(desk.threads, self._work, name, asked)
+            wait_s = wait_s if still_s > 0 else 0.0
         return answer
 
     def _caller(self, request: Request) -> Caller:

@@ -610,7 +610,7 @@ def test_every_shipped_config_is_valid(path: Path) -> None:
     config = parse(["--config", str(path)])
     assert config is not None
     tiny = ("quickstart", "appo", "infoflow", "gameof24", "verifier", "gateway", "tools")
-    runs_anywhere = path.stem in (*tiny, "smollm2", "smollm2-agentflow")
+    runs_anywhere = path.stem in (*tiny, "smollm2", "smollm2-agentflow", "gemma3-270m")
     assert config.rollout.engine == ("torch" if runs_anywhere else "vllm")
 
 
