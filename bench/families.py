@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bench.measure import report
-from flowtrain.training import attention, experts
+from flowtrain.training import attention, delta_net, experts
 from flowtrain.training.fused_layers import fuse_layers, fused_text
 from flowtrain.training.lm_head import equip, fused_head
 from flowtrain.training.model_check import check_config
@@ -45,6 +45,15 @@ _FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 _FEW_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _UPPER_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+_HYBRID = {
+    **_HEADS_OF_8,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -98,6 +107,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "olmo": {},
     "olmo2": {},
     "olmo3": _WINDOWS,
+    "olmo_hybrid": {**_HYBRID, "linear_num_value_heads": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "persimmon": {},
@@ -106,7 +116,10 @@ TRAINED: dict[str, dict[str, Any]] = {
     "qwen2": _UPPER_WINDOWS,
     "qwen2_moe": {**_FEW_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3": _HEADS_OF_8 | _UPPER_WINDOWS,
+    "qwen3_5_moe_text": {**_HYBRID, **_FEW_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": _HYBRID,
     "qwen3_moe": {**_HEADS_OF_8, **_FEW_EXPERTS},
+    "qwen3_next": {**_HYBRID, **_FEW_EXPERTS, "shared_expert_intermediate_size": 16},
     "seed_oss": _HEADS_OF_8,
     "smollm3": {"num_hidden_layers": 4},  # the fourth has no positions
     "solar_open": {**_HEADS_OF_8, **_FEW_ROUTED},
@@ -138,7 +151,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         },
     },
     "qwen2_5_vl": {},
-    "qwen3_next": {},
     "stablelm": {},
     "t5": {},
 }
@@ -217,6 +229,7 @@ def parity(config: PreTrainedConfig) -> dict[str, Any]:
     model.set_attn_implementation(attention.NAME)
     equip(model)
     experts.equip(model)
+    delta_net.equip(model)
     fuse_layers(model)
     ours = torch.cat(in_a_tree(model, every))
     return {

@@ -47,8 +47,8 @@ class Tiny(Section):
     """decoder layers"""
     num_heads: PositiveInt = 6
     """attention heads"""
-    family: Literal["qwen3", "qwen3_moe", "gpt_oss"] = "qwen3"
+    family: Literal["qwen3", "qwen3_moe", "gpt_oss", "qwen3_5"] = "qwen3"
     """qwen3_moe, gpt_oss: 2 of 8 experts a token, as wide together as qwen3's MLP; gpt_oss has
-    sinks, and windows of 64 tokens in every other layer"""
+    sinks, and windows of 64 tokens in every other layer; qwen3_5: Gated DeltaNet in every other"""
     max_positions: PositiveInt = 256
     """tokens of prompt and response together"""

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
+from flowtrain.engines.row_states import RowStates
 from flowtrain.training.attention import TreeAttention
 from flowtrain.training.forest import Forest
 from flowtrain.training.tree import pack_row
@@ -77,8 +78,15 @@ class SharedCache:
     _padding_side = "left"
     """Where prompts shorter than the longest are filled up: their ends are side by side."""
 
-    def __init__(self, prompts: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """`prompts`: one for each row."""
+    def __init__(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        device: torch.device,
+        is_recurrent: bool = False,
+    ) -> None:
+        """`prompts`: one for each row. `is_recurrent`: some layers have states in the place of keys
+        and values.
+        """
         distinct = list(dict.fromkeys(prompts))
         zero = (0.0,)
         self.tree = pack_row([Sample(p, (0,), zero, zero, zero) for p in distinct]).to(device)
@@ -97,6 +105,7 @@ class SharedCache:
         self._layers: dict[int, _Layer] = {}
         index = {prompt: number for number, prompt in enumerate(distinct)}
         self._place_rows(torch.tensor([index[prompt] for prompt in prompts]))
+        self.states = RowStates(self.tree, self.prompt_B) if is_recurrent else None
 
     def _place_rows(self, prompt_B: Tensor) -> None:
         """Give each row a slot beside the other rows of its prompt."""
@@ -116,6 +125,8 @@ class SharedCache:
             if is_smaller:
                 layer.prompt_2QKPD = layer.prompt_2QKPD[:, prompt_Q]
         self._place_rows(prompt_B.cpu())
+        if self.states is not None:
+            self.states.keep(row_B)
 
     def attend(self, layer: int, query_NHD: Tensor, token_2NKD: Tensor, how: How) -> Tensor:
         """Return what the queries of one layer attend to, [1, N, H, D], and hold the tokens' keys

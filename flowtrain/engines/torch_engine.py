@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from flowtrain.engines.exact_cache import ExactCache
 from flowtrain.engines.requests import check_request, completion, hits_stop_string, stop_ids
 from flowtrain.engines.shared_cache import NAME, SharedCache
-from flowtrain.training import attention, experts
+from flowtrain.training import attention, delta_net, experts
 from flowtrain.training.exact import make_exact
 from flowtrain.training.lora import adapter_weights
 from flowtrain.training.model import weights_in_one_dtype
@@ -93,6 +93,8 @@ class TorchEngine:
             self._cache, self._tree_attention = ExactCache, attention.NAMES["exact"]
         experts.equip(model)
         self._routers = experts.routers(model)
+        delta_net.equip(model)
+        self._is_recurrent = bool(delta_net.find_layers(model))
         model.set_attn_implementation(NAME)
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids(model.generation_config, tokenizer)
@@ -218,7 +220,8 @@ class TorchEngine:
         for request in requests:
             request.version = self._version  # a load may come before this, or before the answer
         device = self._model.device
-        cache = self._cache([request.prompt_ids for request in requests], device)
+        prompts = [request.prompt_ids for request in requests]
+        cache = self._cache(prompts, device, self._is_recurrent)
         tree = cache.tree
         logits_QV = self._forward(tree.input_ids_N, tree.position_ids_N, cache, tree.target_row_T)
         paths = [cache.paths[prompt] for prompt in cache.prompt_B.tolist()]
@@ -268,6 +271,7 @@ class TorchEngine:
             use_cache=False,
             logits_to_keep=kept,
             shared=cache,
+            **({} if cache.states is None else {"recurrence": cache.states}),
         )
         return out.logits[0].float()
 

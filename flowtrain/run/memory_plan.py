@@ -22,7 +22,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config, Lora
-from flowtrain.training import attention
+from flowtrain.training import attention, delta_net
 from flowtrain.training.experts import IMPLEMENTATION, find_routers
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.lora import add_adapter
@@ -230,6 +230,9 @@ def _listed(parts: Mapping[str, int]) -> str:
     )
 
 
+_RECURRENT_TOKENS = 1024
+
+
 def activations(
     config: PreTrainedConfig,
     dtype: torch.dtype,
@@ -242,15 +245,33 @@ def activations(
     """Count what all layers hold when the head is reached, and their peak (early in the backward
     pass). `lora`: of the adapter, if one is all that is trained. `fused`: as `ShardSpec.fused`.
     """
-    how: dict[str, Any] = {"lora": lora, "fused": fused}
+    few, repeated = _few_layers(config)
+    is_recurrent = attention.RECURRENT in (getattr(config, "layer_types", None) or ())
+    # A recurrent layer runs through a row step by step; all that is kept grows with the tokens.
+    num_tried = min(num_tokens, _RECURRENT_TOKENS) if is_recurrent else num_tokens
+
+    def simulate(layers: list[int]) -> tuple[int, int]:
+        how: dict[str, Any] = {"layers": layers, "lora": lora, "fused": fused}
+        return _simulate(config, dtype, num_tried, recompute, **how)
+
+    base = at_head, peak = simulate(few)
+    for layer, number in repeated:
+        more = simulate([*few, layer])
+        at_head += number * (more[0] - base[0])
+        peak += number * (more[1] - base[1])
+    return at_head * num_tokens // num_tried, peak * num_tokens // num_tried
+
+
+def _few_layers(config: PreTrainedConfig) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return layers with all that the model has, and which are as many more as it takes."""
+    kinds, number = getattr(config, "layer_types", None) or [], config.num_hidden_layers
+    recurrent = kinds.count(attention.RECURRENT)
+    if 0 < recurrent < number:
+        one = kinds.index(attention.RECURRENT)
+        other = next(i for i, kind in enumerate(kinds) if kind != attention.RECURRENT)
+        return [one, other], [(one, recurrent - 1), (other, number - recurrent - 1)]
     num_first = getattr(config, "first_k_dense_replace", 0)  # layers before those with experts
-    two, three = (
-        _simulate(config, dtype, num_tokens, recompute, num_layers=num_first + number, **how)
-        for number in (2, 3)
-    )
-    num_more = config.num_hidden_layers - num_first - 3
-    at_head, peak = (b + num_more * (b - a) for a, b in zip(two, three, strict=True))
-    return at_head, peak
+    return [*range(num_first + 2)], [(num_first + 2, number - num_first - 2)]
 
 
 def head(
@@ -287,15 +308,15 @@ def _simulate(
     num_tokens: int,
     recompute: bool,
     *,
-    num_layers: int,
+    layers: list[int],
     lora: Lora | None,
     fused: bool,
 ) -> tuple[int, int]:
     config = copy.deepcopy(config)
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == config.num_hidden_layers:  # one per layer
-            setattr(config, name, (value * num_layers)[:num_layers])
-    config.num_hidden_layers = num_layers
+            setattr(config, name, [value[i % len(value)] for i in layers])
+    config.num_hidden_layers = len(layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention.NAME
@@ -309,6 +330,7 @@ def _simulate(
     if find_routers(model):  # products of experts have no shapes but in bf16
         bytes_of = dtype.itemsize / torch.bfloat16.itemsize
         model.to(torch.bfloat16).set_experts_implementation(IMPLEMENTATION)
+    delta_net.equip(model)
     if fused:
         fuse_layers(model)
     if recompute:
@@ -316,11 +338,12 @@ def _simulate(
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     ids = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
+    chain = delta_net.recurrence_of(model, torch.full((num_tokens,), num_tokens))
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
         hidden = model.get_decoder()(
-            input_ids=ids, position_ids=ids, use_cache=False, forest=_Attention()
+            input_ids=ids, position_ids=ids, use_cache=False, forest=_Attention(), **chain
         ).last_hidden_state
         at_head = _activation_bytes(tracker.get_tracker_snapshot("current"))
         hidden.backward(torch.empty_like(hidden))

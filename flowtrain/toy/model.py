@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -22,6 +23,7 @@ from flowtrain.types import UserError
 END, PAD = "<|end|>", "<|pad|>"
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 _NUM_EXPERTS, _NUM_CHOSEN, _WINDOW = 8, 2, 64
+_HYBRID = ("linear_attention", "full_attention")
 
 
 def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -104,5 +106,17 @@ def _config(family: str, width: int, options: dict[str, Any]) -> PreTrainedConfi
             sliding_window=_WINDOW,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},
             architectures=["GptOssForCausalLM"],
+        )
+    if family == "qwen3_5":
+        number = options["num_attention_heads"]
+        return Qwen3_5TextConfig(
+            **options,
+            intermediate_size=width,
+            layer_types=[_HYBRID[i % 2] for i in range(options["num_hidden_layers"])],
+            linear_num_key_heads=number,
+            linear_num_value_heads=number,
+            linear_key_head_dim=options["head_dim"],
+            linear_value_head_dim=options["head_dim"],
+            architectures=["Qwen3_5ForCausalLM"],
         )
     return Qwen3Config(**options, intermediate_size=width, architectures=["Qwen3ForCausalLM"])

@@ -35,6 +35,8 @@ _LEFT_OUT = ("softcap", "position_bias", "alibi")
 """What transformers hands to attention in some models, and trees do not compute."""
 SLIDING = "sliding_attention"
 """A layer with a window, in a config's `layer_types`."""
+RECURRENT = "linear_attention"
+"""A layer without attention, in a config's `layer_types`; see `delta_net.py`."""
 
 
 TreeAttention = Forest | FlexTree | ExactForest
@@ -54,11 +56,11 @@ def hiding(window: int | None, config: PreTrainedConfig) -> int | None:
 
 
 def windows_of(config: PreTrainedConfig) -> list[int | None]:
-    """Return the window of each layer by the config; None where it hides nothing."""
+    """Return the window of each layer with attention by the config; None where it hides nothing."""
     is_used = getattr(config, "use_sliding_window", True)
     window = hiding(getattr(config, "sliding_window", None), config) if is_used else None
     kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
-    return [window if kind == SLIDING else None for kind in kinds]
+    return [window if kind == SLIDING else None for kind in kinds if kind != RECURRENT]
 
 
 def structure_of(name: str, subtree_end_N: Tensor) -> TreeAttention:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from flowtrain.training.attention import windows_of
+from flowtrain.training.delta_net import find_layers
 from flowtrain.training.experts import shares_of
 from flowtrain.training.tree import PackedRow
 
@@ -18,7 +19,8 @@ class ForwardCost:
     """
 
     per_token: float
-    """Two per parameter of a layer; of E experts the C that read a token count."""
+    """Two per parameter of a layer; of E experts the C that read a token count. A recurrent layer
+    besides reads its state twice and writes it once, two per entry."""
     per_pair: float
     """A token and one that it sees: two for the score and two for the value, per channel and layer
     without a window."""
@@ -41,12 +43,13 @@ class ForwardCost:
         layers = {p: p.numel() * share.get(p, 1.0) for p in model.get_decoder().layers.parameters()}
         per_layer = 4.0 * config.num_attention_heads * head_dim
         windows = windows_of(config)
+        states = sum(r.num_v_heads * r.head_k_dim * r.head_v_dim for r in find_layers(model))
         per_target = 2.0 * config.vocab_size * config.hidden_size
         has_frozen_head = not any(
             p.requires_grad for p in model.get_output_embeddings().parameters()
         )
         return cls(
-            per_token=2.0 * sum(layers.values()),
+            per_token=2.0 * sum(layers.values()) + 6.0 * states,
             per_pair=per_layer * windows.count(None),
             per_target=per_target,
             per_frozen_token=2.0 * sum(n for p, n in layers.items() if not p.requires_grad),

@@ -25,7 +25,7 @@ from flowkernels.lm_head import INVARIANT_STEP, new_head
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flowtrain.training import attention
+from flowtrain.training import attention, delta_net
 from flowtrain.training.exact_attention import KEYS, QUERIES, add_blocks, width, with_ones
 from flowtrain.training.experts import find_routers
 from flowtrain.training.lm_head import FusedLMHead
@@ -55,6 +55,8 @@ def make_exact(model: PreTrainedModel, dtype: torch.dtype, device: torch.device)
         raise UserError(
             "train.exact=true: a mixture of experts has no exact products; set it to false"
         )
+    if delta_net.find_layers(model):
+        raise UserError("train.exact=true: recurrent layers have no exact sums; set it to false")
     for module in model.modules():
         kind = type(module)
         if isinstance(module, FusedLMHead):

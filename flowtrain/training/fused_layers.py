@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from types import FunctionType
 from typing import Any
@@ -97,7 +97,11 @@ def _norm(module: nn.Module) -> tuple[str, float] | None:
         x, other = _drawn((_ROWS, len(weight)), dtype)
         x[0] *= 1e-3  # eps counts there
         twin = _twin(module, _parameters={"weight": nn.Parameter(other[0])})
-        found = {f for f in found if _same(twin(x), rms_norm(x, other[0], f[1], form=f[0]))}
+        try:
+            given = twin(x)
+        except TypeError:  # it wants a gate
+            return None
+        found = {f for f in found if _same(given, rms_norm(x, other[0], f[1], form=f[0]))}
     return min(found, default=None)
 
 
@@ -137,11 +141,19 @@ def _rotating(kind: type[nn.Module]) -> Callable[..., Any] | None:
             return rotary(query, key, cos, sin)
         return original(query, key, cos, sin, *rest, **more)
 
-    names = {**forward.__globals__, _ROTATION: rotate}
+    return with_names(forward, {_ROTATION: rotate})
+
+
+def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """Copy a function whose module has other things under some names."""
     copied = FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
-    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 
 

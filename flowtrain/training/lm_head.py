@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from flowtrain.training import attention
+from flowtrain.training import attention, delta_net
 from flowtrain.training.flex import padded
 from flowtrain.training.tree import PackedRow
 
@@ -102,5 +102,6 @@ def forward(model: PreTrainedModel, row: PackedRow) -> Tensor:
         use_cache=False,
         logits_to_keep=row.target_row_T,
         forest=attention.structure_of(model.config._attn_implementation, row.subtree_end_N),
+        **delta_net.recurrence_of(model, row.subtree_end_N),
     ).logits
     return output

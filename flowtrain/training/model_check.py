@@ -3,7 +3,8 @@ its config, before any weight is read.
 
 Properties that are known by name come first, because they make the better message. Then the model
 is built without memory (torch's meta device) and runs once: the attention of every layer must come
-to ours, with its window and nothing in hand that ours leaves out. docs/models.md lists the families
+to ours, with its window and nothing in hand that ours leaves out, and the functions of every
+recurrent layer likewise. docs/models.md lists the families
 that were tried, and what is refused.
 """
 
@@ -26,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from flowtrain.training import attention, experts, lm_head
+from flowtrain.training import attention, delta_net, experts, lm_head
 from flowtrain.types import UserError
 
 _HUB_S = 10.0
@@ -149,14 +150,19 @@ def _numbers(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _recurrent(config: PreTrainedConfig) -> str:
-    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful:
-        return f"has layers with a recurrent state (model_type={config.model_type!r})"
-    return ""
+    number = (getattr(config, "layer_types", None) or []).count(attention.RECURRENT)
+    if not (number or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful):
+        return ""
+    model = _without_memory(config)
+    delta_net.equip(model)
+    if number and len(delta_net.find_layers(model)) == number:
+        return ""
+    return f"has layers with a recurrent state (model_type={config.model_type!r})"
 
 
 def _other_layers(config: PreTrainedConfig) -> str:
     kinds = set(getattr(config, "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", attention.SLIDING})
+    others = sorted(kinds - {"full_attention", attention.SLIDING, attention.RECURRENT})
     return (
         f"has layers other than full and sliding attention ({', '.join(others)})" if others else ""
     )
@@ -181,8 +187,9 @@ def _positions(config: PreTrainedConfig) -> str:
 
 
 def _own_attention(config: PreTrainedConfig) -> str:
-    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
-        return ""
+    is_hybrid = attention.RECURRENT in (getattr(config, "layer_types", None) or ())
+    if is_hybrid or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
+        return ""  # of a hybrid transformers says no, though its attention comes to ours
     return f"has an attention of its own in transformers (model_type={config.model_type!r})"
 
 
@@ -224,6 +231,22 @@ class _Layers:
         return query.new_empty(shape).transpose(1, 2).contiguous()
 
 
+class _Recurrence:
+    """In the place of where tokens come: notes the layers that ask for it."""
+
+    def __init__(self) -> None:
+        self.convs: list[int] = []
+        self.rules: list[int] = []
+
+    def conv(self, layer: int, _: object, x_1CN: Tensor, *rest: object) -> Tensor:
+        self.convs.append(layer)
+        return x_1CN
+
+    def rule(self, layer: int, _: object, *row: Tensor, **options: object) -> Tensor:
+        self.rules.append(layer)
+        return row[2]
+
+
 def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a model in bf16, because products of experts have no shapes in another dtype."""
     with torch.device("meta"):
@@ -238,10 +261,15 @@ def _run_without_memory(config: PreTrainedConfig) -> None:
     decoder = model.get_decoder()
     if not hasattr(decoder, "layers"):
         raise UserError("its decoder has no list called `layers`")
-    asked = _Layers()
+    asked, recurrence = _Layers(), _Recurrence()
+    delta_net.equip(model)
+    recurrent = [layer.layer_idx for layer in delta_net.find_layers(model)]
+    more = {"recurrence": recurrence} if recurrent else {}
     ids = torch.empty(1, _NUM_TOKENS, dtype=torch.int64, device="meta")
     with torch.no_grad():
-        decoder(input_ids=ids, position_ids=ids, use_cache=False, forest=asked)
+        decoder(input_ids=ids, position_ids=ids, use_cache=False, forest=asked, **more)
+    if not recurrence.convs == recurrence.rules == recurrent:
+        raise UserError("its recurrent layers do not hear where the tokens of a row come")
     windows = attention.windows_of(config)
     num_calls, over = divmod(len(asked.windows), len(windows))
     if not num_calls or over:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from transformers import PreTrainedModel
 
 from flowtrain.config import Train
-from flowtrain.training import attention, experts, lm_head
+from flowtrain.training import attention, delta_net, experts, lm_head
 from flowtrain.training.exact import make_exact
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.world import World
@@ -82,6 +82,7 @@ def shard(
         parameter.data = parameter.data.to(dtype)
     lm_head.equip(model, spec.fp32_logits)
     experts.equip(model)
+    delta_net.equip(model)
     model.set_attn_implementation(attention.name_of(spec.attention, world.device))
     if spec.exact:
         make_exact(model, spec.dtype, world.device)

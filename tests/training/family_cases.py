@@ -8,9 +8,12 @@ what it needs alone into `alone`.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from flowkernels import LossSpec
@@ -19,7 +22,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from bench.families import TRAINED, build, config_of
-from flowtrain.training import attention
+from flowtrain.training import attention, delta_net
+from flowtrain.training.attention import RECURRENT as RECURRENT_KIND
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.lm_head import equip
 from flowtrain.training.row_loss import row_loss
@@ -27,6 +31,9 @@ from flowtrain.training.tree import PackedRow
 from flowtrain.types import Sample
 
 CASES = {name: options for name, options in TRAINED.items() if name in CONFIG_MAPPING}
+
+RECURRENT = [name for name, options in CASES.items() if RECURRENT_KIND in str(options)]
+"""Families with recurrent layers."""
 
 Found = tuple[float, dict[str, Tensor]]
 """Loss, and the gradient of every parameter."""
@@ -42,11 +49,59 @@ def model_of(family: str, **options: Any) -> PreTrainedModel:
     return model
 
 
+def in_fp64_if_recurrent(model: PreTrainedModel) -> PreTrainedModel:
+    """Their rule is too rough in fp32 to tell whether a row is right; see `fp64_rule`."""
+    return model.double() if model.config.model_type in RECURRENT else model
+
+
+@contextmanager
+def fp64_rule() -> Iterator[None]:
+    """Let recurrent layers run token by token in fp64 and outside of rows too."""
+    with ExitStack() as stack:
+        for name in RECURRENT:
+            module = inspect.getmodule(type(model_of(name)))
+            stack.enter_context(patch.object(module, delta_net._NAMES[1], _by_token))
+        yield
+
+
+def _by_token(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule, equation 10 of arXiv:2412.06464."""
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    repeats = value.shape[2] // key.shape[2]
+    query, key = (x.double().repeat_interleave(repeats, 2) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    shape = (*value[:, 0].shape[:2], key.shape[-1], value.shape[-1])
+    state = query.new_zeros(shape) if initial_state is None else initial_state
+    outs = []
+    for q, k, v, decay, rate in zip(
+        *(x.unbind(1) for x in (query, key, value, g.double().exp(), beta)), strict=True
+    ):
+        state = state * decay[..., None, None]
+        correction = (v - (state * k[..., None]).sum(-2)) * rate[..., None]
+        state = state + k[..., None] * correction[:, :, None]
+        outs.append((state * q[..., None]).sum(-2))
+    return torch.stack(outs, 1).to(value.dtype), state
+
+
 def prepare(model: PreTrainedModel) -> None:
-    """Give a model the attention, head and layers that a trainer gives it."""
+    """Give a model the attention, head and layers that a trainer gives it; in fp64, which our
+    kernels do not know, no more than the way that its tokens go.
+    """
     model.set_attn_implementation(attention.NAME)
-    equip(model)
-    fuse_layers(model)
+    delta_net.equip(model)
+    if model.dtype != torch.float64:
+        equip(model)
+        fuse_layers(model)
 
 
 def alone(model: PreTrainedModel, samples: Sequence[Sample]) -> Found:
