@@ -36,13 +36,8 @@ class ExactCache(SharedCache):
 
     _padding_side = "right"
 
-    def __init__(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        device: torch.device,
-        is_recurrent: bool = False,
-    ) -> None:
-        super().__init__(prompts, device, is_recurrent)
+    def __init__(self, prompts: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        super().__init__(prompts, device)
         name = attention.NAMES["exact"]
         self._forest = attention.structure_of(name, self.tree.subtree_end_N)
         length_B = torch.tensor(list(map(len, prompts)), device=device)

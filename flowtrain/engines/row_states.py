@@ -43,18 +43,9 @@ class RowStates:
         self._past = {layer: past[row_B] for layer, past in self._past.items()}
         self._states = {layer: state[row_B] for layer, state in self._states.items()}
 
-    def conv(
-        self,
-        layer: int,
-        functions: Functions,
-        x_1CN: Tensor,
-        weight_CW: Tensor,
-        bias_C: Tensor | None,
-        activation: str | None,
-    ) -> Tensor:
-        rest = (weight_CW, bias_C, activation)
+    def conv(self, layer: int, functions: Functions, x_1CN: Tensor, *rest: Any) -> Tensor:
         if layer not in self._past:
-            path_BP = self._tree.path(self._last_B, weight_CW.shape[1] - 1)
+            path_BP = self._tree.path(self._last_B, rest[0].shape[1] - 1)
             self._past[layer] = F.pad(x_1CN[0], (0, 1))[:, path_BP].transpose(0, 1)
             return self._tree.conv(layer, functions, x_1CN, *rest)
         past_BCW = torch.cat([self._past[layer], x_1CN[0].T[:, :, None]], 2)

@@ -78,15 +78,11 @@ class SharedCache:
     _padding_side = "left"
     """Where prompts shorter than the longest are filled up: their ends are side by side."""
 
-    def __init__(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        device: torch.device,
-        is_recurrent: bool = False,
-    ) -> None:
-        """`prompts`: one for each row. `is_recurrent`: some layers have states in the place of keys
-        and values.
-        """
+    states: RowStates | None = None
+    """Of recurrent layers, if the model has some: they have no keys and values."""
+
+    def __init__(self, prompts: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """`prompts`: one for each row."""
         distinct = list(dict.fromkeys(prompts))
         zero = (0.0,)
         self.tree = pack_row([Sample(p, (0,), zero, zero, zero) for p in distinct]).to(device)
@@ -105,7 +101,6 @@ class SharedCache:
         self._layers: dict[int, _Layer] = {}
         index = {prompt: number for number, prompt in enumerate(distinct)}
         self._place_rows(torch.tensor([index[prompt] for prompt in prompts]))
-        self.states = RowStates(self.tree, self.prompt_B) if is_recurrent else None
 
     def _place_rows(self, prompt_B: Tensor) -> None:
         """Give each row a slot beside the other rows of its prompt."""

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.engines.exact_cache import ExactCache
 from flowtrain.engines.requests import check_request, completion, hits_stop_string, stop_ids
+from flowtrain.engines.row_states import RowStates
 from flowtrain.engines.shared_cache import NAME, SharedCache
 from flowtrain.training import attention, delta_net, experts
 from flowtrain.training.exact import make_exact
@@ -220,8 +221,9 @@ class TorchEngine:
         for request in requests:
             request.version = self._version  # a load may come before this, or before the answer
         device = self._model.device
-        prompts = [request.prompt_ids for request in requests]
-        cache = self._cache(prompts, device, self._is_recurrent)
+        cache = self._cache([request.prompt_ids for request in requests], device)
+        if self._is_recurrent:
+            cache.states = RowStates(cache.tree, cache.prompt_B)
         tree = cache.tree
         logits_QV = self._forward(tree.input_ids_N, tree.position_ids_N, cache, tree.target_row_T)
         paths = [cache.paths[prompt] for prompt in cache.prompt_B.tolist()]
