@@ -20,9 +20,16 @@ SHAPES = {
     "small": (192, 512, 4, 3, 1, 2000),
     "0.5b": (896, 4864, 24, 14, 2, 151936),
     "1.5b": (1536, 8960, 28, 12, 2, 151936),
+    "hybrid": (768, 2048, 12, 12, 2, 32000),
 }
-"""Width, width of the MLP, layers, heads, key heads, words; random weights. The larger two are
-Qwen2.5's and want a GPU."""
+"""Width, width of the MLP, layers, heads, key heads, words; random weights. Those with a size are
+Qwen2.5's and want a GPU; hybrid has Gated DeltaNet as Qwen3.5, and 100 M parameters."""
+
+HYBRID = {
+    "head_dim": 64,
+    **{f"linear_num_{name}_heads": 6 for name in ("key", "value")},
+    **{f"linear_{name}_head_dim": 128 for name in ("key", "value")},
+}
 
 
 def agentflow_samples(num_turns: int, scale: float, group_size: int = 8) -> list[Sample]:
@@ -56,20 +63,21 @@ def agentflow_samples(num_turns: int, scale: float, group_size: int = 8) -> list
 
 
 def random_model(shape: str, max_positions: int) -> PreTrainedModel:
-    """Qwen2's layers with random weights, on torch's device of the moment."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    """Qwen2's or Qwen3.5's layers with random weights, on torch's device of the moment."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from flowtrain.training import attention
 
     width, mlp, layers, heads, key_heads, vocab = SHAPES[shape]
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = CONFIG_MAPPING["qwen3_5_text" if shape == "hybrid" else "qwen2"](
         vocab_size=vocab,
         hidden_size=width,
         intermediate_size=mlp,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
+        **(HYBRID if shape == "hybrid" else {}),
         max_position_embeddings=max_positions,
         tie_word_embeddings=True,
     )

@@ -78,12 +78,14 @@ def _profile(cases: Cases, shape: str, num_turns: int) -> list[Row]:
 
 
 def steps(cases: Cases) -> None:
-    """Variants of a step on trees, the smaller model first."""
-    shapes = ("small",) if cases.is_small else ("0.5b", "1.5b")
+    """Variants of a step on trees, the smaller model first; a hybrid runs by what is installed."""
+    shapes = ("small", "hybrid") if cases.is_small else ("0.5b", "1.5b", "hybrid")
     for shape in shapes:
         for num_turns in (3, 10):
             for name, options in VARIANTS.items():
                 if cases.is_small and (name == "compile" or num_turns > 3):
+                    continue
+                if shape == "hybrid" and name != "eager":
                     continue
                 given = {**options, **_SMALL} if cases.is_small else options
                 run = partial(_measure_step, cases, shape, num_turns, **given)
@@ -154,7 +156,8 @@ def _step(
     samples = agentflow_samples(num_turns, 0.02 if cases.is_small else 1.0)
     longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
     with torch.device(cases.device):
-        model = random_model("small" if cases.is_small else shape, longest)
+        is_scaled = cases.is_small and shape != "hybrid"
+        model = random_model("small" if is_scaled else shape, longest)
     cost = ForwardCost.of(model)
     dtype = torch.float32 if cases.device == "cpu" else torch.bfloat16
     spec = ShardSpec(dtype, **sharding)

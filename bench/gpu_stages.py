@@ -50,6 +50,7 @@ _HEADS = ((896, 151936), (3584, 152064))
 _PACKAGES = (
     "torch", "triton", "numpy", "transformers", "pydantic", "trl", "liger_kernel",
     "cut_cross_entropy", "quack-kernels", "flash_attn_4", "nvidia-cudnn-frontend", "vllm",
+    "flash-linear-attention",
 )  # fmt: skip
 
 
@@ -94,7 +95,8 @@ def _attention_tests(cases: Cases) -> Row:
     for package in ("transformers", "pydantic"):
         if importlib.util.find_spec(package) is None:
             raise Needs(package)
-    return _pytest(cases, "-m", "gpu", "tests/training/test_flex.py")
+    files = (f"tests/training/test_{name}.py" for name in ("flex", "recurrent"))
+    return _pytest(cases, "-m", "gpu", *files)
 
 
 def kernel_tests(cases: Cases) -> None:

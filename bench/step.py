@@ -9,6 +9,9 @@ transformers, and the memory that it takes at its peak beyond what was there bef
 steps (forward, backward, clipping, AdamW), the paths in turn. FLOPs are those that a path's own
 layout needs. Minutes on one core; on a GPU: --shape 0.5b --scale 1.
 
+--shape hybrid has Gated DeltaNet, 20 rollouts of a single turn in place of the main job, and one
+path more: a chain, one sample of as many tokens as the tree.
+
 --model takes one batch in place of these: 8 rollouts of that model on a question of reasoning-gym,
 with responses of at most 24 tokens. Every path has a model and moments of its own: SmolLM2-135M
 takes 8 GB, and 2 minutes of one core with --repeats 2.
@@ -33,6 +36,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.model:
         batches = [recorded(args.model, args.questions, args.new_tokens)]
+    elif args.shape == "hybrid":
+        groups = ((3, 8), (10, 4), (1, 20))
+        batches = [agentflow(turns, "hybrid", args.scale, size) for turns, size in groups]
     else:
         batches = [
             *(agentflow(turns, args.shape, args.scale) for turns in (3, 10)),

@@ -19,7 +19,7 @@ import torch
 from flowkernels import LossSpec
 from transformers import PreTrainedModel
 
-from bench.agentflow_shape import agentflow_samples, random_model
+from bench.agentflow_shape import SHAPES, agentflow_samples, random_model
 from bench.model_folder import ModelFolder
 from flowtrain.agents.agentflow.expert import scripted
 from flowtrain.agents.agentflow.flow import Flow
@@ -57,7 +57,18 @@ def agentflow(
     longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
     with torch.device(device):
         model = random_model(shape, longest)
-    return Batch(f"AgentFlow shape, {num_turns} turns", model, samples)
+    name = f"AgentFlow shape, {num_turns} turns"
+    return Batch(name if group_size == 8 else f"{name}, {group_size} rollouts", model, samples)
+
+
+def chain(samples: Sequence[Sample], num_tokens: int) -> Sample:
+    """One sample that trains as many tokens as these, of `num_tokens` that a pass reads."""
+    rng, vocab_size = random.Random(0), SHAPES["small"][-1]
+    num_targets = sum(len(s.response_ids) for s in samples)
+    ids = tuple(rng.randrange(vocab_size) for _ in range(num_tokens + 1))
+    at = max(1, len(ids) - num_targets)
+    ones = (1.0,) * (len(ids) - at)
+    return Sample(ids[:at], ids[at:], tuple(-7.6 for _ in ones), ones, ones)
 
 
 def main_job(warm: str, num_questions: int = 16) -> Batch:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.measure import extra_bytes, median_ratio, time_in_turn
-from bench.step_batches import Batch
+from bench.step_batches import Batch, chain
 from bench.step_rivals import Transformers, Trl
 from flowtrain.metrics import ProgressLine
 from flowtrain.training.cost import ForwardCost
+from flowtrain.training.delta_net import find_layers
 from flowtrain.training.devices import peak_tflops
 from flowtrain.training.sharding import ShardSpec, shard
 from flowtrain.training.step_metrics import StepMetrics
@@ -94,6 +95,8 @@ def work(batch: Batch, args: argparse.Namespace) -> dict[str, Work]:
         "tree": Work(num_tokens, flops, useful),
         "packed": _work(cost, lengths, num_targets),
     }
+    if find_layers(batch.model):
+        found["chain"] = _work(cost, [(1, found["tree"].num_tokens)], num_targets)
     for path, rival in _installed().items():
         shapes = rival.shapes(samples, args.batch_size)
         num_tokens = sum(n * t for n, t in shapes)
@@ -127,7 +130,8 @@ def compare(
         gradient = _gradient(path.model)
         if name == "transformers":
             truth = gradient
-        differences[name] = float((gradient - truth).abs().max() / truth.abs().max())
+        if name != "chain":
+            differences[name] = float((gradient - truth).abs().max() / truth.abs().max())
         steps[name] = partial(count, partial(path.step, batch.samples))
     del gradient, truth
     seconds = time_in_turn({name: steps[name] for name in paths}, args.repeats, _num_warmups(world))
@@ -151,7 +155,7 @@ def compare(
                 else {}
             ),
             "extra_mb": extra[name] / 1e6,
-            "grad_difference": differences[name],
+            "grad_difference": differences.get(name),
         }
         for name, times in seconds.items()
     ]
@@ -166,8 +170,16 @@ def _paths(batch: Batch, world: World, args: argparse.Namespace) -> dict[str, Pa
         OptimSpec(lr=1e-4),
     )
     paths = {}
-    for name, shares in (("tree", True), ("packed", False)):
-        pack = partial(pack_rows, token_budget=args.token_budget, share=shares)
+    packs: dict[str, Callable[[Sequence[Sample]], list[PackedRow]]]
+    packs = {
+        name: partial(pack_rows, token_budget=args.token_budget, share=shares)
+        for name, shares in (("tree", True), ("packed", False))
+    }
+    if find_layers(batch.model):  # as if there were neither branches nor anything to share
+        num_tokens = sum(len(row.input_ids_N) for row in packs["tree"](batch.samples))
+        one = chain(batch.samples, num_tokens)
+        packs["chain"] = lambda samples: pack_rows([one], token_budget=num_tokens + 1)
+    for name, pack in packs.items():
         paths[name] = Path(
             trainer.model, partial(_backward, trainer, pack), partial(_step, trainer, pack)
         )

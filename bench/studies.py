@@ -22,6 +22,7 @@ _DEEP = [
 ]
 _LORA = _words("--train.num_steps 80")
 _QWEN3_MOE = _words("--train.num_steps 60 --tiny.family qwen3_moe")
+_QWEN3_5 = _words("--train.num_steps 60 --tiny.family qwen3_5")
 _BF16 = _words("--model.dtype bfloat16")
 _OWN_ROUTES = [*_QWEN3_MOE, *_words("--train.router own")]
 _FORKED = [
@@ -72,6 +73,8 @@ STUDIES: Mapping[str, Study] = {
         "qwen3_moe, bf16": [*_QWEN3_MOE, *_BF16],
         "qwen3_moe, own routes, bf16": [*_OWN_ROUTES, *_BF16],
         "gpt_oss": _words("--train.num_steps 60 --tiny.family gpt_oss"),
+        "qwen3_5": _QWEN3_5,
+        "qwen3_5, bf16": [*_QWEN3_5, *_BF16],
     },
     "infoflow": {
         "flow_grpo": [*_DEEP, "--train.num_steps", "200"],

@@ -12,7 +12,7 @@ from typing import Any
 from flowtrain.config import Tasks
 from flowtrain.tasks import published
 from flowtrain.tasks.hub import DEFAULT_SPLIT, folder_rows, hub_rows, is_hub_name
-from flowtrain.tasks.layouts import PRESETS, Layout, read_task, recognise
+from flowtrain.tasks.layouts import PICTURES, PRESETS, Layout, read_task, recognise
 from flowtrain.tasks.rows import SUFFIXES, Row, read_rows
 from flowtrain.types import Task, UserError
 
@@ -83,7 +83,7 @@ def load_source(
     solutions: dict[str, str] = {}
     num_system = 0
     reads_all = layout.is_closed or keeps_columns
-    for number, where, row in read(None if reads_all else layout.columns):
+    for number, where, row in read(None if reads_all else (*layout.columns, *PICTURES)):
         task = read_task(row, layout, where, default_id=f"{stem}-{number}")
         if task.id in seen:
             raise UserError(

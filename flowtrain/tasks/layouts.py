@@ -23,6 +23,8 @@ _INSTRUCTION = re.compile(
 """AgentFlow adds this to some questions; our flow asks for the answer in its own words."""
 _LABEL = re.compile(r"([A-Z])[.):]\s+")
 _MISSING = object()
+PICTURES = ("image", "images", "video", "videos")
+"""Columns of what a question shows besides its text."""
 
 _Text = Annotated[str, Meta(pattern=r"\S")]
 _Answer = _Text | int | float
@@ -194,6 +196,10 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
 
     Raises UserError, which begins with `where` and names the column and what it may be.
     """
+    if more := [name for name in PICTURES if row.get(name)] or _parts(row):
+        raise UserError(
+            f"{where}: asks about more than text ({more[0]!r}), which no model here is trained on"
+        )
     unknown = [key for key in row if key not in layout.columns]
     if layout.is_closed and unknown:
         raise UserError(
@@ -240,6 +246,17 @@ def _others(row: Row, layout: Layout) -> str:
     known = (layout.question, *layout.answers, *layout.others.values())
     others = {name: value for name, value in row.items() if name not in known}
     return json.dumps(others, ensure_ascii=False, default=str) if others else ""
+
+
+def _parts(row: Row) -> list[str]:
+    """Return the types of what messages hold besides text."""
+    messages = [
+        each for name in ("prompt", "messages") for each in published.as_list(row.get(name))
+    ]
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for content in contents for part in published.as_list(content)]
+    kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
+    return [kind for kind in kinds if kind != "text"]
 
 
 def _column(row: Any, name: str) -> Any:

@@ -92,8 +92,8 @@ def triviaqa(row: Row) -> Row:
     answer = row.get("answer")
     if not isinstance(answer, dict):
         return row
-    found = [answer.get("value"), *_list(answer.get("aliases"))]
-    found += _list(answer.get("normalized_aliases"))
+    found = [answer.get("value"), *as_list(answer.get("aliases"))]
+    found += as_list(answer.get("normalized_aliases"))
     texts = [text for text in found if isinstance(text, str) and text.strip()]
     return {**row, ALIASES: list(dict.fromkeys(texts))} if texts else row
 
@@ -143,14 +143,13 @@ def _system(messages: list[tuple[str, str]]) -> Row:
 
 def _messages(value: Any) -> list[tuple[str, str]]:
     """Return (role, text) of each message that has both."""
-    entries = value if isinstance(value, list) else []
-    found = [
-        (entry.get("role"), entry.get("content")) for entry in entries if isinstance(entry, dict)
-    ]
+    entries = [entry for entry in as_list(value) if isinstance(entry, dict)]
+    found = [(entry.get("role"), entry.get("content")) for entry in entries]
     return [(role, text) for role, text in found if isinstance(role, str) and isinstance(text, str)]
 
 
-def _list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """Return a list as it is, and of anything else an empty one."""
     return value if isinstance(value, list) else []
 
 

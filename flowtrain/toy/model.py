@@ -23,7 +23,7 @@ from flowtrain.types import UserError
 END, PAD = "<|end|>", "<|pad|>"
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD
 _NUM_EXPERTS, _NUM_CHOSEN, _WINDOW = 8, 2, 64
-_HYBRID = ("linear_attention", "full_attention")
+_HYBRID = ("full_attention", "linear_attention")
 
 
 def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -39,7 +39,7 @@ _SIMILAR = 4 / 3
 """Lengths in a group differ by less than this factor."""
 _SHORT = 16
 """Tokens up to this number count as alike."""
-_WIDEST = 4
+WIDEST = 4
 """Tokens that a convolution reads at most."""
 
 
@@ -91,7 +91,7 @@ class DeltaTree:
     """int64, the token before each on its path; N before a root, and of N itself."""
     moved_M: Tensor
     """int64, tokens whose path is another than the row just before them, and which a convolution of
-    `_WIDEST` would get wrong."""
+    `WIDEST` would get wrong."""
     kept_P: Tensor
     """int64, the last tokens of the segments whose states are kept, in the order of `run`."""
 
@@ -136,7 +136,7 @@ class DeltaTree:
             token
             for segment in found
             if segment.start and parent[segment.start] != segment.start - 1
-            for token in range(segment.start, min(segment.start + _WIDEST - 1, num_tokens))
+            for token in range(segment.start, min(segment.start + WIDEST - 1, num_tokens))
         }
         indices = (slots, parent, sorted(moved), kept_ends)
         return cls(tuple(depths), *map(tensor, indices))
@@ -158,12 +158,10 @@ class DeltaTree:
         activation: str | None,
     ) -> Tensor:
         """Run through the row as one text, then replace what has another path."""
-        width = weight_CW.shape[1]
-        assert width <= _WIDEST, "wider than any family's"
         out_1CN = functions.conv(x_1CN, weight_CW, bias_C, activation=activation)
         if not len(self.moved_M):
             return out_1CN
-        past_CMW = F.pad(x_1CN[0], (0, 1))[:, self.path(self.moved_M, width)]
+        past_CMW = F.pad(x_1CN[0], (0, 1))[:, self.path(self.moved_M, weight_CW.shape[1])]
         moved_CM = one_token_conv(past_CMW, weight_CW, bias_C, activation)
         return out_1CN.index_copy(2, self.moved_M, moved_CM[None].to(out_1CN.dtype))
 

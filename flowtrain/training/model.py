@@ -70,27 +70,35 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model on the CPU, with a saved adapter merged into it. `attn` is the
     attention of packed rows, or one of transformers' own. What cannot be trained is refused before
-    weights are read.
+    weights are read. Of a model with a vision part, its text decoder.
     """
     if lora.is_adapter(path):
         base = load_model(lora.base_of(path), torch.float32, attn, key)
         return lora.merge_saved(base, path).to(dtype)
     config = load_config(path, key)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, **_whole_numbers(path, config), dtype=dtype, attn_implementation=attn
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            **_what_is_loaded(path, config),
+            dtype=dtype,
+            attn_implementation=attn,
+            output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"{key}={path!r} is no causal language model that transformers can load: "
             f"{_first_line(error)}"
         ) from error
+    if missing := sorted(found["missing_keys"]):  # transformers would leave them random
+        raise UserError(f"{key}={path!r} lacks {len(missing)} of its tensors, such as {missing[0]}")
     return model
 
 
-def _whole_numbers(path: str, config: PreTrainedConfig) -> dict[str, Any]:
+def _what_is_loaded(path: str, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the config by which a model is loaded, and the way to undo its quantisation."""
     stored = AutoConfig.from_pretrained(path)
+    if type(stored) is not type(config):
+        _log.warning("%s: of its parts, the text decoder alone is loaded and saved", path)
     if not hasattr(stored, "quantization_config"):
         return {"config": config}
     _log.warning("%s holds weights in mxfp4, which are dequantised while they are loaded", path)

@@ -87,11 +87,13 @@ def _check_there(path: str, key: str) -> None:
 
 
 def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -> PreTrainedConfig:
-    """Return the config of a model that can be trained: without a quantisation, which `load_model`
-    undoes, and without a window of all layers that holds as many tokens as there are positions.
+    """Return the config of a model that can be trained: of its text alone, without a quantisation,
+    which `load_model` undoes, and without a window of all layers that holds as many tokens as there
+    are positions.
 
     Raises UserError that names the key, the path and what was found.
     """
+    config = _of_text(config)
     try:
         problem = next(filter(None, (find(config) for find in _PROBLEMS)), "")
         if not problem and hasattr(config, "quantization_config"):
@@ -114,6 +116,22 @@ def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -
         config = copy.deepcopy(config)
         config.sliding_window = None
     return config
+
+
+def _of_text(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the text decoder of a model with more parts, where transformers loads
+    that alone as a causal language model, else `config`.
+    """
+    text: Any = getattr(config, "text_config", None)
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING
+    known = type(config) in kinds and type(text) in kinds
+    if not known or kinds[type(config)] is not kinds[type(text)]:
+        return config
+    text = copy.deepcopy(text)
+    text.architectures = [kinds[type(text)].__name__]
+    if hasattr(config, "quantization_config"):
+        text.quantization_config = config.quantization_config
+    return text
 
 
 # ---- properties known by name
@@ -238,8 +256,10 @@ class _Recurrence:
         self.convs: list[int] = []
         self.rules: list[int] = []
 
-    def conv(self, layer: int, _: object, x_1CN: Tensor, *rest: object) -> Tensor:
+    def conv(self, layer: int, _: object, x_1CN: Tensor, weight: Tensor, *rest: object) -> Tensor:
         self.convs.append(layer)
+        if weight.shape[1] > delta_net.WIDEST:
+            raise UserError(f"a convolution of layer {layer} reads {weight.shape[1]} tokens")
         return x_1CN
 
     def rule(self, layer: int, _: object, *row: Tensor, **options: object) -> Tensor:

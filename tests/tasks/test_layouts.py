@@ -112,6 +112,35 @@ def test_own_layout_in_parquet(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "found"),
+    [
+        ("geo.parquet", {"problem": "<image> x?", "answer": "1", "images": [b"PNG"]}, "images"),
+        ("own.json", {"question": "What is it?", "answer": "a cat", "image": "cat.png"}, "image"),
+        (
+            "chat.json",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text"}, {"type": "image_url"}]},
+                    {"role": "assistant", "content": "\\boxed{1}"},
+                ]
+            },
+            "image_url",
+        ),
+    ],
+)
+def test_a_question_with_a_picture_is_refused(
+    tmp_path: Path, name: str, row: dict, found: str
+) -> None:
+    path = write(tmp_path, name, [row])
+    told = rf"1: asks about more than text \('{found}'\), which no model here is trained on$"
+    with pytest.raises(UserError, match=told):
+        load_tasks(path)
+    nothing = {key: [] if key == found else value for key, value in row.items()}
+    if "messages" not in row and name != "own.json":  # there, another key is a mistake
+        assert load_tasks(write(tmp_path, name, [nothing]))
+
+
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(
     st.lists(

@@ -60,11 +60,11 @@ def fp64_rule() -> Iterator[None]:
     with ExitStack() as stack:
         for name in RECURRENT:
             module = inspect.getmodule(type(model_of(name)))
-            stack.enter_context(patch.object(module, delta_net._NAMES[1], _by_token))
+            stack.enter_context(patch.object(module, delta_net._NAMES[1], by_token))
         yield
 
 
-def _by_token(
+def by_token(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -74,7 +74,7 @@ def _by_token(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule, equation 10 of arXiv:2412.06464."""
+    """The gated delta rule, equation 10 of arXiv:2412.06464: [S, L, H, V], and the last state."""
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     repeats = value.shape[2] // key.shape[2]

@@ -80,6 +80,13 @@ def test_properties_are_refused_whatever_the_family(name: str) -> None:
     assert found in refusal(LlamaConfig(**SHAPE, **options))
 
 
+@pytest.mark.skipif("qwen3_5_text" not in KNOWN, reason="this transformers has no Qwen3.5")
+def test_a_convolution_wider_than_the_known_is_refused() -> None:
+    config = config_of("qwen3_5_text", TRAINED["qwen3_5_text"])
+    config.linear_conv_kernel_dim = 5
+    assert "a convolution of layer 0 reads 5 tokens" in refusal(config)
+
+
 def test_layers_have_the_windows_of_the_config() -> None:
     """One that holds all positions hides nothing, and Qwen2 names one that it does not use."""
     assert windows_of(MistralConfig(**SHAPE, sliding_window=63)) == [63, 63]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from family_cases import (
     RECURRENT,
     Found,
     alone,
+    by_token,
     check_equal,
     fp64_rule,
     model_of,
@@ -276,3 +279,41 @@ def test_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     fork(run)
+
+
+def check_rule(device: torch.device, dtype: torch.dtype, rtol: float) -> None:
+    """What runs on a device, depth by depth, against the rule token by token in fp64."""
+    module = inspect.getmodule(type(model_of(FAMILY)))
+    here = delta_net.Functions(*(getattr(module, name) for name in delta_net._NAMES))
+    # A root of 90 tokens; children of 70, 20 and 130, the first with two of its own; another root.
+    segments = [(90, 340), (70, 190), (15, 175), (15, 190), (20, 210), (130, 340), (60, 400)]
+    end_N = torch.cat([torch.full((number,), end) for number, end in segments])
+    rng = torch.Generator().manual_seed(0)
+    shape = (1, len(end_N), 2, 64)
+    query, key, value, weight = (torch.randn(shape, generator=rng).to(dtype) for _ in range(4))
+    beta = torch.rand(shape[:3], generator=rng).to(dtype)
+    drawn = (query, key, value, -torch.rand(shape[:3], generator=rng), beta)
+
+    def results(functions: delta_net.Functions, device: torch.device, double: bool) -> Any:
+        row = [x.to(device, torch.float64 if double else x.dtype).requires_grad_() for x in drawn]
+        tree = DeltaTree.of(end_N.to(device))
+        out, states = tree.run(functions, *row, use_qk_l2norm_in_kernel=True)
+        ((out * weight.to(out)).double().sum() + states.double().square().sum()).backward()
+        return [x.detach().double().cpu() for x in (out, states, *(each.grad for each in row))]
+
+    truth = results(replace(here, rule=by_token), torch.device("cpu"), double=True)
+    for found, expected in zip(results(here, device, double=False), truth, strict=True):
+        atol = rtol * float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def test_the_rule_of_transformers_follows_the_tree() -> None:
+    check_rule(torch.device("cpu"), torch.float32, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_on_a_gpu_follow_the_tree() -> None:
+    """Those of flash-linear-attention, with the states of parents and their gradients."""
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    check_rule(torch.device("cuda"), torch.bfloat16, 2e-2)

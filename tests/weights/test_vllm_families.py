@@ -4,6 +4,8 @@ memory of a model that vLLM has loaded afresh.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,17 +16,29 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import is_torchvision_available
 from vllm_in_process import SMALL, change, engines, in_process
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm")
 
 from flowtrain.engines.vllm import layouts
-from flowtrain.types import UserError
+from flowtrain.training import attention, delta_net, experts
+from flowtrain.training.row_loss import score_row
+from flowtrain.training.tree import pack_rows
+from flowtrain.types import Sampling, UserError
 from flowtrain.weights import Publisher, WeightStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID: dict[str, Any] = {
+    "layer_types": ["full_attention", "linear_attention"],
+    "mlp_only_layers": [0],
+    "head_dim": 64,
+    **{f"linear_num_{name}_heads": 2 for name in ("key", "value")},
+    **{f"linear_{name}_head_dim": 64 for name in ("key", "value")},
+}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 32}
 FAMILIES: dict[str, tuple[dict[str, Any], torch.dtype, list[str]]] = {
     "qwen3_moe": (EXPERTS, torch.float32, []),
     "olmoe": (EXPERTS | {"num_attention_heads": 2, "intermediate_size": 32}, torch.bfloat16, []),
@@ -36,17 +50,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], torch.dtype, list[str]]] = {
     "gpt_oss": (
         EXPERTS | {"num_local_experts": 8, "intermediate_size": 32, "sliding_window": 16},
         torch.bfloat16,
-        ["experts.down_proj", "experts.gate_up_proj"],
+        ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],
     ),
     "gemma3_text": ({"sliding_window": 16}, torch.bfloat16, []),
+    "qwen3_next": (HYBRID | SHARED, torch.bfloat16, ["linear_attn.A_log"]),
+    "qwen3_5_text": (HYBRID, torch.bfloat16, ["linear_attn.A_log"]),
+    "qwen3_5_moe_text": (HYBRID | SHARED, torch.bfloat16, ["linear_attn.A_log"]),
     "mistral": ({"sliding_window": 16}, torch.bfloat16, []),
 }
 """Sizes, the sampler's dtype, and names of tensors that vLLM's loader writes whole."""
+HYBRIDS = [name for name, (sizes, *_) in FAMILIES.items() if "layer_types" in sizes]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def vllm_here() -> Iterator[None]:
     with in_process():
+        take_qwen3_5()
         yield
 
 
@@ -54,6 +73,23 @@ def vllm_here() -> Iterator[None]:
 def open_engine() -> Iterator[Any]:
     with engines() as make:
         yield make
+
+
+def take_qwen3_5() -> None:
+    """Import vLLM's Qwen3.5 where torchvision is missing: its vision part takes one function from a
+    module that needs it, and transformers has the same function in another.
+    """
+    parent = "transformers.models.qwen2_vl.image_processing"
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_torchvision_available():
+            other = importlib.import_module(f"{parent}_pil_qwen2_vl")
+            patch.setitem(sys.modules, f"{parent}_qwen2_vl", other)
+        from vllm.model_executor.models import qwen3_5
+    from vllm import ModelRegistry
+
+    for kind in (qwen3_5.Qwen3_5ForCausalLM, qwen3_5.Qwen3_5MoeForCausalLM):
+        # Where a class is given, no other process looks at its module.
+        ModelRegistry.register_model(kind.__name__, kind)
 
 
 def new_model(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
@@ -86,9 +122,7 @@ def test_versions_leave_the_memory_of_a_fresh_load(
     engine.connect(store)
     assert engine.rpc("compute_weight_checksums") == before, "what proved the plan was put back"
     written_whole = engine.transfer.sharded.plan.dense
-    assert {name.split(".", 3)[3] for name in written_whole if ".1." in name} == {
-        name if "mlp" in name else f"mlp.{name}" for name in dense
-    }
+    assert {name.split(".", 3)[3] for name in written_whole if ".1." in name} == {*dense}
     for version in range(1, 4):
         if version > 1:
             change(model, version)
@@ -104,17 +138,49 @@ def test_versions_leave_the_memory_of_a_fresh_load(
     assert fresh.greedy(3) == tokens
 
 
-def test_a_weight_that_vllm_repacks_is_refused(
-    store: WeightStore, tmp_path: Path, open_engine: Any
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_samples_what_the_trainer_computes(
+    store: WeightStore, tmp_path: Path, open_engine: Any, family: str
 ) -> None:
-    """The convolution of Gated DeltaNet: its loader writes it as any other, and its words are read
-    in another order.
+    """A version that came as a delta, in bf16: the sampler's log-probs, the trainer's through token
+    trees, and fp32's.
     """
-    heads = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
-    dims = {f"linear_{name}_head_dim": 64 for name in ("key", "value")} | {"head_dim": 64}
-    layers = {"layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0]}
-    sizes = EXPERTS | heads | dims | layers | {"shared_expert_intermediate_size": 32}
-    model = new_model("qwen3_next", sizes, torch.bfloat16)
+    model, publisher = new_model(family, *FAMILIES[family][:2]), Publisher(store)
+    model.save_pretrained(tmp_path / "0")
+    publisher.publish(weights_of(model), 1)
+    engine = open_engine(tmp_path / "0", model.dtype)
+    engine.connect(store)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(tensor.flip(0) if "conv1d" in name else tensor)
+    publisher.publish(weights_of(model), 2)
+    engine.update(2)
+    samples = engine.sample(Sampling(16, 1.0), 24, version=2)
+    model.set_attn_implementation(attention.NAME)
+    experts.equip(model)
+    delta_net.equip(model)
+    (row,) = pack_rows(samples, 4096)
+    trainer_T = score_row(model, row, 1.0).logprob_T
+    exact_T = score_row(model.float(), row, 1.0).logprob_T
+    off_T, noise_T = (exact_T - other_T for other_T in (row.sampler_logprob_T, trainer_T))
+    assert off_T.abs().mean() < 2 * noise_T.abs().mean() < 0.1 * exact_T.std()
+
+
+def test_a_weight_that_vllm_repacks_is_refused(
+    store: WeightStore, tmp_path: Path, open_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A convolution, where its kernels cannot read plain words: its loader writes it as any other,
+    and its words are read in another order.
+    """
+    from vllm.model_executor.layers import utils
+
+    def pack(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+        if layer.weight.dim() == 3:
+            layer.weight.data = layer.weight.data.flip(0)
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", pack)
+    model = new_model("qwen3_next", *FAMILIES["qwen3_next"][:2])
     model.save_pretrained(tmp_path / "0")
     Publisher(store).publish(weights_of(model), 1)
     engine = open_engine(tmp_path / "0", model.dtype)

@@ -91,6 +91,28 @@ def pack_copies_of_experts(is_used: Callable[[], bool]) -> None:
     CPUUnquantizedExperts.apply = apply
 
 
+def keep_convolutions_plain() -> bool:
+    """Let vLLM's kernels on a CPU read the convolutions of recurrent layers as the loader writes
+    them, [C, 1, W]; False for a vLLM that has no such kernels.
+    """
+    from vllm import _custom_ops as ops
+
+    names = ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu")
+    if not all(hasattr(ops, name) for name in names):
+        return False
+    for name in names:
+        setattr(ops, name, _of_plain_weight(getattr(ops, name)))
+    return True
+
+
+def _of_plain_weight(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*, weight: Tensor, is_weight_packed: bool, **options: Any) -> Tensor:
+        is_packed = is_weight_packed and weight.dim() == 2
+        return kernel(weight=weight.flatten(1), is_weight_packed=is_packed, **options)
+
+    return run
+
+
 def note_update() -> None:
     """Tell that weights may have changed."""
     global _num_updates

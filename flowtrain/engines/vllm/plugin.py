@@ -46,6 +46,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from flowtrain.engines.vllm.layouts import (
+    keep_convolutions_plain,
     note_update,
     pack_copies_of_experts,
     refuse_rearranged,
@@ -80,16 +81,17 @@ def register() -> None:
 
 
 def keep_linear_weights_plain() -> None:
-    """Keep vLLM on a CPU from packing linear weights after loading, which empties the parameters.
+    """Keep vLLM on a CPU from packing linear weights after loading, which empties the parameters,
+    and convolutions, whose words it reorders.
 
     No option does the same. Engines that do not use this backend pack as before.
     """
     from vllm.model_executor.layers import utils
 
-    pack = utils.dispatch_cpu_unquantized_gemm
+    pack, reads_plain = utils.dispatch_cpu_unquantized_gemm, keep_convolutions_plain()
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        if not _is_used() or layer.weight.dim() != 2:
+        if not _is_used() or (layer.weight.dim() != 2 and not reads_plain):
             pack(layer, remove_weight)
             return
         if vllm.__version_tuple__[0] != 0 or vllm.__version_tuple__[1] not in PATCHED:
@@ -98,7 +100,8 @@ def keep_linear_weights_plain() -> None:
                 f"how vLLM {vllm.__version__} packs linear weights on a CPU is not known to this "
                 f"flowtrain; install vLLM {known}"
             )
-        layer.cpu_linear = torch.nn.functional.linear
+        if layer.weight.dim() == 2:
+            layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
