@@ -37,7 +37,7 @@ def main() -> None:
     if args.model:
         batches = [recorded(args.model, args.questions, args.new_tokens)]
     elif args.shape == "hybrid":
-        groups = ((3, 8), (10, 4), (1, 20))
+        groups = ((3, 8), (10, 2), (1, 20))
         batches = [agentflow(turns, "hybrid", args.scale, size) for turns, size in groups]
     else:
         batches = [

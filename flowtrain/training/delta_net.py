@@ -39,6 +39,8 @@ _SIMILAR = 4 / 3
 """Lengths in a group differ by less than this factor."""
 _SHORT = 16
 """Tokens up to this number count as alike."""
+_CHUNKS = (16, 32, 64)
+"""Tokens that a rule on a CPU reads at once; it fills segments up to them."""
 WIDEST = 4
 """Tokens that a convolution reads at most."""
 
@@ -177,6 +179,9 @@ class DeltaTree:
             ended = []
             for group in groups:
                 query, key, value, g, beta = (x[group.token_SL] for x in row_N1)
+                if query.is_cpu:
+                    longest = query.shape[1]
+                    options["chunk_size"] = next((c for c in _CHUNKS if c >= longest), _CHUNKS[-1])
                 begun = None
                 if group.parent_S is not None:
                     assert state_P is not None, "a child's depth comes after its parent's"
