@@ -97,13 +97,14 @@ test: setup
 attack: setup
 	ATTACK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m attack --timeout 0 -v tests/attacks
 
-# Tests of packages that others import, and that print, wherever they are: here they are in a folder of their own.
+# Tests of packages that others import, and that print, wherever they are, or that hold others back in uv.lock: here they are in a folder of
+# their own.
 $(VENV)/optional/.done: $(VENV)/.done
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/optional 'torchao>=0.18'
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/optional 'torchao>=0.18' 'anthropic>=2.14' 'docstring-parser>=0.15'
 	touch $@
 
 test-optional: $(VENV)/optional/.done
-	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py
+	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py tests/agents/test_gateway_wires.py
 
 # Loggers with the real wandb, trackio and mlflow, offline, in an environment that sees this one.
 $(VENV)/loggers/.done: $(VENV)/.done

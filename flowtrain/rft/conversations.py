@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from flowtrain.agents.gateway.requests import ChatRequest, Refusal, read_chat
+from flowtrain.agents.gateway.plain import Asked, Refusal
+from flowtrain.agents.gateway.wires import chat
 from flowtrain.agents.talking.conversation import Conversation, Message, TemplateRewrites
 from flowtrain.agents.talking.dialect import Dialect
 from flowtrain.config import Config
@@ -76,7 +77,7 @@ def read_replies(
     ]
 
 
-def _conversation(row: Row, where: str) -> ChatRequest:
+def _conversation(row: Row, where: str) -> Asked:
     """Read a row. Raises UserError for what is none, or has what nobody would read."""
     messages = row.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
@@ -85,7 +86,7 @@ def _conversation(row: Row, where: str) -> ChatRequest:
             raise UserError(f"{where}: messages.{number}.{other} is not read; take it out")
     given = {key: row[key] for key in ("messages", "tools") if key in row}
     try:
-        asked = read_chat(json.dumps(given).encode())
+        asked = chat.read(json.dumps(given).encode())
     except Refusal as refusal:
         raise UserError(f"{where}: {refusal}") from None
     if all(message["role"] != "assistant" for message in asked.messages):
@@ -95,7 +96,7 @@ def _conversation(row: Row, where: str) -> ChatRequest:
     return asked
 
 
-def _replies(dialect: Dialect, asked: ChatRequest, where: str) -> Iterator[Call]:
+def _replies(dialect: Dialect, asked: Asked, where: str) -> Iterator[Call]:
     """Yield the replies of a conversation. Raises UserError for one that the template cannot show
     as it would be sampled.
     """

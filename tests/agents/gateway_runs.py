@@ -126,9 +126,11 @@ def logging_engine(*replies: str, style: str = "qwen2.5", **options: Any) -> Log
     return LoggingEngine(styled(style), list(replies), **options)
 
 
-def roll_out(agent: GatewayAgent, seed: int = 0, task: Task = TASK) -> Trajectory:
+def roll_out(
+    agent: GatewayAgent, seed: int = 0, task: Task = TASK, limit_s: float = 30
+) -> Trajectory:
     async def run() -> Trajectory:
-        return await asyncio.wait_for(agent.run(task, seed), 30)
+        return await asyncio.wait_for(agent.run(task, seed), limit_s)
 
     return asyncio.run(run())
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.gateway.recorder import Recorder
-from flowtrain.agents.gateway.requests import read_chat
-from flowtrain.agents.gateway.responses import chat_body
+from flowtrain.agents.gateway.wires import chat as wire
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.session import Session
 from flowtrain.agents.talking.conversation import ChatTemplate
@@ -44,9 +43,9 @@ class Program:
     async def ask(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
         """The message of the response, as OpenAI's JSON has it."""
         body = {"model": "x", "messages": list(messages), **options}
-        asked = read_chat(json.dumps(body).encode())
+        asked = wire.read(json.dumps(body).encode())
         reply = await self.recorder.chat(asked)
-        message: dict[str, Any] = json.loads(chat_body(asked, reply))["choices"][0]["message"]
+        message: dict[str, Any] = json.loads(wire.write(asked, reply))["choices"][0]["message"]
         return message
 
     def check(self) -> None:

@@ -75,6 +75,7 @@ def test_a_command_gets_a_folder_and_few_variables(
     task, variables, folder, home = json.loads(answer)
     assert task == {"id": "t-1", "question": TASK.question}
     assert set(variables) - {"LC_CTYPE"} == {
+        *("ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL"),
         *("FLOWTRAIN_OUTCOME", "FLOWTRAIN_TASK", "HOME", "LANG", "OPENAI_API_KEY"),
         *("OPENAI_BASE_URL", "PATH", "SHARED"),
     }

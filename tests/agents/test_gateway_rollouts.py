@@ -19,8 +19,9 @@ from gateway_runs import TASK, LoggingEngine, calls_of, logging_engine, make_age
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.gateway import agent as agent_module
 from flowtrain.agents.gateway.agent import GatewayAgent
-from flowtrain.agents.gateway.requests import Refusal, read_chat
+from flowtrain.agents.gateway.plain import Refusal
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
+from flowtrain.agents.gateway.wires import chat
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Trajectory, UserError
 
@@ -85,7 +86,7 @@ def said(response: httpx2.Response) -> str:
 def test_a_retry_gets_the_recorded_answer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     first = {} if name == "x_stainless_retry_count" else {name: "1"}
     clock = SimpleNamespace(time=itertools.count(1000).__next__)
-    monkeypatch.setattr("flowtrain.agents.gateway.responses.time", clock)
+    monkeypatch.setattr("flowtrain.agents.gateway.plain.time", clock)
 
     async def solve(client: httpx2.AsyncClient) -> str:
         before = await post(client, HI, **first)
@@ -207,7 +208,7 @@ def test_a_request_that_is_read_while_the_rollout_ends_is_410(
     agent.close()
     body = json.dumps(HI).encode()
     with pytest.raises(Refusal) as refused:
-        rollouts[0].ask(read_chat(body), body, retry_of=None)
+        rollouts[0].ask(chat.read(body), body, retry_of=None)
     assert refused.value.status == 410
 
 

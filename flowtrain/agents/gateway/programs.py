@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from flowtrain.agents.gateway.plain import PREFIX
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.config.gateway import Gateway as Options
 from flowtrain.tools import BlockingPool
@@ -112,6 +113,8 @@ class Command:
             "HOME": folder,
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": rollout.key,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix(PREFIX),
+            "ANTHROPIC_API_KEY": rollout.key,
             "FLOWTRAIN_TASK": str(task),
             "FLOWTRAIN_OUTCOME": str(told),
         }

@@ -14,8 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flowtrain.agents.gateway.requests import ChatRequest, Message, Refusal
-from flowtrain.agents.gateway.responses import AskedCall, Reply
+from flowtrain.agents.gateway.plain import Asked, AskedCall, Message, Refusal, Reply
 from flowtrain.agents.session import Session
 from flowtrain.agents.talking.conversation import Conversation, TemplateRewrites
 from flowtrain.agents.talking.dialect import Dialect
@@ -23,6 +22,8 @@ from flowtrain.tools.base import shorten
 from flowtrain.types import Call, FinishReason, ToolCall, ToolResult
 from flowtrain.utils.seeds import derive_seed
 
+MAX_ID = 100
+"""Characters of the name of a response that are shown."""
 _ID_CHARS = 9
 """Mistral's templates take no other length."""
 
@@ -60,34 +61,54 @@ class Recorder:
         """Likewise, with the reply."""
         self._unanswered: dict[str, tuple[Call, tuple[AskedCall, ...]]] = {}
         """Calls of tools without a result yet, with all of their response, by id."""
+        self._histories: dict[str, tuple[Message, ...]] = {}
+        """The messages up to each reply, without instructions, for requests that name it."""
         self._num_replies = 0
 
-    async def chat(self, asked: ChatRequest) -> Reply:
+    async def chat(self, asked: Asked) -> Reply:
         """Sample the next message of a conversation. Raises Refusal and what the session raises."""
-        path = _digests(asked.messages, asked.tools)
-        conversation = self._find(asked, path)
+        messages = self._messages(asked)
+        path = _digests(messages, asked.tools)
+        conversation = self._find(messages, asked, path)
         self._prompts.keep(path[-1], conversation)
-        self._note_results(asked.messages)
+        self._note_results(messages)
         call = await self._session.sample(
             conversation.prompt_ids, max_new_tokens=asked.max_new_tokens, stop_strings=asked.stop
         )
         number = self._num_replies
         self._num_replies += 1
         text, calls = self._read(call, asked, number)
-        reply = self._reply(call, text, calls, number)
+        reply = self._reply(call, asked, text, calls, number)
         message = reply.message()
         grown = conversation.add_response(call.response_ids, message, _is_whole(call))
         self._answered.keep(_extended(path[-1], message), grown)
+        self._histories[reply.id] = (*messages[len(asked.instructions) :], message)
         for each in calls:
             self._unanswered[each.id] = (call, calls)
         return reply
+
+    async def count(self, asked: Asked) -> int:
+        """Count the tokens of the prompt that a request would sample from. Raises Refusal."""
+        messages = self._messages(asked)
+        return len(self._find(messages, asked, _digests(messages, asked.tools)).prompt_ids)
 
     def finish(self) -> None:
         """Record the calls of tools whose results no request has brought."""
         while self._unanswered:
             self._record_calls(next(iter(self._unanswered)), {})
 
-    def _find(self, asked: ChatRequest, path: Sequence[_Key]) -> Conversation:
+    def _messages(self, asked: Asked) -> tuple[Message, ...]:
+        """Return the whole history of a request, which may name a reply for its beginning."""
+        before = self._histories.get(asked.after, ())
+        if asked.after and not before:
+            text = f"this rollout has no response 'resp_{asked.after[:MAX_ID]}'"
+            code = "previous_response_not_found"
+            raise Refusal(text, param="previous_response_id", code=code)
+        return (*asked.instructions, *before, *asked.messages)
+
+    def _find(
+        self, messages: Sequence[Message], asked: Asked, path: Sequence[_Key]
+    ) -> Conversation:
         """Return the conversation that the request goes on with, or begin one."""
         if (found := self._prompts.exact.get(path[-1].exact)) is not None:
             return found
@@ -99,7 +120,7 @@ class Recorder:
                 before = self._answered.loose.get(path[place].loose)
             if before is not None:
                 try:
-                    return self._dialect.add(before, asked.messages[place:])
+                    return self._dialect.add(before, messages[place:])
                 except TemplateRewrites:
                     break
             if like is not None and path[place].loose in self._answered.loose:
@@ -107,13 +128,11 @@ class Recorder:
         if like is not None:
             return like
         try:
-            return self._dialect.start(asked.messages, asked.tools)
+            return self._dialect.start(messages, asked.tools)
         except TemplateRewrites as error:
             raise Refusal(str(error), param="messages") from None
 
-    def _read(
-        self, call: Call, asked: ChatRequest, number: int
-    ) -> tuple[str, tuple[AskedCall, ...]]:
+    def _read(self, call: Call, asked: Asked, number: int) -> tuple[str, tuple[AskedCall, ...]]:
         """Return a response's text and calls of tools. One that is malformed is all text."""
         if not asked.reads_calls:
             return _before_stop(call.text, asked.stop), ()
@@ -129,14 +148,17 @@ class Recorder:
         ]
         return content.strip(), tuple(calls)
 
-    def _reply(self, call: Call, text: str, calls: tuple[AskedCall, ...], number: int) -> Reply:
+    def _reply(
+        self, call: Call, asked: Asked, text: str, calls: tuple[AskedCall, ...], number: int
+    ) -> Reply:
         return Reply(
-            id=f"chatcmpl-{self._id(number, -1)}",
+            id=self._id(number, -1),
             text=text,
             calls=calls,
             finish_reason="tool_calls" if calls else "stop" if _is_whole(call) else "length",
             num_prompt_tokens=len(call.prompt_ids),
             num_response_tokens=len(call.response_ids),
+            stopped_by=_first_stop(call.text, asked.stop),
         )
 
     def _id(self, number: int, place: int) -> str:
@@ -201,6 +223,12 @@ def _canonical(arguments: str) -> str:
         return arguments
 
 
+def _first_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the stop string that comes first in a text; "" where there is none."""
+    return min((each for each in stop if each in text), key=text.find, default="")
+
+
 def _before_stop(text: str, stop: Sequence[str]) -> str:
     """Return the text before the first stop string, whose tokens stay in the record."""
-    return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=None)]
+    first = _first_stop(text, stop)
+    return text.partition(first)[0] if first else text

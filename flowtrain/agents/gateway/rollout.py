@@ -10,17 +10,18 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from flowtrain.agents.gateway.plain import Asked, Refusal, Reply
 from flowtrain.agents.gateway.recorder import Recorder
-from flowtrain.agents.gateway.requests import ChatRequest, Refusal
-from flowtrain.agents.gateway.responses import Reply
 from flowtrain.agents.session import RolloutEnded, Session
 from flowtrain.types import Task
 from flowtrain.types.checks import part_problem
+
+T = TypeVar("T")
 
 MAX_ANSWER = 1 << 20
 """Characters of an answer."""
@@ -120,9 +121,7 @@ class Rollout:
     def task(self) -> Task:
         return self.session.task
 
-    def ask(
-        self, asked: ChatRequest, body: bytes, *, retry_of: bytes | None
-    ) -> asyncio.Future[Reply]:
+    def ask(self, asked: Asked, body: bytes, *, retry_of: bytes | None) -> asyncio.Future[Reply]:
         """Answer a request; from any event loop. Raises Refusal once the rollout is over.
 
         A request that is cancelled is not recorded, unless its response was sampled already or a
@@ -132,11 +131,19 @@ class Rollout:
             retry_of: the request may have been made before; under this key, or with the same body
                 where it is empty.
         """
+        return self._here(self._answer(asked, body, retry_of))
+
+    def count(self, asked: Asked) -> asyncio.Future[int]:
+        """Count the tokens of a prompt; as `ask`."""
+        return self._here(self._guarded(self.recorder.count(asked)))
+
+    def _here(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Run it on the loop of the rollout. Raises Refusal once that is over."""
         with self._lock:
             if self._is_over:
+                work.close()
                 raise over()
-            answering = self._answer(asked, body, retry_of)
-            future = asyncio.run_coroutine_threadsafe(answering, self._loop)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._under_way.add(future)
         future.add_done_callback(self._forget)
         return asyncio.wrap_future(future)
@@ -158,7 +165,7 @@ class Rollout:
         with self._lock:
             self._under_way.discard(future)
 
-    async def _answer(self, asked: ChatRequest, body: bytes, retry_of: bytes | None) -> Reply:
+    async def _answer(self, asked: Asked, body: bytes, retry_of: bytes | None) -> Reply:
         """Wait for an attempt, which is cancelled when all that wait have left."""
         if self._is_over:
             raise over()
@@ -175,14 +182,15 @@ class Rollout:
             if not attempt.num_waiting:
                 attempt.task.cancel()
 
-    def _attempt(self, asked: ChatRequest, body: bytes, retry_of: bytes | None) -> _Attempt:
+    def _attempt(self, asked: Asked, body: bytes, retry_of: bytes | None) -> _Attempt:
         """Return the attempt that a retry repeats, or a new one."""
         digest = hashlib.sha256(body).digest()
         name = hashlib.sha256(retry_of).digest() + digest if retry_of else digest
         before = None if retry_of is None else self._attempts.get(name)
         if before is not None and not before.is_lost:
             return before
-        attempt = _Attempt(asyncio.get_running_loop().create_task(self._sample(asked)))
+        sampling = self._guarded(self.recorder.chat(asked))
+        attempt = _Attempt(asyncio.get_running_loop().create_task(sampling))
         self._attempts.pop(name, None)  # so that it counts as the youngest
         self._attempts[name] = attempt
         done = [key for key, each in self._attempts.items() if each.task.done()]
@@ -190,9 +198,10 @@ class Rollout:
             del self._attempts[key]
         return attempt
 
-    async def _sample(self, asked: ChatRequest) -> Reply:
+    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for work of the recorder; raise Refusal in place of what ends the rollout."""
         try:
-            return await self.recorder.chat(asked)
+            return await work
         except RolloutEnded as ended:
             self.ended = self.ended or ended
             raise _refusal(ended) from None

@@ -12,12 +12,13 @@ import hashlib
 import logging
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flowtrain.agents.gateway import requests, responses
-from flowtrain.agents.gateway.requests import Refusal
+from flowtrain.agents.gateway.plain import PREFIX, Refusal
 from flowtrain.agents.gateway.rollout import Rollout, over
+from flowtrain.agents.gateway.wires import chat, messages, responses
+from flowtrain.agents.gateway.wires.forms import Wire
 from flowtrain.net import serving
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PREFIX = "/v1"
-PATH = "/chat/completions"
+WIRES: Mapping[str, Wire] = {
+    "chat/completions": chat,
+    "messages": messages,
+    "responses": responses,
+}
+COUNT = "messages/count_tokens"
 MAX_BODY = 16 << 20
 """Bytes of a request."""
 _NUM_ENDED = 4096
@@ -85,18 +90,21 @@ class Gateway:
         from starlette.responses import Response
 
         assert scope["type"] == "http", "the server is run without lifespan and websockets"
+        # Anthropic's clients begin their paths with /v1, which may be in their URL already.
+        path: str = scope["path"].rpartition(f"{PREFIX}/")[2]
+        wire = WIRES.get(path) or (messages if path == COUNT else chat)
         try:
-            response = await self._route(Request(scope, receive))
+            response = await self._route(Request(scope, receive), path, wire)
         except serving.Rejected as rejected:
-            refusal = Refusal(str(rejected), status=rejected.status)
-            response = Response(refusal.body(), refusal.status, media_type="application/json")
+            told = wire.error(Refusal(str(rejected), status=rejected.status))
+            response = Response(told, rejected.status, media_type="application/json")
         except Refusal as refusal:
-            response = Response(refusal.body(), refusal.status, refusal.headers, "application/json")
+            told = wire.error(refusal)
+            response = Response(told, refusal.status, refusal.headers, "application/json")
         await response(scope, receive, send)
 
-    async def _route(self, request: Request) -> Response:
-        path: str = request.scope["path"].removeprefix(PREFIX)
-        if path != PATH:
+    async def _route(self, request: Request, path: str, wire: Wire) -> Response:
+        if path not in WIRES and path != COUNT:
             raise Refusal("there is no such path", status=404)
         if request.method != "POST":
             raise Refusal("the path is asked otherwise", status=405)
@@ -107,7 +115,9 @@ class Gateway:
             raise Refusal(text, status=429, code="rate_limit_exceeded", headers=headers)
         rollout.num_requests += 1
         try:
-            return await _answer(request, rollout)
+            if path == COUNT:
+                return await _count(request, rollout)
+            return await _answer(request, rollout, wire)
         finally:
             rollout.num_requests -= 1
 
@@ -115,7 +125,7 @@ class Gateway:
         """Return the rollout of the key. What is looked up is a digest, so that the time that it
         takes tells nothing about keys.
         """
-        digest = _digest(_bearer(request))
+        digest = _digest(_key_of(request))
         with self._lock:
             rollout, is_over = self._rollouts.get(digest), digest in self._ended
         if rollout is not None:
@@ -126,13 +136,20 @@ class Gateway:
         raise Refusal("the key is missing or wrong", status=401, code="invalid_api_key")
 
 
-async def _answer(request: Request, rollout: Rollout) -> Response:
+async def _answer(request: Request, rollout: Rollout, wire: Wire) -> Response:
     body = await serving.read_body(request, MAX_BODY)
-    asked = requests.read_chat(body)
+    asked = wire.read(body)
     working = rollout.ask(asked, body, retry_of=_retry_of(request))
     reply = await _while_connected(request, working)
     media_type = "text/event-stream" if asked.stream else "application/json"
-    return _response(responses.chat_body(asked, reply), media_type)
+    return _response(wire.write(asked, reply), media_type)
+
+
+async def _count(request: Request, rollout: Rollout) -> Response:
+    """Answer how long a prompt is, without sampling."""
+    asked = messages.read(await serving.read_body(request, MAX_BODY))
+    num_tokens = await _while_connected(request, rollout.count(asked))
+    return _response(messages.write_count(num_tokens))
 
 
 def new_key() -> str:
@@ -143,9 +160,10 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _bearer(request: Request) -> str:
+def _key_of(request: Request) -> str:
+    """Return the key as OpenAI's or Anthropic's clients send it."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return str(key.strip()) if scheme.lower() == "bearer" else ""
+    return str(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
 
 
 def _retry_of(request: Request) -> bytes | None:

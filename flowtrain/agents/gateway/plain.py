@@ -1,0 +1,86 @@
+"""Requests and replies in one plain form, whatever wire a program speaks (wires/)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+PREFIX = "/v1"
+"""Paths of both vendors begin with it; OpenAI's clients have it in their URL."""
+Message = Mapping[str, Any]
+"""Plain: role and content, which is text; tool_calls, tool_call_id and name where there are any."""
+
+
+class Refusal(Exception):
+    """A request is answered with an error, which each wire tells in its own form."""
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.status, self.param, self.code = status, param, code
+        self.headers = {"x-should-retry": "false"} if headers is None else headers
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for the next message of a conversation."""
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...]
+    reads_calls: bool
+    """Calls of tools are read out of the response."""
+    max_new_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool = False
+    instructions: tuple[Message, ...] = ()
+    """They come before all messages, those of `after` too."""
+    after: str = ""
+    """The response whose messages these go on with; "": they are all that there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedCall:
+    """A call of a tool that a response asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON."""
+
+    def plain(self) -> Message:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A response as the program gets it."""
+
+    id: str
+    text: str
+    calls: tuple[AskedCall, ...]
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    num_prompt_tokens: int
+    num_response_tokens: int
+    stopped_by: str = ""
+    """The stop string that ended it."""
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970; a retry gets the same."""
+
+    def message(self) -> Message:
+        """The message as a program sends it back."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.calls:
+            message["tool_calls"] = [call.plain() for call in self.calls]
+        return message

@@ -1,0 +1,202 @@
+"""OpenAI's chat completions: POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from flowtrain.agents.gateway.plain import Asked, Message, Refusal, Reply
+from flowtrain.agents.gateway.wires.forms import (
+    MAX_SHOWN,
+    MAX_STOPS,
+    STRICT,
+    Limit,
+    Schema,
+    Stop,
+    ToolName,
+    plain_call,
+    plain_text,
+    plain_tool,
+    read_form,
+)
+
+_IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("temperature", "top_p", "seed"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+}
+"""Parameters that change nothing here; sampling and seeds are those of the rollout."""
+_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+}
+
+
+def read(body: bytes) -> Asked:
+    given = read_form(_Request, body, _IGNORED, _DEFAULTS)
+    return Asked(
+        model=given.model[:MAX_SHOWN],
+        messages=tuple(_message(each) for each in given.messages),
+        tools=tuple(
+            plain_tool(f.name, f.description, f.parameters)
+            for f in (each.function for each in given.tools)
+        ),
+        reads_calls=bool(given.tools) and given.tool_choice == "auto",
+        max_new_tokens=given.max_completion_tokens or given.max_tokens,
+        stop=tuple(map(plain_text, [given.stop] if isinstance(given.stop, str) else given.stop)),
+        stream=given.stream,
+        include_usage=given.stream_options.include_usage,
+    )
+
+
+def write(asked: Asked, reply: Reply) -> bytes:
+    if asked.stream:
+        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(asked, reply)]
+        return "".join([*events, "data: [DONE]\n\n"]).encode()
+    choice = {
+        "index": 0,
+        "finish_reason": reply.finish_reason,
+        "message": {**reply.message(), "content": _shown(reply), "refusal": None},
+        "logprobs": None,
+    }
+    head = _head(asked, reply, "chat.completion")
+    return json.dumps({**head, "choices": [choice], "usage": _usage(reply)}).encode()
+
+
+def error(refusal: Refusal) -> bytes:
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    named = {"type": kind, "param": refusal.param, "code": refusal.code}
+    return json.dumps({"error": {"message": str(refusal), **named}}).encode()
+
+
+# ---- their form
+
+
+class _Part(BaseModel):
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+
+class _CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class _Call(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: _CalledFunction
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_Call] | None = None
+    function_call: None = None
+    audio: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> _Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the role {self.role!r} needs content")
+        if self.tool_call_id is None and self.role == "tool":
+            raise ValueError("a message of the role 'tool' needs a tool_call_id")
+        return self
+
+
+class _Function(BaseModel):
+    name: ToolName
+    description: str | None = None
+    parameters: Schema | None = None
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Function
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class _Request(BaseModel):
+    model_config = STRICT
+
+    model: str = ""
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[_Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+
+
+def _message(given: _Message) -> Message:
+    content = given.content or ""
+    if not isinstance(content, str):
+        content = "".join(part.text or part.refusal for part in content)
+    role = "system" if given.role == "developer" else given.role
+    message: dict[str, Any] = {"role": role, "content": plain_text(content)}
+    if role == "assistant" and given.tool_calls:
+        message["tool_calls"] = [
+            plain_call(each.id, each.function.name, each.function.arguments)
+            for each in given.tool_calls
+        ]
+    named = {"tool_call_id": given.tool_call_id, "name": given.name}
+    return message | {name: plain_text(value) for name, value in named.items() if value}
+
+
+# ---- our answers
+
+
+def _head(asked: Asked, reply: Reply, kind: str) -> dict[str, Any]:
+    named = {"id": f"chatcmpl-{reply.id}", "object": kind}
+    return {**named, "created": reply.created_s, "model": asked.model}
+
+
+def _chunks(asked: Asked, reply: Reply) -> Iterator[dict[str, Any]]:
+    """The response is complete before its first chunk: clients get each part in one piece."""
+    head = _head(asked, reply, "chat.completion.chunk")
+    usage = {"usage": None} if asked.include_usage else {}
+
+    def chunk(delta: Message, reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+        return {**head, "choices": [choice], **usage}
+
+    yield chunk({"role": "assistant", "content": "" if _shown(reply) is not None else None})
+    if reply.text:
+        yield chunk({"content": reply.text})
+    for index, call in enumerate(reply.calls):
+        yield chunk({"tool_calls": [{"index": index, **call.plain()}]})
+    yield chunk({}, reply.finish_reason)
+    if asked.include_usage:
+        yield {**head, "choices": [], "usage": _usage(reply)}
+
+
+def _shown(reply: Reply) -> str | None:
+    """The content, which is null beside calls alone."""
+    return reply.text if reply.text or not reply.calls else None
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    num_prompt, num_response = reply.num_prompt_tokens, reply.num_response_tokens
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_response,
+        "total_tokens": num_prompt + num_response,
+    }

@@ -1,0 +1,277 @@
+"""Anthropic's Messages: POST /v1/messages and /v1/messages/count_tokens.
+
+A thinking comes as a block of its own. Its signature holds how it stood in the response, so that it
+is known again when it is sent back.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from flowtrain.agents.gateway.plain import Asked, Message, Refusal, Reply
+from flowtrain.agents.gateway.wires.forms import (
+    MAX_SHOWN,
+    MAX_STOPS,
+    STRICT,
+    Limit,
+    Schema,
+    Stop,
+    ToolName,
+    event,
+    plain_call,
+    plain_text,
+    plain_tool,
+    read_form,
+)
+from flowtrain.utils.text import THINK_END
+
+_IGNORED = {
+    *("temperature", "top_p", "top_k", "metadata", "service_tier", "inference_geo", "speed"),
+    *("thinking", "cache_control", "context_management"),
+}
+"""Parameters that change nothing here: sampling is that of the rollout, and the history is what the
+program sends."""
+_DEFAULTS: Mapping[str, tuple[Any, ...]] = {"mcp_servers": ([],), "betas": ([],)}
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_THINK = "<think>"
+_PLAIN_THINKING = (f"{_THINK}\n", f"\n{THINK_END}\n\n")
+"""Around a thinking that is not ours."""
+
+
+def read(body: bytes) -> Asked:
+    given = read_form(_Request, body, _IGNORED, _DEFAULTS)
+    messages = [plain for each in given.messages for plain in _messages(each)]
+    if system := _joined(given.system):
+        messages.insert(0, {"role": "system", "content": system})
+    return Asked(
+        model=given.model[:MAX_SHOWN],
+        messages=tuple(messages),
+        tools=tuple(plain_tool(t.name, t.description, t.input_schema) for t in given.tools),
+        reads_calls=bool(given.tools) and given.tool_choice.type == "auto",
+        max_new_tokens=given.max_tokens,
+        stop=tuple(map(plain_text, given.stop_sequences)),
+        stream=given.stream,
+    )
+
+
+def write(asked: Asked, reply: Reply) -> bytes:
+    if asked.stream:
+        return "".join(_events(asked, reply)).encode()
+    return json.dumps(_answer(asked, reply, _blocks(reply))).encode()
+
+
+def write_count(num_tokens: int) -> bytes:
+    return json.dumps({"input_tokens": num_tokens}).encode()
+
+
+def error(refusal: Refusal) -> bytes:
+    kind = _ERRORS.get(refusal.status, "api_error" if refusal.status >= 500 else _ERRORS[400])
+    told = {"type": kind, "message": str(refusal)}
+    return json.dumps({"type": "error", "error": told, "request_id": None}).encode()
+
+
+# ---- their form
+
+
+class _Text(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Thinking(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class _Use(BaseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _Result(BaseModel):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[_Text] = ""
+
+
+class _User(BaseModel):
+    role: Literal["user", "system"]
+    content: str | list[Annotated[_Text | _Result, Field(discriminator="type")]]
+
+
+class _Assistant(BaseModel):
+    role: Literal["assistant"]
+    content: str | list[Annotated[_Text | _Thinking | _Use, Field(discriminator="type")]]
+
+
+class _Tool(BaseModel):
+    type: Literal["custom"] = "custom"
+    name: ToolName
+    description: str | None = None
+    input_schema: Schema
+
+
+class _Choice(BaseModel):
+    type: Literal["auto", "none"] = "auto"
+    disable_parallel_tool_use: Literal[False] = False
+
+
+class _Output(BaseModel):
+    """Its effort is ignored."""
+
+    format: None = None
+
+
+class _Request(BaseModel):
+    model_config = STRICT
+
+    model: str = ""
+    messages: list[Annotated[_User | _Assistant, Field(discriminator="role")]] = Field(min_length=1)
+    system: str | list[_Text] = ""
+    tools: list[_Tool] = []
+    tool_choice: _Choice = _Choice()
+    max_tokens: Limit | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stream: bool = False
+    output_config: _Output = _Output()
+
+
+def _messages(given: _User | _Assistant) -> Iterator[Message]:
+    """Split a message of the user into the results of tools and the rest."""
+    blocks = given.content
+    if isinstance(blocks, str):
+        yield {"role": given.role, "content": plain_text(blocks)}
+        return
+    for block in blocks:
+        if isinstance(block, _Result):
+            named = {"role": "tool", "tool_call_id": plain_text(block.tool_use_id)}
+            yield {**named, "content": _joined(block.content)}
+    texts = [each for each in blocks if not isinstance(each, _Result | _Use)]
+    calls = [
+        plain_call(each.id, each.name, json.dumps(each.input))
+        for each in blocks
+        if isinstance(each, _Use)
+    ]
+    if calls:
+        yield {"role": given.role, "content": _joined(texts), "tool_calls": calls}
+    elif texts or given.role == "assistant":
+        yield {"role": given.role, "content": _joined(texts)}
+
+
+def _joined(content: str | Sequence[_Text | _Thinking]) -> str:
+    if isinstance(content, str):
+        return plain_text(content)
+    return plain_text("".join(_shown(block) for block in content))
+
+
+def _shown(block: _Text | _Thinking) -> str:
+    if isinstance(block, _Text):
+        return block.text
+    before, after = _unsigned(block.signature)
+    return f"{before}{block.thinking}{after}"
+
+
+# ---- our answers
+
+
+def _answer(asked: Asked, reply: Reply, blocks: Sequence[Message]) -> dict[str, Any]:
+    return {
+        "id": f"msg_{reply.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "content": list(blocks),
+        **_end(reply),
+        "usage": {"input_tokens": reply.num_prompt_tokens, **_usage(reply)},
+    }
+
+
+def _end(reply: Reply) -> dict[str, Any]:
+    if reply.stopped_by:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped_by}
+    return {"stop_reason": _REASONS[reply.finish_reason], "stop_sequence": None}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    return {"output_tokens": reply.num_response_tokens}
+
+
+def _blocks(reply: Reply) -> list[dict[str, Any]]:
+    thinking, end, text = reply.text.partition(THINK_END)
+    blocks: list[dict[str, Any]] = []
+    if end:
+        inner = thinking.removeprefix(_THINK)
+        before = thinking[: len(thinking) - len(inner.lstrip())]
+        after = f"{inner[len(inner.rstrip()) :] if inner.strip() else ''}{end}"
+        after += text[: len(text) - len(text.lstrip())]
+        signed = {"thinking": inner.strip(), "signature": _signed(before, after)}
+        blocks.append({"type": "thinking", **signed})
+        text = text.lstrip()
+    else:
+        text = reply.text
+    if text or not (reply.calls or blocks):
+        blocks.append({"type": "text", "text": text})
+    for call in reply.calls:
+        used = {"id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        blocks.append({"type": "tool_use", **used})
+    return blocks
+
+
+def _signed(before: str, after: str) -> str:
+    return base64.b64encode(json.dumps([before, after]).encode()).decode()
+
+
+def _unsigned(signature: str) -> tuple[str, str]:
+    """Return what stood around a thinking; the usual where the signature is not one of ours."""
+    try:
+        before, after = json.loads(base64.b64decode(signature, validate=True))
+    except (ValueError, TypeError, RecursionError):
+        return _PLAIN_THINKING
+    is_ours = isinstance(before, str) and isinstance(after, str)
+    return (before, after) if is_ours else _PLAIN_THINKING
+
+
+def _events(asked: Asked, reply: Reply) -> Iterator[str]:
+    """The response is complete before its first event: clients get each block in one piece."""
+    start = _answer(asked, reply, [])
+    start |= {"stop_reason": None, "stop_sequence": None}
+    yield event("message_start", message={**start, "usage": {**start["usage"], "output_tokens": 0}})
+    for index, block in enumerate(_blocks(reply)):
+        empty, deltas = _in_deltas(block)
+        yield event("content_block_start", index=index, content_block=empty)
+        for delta in deltas:
+            yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    yield event("message_delta", delta=_end(reply), usage=_usage(reply))
+    yield event("message_stop")
+
+
+def _in_deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block without what it holds, and the deltas that bring it."""
+    match block["type"]:
+        case "tool_use":
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            return {**block, "input": {}}, [delta]
+        case "thinking":
+            parts = [
+                {"type": f"{name}_delta", name: block[name]} for name in block if name != "type"
+            ]
+            return {**block, "thinking": "", "signature": ""}, parts
+        case _:
+            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]

@@ -1,0 +1,240 @@
+"""OpenAI's Responses: POST /v1/responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from flowtrain.agents.gateway.plain import Asked, Message, Reply
+from flowtrain.agents.gateway.wires.chat import error
+from flowtrain.agents.gateway.wires.forms import (
+    MAX_SHOWN,
+    STRICT,
+    Limit,
+    Schema,
+    ToolName,
+    event,
+    plain_call,
+    plain_text,
+    plain_tool,
+    read_form,
+)
+
+__all__ = ["error", "read", "write"]
+
+_IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "client_metadata"),
+    *("temperature", "top_p", "reasoning", "stream_options"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+}
+"""Parameters that change nothing here. A response is kept for `previous_response_id` as long as its
+rollout lasts, whatever `store` says."""
+_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+
+def read(body: bytes) -> Asked:
+    given = read_form(_Request, body, _IGNORED, _DEFAULTS)
+    items = given.input
+    if isinstance(items, str):
+        items = [_Item(role="user", content=items)]
+    system = [{"role": "system", "content": plain_text(given.instructions)}]
+    return Asked(
+        model=given.model[:MAX_SHOWN],
+        messages=tuple(_messages(items)),
+        tools=tuple(plain_tool(t.name, t.description, t.parameters) for t in given.tools),
+        reads_calls=bool(given.tools) and given.tool_choice == "auto",
+        max_new_tokens=given.max_output_tokens,
+        stop=(),
+        stream=given.stream,
+        instructions=tuple(system) if given.instructions else (),
+        after=given.previous_response_id.removeprefix("resp_"),
+    )
+
+
+def write(asked: Asked, reply: Reply) -> bytes:
+    if asked.stream:
+        return "".join(_events(asked, reply)).encode()
+    return json.dumps(_answer(asked, reply)).encode()
+
+
+# ---- their form
+
+
+class _Part(BaseModel):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class _Item(BaseModel):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_Part]
+
+
+class _Call(BaseModel):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _Result(BaseModel):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[_Part]
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: Schema | None = None
+
+
+class _Format(BaseModel):
+    type: Literal["text"] = "text"
+
+
+class _Output(BaseModel):
+    """Its verbosity is ignored."""
+
+    format: _Format = _Format()
+
+
+class _Request(BaseModel):
+    model_config = STRICT
+
+    model: str = ""
+    input: str | Annotated[list[_Call | _Result | _Item], Field(min_length=1)]
+    instructions: str = ""
+    previous_response_id: str = ""
+    tools: list[_Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_output_tokens: Limit | None = None
+    stream: bool = False
+    text: _Output = _Output()
+
+
+def _messages(items: Sequence[_Call | _Result | _Item]) -> list[Message]:
+    """A reply is an item for its text and one for each call; they become one message again."""
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        if isinstance(item, _Result):
+            named = {"role": "tool", "tool_call_id": plain_text(item.call_id)}
+            messages.append({**named, "content": _joined(item.output)})
+        elif isinstance(item, _Item):
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": _joined(item.content)})
+        else:
+            if not number or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            call = plain_call(item.call_id, item.name, item.arguments)
+            messages[-1].setdefault("tool_calls", []).append(call)
+    return list(messages)
+
+
+def _joined(content: str | Sequence[_Part]) -> str:
+    whole = content if isinstance(content, str) else "".join(part.text for part in content)
+    return plain_text(whole)
+
+
+# ---- our answers
+
+
+def _answer(asked: Asked, reply: Reply, status: str = "") -> dict[str, Any]:
+    is_whole = reply.finish_reason != "length"
+    num_prompt, num_response = reply.num_prompt_tokens, reply.num_response_tokens
+    return {
+        "id": f"resp_{reply.id}",
+        "object": "response",
+        "created_at": reply.created_s,
+        "status": status or ("completed" if is_whole else "incomplete"),
+        "incomplete_details": None if is_whole or status else {"reason": "max_output_tokens"},
+        "error": None,
+        "model": asked.model,
+        "metadata": {},
+        "instructions": asked.instructions[0]["content"] if asked.instructions else None,
+        "output": [] if status else _items(reply),
+        "parallel_tool_calls": True,
+        "previous_response_id": f"resp_{asked.after}" if asked.after else None,
+        "tool_choice": "auto" if asked.reads_calls or not asked.tools else "none",
+        "tools": [{"type": "function", "strict": False, **t["function"]} for t in asked.tools],
+        "usage": None
+        if status
+        else {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": num_response,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_prompt + num_response,
+        },
+    }
+
+
+def _items(reply: Reply) -> list[dict[str, Any]]:
+    status = "incomplete" if reply.finish_reason == "length" else "completed"
+    items: list[dict[str, Any]] = []
+    if reply.text or not reply.calls:
+        head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": status}
+        items.append({**head, "content": [_text_part(reply.text)]})
+    for call in reply.calls:
+        named = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id}
+        items.append(
+            {**named, "name": call.name, "arguments": call.arguments, "status": "completed"}
+        )
+    return items
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _events(asked: Asked, reply: Reply) -> Iterator[str]:
+    """The response is complete before its first event: clients get each item in one piece."""
+    begun, ended = _answer(asked, reply, "in_progress"), _answer(asked, reply)
+    found: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": begun}),
+        ("response.in_progress", {"response": begun}),
+    ]
+    for index, item in enumerate(ended["output"]):
+        place = {"item_id": item["id"], "output_index": index}
+        is_call = item["type"] == "function_call"
+        empty = {
+            **item,
+            "status": "in_progress",
+            **({"arguments": ""} if is_call else {"content": []}),
+        }
+        found.append(("response.output_item.added", {"output_index": index, "item": empty}))
+        found += _of_call(item, place) if is_call else _of_text(item, place)
+        found.append(("response.output_item.done", {"output_index": index, "item": item}))
+    found.append((f"response.{ended['status']}", {"response": ended}))
+    for number, (kind, data) in enumerate(found):
+        yield event(kind, sequence_number=number, **data)
+
+
+def _of_call(
+    item: Mapping[str, Any], place: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    kind, arguments = "response.function_call_arguments", item["arguments"]
+    yield f"{kind}.delta", {**place, "delta": arguments}
+    yield f"{kind}.done", {**place, "name": item["name"], "arguments": arguments}
+
+
+def _of_text(
+    item: Mapping[str, Any], place: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    (part,) = item["content"]
+    place = {**place, "content_index": 0}
+    yield "response.content_part.added", {**place, "part": _text_part("")}
+    yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": []}
+    yield "response.output_text.done", {**place, "text": part["text"], "logprobs": []}
+    yield "response.content_part.done", {**place, "part": part}
