@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from examples.gateway import tools
 
 MAX_TURNS = 5
-_DEFINITIONS: list[Any] = [
+DEFINITIONS: list[Any] = [
     {
         "type": "function",
         "function": {
@@ -39,19 +39,19 @@ async def solve(task: Any, base_url: str, api_key: str) -> str:
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(MAX_TURNS):
             reply = await client.chat.completions.create(
-                model="policy", messages=messages, tools=_DEFINITIONS
+                model="policy", messages=messages, tools=DEFINITIONS
             )
             message = reply.choices[0].message
             messages.append(message)
             if not message.tool_calls:
                 return message.content or ""
             for call in message.tool_calls:
-                result = _run(call.function.name, call.function.arguments)
+                result = run_tool(call.function.name, call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return ""
 
 
-def _run(name: str, arguments: str) -> str:
+def run_tool(name: str, arguments: str) -> str:
     given = json.loads(arguments)
     if name not in tools.TOOLS or set(given) != {"query"}:
         return "Error: there is no such tool"

@@ -15,7 +15,7 @@ _COUNTS = (
     *("rollouts", "finished", "reward", "squared_reward"),
     *("turns", "malformed", "tool_errors", "stragglers"),
     *("response_tokens", "sampled_tokens", "prompt_tokens", "sub_goals", "hinted"),
-    *("out_of_turns", "out_of_time"),
+    *("out_of_turns", "out_of_time", "segments", "read", "reread"),
     *gym.FAILURES,
 )
 _RATIOS = {
@@ -27,6 +27,8 @@ _RATIOS = {
     "sub_goal_mean": ("sub_goals", "rollouts"),
     "hinted_share": ("hinted", "rollouts"),
     "prompt_len_mean": ("prompt_tokens", "turns"),
+    "segments_mean": ("segments", "rollouts"),
+    "reread_share": ("reread", "read"),
     "out_of_turns_share": ("out_of_turns", "rollouts"),
     "out_of_time_share": ("out_of_time", "rollouts"),
 }
@@ -44,6 +46,8 @@ class Pass(NamedTuple):
     """A tool gave an error."""
     num_prompt_tokens: int
     num_response_tokens: int
+    num_known_tokens: int
+    """The prompt begins with so many that an earlier turn has read and sampled, all of it."""
     has_own_tools: bool = False
     """Its tools may be those of an environment or a program, which no list names."""
 
@@ -66,7 +70,9 @@ class Outcome:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Outcome:
         assert trajectory.reward is not None or trajectory.error
-        passes, sub_goals = tuple(map(_pass, trajectory.turns)), trajectory.sub_goals or 0.0
+        calls = [turn.calls["planner"] for turn in trajectory.turns]
+        known = _known_tokens([(call.prompt_ids, call.response_ids) for call in calls])
+        passes, sub_goals = tuple(map(_pass, trajectory.turns, known)), trajectory.sub_goals or 0.0
         is_hinted = trajectory.hint_turn is not None
         return cls(
             trajectory.reward,
@@ -81,7 +87,7 @@ class Outcome:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Outcome:
         """Read the counts from a record of `report.trajectory_record`."""
-        passes = tuple(map(_pass_of_record, record["turns"]))
+        passes = tuple(map(_pass_of_record, record["turns"], _known_of_record(record["turns"])))
         num_tokens = sum(each.num_response_tokens for each in passes)
         return cls(
             record["reward"],
@@ -124,6 +130,10 @@ class RolloutStats:
     """Rollouts that read a hint."""
     prompt_len_mean: float
     """Tokens per planner prompt."""
+    segments_mean: float
+    """Turns per rollout that go on with no earlier one: 1 where a history only grows."""
+    reread_share: float
+    """Tokens of prompts that begin a further segment, among all that had to be read."""
     out_of_turns_share: float
     """Rollouts that the turn limit ended."""
     out_of_time_share: float
@@ -205,7 +215,11 @@ def count_rollouts(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> di
         counts["stragglers"] += outcome.truncated == "straggler"
         if outcome.checker_failure in gym.FAILURES:
             counts[outcome.checker_failure] += 1
-        for each in outcome.passes:
+        for place, each in enumerate(outcome.passes):
+            begins = not each.num_known_tokens
+            counts["segments"] += begins
+            counts["read"] += each.num_prompt_tokens - each.num_known_tokens
+            counts["reread"] += each.num_prompt_tokens * (begins and place > 0)
             counts["prompt_tokens"] += each.num_prompt_tokens
             counts["response_tokens"] += each.num_response_tokens
             known = [name for name in each.tool_names if name in tool_names]
@@ -218,9 +232,9 @@ def count_rollouts(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> di
     return counts
 
 
-def _pass(turn: Turn) -> Pass:
+def _pass(turn: Turn, num_known: int) -> Pass:
     call, is_error = turn.calls["planner"], turn.result.error is not None
-    lengths = len(call.prompt_ids), len(call.response_ids)
+    lengths = len(call.prompt_ids), len(call.response_ids), num_known
     if turn.action is not None:
         return Pass((turn.action.tool_name,), False, is_error, *lengths)
     names = tuple(used.name for used in turn.tool_calls)
@@ -228,11 +242,34 @@ def _pass(turn: Turn) -> Pass:
     return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)
 
 
-def _pass_of_record(turn: Mapping[str, Any]) -> Pass:
-    is_error, lengths = turn["is_error"], (turn["num_prompt_tokens"], len(turn["response_ids"]))
+def _pass_of_record(turn: Mapping[str, Any], num_known: int) -> Pass:
+    is_error = turn["is_error"]
+    lengths = turn["num_prompt_tokens"], len(turn["response_ids"]), num_known
     if turn["action"] is not None:
         return Pass((turn["action"]["tool_name"],), False, is_error, *lengths)
     used = turn.get("tool_calls", ())
     names = tuple(each["name"] for each in used)
     has_failed = any(each["is_error"] for each in used)
     return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)
+
+
+def _known_tokens(calls: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
+    """Return for each (prompt, response) the tokens of the longest earlier pair that the prompt
+    begins with.
+    """
+    found, before = [], list[tuple[int, ...]]()
+    for prompt, response in calls:
+        ids = tuple(prompt)
+        # Most pairs differ in their last token already, and longer ones are not looked at.
+        ends = [each for each in before if each and each[-1:] == ids[len(each) - 1 : len(each)]]
+        found.append(max((len(each) for each in ends if ids[: len(each)] == each), default=0))
+        before.append((*ids, *response))
+    return found
+
+
+def _known_of_record(turns: Sequence[Mapping[str, Any]]) -> list[int]:
+    calls, prompt = [], list[int]()
+    for turn in turns:
+        prompt = [*prompt[: turn["prompt_shared"]], *turn["prompt_ids"]]
+        calls.append((prompt, turn["response_ids"]))
+    return _known_tokens(calls)

@@ -78,7 +78,7 @@ PANELS = (
     Panel("Log-prob mismatch", {"logprob_mismatch": "|trainer - sampler|"}),
     Panel("KL of trainer and sampler", {"mismatch_kl": "nats per token"}),
     Panel("Tokens by mismatch in nats", {"mismatch_tokens/": ""}, is_stack=True),
-    Panel("Turns per rollout", {"turns_mean": "turns"}),
+    Panel("Turns per rollout", {"turns_mean": "turns", "segments_mean": "segments"}),
     Panel("Tokens per response", {"response_len_mean": "tokens"}),
     Panel("Tokens per prompt", {"prompt_len_mean": "tokens"}),
     Panel("Where sampled tokens go", {"tokens/to/": ""}, is_stack=True),

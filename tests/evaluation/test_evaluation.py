@@ -19,7 +19,8 @@ from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Policy, Prompt
 from flowtrain.config import Config
 from flowtrain.evaluation.evaluator import Evaluation, Evaluator, load_benchmarks, roll_out
-from flowtrain.metrics.rollouts import RolloutStats
+from flowtrain.metrics import trajectory_record
+from flowtrain.metrics.rollouts import Outcome, RolloutStats
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
@@ -87,12 +88,27 @@ def test_statistics_by_hand() -> None:
         reward_density=1000 * 1.5 / 24,
         hinted_share=0.0,
         prompt_len_mean=80 / 6,
+        segments_mean=6 / 4,
+        reread_share=(20 + 15 + 15) / 80,
         out_of_turns_share=1 / 4,
         out_of_time_share=2 / 4,
         tool_shares={"Search": 3 / 6, "Python_Coder": 1 / 6, "Base_Generator": 0.0},
     )
     assert sum(stats.tool_shares.values()) + stats.malformed_share == pytest.approx(1)
     assert stats.reward_error == pytest.approx(stats.reward_std / 2)
+
+
+def test_segments_are_turns_that_go_on_with_no_earlier_one() -> None:
+    """The second and the last go on with the first; the third was rewritten."""
+    pairs = [((1, 2), (3,)), ((1, 2, 3, 4), (5,)), ((1, 2, 9), (7,)), ((1, 2, 3, 6), (8,))]
+    calls = [Call(prompt, said, (-1.0,), (), FinishReason.STOP) for prompt, said in pairs]
+    turns = [
+        Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, 0.1) for call in calls
+    ]
+    trajectory = rollout(1.0, *turns)
+    for outcome in (Outcome.of(trajectory), Outcome.of_record(trajectory_record(trajectory, 0))):
+        stats = RolloutStats.of_outcomes([outcome], ())
+        assert (stats.segments_mean, stats.reread_share) == (2.0, 3 / (2 + 1 + 3 + 1))
 
 
 def test_an_answer_without_tools_is_not_malformed() -> None:
@@ -157,6 +173,8 @@ def test_metrics_are_flat() -> None:
             "response_len_mean",
             "num_sampled_tokens",
             "prompt_len_mean",
+            "segments_mean",
+            "reread_share",
         ),
         *(
             "failed_rollouts",
