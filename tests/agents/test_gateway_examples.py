@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from gateway_runs import call_text, calls_of, logging_engine, make_agent, roll_out
 
 from examples.gateway import tools
+from flowtrain.metrics.rollouts import Outcome, RolloutStats
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gateway"
 
@@ -30,6 +32,20 @@ def test_a_program_calls_tools_until_it_answers(program: str) -> None:
     assert ["Chad" in used.result.output for used in first.tool_calls] == [True, False]
     assert [used.result.output for used in second.tool_calls] == ["42"]
     assert third.tool_calls == ()
+
+
+def test_a_program_that_rewrites_its_history_is_trained_in_segments() -> None:
+    asks = [call_text(f"area of {name}").replace("search", "Search") for name in ("Chad", "Mali")]
+    engine = logging_engine(*asks, call_text("6 * 7").replace("search", "Python_Coder"), "42")
+    agent = make_agent(engine, function=f"{EXAMPLES / 'compacting'}.py:solve")
+    trajectory = replace(roll_out(agent), reward=1.0)
+    agent.close()
+    assert (trajectory.error, trajectory.answer) == ("", "42")
+    assert calls_of(trajectory) == engine.log, "what was sampled is trained once"
+    stats = RolloutStats.of_outcomes([Outcome.of(trajectory)], ())
+    assert stats.segments_mean == 3.0 and 0.4 < stats.reread_share < 0.8
+    last = engine.tokenizer.decode(engine.log[-1][0])
+    assert "Chad" in last and "Mali" in last and last.count('"query": "') == 1
 
 
 @pytest.mark.parametrize("program", ["plain", "agents_sdk"])

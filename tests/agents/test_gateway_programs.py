@@ -61,6 +61,21 @@ def test_or_what_it_writes_as_its_outcome(tmp_path: Path) -> None:
         assert problem in run_command(tmp_path, source.format(told=bad)).error
 
 
+def test_a_link_is_run_as_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the python of an environment, which imports what lies beside the link."""
+    (tmp_path / "bin").mkdir()
+    link = tmp_path / "bin" / "python"
+    link.symlink_to(sys.executable)
+    program = tmp_path / "program.py"
+    program.write_text("import sys; print(sys.orig_argv[0])")
+    monkeypatch.chdir(tmp_path)
+    agent = make_agent(logging_engine(), command=["bin/python", "program.py"])
+    try:
+        assert roll_out(agent).answer == str(link)
+    finally:
+        agent.close()
+
+
 def test_a_command_gets_a_folder_and_few_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,8 +84,9 @@ class Command:
     def __init__(self, options: Options) -> None:
         """Raises UserError for a program that is not there."""
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+        # Links stay: an environment's python is one, and where it lies tells what it can import.
         words = [
-            str(Path(word).resolve()) if Path(word).is_file() else word for word in options.command
+            str(Path(word).absolute()) if Path(word).is_file() else word for word in options.command
         ]
         if shutil.which(words[0], path=path) is None:
             raise UserError(f"gateway.command={list(options.command)}: there is no {words[0]!r}")
