@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gateway_fidelity import Program
 
-from flowtrain.agents.gateway.plain import Reply
+from flowtrain.agents.gateway.plain import AskedCall, Reply
 from flowtrain.agents.gateway.wires import messages as anthropics
 from flowtrain.agents.gateway.wires import responses as openais
 from flowtrain.types import Trajectory
@@ -212,6 +213,17 @@ def test_any_reply_comes_back_as_it_was(
     blocks = json.loads(anthropics.write(asked, reply))["content"]
     again = anthropics.read(_body(messages=[{"role": "assistant", "content": blocks}]))
     assert again.messages[-1]["content"].strip() == whole.strip()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_json_to_python_alone_becomes_text(stream: bool) -> None:
+    reply = Reply("1", "", (AskedCall("a", "f", '{"x": [NaN, -Infinity, 1]}'),), "tool_calls", 1, 1)
+    asked = anthropics.read(_body(messages=HI, stream=stream))
+    written = anthropics.write(asked, reply).decode()
+    assert "NaN" in written and re.search(r"[^\w\"]NaN", written) is None
+    if not stream:
+        (block,) = json.loads(written)["content"]
+        assert block["input"] == {"x": ["NaN", "-Infinity", 1]}
 
 
 def _body(**given: Any) -> bytes:

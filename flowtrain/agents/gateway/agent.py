@@ -1,6 +1,6 @@
 """The agent `gateway`: a program of somebody else's, trained token by token.
 
-The program knows nothing of training. It gets a task, the URL of an OpenAI-compatible endpoint and
+The program knows nothing of training. It gets a task, the URL of an endpoint and
 a key of its own for every rollout; what is sampled under the key is recorded in this process, where
 it is sampled.
 """

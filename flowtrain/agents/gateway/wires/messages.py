@@ -228,8 +228,8 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     if text or not (reply.calls or blocks):
         blocks.append({"type": "text", "text": text})
     for call in reply.calls:
-        used = {"id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-        blocks.append({"type": "tool_use", **used})
+        given = json.loads(call.arguments, parse_constant=str)  # NaN is JSON to Python alone
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return blocks
 
 
