@@ -268,8 +268,9 @@ def _known_tokens(calls: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[
 
 
 def _known_of_record(turns: Sequence[Mapping[str, Any]]) -> list[int]:
+    """As `_known_tokens`; 0 for turns that were recorded without the ids of their prompts."""
     calls, prompt = [], list[int]()
     for turn in turns:
-        prompt = [*prompt[: turn["prompt_shared"]], *turn["prompt_ids"]]
+        prompt = [*prompt[: turn.get("prompt_shared", 0)], *turn.get("prompt_ids", ())]
         calls.append((prompt, turn["response_ids"]))
     return _known_tokens(calls)
