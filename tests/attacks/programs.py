@@ -56,7 +56,7 @@ ATTACKS = {
     "huge integer printed": program("10 ** 100000", "ValueError: Exceeds the limit"),
     "memory bomb": program("bytearray(10 ** 9)", "memory limit of 128 MiB exceeded"),
     "memory in small steps": program(
-        "a = []\nwhile True: a.append(bytearray(8 << 20))", "memory limit of 128 MiB exceeded"
+        "a = []\nwhile True: a.append(bytes(8 << 20))", "memory limit of 128 MiB exceeded"
     ),
     "print flood": program("while True: print('x' * 100)", FLOOD),
     "stderr flood": program("import sys\nwhile True: sys.stderr.write('x' * 100)", FLOOD),
