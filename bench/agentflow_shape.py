@@ -30,6 +30,7 @@ HYBRID = {
     **{f"linear_num_{name}_heads": 6 for name in ("key", "value")},
     **{f"linear_{name}_head_dim": 128 for name in ("key", "value")},
 }
+"""What its config has besides."""
 
 
 def agentflow_samples(num_turns: int, scale: float, group_size: int = 8) -> list[Sample]:
@@ -70,14 +71,15 @@ def random_model(shape: str, max_positions: int) -> PreTrainedModel:
 
     width, mlp, layers, heads, key_heads, vocab = SHAPES[shape]
     torch.manual_seed(0)
-    config = CONFIG_MAPPING["qwen3_5_text" if shape == "hybrid" else "qwen2"](
+    family, options = ("qwen3_5_text", HYBRID) if shape == "hybrid" else ("qwen2", {})
+    config = CONFIG_MAPPING[family](
         vocab_size=vocab,
         hidden_size=width,
         intermediate_size=mlp,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
-        **(HYBRID if shape == "hybrid" else {}),
+        **options,
         max_position_embeddings=max_positions,
         tie_word_embeddings=True,
     )
