@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 from flowtrain.agents.base import Agent
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.engines.protocol import EngineError
-from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
+from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory
+from flowtrain.utils.loops import run_to_end
 from flowtrain.utils.seeds import derive_seed
-
-T = TypeVar("T")
 
 
 def _nobody_counts() -> None:
@@ -114,16 +113,6 @@ def _run(agent: Agent, requests: Sequence[RolloutRequest], *options: Any) -> Ite
     return iter(run_to_end(_collect(agent, requests, *options)))
 
 
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a new event loop; among its failures a UserError comes first."""
-    try:
-        return asyncio.run(work)
-    except ExceptionGroup as failures:
-        if mistake := next(user_errors(failures), None):
-            raise mistake from None
-        raise
-
-
 async def roll_out(agent: Agent, task: Task, seed: int) -> Trajectory:
     """Roll out one task; a planner whose engine fails makes a failed rollout."""
     started = time.monotonic()
@@ -162,12 +151,3 @@ async def _collect(
     async with asyncio.TaskGroup() as running:
         rollouts = [running.create_task(rollout(request)) for request in requests]
     return [rollout.result() for rollout in rollouts]
-
-
-def user_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[UserError]:
-    """Yield the UserErrors among the failures of a task group."""
-    for failure in failures.exceptions:
-        if isinstance(failure, BaseExceptionGroup):
-            yield from user_errors(failure)
-        elif isinstance(failure, UserError):
-            yield failure

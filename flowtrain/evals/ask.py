@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flowtrain.agents.collect import roll_out, run_to_end
+from flowtrain.agents.collect import roll_out
 from flowtrain.engines.chat import metered
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.system import System
@@ -14,6 +14,7 @@ from flowtrain.evaluation.benchmark_metrics import short_metrics
 from flowtrain.metrics import ProgressLine
 from flowtrain.rewards import score_one
 from flowtrain.types import Task
+from flowtrain.utils.loops import run_to_end
 from flowtrain.utils.seeds import derive_seed
 
 

@@ -19,6 +19,7 @@ from flowtrain.rewards.judge import Judge
 from flowtrain.rewards.scorers import MAX_CHARS, by_rule
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.types import Group, Task, Trajectory
+from flowtrain.utils.loops import run_to_end
 from flowtrain.utils.text import final_answer
 
 _REFUSALS = {
@@ -49,7 +50,7 @@ def score(
         each = [t for group in groups for t in group.trajectories]
         return await asyncio.gather(*(score_one(t, judge, functions, bounds) for t in each))
 
-    rest = iter(asyncio.run(all_of_them()))
+    rest = iter(run_to_end(all_of_them()))
     return [
         replace(group, trajectories=tuple(islice(rest, len(group.trajectories))))
         for group in groups

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.agents.base import Agent
-from flowtrain.agents.collect import roll_out, run_to_end
+from flowtrain.agents.collect import roll_out
 from flowtrain.config import Config, Reward
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import Refused
@@ -30,6 +30,7 @@ from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
 from flowtrain.metrics.pins import check_same
 from flowtrain.rewards import Judge, RewardFunctions, score_one
 from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.utils.loops import run_to_end
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import printable
 

@@ -18,7 +18,7 @@ from typing import Any
 from flowtrain.agents.agentflow.expert import scripted
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.base import Agent
-from flowtrain.agents.collect import collect, run_to_end
+from flowtrain.agents.collect import collect
 from flowtrain.agents.talking.tool_calling import ToolCallingAgent
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError, NoEngine
@@ -32,6 +32,7 @@ from flowtrain.training.model import export, named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory, Turn, UserError
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.loops import run_to_end
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import printable
 

@@ -32,6 +32,7 @@ from flowtrain.types import SubGoal, Task, UserError
 from flowtrain.utils.commands import end_on_signals
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import writing
+from flowtrain.utils.loops import run_to_end
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.terminal import protect_output
 from flowtrain.utils.waiting import waiting
@@ -176,10 +177,7 @@ def _annotate(
                 running.create_task(one(task))
 
     with waiting("annotated rows", True, total=len(tasks)) as tick:
-        try:
-            asyncio.run(every())
-        except* UserError as mistakes:  # of the file
-            raise mistakes.exceptions[0] from None
+        run_to_end(every())
     return failed
 
 

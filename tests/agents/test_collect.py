@@ -5,6 +5,7 @@ allowed, no failure hidden.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
 from dataclasses import dataclass, field, replace
@@ -315,6 +316,23 @@ def test_a_mistake_of_the_user_comes_out_as_such() -> None:
 
     with pytest.raises(UserError, match="no such model"):
         collect(flow(Mistaken()), TASKS, group_size=2, seed=1)
+
+
+def test_an_interrupt_amid_a_rollouts_step_is_all_that_is_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """asyncio would log it once more, with its traceback, for a task that nobody asked."""
+
+    class Interrupted(FakePlanner):
+        async def plan(
+            self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
+        ) -> Plan:
+            raise KeyboardInterrupt  # as the handler of a signal does
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(flow(Interrupted()), TASKS[:1], group_size=1, seed=1)
+    gc.collect()
+    assert caplog.records == []
 
 
 # ---- branches
