@@ -126,6 +126,17 @@ test-ray: $(VENV)/ray/.done
 	PYTHONPATH=.:kernels:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 		$(VENV)/ray/bin/python -m pytest tests/deploy/test_ray_pool.py
 
+# Harbor in an environment of its own: it wants Python 3.12, and packages that those of vLLM exclude.
+HARBOR_PYTHON ?= >=3.12
+$(VENV)/harbor/.done: $(VENV)/.done
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv venv --quiet --clear --python '$(HARBOR_PYTHON)' $(VENV)/harbor
+	$(BIN)/uv pip install --quiet --python $(VENV)/harbor 'harbor>=0.26' dockerfile-parse
+	touch $@
+
+test-harbor: $(VENV)/harbor/.done
+	$(BIN)/python -m pytest -n $(JOBS) tests/agents/test_harbor.py
+
 # In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py \

@@ -149,7 +149,7 @@ def _what_runs_more() -> str:
     if not (shutil.which("postgres") or Path("/usr/lib/postgresql").is_dir()):
         missing.append("postgresql")
     install = f"apt-get install -y {' '.join(missing)}; " if missing else ""
-    makes = "make test-vllm test-optional test-loggers test-ray"
+    makes = "make test-vllm test-optional test-loggers test-ray test-harbor"
     return f"{install}{makes}; FLOWTRAIN_PLANNER=1 for the planner's; a GPU for those of kernels"
 
 

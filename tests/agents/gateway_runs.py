@@ -98,10 +98,14 @@ def spelled(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def make_agent(
-    engine: LoggingEngine, *, agent: dict[str, Any] | None = None, **gateway: Any
+    engine: LoggingEngine,
+    *,
+    agent: dict[str, Any] | None = None,
+    tasks: dict[str, Any] | None = None,
+    **gateway: Any,
 ) -> GatewayAgent:
     options = {"name": "gateway", "max_turns": 8, **(agent or {})}
-    config = Config.model_validate({"agent": options, "gateway": gateway})
+    config = Config.model_validate({"agent": options, "gateway": gateway, "tasks": tasks or {}})
     GatewayAgent.check(config, engine.tokenizer)
     policy = Policy(engine, engine.tokenizer, 300, temperature=1.0, request_timeout_s=20.0)
     context = AgentContext(config, {"planner": policy}, {}, {}, config.agent.max_turns)

@@ -19,8 +19,9 @@ from flowtrain.agents.gateway.server import Gateway, new_key
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
 from flowtrain.agents.talking.dialect import Dialect
 from flowtrain.config import Config
-from flowtrain.config.gateway import Gateway as Options
 from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.tasks.harbor import COLUMN as HARBOR
+from flowtrain.tasks.harbor import harbor_command
 from flowtrain.tasks.verifiers import COLUMN as VERIFIERS
 from flowtrain.types import BranchStart, Task, Trajectory, UserError
 from flowtrain.utils.per_loop import Gate
@@ -34,7 +35,7 @@ class GatewayAgent(SessionAgent):
         super().__init__(context)
         self._options = context.config.gateway
         self._dialect = _dialect(context.config, context.policies["planner"].tokenizer)
-        self._program = _program(self._options)
+        self._program = _program(context.config)
         self._gateway: Gateway | None = None
         self._lock = threading.Lock()
         self._places = Gate(self._options.max_programs)
@@ -51,7 +52,7 @@ class GatewayAgent(SessionAgent):
                     "has its own"
                 )
         _dialect(config, tokenizer)
-        _program(config.gateway).close()
+        _program(config).close()
 
     @property
     def gateway(self) -> Gateway:
@@ -81,7 +82,7 @@ class GatewayAgent(SessionAgent):
 
     async def answer(self, session: Session) -> str:
         gateway = self.gateway
-        session.must_report = VERIFIERS in session.task.extra
+        session.must_report = bool({VERIFIERS, HARBOR} & session.task.extra.keys())
         recorder = Recorder(session, self._dialect, self.context.config.agent.max_result_chars)
         rollout = Rollout(
             session,
@@ -128,7 +129,11 @@ class GatewayAgent(SessionAgent):
         self._program.close()
 
 
-def _program(options: Options) -> Program:
+def _program(config: Config) -> Program:
+    options = config.gateway
+    if config.tasks.harbor:
+        command = harbor_command(config.tasks.harbor)
+        options = options.model_copy(update={"command": command, "columns": (HARBOR,)})
     if options.command:
         return Command(options)
     if options.function:

@@ -1,0 +1,2 @@
+#!/bin/bash
+grep -c error log.txt > count.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+sed -i 's/ecco/echo/' hello.sh

@@ -1,0 +1,2 @@
+#!/bin/bash
+mkdir -p out && mv in/*.txt out/

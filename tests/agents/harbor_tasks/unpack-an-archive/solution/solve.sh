@@ -1,0 +1,2 @@
+#!/bin/bash
+tar -xOf pack.tar note.txt > answer.txt

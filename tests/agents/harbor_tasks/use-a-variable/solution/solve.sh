@@ -1,0 +1,2 @@
+#!/bin/bash
+echo "$SHIP" > ship.txt
