@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from flowtrain.config import Config
 from flowtrain.tasks.harbor import harbor_tasks
 from flowtrain.tasks.sets import task_set
 from flowtrain.types import UserError
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "harbor"
 
 
 def options() -> dict[str, Any]:
@@ -27,6 +32,14 @@ def test_a_python_without_harbor_says_what_it_needs() -> None:
 def test_a_python_that_is_not_there_is_named() -> None:
     with pytest.raises(UserError, match=r"tasks\.harbor\.python='/no/python'"):
         harbor_tasks({"python": "/no/python", "dataset": {"path": "tasks"}})
+
+
+def test_the_example_is_a_config_whose_tasks_are_there() -> None:
+    given = tomllib.loads((EXAMPLE / "train.toml").read_text())
+    table = Config.model_validate(given).tasks.harbor
+    assert table["dataset"]["path"] == "examples/harbor/tasks"
+    for name in table["dataset"]["task_names"]:
+        assert (EXAMPLE / "tasks" / name / "instruction.md").is_file()
 
 
 def test_an_unknown_key_is_named() -> None:
