@@ -175,13 +175,13 @@ def test_commands_see_no_network_and_no_file_of_this_machine(tmp_path: Path) -> 
             f"(exec 3<>/dev/tcp/127.0.0.1/{port}) 2>/dev/null && echo open || echo closed",
             "touch /usr/mine /etc/mine /bin/mine",
             "ls /home /root; id -u; echo processes $(ls /proc | grep -c '^[0-9]')",
-            "env | grep -c API_KEY",
+            "echo keys $(env | grep -c API_KEY)",
         )
     assert "the key" not in shown and "closed" in shown
     assert shown.count("Read-only file system") == 3
     count = re.search(r"processes (\d+)", shown)
     assert count is not None and int(count[1]) < 10
-    assert "\n0\n" in shown
+    assert "keys 0" in shown, shown
 
 
 def test_a_link_laid_in_place_of_the_logs_leads_nowhere(tmp_path: Path) -> None:

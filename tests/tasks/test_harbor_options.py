@@ -13,7 +13,6 @@ from flowtrain.tasks.harbor import harbor_tasks
 from flowtrain.tasks.sets import task_set
 from flowtrain.types import UserError
 
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "harbor"
 
 

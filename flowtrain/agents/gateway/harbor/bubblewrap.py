@@ -31,7 +31,9 @@ MAX_OUTPUT_BYTES = 1 << 20
 """Kept of what a command prints to stdout, and as much to stderr."""
 MAX_DOWNLOAD_BYTES = 64 << 20
 _SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_OF_ETC = ("alternatives", "ld.so.cache", "passwd", "group", "ssl/certs", "nsswitch.conf")
+_OF_ETC = ("alternatives", "ld.so.cache", "ssl/certs", "nsswitch.conf")
+_USERS = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n"
+_GROUPS = "root:x:0:\nnogroup:x:65534:\n"
 _IGNORED = ("FROM", "LABEL", "EXPOSE", "CMD", "ENTRYPOINT", "USER", "COMMENT", "HEALTHCHECK")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -74,6 +76,9 @@ class Bubblewrap(BaseEnvironment):
         root, etc = self._folder / "root", self._folder / "etc"
         for name in _OF_ETC:
             _copy(Path("/etc", name), etc / name)
+        etc.mkdir(exist_ok=True)
+        (etc / "passwd").write_text(_USERS)
+        (etc / "group").write_text(_GROUPS)
         for name in ("tmp", "root", "tests", "solution", *self._mount_targets()):
             (root / name.lstrip("/")).mkdir(parents=True, exist_ok=True)
         if os.geteuid() == 0:

@@ -56,10 +56,7 @@ class Shell(BaseAgent):
             {"role": "system", "content": self._system},
             {"role": "user", "content": instruction},
         ]
-        at = self.extra_env
-        async with AsyncOpenAI(
-            base_url=at["OPENAI_BASE_URL"], api_key=at["OPENAI_API_KEY"], max_retries=0
-        ) as client:
+        async with AsyncOpenAI(max_retries=0) as client:  # URL and key of this process
             while True:
                 try:
                     reply = await client.chat.completions.create(model="policy", messages=messages)

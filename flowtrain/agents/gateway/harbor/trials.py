@@ -33,6 +33,7 @@ from harbor.trial.trial import Trial
 KINDS = {"agent": AgentConfig, "environment": EnvironmentConfig, "verifier": VerifierConfig}
 SHELL = {"import_path": "shell:Shell"}
 """The agent where the options name none; Harbor's own default is the oracle."""
+_ENDPOINT = ("_BASE_URL", "_API_KEY")
 
 
 class TrialFailed(Exception):
@@ -106,17 +107,19 @@ async def play() -> None:
     given = json.loads(Path(os.environ["FLOWTRAIN_TASK"]).read_text(encoding="utf-8"))["harbor"]
     options = given["options"]
     agent = dict(options.get("agent") or SHELL)
-    endpoint = {name: os.environ[name] for name in os.environ if name.endswith(_OF_ENDPOINT)}
-    agent["env"] = {**agent.get("env", {}), **endpoint}
-    if agent.get("name"):  # one of Harbor's own, which wants a provider before the model
-        base_url = os.environ["OPENAI_BASE_URL"]
-        agent = {"model_name": "openai/policy", "base_url": base_url, **agent}
+    if agent.get("name"):
+        # One of Harbor's own, which it installs in the environment. Others read their endpoint from
+        # this process, and what commands see has no key in it.
+        endpoint = {name: value for name, value in os.environ.items() if name.endswith(_ENDPOINT)}
+        agent = {
+            "model_name": "openai/policy",  # Harbor wants a provider before the model
+            "base_url": os.environ["OPENAI_BASE_URL"],
+            **agent,
+            "env": {**agent.get("env", {}), **endpoint},
+        }
     rewards = await run_trial(given["path"], options, agent, str(Path.cwd()))
     outcome = json.dumps({"answer": "", "reward": rewards})
     Path(os.environ["FLOWTRAIN_OUTCOME"]).write_text(outcome, encoding="utf-8")
-
-
-_OF_ENDPOINT = ("_BASE_URL", "_API_KEY")
 
 
 async def main(what: str) -> None:
