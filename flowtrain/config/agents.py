@@ -48,6 +48,8 @@ class Agent(Section):
     environment: str = ""
     """name = "tools": FILE.py:NAME or PACKAGE.MODULE:NAME of a callable that makes the environment
     of a rollout from its task, with tools and a user of its own (docs/agents/environments.md)"""
+    environment_options: dict[str, Any] = Field(default_factory=dict)
+    """further arguments of that callable, by name"""
     tools: tuple[str, ...] = ("Base_Generator", "Python_Coder", "Wikipedia_Search")
     """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
     environment; also Web_Search, Web_Reader, Search, FILE.py:NAME of a function or class of yours,
@@ -116,6 +118,10 @@ class Agent(Section):
             raise ValueError(
                 f"agent.environment={self.environment!r} goes with agent.name = 'tools', which is "
                 f"{self.name!r}"
+            )
+        if self.environment_options and not self.environment:
+            raise ValueError(
+                "agent.environment_options goes with agent.environment, which is unset"
             )
         if self.name == "tools" and self.prompt != "full":
             raise ValueError(

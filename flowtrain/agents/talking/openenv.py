@@ -1,0 +1,160 @@
+"""Environments of the package `openenv` behind a server: `agent.environment =
+"flowtrain.agents.talking.openenv:OpenEnv"`, with its address in `agent.environment_options`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from openenv.core import GenericEnvClient
+
+from flowtrain.agents.talking.environment import EnvironmentTool
+from flowtrain.tools import Tool, ToolCard, ToolError
+from flowtrain.tools.web.api import Api, Request
+from flowtrain.types import Task
+from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.text import encodable, printable
+
+_REFUSED = re.compile(r"\(code: (VALIDATION_ERROR|EXECUTION_ERROR|CAPACITY_REACHED)\)$")
+_PAUSE_S = 0.5
+_api = Api()
+
+
+class _Client(GenericEnvClient):  # type: ignore[misc]
+    async def _ensure_connected(self) -> None:
+        """Do not connect again unasked: a new session would be another world."""
+
+
+@dataclass
+class OpenEnv:
+    """One episode in a session of its own; see `Environment`.
+
+    A text of the policy fills the field `action` of an action; without, it acts by calls. It reads
+    the field `observation`, or all that there is. `reset` names columns of the task's row to reset
+    with, besides the seed; `timeout_s` is for each answer of the server.
+    """
+
+    task: Task
+    url: str
+    action: str = ""
+    observation: str = ""
+    reset: Sequence[str] = ()
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self._client = _Client(self.url, message_timeout_s=self.timeout_s, mode="simulation")
+        self._one_at_a_time = asyncio.Lock()
+        self._lost = ""
+        self.over = False
+        self.rewards: list[float] = []
+        self.tools: dict[str, Tool] = {}
+
+    def text_of(self, seen: Mapping[str, Any]) -> str:
+        """Return what the policy reads. Raises ToolError for what a failed tool gives."""
+        shown: Any = {name: value for name, value in seen.items() if name != "metadata"}
+        if "tool_name" in seen:
+            if seen.get("error"):
+                raise ToolError(seen["error"]["message"])
+            shown = seen["result"]
+            shown = shown.get("data", shown) if isinstance(shown, dict) else shown
+        elif len(shown) < 2:
+            shown = next(iter(shown.values()), "")
+        shown = seen.get(self.observation, shown)
+        return encodable(shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False))
+
+    async def open(self) -> Sequence[dict[str, Any]]:
+        begun = await self._begin()
+        self.over = bool(begun.done)
+        self.tools = {} if self.action else await self._find_tools()
+        parts = filter(None, [self.task.prompt, self.text_of(begun.observation)])
+        return [{"role": "user", "content": "\n\n".join(parts)}]
+
+    async def reply(self, text: str) -> str | None:
+        if not self.action or self.over:
+            return None
+        try:
+            seen = await self._step({self.action: text})
+        except ToolError as refused:
+            seen = f"Error: {refused}"
+        return None if self.over else seen
+
+    async def reward(self) -> float:
+        if self._lost or (self.over and not self.rewards):
+            raise ConnectionError(self._lost or f"{self.url}: the episode ended without a reward")
+        return sum(self.rewards)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _begin(self) -> Any:
+        """Reset, as soon as the server has a session free."""
+        row = self.task.extra
+        # Some generators of random numbers take no more than 32 bits.
+        seed = row.get("seed", derive_seed(self.task.id) % 2**31)
+        reset = partial(self._client.reset, **{name: row[name] for name in self.reset}, seed=seed)
+        while True:
+            await self._ask(self._client.connect)
+            try:
+                return await self._ask(reset)
+            except ToolError as refused:
+                if "CAPACITY_REACHED" not in str(refused):
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _find_tools(self) -> dict[str, Tool]:
+        """Return the environment's tools, or `step` with the fields of its action."""
+        request = Request(f"{self.url.rstrip('/')}/schema")
+        schema = (await self._ask(lambda: _api.ask(request, self.timeout_s)))["action"]
+        schema["properties"].pop("metadata", None)
+        found = [("step", schema.get("description", "Takes the next action."), schema)]
+        if not schema["properties"] or "tool_name" in schema["properties"]:
+            listed = await self._ask(partial(self._client.step, {"type": "list_tools"}))
+            tools = listed.observation["tools"]
+            found = [(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
+        return {name: _tool(name, *of, partial(self._call, name)) for name, *of in found}
+
+    async def _call(self, tool: str, /, **arguments: object) -> str:
+        if tool == "step":  # openenv lets no tool of an environment have the name
+            return await self._step(arguments)
+        return await self._step({"type": "call_tool", "tool_name": tool, "arguments": arguments})
+
+    async def _step(self, action: Mapping[str, Any]) -> str:
+        async with self._one_at_a_time:  # a response may hold several calls
+            if self.over:
+                raise ToolError("the episode is over")
+            result = await self._ask(partial(self._client.step, action))
+            self.over = bool(result.done)
+            self.rewards += [] if result.reward is None else [float(result.reward)]
+            return self.text_of(result.observation)
+
+    async def _ask(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Return an answer. Raises ToolError where the server refuses, ConnectionError where it is
+        lost, and with it the episode.
+        """
+        self._lost = f"{self.url}: it was cut off amid a request"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                answer = await ask()
+        # The client, the network and what the server sent may raise anything.
+        except Exception as error:
+            words = str(error) or f"no answer within {self.timeout_s:g} s"
+            if _REFUSED.search(words):
+                self._lost = ""
+                raise ToolError(words) from None
+            self._lost, self.over = f"{self.url}: {type(error).__name__}: {words}", True
+            raise ConnectionError(self._lost) from None
+        self._lost = ""
+        return answer
+
+
+def _tool(name: str, about: str, schema: Mapping[str, Any], run: Callable[..., Any]) -> Tool:
+    line = printable(" ".join(about.split()), keep="")[:2000]
+    return EnvironmentTool(
+        ToolCard(name, line, (), schema=json.dumps(schema), keeps_time=True), run
+    )
