@@ -1,4 +1,4 @@
-"""An OpenEnv environment and its server: three orders in turn, "digits" or "letters", and each reply
+"""An OpenEnv environment and its server: it orders "digits" or "letters" three times. Each reply
 earns the share of its characters that are what was ordered.
 
 python examples/openenv/dictation.py --port 8000
@@ -35,16 +35,15 @@ class Dictation(Environment[Reply, Order, State]):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Order:
-        self._orders = random.Random(seed).choices(list(ORDERS), k=NUM_STEPS)
+        self._order = random.Random(seed).choice(list(ORDERS))
         self._state = State(episode_id=episode_id)
-        return Order(order=self._orders[0])
+        return Order(order=self._order)
 
     def step(self, action: Reply, timeout_s: float | None = None, **_: Any) -> Order:
-        fits = ORDERS[self._orders[self._state.step_count]]
-        share = sum(map(fits, action.text)) / max(len(action.text), 1)
+        share = sum(map(ORDERS[self._order], action.text)) / max(len(action.text), 1)
         self._state.step_count += 1
-        left = self._orders[self._state.step_count :]
-        return Order(order=left[0] if left else "", reward=share / NUM_STEPS, done=not left)
+        is_last = self._state.step_count == NUM_STEPS
+        return Order(order=self._order, reward=share / NUM_STEPS, done=is_last)
 
     @property
     def state(self) -> State:

@@ -119,10 +119,6 @@ class Agent(Section):
                 f"agent.environment={self.environment!r} goes with agent.name = 'tools', which is "
                 f"{self.name!r}"
             )
-        if self.environment_options and not self.environment:
-            raise ValueError(
-                "agent.environment_options goes with agent.environment, which is unset"
-            )
         if self.name == "tools" and self.prompt != "full":
             raise ValueError(
                 f"agent.prompt={self.prompt!r} does not go with agent.name='tools', which needs "

@@ -52,8 +52,7 @@ class Environment(Protocol):
 
     # An environment may have `async def turn_rewards(self) -> Sequence[float]` besides: what each
     # response of the rollout earned, which adds to `reward` (algorithm.turn_credit).
-    # `over: bool` says that nothing more can happen, so that the rollout ends after the calls of a
-    # response, too.
+    # `over`: nothing more can happen, so that the rollout ends, after calls too.
 
 
 Maker = Callable[[Task], Environment]
@@ -68,9 +67,7 @@ class EnvironmentTool(Tool):
 
 
 def load_maker(config: Config) -> Maker | None:
-    """Import what `agent.environment` names, with `agent.environment_options` as its arguments;
-    None where it is unset. Raises UserError.
-    """
+    """Import what `agent.environment` names, with its options; None if unset. Raises UserError."""
     name = config.agent.environment
     if not name:
         return None
@@ -82,12 +79,10 @@ def load_maker(config: Config) -> Maker | None:
     try:
         inspect.signature(found).bind(None, **options)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{origin} with the options {', '.join(options) or 'none'}: {error}"
-        ) from None
+        raise UserError(f"agent.environment_options for {attribute!r}: {error}") from None
     maker: Any = partial(found, **options)
     maker.can_repeat = getattr(found, "can_repeat", False)
-    return maker  # type: ignore[no-any-return]
+    return maker
 
 
 @asynccontextmanager

@@ -1,12 +1,9 @@
-"""Environments of the package `openenv` behind a server: `agent.environment =
-"flowtrain.agents.talking.openenv:OpenEnv"`, with its address in `agent.environment_options`.
-"""
+"""Environments behind servers of the package `openenv` (docs/agents/environments.md)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,24 +18,17 @@ from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import encodable, printable
 
-_REFUSED = re.compile(r"\(code: (VALIDATION_ERROR|EXECUTION_ERROR|CAPACITY_REACHED)\)$")
-_PAUSE_S = 0.5
 _api = Api()
 
 
-class _Client(GenericEnvClient):  # type: ignore[misc]
+class _Client(GenericEnvClient):
     async def _ensure_connected(self) -> None:
         """Do not connect again unasked: a new session would be another world."""
 
 
 @dataclass
 class OpenEnv:
-    """One episode in a session of its own; see `Environment`.
-
-    A text of the policy fills the field `action` of an action; without, it acts by calls. It reads
-    the field `observation`, or all that there is. `reset` names columns of the task's row to reset
-    with, besides the seed; `timeout_s` is for each answer of the server.
-    """
+    """One episode in a session of its own; its options are in docs/agents/environments.md."""
 
     task: Task
     url: str
@@ -69,17 +59,29 @@ class OpenEnv:
         return encodable(shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False))
 
     async def open(self) -> Sequence[dict[str, Any]]:
-        begun = await self._begin()
-        self.over = bool(begun.done)
-        self.tools = {} if self.action else await self._find_tools()
+        row = self.task.extra
+        # Some generators of random numbers take no more than 32 bits.
+        seed = row.get("seed", derive_seed(self.task.id) % 2**31)
+        reset = partial(self._client.reset, **{name: row[name] for name in self.reset}, seed=seed)
+        while True:
+            await self._ask(self._client.connect)
+            try:
+                begun = await self._ask(reset)
+                break
+            except ToolError as refused:
+                if "CAPACITY_REACHED" not in str(refused):
+                    raise
+            await asyncio.sleep(0.5)  # until the server has a session free
+        if not self.action:
+            await self._find_tools()
         parts = filter(None, [self.task.prompt, self.text_of(begun.observation)])
         return [{"role": "user", "content": "\n\n".join(parts)}]
 
     async def reply(self, text: str) -> str | None:
-        if not self.action or self.over:
+        if not self.action:
             return None
         try:
-            seen = await self._step({self.action: text})
+            seen = await self._step(**{self.action: text})
         except ToolError as refused:
             seen = f"Error: {refused}"
         return None if self.over else seen
@@ -92,39 +94,27 @@ class OpenEnv:
     async def close(self) -> None:
         await self._client.close()
 
-    async def _begin(self) -> Any:
-        """Reset, as soon as the server has a session free."""
-        row = self.task.extra
-        # Some generators of random numbers take no more than 32 bits.
-        seed = row.get("seed", derive_seed(self.task.id) % 2**31)
-        reset = partial(self._client.reset, **{name: row[name] for name in self.reset}, seed=seed)
-        while True:
-            await self._ask(self._client.connect)
-            try:
-                return await self._ask(reset)
-            except ToolError as refused:
-                if "CAPACITY_REACHED" not in str(refused):
-                    raise
-            await asyncio.sleep(_PAUSE_S)
-
-    async def _find_tools(self) -> dict[str, Tool]:
-        """Return the environment's tools, or `step` with the fields of its action."""
+    async def _find_tools(self) -> None:
+        """Take the environment's tools, or one tool `step` of an action's fields."""
         request = Request(f"{self.url.rstrip('/')}/schema")
         schema = (await self._ask(lambda: _api.ask(request, self.timeout_s)))["action"]
         schema["properties"].pop("metadata", None)
-        found = [("step", schema.get("description", "Takes the next action."), schema)]
+        found = [
+            {"name": "step", "description": schema.get("description", ""), "input_schema": schema}
+        ]
         if not schema["properties"] or "tool_name" in schema["properties"]:
             listed = await self._ask(partial(self._client.step, {"type": "list_tools"}))
-            tools = listed.observation["tools"]
-            found = [(tool["name"], tool["description"], tool["input_schema"]) for tool in tools]
-        return {name: _tool(name, *of, partial(self._call, name)) for name, *of in found}
+            found = listed.observation["tools"]
+        for tool in found:
+            line = printable(" ".join(tool["description"].split()), keep="")[:2000]
+            arguments = json.dumps(tool["input_schema"])
+            card = ToolCard(tool["name"], line, (), schema=arguments, keeps_time=True)
+            self.tools[card.name] = EnvironmentTool(card, partial(self._step, card.name))
 
-    async def _call(self, tool: str, /, **arguments: object) -> str:
-        if tool == "step":  # openenv lets no tool of an environment have the name
-            return await self._step(arguments)
-        return await self._step({"type": "call_tool", "tool_name": tool, "arguments": arguments})
-
-    async def _step(self, action: Mapping[str, Any]) -> str:
+    async def _step(self, tool: str = "step", /, **arguments: object) -> str:
+        # openenv lets no tool have that name, and `metadata` is not the policy's to fill.
+        called = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
+        action: Any = {**arguments, "metadata": {}} if tool == "step" else called
         async with self._one_at_a_time:  # a response may hold several calls
             if self.over:
                 raise ToolError("the episode is over")
@@ -134,27 +124,18 @@ class OpenEnv:
             return self.text_of(result.observation)
 
     async def _ask(self, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Return an answer. Raises ToolError where the server refuses, ConnectionError where it is
-        lost, and with it the episode.
-        """
+        """Raise ToolError where the server refuses, ConnectionError where the episode is lost."""
         self._lost = f"{self.url}: it was cut off amid a request"
         try:
             async with asyncio.timeout(self.timeout_s):
                 answer = await ask()
         # The client, the network and what the server sent may raise anything.
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             words = str(error) or f"no answer within {self.timeout_s:g} s"
-            if _REFUSED.search(words):
-                self._lost = ""
-                raise ToolError(words) from None
-            self._lost, self.over = f"{self.url}: {type(error).__name__}: {words}", True
-            raise ConnectionError(self._lost) from None
+            self.over = not words.endswith(
+                ("VALIDATION_ERROR)", "EXECUTION_ERROR)", "CAPACITY_REACHED)")
+            )
+            self._lost = f"{self.url}: {type(error).__name__}: {words}" if self.over else ""
+            raise ConnectionError(self._lost) if self.over else ToolError(words) from None
         self._lost = ""
         return answer
-
-
-def _tool(name: str, about: str, schema: Mapping[str, Any], run: Callable[..., Any]) -> Tool:
-    line = printable(" ".join(about.split()), keep="")[:2000]
-    return EnvironmentTool(
-        ToolCard(name, line, (), schema=json.dumps(schema), keeps_time=True), run
-    )
