@@ -18,6 +18,7 @@ from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import encodable, printable
 
+_REFUSALS = ("VALIDATION_ERROR)", "EXECUTION_ERROR)", "CAPACITY_REACHED)")
 _api = Api()
 
 
@@ -40,8 +41,7 @@ class OpenEnv:
     def __post_init__(self) -> None:
         self._client = _Client(self.url, message_timeout_s=self.timeout_s, mode="simulation")
         self._one_at_a_time = asyncio.Lock()
-        self._lost = ""
-        self.over = False
+        self._lost, self.over = "", False
         self.rewards: list[float] = []
         self.tools: dict[str, Tool] = {}
 
@@ -62,11 +62,11 @@ class OpenEnv:
         row = self.task.extra
         # Some generators of random numbers take no more than 32 bits.
         seed = row.get("seed", derive_seed(self.task.id) % 2**31)
-        reset = partial(self._client.reset, **{name: row[name] for name in self.reset}, seed=seed)
+        columns = {"seed": seed} | {name: row[name] for name in self.reset}
         while True:
             await self._ask(self._client.connect)
             try:
-                begun = await self._ask(reset)
+                begun = await self._ask(partial(self._client.reset, **columns))
                 break
             except ToolError as refused:
                 if "CAPACITY_REACHED" not in str(refused):
@@ -99,9 +99,8 @@ class OpenEnv:
         request = Request(f"{self.url.rstrip('/')}/schema")
         schema = (await self._ask(lambda: _api.ask(request, self.timeout_s)))["action"]
         schema["properties"].pop("metadata", None)
-        found = [
-            {"name": "step", "description": schema.get("description", ""), "input_schema": schema}
-        ]
+        about = schema.get("description", "")
+        found = [{"name": "step", "description": about, "input_schema": schema}]
         if not schema["properties"] or "tool_name" in schema["properties"]:
             listed = await self._ask(partial(self._client.step, {"type": "list_tools"}))
             found = listed.observation["tools"]
@@ -132,9 +131,7 @@ class OpenEnv:
         # The client, the network and what the server sent may raise anything.
         except Exception as error:  # noqa: BLE001
             words = str(error) or f"no answer within {self.timeout_s:g} s"
-            self.over = not words.endswith(
-                ("VALIDATION_ERROR)", "EXECUTION_ERROR)", "CAPACITY_REACHED)")
-            )
+            self.over = not words.endswith(_REFUSALS)
             self._lost = f"{self.url}: {type(error).__name__}: {words}" if self.over else ""
             raise ConnectionError(self._lost) if self.over else ToolError(words) from None
         self._lost = ""
