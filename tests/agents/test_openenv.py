@@ -229,7 +229,7 @@ def test_a_server_that_hangs_fails_its_rollout_alone(options: dict[str, str]) ->
 def test_a_rollout_whose_time_ends_amid_a_step_has_no_reward() -> None:
     with serving() as served:
         done, _ = play(served.url, guess(50), "x", agent={"rollout_timeout_s": 3.0})
-        assert done.error.endswith("cut off (time) before it had a reward")
+        assert "cut off" in done.error and done.reported == {}
 
 
 @pytest.mark.parametrize("options", [TEXTS, {}])
