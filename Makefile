@@ -36,7 +36,7 @@ WARM ?= $(filter vllm,$(ENGINE))
 PLANNER := $(if $(WARM),$(RUN)/warm/model,quickstart)
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-loggers test-optional test-ray test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-environments test-loggers test-optional test-ray test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -105,6 +105,20 @@ $(VENV)/optional/.done: $(VENV)/.done
 
 test-optional: $(VENV)/optional/.done
 	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py tests/agents/test_gateway_wires.py
+
+# Environments of packages that hold others back, each in an environment of its own that sees this one behind it.
+$(VENV)/openenv/.done: WANTED = 'openenv>=0.10'
+$(VENV)/verifiers/.done: WANTED = 'verifiers>=0.4' 'openai>=2.54' 'starlette>=0.49.1' 'uvicorn>=0.30'
+$(VENV)/openenv/.done $(VENV)/verifiers/.done: $(VENV)/.done
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/pip install --quiet $(WANTED)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_flowtrain.pth
+	touch $@
+
+test-environments: $(VENV)/openenv/.done $(VENV)/verifiers/.done
+	$(VENV)/openenv/bin/python -m pytest tests/agents/test_openenv.py
+	$(VENV)/verifiers/bin/python -m pytest tests/agents/test_verifiers.py
 
 # Loggers with the real wandb, trackio and mlflow, offline, in an environment that sees this one.
 $(VENV)/loggers/.done: $(VENV)/.done

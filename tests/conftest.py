@@ -52,6 +52,7 @@ from tests.attacks.tally import table  # noqa: E402 - after what it sets
 gc.disable()
 
 SLOW = (
+    "agents/test_openenv.py",
     "agents/test_verifiers.py",
     "attacks/test_composed_programs.py",
     "attacks/test_full_disk.py",
@@ -149,7 +150,7 @@ def _what_runs_more() -> str:
     if not (shutil.which("postgres") or Path("/usr/lib/postgresql").is_dir()):
         missing.append("postgresql")
     install = f"apt-get install -y {' '.join(missing)}; " if missing else ""
-    makes = "make test-vllm test-optional test-loggers test-ray test-harbor"
+    makes = "make test-vllm test-optional test-environments test-harbor test-loggers test-ray"
     return f"{install}{makes}; FLOWTRAIN_PLANNER=1 for the planner's; a GPU for those of kernels"
 
 

@@ -128,8 +128,8 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     paths: dict[str, str] = {}
     sources: list[TaskSource] = []
     for path in tasks.mixture or (tasks.path,):
-        keeps_columns = bool(config.reward.function) or config.agent.name == "gateway"
-        source = load_configured(path, tasks, keeps_columns)
+        readers = config.reward.function, config.agent.environment, config.agent.name == "gateway"
+        source = load_configured(path, tasks, keeps_columns=any(readers))
         sources.append(source)
         for task in source.tasks:
             if paths.setdefault(task.id, path) != path:

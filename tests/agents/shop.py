@@ -85,6 +85,21 @@ class Unrepeatable(Shop):
     can_repeat = False
 
 
+class Brief(Shop):
+    """Closes for good with the first order that is cancelled; what is wanted is an option."""
+
+    over = False
+
+    def __init__(self, task: Task, *, wanted: int) -> None:
+        super().__init__(task)
+        self.wanted = wanted
+
+    async def cancel(self, order: int) -> str:
+        done = await super().cancel(order)
+        self.over = True
+        return done
+
+
 class Broken(Shop):
     async def open(self) -> Sequence[Mapping[str, Any]]:
         await super().open()

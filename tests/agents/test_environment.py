@@ -140,6 +140,16 @@ def test_what_was_reached_counts_where_a_limit_ends_the_rollout() -> None:
     assert done.truncated == "turns" and done.reported == {"state": 0.9, "brevity": 0.1}
 
 
+def test_options_of_the_maker_and_an_environment_that_is_over() -> None:
+    options = {"wanted": 1}
+    done, _ = play(call("cancel", 1), maker="Brief", environment_options=options)
+    assert (done.error, done.truncated) == ("", "") and done.reported["state"] == 0.9
+    assert load_kind(config_of("Brief", environment_options=options)).can_branch
+    for wrong, reason in ((None, "wanted"), ({"wanted": 1, "colour": "red"}, "colour")):
+        with pytest.raises(UserError, match=rf"^agent\.environment_options for 'Brief'.*{reason}"):
+            load_kind(config_of("Brief", environment_options=wrong or {}))
+
+
 def test_many_rollouts_do_not_see_each_other() -> None:
     config = config_of("Shop")
     policy = make_policy(config, "planner", Engine(GOOD), QWEN)  # type: ignore[arg-type]

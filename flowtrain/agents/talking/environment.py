@@ -7,10 +7,12 @@ its rollouts in an environment of that rollout alone.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from flowtrain.agents.session import RolloutEnded, Session
@@ -50,6 +52,7 @@ class Environment(Protocol):
 
     # An environment may have `async def turn_rewards(self) -> Sequence[float]` besides: what each
     # response of the rollout earned, which adds to `reward` (algorithm.turn_credit).
+    # `over`: nothing more can happen, so that the rollout ends, after calls too.
 
 
 Maker = Callable[[Task], Environment]
@@ -64,7 +67,7 @@ class EnvironmentTool(Tool):
 
 
 def load_maker(config: Config) -> Maker | None:
-    """Import what `agent.environment` names; None where it is unset. Raises UserError."""
+    """Import what `agent.environment` names, with its options; None if unset. Raises UserError."""
     name = config.agent.environment
     if not name:
         return None
@@ -72,7 +75,13 @@ def load_maker(config: Config) -> Maker | None:
     attribute, found = plugins.load_object(name, origin)
     if not callable(found):
         raise UserError(f"{origin}: {attribute!r} makes nothing: it is a {type(found).__name__}")
-    maker: Maker = found
+    options = config.agent.environment_options
+    try:
+        inspect.signature(found).bind(None, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"agent.environment_options for {attribute!r}: {error}") from None
+    maker: Any = partial(found, **options)
+    maker.can_repeat = getattr(found, "can_repeat", False)
     return maker
 
 

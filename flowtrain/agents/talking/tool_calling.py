@@ -82,6 +82,8 @@ class ToolCallingAgent(SessionAgent):
             if calls:
                 message = _message(said, calls, number=len(session.turns))
                 results = await self._results(session, call, calls, message)
+                if getattr(environment, "over", False):
+                    return final_answer(said)
                 new = _told(message, results)
             else:
                 text = without_thinking(said)
