@@ -23,11 +23,7 @@ BASH = {
     "function": {
         "name": "bash",
         "description": "Execute a bash command",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string"}},
-            "required": ["command"],
-        },
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
     },
 }
 

@@ -2,7 +2,8 @@
 
 python -m examples.gateway.two_steps runs/steps.jsonl runs/steps-shown.jsonl
 
-The first file is for tasks.path, the second for rft.conversations.
+The first file is for tasks.path, the second for rft.conversations. In half of the demonstrations
+the second result repeats the first, as compacting.py lets it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,15 @@ from examples.gateway.plain import DEFINITIONS, run_tool
 from flowtrain.tasks.facts import SIGNS
 
 NUM_QUESTIONS, NUM_SHOWN = 2_000, 16_000
-SHARE_OF_GUESSES = 0.45
-"""Of the calls. A guess ends a demonstration, with a wrong answer."""
+SHARE_OF_GUESSES = 0.45  # of the calls; a guess ends a demonstration, with a wrong answer
 
 
 def main(questions: str, shown: str) -> None:
     rng = random.Random(0)
-    drawn = dict(_draw(rng) for _ in range(NUM_QUESTIONS + NUM_SHOWN))
-    asked = list(drawn)[:NUM_QUESTIONS]
-    rows = []
-    for question in asked:
-        steps, answer = drawn[question], ""
-        for step in steps:
-            answer = run_tool("Python_Coder", json.dumps({"query": f"{answer}{step}"}))
-        rows.append({"question": question, "answer": [answer]})
-    others = [_show(question, drawn[question], rng) for question in list(drawn)[NUM_QUESTIONS:]]
+    drawn = list(dict(_draw(rng) for _ in range(NUM_QUESTIONS + NUM_SHOWN)).items())
+    asked = [_show(*one, random.Random(0), 0.0)["messages"] for one in drawn[:NUM_QUESTIONS]]
+    rows = [{"question": row[0]["content"], "answer": [row[-1]["content"]]} for row in asked]
+    others = [_show(*one, rng, SHARE_OF_GUESSES) for one in drawn[NUM_QUESTIONS:]]
     for path, lines in ((questions, rows), (shown, others)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -41,28 +36,24 @@ def _draw(rng: random.Random) -> tuple[str, tuple[str, str]]:
     """Return a question and what each call calculates; the second goes on with a result."""
     x, y, z = (rng.randrange(2, 100) for _ in range(3))
     one, two = rng.choice(["plus", "minus"]), rng.choice(list(SIGNS))
-    return f"Calculate {x} {one} {y}, then {two} {z}.", (
-        f"{x} {SIGNS[one]} {y}",
-        f" {SIGNS[two]} {z}",
-    )
+    steps = f"{x} {SIGNS[one]} {y}", f" {SIGNS[two]} {z}"
+    return f"Calculate {x} {one} {y}, then {two} {z}.", steps
 
 
-def _show(question: str, steps: tuple[str, str], rng: random.Random) -> dict[str, Any]:
+def _show(question: str, steps: tuple[str, str], rng: random.Random, guess: float) -> Any:
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
-    found = ""
-    for number, step in enumerate(steps):
-        guesses = rng.random() < SHARE_OF_GUESSES
-        name = "Base_Generator" if guesses else "Python_Coder"
+    found, earlier, repeats = "", "", rng.random() < 0.5
+    for step in steps:
+        name = "Base_Generator" if rng.random() < guess else "Python_Coder"
         arguments = json.dumps({"query": f"{found}{step}"})
-        found = run_tool(name, arguments)
-        function = {"name": name, "arguments": arguments}
-        call = {"id": str(number), "type": "function", "function": function}
+        found, number = run_tool(name, arguments), str(len(messages) // 2)
+        call = {"id": number, "type": "function", "function": dict(name=name, arguments=arguments)}
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": str(number), "content": found})
-        if guesses:
+        messages.append({"role": "tool", "tool_call_id": number, "content": f"{found}{earlier}"})
+        earlier = f"\n{found}" if repeats else ""
+        if name == "Base_Generator":
             break
-    messages.append({"role": "assistant", "content": found})
-    return {"messages": messages, "tools": DEFINITIONS}
+    return {"messages": [*messages, {"role": "assistant", "content": found}], "tools": DEFINITIONS}
 
 
 if __name__ == "__main__":
