@@ -45,9 +45,9 @@ def _show(question: str, steps: tuple[str, str], rng: random.Random, guess: floa
     found, earlier, repeats = "", "", rng.random() < 0.5
     for step in steps:
         name = "Base_Generator" if rng.random() < guess else "Python_Coder"
-        arguments = json.dumps({"query": f"{found}{step}"})
-        found, number = run_tool(name, arguments), str(len(messages) // 2)
-        call = {"id": number, "type": "function", "function": dict(name=name, arguments=arguments)}
+        used = {"name": name, "arguments": json.dumps({"query": f"{found}{step}"})}
+        found, number = run_tool(**used), str(len(messages) // 2)
+        call = {"id": number, "type": "function", "function": used}
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": number, "content": f"{found}{earlier}"})
         earlier = f"\n{found}" if repeats else ""
