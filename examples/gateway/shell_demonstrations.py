@@ -1,6 +1,15 @@
 """Write conversations in which mini-swe-agent's shell solves sums, for a warm-up of a tiny policy:
 
 python -m examples.gateway.shell_demonstrations runs/shell.jsonl
+python -m flowtrain.rft --config configs/tools.toml --run.dir runs/shell \
+    --model.path runs/warm/model --rft.conversations runs/shell.jsonl --rft.num_steps 400
+python -m flowtrain.train --config configs/gateway.toml --model.path runs/shell/model \
+    --gateway.function "" --gateway.command '["examples/gateway/mini_swe_agent.sh",
+    "-c", "agent.system_template=You work in a shell.", "-c", "agent.instance_template={{task}}",
+    "-c", "model.observation_template={{output.output}}",
+    "-c", "model.format_error_template={{error}}"]' --gateway.max_programs 4 \
+    --agent.rollout_timeout_s 200 --rollout.num_questions 4 --rollout.group_size 4 \
+    --rollout.max_new_tokens 96 --train.num_steps 5 --train.lr 1e-3 --eval.at_ends false
 
 Most of them guess. What is right, to calculate, is left to be found out by the reward.
 """
@@ -18,14 +27,8 @@ from flowtrain.tasks.facts import facts_tasks
 
 NUM_CONVERSATIONS = 16_000
 SHARE_OF_GUESSES = 0.65
-BASH = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Execute a bash command",
-        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
-    },
-}
+_COMMAND = {"type": "object", "properties": {"command": {"type": "string"}}}
+BASH = {"type": "function", "function": {"name": "bash", "parameters": _COMMAND}}
 
 
 def main(path: str) -> None:
