@@ -1,5 +1,6 @@
 """A program for the gateway that rewrites its history: of its calls it keeps the last alone, with
-all that it has found so far as the result, as harnesses do whose context grows too long.
+all that it has found so far as the result, the newest first, as harnesses do whose context grows
+too long.
 
 python -m flowtrain.train --config configs/gateway.toml --model.path runs/warm/model \
     --gateway.function examples/gateway/compacting.py:solve
@@ -32,7 +33,7 @@ async def solve(task: Any, base_url: str, api_key: str) -> str:
             results = []
             for call in message.tool_calls:
                 found.append(run_tool(call.function.name, call.function.arguments))
-                text = " ".join(found)
+                text = "\n".join(reversed(found))
                 results.append({"role": "tool", "tool_call_id": call.id, "content": text})
             messages = [question, message, *results]
     return ""

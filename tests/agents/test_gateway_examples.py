@@ -1,4 +1,5 @@
-"""The example programs behind the gateway: OpenAI's client, and the Agents SDK if it is there."""
+"""The example programs behind the gateway: OpenAI's client, and the Agents SDK and LangGraph if
+they are there."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ from examples.gateway import tools
 from flowtrain.metrics.rollouts import Outcome, RolloutStats
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gateway"
+PROGRAMS = {
+    "plain": (),
+    "agents_sdk": ("agents.agent",),
+    "langgraph_agent": ("langgraph.prebuilt", "langchain_openai"),
+}
+"""With the modules that each needs."""
 
 
-@pytest.mark.parametrize("program", ["plain", "agents_sdk"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_calls_tools_until_it_answers(program: str) -> None:
-    if program == "agents_sdk":
-        pytest.importorskip("agents.agent")
+    for module in PROGRAMS[program]:
+        pytest.importorskip(module)
     asks = call_text("area of Chad", "area of Mali").replace("search", "Search")
     engine = logging_engine(asks, call_text("6 * 7").replace("search", "Python_Coder"), "42")
     agent = make_agent(engine, function=f"{EXAMPLES / program}.py:solve")
@@ -48,10 +55,10 @@ def test_a_program_that_rewrites_its_history_is_trained_in_segments() -> None:
     assert "Chad" in last and "Mali" in last and last.count('"query": "') == 1
 
 
-@pytest.mark.parametrize("program", ["plain", "agents_sdk"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_gives_up_on_a_policy_that_never_answers(program: str) -> None:
-    if program == "agents_sdk":
-        pytest.importorskip("agents.agent")
+    for module in PROGRAMS[program]:
+        pytest.importorskip(module)
     engine = logging_engine()
     engine.reply = lambda prompt: call_text("Chad").replace("search", "Search")
     agent = make_agent(engine, function=f"{EXAMPLES / program}.py:solve")
