@@ -52,6 +52,7 @@ from tests.attacks.tally import table  # noqa: E402 - after what it sets
 gc.disable()
 
 SLOW = (
+    "agents/test_bench_gateway.py",
     "agents/test_openenv.py",
     "agents/test_verifiers.py",
     "attacks/test_composed_programs.py",

@@ -332,6 +332,14 @@ def test_several_conversations_go_on_from_one() -> None:
     assert replied.messages == (QUESTION, says("It is."))
 
 
+def test_the_first_prompt_of_a_group_is_encoded_once() -> None:
+    own = template("qwen2.5")
+    first, second = (Conversation.start(own, [QUESTION], TOOLS) for _ in range(2))
+    other = Conversation.start(own, [says("Hi"), QUESTION], TOOLS)
+    assert first.prompt_ids == second.prompt_ids == whole(first) != other.prompt_ids
+    assert other.prompt_ids == whole(other) and own.encode_first.cache_info()[:2] == (1, 2)
+
+
 def test_what_templates_can_do() -> None:
     assert {name: template(name).takes_tools for name in TEMPLATES} == {
         "qwen2.5": True,

@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -32,6 +32,8 @@ Message = Mapping[str, Any]
 _MARK = "pQ7xZ"  # mixed case, so that a template that changes the case of replies is found out
 _ID = "0" * 9  # of a call: strict templates want nine letters or digits
 _USER: Message = {"role": "user", "content": f"{_MARK}user"}
+_MAX_FIRST = 64
+"""First prompts that are kept encoded: those of groups that are rolled out at once."""
 
 
 class TemplateRewrites(Exception):
@@ -46,6 +48,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self.source = str(tokenizer.chat_template)
         self._special = special_tokens(tokenizer)
+        # The rollouts of a group begin alike, and nothing takes as long as to encode a prompt.
+        self.encode_first = lru_cache(_MAX_FIRST)(self.encode)
         self.closing = self._closing()
         """The text after the content of a reply, e.g. "<|im_end|>" and a newline."""
 
@@ -228,7 +232,7 @@ class Conversation:
     ) -> Conversation:
         """Begin with messages that nobody sampled here. Raises TemplateRewrites."""
         text = template.render(messages, tools)
-        gap = _Gap(text, template.encode(text))
+        gap = _Gap(text, template.encode_first(text))
         return cls(template, tuple(messages), tuple(tools), (gap,))
 
     @property
