@@ -9,7 +9,7 @@ python -m flowtrain.train --config configs/gateway.toml --model.path runs/shell/
     "-c", "model.observation_template={{output.output}}",
     "-c", "model.format_error_template={{error}}"]' --gateway.max_programs 4 \
     --agent.rollout_timeout_s 200 --rollout.num_questions 4 --rollout.group_size 4 \
-    --rollout.max_new_tokens 96 --train.num_steps 5 --train.lr 1e-3 --eval.at_ends false
+    --rollout.max_new_tokens 96 --train.num_steps 6 --eval.at_ends false
 
 Most of them guess. What is right, to calculate, is left to be found out by the reward.
 """
