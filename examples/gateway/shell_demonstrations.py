@@ -9,7 +9,7 @@ python -m flowtrain.train --config configs/gateway.toml --model.path runs/shell/
     "-c", "model.observation_template={{output.output}}",
     "-c", "model.format_error_template={{error}}"]' --gateway.max_programs 4 \
     --agent.rollout_timeout_s 200 --rollout.num_questions 4 --rollout.group_size 4 \
-    --rollout.max_new_tokens 96 --train.num_steps 5 --train.lr 1e-3 --eval.at_ends false
+    --rollout.max_new_tokens 96 --train.num_steps 6 --eval.at_ends false
 
 Most of them guess. What is right, to calculate, is left to be found out by the reward.
 """
@@ -25,10 +25,8 @@ from typing import Any
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
 
-NUM_CONVERSATIONS = 16_000
-SHARE_OF_GUESSES = 0.65
-_COMMAND = {"type": "object", "properties": {"command": {"type": "string"}}}
-BASH = {"type": "function", "function": {"name": "bash", "parameters": _COMMAND}}
+NUM_CONVERSATIONS, SHARE_OF_GUESSES = 16_000, 0.65
+BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 
 
 def main(path: str) -> None:
@@ -53,9 +51,9 @@ def main(path: str) -> None:
 
 
 def _call(name: str, command: str) -> dict[str, Any]:
-    function = {"name": "bash", "arguments": json.dumps({"command": command})}
-    call = {"id": name, "type": "function", "function": function}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}
+    used = {"name": "bash", "arguments": json.dumps({"command": command})}
+    calls = [{"id": name, "type": "function", "function": used}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
 if __name__ == "__main__":
