@@ -7,15 +7,17 @@ each rollout as a trial behind the gateway, whose reward the tests write
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flowtrain.types import Task, UserError
-from flowtrain.utils.errors import user_error
+from flowtrain.utils.errors import on_failure, user_error
 from flowtrain.utils.text import printable
 from flowtrain.utils.waiting import waiting
 
@@ -81,20 +83,25 @@ def _ask(options: Mapping[str, Any], what: str) -> Iterator[dict[str, Any]]:
     """Yield the lines that Harbor's Python prints."""
     command = harbor_command(options, what)
     with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
         user_error(f"tasks.harbor.python={command[0]!r}", OSError),
         subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=said,
             encoding="utf-8",
         ) as process,
+        on_failure(process.kill),
     ):
-        assert process.stdin and process.stdout and process.stderr
-        process.stdin.write(json.dumps(dict(options)))
-        process.stdin.close()
+        assert process.stdin and process.stdout
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and says why
+            process.stdin.write(json.dumps(dict(options)))
+            process.stdin.close()
         yield from map(json.loads, process.stdout)
-        errors = process.stderr.read().splitlines()
+        process.wait()
+        said.seek(0)
+        errors = said.read().splitlines()
     if process.returncode:
         last = printable(errors[-1] if errors else "it says nothing", keep="")[:_MAX_ERROR]
         raise UserError(

@@ -1,0 +1,1 @@
+"""What the Python of Harbor runs, by path; nothing here imports flowtrain."""
