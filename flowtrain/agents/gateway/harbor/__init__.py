@@ -1,1 +1,1 @@
-"""What the Python of Harbor runs, by path; nothing here imports flowtrain."""
+"""The Python of Harbor runs this package by path; nothing here imports flowtrain."""
