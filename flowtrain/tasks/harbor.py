@@ -2,7 +2,7 @@
 
 Harbor's own package, in an environment of its own, reads them from a folder or a registry, and runs
 each rollout as a trial behind the gateway, whose reward the tests write
-(`agents/gateway/harbor/trials.py`).
+(`agents/gateway/harbor/trial_process.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowtrain.utils.waiting import waiting
 
 COLUMN = "harbor"
 """The column of a task with {"path": its folder, "options": agent, environment, verifier}."""
-_TRIALS = Path(__file__).parents[1] / "agents" / "gateway" / "harbor" / "trials.py"
+_TRIALS = Path(__file__).parents[1] / "agents" / "gateway" / "harbor" / "trial_process.py"
 _KEYS = ("python", "dataset", "agent", "environment", "verifier", "check")
 _MAX_ERROR = 500
 

@@ -18,7 +18,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
             runner.get_loop().set_exception_handler(_unless_interrupted)
             return runner.run(work)
     except ExceptionGroup as failures:
-        if mistake := next(_user_errors(failures), None):
+        if mistake := next(user_errors(failures), None):
             raise mistake from None
         raise
 
@@ -30,10 +30,10 @@ def _unless_interrupted(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
         loop.default_exception_handler(context)
 
 
-def _user_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[UserError]:
+def user_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[UserError]:
     """Yield the UserErrors among the failures of a task group."""
     for failure in failures.exceptions:
         if isinstance(failure, BaseExceptionGroup):
-            yield from _user_errors(failure)
+            yield from user_errors(failure)
         elif isinstance(failure, UserError):
             yield failure

@@ -79,7 +79,7 @@ def seen_by(*commands: str) -> str:
         spell=lambda tokenizer, text: tuple(tokenizer.encode(text, add_special_tokens=False)),
     )
     trajectory = play(engine, our_task("write-a-word"))
-    assert trajectory.error == "", trajectory.error
+    assert trajectory.error == "" and len(engine.log) == 2, trajectory
     shown = engine.tokenizer.decode(engine.log[1][0])
     return shown.rpartition("```")[2]
 
@@ -171,16 +171,16 @@ def test_commands_see_no_network_and_no_file_of_this_machine(tmp_path: Path) -> 
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
         shown = seen_by(
-            f"cat {secret} && echo read",
             f"(exec 3<>/dev/tcp/127.0.0.1/{port}) 2>/dev/null && echo open || echo closed",
             "touch /usr/mine /etc/mine /bin/mine",
-            "ls /home /root; id -u; echo processes $(ls /proc | grep -c '^[0-9]')",
-            "echo keys $(env | grep -c API_KEY)",
+            "echo processes $(ls /proc | grep -c '^[0-9]')",
         )
-    assert "the key" not in shown and "closed" in shown
-    assert shown.count("Read-only file system") == 3
+    assert "closed" in shown and shown.count("Read-only file system") == 3
     count = re.search(r"processes (\d+)", shown)
     assert count is not None and int(count[1]) < 10
+    # In a rollout of its own: responses have a limit of tokens.
+    shown = seen_by(f"cat {secret}", "ls /home; echo keys $(env | grep -c API_KEY)")
+    assert "the key" not in shown and shown.count("No such file") == 2
     assert "keys 0" in shown, shown
 
 

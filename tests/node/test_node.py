@@ -16,7 +16,6 @@ import pytest
 from http_servers import running
 from loopback_dataflow import make_config
 
-from flowtrain.agents.collect import user_errors
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
@@ -57,6 +56,7 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from flowtrain.utils.loops import user_errors
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import StoreError
 

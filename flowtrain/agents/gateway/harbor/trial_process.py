@@ -1,8 +1,8 @@
 """The program that Harbor's Python runs: it lists tasks, checks them, and plays a rollout's trial.
 
-    python trials.py list    # options as JSON on stdin; prints a line of JSON per task
-    python trials.py check   # options as JSON on stdin; prints a line of JSON per trial
-    python trials.py play    # as a command behind the gateway
+    python trial_process.py list    # options as JSON on stdin; prints a line of JSON per task
+    python trial_process.py check   # options as JSON on stdin; prints a line of JSON per trial
+    python trial_process.py play    # as a command behind the gateway
 
 Harbor wants Python 3.12 and packages that those of vLLM exclude, so it lives in an environment of
 its own, where flowtrain is not: nothing here imports it.
