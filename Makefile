@@ -145,7 +145,7 @@ HARBOR_PYTHON ?= >=3.12
 $(VENV)/harbor/.done: $(VENV)/.done
 	$(BIN)/pip install --quiet uv
 	$(BIN)/uv venv --quiet --clear --python '$(HARBOR_PYTHON)' $(VENV)/harbor
-	$(BIN)/uv pip install --quiet --python $(VENV)/harbor 'harbor>=0.26' dockerfile-parse
+	$(BIN)/uv pip install --quiet --python $(VENV)/harbor 'harbor>=0.26,<0.27' dockerfile-parse
 	touch $@
 
 test-harbor: $(VENV)/harbor/.done
