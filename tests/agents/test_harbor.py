@@ -212,7 +212,7 @@ def test_processes_memory_and_output_have_bounds() -> None:
 def test_a_trial_that_outlasts_its_rollout_ends_with_all_it_started(tmp_path: Path) -> None:
     marker = f"9{os.getpid()}"
     engine = logging_engine(bash(f"(sleep {marker} &); sleep {marker}"))
-    trajectory = play(engine, our_task("write-a-word"), {"rollout_timeout_s": 12.0})
+    trajectory = play(engine, our_task("write-a-word"), {"rollout_timeout_s": 25.0})
     assert trajectory.truncated == "time" and len(engine.log) == 1
     running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [line for line in running if marker.encode() in line]
