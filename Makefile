@@ -36,7 +36,7 @@ WARM ?= $(filter vllm,$(ENGINE))
 PLANNER := $(if $(WARM),$(RUN)/warm/model,quickstart)
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-environments test-loggers test-optional test-ray test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-environments test-harbor test-loggers test-optional test-ray test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)

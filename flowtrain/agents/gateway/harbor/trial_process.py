@@ -11,6 +11,7 @@ its own, where flowtrain is not: nothing here imports it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -126,13 +127,14 @@ async def main(what: str) -> None:
     """Do what the first argument says."""
     if what == "play":
         return await play()
-    options = json.load(sys.stdin)
-    if what == "list":
-        for task in await tasks_of(options):
-            print(json.dumps(task), flush=True)
-    else:
-        async for line in check(options):
-            print(json.dumps(line), flush=True)
+    options, lines = json.load(sys.stdin), sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # whatever others print is no line of ours
+        if what == "list":
+            for task in await tasks_of(options):
+                print(json.dumps(task), file=lines, flush=True)
+        else:
+            async for line in check(options):
+                print(json.dumps(line), file=lines, flush=True)
     return None
 
 
