@@ -14,10 +14,9 @@ that 256 calls always wait, and the rate is that of one process.
 
 CPU time is that of the gateway's process: all of its threads, the rollouts' own begin and end, and
 the simulated engine. `http_cpu_ms` is the part of the thread that serves, `longest_gc_ms` the
-longest time for which Python looked for garbage: all threads wait for it. --freeze adds rows in
-which it looks at nothing that was there before them. `noise_p99_ms` is how late the process of the
-programs, which does little, wakes up: nothing on this machine is faster than that for 99 of 100
-calls. `machine_load` is that of the last minute, of all that runs on the machine.
+longest time for which Python looked for garbage: all threads wait for it. `noise_p99_ms` is how
+late the process of the programs, which does little, wakes up: nothing on this machine is faster
+than that for 99 of 100 calls. `machine_load` is that of the last minute, of all that runs here.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import gc
 import itertools
 import os
 import random
+import selectors
 import statistics
 import threading
 import time
@@ -87,30 +87,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add("--seconds", type=float, default=32.0, help="measured of each wire (default: 32)")
     add("--saturated-s", type=float, default=16.0, help="of each, saturated (default: 16)")
-    add("--freeze", action="store_true", help="and steady again with a frozen heap")
     args = parser.parse_args(argv)
     loads = [
         Load("steady", args.in_flight, args.engine_s, args.seconds),
         Load("saturated", args.in_flight, 0.0, args.saturated_s),
     ]
-    rows = asyncio.run(_measure("as it is", loads, args.wires))
-    if args.freeze:
-        gc.collect()
-        gc.freeze()
-        rows += asyncio.run(_measure("frozen", loads[:1], args.wires))
+    with asyncio.Runner(loop_factory=_precise_loop) as runner:
+        rows = runner.run(_measure(loads, args.wires))
     print_table(rows)
     if args.json:
         write_json(args.json, rows)
 
 
-async def _measure(heap: str, loads: Sequence[Load], wires: Sequence[str]) -> list[dict[str, Any]]:
+def _precise_loop() -> asyncio.AbstractEventLoop:
+    """Return a loop whose timers are no whole milliseconds: an engine that answers wakes a loop at
+    once, and one that is simulated should.
+    """
+    return asyncio.SelectorEventLoop(selectors.SelectSelector())
+
+
+async def _measure(loads: Sequence[Load], wires: Sequence[str]) -> list[dict[str, Any]]:
     clients = Clients()
     await clients.mark()  # it has begun by then
     await clients.seen()
     rows = []
     for load, wire in itertools.product(loads, wires):
         print(f"{wire}, {load.name}: {load.ramp_s + load.window_s:g} s", flush=True)
-        rows.append({"heap": heap, **await case(clients, wire, load)})
+        rows.append(await case(clients, wire, load))
     clients.end()
     return rows
 

@@ -6,10 +6,13 @@ A response takes as long as it is told to, no core, and no token of it is sample
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from bench.gateway_clients import LAST, MOST, TOOLS, text
 from flowtrain.agents.base import AgentContext
@@ -69,12 +72,19 @@ class SimulatedEngine:
         return Completion(ids, (-1.0,) * len(ids), spans, FinishReason.STOP)
 
 
-def make_context() -> tuple[AgentContext, SimulatedEngine]:
-    """Return what the agent needs, with an engine that is simulated."""
+@functools.cache
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Return the same one for all cases, as a run has one."""
     tokenizer = new_tokenizer([text(seed, 1000) for seed in range(100)] + [str(TOOLS)], 4096)
     special = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", _TEMPLATE
+    return tokenizer
+
+
+def make_context() -> tuple[AgentContext, SimulatedEngine]:
+    """Return what the agent needs, with an engine that is simulated."""
+    tokenizer = _tokenizer()
     said, answer = (
         tuple(tokenizer.encode(f"{each}<|im_end|>", add_special_tokens=False))
         for each in (f"{text(2, 50)}\n{_CALL % text(3, 12)}", text(4, 60))

@@ -3,6 +3,8 @@ they are there."""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 from gateway_runs import call_text, calls_of, logging_engine, make_agent, roll_out
 
-from examples.gateway import tools
+from examples.gateway import shell_demonstrations, tools
 from flowtrain.metrics.rollouts import Outcome, RolloutStats
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gateway"
@@ -53,6 +55,37 @@ def test_a_program_that_rewrites_its_history_is_trained_in_segments() -> None:
     assert stats.segments_mean == 3.0 and 0.4 < stats.reread_share < 0.8
     last = engine.tokenizer.decode(engine.log[-1][0])
     assert "Chad" in last and "Mali" in last and last.count('"query": "') == 1
+
+
+ASK = """
+import json, os, urllib.request
+question = json.load(open(os.environ["FLOWTRAIN_TASK"]))["question"]
+body = {
+    "messages": [{"role": "user", "content": f"Solve this: {question}"}],
+    "tools": [{"type": "function", "function": {"name": "sh", "parameters": {"type": "object"}}}],
+}
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), key))
+"""
+
+
+def test_demonstrations_begin_as_the_harness_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell_demonstrations, "NUM_CONVERSATIONS", 40)
+    path = tmp_path / "shell.jsonl"
+    shell_demonstrations.main(str(path), sys.executable, "-c", ASK)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    asked = [row["messages"][0]["content"] for row in rows]
+    assert len(set(asked)) > 30 and all(each.startswith("Solve this: ") for each in asked)
+    for row in rows:
+        _, looks, result, answers = row["messages"]
+        (call,) = looks["tool_calls"]
+        assert call["function"]["name"] == row["tools"][0]["function"]["name"] == "sh"
+        assert answers["content"] == f"<answer>{result['content']}</answer>"
+    with pytest.raises(SystemExit, match="it asks for nothing"):
+        shell_demonstrations.main(str(path), sys.executable, "-c", "exit(3)")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -24,6 +24,11 @@ SUBMIT = f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo '{ANSWER}'"
 HARNESSES = {
     "claude": ("claude_code.sh", call("Bash", command=LOOK, description="look"), ANSWER),
     "codex": ("codex.sh", call("exec_command", cmd=LOOK), ANSWER),
+    "openhands": (
+        "openhands.sh",
+        call("terminal", command=LOOK, security_risk="LOW"),
+        call("finish", message=ANSWER, security_risk="LOW"),
+    ),
     "mini": ("mini_swe_agent.sh", call("bash", command=LOOK), call("bash", command=SUBMIT)),
 }
 """By the program that must be there: how it is run, a call of its shell, and how it answers."""

@@ -273,6 +273,16 @@ def test_what_cannot_begin_fails(numbers: Served) -> None:
     assert "KeyError: 'colour'" in play(numbers.url, reset=["colour"])[0].error
 
 
+def test_a_private_server_gets_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_TOKEN", "secret")
+    with serving(token="secret") as served:
+        kept_out, _ = play(served.url)
+        let_in, _ = play(served.url, guess(42), token_env="WORLD_TOKEN")
+    assert "401" in kept_out.error and let_in.reported == {"reward": 0.75}
+    with pytest.raises(UserError, match="token_env='NO_TOKEN'"):
+        play(served.url, token_env="NO_TOKEN")
+
+
 def test_unknown_options_are_refused_before_the_run() -> None:
     with pytest.raises(UserError, match=r"agent\.environment_options .*'uri'"):
         load_kind(config_of("http://127.0.0.1:1", uri="x"))

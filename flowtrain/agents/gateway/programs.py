@@ -86,7 +86,9 @@ class Command:
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         # Links stay: an environment's python is one, and where it lies tells what it can import.
         words = [
-            str(Path(word).absolute()) if Path(word).is_file() else word for word in options.command
+            # A prompt may be too long for a path, which `Path.is_file` raises.
+            str(Path(word).absolute()) if os.path.isfile(word) else word  # noqa: PTH113
+            for word in options.command
         ]
         if shutil.which(words[0], path=path) is None:
             raise UserError(f"gateway.command={list(options.command)}: there is no {words[0]!r}")

@@ -13,8 +13,8 @@ a reply it has the sampled ids after the end of the thinking, and no others.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -30,6 +30,7 @@ Message = Mapping[str, Any]
 """A message as OpenAI's chat completions have it: role, content, tool_calls, tool_call_id."""
 
 _MARK = "pQ7xZ"  # mixed case, so that a template that changes the case of replies is found out
+_STEM = f"{_MARK}{secrets.token_hex(8)}"  # in no message, as nobody knows it
 _ID = "0" * 9  # of a call: strict templates want nine letters or digits
 _USER: Message = {"role": "user", "content": f"{_MARK}user"}
 _MAX_FIRST = 64
@@ -270,8 +271,7 @@ class Conversation:
         assert len(self._gaps) == len(self._responses), "there is no response to add them to"
         template = self.template
         messages = (*self.messages, *new_messages)
-        stem = _Marks.stem(messages)
-        marks = [_Marks.of(stem, response.place) for response in self._responses]
+        marks = [_Marks.of(response.place) for response in self._responses]
         shown = list(messages)
         for response, mark in zip(self._responses, marks, strict=True):
             shown[response.place] = mark.placeholder(
@@ -319,15 +319,9 @@ class _Marks:
     content: str
     argument: str
 
-    @staticmethod
-    def stem(messages: Sequence[Message]) -> str:
-        """Return a beginning of words that occurs in none of the messages."""
-        text = json.dumps(messages, default=str)
-        return f"{_MARK}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
     @classmethod
-    def of(cls, stem: str, place: int) -> _Marks:
-        own = f"{stem}n{place}"
+    def of(cls, place: int) -> _Marks:
+        own = f"{_STEM}n{place}"
         return cls(f"{own}tZ", f"{own}cZ", f"{own}aZ")
 
     def placeholder(self, message: Message, thinks: bool, with_calls: bool) -> Message:

@@ -13,7 +13,7 @@ from openenv.core import GenericEnvClient
 
 from flowtrain.agents.talking.environment import EnvironmentTool
 from flowtrain.tools import Tool, ToolCard, ToolError
-from flowtrain.tools.web.api import Api, Request
+from flowtrain.tools.web.api import Api, Request, key_from_env
 from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import encodable, printable
@@ -37,9 +37,19 @@ class OpenEnv:
     observation: str = ""
     reset: Sequence[str] = ()
     timeout_s: float = 60.0
+    token_env: str = ""
 
     def __post_init__(self) -> None:
-        self._client = _Client(self.url, message_timeout_s=self.timeout_s, mode="simulation")
+        """Raises UserError where the token is missing."""
+        option = "agent.environment_options.token_env"
+        token = key_from_env(self.token_env, option, self.url) if self.token_env else ""
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = _Client(
+            self.url,
+            message_timeout_s=self.timeout_s,
+            mode="simulation",
+            headers=self._headers,
+        )
         self._one_at_a_time = asyncio.Lock()
         self._lost, self.over = "", False
         self.rewards: list[float] = []
@@ -96,7 +106,7 @@ class OpenEnv:
 
     async def _find_tools(self) -> None:
         """Take the environment's tools, or one tool `step` of an action's fields."""
-        request = Request(f"{self.url.rstrip('/')}/schema")
+        request = Request(f"{self.url.rstrip('/')}/schema", headers=self._headers)
         schema = (await self._ask(lambda: _api.ask(request, self.timeout_s)))["action"]
         schema["properties"].pop("metadata", None)
         about = schema.get("description", "")

@@ -25,7 +25,7 @@ from flowtrain.agents.gateway.wires.forms import (
 
 _IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("temperature", "top_p", "seed"),
+    *("temperature", "top_p", "seed", "reasoning_effort"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
 }
 """Parameters that change nothing here; sampling and seeds are those of the rollout."""
@@ -143,7 +143,7 @@ class _Request(BaseModel):
     max_completion_tokens: Limit | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: _StreamOptions = Field(default_factory=_StreamOptions)
 
 
 def _message(given: _Message) -> Message:

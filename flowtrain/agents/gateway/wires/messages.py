@@ -145,11 +145,11 @@ class _Request(BaseModel):
     messages: list[Annotated[_User | _Assistant, Field(discriminator="role")]] = Field(min_length=1)
     system: str | list[_Text] = ""
     tools: list[_Tool] = []
-    tool_choice: _Choice = _Choice()
+    tool_choice: _Choice = Field(default_factory=_Choice)
     max_tokens: Limit | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stream: bool = False
-    output_config: _Output = _Output()
+    output_config: _Output = Field(default_factory=_Output)
 
 
 def _messages(given: _User | _Assistant) -> Iterator[Message]:

@@ -107,7 +107,7 @@ class _Format(BaseModel):
 class _Output(BaseModel):
     """Its verbosity is ignored."""
 
-    format: _Format = _Format()
+    format: _Format = Field(default_factory=_Format)
 
 
 class _Request(BaseModel):
@@ -121,7 +121,7 @@ class _Request(BaseModel):
     tool_choice: Literal["auto", "none"] = "auto"
     max_output_tokens: Limit | None = None
     stream: bool = False
-    text: _Output = _Output()
+    text: _Output = Field(default_factory=_Output)
 
 
 def _messages(items: Sequence[_Call | _Result | _Item]) -> list[Message]:
