@@ -1,6 +1,9 @@
 """Write conversations in which a harness's shell solves sums, for a warm-up of a tiny policy. The
 harness is run once, for what it asks first; that begins them all.
 
+python -m flowtrain.rft --config configs/tools.toml --run.dir runs/warm --tiny.max_positions 512 \
+    --rft.num_steps 3000 --rft.num_rollouts 12000
+python -m examples.gateway.questions runs/arithmetic.jsonl
 python -m examples.gateway.shell_demonstrations runs/shell.jsonl examples/gateway/claude_code.sh \
     --bare --tools Bash --system-prompt "You work in a shell."
 python -m flowtrain.rft --config configs/tools.toml --run.dir runs/shell \
@@ -8,10 +11,10 @@ python -m flowtrain.rft --config configs/tools.toml --run.dir runs/shell \
 python -m flowtrain.train --config configs/gateway.toml --model.path runs/shell/model \
     --gateway.function "" --gateway.command '["examples/gateway/claude_code.sh", "--bare",
     "--tools", "Bash", "--system-prompt", "You work in a shell."]' --gateway.max_programs 4 \
-    --agent.rollout_timeout_s 200 --rollout.num_questions 4 --rollout.group_size 4 \
-    --rollout.max_new_tokens 96 --train.num_steps 6 --eval.at_ends false
+    --agent.rollout_timeout_s 200 --rollout.num_questions 4 --rollout.group_size 8 \
+    --rollout.max_new_tokens 96 --eval.at_ends false
 
-and likewise with the words
+and likewise, in groups of 4 and for 6 steps, with the words
 
 examples/gateway/mini_swe_agent.sh -c "agent.system_template=You work in a shell." \
     -c "agent.instance_template={{task}}" -c "model.observation_template={{output.output}}" \
@@ -27,6 +30,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,8 @@ from flowtrain.tasks.facts import facts_tasks
 from flowtrain.types import Task
 
 NUM_CONVERSATIONS, SHARE_OF_GUESSES = 16_000, 0.65
+QUESTION = "What is it?"
+"""Of the task that the harness is run with."""
 
 
 def main(path: str, *command: str) -> None:
@@ -64,9 +70,6 @@ def main(path: str, *command: str) -> None:
     Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-QUESTION = "What is it?"
-
-
 class _Listener:
     """In place of a rollout: keeps what is asked first, and refuses it."""
 
@@ -83,16 +86,14 @@ class _Listener:
 
 
 def first_request(command: Sequence[str]) -> Asked:
-    """Run a harness until it has asked for something; about QUESTION."""
+    """Run a harness until it has asked for something."""
     listener: Any = _Listener()
-    gateway = Gateway()
-    with gateway.serving(listener):
+    with closing(Gateway()) as gateway, gateway.serving(listener):
         try:
             asyncio.run(Command(Options(command=command)).solve(listener, gateway.base_url))
         except ProgramFailed as error:
             if listener.asked is None:
                 raise SystemExit(f"it asks for nothing: {error}") from None
-    gateway.close()
     return listener.asked
 
 
@@ -109,4 +110,4 @@ def _call(asked: Asked, name: str, command: str) -> Message:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if len(sys.argv) > 2 else print(__doc__)

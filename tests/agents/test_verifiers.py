@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
+from flowtrain.config.options import parse
 from flowtrain.rewards import score
 from flowtrain.tasks.sets import MAIN_SPLIT, task_set
 from flowtrain.types import Group, Task, Trajectory, UserError
@@ -25,6 +26,7 @@ pytest.importorskip("verifiers.v1")
 from gateway_runs import calls_of, logging_engine, make_agent, roll_out
 
 ENVIRONMENT = {"taskset": {"id": "verifiers_sums"}, "agent": {"runtime": {"type": "subprocess"}}}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers" / "train.toml"
 SOLVE = "flowtrain.agents.gateway.verifiers:solve"
 
 
@@ -79,6 +81,19 @@ def test_a_rollout_is_its_own_and_is_scored_by_its_rules() -> None:
 def test_a_wrong_answer_gets_what_is_left() -> None:
     done, _ = play("Let me see.", "It may be 5.")
     assert done.reported == {"right": 0.0, "brief": 0.0}
+
+
+def test_the_example_rewards_what_it_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    config = parse(["--config", str(EXAMPLE)])
+    assert config is not None
+    tasks = task_set(config)
+    assert len(tasks.train) == 48 and {task.question for task in tasks.train} == {
+        "digits",
+        "letters",
+    }
+    task = next(task for task in tasks.train if task.question == "digits")
+    assert play("12a4", task=task)[0].reported == {"obeyed": 0.75}
 
 
 def test_many_episodes_at_a_time_have_their_own_keys() -> None:
