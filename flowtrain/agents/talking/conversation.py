@@ -30,7 +30,6 @@ Message = Mapping[str, Any]
 """A message as OpenAI's chat completions have it: role, content, tool_calls, tool_call_id."""
 
 _MARK = "pQ7xZ"  # mixed case, so that a template that changes the case of replies is found out
-_STEM = f"{_MARK}{secrets.token_hex(8)}"  # in no message, as nobody knows it
 _ID = "0" * 9  # of a call: strict templates want nine letters or digits
 _USER: Message = {"role": "user", "content": f"{_MARK}user"}
 _MAX_FIRST = 64
@@ -271,7 +270,8 @@ class Conversation:
         assert len(self._gaps) == len(self._responses), "there is no response to add them to"
         template = self.template
         messages = (*self.messages, *new_messages)
-        marks = [_Marks.of(response.place) for response in self._responses]
+        stem = f"{_MARK}{secrets.token_hex(8)}"  # in no message, as nobody can have known it
+        marks = [_Marks.of(stem, response.place) for response in self._responses]
         shown = list(messages)
         for response, mark in zip(self._responses, marks, strict=True):
             shown[response.place] = mark.placeholder(
@@ -320,8 +320,8 @@ class _Marks:
     argument: str
 
     @classmethod
-    def of(cls, place: int) -> _Marks:
-        own = f"{_STEM}n{place}"
+    def of(cls, stem: str, place: int) -> _Marks:
+        own = f"{stem}n{place}"
         return cls(f"{own}tZ", f"{own}cZ", f"{own}aZ")
 
     def placeholder(self, message: Message, thinks: bool, with_calls: bool) -> Message:
