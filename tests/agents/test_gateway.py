@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -275,6 +277,24 @@ def test_what_is_not_supported_is_refused_by_name(
     assert (status, named) == (400, param)
     assert param in message or param == "tools"
     assert trajectory.turns == ()
+
+
+def test_what_programs_ask_in_vain_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = program(REFUSED.replace("OPTIONS", "{'n': 2}"))
+    with function_agent(tmp_path, source) as agent:
+        for seed in (1, 2):
+            assert roll_out(agent, seed=seed).turns == ()
+        url = f"{agent.gateway.base_url}/models%0A%1b[2J"
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(url)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        "the gateway refused a program's request: chat/completions: n=2 is not supported, only 1",
+        "the gateway refused a program's request: "
+        r"models\x0a\x1b[2J: there is no such path",
+    ]
 
 
 def test_the_same_seed_gives_the_same_ids(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from flowtrain.agents.gateway.plain import PREFIX, Refusal
 from flowtrain.agents.gateway.rollout import Rollout, over
 from flowtrain.agents.gateway.wires import chat, messages, responses
-from flowtrain.agents.gateway.wires.forms import Wire
+from flowtrain.agents.gateway.wires.forms import MAX_SHOWN, Wire
 from flowtrain.net import serving
+from flowtrain.utils.text import printable
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -40,6 +41,9 @@ MAX_BODY = 16 << 20
 """Bytes of a request."""
 _NUM_ENDED = 4096
 """Keys of rollouts that have ended that are remembered, to be told apart from wrong ones."""
+_TOLD = (400, 404, 405)
+"""Statuses for what a program asks and the gateway does not have."""
+_MAX_TOLD = 20
 _END_S = 10.0
 _log = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class Gateway:
         _freeze_heap()
         self._rollouts: dict[bytes, Rollout] = {}
         self._ended: dict[bytes, None] = {}
+        self._told: set[str] = set()
         self._lock = threading.Lock()
         self._server, self._listener = serving.make_server(self)
         self.base_url = serving.address(self._listener) + PREFIX
@@ -102,9 +107,18 @@ class Gateway:
             told = wire.error(Refusal(str(rejected), status=rejected.status))
             response = Response(told, rejected.status, media_type="application/json")
         except Refusal as refusal:
+            self._tell(path, refusal)
             told = wire.error(refusal)
             response = Response(told, refusal.status, refusal.headers, "application/json")
         await response(scope, receive, send)
+
+    def _tell(self, path: str, refusal: Refusal) -> None:
+        """Warn, once, of what programs ask in vain: some end as if nothing had been wrong."""
+        text = printable(f"{path}: {refusal}", keep="")[:MAX_SHOWN]
+        is_usual = refusal.status not in _TOLD or refusal.code == "context_length_exceeded"
+        if not is_usual and text not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(text)
+            _log.warning("the gateway refused a program's request: %s", text)
 
     async def _route(self, request: Request, path: str, wire: Wire) -> Response:
         if path not in WIRES and path != COUNT:
