@@ -114,9 +114,11 @@ class Gateway:
 
     def _tell(self, path: str, refusal: Refusal) -> None:
         """Warn, once, of what programs ask in vain: some end as if nothing had been wrong."""
+        # By the root Claude Code sees that the server is up.
+        if path == "/" or refusal.code == "context_length_exceeded" or refusal.status not in _TOLD:
+            return
         text = printable(f"{path}: {refusal}", keep="")[:MAX_SHOWN]
-        is_usual = refusal.status not in _TOLD or refusal.code == "context_length_exceeded"
-        if not is_usual and text not in self._told and len(self._told) < _MAX_TOLD:
+        if text not in self._told and len(self._told) < _MAX_TOLD:
             self._told.add(text)
             _log.warning("the gateway refused a program's request: %s", text)
 
