@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import urllib.error
 import urllib.request
@@ -18,6 +19,7 @@ from gateway_runs import (
 )
 from openai.types.chat import ChatCompletion
 
+from flowtrain.agents.gateway import server
 from flowtrain.types import Verdict
 
 CHAT = """
@@ -295,6 +297,18 @@ def test_what_programs_ask_in_vain_is_told_once(
         "the gateway refused a program's request: "
         r"models\x0a\x1b[2J: there is no such path",
     ]
+
+
+def test_garbage_is_not_looked_for_in_what_is_loaded(tmp_path: Path) -> None:
+    gc.unfreeze()  # the tests themselves had frozen it
+    server._freeze_heap.cache_clear()
+    frozen = []
+    for _ in range(2):
+        with function_agent(tmp_path, TWO_TURNS) as agent:
+            assert agent.gateway.base_url
+            frozen.append(gc.get_freeze_count())
+    first, second = frozen
+    assert first > 100_000 and second <= first, "once per process, not what comes later"
 
 
 def test_the_same_seed_gives_the_same_ids(tmp_path: Path) -> None:

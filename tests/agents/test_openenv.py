@@ -1,5 +1,5 @@
 """Environments behind servers of the real package `openenv`, which no other test needs: it holds
-back packages that others want newer (`make test-openenv`).
+back packages that others want newer (`make test-environments`).
 """
 
 from __future__ import annotations
