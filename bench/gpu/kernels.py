@@ -1,13 +1,9 @@
-"""Stages of `bench.gpu` that need torch and Triton alone:  python -m bench.gpu_stages STAGE FILE
-[--small]
-
-`bench/gpu_ranks.py` and `bench/gpu_runs.py` have the others. A stage is a function that measures
-its cases.
+"""Stages that need torch and Triton alone, and say what more a case needs. A stage is a function
+that measures its cases.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -23,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_cases import Cases, Needs, Row
+from bench.gpu.cases import Cases, Needs, Row
 from bench.measure import extra_bytes, installed_version, seconds_of
 
 # They collect with torch, Triton and pytest alone.
@@ -42,9 +38,11 @@ _KERNEL_TESTS = (
     "future_ratio",
     "layers",
     "rows_exact",
+    "sparse_delta",
     "statistics",
     "z_loss",
 )
+_FIRST_TESTS = ("layers", "logprobs", "sparse_delta")
 _VOCABS = (151936, 128256, 50257)
 _HEADS = ((896, 151936), (3584, 152064))
 _PACKAGES = (
@@ -58,9 +56,23 @@ def environment(cases: Cases) -> None:
     """The machine, its clocks, and the packages that decide which cases run."""
     cases.run("packages", lambda: {name: installed_version(name) or "" for name in _PACKAGES})
     cases.run("python", lambda: {"python": platform.python_version(), "cpus": os.cpu_count()})
+    cases.run("ceilings", partial(_ceilings, cases))
     if cases.device == "cuda":
         cases.run("device", _device)
         cases.run("clocks", _clocks)
+
+
+def _ceilings(cases: Cases) -> Row:
+    """What a copy and a product reach on this device, on random data."""
+    size, dtype = (256, torch.float32) if cases.is_small else (8192, torch.bfloat16)
+    a, b = (torch.randn(size, size, device=cases.device, dtype=dtype) for _ in range(2))
+    source = torch.randn(8 * size * size, device=cases.device, dtype=dtype)
+    target = torch.empty_like(source)
+    copy_s = _median_ms(lambda: target.copy_(source)) / 1e3
+    product_s = _median_ms(lambda: a @ b) / 1e3
+    return {"copy_tb_s": 2 * source.nbytes / copy_s / 1e12} | {
+        "product_tflops": 2 * size**3 / product_s / 1e12
+    }
 
 
 def _device() -> Row:
@@ -83,12 +95,16 @@ def _clocks() -> Row:
 
 
 def gpu_tests(cases: Cases) -> None:
-    """Tests that a CPU cannot run. Without a GPU they are collected and skipped."""
+    """Tests that a CPU cannot run, which are collected and skipped there; then those of the kernels
+    that a run begins with, on the device.
+    """
     files = [
         f"tests/kernels/test_{name}.py" for name in _KERNEL_TESTS[: 99 if cases.is_small else 2]
     ]
     cases.run("kernels", partial(_pytest, cases, "-m", "gpu", *files))
     cases.run("attention", partial(_attention_tests, cases))
+    for name in () if cases.is_small else _FIRST_TESTS:
+        cases.run(name, partial(_device_tests, cases, name))
 
 
 def _attention_tests(cases: Cases) -> Row:
@@ -100,10 +116,14 @@ def _attention_tests(cases: Cases) -> Row:
 
 
 def kernel_tests(cases: Cases) -> None:
-    """Tests of kernels on the device, a process for each file."""
-    for name in ("z_loss", "linear_loss") if cases.is_small else _KERNEL_TESTS:
-        run = partial(_pytest, cases, "-m", "not gpu", f"tests/kernels/test_{name}.py")
-        cases.run(name, run, limit_s=240)
+    """The other tests of kernels on the device, a process for each file."""
+    others = [name for name in _KERNEL_TESTS if name not in _FIRST_TESTS]
+    for name in ("z_loss",) if cases.is_small else others:
+        cases.run(name, partial(_device_tests, cases, name))
+
+
+def _device_tests(cases: Cases, name: str) -> Row:
+    return _pytest(cases, "-m", "not gpu", f"tests/kernels/test_{name}.py")
 
 
 def _pytest(cases: Cases, *arguments: str) -> Row:
@@ -300,20 +320,3 @@ def _median_ms(
         before()
         seconds.append(seconds_of(run))
     return 1e3 * statistics.median(seconds[2:])
-
-
-def main() -> None:
-    from bench import gpu_ranks, gpu_runs
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("stage")
-    parser.add_argument("path", type=Path, metavar="FILE")
-    parser.add_argument("--small", action="store_true", help="tiny shapes")
-    args = parser.parse_args()
-    places = (globals(), vars(gpu_ranks), vars(gpu_runs))
-    stage = next(place[args.stage] for place in places if args.stage in place)
-    stage(Cases(args.path, args.small))
-
-
-if __name__ == "__main__":
-    main()

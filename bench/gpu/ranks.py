@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.gpu_cases import Cases, Row
+from bench.gpu.cases import Cases, Row
 
 
 def collectives(cases: Cases) -> None:

@@ -11,6 +11,8 @@ import gc
 import json
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,13 @@ import torch
 from bench.measure import write_json
 
 Row = dict[str, Any]
-AGAIN = 75
-"""The exit status of a stage whose device is lost to this process: begin it again."""
+_LIMIT_S = 120
+"""Of a case that has no limit of its own."""
+_MARGIN_S = 3
+"""A case ends this long before its stage does, so that its rows are kept."""
+AGAIN, LATE = 75, 76
+"""Exit statuses of a stage: its device is lost to this process, so begin it again; its time is up
+before its cases are."""
 _OURS = ("bench", "flowkernels", "flowtrain", "tests")
 _COMPILED = "flowtrain._delta"
 
@@ -29,8 +36,12 @@ _COMPILED = "flowtrain._delta"
 class Cases:
     """The file of a stage's rows, each with the name of its case."""
 
-    def __init__(self, path: Path, is_small: bool, limit_s: int = 120) -> None:
-        self._path, self.is_small, self._limit_s = path, is_small, limit_s
+    def __init__(self, path: Path, is_small: bool, seconds: float = 600.0) -> None:
+        """`seconds`: of the stage, from now on."""
+        self._path, self.is_small = path, is_small
+        self._ends = self._case_ends = time.monotonic() + seconds - _MARGIN_S
+        self.limit_s = int(seconds)
+        """Of the case that runs."""
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.rows = read_rows(path)
 
@@ -39,11 +50,19 @@ class Cases:
         """Where a case may leave files; it goes into the stage's archive."""
         return self._path.with_suffix("")
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until a program that the case runs must end, for its rows to count."""
+        return max(1.0, self._case_ends - time.monotonic() - _MARGIN_S)
+
     def run(self, name: str, measure: Callable[[], Row | Sequence[Row]], limit_s: int = 0) -> None:
-        """Measure a case that the file does not have yet, within its limit."""
+        """Measure a case that the file does not have yet, within its limit and the stage's."""
         if any(row["case"] == name for row in self.rows):
             return
-        limit_s = limit_s or self._limit_s
+        limit_s = self.limit_s = min(limit_s or _LIMIT_S, int(self._ends - time.monotonic()))
+        if limit_s < 1:
+            sys.exit(LATE)
+        self._case_ends = time.monotonic() + limit_s
         before = self.rows
         self._keep([*before, {"case": name, "error": f"did not end within {limit_s} s, or died"}])
         signal.alarm(limit_s)  # ends the process, even one that hangs in the driver
@@ -83,7 +102,8 @@ def read_rows(path: Path) -> list[Row]:
 def keep_good_rows(path: Path) -> None:
     """Take failed cases, and those that lacked a package, out of the file: they are tried anew."""
     rows = read_rows(path)
-    good = [row for row in rows if not (row.keys() & {"error", "needs"})]
+    bad = {row["case"] for row in rows if row.keys() & {"error", "needs"}}
+    good = [row for row in rows if row["case"] not in bad]
     if len(good) < len(rows):
         write_json(path, good)
 

@@ -1,0 +1,74 @@
+"""The plans of `bench.gpu`: which stages run, in which order, and which of them at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Minutes on a GPU, and what they are spent on."""
+
+    seconds: int
+    groups: tuple[tuple[str, ...], ...]
+    """Stages in the order of what they tell. Those of a group run at once: they test whether
+    something runs, and time nothing."""
+
+
+STAGES: dict[str, tuple[str, int]] = {
+    "environment": ("kernels", 30),
+    "quickstart": ("runs", 150),
+    "resume": ("runs", 150),
+    "gpu_tests": ("kernels", 150),
+    "profile": ("training", 45),
+    "steps": ("training", 120),
+    "attention": ("kernels", 75),
+    "layers": ("kernels", 30),
+    "head_chunks": ("kernels", 30),
+    "load": ("runs", 60),
+    "kernel_tests": ("kernels", 60),
+    "collectives": ("ranks", 60),
+    "losses": ("kernels", 20),
+    "delta": ("kernels", 20),
+    "memory": ("training", 70),
+    "checkpoint": ("ranks", 30),
+    "experts": ("training", 30),
+    "hybrid": ("training", 30),
+    "rivals": ("kernels", 75),
+    "vllm_planner": ("vllm", 150),
+    "vllm_random": ("vllm", 90),
+    "vllm_pause": ("vllm", 240),
+}
+"""The module of `bench.gpu` that has each stage, as a function of its name, and the most seconds
+that the stage may take."""
+
+PLANS = {
+    "first": Plan(
+        480,
+        (
+            ("environment",),
+            ("quickstart", "resume", "gpu_tests"),
+            ("profile",),
+            ("steps",),
+            ("attention",),
+            ("layers",),
+            ("head_chunks",),
+            ("load",),
+        ),
+    ),
+    "second": Plan(
+        240,
+        (
+            ("environment",),
+            ("kernel_tests", "collectives"),
+            ("memory",),
+            ("checkpoint",),
+            ("experts",),
+            ("hybrid",),
+            ("losses",),
+            ("delta",),
+            ("rivals",),
+        ),
+    ),
+    "vllm": Plan(480, (("environment",), ("vllm_planner",), ("vllm_random",), ("vllm_pause",))),
+}
