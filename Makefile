@@ -36,7 +36,7 @@ WARM ?= $(filter vllm,$(ENGINE))
 PLANNER := $(if $(WARM),$(RUN)/warm/model,quickstart)
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-environments test-harbor test-loggers test-optional test-ray test-vllm attack dist try-dist try-bench-gpu lint typecheck bench docs docs-serve
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-environments test-harbor test-loggers test-optional test-ray test-vllm attack dist try-dist rehearse-gpu lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -176,9 +176,9 @@ dist: $(VENV)/release/.done
 try-dist:
 	$(PYTHON) .ci/try_wheels.py dist --torch '$(TORCH)'
 
-# The GPU benchmark where there is nothing but torch, Triton and pytest; on a CPU.
-try-bench-gpu:
-	PYTHON=$(PYTHON) TORCH='$(TORCH)' TRITON='$(TRITON)' .ci/try_bench_gpu.sh
+# The plans of a GPU, on a CPU: with the releases of its image and the folder that travels there.
+rehearse-gpu: setup
+	.ci/rehearse_gpu.sh
 
 lint: setup
 	$(BIN)/ruff check .

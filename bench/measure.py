@@ -5,11 +5,14 @@ the versions they were measured under.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -130,16 +133,35 @@ def write_json(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
         else platform.processor() or platform.machine()
     )
     facts = {
+        "commit": commit_of_checkout(),
+        "date": time.strftime("%Y-%m-%d"),
         **{name: installed_version(name) for name in ("torch", "triton", "transformers")},
         "driver": _driver(),
         "device": device,
         "threads": torch.get_num_threads(),
     }
-    path = Path(path)
+    write_rows(Path(path), facts, rows)
+
+
+def write_rows(path: Path, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows and facts as one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps({"facts": facts, "rows": list(rows)}, indent=1) + "\n")
     new.replace(path)
+
+
+@functools.cache
+def commit_of_checkout() -> str:
+    """The commit that runs, with a mark where files differ from it; FLOWTRAIN_COMMIT tells it where
+    there is no git.
+    """
+    if known := os.environ.get("FLOWTRAIN_COMMIT"):
+        return known
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
+    root = Path(__file__).parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def installed_version(package: str) -> str | None:

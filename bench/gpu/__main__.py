@@ -39,10 +39,10 @@ def main() -> None:
     if not torch.cuda.is_available() and not args.dry_run:
         raise SystemExit("torch finds no GPU here; --dry-run takes tiny shapes on the CPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    results = Results(args.out, args.dry_run, args.copy_to)
+    results = Results(args.plan, args.out, args.dry_run, args.copy_to)
     results.take_caches(ROOT / ".gpu" / "caches.tar.gz")
-    seconds = 60 * args.minutes or PLANS[args.plan].seconds
-    run_plan(args.plan, results, seconds, _chosen(args.stages), _chosen(args.again))
+    seconds = 60 * args.minutes or results.patience * PLANS[args.plan].seconds
+    run_plan(results, seconds, _chosen(args.stages), _chosen(args.again))
     results.keep_caches()
     print(f"report: {args.out / 'report.md'}")
 

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench.gpu.plans import PLANS
+from bench.measure import commit_of_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {
@@ -72,7 +73,7 @@ def main() -> None:
     # From the index, or as pip was told to find them, and never built here.
     _pip(args.python, "download", "--no-deps", "-d", str(wheels), *_target(args.python), *lacking)
     (args.out / "present.txt").write_text("\n".join(present) + "\n")
-    (args.out / "commit").write_text(commit() + "\n")
+    (args.out / "commit").write_text(commit_of_checkout() + "\n")
     if args.caches:
         shutil.copy(args.caches, args.out / "caches.tar.gz")
     num_wheels = len(list(wheels.iterdir()))
@@ -145,30 +146,30 @@ def newest_glibc(library: bytes) -> int:
 
 
 def resolve(plan: str, python: str, scratch: Path) -> tuple[list[str], list[str]]:
-    """Return what the plan needs, as pip resolves it beside PINS: (what the image lacks, pinned;
+    """Return what flowtrain and the plan need, as pip resolves it: (what the image lacks, pinned;
     what it has besides PINS, by name).
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [x for x in project["dependencies"] if name_of(x) not in _OURS | _UNUSED]
+    ours = [x for x in project["dependencies"] if name_of(x) not in _OURS | _UNUSED]
+    image = image_packages()
+    wanted = [x for x in ours if name_of(x) not in image]
+    more = (*PINS, *NEEDED[plan]) if NEEDED[plan] else ()
     report = scratch / "report.json"
     options = ("--dry-run", "--ignore-installed", "--target", str(scratch / "none"))
-    _pip(
-        python, "install", *options, "--report", str(report), *_target(python),
-        *PINS, *wanted, *NEEDED[plan],
-    )  # fmt: skip
+    options = (*options, "--report", str(report), *_target(python))
+    _pip(python, "install", *options, *wanted, *more)
     found = {
         name_of(item["metadata"]["name"]): item["metadata"]["version"]
         for item in json.loads(report.read_text())["install"]
     }
-    image = image_packages()
     lacking = [
         f"{name}=={version}"
         for name, version in sorted(found.items())
         if name not in image | _UNUSED
         and (not name.startswith("nvidia-") or name.startswith(_KEPT_OF_NVIDIA))
     ]
-    present = sorted(name for name in found if name in image - set(map(name_of, PINS)))
-    return lacking, present
+    present = {name_of(x) for x in ours} | found.keys()
+    return lacking, sorted(present & image - set(map(name_of, PINS)))
 
 
 def name_of(requirement: str) -> str:
@@ -203,11 +204,6 @@ def split(wheels: Path, parts: Path, most: int) -> int:
             number += 1
     whole.unlink()
     return number
-
-
-def commit() -> str:
-    """Return the commit that the folder is made from, with a mark where files differ from it."""
-    return _git("describe", "--always", "--dirty", "--abbrev=8", "--exclude=*").strip()
 
 
 def _target(python: str) -> Iterable[str]:

@@ -52,10 +52,14 @@ class Outcome:
 class Results:
     """The folder of a plan's results."""
 
-    def __init__(self, folder: Path, is_small: bool, copy_to: Path | None = None) -> None:
+    def __init__(
+        self, plan: str, folder: Path, is_small: bool, copy_to: Path | None = None
+    ) -> None:
         """`copy_to`: where an archive and the report are put after each stage, too."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.is_small, self._copy_to = folder, is_small, copy_to
+        self.plan, self.folder, self.is_small, self._copy_to = plan, folder, is_small, copy_to
+        # A rehearsal is not about time, and two cores may be busy with something else.
+        self.patience = 4 if is_small else 1
         path = folder / "stages.json"
         known = json.loads(path.read_text())["stages"] if path.exists() else {}
         self.outcomes = {name: Outcome(**fields) for name, fields in known.items()}
@@ -64,7 +68,8 @@ class Results:
         """Write what is known of a stage, and the report."""
         self.outcomes[name] = outcome
         found = {stage: asdict(each) for stage, each in self.outcomes.items()}
-        text = json.dumps({"is_small": self.is_small, "stages": found}, indent=1)
+        known = {"plan": self.plan, "is_small": self.is_small, "stages": found}
+        text = json.dumps(known, indent=1)
         (self.folder / "stages.json").write_text(text + "\n")
         write_report(self.folder, found, is_judged=not self.is_small)
         if self._copy_to is not None:
@@ -98,13 +103,13 @@ class Results:
 
 
 def run_plan(
-    name: str, results: Results, seconds: float, only: Sequence[str] = (), again: Sequence[str] = ()
+    results: Results, seconds: float, only: Sequence[str] = (), again: Sequence[str] = ()
 ) -> None:
     """Run the stages of a plan that are left, until its seconds are over."""
     ends = time.monotonic() + seconds
     for stage in again:
         (results.folder / f"{stage}.json").unlink(missing_ok=True)
-    for group in _left(name, results, only, again):
+    for group in _left(results, only, again):
         limit_s = ends - time.monotonic()
         if limit_s < _LEAST_S:
             print(f"no time is left for {', '.join(group)}; the same command goes on with it")
@@ -114,11 +119,11 @@ def run_plan(
 
 
 def _left(
-    name: str, results: Results, only: Sequence[str], again: Sequence[str]
+    results: Results, only: Sequence[str], again: Sequence[str]
 ) -> Iterator[tuple[str, ...]]:
     """Groups of stages that have not ended, then of those that broke."""
     known, wanted = results.outcomes, {*only, *again}
-    groups = [[x for x in group if x in wanted or not wanted] for group in PLANS[name].groups]
+    groups = [[x for x in group if x in wanted or not wanted] for group in PLANS[results.plan].groups]
     planned = [x for group in groups for x in group]
     groups += [[x] for x in (*only, *again) if x not in planned]  # of another plan
     new = {x for x in STAGES if x in again or x not in known or not known[x].has_ended}
@@ -138,7 +143,7 @@ def _run_group(group: Sequence[str], results: Results, limit_s: float) -> None:
         try:
             run = {
                 pool.submit(
-                    _run, name, results, min(limit_s, STAGES[name][1]), running=running
+                    _run, name, results, min(limit_s, results.patience * STAGES[name][1]), running
                 ): name
                 for name in group
             }

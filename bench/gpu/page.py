@@ -1,0 +1,183 @@
+"""docs/gpu.md, made of the results that are kept under `bench/results/DEVICE/`.
+
+Results of the plans lie in `plans/STAGE.json`. Beside that folder are older figures, of other
+commands; each has its commit and date.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.plans import PLANS, STAGES
+from bench.gpu.report import findings, table
+from bench.measure import write_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "gpu.md"
+DEVICES = ("h200",)
+"""Folders of RESULTS that are GPUs; `keep` makes further ones, which are added here."""
+PIVOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
+    "attention": (("heads", "layout", "tokens"), "way", ("forward_ms", "backward_ms")),
+    "losses": (("path", "D", "V"), "impl", ("ms",)),
+    "rivals": (("path", "D", "V"), "impl", ("ms",)),
+    "launches": (("path", "dtype", "warps"), "V", ("of copy",)),
+}
+"""Tables that are turned: columns that name a row, the one whose values are columns, and what
+stands there. Others are shown as they are."""
+_FACTS = ("device", "driver", "torch", "triton", "transformers")
+_INTRO = """\
+# On a GPU
+
+`python -m bench.gpu --page` makes this page of the figures in `bench/results`. Each stands with its date, its commit and what it ran under; milliseconds unless a column says otherwise.
+"""
+_NOTHING = """\
+**No plan has run on a GPU yet, and nothing newer was measured than what stands below.** So there is no whole run on a GPU, no vLLM there, and no second GPU.
+"""
+_OLDER = """\
+Of commands of their own, before there were plans. Kernels, head and trainer have changed since: what stands here is history until a plan has run.
+"""
+_PLANS = """\
+## How to measure
+
+A plan is minutes on one GPU, spent in the order of what they tell. Stages of one line run at once: they test, and time nothing. Each stage has a limit of its own and fails alone, as each of its cases does; what one that is cut off has measured counts. A second call of the same command goes on.
+
+```
+python -m bench.gpu.pack --plan first                         # where there is a network: .gpu, what the machine with the GPU lacks
+. bench/gpu/setup.sh .gpu && python3 -m bench.gpu --plan first --out results/first    # there, in a checkout
+python -m bench.gpu --keep results/first                      # here: bench/results/DEVICE/plans, and this page anew
+make rehearse-gpu                                             # every plan in tiny shapes on a CPU
+```
+"""
+
+
+def keep(source: Path) -> list[Path]:
+    """File the results of a plan's folder, or of the `results.tar` in it; return the files.
+
+    Raises:
+        SystemExit: there are none, or they are those of a rehearsal.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        if not (source / "stages.json").exists() and (source / "results.tar").exists():
+            with tarfile.open(source / "results.tar") as archive:
+                archive.extractall(scratch, filter="data")
+            source = Path(scratch)
+        if not (source / "stages.json").exists():
+            raise SystemExit(f"{source} has no stages.json: it is no folder of a plan's results")
+        plan = json.loads((source / "stages.json").read_text())
+        if plan["is_small"]:
+            raise SystemExit(f"{source} has the results of a dry run, which say nothing of a GPU")
+        kept = []
+        for stage, outcome in plan["stages"].items():
+            path = source / f"{stage}.json"
+            if not path.exists():
+                continue
+            found = json.loads(path.read_text())
+            facts = found["facts"]
+            command = f"python -m bench.gpu --plan {plan['plan']}"
+            facts |= {"command": command} | {k: outcome[k] for k in ("status", "seconds", "clocks")}
+            device = facts["device"].split()[-1].lower()
+            rows = [row for row in found["rows"] if "needs" not in row]
+            kept.append(RESULTS / device / "plans" / f"{stage}.json")
+            write_rows(kept[-1], facts, rows)
+    return kept
+
+
+def write() -> Path:
+    """Write the page."""
+    PAGE.write_text(text())
+    return PAGE
+
+
+def text() -> str:
+    """The page as it should be."""
+    parts = [_INTRO]
+    new = [path for device in DEVICES for path in _files(RESULTS / device / "plans")]
+    if not new:
+        parts.append(_NOTHING)
+    parts += [_PLANS, "\n".join(_plans()), *map(_section, new)]
+    for device in DEVICES:
+        old = _files(RESULTS / device)
+        if old:
+            parts.append(f"## Older figures: {device.upper()}\n\n{_OLDER}")
+            parts += map(_section, old)
+    return "\n".join(parts)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Results, those of stages in the order of the plans."""
+    order = list(STAGES)
+    return sorted(
+        folder.glob("*.json"),
+        key=lambda path: (order.index(path.stem) if path.stem in order else -1, path.stem),
+    )
+
+
+def _plans() -> Iterator[str]:
+    yield "| plan | stage | at most, s | what it answers |"
+    yield "|---|---|---|---|"
+    for name, plan in PLANS.items():
+        for index, group in enumerate(plan.groups):
+            label = f"`{name}`, {plan.seconds} s" if not index else ""
+            limits = "; ".join(str(STAGES[stage][1]) for stage in group)
+            about = " ".join(_first_line(stage) for stage in group)
+            yield f"| {label} | {', '.join(f'`{stage}`' for stage in group)} | {limits} | {about} |"
+    yield ""
+
+
+def _first_line(stage: str) -> str:
+    """The first sentence of a stage's docstring."""
+    function = getattr(importlib.import_module(f"bench.gpu.{STAGES[stage][0]}"), stage)
+    return " ".join(function.__doc__.split()).partition(". ")[0].removesuffix(".") + "."
+
+
+def _section(path: Path) -> str:
+    """A file of results: under what it was measured, its goals, its rows."""
+    found = json.loads(path.read_text())
+    facts, rows = found["facts"], found["rows"]
+    under = ", ".join(f"{key} {facts[key]}" for key in _FACTS if facts.get(key))
+    clocks = f", {facts['clocks']}" if facts.get("clocks") else ""
+    lines = [
+        f"### {path.stem.replace('_', ' ')}",
+        "",
+        f"{facts['date']}, commit {facts['commit']}, `{facts['command']}`: {under}{clocks}.",
+    ]
+    if facts.get("status") not in (None, "done"):
+        lines.append(f"The stage ended {facts['status']} after {facts['seconds']:.0f} s.")
+    if note := facts.get("note"):
+        lines.append(note)
+    lines.append("")
+    if goals := [goal.line(True) for goal in findings({path.stem: rows} if "status" in facts else {})]:
+        lines += ["| goal | figure | goal | verdict |", "|---|---|---|---|", *goals, ""]
+    good = [row for row in rows if "error" not in row]
+    lines += _pivot(good, *PIVOTS[path.stem]) if path.stem in PIVOTS else table(good)[1:]
+    lines += ["", *(f"- failed: {row['case']}: {row['error']}" for row in rows if "error" in row)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _pivot(
+    rows: Sequence[Mapping[str, Any]], index: Sequence[str], column: str, values: Sequence[str]
+) -> list[str]:
+    """A table with a column for each value of one column of the rows."""
+    cells: dict[tuple[Any, ...], dict[Any, str]] = {}
+    for row in rows:
+        shown = "; ".join(f"{row[value]:.3g}" for value in values if row.get(value) is not None)
+        cells.setdefault(tuple(row.get(key, "") for key in index), {})[row[column]] = shown
+    heads = list(dict.fromkeys(row[column] for row in rows))
+    unit = "; ".join(values)
+    lines = [
+        f"`{unit}` by `{column}`:",
+        "",
+        f"| {' | '.join([*index, *map(str, heads)])} |",
+        f"|{'---|' * (len(index) + len(heads))}",
+    ]
+    return lines + [
+        f"| {' | '.join([*map(str, key), *(found.get(head, '') for head in heads)])} |"
+        for key, found in cells.items()
+    ]
