@@ -1,76 +1,106 @@
-"""Attention over token trees, each way to compute it:  python -m bench.attention [--json F]
+"""Attention over whole token trees, each way to compute it:  python -m bench.attention [--json F]
 
-Rows of AgentFlow's shape with 3 and with 10 turns (`bench/agentflow_shape.py`), one chain and four,
-each of about `--tokens` tokens; heads of Qwen2.5 0.5B and 1.5B. `sdpa` is the way on a CPU and
-needs transformers; the others need a GPU, and one that does not run is left out with its reason.
-`split` is `flex` with each group's query heads in batches of their own, so that no program walks
-over all of them in the backward pass. `causal` is torch's SDPA on the chains without a mask: the
-best that a library makes of a sequence. TFLOP/s counts the pairs of tokens that see each other, 4
-FLOPs per channel forward and 10 backward. `max_diff` is against the first way, relative to the
-largest entry of the output and of the three gradients. SWEEP has options of Flex's kernels.
+Rows of AgentFlow's shape with 3 and with 10 turns (`bench/agentflow_shape.py`), and a chain; at
+scale 1 they have 18,017, 64,460 and 16,384 tokens. Heads of Qwen2.5 0.5B and 7B.
+
+flex         what the trainer takes
+heavy first  flex with siblings laid out by the size of their subtrees, the largest first
+split        flex with each group's query heads in batches of their own, so that no program walks
+             over all of them in the backward pass
+root         what others see of the tree's root by cuDNN, the rest by flex (bench/tree_attention.py)
+trl          TRL's attention over its own tree of the samples, on torch's FlashAttention 2
+flash        flex on FlashAttention 4's kernels
+causal       the chain by torch's SDPA without a mask, by the kernel that it chooses or by another
+
+A way that does not run is left out with its reason. On a CPU there is no backward pass, `root` and
+`trl` have other kernels, and whatever names a kernel needs a GPU. TFLOP/s counts the pairs of
+tokens that see each other, 4 FLOPs per channel forward and 10 backward. `max_diff` is against flex
+where that ran before, relative to the largest entry of the output and of the three gradients, on
+the tokens of the row: another order, or TRL's copies of tokens, are taken back first.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import tree_attention
 from bench.agentflow_shape import agentflow_samples
-from bench.measure import report, runs_here, seconds_of
+from bench.measure import runs_here, seconds_of, write_json
+from bench.tree_attention import SplitTree
 from flowtrain.training import flex
 from flowtrain.training.tree import PackedRow, pack_rows
+from flowtrain.types import Sample
 
-
-def _backward(small: int, large: int, warps: int, stages: int) -> dict[str, int]:
-    """The backward kernels' blocks: dK and dV by key block, dQ by query block."""
-    blocks = {"BLOCK_M1": small, "BLOCK_N1": large, "BLOCK_M2": large, "BLOCK_N2": small}
-    options = {**blocks, "num_warps": warps, "num_stages": stages}
-    return {f"bwd_{name}": value for name, value in options.items()}
-
-
-SWEEP: dict[str, dict[str, int]] = {
-    "fwd 128x64, 4 warps": {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 4},
-    "fwd 128x64, 8 warps": {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8},
-    "fwd 128x128, 8 warps": {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_warps": 8},
-    "fwd 64x128, 4 warps": {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 128, "fwd_num_warps": 4},
-    "bwd 64, 4 warps": _backward(64, 64, 4, 2),
-    "bwd 64x128, 4 warps": _backward(64, 128, 4, 2),
-    "bwd 64x128, 8 warps": _backward(64, 128, 8, 2),
-    "bwd 64x128, 8 warps, 3 stages": _backward(64, 128, 8, 3),
-    "bwd 128, 8 warps": _backward(128, 128, 8, 2),
-}
-"""Options of Flex's kernels, each beside those that torch chooses."""
-HEADS = {"0.5b": (14, 2, 64), "1.5b": (12, 2, 128)}
+HEADS = {"0.5b": (14, 2, 64), "7b": (28, 4, 128)}
 """Heads, key heads and their size."""
+LAYOUTS = ("3 turns", "10 turns", "chain")
+_BACKENDS = {
+    "causal cudnn": SDPBackend.CUDNN_ATTENTION,
+    "causal flash": SDPBackend.FLASH_ATTENTION,
+    "causal efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_TREE_WAYS = ("flex", "heavy first", "split", "root", "trl", "flash")
+_CHAIN_WAYS = ("flex", "causal", *_BACKENDS)
 Results = tuple[Tensor, ...]
-"""The output and the gradients by queries, keys and values."""
+"""The output [1, N, H, D], and the gradients by queries, keys and values [1, H, N, D]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Case:
     """What every way gets."""
 
     layout: str
+    samples: Sequence[Sample]
+    row: PackedRow
     subtree_end_N: Tensor
+    """Of the padded row, as are the inputs."""
     num_pairs: int
-    inputs: tuple[Tensor, Tensor, Tensor]
+    inputs: Sequence[Tensor]
     """Queries, keys and values [1, H, N, D]."""
     upstream_1NHD: Tensor
+    truth: Results | None = None
+    """What `flex` made of it, once it ran."""
 
-    @property
-    def chain(self) -> int | None:
-        """Tokens of each chain, if the row is made of chains."""
-        num = len(self.subtree_end_N)
-        return {"1 chain": num, "4 chains": num // 4}.get(self.layout)
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Attention over the tokens of a case. M: those tokens in the way's own order."""
+
+    kernel: str
+    attend: Callable[..., Tensor]
+    place_M: Tensor | None = None
+    """The token of the case's row that each of its own is; None: the order is the same."""
+    first_N: Tensor | None = None
+    """Its first copy of each token of the case's row."""
+
+    def given(self, case: Case) -> tuple[Sequence[Tensor], Tensor]:
+        """The inputs and the upstream gradient, which one copy of a token gets."""
+        place_M, first_N, upstream = self.place_M, self.first_N, case.upstream_1NHD
+        if place_M is None or first_N is None:
+            return case.inputs, upstream
+        inputs = [x.detach()[:, :, place_M].requires_grad_(x.requires_grad) for x in case.inputs]
+        own = upstream.new_zeros(1, len(place_M), *upstream.shape[2:])
+        own[:, first_N] = upstream[:, : len(first_N)]
+        return inputs, own
+
+    def taken_back(self, case: Case, found: Results) -> Results:
+        """Results in the case's order; gradients of a token's copies are summed up."""
+        place_M, first_N, (out, *grads) = self.place_M, self.first_N, found
+        if place_M is None or first_N is None:
+            return found
+        own = zip(case.inputs, grads, strict=False)  # there may be none
+        return out[:, first_N], *(torch.zeros_like(x).index_add_(2, place_M, g) for x, g in own)
 
 
 def main() -> None:
@@ -80,193 +110,188 @@ def main() -> None:
     )
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     parser.add_argument(
-        "--tokens",
-        type=int,
-        default=16384 if on_gpu else 1024,
-        help="of a row (default: %(default)s)",
+        "--scale",
+        type=float,
+        default=1.0 if on_gpu else 0.02,
+        help="of the rows' lengths (default: %(default)s)",
     )
-    parser.add_argument(
-        "--kinds",
-        default="flex,split,flash" if on_gpu else "sdpa",
-        help="comma-separated (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--heads", default=",".join(HEADS), help="comma-separated (default: %(default)s)"
-    )
+    for name, default in (
+        ("ways", dict.fromkeys((*_TREE_WAYS, *_CHAIN_WAYS))),
+        ("layouts", LAYOUTS),
+        ("heads", HEADS),
+    ):
+        parser.add_argument(
+            f"--{name}", default=",".join(default), help="comma-separated (default: %(default)s)"
+        )
     parser.add_argument(
         "--repeats", type=int, default=9, help="timed runs of each (default: %(default)s)"
     )
     args = parser.parse_args()
     device = torch.device("cuda" if on_gpu else "cpu")
-    rows = [
-        row
-        for heads in args.heads.split(",")
-        for case in cases(args.tokens, HEADS[heads], device)
-        for row in measure(case, args.kinds.split(","), heads, args.repeats)
-    ]
-    report(args.json, rows)
+    rows: list[dict[str, Any]] = []
+    for heads in args.heads.split(","):
+        torch._dynamo.reset()  # each size of head is a model of its own
+        for case in cases(args.scale, HEADS[heads], device, on_gpu, args.layouts.split(",")):
+            for kind in ways_of(case.layout):
+                if kind in args.ways.split(","):
+                    rows += measure(case, kind, heads, args.repeats)
+    if args.json:
+        write_json(args.json, rows)
+
+
+def ways_of(layout: str) -> tuple[str, ...]:
+    """What is measured on a layout, `flex` first."""
+    return _CHAIN_WAYS if layout == "chain" else _TREE_WAYS
 
 
 def cases(
-    num_tokens: int,
+    scale: float,
     heads: tuple[int, int, int],
     device: torch.device,
     has_backward: bool = True,
+    layouts: Sequence[str] = LAYOUTS,
 ) -> Iterator[Case]:
+    """Each layout with random inputs, bf16 on a GPU, or else fp32; one at a time, as those of the
+    largest take a GB.
+    """
     num_heads, num_kv_heads, size = heads
-    for layout, row in layouts(num_tokens).items():
-        row = flex.padded(row)
-        num = len(row.input_ids_N)
-        rng = torch.Generator(device).manual_seed(0)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        normal = partial(torch.randn, generator=rng, device=device)
-        inputs = [normal(1, n, num, size) for n in (num_heads, num_kv_heads, num_kv_heads)]
-        query, key, value = (x.to(dtype).requires_grad_(has_backward) for x in inputs)
+    rng = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, device=device).to(dtype)
+
+    for layout in layouts:
+        samples = _samples(layout, scale)
+        (row,) = pack_rows(samples, 10**7)
+        padded = flex.padded(row)
+        num = len(padded.input_ids_N)
         yield Case(
             layout,
-            row.subtree_end_N.to(device),
-            int(row.position_ids_N.sum()) + num,
-            (query, key, value),
-            normal(1, num, num_heads, size).to(dtype),
+            samples,
+            row,
+            padded.subtree_end_N.to(device),
+            int(padded.position_ids_N.sum()) + num,
+            [
+                normal(1, number, num, size).requires_grad_(has_backward)
+                for number in (num_heads, num_kv_heads, num_kv_heads)
+            ],
+            normal(1, num, num_heads, size),
         )
 
 
-def layouts(num_tokens: int) -> dict[str, PackedRow]:
-    """Rows of about this number of tokens; a multiple of 512 for chains."""
-    found = {}
-    for turns in (3, 10):
-        samples = agentflow_samples(turns, num_tokens / 16384)
-        rows = pack_rows(samples, num_tokens)
-        found[f"{turns} turns"] = max(rows, key=lambda row: len(row.input_ids_N))
-    for count in (1, 4):
-        size = num_tokens // count
-        found["1 chain" if count == 1 else f"{count} chains"] = replace(
-            found["3 turns"],
-            input_ids_N=torch.zeros(size * count, dtype=torch.int64),
-            position_ids_N=torch.arange(size).repeat(count),
-            subtree_end_N=torch.arange(1, count + 1).repeat_interleave(size) * size,
-        )
-    return found
+def _samples(layout: str, scale: float) -> list[Sample]:
+    if layout != "chain":
+        return agentflow_samples(int(layout.split()[0]), scale)
+    num_tokens = flex.BLOCK * max(1, round(16384 * scale / flex.BLOCK))
+    return [Sample((0,) * num_tokens, (0,), (0.0,), (0.0,), (1.0,))]
 
 
-def measure(case: Case, kinds: list[str], heads: str, repeats: int) -> list[dict[str, Any]]:
-    """A row of the table for each way that runs."""
-    torch._dynamo.reset()  # each size of head is a model of its own
-    truth: Results | None = None
+def measure(case: Case, kind: str, heads: str, repeats: int) -> list[dict[str, Any]]:
+    """The row of a way, printed; none, and the reason printed, where it does not run."""
     rows: list[dict[str, Any]] = []
-    for kind in [*kinds, *(["causal"] if case.chain is not None else [])]:
-        if runs_here(f"{heads} {case.layout}: {kind}", partial(results, case, kind)):
-            truth = truth or results(case, kind)
-            rows.append(measure_way(case, kind, heads, repeats, truth))
+
+    def run() -> None:
+        rows.append(measure_way(case, kind, heads, repeats))
+        text = (f"{key} {x:.4g}" if isinstance(x, float) else f"{x}" for key, x in rows[0].items())
+        print(", ".join(text), flush=True)
+
+    runs_here(f"{heads} {case.layout}: {kind}", run)
     return rows
 
 
-def measure_way(
-    case: Case, kind: str, heads: str, repeats: int, truth: Results | None = None
-) -> dict[str, Any]:
-    """One way on one case; no backward pass where the inputs need none."""
-    attend, found = way(kind, case), results(case, kind)
-    gflops = 4e-9 * case.inputs[0].shape[1] * case.inputs[0].shape[-1] * case.num_pairs
+def measure_way(case: Case, kind: str, heads: str, repeats: int) -> dict[str, Any]:
+    """One way on one case; no backward pass where the inputs need none.
+
+    Raises whatever keeps it from running: ModuleNotFoundError without TRL, RuntimeError where a GPU
+    is needed.
+    """
+    way = way_of(kind, case)
+    inputs, upstream = way.given(case)
+    attend = partial(way.attend, *inputs, scaling=inputs[0].shape[-1] ** -0.5)
+    found = way.taken_back(case, _both(attend, inputs, upstream))
+    if kind == "flex":
+        case.truth = found
+    gflops = 4e-9 * inputs[0].shape[1] * inputs[0].shape[-1] * case.num_pairs
     forward_s = statistics.median([seconds_of(attend) for _ in range(repeats)])
     row = {
         "heads": heads,
         "layout": case.layout,
         "way": kind,
+        "kernel": way.kernel,
         "device": case.subtree_end_N.device.type,
-        "tokens": len(case.subtree_end_N),
+        "tokens": inputs[0].shape[2],
         "forward_ms": 1e3 * forward_s,
         "forward_tflops": gflops / forward_s / 1e3,
     }
-    if case.inputs[0].requires_grad:
-        both = partial(_both, attend, case)
+    if inputs[0].requires_grad:
+        both = partial(_both, attend, inputs, upstream)
         backward_s = statistics.median([seconds_of(both) for _ in range(repeats)]) - forward_s
         row |= {"backward_ms": 1e3 * backward_s, "backward_tflops": 2.5 * gflops / backward_s / 1e3}
-    return row | ({"max_diff": max(map(_difference, found, truth))} if truth else {})
+    return row | ({"max_diff": max_diff(case, found)} if case.truth else {})
 
 
-def results(case: Case, kind: str) -> Results:
-    """The output, and the gradients where the inputs need them."""
-    attend = way(kind, case)
-    return _both(attend, case) if case.inputs[0].requires_grad else (attend(),)
+def max_diff(case: Case, found: Results) -> float:
+    """The largest difference to flex on the tokens of the row, relative to the largest entry."""
+    assert case.truth is not None
+    num = len(case.row.input_ids_N)
+    own = [(slice(None), slice(num)), *[(slice(None), slice(None), slice(num))] * 3]
+    return max(
+        float((x[part] - truth[part]).float().abs().max() / truth[part].float().abs().max())
+        for x, truth, part in zip(found, case.truth, own, strict=False)
+    )
 
 
-def way(kind: str, case: Case) -> Callable[[], Tensor]:
-    """Attention on the inputs of the case; the structure of the row is made here."""
-    if kind == "causal":
-        return partial(_causal, case)
-    return partial(_way(kind, case), scaling=case.inputs[0].shape[-1] ** -0.5)
-
-
-def _way(kind: str, case: Case) -> Callable[..., Tensor]:
-    if kind in ("flex", "flash"):
-        tree = flex.FlexTree.of(case.subtree_end_N, flash=kind == "flash")
-        return partial(tree.attend, *case.inputs)
+def way_of(kind: str, case: Case) -> Way:
+    """The structure of the case's row as a way wants it, made once for all its layers."""
+    ends_N, device = case.subtree_end_N, case.subtree_end_N.device
+    if device.type == "cpu" and (kind == "flash" or kind in _BACKENDS):
+        raise RuntimeError("a GPU is needed")
+    if kind == "flex":
+        return Way("FlexAttention", flex.FlexTree.of(ends_N).attend)
+    if kind == "flash":
+        return Way("FlashAttention 4", flex.FlexTree.of(ends_N, flash=True).attend)
+    if kind == "heavy first":
+        order_N, new_ends_N = tree_attention.heavy_first(ends_N)
+        return Way("FlexAttention", flex.FlexTree.of(new_ends_N).attend, order_N, order_N.argsort())
     if kind == "split":
-        return partial(SplitTree.of(case.subtree_end_N).attend, *case.inputs)
-    if kind in SWEEP:
-        options = {**flex._TRITON, **SWEEP[kind]}
-        mask = flex.FlexTree.of(case.subtree_end_N).mask()
-        return partial(_flex, mask, *case.inputs, kernel_options=options, enable_gqa=True)
-    from flowtrain.training.attention import NAMES, structure_of
-
-    return partial(structure_of(NAMES[kind], case.subtree_end_N).attend, *case.inputs)
-
-
-def _flex(mask: BlockMask, *inputs: Tensor, scaling: float, **options: Any) -> Tensor:
-    attend: Any = flex._compiled() if inputs[0].is_cuda else flex_attention
-    out: Tensor = attend(*inputs, block_mask=mask, scale=scaling, **options)
-    return out.transpose(1, 2).contiguous()
+        return Way("FlexAttention", SplitTree.of(ends_N).attend)
+    if kind == "root":
+        library = "cuDNN" if device.type == "cuda" else "torch's flash for CPUs"
+        attend = tree_attention.RootTree.of(ends_N).attend
+        return Way(f"{library} and FlexAttention", attend)
+    if kind == "trl":
+        packed = tree_attention.trl_row(case.samples)
+        places = [x.to(device) for x in tree_attention.trl_places(packed, case.row)]
+        kernel = "FlashAttention 2" if device.type == "cuda" else "SDPA, a segment at a time"
+        attend = tree_attention.trl_attention(packed, device)
+        return Way(f"torch's {kernel}", attend, *places)
+    return _causal(kind, case)
 
 
-@dataclass(slots=True)
-class SplitTree:
-    """The structure of a row as `FlexTree` has it, with head g of every group in batch g: key heads
-    are as many as query heads in each batch.
-    """
+def _causal(kind: str, case: Case) -> Way:
+    backend = None if kind == "causal" else _BACKENDS[kind]
+    query, key, value = case.inputs
+    choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=True)
+    kernel = SDPBackend(choice) if backend is None else backend
 
-    mask: BlockMask
-    batched: BlockMask | None = None
-    """Made once, by the first layer: its lists are many small launches."""
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
+        group = query.shape[1] // key.shape[1]
+        if backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no groups
+            key, value, group = *(x.repeat_interleave(group, 1) for x in (key, value)), 1
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            out_1HND = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, enable_gqa=group > 1
+            )
+        return out_1HND.transpose(1, 2)
 
-    @classmethod
-    def of(cls, subtree_end_N: Tensor, flash: bool = False) -> SplitTree:
-        return cls(flex.FlexTree.of(subtree_end_N, flash).mask())
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, **_: object
-    ) -> Tensor:
-        num_keys, group = key.shape[1], query.shape[1] // key.shape[1]
-        query_GKND = query.view(num_keys, group, *query.shape[2:]).transpose(0, 1)
-        mask = self.batched = self.batched or _batched(self.mask, group)
-        keys = (x.expand(group, *x.shape[1:]) for x in (key, value))
-        options = {"kernel_options": dict(flex._TRITON)} if query.is_cuda else {}
-        out_GNKD = _flex(mask, query_GKND, *keys, scaling=scaling, **options)
-        return out_GNKD.permute(1, 2, 0, 3).flatten(1, 2)[None]
+    return Way(f"torch's {kernel.name}", attend)
 
 
-def _batched(mask: BlockMask, num: int) -> BlockMask:
-    parts = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    lists = [x.expand(num, *x.shape[1:]).contiguous() for x in parts if x is not None]
-    make: Any = BlockMask.from_kv_blocks
-    options = {"BLOCK_SIZE": mask.BLOCK_SIZE, "mask_mod": mask.mask_mod}
-    return cast(BlockMask, make(*lists, **options, seq_lengths=mask.seq_lengths))
-
-
-def _both(attend: Callable[[], Tensor], case: Case) -> Results:
+def _both(attend: Callable[[], Tensor], inputs: Sequence[Tensor], upstream: Tensor) -> Results:
     out = attend()
-    return out.detach(), *torch.autograd.grad(out, case.inputs, case.upstream_1NHD)
-
-
-def _causal(case: Case) -> Tensor:
-    """The chains side by side, as a library takes a batch."""
-    assert case.chain is not None
-    query, key, value = (x[0].unflatten(1, (-1, case.chain)).transpose(0, 1) for x in case.inputs)
-    out_SHQD = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return out_SHQD.transpose(1, 2).flatten(0, 1)[None]
-
-
-def _difference(result: Tensor, other: Tensor) -> float:
-    return float((result - other).float().abs().max() / other.float().abs().max())
+    grads = torch.autograd.grad(out, inputs, upstream) if inputs[0].requires_grad else ()
+    return out.detach(), *grads
 
 
 if __name__ == "__main__":
