@@ -52,6 +52,8 @@ _BACKENDS = {
 }
 _TREE_WAYS = ("flex", "heavy first", "split", "root", "trl", "flash")
 _CHAIN_WAYS = ("flex", "causal", *_BACKENDS)
+GPU_WAYS = ("flash", *_BACKENDS)
+"""Ways that do not run on a CPU."""
 Results = tuple[Tensor, ...]
 """The output [1, N, H, D], and the gradients by queries, keys and values [1, H, N, D]."""
 
@@ -245,7 +247,7 @@ def max_diff(case: Case, found: Results) -> float:
 def way_of(kind: str, case: Case) -> Way:
     """The structure of the case's row as a way wants it, made once for all its layers."""
     ends_N, device = case.subtree_end_N, case.subtree_end_N.device
-    if device.type == "cpu" and (kind == "flash" or kind in _BACKENDS):
+    if device.type == "cpu" and kind in GPU_WAYS:
         raise RuntimeError("a GPU is needed")
     if kind == "flex":
         return Way("FlexAttention", flex.FlexTree.of(ends_N).attend)

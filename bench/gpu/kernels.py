@@ -14,7 +14,6 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +42,9 @@ _KERNEL_TESTS = (
     "z_loss",
 )
 _FIRST_TESTS = ("layers", "logprobs", "sparse_delta")
+_RIVALS = ("torch", "compile", "trl", "liger")
+_OF_RIVALS = ("trl", "flash")
+"""Ways of attention that need the packages of rivals."""
 _VOCABS = (151936, 128256, 50257)
 _HEADS = ((896, 151936), (3584, 152064))
 _PACKAGES = (
@@ -144,32 +146,22 @@ def _pytest(cases: Cases, *arguments: str) -> Row:
 
 
 def attention(cases: Cases) -> None:
-    """Each way on each layout, then the options of Flex's kernels on trees of 3 turns."""
+    """Attention over whole trees by each way, and over a chain by each of torch's kernels."""
+    _attention(cases, lambda way: way not in _OF_RIVALS)
+
+
+def _attention(cases: Cases, is_wanted: Callable[[str], bool]) -> None:
     from bench import attention as bench
 
-    kinds = ("flex", "split") if cases.is_small else ("flex", "split", "causal", "flash")
-    device, num_tokens = torch.device(cases.device), 256 if cases.is_small else 16384
-    layouts = {
-        heads: list(bench.cases(num_tokens, shape, device, cases.device == "cuda"))
-        for heads, shape in bench.HEADS.items()
-    }
-
-    def measure(heads: str, case: bench.Case, kind: str) -> Row:
-        if kind == "flash" and importlib.util.find_spec("flash_attn") is None:
-            raise Needs("flash-attn-4")
-        return bench.measure_way(case, kind, heads, 1 if cases.is_small else 9)
-
-    def each(heads: str, kind: str, several: Sequence[bench.Case]) -> None:
-        torch._dynamo.reset()  # compiled once for all lengths, but not for all heads and ways
-        for case in several:
-            if kind != "causal" or case.chain is not None:
-                run = partial(measure, heads, case, kind)
-                cases.run(f"{heads}, {case.layout}: {kind}", run)
-
-    for heads, kind in product(layouts, kinds):
-        each(heads, kind, layouts[heads])
-    for heads, kind in product(layouts, () if cases.is_small else bench.SWEEP):
-        each(heads, kind, layouts[heads][:1])
+    on_gpu = cases.device == "cuda"
+    scale, repeats = (0.02, 1) if cases.is_small else (1.0, 5)
+    for heads, shape in bench.HEADS.items():
+        torch._dynamo.reset()  # compiled once for all lengths, but not for all heads
+        for case in bench.cases(scale, shape, torch.device(cases.device), on_gpu):
+            for way in bench.ways_of(case.layout):
+                if is_wanted(way) and (on_gpu or way not in bench.GPU_WAYS):
+                    run = partial(bench.measure_way, case, way, heads, repeats)
+                    cases.run(f"{heads}, {case.layout}: {way}", run)
 
 
 def head_chunks(cases: Cases) -> None:
@@ -269,10 +261,12 @@ def delta(cases: Cases) -> None:
 
 
 def rivals(cases: Cases) -> None:
-    """Each rival beside ours, timed in turn: the linear loss from hidden states, then logits."""
+    """Each rival beside ours, timed in turn: the linear loss from hidden states, then logits, then
+    attention over trees.
+    """
     from bench import losses as bench
     from bench.head_peers import missing
-    from bench.loss_rivals import PEERS, Batch, HeadBatch
+    from bench.loss_rivals import Batch, HeadBatch
 
     num_tokens, heads = (512, ((16, 257),)) if cases.is_small else (8192, _HEADS)
     dtype = torch.float32 if cases.is_small else torch.bfloat16
@@ -300,15 +294,13 @@ def rivals(cases: Cases) -> None:
         batch = Batch.make(num_tokens, num_vocab, dtype, cases.device)
         return found(peer, bench.measure_logits(batch, [peer], repeats))
 
-    peers = [
-        peer for peer in PEERS if peer != "gemm" and not (cases.is_small and peer == "compile")
-    ]
+    peers = [peer for peer in _RIVALS if not (cases.is_small and peer == "compile")]
     for size, num_vocab in heads:
         for peer in peers:
             cases.run(f"D={size}: {peer}", partial(head, peer, size, num_vocab))
-    for peer in ("torch", "compile", "trl", "liger"):
-        if peer in peers:
-            cases.run(f"logits: {peer}", partial(logits, peer))
+    for peer in peers:
+        cases.run(f"logits: {peer}", partial(logits, peer))
+    _attention(cases, lambda way: way in ("flex", *_OF_RIVALS))
 
 
 def _median_ms(

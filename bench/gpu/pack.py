@@ -25,7 +25,7 @@ import tempfile
 import time
 import tomllib
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from bench.gpu.plans import PLANS
@@ -109,7 +109,8 @@ def find_python() -> str:
     """Return a Python of the image's version, as PATH or pyenv has it; else this one."""
     places = Path.home().glob(".pyenv/versions/3.12*/bin/python")
     for python in ("python3.12", *map(str, sorted(places))):
-        if shutil.which(python) and not subprocess.run([python, "-V"], capture_output=True).returncode:
+        command = [shutil.which(python) or "false", "-V"]
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return python
     return sys.executable
 
@@ -156,8 +157,8 @@ def resolve(plan: str, python: str, scratch: Path) -> tuple[list[str], list[str]
     more = (*PINS, *NEEDED[plan]) if NEEDED[plan] else ()
     report = scratch / "report.json"
     options = ("--dry-run", "--ignore-installed", "--target", str(scratch / "none"))
-    options = (*options, "--report", str(report), *_target(python))
-    _pip(python, "install", *options, *wanted, *more)
+    where = ("--report", str(report), *_target(python))
+    _pip(python, "install", *options, *where, *wanted, *more)
     found = {
         name_of(item["metadata"]["name"]): item["metadata"]["version"]
         for item in json.loads(report.read_text())["install"]

@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from bench.gpu.plans import PLANS, STAGES
@@ -32,28 +33,17 @@ PIVOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
 """Tables that are turned: columns that name a row, the one whose values are columns, and what
 stands there. Others are shown as they are."""
 _FACTS = ("device", "driver", "torch", "triton", "transformers")
-_INTRO = """\
-# On a GPU
-
-`python -m bench.gpu --page` makes this page of the figures in `bench/results`. Each stands with its date, its commit and what it ran under; milliseconds unless a column says otherwise.
-"""
 _NOTHING = """\
-**No plan has run on a GPU yet, and nothing newer was measured than what stands below.** So there is no whole run on a GPU, no vLLM there, and no second GPU.
+**No plan has run on a GPU yet, and nothing newer was measured than what stands below.** So there
+is no whole run on a GPU, no vLLM there, and no second GPU.
+
 """
 _OLDER = """\
-Of commands of their own, before there were plans. Kernels, head and trainer have changed since: what stands here is history until a plan has run.
-"""
-_PLANS = """\
-## How to measure
+## Older figures: {device}
 
-A plan is minutes on one GPU, spent in the order of what they tell. Stages of one line run at once: they test, and time nothing. Each stage has a limit of its own and fails alone, as each of its cases does; what one that is cut off has measured counts. A second call of the same command goes on.
+Of commands of their own, before there were plans. Kernels, head and trainer have changed since:
+what stands here is history until a plan has run.
 
-```
-python -m bench.gpu.pack --plan first                         # where there is a network: .gpu, what the machine with the GPU lacks
-. bench/gpu/setup.sh .gpu && python3 -m bench.gpu --plan first --out results/first    # there, in a checkout
-python -m bench.gpu --keep results/first                      # here: bench/results/DEVICE/plans, and this page anew
-make rehearse-gpu                                             # every plan in tiny shapes on a CPU
-```
 """
 
 
@@ -97,17 +87,20 @@ def write() -> Path:
 
 def text() -> str:
     """The page as it should be."""
-    parts = [_INTRO]
     new = [path for device in DEVICES for path in _files(RESULTS / device / "plans")]
-    if not new:
-        parts.append(_NOTHING)
-    parts += [_PLANS, "\n".join(_plans()), *map(_section, new)]
-    for device in DEVICES:
-        old = _files(RESULTS / device)
-        if old:
-            parts.append(f"## Older figures: {device.upper()}\n\n{_OLDER}")
-            parts += map(_section, old)
-    return "\n".join(parts)
+    old = [
+        _OLDER.format(device=device.upper()) + "\n".join(map(_section, paths))
+        for device in DEVICES
+        if (paths := _files(RESULTS / device))
+    ]
+    parts = {
+        "nothing": "" if new else _NOTHING,
+        "plans": "\n".join(_plans()),
+        "new": "".join(f"{_section(path)}\n" for path in new),
+        "old": "\n".join(old),
+    }
+    page = Template((Path(__file__).parent / "page.md").read_text())
+    return page.substitute(parts).rstrip() + "\n"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -153,8 +146,9 @@ def _section(path: Path) -> str:
     if note := facts.get("note"):
         lines.append(note)
     lines.append("")
-    if goals := [goal.line(True) for goal in findings({path.stem: rows} if "status" in facts else {})]:
-        lines += ["| goal | figure | goal | verdict |", "|---|---|---|---|", *goals, ""]
+    goals = findings({path.stem: rows}) if "status" in facts else ()
+    if judged := [goal.line(True) for goal in goals]:
+        lines += ["| goal | figure | goal | verdict |", "|---|---|---|---|", *judged, ""]
     good = [row for row in rows if "error" not in row]
     lines += _pivot(good, *PIVOTS[path.stem]) if path.stem in PIVOTS else table(good)[1:]
     lines += ["", *(f"- failed: {row['case']}: {row['error']}" for row in rows if "error" in row)]

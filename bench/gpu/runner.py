@@ -118,12 +118,12 @@ def run_plan(
     print("every stage has run")
 
 
-def _left(
-    results: Results, only: Sequence[str], again: Sequence[str]
-) -> Iterator[tuple[str, ...]]:
+def _left(results: Results, only: Sequence[str], again: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Groups of stages that have not ended, then of those that broke."""
     known, wanted = results.outcomes, {*only, *again}
-    groups = [[x for x in group if x in wanted or not wanted] for group in PLANS[results.plan].groups]
+    groups = [
+        [x for x in group if x in wanted or not wanted] for group in PLANS[results.plan].groups
+    ]
     planned = [x for group in groups for x in group]
     groups += [[x] for x in (*only, *again) if x not in planned]  # of another plan
     new = {x for x in STAGES if x in again or x not in known or not known[x].has_ended}

@@ -22,6 +22,7 @@ SPARSE = ("--model.dtype", "bfloat16", "--train.lr", "1e-6")
 """A step changes few words, as one of a large model does, so that engines load deltas."""
 ANY_REWARD = ("--reward.function", "bench.gpu.runs:any_reward")
 """Random models answer nothing, and what has one reward is not trained."""
+PROGRAM = ("-m", "flowtrain.train")
 _PACKAGES = ("transformers", "peft", "pydantic", "bm25s", "httpx2", "msgspec", "tomli_w")
 _KEPT = (
     "step", "step_s", "reward_mean", "num_tokens", "tokens_per_s", "mfu", "logprob_mismatch",
@@ -83,7 +84,7 @@ def train(cases: Cases, name: str, *options: str, is_new: bool = True) -> list[R
     folder = cases.folder / name
     if is_new:
         shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "flowtrain.train", *options, "--run.dir", str(folder)]
+    command = [sys.executable, *PROGRAM, *options, "--run.dir", str(folder)]
     try:
         code, is_cut = subprocess.run(command, timeout=cases.left_s).returncode, False
     except subprocess.TimeoutExpired:

@@ -99,12 +99,14 @@ def _profiled(run: Callable[[], Any]) -> torch.profiler.profile:
 def _kernels(profiler: torch.profiler.profile) -> list[Kernel]:
     """Return what ran on the device; without a GPU the operators of the outermost level."""
     on_gpu = torch.cuda.is_available()
-    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kinds: Any = torch.autograd
+    wanted = kinds.DeviceType.CUDA if on_gpu else kinds.DeviceType.CPU
     events: Any = profiler.events()
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type == wanted and (on_gpu or event.cpu_parent is None)
+        if event.device_type == wanted
+        and (on_gpu or event.cpu_parent is None)
         # Ranges that a program has named span kernels and are none.
         and not getattr(event, "is_user_annotation", False)
     ]
@@ -117,7 +119,7 @@ def by_class(kernels: Iterable[Kernel]) -> list[Row]:
     sums: dict[str, list[float]] = {}
     for kernel in kernels:
         sums.setdefault(class_of(kernel.name), []).append(kernel.end_us - kernel.begin_us)
-    rows = [
+    rows: list[Row] = [
         {"class": name, "ms": sum(times) / 1e3, "calls": len(times)}
         for name, times in sorted(sums.items(), key=lambda item: -sum(item[1]))
     ]
