@@ -16,16 +16,16 @@ class Plan:
 
 
 STAGES: dict[str, tuple[str, int]] = {
-    "environment": ("kernels", 30),
+    "environment": ("kernels", 20),
     "quickstart": ("runs", 150),
     "resume": ("runs", 150),
     "gpu_tests": ("kernels", 150),
-    "profile": ("training", 45),
-    "steps": ("training", 120),
-    "attention": ("kernels", 75),
-    "layers": ("kernels", 30),
-    "head_chunks": ("kernels", 30),
-    "load": ("runs", 60),
+    "profile": ("training", 40),
+    "steps": ("training", 115),
+    "attention": ("kernels", 70),
+    "layers": ("kernels", 25),
+    "head_chunks": ("kernels", 25),
+    "load": ("runs", 50),
     "kernel_tests": ("kernels", 60),
     "collectives": ("ranks", 60),
     "losses": ("kernels", 20),

@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = ("-m", "bench.gpu.stage")
 _LEAST_S = 5
 """A stage is not begun, or begun again, with less time than this."""
+PATIENCE = 4
+"""A rehearsal takes so many times as long: it is not about time, and has few cores."""
 _MOST_BYTES = 1 << 22
 """Of a file in an archive; a trace of kernels, compressed, is below."""
 _CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -58,8 +60,7 @@ class Results:
         """`copy_to`: where an archive and the report are put after each stage, too."""
         folder.mkdir(parents=True, exist_ok=True)
         self.plan, self.folder, self.is_small, self._copy_to = plan, folder, is_small, copy_to
-        # A rehearsal is not about time, and two cores may be busy with something else.
-        self.patience = 4 if is_small else 1
+        self.patience = PATIENCE if is_small else 1
         path = folder / "stages.json"
         known = json.loads(path.read_text())["stages"] if path.exists() else {}
         self.outcomes = {name: Outcome(**fields) for name, fields in known.items()}
