@@ -21,9 +21,11 @@ SHAPES = {
     "0.5b": (896, 4864, 24, 14, 2, 151936),
     "1.5b": (1536, 8960, 28, 12, 2, 151936),
     "hybrid": (768, 2048, 12, 12, 2, 32000),
+    "small hybrid": (96, 256, 4, 3, 1, 2000),
 }
 """Width, width of the MLP, layers, heads, key heads, words; random weights. Those with a size are
-Qwen2.5's and want a GPU; hybrid has Gated DeltaNet as Qwen3.5, and 100 M parameters."""
+Qwen2.5's and want a GPU; a hybrid has Gated DeltaNet as Qwen3.5, and 100 M parameters unless it is
+small."""
 
 HYBRID = {
     "head_dim": 64,
@@ -71,7 +73,7 @@ def random_model(shape: str, max_positions: int) -> PreTrainedModel:
 
     width, mlp, layers, heads, key_heads, vocab = SHAPES[shape]
     torch.manual_seed(0)
-    family, options = ("qwen3_5_text", HYBRID) if shape == "hybrid" else ("qwen2", {})
+    family, options = ("qwen3_5_text", HYBRID) if "hybrid" in shape else ("qwen2", {})
     config = CONFIG_MAPPING[family](
         vocab_size=vocab,
         hidden_size=width,

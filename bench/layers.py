@@ -45,13 +45,19 @@ SMALL = {"small": Shape(64, 160, (4, 2, 16))}
 
 
 def measure(
-    layer: str, shape: Shape, num_tokens: int, dtype: torch.dtype, device: str, repeats: int = 15
+    layer: str,
+    shape: Shape,
+    num_tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    repeats: int = 15,
+    paths: Sequence[str] = PATHS,
 ) -> list[dict[str, Any]]:
     """A row for each path that runs here, all timed in turn."""
     tensors, tables = _tensors(layer, shape, num_tokens, dtype, device)
     runs: dict[str, Callable[[], Any]] = {
         path: partial(lambda path: _function(layer, path)(*tensors, *tables), path)
-        for path in PATHS
+        for path in paths
     }
     runs = {path: run for path, run in runs.items() if runs_here(f"{layer}: {path}", run)}
     outs = _outs(runs["flowkernels"])

@@ -193,8 +193,11 @@ def layers(cases: Cases) -> None:
 
     dtype = torch.float32 if cases.is_small else torch.bfloat16
     shapes, num_tokens = (bench.SMALL, 16) if cases.is_small else (bench.SHAPES, 16384)
+    # Compiling C++ takes longer than all the rest.
+    paths = [path for path in bench.PATHS if not (cases.is_small and path == "compile")]
     for (name, shape), layer in product(shapes.items(), bench.LAYERS):
-        run = partial(bench.measure, layer, shape, num_tokens, dtype, cases.device)
+        what = (layer, shape, num_tokens, dtype, cases.device)
+        run = partial(bench.measure, *what, paths=paths)
         cases.run(f"{name}, {layer}", run)
 
 

@@ -16,6 +16,7 @@ from bench.gpu.cases import Cases, Needs, Row
 
 QUICKSTART = ("--config", "quickstart", "--log.tensorboard", "false")
 SHORT = ("--eval.num_tasks", "10", "--eval.at_ends", "false")
+TINY = ("--agent.max_turns", "1", "--rollout.max_new_tokens", "16")
 HALF = ("--tiny.hidden_size", "1280", "--tiny.num_layers", "24", "--tiny.num_heads", "20")
 """A random model of half a billion parameters."""
 SPARSE = ("--model.dtype", "bfloat16", "--train.lr", "1e-6")
@@ -33,8 +34,8 @@ _KEPT = (
 
 def quickstart(cases: Cases) -> None:
     """The planner of the quickstart on the torch engine, until its time is up."""
-    size = ("--train.num_steps", "2") if cases.is_small else ("--train.num_steps", "50")
-    options = (*QUICKSTART, "--model.path", "quickstart", "--eval.num_tasks", "100", *size)
+    size = ("2", "--eval.num_tasks", "10") if cases.is_small else ("50", "--eval.num_tasks", "100")
+    options = (*QUICKSTART, "--model.path", "quickstart", "--train.num_steps", *size)
     cases.run("quickstart", partial(train, cases, "quickstart", *options), limit_s=600)
 
 
@@ -42,7 +43,7 @@ def resume(cases: Cases) -> None:
     """A random model: two steps, a checkpoint, and a third step of a run that goes on from it; all
     weights that an engine loads are compared with their digests.
     """
-    size = () if cases.is_small else HALF
+    size = TINY if cases.is_small else HALF
     options = (*QUICKSTART, *SHORT, *ANY_REWARD, *size, *SPARSE, "--weights.verify_every", "1")
 
     def both() -> list[Row]:

@@ -175,9 +175,9 @@ def steps(cases: Cases) -> None:
 
 def hybrid(cases: Cases) -> None:
     """A step of a model with Gated DeltaNet, which runs by what is installed."""
+    shape = "small hybrid" if cases.is_small else "hybrid"
     for num_turns in (3,) if cases.is_small else (3, 10):
-        run = partial(_measure_step, cases, "hybrid", num_turns)
-        cases.run(f"hybrid, {num_turns} turns", run)
+        cases.run(f"{num_turns} turns", partial(_measure_step, cases, shape, num_turns))
 
 
 def _measure_step(

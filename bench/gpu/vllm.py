@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from bench.gpu.cases import Cases, Needs, Row
-from bench.gpu.runs import ANY_REWARD, HALF, QUICKSTART, SHORT, SPARSE, program_rows, train
+from bench.gpu.runs import ANY_REWARD, HALF, QUICKSTART, SHORT, SPARSE, TINY, program_rows, train
 
-_SMALL = ("--tiny.num_heads", "3")
+_SMALL = (*TINY, "--tiny.num_heads", "3")
 _LARGE = ("1.5b", "7b")
 _VLLM = (*QUICKSTART, "--rollout.engine", "vllm", "--weights.verify_every", "1")
 
