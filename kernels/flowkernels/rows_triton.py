@@ -3,11 +3,10 @@
 
 A row is read in blocks of ROUNDS times [LANES, WIDTH] elements. WIDTH consecutive ones, 16 bytes,
 are one load of a thread, and a thread has ROUNDS loads under way at once: memory is waited for as
-seldom as registers allow (`python -m bench.aot --roofline`). Every lane keeps its own running
-(maximum, sum, weighted sum) without talking to the others, and takes one exp2 per element plus one
-per block; the lanes meet once, at the end of the row. Sums are of exp(z - maximum) and of
-exp(z - maximum) (z - maximum): neither overflows, and the entropy is not the small difference of
-two large numbers.
+seldom as registers allow. Every lane keeps its own running (maximum, sum, weighted sum) without
+talking to the others, and takes one exp2 per element plus one per block; the lanes meet once, at
+the end of the row. Sums are of exp(z - maximum) and of exp(z - maximum) (z - maximum): neither
+overflows, and the entropy is not the small difference of two large numbers.
 
 Rows that do not begin at multiples of 16 bytes, as those of an odd vocabulary, are read from the
 first multiple on; the few elements before it and behind the last one are read apart. Which lane an

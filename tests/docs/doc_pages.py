@@ -77,7 +77,7 @@ def commands(page: Path) -> Iterator[str]:
     lines = [line for block in blocks(page, "", "sh") for line in joined(block.text)]
     lines += [line for line in joined(prose(text)) if line.startswith("    ")]
     for line in (*lines, *spans(text)):
-        if re.match(r"at [0-9a-f]{7}: ", line):  # a command of an older tree
+        if re.match(r"at [0-9a-f]{7,8}: ", line):  # a command of an older tree
             continue
         bare = re.sub(r"(^|\s+)#.*", "", line).strip()
         for part in re.split(r" && | ; |\$\(|`", bare):

@@ -1,5 +1,5 @@
-"""Every kernel, compiled for a GPU that is not here: registers, no spills, and machine code that
-allows what is promised. `python -m bench.aot --roofline` does so for all targets and variants.
+"""Every kernel, compiled for a GPU that is not here: registers, shared memory, and no spills.
+`python -m bench.aot` does so for all targets and variants.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SHARED = 227 * 1024
 """Bytes of shared memory that a program may have on sm_90, for which the tests compile."""
 LEFT_OUT = ("fp16 odd", "fp16 all", "fp16 odd all", "fp32 odd all", "bf16 16 warps")
 """Variants of the kernels of rows that say no more: the code of fp16 is that of bf16 but for the
-conversions, and `bf16 odd all` takes more registers than `fp32 odd all`.
+conversions, `bf16 odd all` takes at least the registers of `fp32 odd all`, and 16 warps lie between
+8 and 32.
 """
 KERNELS = {"score", "gradient", "loss", "scale", "statistics", "merge", "scan", "branching"} | {
     *(f"delta {name}" for name in ("count", "compact", "scatter", "digest")),
@@ -51,7 +52,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         sys.executable,
         "-m",
         "bench.aot",
-        "--roofline",
         "--targets",
         "sm_90",
         "--without",
@@ -89,17 +89,6 @@ def test_every_kernel_compiles_in_every_variant(
 def test_no_kernel_spills_and_each_uses_registers(report: Report) -> None:
     assert [row for row in report.rows if row["spills"]] == []
     assert all(0 < row["registers"] <= 255 and row["shared"] <= SHARED for row in report.rows)
-
-
-def test_no_kernel_is_kept_from_its_goal(report: Report) -> None:
-    """Four loads under way, 16 bytes each, no shuffle within a loop, bounds above the goal; what
-    that is for kernels that do not go through rows stands in `bench.roofline`.
-    """
-    rows = [row for row in report.rows if row["kernel"] in ("score", "gradient", "loss")]
-    assert len(rows) == 30
-    assert all(row["loads_in_flight"] >= 4 and row["load_bytes"] == 16 for row in rows)
-    faults = {(row["kernel"], row["variant"]): row["fault"] for row in report.rows}
-    assert {key: fault for key, fault in faults.items() if fault} == {}
     assert report.exit_code == 0, report.output
 
 
@@ -128,21 +117,19 @@ def test_the_table_has_every_kernel_of_the_package(monkeypatch: pytest.MonkeyPat
     assert [name for name, kernel in kernels.items() if kernel not in compiled] == []
 
 
-def test_a_spill_and_a_missed_goal_are_errors_that_name_their_kernel(
+def test_a_spill_is_an_error_that_names_its_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     from bench import aot
 
-    row = {"kernel": "score", "variant": "bf16", "target": "sm_90", "spills": 0, "fault": ""}
-    bad = {**row, "kernel": "loss", "spills": 8, "fault": "1.0 loads in flight"}
+    row = {"kernel": "score", "variant": "bf16", "target": "sm_90", "spills": 0}
+    bad = {**row, "kernel": "loss", "spills": 8}
     monkeypatch.setattr(aot, "table", lambda *_, **__: [row, bad])
     monkeypatch.setattr(sys, "argv", ["aot"])
     with pytest.raises(SystemExit) as stopped:
         aot.main()
-    assert stopped.value.code == (  # a text makes the exit code 1
-        "loss bf16 on sm_90: spills 8 bytes; loss bf16 on sm_90: 1.0 loads in flight"
-    )
+    assert stopped.value.code == "loss bf16 on sm_90: spills 8 bytes"  # so the exit code is 1
     assert "score" in capsys.readouterr().out
     monkeypatch.setattr(aot, "table", lambda *_, **__: [row])
     aot.main()

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.agentflow_shape import agentflow_samples
-from bench.packing import packed_by
 from flowtrain.training import tree
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.tree import PackedRow, empty_row, pack, pack_row, pack_rows
@@ -85,6 +84,17 @@ def prefixes(samples: list[Sample]) -> set[tuple[int, ...]]:
     return {sequence[:size] for sequence in inputs for size in range(1, len(sequence) + 1)}
 
 
+def num_repeated_in_filled_rows(samples: list[Sample], budget: int) -> int:
+    """Tokens that rows repeat where each is filled before the next begins."""
+    rows: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda s: s.prompt_ids + s.response_ids[:-1]):
+        if rows and len(prefixes([*rows[-1], sample])) <= budget:
+            rows[-1].append(sample)
+        else:
+            rows.append([sample])
+    return sum(len(prefixes(row)) for row in rows) - len(prefixes(samples))
+
+
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(sample_lists(), st.integers(1, 40))
 def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_shared(
@@ -110,7 +120,7 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree, "_EVENNESS", 0.0)
         uneven = pack_rows(samples, budget)
-    filled = sum(row.num_repeated_tokens for row in packed_by("filled", samples, budget))
+    filled = num_repeated_in_filled_rows(samples, budget)
     assert sum(row.num_repeated_tokens for row in uneven) <= filled
     assert repeated <= filled + tree._EVENNESS * tree._ROW_TOKENS * len(rows), "for evenness' sake"
     cost = ForwardCost(2.0, 3.0, 5.0, 1.0, per_near_pair=((2, 7.0), (4, 11.0)))
