@@ -1,4 +1,6 @@
-"""Attention over whole token trees, each way to compute it:  python -m bench.attention [--json F]
+"""Attention over whole token trees, each way to compute it:
+
+    python -m bench.gpu --stages attention --out DIR [--dry-run]
 
 Rows of AgentFlow's shape with 3 and with 10 turns (`bench/agentflow_shape.py`), and a chain; at
 scale 1 they have 18,017, 64,460 and 16,384 tokens. Heads of Qwen2.5 0.5B and 7B.
@@ -9,19 +11,17 @@ split        flex with each group's query heads in batches of their own, so that
              over all of them in the backward pass
 root         what others see of the tree's root by cuDNN, the rest by flex (bench/tree_attention.py)
 trl          TRL's attention over its own tree of the samples, on torch's FlashAttention 2
-flash        flex on FlashAttention 4's kernels
 causal       the chain by torch's SDPA without a mask, by the kernel that it chooses or by another
 
-A way that does not run is left out with its reason. On a CPU there is no backward pass, `root` and
-`trl` have other kernels, and whatever names a kernel needs a GPU. TFLOP/s counts the pairs of
-tokens that see each other, 4 FLOPs per channel forward and 10 backward. `max_diff` is against flex
-where that ran before, relative to the largest entry of the output and of the three gradients, on
-the tokens of the row: another order, or TRL's copies of tokens, are taken back first.
+On a CPU there is no backward pass, `root` and `trl` have other kernels, and whatever names a kernel
+needs a GPU. TFLOP/s counts the pairs of tokens that see each other, 4 FLOPs per channel forward and
+10 backward. `max_diff` is against flex where that ran before, relative to the largest entry of the
+output and of the three gradients, on the tokens of the row: another order, or TRL's copies of
+tokens, are taken back first.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import tree_attention
 from bench.agentflow_shape import agentflow_samples
-from bench.measure import runs_here, seconds_of, write_json
+from bench.measure import seconds_of
 from bench.tree_attention import SplitTree
 from flowtrain.training import flex
 from flowtrain.training.tree import PackedRow, pack_rows
@@ -50,9 +50,9 @@ _BACKENDS = {
     "causal flash": SDPBackend.FLASH_ATTENTION,
     "causal efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_TREE_WAYS = ("flex", "heavy first", "split", "root", "trl", "flash")
+_TREE_WAYS = ("flex", "heavy first", "split", "root", "trl")
 _CHAIN_WAYS = ("flex", "causal", *_BACKENDS)
-GPU_WAYS = ("flash", *_BACKENDS)
+GPU_WAYS = tuple(_BACKENDS)
 """Ways that do not run on a CPU."""
 Results = tuple[Tensor, ...]
 """The output [1, N, H, D], and the gradients by queries, keys and values [1, H, N, D]."""
@@ -105,42 +105,6 @@ class Way:
         return out[:, first_N], *(torch.zeros_like(x).index_add_(2, place_M, g) for x, g in own)
 
 
-def main() -> None:
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument(
-        "--scale",
-        type=float,
-        default=1.0 if on_gpu else 0.02,
-        help="of the rows' lengths (default: %(default)s)",
-    )
-    for name, default in (
-        ("ways", dict.fromkeys((*_TREE_WAYS, *_CHAIN_WAYS))),
-        ("layouts", LAYOUTS),
-        ("heads", HEADS),
-    ):
-        parser.add_argument(
-            f"--{name}", default=",".join(default), help="comma-separated (default: %(default)s)"
-        )
-    parser.add_argument(
-        "--repeats", type=int, default=9, help="timed runs of each (default: %(default)s)"
-    )
-    args = parser.parse_args()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    rows: list[dict[str, Any]] = []
-    for heads in args.heads.split(","):
-        torch._dynamo.reset()  # each size of head is a model of its own
-        for case in cases(args.scale, HEADS[heads], device, on_gpu, args.layouts.split(",")):
-            for kind in ways_of(case.layout):
-                if kind in args.ways.split(","):
-                    rows += measure(case, kind, heads, args.repeats)
-    if args.json:
-        write_json(args.json, rows)
-
-
 def ways_of(layout: str) -> tuple[str, ...]:
     """What is measured on a layout, `flex` first."""
     return _CHAIN_WAYS if layout == "chain" else _TREE_WAYS
@@ -187,19 +151,6 @@ def _samples(layout: str, scale: float) -> list[Sample]:
         return agentflow_samples(int(layout.split()[0]), scale)
     num_tokens = flex.BLOCK * max(1, round(16384 * scale / flex.BLOCK))
     return [Sample((0,) * num_tokens, (0,), (0.0,), (0.0,), (1.0,))]
-
-
-def measure(case: Case, kind: str, heads: str, repeats: int) -> list[dict[str, Any]]:
-    """The row of a way, printed; none, and the reason printed, where it does not run."""
-    rows: list[dict[str, Any]] = []
-
-    def run() -> None:
-        rows.append(measure_way(case, kind, heads, repeats))
-        text = (f"{key} {x:.4g}" if isinstance(x, float) else f"{x}" for key, x in rows[0].items())
-        print(", ".join(text), flush=True)
-
-    runs_here(f"{heads} {case.layout}: {kind}", run)
-    return rows
 
 
 def measure_way(case: Case, kind: str, heads: str, repeats: int) -> dict[str, Any]:
@@ -251,8 +202,6 @@ def way_of(kind: str, case: Case) -> Way:
         raise RuntimeError("a GPU is needed")
     if kind == "flex":
         return Way("FlexAttention", flex.FlexTree.of(ends_N).attend)
-    if kind == "flash":
-        return Way("FlashAttention 4", flex.FlexTree.of(ends_N, flash=True).attend)
     if kind == "heavy first":
         order_N, new_ends_N = tree_attention.heavy_first(ends_N)
         return Way("FlexAttention", flex.FlexTree.of(new_ends_N).attend, order_N, order_N.argsort())
@@ -294,7 +243,3 @@ def _both(attend: Callable[[], Tensor], inputs: Sequence[Tensor], upstream: Tens
     out = attend()
     grads = torch.autograd.grad(out, inputs, upstream) if inputs[0].requires_grad else ()
     return out.detach(), *grads
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Load a model on several ranks and write its checkpoint:  python -m bench.checkpoint [--ranks 4]
 
 Shows what each rank grows by (resident set), what it writes, how long training is held up and how
-long the checkpoint takes beside it, and whether 2 ranks resume the same bits.
+long the checkpoint takes beside it, and whether other ranks resume the same bits.
 """
 
 from __future__ import annotations
@@ -28,48 +28,51 @@ from flowtrain.training.sharding import ShardSpec, shard
 from flowtrain.training.world import World, end_process
 from flowtrain.weights.format.checksums import checksum_of
 
-_SHAPE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "num_layers": 15,
-    "num_heads": 16,
-    "max_positions": 64,
-}
-"""200 M parameters, with a vocabulary of a few hundred."""
+_SHAPE: dict[str, Any] = {"hidden_size": 1024, "num_heads": 16, "max_positions": 64}
+"""15 layers have 200 M parameters, with a vocabulary of a few hundred."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="that write it (default: 4)")
+    parser.add_argument(
+        "--resume-ranks", type=int, default=2, help="that resume it then (default: 2)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda or auto")
+    parser.add_argument("--layers", type=int, default=15, help="of the model (default: 15)")
     parser.add_argument("--json", metavar="F", help="write the rows to this file")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        _run(Path(args.part))
+        _run(Path(args.part), args.device, args.layers)
     with tempfile.TemporaryDirectory() as name:
-        rows = _launch(args.ranks, Path(name)) + _launch(2, Path(name))
-    digests = {row.pop("digest") for row in rows}
+        options = ["--device", args.device, "--layers", str(args.layers)]
+        rows = _launch(args.ranks, Path(name), options)
+        rows += _launch(args.resume_ranks, Path(name), options)
+    is_same = len({row.pop("digest") for row in rows}) == 1
+    rows = [{**row, "same bits": is_same} for row in rows]
     print_table(rows)
-    print(f"all ranks resumed the same bits: {len(digests) == 1}")
     if args.json:
         write_json(args.json, rows)
 
 
-def _launch(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+def _launch(num_ranks: int, folder: Path, options: list[str]) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={num_ranks}", "-m", "bench.checkpoint", "--part", str(folder)]
+    command += options
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return [
         json.loads((folder / f"{num_ranks}.{rank}.json").read_text()) for rank in range(num_ranks)
     ]
 
 
-def _run(folder: Path) -> None:
+def _run(folder: Path, device: str, num_layers: int) -> None:
     """Be a rank: load, step, save, and resume what was saved; the first ranks alone save."""
-    world = World.join("cpu")
+    world = World.join(device)
     row: dict[str, Any] = {"ranks": world.size, "rank": world.rank}
     tokenizer = toy.new_tokenizer(["a b"], vocab_size=300)
     peak, started = MemoryPeak(world.device), time.perf_counter()
-    model = _load(tokenizer, world)
+    model = _load(tokenizer, world, num_layers)
     row["parameters"] = model.num_parameters()
     row |= {"load_s": time.perf_counter() - started, "load_peak_mb": peak.num_bytes() / 1e6}
     optimizer = ShardOptimizer(model, world, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -81,7 +84,7 @@ def _run(folder: Path) -> None:
         optimizer.zero_grad()
         world.barrier()
         row |= _save(folder, world, model, tokenizer, optimizer)
-        model = _load(tokenizer, world)  # with other weights
+        model = _load(tokenizer, world, num_layers)  # with other weights
         optimizer = ShardOptimizer(model, world, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     started = time.perf_counter()
     checkpoint.restore(path, model, optimizer, world)
@@ -92,10 +95,10 @@ def _run(folder: Path) -> None:
     end_process(0)
 
 
-def _load(tokenizer: Any, world: World) -> Any:
+def _load(tokenizer: Any, world: World, num_layers: int) -> Any:
     """Load a model as a run does: the main rank alone has weights."""
     with torch.device("cpu" if world.is_main else "meta"):
-        model = toy.new_model(tokenizer, **_SHAPE)
+        model = toy.new_model(tokenizer, num_layers=num_layers, **_SHAPE)
     return shard(model, world, ShardSpec(torch.bfloat16))
 
 
@@ -122,7 +125,7 @@ def _save(
 def _digest(model: Any, world: World) -> str:
     """Hash weights of which each rank has its rows."""
     tensors = models.whole(models.named_weights(model))
-    own = "".join(checksum_of(t.numpy().tobytes()) for t in tensors.values())
+    own = "".join(checksum_of(t.cpu().numpy().tobytes()) for t in tensors.values())
     return world.gather_text(own)[0]
 
 

@@ -1,17 +1,12 @@
 """Heads of other projects: log-probs of targets straight from hidden states, called as their
 sources have it.
 
-Liger 0.8.5's `FusedLinearScaledCrossEntropy` (CuTe on sm_90, chunks of 512 tokens in torch
-elsewhere), verl 0.9.1's Triton kernels, Apple's cut-cross-entropy 25.1.1 and QuACK 0.6.5 give a
-number per token, on which any loss can be put. Liger's `FusedLinearGRPOLoss` is the same loss
-whole: sequence by sequence, in chunks of 2048 tokens and 4096 ids. QuACK's fast head is
-`chunked_linear_cross_entropy`, which sums a cross entropy: another loss, the same three products,
-as PyTorch's `linear_cross_entropy`.
-
-Never run on a GPU. Compared with torch, in value and both gradients: cut-cross-entropy's and
-Liger's torch code on a CPU (`tests/kernels/test_head_peers.py`, where they are installed), and
-verl's kernels in Triton's interpreter with their `is_cuda` asserts taken out. QuACK's and Apple's
-kernels run in neither: their calls are read off the signatures.
+TRL 1.16's chunked head and Liger 0.8.5's `FusedLinearScaledCrossEntropy` (CuTe on sm_90, chunks of
+512 tokens in torch elsewhere) give a number per token, on which any loss can be put. Liger's
+`FusedLinearGRPOLoss` is the same loss whole: sequence by sequence, in chunks of 2048 tokens and
+4096 ids. PyTorch's `linear_cross_entropy` sums a cross entropy: another loss, the same three
+products. All are compared with torch on a CPU, in value and both gradients
+(`tests/kernels/test_head_peers.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NEEDS_GPU = ("liger", "verl", "quack")
+NEEDS_GPU = ("liger",)
 MODULES = {
     "trl": "trl.kernels",
     "liger": "liger_kernel.transformers.grpo_loss",
     "liger_grpo": "liger_kernel.chunked_loss",
-    "verl": "verl.utils.kernel.linear_cross_entropy",
-    "cce": "cut_cross_entropy",
-    "quack": "quack.linear_cross_entropy",
 }
 
 
@@ -67,36 +59,7 @@ def liger(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     return -loss_T
 
 
-def verl(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """verl computes the entropy as well, whether asked or not; D must be a multiple of 128."""
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-    logprob_T: Tensor = linear_cross_entropy(hidden_TD, weight_VD, targets_T, 1.0, "none", None)[0]
-    return logprob_T
-
-
-def cce(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """Its default drops small gradients, which is where its speed comes from."""
-    from cut_cross_entropy import linear_cross_entropy
-
-    impl = "cce" if hidden_TD.is_cuda else "torch_compile"
-    loss_T: Tensor = linear_cross_entropy(
-        hidden_TD, weight_VD, targets_T, reduction="none", impl=impl
-    )
-    return -loss_T
-
-
-def quack(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """The one of its heads with a number per token: it keeps all logits."""
-    from quack.linear_cross_entropy import linear_cross_entropy_func
-
-    loss_T: Tensor = linear_cross_entropy_func(
-        hidden_TD, weight_VD, None, targets_T, reduction="none", inplace_backward=True
-    )
-    return -loss_T
-
-
-LOGPROBS = {"trl": trl, "liger": liger, "verl": verl, "cce": cce, "quack": quack}
+LOGPROBS = {"trl": trl, "liger": liger}
 
 
 def liger_grpo(
@@ -132,14 +95,6 @@ def liger_grpo(
     loss: Tensor = LigerFusedLinearGRPOLoss(**options)(
         hidden, weight_VD, ids, mask, advantage, old_per_token_logps=old
     )[0]
-    return loss
-
-
-def quack_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    """Another loss; the gradient is formed in the forward pass, in chunks of 4096 tokens."""
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    loss: Tensor = chunked_linear_cross_entropy(hidden_TD, weight_VD, targets_T, reduction="sum")
     return loss
 
 

@@ -171,9 +171,6 @@ def head_loss_runs(batch: HeadBatch, peers: list[str]) -> Runs:
             peer: partial(_head_gradient, partial(_peer_loss, peer), batch)
             for peer in head_peers.LOGPROBS
         },
-        "quack cross_entropy": lambda: _head_gradient(
-            partial(_cross_entropy, head_peers.quack_cross_entropy), batch
-        ),
         "linear_cross_entropy": lambda: _head_gradient(
             partial(_cross_entropy, head_peers.torch_cross_entropy), batch
         ),

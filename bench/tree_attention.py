@@ -60,8 +60,8 @@ class SplitTree:
     """Made once, by the first layer: its lists are many small launches."""
 
     @classmethod
-    def of(cls, subtree_end_N: Tensor, flash: bool = False) -> SplitTree:
-        return cls(flex.FlexTree.of(subtree_end_N, flash).mask())
+    def of(cls, subtree_end_N: Tensor) -> SplitTree:
+        return cls(flex.FlexTree.of(subtree_end_N).mask())
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, **_: object

@@ -19,38 +19,21 @@ from typing import Any
 import torch
 
 from bench.gpu.cases import Cases, Needs, Row
+from bench.head_peers import missing
 from bench.measure import extra_bytes, installed_version, seconds_of
 
 # They collect with torch, Triton and pytest alone.
 _KERNEL_TESTS = (
-    "host_reads",
-    "operators",
-    "policy_loss",
-    "logprobs",
-    "linear_loss",
-    "fused_lm_head",
-    "linear_operators",
-    "alignment",
-    "arguments",
-    "batch_invariance",
-    "callers",
-    "future_ratio",
-    "layers",
-    "rows_exact",
-    "sparse_delta",
-    "statistics",
-    "z_loss",
-)
+    "host_reads", "operators", "policy_loss", "logprobs", "linear_loss", "fused_lm_head",
+    "linear_operators", "alignment", "arguments", "batch_invariance", "callers", "future_ratio",
+    "layers", "rows_exact", "sparse_delta", "statistics", "z_loss",
+)  # fmt: skip
 _FIRST_TESTS = ("layers", "logprobs", "sparse_delta")
 _RIVALS = ("torch", "compile", "trl", "liger")
-_OF_RIVALS = ("trl", "flash")
-"""Ways of attention that need the packages of rivals."""
-_VOCABS = (151936, 128256, 50257)
 _HEADS = ((896, 151936), (3584, 152064))
 _PACKAGES = (
     "torch", "triton", "numpy", "transformers", "pydantic", "trl", "liger_kernel",
-    "cut_cross_entropy", "quack-kernels", "flash_attn_4", "nvidia-cudnn-frontend", "vllm",
-    "flash-linear-attention",
+    "nvidia-cutlass-dsl", "vllm", "flash-linear-attention",
 )  # fmt: skip
 
 
@@ -147,7 +130,7 @@ def _pytest(cases: Cases, *arguments: str) -> Row:
 
 def attention(cases: Cases) -> None:
     """Attention over whole trees by each way, and over a chain by each of torch's kernels."""
-    _attention(cases, lambda way: way not in _OF_RIVALS)
+    _attention(cases, lambda way: way != "trl")
 
 
 def _attention(cases: Cases, is_wanted: Callable[[str], bool]) -> None:
@@ -201,37 +184,6 @@ def layers(cases: Cases) -> None:
         cases.run(f"{name}, {layer}", run)
 
 
-def losses(cases: Cases) -> None:
-    """Row kernels on logits beside a copy; the loss with its gradient beside and over them."""
-    num_tokens = 64 if cases.is_small else 8192
-    dtype = torch.float32 if cases.is_small else torch.bfloat16
-    for num_vocab in (257,) if cases.is_small else _VOCABS:
-        for path in ("copy", "logprobs", "policy_loss", "policy_loss in place"):
-            run = partial(_loss, path, num_tokens, num_vocab, dtype, cases.device)
-            cases.run(f"V={num_vocab}: {path}", run)
-
-
-def _loss(path: str, num_tokens: int, num_vocab: int, dtype: torch.dtype, device: str) -> Row:
-    from flowkernels import logprobs
-
-    from bench.loss_rivals import Batch, flowkernels_gradient
-
-    batch = Batch.make(num_tokens, num_vocab, dtype, device)
-    logits_TV = batch.logits_TV
-    source_TV, target_TV = logits_TV.clone(), torch.empty_like(logits_TV)
-    runs: dict[str, Callable[[], Any]] = {
-        "copy": lambda: target_TV.copy_(source_TV),
-        "logprobs": lambda: logprobs(logits_TV, batch.target_ids_T),
-        "policy_loss": lambda: flowkernels_gradient(batch),
-        "policy_loss in place": lambda: flowkernels_gradient(batch, inplace=True),
-    }
-    # A loss in place leaves no logits behind.
-    ms = _median_ms(runs[path], before=lambda: logits_TV.copy_(source_TV))
-    copy_ms = _median_ms(runs["copy"])
-    share = copy_ms / ms / (2 if path == "logprobs" else 1)
-    return {"path": path, "T": num_tokens, "V": num_vocab, "ms": ms, "of copy": share}
-
-
 def delta(cases: Cases) -> None:
     """The sparse-delta kernels beside a copy of the same words; 1 % of them change."""
     from flowkernels.sparse_delta import diff_words, digest_words, scatter_words_
@@ -244,22 +196,19 @@ def delta(cases: Cases) -> None:
         old = torch.randint(-(2**15), 2**15, (num_words,), **make).short()
         new = torch.where(torch.rand(num_words, **make) < 0.01, old ^ 1, old)
         found, target = diff_words(old, new), torch.empty_like(old)
-        runs: dict[str, tuple[Callable[[], Any], int]] = {
-            "copy": (lambda: target.copy_(old), 4),
+        changes = found.counts, found.positions, found.diffs
+        run, word_bytes = {
             "diff": (lambda: diff_words(old, new), 4),
             "digest": (lambda: digest_words(new), 2),
             # every run adds the changes once more, which is the same work
-            "scatter": (
-                lambda: scatter_words_(old, found.counts, found.positions, found.diffs),
-                0,
-            ),
-        }
-        run, word_bytes = runs[kernel]
-        ms, copy_ms = _median_ms(run), _median_ms(runs["copy"][0])
-        share = {"of copy": word_bytes / 4 * copy_ms / ms} if word_bytes else {}
-        return {"kernel": kernel, "words": num_words, "ms": ms, **share}
+            "scatter": (lambda: scatter_words_(old, *changes), 0),
+        }[kernel]
+        ms, copy_ms = _median_ms(run), _median_ms(lambda: target.copy_(old))
+        return {"kernel": kernel, "words": num_words, "ms": ms, "copy_ms": copy_ms} | (
+            {"of copy": word_bytes / 4 * copy_ms / ms} if word_bytes else {}
+        )
 
-    for kernel in ("copy", "diff", "digest", "scatter"):
+    for kernel in ("diff", "digest", "scatter"):
         cases.run(kernel, partial(measure, kernel))
 
 
@@ -268,50 +217,37 @@ def rivals(cases: Cases) -> None:
     attention over trees.
     """
     from bench import losses as bench
-    from bench.head_peers import missing
     from bench.loss_rivals import Batch, HeadBatch
 
     num_tokens, heads = (512, ((16, 257),)) if cases.is_small else (8192, _HEADS)
-    dtype = torch.float32 if cases.is_small else torch.bfloat16
+    how: Any = (torch.float32 if cases.is_small else torch.bfloat16, cases.device)
     repeats = 1 if cases.is_small else 9
 
-    def check(peer: str) -> None:
-        reason = missing(peer, cases.device)
-        if reason is not None:
-            print(f"{peer}: {reason}")
-            raise Needs("a GPU" if "a GPU" in reason else peer)
-
-    def found(peer: str, rows: Sequence[Row]) -> Sequence[Row]:
-        if not any(row["impl"].split()[0] == peer for row in rows if row["path"] != "copy"):
-            raise RuntimeError(f"{peer} did not run, and the log says why")
-        return rows
-
     def head(peer: str, size: int, num_vocab: int) -> Sequence[Row]:
-        check(peer)
-        batch = HeadBatch.make(num_tokens, size, num_vocab, dtype, cases.device)
-        return found(peer, bench.measure_head(batch, ["gemm", peer], repeats))
+        batch = HeadBatch.make(num_tokens, size, num_vocab, *how)
+        return bench.measure_head(batch, ["gemm", peer], repeats)
 
     def logits(peer: str) -> Sequence[Row]:
-        check(peer)
-        num_vocab = heads[0][1]
-        batch = Batch.make(num_tokens, num_vocab, dtype, cases.device)
-        return found(peer, bench.measure_logits(batch, [peer], repeats))
+        return bench.measure_logits(Batch.make(num_tokens, heads[0][1], *how), [peer], repeats)
 
-    peers = [peer for peer in _RIVALS if not (cases.is_small and peer == "compile")]
-    for size, num_vocab in heads:
-        for peer in peers:
-            cases.run(f"D={size}: {peer}", partial(head, peer, size, num_vocab))
-    for peer in peers:
-        cases.run(f"logits: {peer}", partial(logits, peer))
-    _attention(cases, lambda way: way in ("flex", *_OF_RIVALS))
+    for peer in [peer for peer in _RIVALS if not (cases.is_small and peer == "compile")]:
+        for size, num_vocab in heads:
+            run = partial(_beside, cases, peer, partial(head, peer, size, num_vocab))
+            cases.run(f"D={size}: {peer}", run)
+        cases.run(f"logits: {peer}", partial(_beside, cases, peer, partial(logits, peer)))
+    _attention(cases, lambda way: way in ("flex", "trl"))
 
 
-def _median_ms(
-    run: Callable[[], Any], repeats: int = 9, before: Callable[[], Any] = lambda: None
-) -> float:
-    """Median of several runs after two that warm up."""
-    seconds = []
-    for _ in range(repeats + 2):
-        before()
-        seconds.append(seconds_of(run))
-    return 1e3 * statistics.median(seconds[2:])
+def _beside(cases: Cases, peer: str, measure: Callable[[], Sequence[Row]]) -> Sequence[Row]:
+    """The rows of ours and of a rival, if it runs here."""
+    if (reason := missing(peer, cases.device)) is not None:
+        raise Needs("a GPU" if "a GPU" in reason else peer)
+    rows = measure()
+    if not any(row["impl"].split()[0] == peer for row in rows if row["path"] != "copy"):
+        raise RuntimeError(f"{peer} did not run, and the log says why")
+    return rows
+
+
+def _median_ms(run: Callable[[], Any]) -> float:
+    """Median of nine runs after two that warm up."""
+    return 1e3 * statistics.median([seconds_of(run) for _ in range(11)][2:])

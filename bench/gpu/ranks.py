@@ -1,8 +1,7 @@
-"""Stages of `bench.gpu` that one rank runs alone: collectives and checkpoints."""
+"""Stages of one rank alone: collectives and checkpoints."""
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from bench.gpu.cases import Cases, Row
+from bench.gpu.runs import program_rows
 
 
 def collectives(cases: Cases) -> None:
@@ -84,49 +84,10 @@ def _fsdp_step(device: str) -> None:
 
 
 def checkpoint(cases: Cases) -> None:
-    """Weights and moments of a sharded model through torch.distributed.checkpoint: the time that
-    training stands still, the time until they are on the disk, and the bits when they come back.
+    """A checkpoint of one rank as a run writes it: how long training stands still, how long until
+    it is on the disk, and whether a new process resumes the same bits.
     """
-    _join(cases.device)
-    width, num_layers = (64, 2) if cases.is_small else (4096, 24)  # 0.4 G parameters
-    for name in ("save", "async_save"):
-        cases.run(name, partial(_checkpoint, cases, name, width, num_layers))
-    dist.destroy_process_group()
-
-
-def _checkpoint(cases: Cases, name: str, width: int, num_layers: int) -> Row:
-    import torch.distributed.checkpoint as dcp
-
-    model = _sharded(cases.device, width, num_layers)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.ones(8, width, device=cases.device)).sum().backward()
-    optimizer.step()
-    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    tensors = [x for x in _tensors(state) if x.numel() > 1]
-    before = [x.clone() for x in tensors]
-    folder = cases.folder / name
-    started = time.perf_counter()
-    pending: Any = getattr(dcp, name)(state, checkpoint_id=folder)
-    blocked_s = time.perf_counter() - started
-    if name == "async_save":
-        pending.result()
-    whole_s = time.perf_counter() - started
-    for tensor in tensors:
-        tensor.zero_()
-    load: Any = getattr(dcp, "load")  # noqa: B009 - not among its declared names
-    load(state, checkpoint_id=folder)
-    is_same = all(map(torch.equal, tensors, before))
-    num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    shutil.rmtree(folder.parent)
-    gb_s = num_bytes / whole_s / 1e9
-    return {"bytes": num_bytes, "blocked_s": blocked_s, "whole_s": whole_s, "gb_s": gb_s} | {
-        "same bits": is_same
-    }
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The local tensors of a state, in order."""
-    if isinstance(value, Tensor):
-        return [value.to_local() if hasattr(value, "to_local") else value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [tensor for each in values for tensor in _tensors(each)]
+    options = ("--ranks", "1", "--resume-ranks", "1", "--device", cases.device)
+    options = (*options, *(("--layers", "1") if cases.is_small else ()))
+    path = cases.folder.with_name("checkpoint-rows.json")
+    cases.run("1 rank", partial(program_rows, path, "-m", "bench.checkpoint", *options))

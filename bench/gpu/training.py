@@ -9,7 +9,6 @@ two bounds the first.
 
 from __future__ import annotations
 
-import copy
 import functools
 import multiprocessing
 import os
@@ -209,7 +208,6 @@ def _step(
     cases: Cases,
     shape: str,
     num_turns: int,
-    kl_coef: float = 0.0,
     one_group: bool = False,
     **sharding: Any,
 ) -> tuple[Trainer, list[PackedRow], float]:
@@ -235,13 +233,8 @@ def _step(
     # As a run has it: a GPU keeps logits in fp32.
     spec = sharded.ShardSpec(dtype, fp32_logits=on_gpu, **sharding)
     with patch.object(sharded, "_SMALL", 10**12 if one_group else sharded._SMALL):
-        reference = None
-        if kl_coef:
-            frozen = copy.deepcopy(model).requires_grad_(False).eval()
-            reference = sharded.shard(frozen, world, spec)
         model = sharded.shard(model, world, spec)
-    loss = LossSpec(kl_coef=kl_coef)
-    trainer = Trainer(model, world, loss, OptimSpec(lr=1e-5), reference=reference)
+    trainer = Trainer(model, world, LossSpec(), OptimSpec(lr=1e-5))
     return trainer, rows, 3 * sum(map(cost.flops, rows))
 
 

@@ -26,7 +26,7 @@ def gradients(loss: Callable[[Tensor, Tensor], Tensor], batch: HeadBatch) -> tup
     return value.detach(), *torch.autograd.grad(value, [hidden, weight])
 
 
-@pytest.mark.parametrize("peer", ["trl", "liger", "liger_grpo", "cce"])
+@pytest.mark.parametrize("peer", ["trl", "liger", "liger_grpo"])
 def test_a_peer_computes_the_loss_of_the_bench(peer: str) -> None:
     pytest.importorskip(head_peers.MODULES[peer])
     batch = HeadBatch.make(2 * LENGTH, 16, 40, torch.float32, "cpu")
@@ -54,18 +54,18 @@ def test_peers_that_cannot_run_are_named_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert set(head_peers.MODULES) < set(PEERS)
-    monkeypatch.setitem(head_peers.MODULES, "cce", "no_such_package")
-    assert losses._peers("torch,cce,verl", "cpu") == ["torch"]
+    monkeypatch.setitem(head_peers.MODULES, "trl", "no_such_package")
+    assert losses._peers("torch,trl,liger", "cpu") == ["torch"]
     assert runs_here("path: torch", lambda: None)
-    assert not runs_here("path: cce", lambda: torch.ones(2) @ torch.ones(3))
+    assert not runs_here("path: trl", lambda: torch.ones(2) @ torch.ones(3))
     out = capsys.readouterr().out
     assert (
-        "left out: cce: no_such_package cannot be imported: No module named 'no_such_package'"
+        "left out: trl: no_such_package cannot be imported: No module named 'no_such_package'"
         in out
     )
     assert (
-        "left out: verl: its kernels need a GPU" in out
-        and "left out: path: cce: RuntimeError: " in out
+        "left out: liger: its kernels need a GPU" in out
+        and "left out: path: trl: RuntimeError: " in out
     )
 
 
