@@ -1,43 +1,72 @@
 #!/usr/bin/env bash
 # The plans of `bench.gpu`, rehearsed on a CPU: the folder that travels, and with nothing but it and the releases of the image, without a network
-# where this machine lets that be, every stage in tiny shapes. The environment is kept. Where no file that the plans touch has changed since a
-# rehearsal passed here, there is none, and it says so; FORCE=1 asks for one.
+# where this machine lets that be, every stage in tiny shapes; that of vLLM where .venv has it. The environment is kept. Where no file that a plan
+# touches has changed since its rehearsal passed here, there is none, and it says so; FORCE=1 asks for one, PLANS="second" for some alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python="$(.venv/bin/python -c 'from bench.gpu.pack import find_python; print(find_python())')"
-pins="$(.venv/bin/python -c 'from bench.gpu.pack import PINS; print(*PINS)')"
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/flowtrain/gpu"
-touched=(bench kernels csrc flowtrain/training flowtrain/weights flowtrain/engines flowtrain/run pyproject.toml .ci/rehearse_gpu.sh)
-state="$({ git ls-files -s "${touched[@]}"; git diff HEAD -- "${touched[@]}"; } | sha256sum | cut -c1-16)"
-if [ -e "$cache/passed-$state" ] && [ -z "${FORCE:-}" ]; then echo "rehearsal of the GPU's plans: left out, nothing that they touch has changed"; exit 0; fi
+common=(bench/gpu bench/measure.py flowtrain/run flowtrain/train.py pyproject.toml .ci/rehearse_gpu.sh)
+declare -A touched=(
+    [first]="bench kernels csrc flowtrain/training flowtrain/weights flowtrain/engines/torch_engine.py"
+    [second]="bench kernels flowtrain/training tests/kernels"
+    [vllm]="bench/weights.py csrc flowtrain/weights flowtrain/engines/vllm .ci/install_vllm_cpu.py"
+)
+# What a plan touches, as it is in this checkout.
+# shellcheck disable=SC2086  # several words
+state() { { git ls-files -s "${common[@]}" ${touched[$1]}; git diff HEAD -- "${common[@]}" ${touched[$1]}; } | sha256sum | cut -c1-16; }
+plans=()
+for plan in ${PLANS:-first second vllm}; do
+    if [ "$plan" = vllm ] && ! [ -e .venv/.vllm ]; then echo "plan vllm: left out, there is no vLLM"
+    elif [ -e "$cache/$plan-$(state "$plan")" ] && [ -z "${FORCE:-}" ]; then echo "plan $plan: left out, nothing that it touches has changed"
+    else plans+=("$plan"); fi
+done
+if [ ${#plans[@]} = 0 ]; then exit 0; fi
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
-.venv/bin/python -m bench.gpu.pack --plan first --out "$folder/gpu" --python "$python"
-home="$cache/$({ echo "$python $pins"; cat "$folder/gpu/present.txt"; } | sha256sum | cut -c1-16)"
-if [ ! -e "$home/.done" ]; then
-    echo "$pins, as the image has them -> $home"
-    "$python" -m venv --clear "$home"
-    # Triton 3.6's interpreter, which stands in for a GPU here, does not know the image's numpy.
-    # shellcheck disable=SC2086  # several words
-    "$home/bin/pip" install --quiet --no-compile $pins 'numpy<2.4' -r "$folder/gpu/present.txt" pytest hypothesis
-    # pip brought some of these for others; the image lacks them.
-    ls "$folder/gpu/wheels" | sed 's/-.*//' | xargs "$home/bin/pip" uninstall --quiet --yes 2> /dev/null
-    touch "$home/.done"
-fi
-cat > "$folder/run.sh" <<INNER
-set -eu
-ip link set lo up 2> /dev/null || true
-export PATH="$home/bin:\$PATH" TMPDIR="$folder" OMP_NUM_THREADS=1
-unset PYTHONDONTWRITEBYTECODE
-. bench/gpu/setup.sh "$folder/gpu"
-(cd "$folder" && echo "the quickstart, from the folder alone" && python3 -m flowtrain.train --config quickstart --model.path quickstart \
-    --train.num_steps 1 --eval.num_tasks 5 --eval.at_ends false --log.tensorboard false --run.dir quickstart > quickstart.log 2>&1) \
-    || { tail -20 "$folder/quickstart.log"; exit 1; }
-for plan in ${PLANS:-first second}; do echo "plan \$plan"; python3 -m bench.gpu --plan \$plan --dry-run --out "$folder/\$plan" | tee "$folder/\$plan.txt"; done
-INNER
-isolated=()
-unshare --net true 2> /dev/null && isolated=(unshare --net)
-"${isolated[@]}" bash "$folder/run.sh"
-# What broke is told apart from what only lacks a package.
-if grep -E ': (broken|failed|timed out) ' "$folder"/*.txt; then tail -n 20 "$folder"/*/*.log; exit 1; fi
-mkdir -p "$cache" && rm -f "$cache"/passed-* && touch "$cache/passed-$state"
+
+# The folder that travels, and the image without it.
+prepare() {
+    python="$(.venv/bin/python -c 'from bench.gpu.pack import find_python; print(find_python())')"
+    pins="$(.venv/bin/python -c 'from bench.gpu.pack import PINS; print(*PINS)')"
+    .venv/bin/python -m bench.gpu.pack --plan first --out "$folder/gpu" --python "$python"
+    home="$cache/$({ echo "$python $pins"; cat "$folder/gpu/present.txt"; } | sha256sum | cut -c1-16)"
+    if [ ! -e "$home/.done" ]; then
+        echo "$pins, as the image has them -> $home"
+        "$python" -m venv --clear "$home"
+        # Triton 3.6's interpreter, which stands in for a GPU here, does not know the image's numpy.
+        # shellcheck disable=SC2086  # several words
+        "$home/bin/pip" install --quiet --no-compile $pins 'numpy<2.4' -r "$folder/gpu/present.txt" pytest hypothesis
+        # pip brought some of these for others; the image lacks them.
+        ls "$folder/gpu/wheels" | sed 's/-.*//' | xargs "$home/bin/pip" uninstall --quiet --yes 2> /dev/null
+        touch "$home/.done"
+    fi
+    isolated=()
+    if unshare --net true 2> /dev/null; then isolated=(unshare --net); fi
+}
+
+# A command with nothing but the image and the folder.
+on_the_image() {
+    "${isolated[@]}" env -u PYTHONDONTWRITEBYTECODE PATH="$home/bin:$PATH" TMPDIR="$folder" OMP_NUM_THREADS=1 \
+        bash -euc 'ip link set lo up 2> /dev/null || true; . bench/gpu/setup.sh "$0"; "$@"' "$folder/gpu" "$@"
+}
+
+for plan in "${plans[@]}"; do
+    command=(-m bench.gpu --plan "$plan" --dry-run --out "$folder/$plan")
+    if [ "$plan" = vllm ]; then
+        echo "plan vllm, on vLLM for CPUs"
+        OMP_NUM_THREADS=1 .venv/bin/python "${command[@]}" | tee "$folder/log"
+    else
+        if [ -z "${home:-}" ]; then
+            prepare
+            echo "the quickstart, from the folder alone"
+            on_the_image sh -c "cd '$folder' && exec python3 -m flowtrain.train --config quickstart --model.path quickstart --train.num_steps 1 \
+                --eval.num_tasks 5 --eval.at_ends false --log.tensorboard false --run.dir quickstart" > "$folder/quickstart.log" 2>&1 \
+                || { tail -n 20 "$folder/quickstart.log"; exit 1; }
+        fi
+        echo "plan $plan"
+        on_the_image python3 "${command[@]}" | tee "$folder/log"
+    fi
+    # What broke is told apart from what only lacks a package.
+    if grep -E ': (broken|failed|timed out) ' "$folder/log"; then tail -n 20 "$folder/$plan"/*.log; exit 1; fi
+    mkdir -p "$cache" && rm -f "$cache/$plan"-* && touch "$cache/$plan-$(state "$plan")"
+done

@@ -10,7 +10,6 @@ from bench.gpu.cases import Cases, Needs, Row
 from bench.gpu.runs import ANY_REWARD, HALF, QUICKSTART, SHORT, SPARSE, TINY, program_rows, train
 
 _SMALL = (*TINY, "--tiny.num_heads", "3")
-_LARGE = ("1.5b", "7b")
 _VLLM = (*QUICKSTART, "--rollout.engine", "vllm", "--weights.verify_every", "1")
 
 
@@ -27,8 +26,8 @@ def vllm_planner(cases: Cases) -> None:
 
 def vllm_random(cases: Cases) -> None:
     """A random model of half a billion parameters, two steps; vLLM sleeps while it trains."""
-    size = _SMALL if cases.is_small else (*HALF, *SPARSE, "--vllm.sleep", "true")
-    options = (*_VLLM, *size, *SHORT, *ANY_REWARD, "--train.num_steps", "2")
+    size = _SMALL if cases.is_small else (*HALF, "--vllm.sleep", "true")
+    options = (*_VLLM, *size, *SHORT, *SPARSE, *ANY_REWARD, "--train.num_steps", "2")
     cases.run("random", partial(_run, cases, "random", *options), limit_s=600)
 
 
@@ -38,7 +37,7 @@ def vllm_pause(cases: Cases) -> None:
     """
     for shape in ("tiny",) if cases.is_small else ("0.5b", "1.5b", "7b"):
         command = ["-m", "bench.weights", "--shape", shape, "--repeats", "3"]
-        command += ["--no-reload"] * (shape in _LARGE) + ["--sleep"] * (cases.device == "cuda")
+        command += ["--no-reload"] * (shape != "0.5b") + ["--sleep"] * (cases.device == "cuda")
         path = cases.folder.with_name(f"pause-{shape}.json")
         cases.run(shape, partial(_rows, path, *command), limit_s=150)
 
