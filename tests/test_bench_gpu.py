@@ -216,11 +216,20 @@ def test_what_a_stage_has_measured_when_its_time_is_up_counts(call: Any, tmp_pat
     assert "| slow | broken |" in text and "| ends | 1 |" in text
 
 
+def archived(folder: Path) -> list[str]:
+    """Names in the archive that is there now."""
+    if not (folder / "results.tar").exists():
+        return []
+    with tarfile.open(folder / "results.tar") as archive:
+        return archive.getnames()
+
+
 PLAN = """
 from pathlib import Path
 
 from bench.gpu import __main__ as gpu, plans, runner
 
+runner._SAVE_S = 0.1
 runner.CHILD = (str(Path(__file__).with_name("stages.py")),)
 stages = {"quick": ("", 60), "slow": ("", 500)}
 for place in (plans, runner, gpu):
@@ -229,23 +238,31 @@ gpu.main()
 """
 
 
-def test_a_plan_that_is_killed_leaves_a_table_of_what_ran(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_plan_that_is_ended_leaves_a_table_of_what_ran(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """As far as it came: stages that have ended, and the one that has begun."""
     (tmp_path / "stages.py").write_text(STAGES)
     (tmp_path / "plan.py").write_text(PLAN)
     words = [str(tmp_path / "plan.py"), "--dry-run", "--out", str(tmp_path / "out")]
+    words += ["--copy-to", str(tmp_path / "back")]
     process = subprocess.Popen(
         [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     notes = tmp_path / "out" / "slow.json.runs"
-    while not notes.exists():
+    while not notes.exists() or "slow.json.runs" not in archived(tmp_path / "back"):
         assert process.poll() is None
         time.sleep(0.01)
     children = [x.read_text().split() for x in Path(f"/proc/{process.pid}/task").glob("*/children")]
-    process.kill()
+    (stage,) = (int(child) for child in chain(*children))
+    process.send_signal(number)
     process.wait()
-    for stage in chain(*children):
-        os.killpg(int(stage), signal.SIGKILL)
+    if number == signal.SIGKILL:
+        os.killpg(stage, signal.SIGKILL)
+    else:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(stage, 0)
     found = outcomes_of(tmp_path)
     assert [outcome["status"] for outcome in found.values()] == ["done", "begun"]
     assert "| slow | begun |" in (tmp_path / "out" / "report.md").read_text()

@@ -132,7 +132,7 @@ def _checkpoint(row: Row) -> Iterator[Finding]:
 def _run(stage: str, rows: Sequence[Row]) -> Iterator[Finding]:
     """The trainer reads what the sampler sampled, by the weights that were published."""
     if found := [row["logprob_mismatch"] for row in rows if row.get("num_tokens")]:
-        yield Finding(f"{stage}, largest |trainer - sampler|, nats", max(found), "<=", 0.05)
+        yield Finding(f"{stage}, trainer and sampler apart, nats, at most", max(found), "<=", 0.05)
     if damaged := [row["weights_damaged"] for row in rows if "weights_damaged" in row]:
         yield Finding(f"{stage}, damaged tensors of {len(damaged)} loads", sum(damaged), "=", 0)
 

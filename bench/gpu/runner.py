@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ _LEAST_S = 5
 """A stage is not begun, or begun again, with less time than this."""
 PATIENCE = 4
 """A rehearsal takes so many times as long: it is not about time, and has few cores."""
+_SAVE_S = 5
+"""Seconds between two archives of what stages have found so far."""
 _MOST_BYTES = 1 << 22
 """Of a file in an archive; a trace of kernels, compressed, is below."""
 _CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -73,11 +76,11 @@ class Results:
         text = json.dumps(known, indent=1)
         (self.folder / "stages.json").write_text(text + "\n")
         write_report(self.folder, found, is_judged=not self.is_small)
-        if self._copy_to is not None:
-            self._archive(self._copy_to)
 
-    def _archive(self, target: Path) -> None:
-        """Put all small files into `results.tar`, and the report beside it."""
+    def archive(self) -> None:
+        """Put all small files into `results.tar`, and the report beside it, where that is asked."""
+        if (target := self._copy_to) is None:
+            return
         target.mkdir(parents=True, exist_ok=True)
         new = target / "results.tar.new"
         with tarfile.open(new, "w") as archive:
@@ -137,51 +140,48 @@ def _left(results: Results, only: Sequence[str], again: Sequence[str]) -> Iterat
 
 def _run_group(group: Sequence[str], results: Results, limit_s: float) -> None:
     """Run the stages of a group at once."""
+    stopped = threading.Event()
     for name in group:
         results.note(name, Outcome("begun"))
-    running: set[subprocess.Popen[bytes]] = set()
     with ThreadPoolExecutor(len(group)) as pool:
+        limits_s = [min(limit_s, results.patience * STAGES[name][1]) for name in group]
+        run = {
+            pool.submit(_run, name, results, most_s, stopped): name
+            for name, most_s in zip(group, limits_s, strict=True)
+        }
+        pending = {*run}
         try:
-            run = {
-                pool.submit(
-                    _run, name, results, min(limit_s, results.patience * STAGES[name][1]), running
-                ): name
-                for name in group
-            }
-            for future in as_completed(run):
-                name, outcome = run[future], future.result()
-                text = f"{name}: {outcome.status} in {outcome.seconds:.0f} s {outcome.reason}"
-                print(text.rstrip(), flush=True)
-                results.note(name, outcome)
-        finally:  # a signal: the threads wait for what is running
-            for process in [*running]:
-                _end(process)
+            while pending:
+                results.archive()
+                ended, pending = wait(pending, _SAVE_S, FIRST_COMPLETED)
+                for future in ended:
+                    name, outcome = run[future], future.result()
+                    spent = f"{outcome.status} in {outcome.seconds:.0f} s"
+                    print(f"{name}: {spent} {outcome.reason}".rstrip(), flush=True)
+                    results.note(name, outcome)
+        finally:  # also where a signal ends the plan
+            stopped.set()
+    results.archive()
 
 
-def _run(
-    name: str, results: Results, limit_s: float, running: set[subprocess.Popen[bytes]]
-) -> Outcome:
+def _run(name: str, results: Results, limit_s: float, stopped: threading.Event) -> Outcome:
     """Run a stage, as often as a case takes its process down."""
     folder, started = results.folder, time.monotonic()
     path = folder / f"{name}.json"
     keep_good_rows(path)
     with (folder / f"{name}.log").open("w") as log, _clocks(folder / f"{name}.clocks") as clocks:
         code: int | None = None
-        while (left_s := limit_s - (time.monotonic() - started)) > 0:
+        while (left_s := started + limit_s - time.monotonic()) > 0 and not stopped.is_set():
             num_rows = len(read_rows(path))
             command = [sys.executable, *CHILD, name, str(path), "--seconds", f"{left_s:.0f}"]
             process = subprocess.Popen(
                 [*command, *(["--small"] if results.is_small else [])],
                 cwd=ROOT, env=_environment(folder), stdout=log, stderr=log, process_group=0,
             )  # fmt: skip
-            running.add(process)
-            try:
-                code = process.wait(left_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(process)
-                running.discard(process)
+            while (code := process.poll()) is None and time.monotonic() < started + limit_s:
+                if stopped.wait(0.05):
+                    break
+            _end(process)
             is_down = code is not None and (code == AGAIN or code < 0)
             if not is_down or len(read_rows(path)) == num_rows:
                 break
