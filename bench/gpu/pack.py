@@ -2,11 +2,11 @@
 
     python -m bench.gpu.pack [--plan first] [--out .gpu]
 
-In it: wheels for Python 3.12 on x86-64 of flowtrain (its codec compiled, with the quickstart's
-planner and configs), of flowkernels, and of what the plan needs and the image lacks
-(`bench/gpu/image.txt`); the commit; and the caches of Triton and Inductor that an earlier plan has
-brought back, from --caches. Where wheels together exceed --mb they are one archive in parts, which
-may arrive one after another. On the machine, in a checkout:
+In it: wheels for x86-64 and Python 3.12, or this one where that is missing, of flowtrain (its codec
+compiled, with the quickstart's planner and configs), of flowkernels, and of what the plan needs and
+the image lacks (`bench/gpu/image.txt`); the commit; and the caches of Triton and Inductor that an
+earlier plan has brought back, from --caches. Where wheels together exceed --mb they are one archive
+in parts, which may arrive one after another. On the machine, in a checkout:
 
     . bench/gpu/setup.sh .gpu && python3 -m bench.gpu --plan first --out results
 """

@@ -22,8 +22,6 @@ from bench.measure import write_rows
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "gpu.md"
-DEVICES = ("h200",)
-"""Folders of RESULTS that are GPUs; `keep` makes further ones, which are added here."""
 PIVOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "attention": (("heads", "layout", "tokens"), "way", ("forward_ms", "backward_ms")),
     "losses": (("path", "D", "V"), "impl", ("ms",)),
@@ -87,16 +85,17 @@ def write() -> Path:
 
 def text() -> str:
     """The page as it should be."""
-    new = [path for device in DEVICES for path in _files(RESULTS / device / "plans")]
+    devices = sorted(path for path in RESULTS.iterdir() if path.name != "cpu")
+    new = [path for device in devices for path in _files(device / "plans")]
     old = [
-        _OLDER.format(device=device.upper()) + "\n".join(map(_section, paths))
-        for device in DEVICES
-        if (paths := _files(RESULTS / device))
+        _OLDER.format(device=device.name.upper()) + "\n".join(map(_section, paths))
+        for device in devices
+        if (paths := _files(device))
     ]
     parts = {
         "nothing": "" if new else _NOTHING,
         "plans": "\n".join(_plans()),
-        "new": "".join(f"{_section(path)}\n" for path in new),
+        "new": "\n".join(["## Measured\n", *map(_section, new), ""]) if new else "",
         "old": "\n".join(old),
     }
     page = Template((Path(__file__).parent / "page.md").read_text())

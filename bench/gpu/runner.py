@@ -210,7 +210,7 @@ def _environment(folder: Path) -> dict[str, str]:
     """Of a stage: what is compiled goes into the folder, where the next plan finds it."""
     paths = (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""))
     caches = {key: str((folder / "caches" / name).resolve()) for key, name in _CACHES.items()}
-    return {**caches, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -199,7 +199,7 @@ def _measure_step(
         peak = peak_tflops(torch.cuda.get_device_name())
         row |= {"useful_mfu": flops / 1e12 / seconds / peak} if peak else {}
     row["device_ms"] = busy_us(_kernels(_profiled(run))) / 1e3
-    few = partial(trainer.step, [_rows(shape, num_turns, _SCALE) * num_groups])
+    few = partial(trainer.step, [_rows(num_turns, _SCALE) * num_groups])
     row["host_ms"] = 1e3 * min(time_in_turn({"few": few}, repeats, warmups)["few"])
     return row
 
@@ -224,7 +224,7 @@ def _step(
 
     world = _world()
     on_gpu = cases.device == "cuda"
-    rows = _rows(shape, num_turns, _SCALE if cases.is_small else 1.0)
+    rows = _rows(num_turns, _SCALE if cases.is_small else 1.0)
     longest = max(int(row.position_ids_N.max()) for row in rows) + 1
     with torch.device(cases.device):
         model = random_model(shape, longest)
@@ -238,7 +238,7 @@ def _step(
     return trainer, rows, 3 * sum(map(cost.flops, rows))
 
 
-def _rows(shape: str, num_turns: int, scale: float) -> list[PackedRow]:
+def _rows(num_turns: int, scale: float) -> list[PackedRow]:
     """A group of 8 rollouts of AgentFlow's shape, whole."""
     from bench.agentflow_shape import agentflow_samples
     from flowtrain.training.tree import pack_rows
