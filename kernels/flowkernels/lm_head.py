@@ -72,7 +72,10 @@ class LMHead:
         dtype = accumulator_dtype(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
         num_vocab, width = len(self.weight_VD), max(1, 16 // dtype.itemsize)
         stride = -(-num_vocab // width) * width
-        out_CV = hidden_CD.new_empty((len(hidden_CD), stride), dtype=dtype)[:, :num_vocab]
+        whole = hidden_CD.new_empty((len(hidden_CD), stride), dtype=dtype)
+        # oneDNN multiplies what lies between rows by zero (torch 2.13 on AMX): NaN, if it was that.
+        whole[:, num_vocab:] = 0
+        out_CV = whole[:, :num_vocab]
         if self.bias_V is None or dtype != hidden_CD.dtype:
             _product(hidden_CD, self.weight_VD.t(), out_CV)
             return out_CV[:num_rows] if self.bias_V is None else out_CV[:num_rows].add_(self.bias_V)

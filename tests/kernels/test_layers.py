@@ -121,7 +121,10 @@ def test_tensors_may_lie_in_memory_in_any_way(name: str, impl: str) -> None:
     turned = [x.mT.contiguous().mT if x.dim() > 1 else x for x in tensors]
     whole = results(run, tensors)
     for others in (spread, halves, turned):
-        torch.testing.assert_close(results(run, others), whole)
+        # A library may sum in another order where the strides are others.
+        for found, expected in zip(results(run, others), whole, strict=True):
+            atol = 2e-6 * float(expected.abs().max())
+            torch.testing.assert_close(found, expected, rtol=0, atol=atol)
     leaf = tensors[0].clone().requires_grad_()
     out = run(leaf, *tensors[1:])
     out.sum().backward()

@@ -22,6 +22,7 @@ from flowkernels import (
     policy_loss,
     token_loss,
 )
+from flowkernels.lm_head import LMHead
 from kernel_truth import (
     BF16_ROUNDING,
     Batch,
@@ -518,3 +519,17 @@ def test_fp32_logits_are_as_exact_as_their_operands(
         rows = counted(batch)
         torch.testing.assert_close(of_loss.cpu()[rows], logprob_T.cpu()[rows], rtol=1e-6, atol=1e-6)
     assert errors[True] <= 1e-4 and errors[False] > lost
+
+
+def test_what_lies_between_rows_of_logits_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library may multiply it, by zeros, in the products behind."""
+    monkeypatch.setattr(
+        Tensor, "new_empty", lambda x, size, dtype: x.new_full(size, math.nan, dtype=dtype)
+    )
+    weight_VD = torch.ones(13, 4, dtype=torch.bfloat16)
+    for bias_V in (None, torch.ones(13, dtype=torch.bfloat16)):
+        head = LMHead(weight_VD, bias_V, False, chunk_rows=8, whole_rows=8)
+        logits_CV = head.logits(torch.ones(3, 4, dtype=torch.bfloat16))
+        whole = logits_CV.as_strided((3, 16), (16, 1))
+        assert torch.equal(whole[:, 13:], torch.zeros(3, 3).bfloat16())
+        assert bool((logits_CV == 4 + (bias_V is not None)).all())
