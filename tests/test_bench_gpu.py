@@ -364,6 +364,7 @@ def test_busy_is_the_time_in_which_a_kernel_runs(spans: list[tuple[int, int]]) -
         ("triton_tem_fused_flex_attention_backward_2", "attention, backward"),
         ("nvjet_tst_192x192_64x4_1x2_h_bz_coopA_NTT", "products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention, forward"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention, backward"),
         ("void at::native::elementwise_kernel<128, 4>", "reductions, elementwise"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdam>", "optimizer"),
         ("Memcpy DtoD (Device -> Device)", "copies"),

@@ -10,6 +10,7 @@ two bounds the first.
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
 import re
@@ -44,7 +45,7 @@ _STEPS = {
 _SCALE = 0.02
 """Of the tokens of a step that has little to compute."""
 _CLASSES = (
-    ("attention, backward", r"flex_attention_backward|sdpa.*(bwd|backward)|flash_bwd"),
+    ("attention, backward", r"flex_attention_backward|sdpa.*(bwd|bprop|backward)|flash_bwd"),
     ("attention, forward", r"flex_attention|sdpa|flash_fwd|fmha"),
     ("products", r"gemm|cutlass|nvjet|xmma|cublas|splitK"),
     ("optimizer", r"multi_tensor|adam|foreach|fused_adam"),
@@ -146,21 +147,10 @@ def class_of(name: str) -> str:
 @functools.cache
 def _ours() -> dict[str, str]:
     """Kernels of flowkernels by name, with the file that has each."""
-    from flowkernels import layers_triton, rows_triton, sparse_delta_triton
-
-    from flowkernels import branching_triton, logprobs_triton, policy_loss_triton  # isort: skip
-    from flowkernels import row_gradients_triton  # isort: skip
-
-    modules = (
-        layers_triton, rows_triton, sparse_delta_triton, branching_triton, logprobs_triton,
-        policy_loss_triton, row_gradients_triton,
-    )  # fmt: skip
-    return {
-        function.__name__: module.__name__.rpartition(".")[2].removesuffix("_triton")
-        for module in modules
-        for value in vars(module).values()
-        if (function := getattr(value, "fn", None)) is not None and function.__module__
-    }
+    files = ("branching", "layers", "logprobs", "policy_loss", "rows", "sparse_delta")
+    modules = [importlib.import_module(f"flowkernels.{name}_triton") for name in files]
+    functions = [x.fn for module in modules for x in vars(module).values() if hasattr(x, "fn")]
+    return {f.__name__: f.__module__.rpartition(".")[2].removesuffix("_triton") for f in functions}
 
 
 def steps(cases: Cases) -> None:
@@ -260,12 +250,12 @@ def memory(cases: Cases) -> None:
     def measure(index: int) -> Row:
         from bench import memory as bench
 
-        all_cases = (*bench.GPU_CASES, *bench.option_cases(True)[2:4])
+        all_cases = (*bench.GPU_CASES, bench.option_cases(True)[2])
         case = bench.FIRST if cases.is_small else all_cases[index]
         with multiprocessing.get_context("spawn").Pool(1) as processes:
             return processes.apply(bench.measure, (case,))
 
-    for index in range(1 if cases.is_small else 5):
+    for index in range(1 if cases.is_small else 4):
         cases.run(f"case {index}", partial(measure, index))
 
 
