@@ -447,6 +447,13 @@ def test_a_folder_installs_whole_or_in_parts(tmp_path: Path, most: int) -> None:
     )
     assert done.stdout.split() == ["abc", "7"], done.stderr
     assert (tmp_path / "flowtrain" / "_delta.cpython-312.so").read_text() == "codec"
+    (folder / ("parts/part-000" if number else "wheels/flowtrain-1.0-py3-none-any.whl")).write_text(
+        ""
+    )
+    failed = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert failed.returncode and not failed.stdout, "minutes on a GPU are not begun without it"
 
 
 def test_a_codec_that_needs_a_new_glibc_is_found_out() -> None:

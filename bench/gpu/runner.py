@@ -28,7 +28,7 @@ from bench.gpu.report import write_report
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = ("-m", "bench.gpu.stage")
 _LEAST_S = 5
-"""A stage is not begun, or begun again, with less time than this."""
+"""Stages are not begun with less time than this."""
 PATIENCE = 4
 """A rehearsal takes so many times as long: it is not about time, and has few cores."""
 _SAVE_S = 5
