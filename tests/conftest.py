@@ -48,91 +48,10 @@ for _path in _HERE.rglob("*.py"):
 
 from tests.attacks.tally import table  # noqa: E402 - after what it sets
 
+pytest_plugins = ["tests.durations"]
+
 # Collecting makes millions of objects that stay, and a fifth of it was looking for garbage.
 gc.disable()
-
-SLOW = (
-    "agents/test_bench_gateway.py",
-    "agents/test_openenv.py",
-    "agents/test_verifiers.py",
-    "attacks/test_composed_programs.py",
-    "attacks/test_full_disk.py",
-    "attacks/test_hostile_own_servers.py",
-    "attacks/test_hostile_servers.py",
-    "attacks/test_overload.py",
-    "attacks/test_poisoned_groups.py",
-    "attacks/test_power_cuts.py",
-    "attacks/test_programs.py",
-    "attacks/test_strangers.py",
-    "dataflow/test_bench_dataflow.py",
-    "dataflow/test_chaos.py",
-    "dataflow/test_chaos_processes.py",
-    "dataflow/test_ledger_killed.py",
-    "dataflow/test_ledger_machine.py",
-    "dataflow/test_growth.py",
-    "dataflow/test_payloads.py",
-    "evals/test_evals_cli.py",
-    "evals/test_sweeps.py",
-    "kernels/test_aot.py",
-    "kernels/test_fused_lm_head.py",
-    "kernels/test_linear_operators.py",
-    "kernels/test_operators.py",
-    "node/test_node_contract.py",
-    "node/test_node_process.py",
-    "node/test_pool_evaluations.py",
-    "rewards/test_gym_rewards.py",
-    "run/test_agentflow_configs.py",
-    "run/test_appo_config.py",
-    "run/test_dry_run.py",
-    "run/test_infoflow_configs.py",
-    "tasks/test_gym_tasks.py",
-    "test_bench_gpu.py",
-    "test_bench_model_folder.py",
-    "test_bench_trl.py",
-    "docs/test_docs_machines.py",
-    "docs/test_docs_readme.py",
-    "docs/test_docs_site.py",
-    "docs/test_docs_tutorial.py",
-    "test_exact_resume.py",
-    "test_examples.py",
-    "test_learning.py",
-    "test_learning_roles.py",
-    "net/test_objects.py",
-    "test_one_trainer.py",
-    "test_real_model.py",
-    "test_replay_command.py",
-    "test_rft.py",
-    "test_rft_teacher.py",
-    "test_smollm2.py",
-    "test_train_agents.py",
-    "test_train_algorithms.py",
-    "test_train_benchmarks.py",
-    "test_train_cli.py",
-    "test_train_dataflow.py",
-    "test_train_mismatch.py",
-    "test_train_numbers.py",
-    "test_train_refiner.py",
-    "test_train_resume.py",
-    "test_train_roles.py",
-    "test_train_verifier.py",
-    "tools/test_mcp.py",
-    "tools/test_sandbox_time.py",
-    "training/test_exact.py",
-    "training/test_flex.py",
-    "training/test_two_ranks.py",
-    "weights/test_mirror.py",
-    "weights/test_delta_fuzz.py",
-    "weights/test_publish_ranks.py",
-    "weights/test_store_killed.py",
-)
-"""Files whose tests take seconds each; `make check` leaves them to `make test`."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(_HERE) and str(item.path.relative_to(_HERE)) in SLOW:
-            item.add_marker(pytest.mark.slow)
-
 
 PROGRAMS = {
     "bwrap": "bubblewrap",
@@ -151,7 +70,9 @@ def _what_runs_more() -> str:
     if not (shutil.which("postgres") or Path("/usr/lib/postgresql").is_dir()):
         missing.append("postgresql")
     install = f"apt-get install -y {' '.join(missing)}; " if missing else ""
-    makes = "make test-vllm test-optional test-environments test-harbor test-loggers test-ray"
+    makes = (
+        "make test-all test-vllm test-optional test-environments test-harbor test-loggers test-ray"
+    )
     return f"{install}{makes}; FLOWTRAIN_PLANNER=1 for the planner's; a GPU for those of kernels"
 
 

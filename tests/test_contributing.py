@@ -50,9 +50,3 @@ def test_every_make_target_of_the_page_exists() -> None:
         if word.islower()
     }
     assert {"setup", "check", "lint", "typecheck", "test", "quickstart"} <= named <= targets
-
-
-def test_every_slow_file_exists(request: pytest.FixtureRequest) -> None:
-    folder = ROOT / "tests"
-    conftest = request.config.pluginmanager.get_plugin(str(folder / "conftest.py"))
-    assert [path for path in conftest.SLOW if not (folder / path).exists()] == []

