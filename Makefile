@@ -21,9 +21,10 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
 
 BIN := $(VENV)/bin
-# uv where there is one. Nothing is compiled to bytecode: most of it is never imported.
+# uv where there is one. What is installed is not compiled to bytecode, since most of it is never imported.
 UV ?= $(shell command -v uv)
-INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/pip install --quiet --no-compile --disable-pip-version-check)
+QUIET = --quiet
+INSTALL = $(if $(UV),$(UV) pip install $(QUIET) --python $(BIN)/python,$(BIN)/pip install $(QUIET) --no-compile --disable-pip-version-check)
 # uv has names of its own for the indexes that pip is told of, and takes the best version of all only if it is asked to.
 ifdef PIP_INDEX_URL
 export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
@@ -52,10 +53,13 @@ $(VENV)/.done: $(VENV)/.run
 # What a run needs and no more.
 run-setup: $(VENV)/.run $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
 
+$(VENV)/.run: QUIET =
 $(VENV)/.run: pyproject.toml kernels/pyproject.toml setup.py $(wildcard csrc/*)
 	@echo "torch and flowtrain -> $(VENV): 300 MB to download and 1.1 GB on the disk (gigabytes with CUDA), a minute or two; then the codec is compiled"
 	$(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON) --allow-existing $(VENV),$(PYTHON) -m venv $(VENV))
 	$(INSTALL) '$(TORCH)' -e kernels -e .
+	@echo "bytecode of what a run imports: ten seconds"
+	$(BIN)/python -c 'import flowtrain.train'
 	touch $@
 
 # On a machine with a GPU this is `pip install 'flowtrain[vllm]'` instead.

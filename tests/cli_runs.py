@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from ports import free_port
 from safetensors.torch import load_file
 from toy_options import FLOW
@@ -248,22 +249,54 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Makes a folder once for all processes of a run of tests: `once(name, make)`."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    shared.mkdir(exist_ok=True)
+
+    def once(name: str, make: Callable[[Path], None]) -> Path:
+        path, done = shared / name, shared / f"{name}.done"
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                make(path)
+                done.touch()
+        return path
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def inputs(once: Callable[..., Path]) -> Path:
     """A folder with tasks that the tiny planner solves every other time as soon as it names a tool,
-    so that rewards vary.
+    so that rewards vary, and with a reward that varies within every group.
     """
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        values = range(10, 18)
+        corpus = [
+            {"name": f"Land{index}", "kind": "country", "facts": {"area": value}}
+            for index, value in enumerate(values)
+        ]
+        (path / "corpus.json").write_text(json.dumps(corpus))
+        tasks = [
+            {"question": f"What is {i} plus {i % 7}?", "answer": [v for v in values if (v ^ i) & 1]}
+            for i in range(40)
+        ]
+        (path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+        code = "def score(task, answer, trajectory):\n    return trajectory.seed % 7 / 7\n"
+        (path / "by_seed.py").write_text(code)
+
+    return once("inputs", make)
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Path:
+    """A folder of this process for its runs, with the inputs."""
     place = tmp_path_factory.mktemp("cli")
-    values = range(10, 18)
-    corpus = [
-        {"name": f"Land{index}", "kind": "country", "facts": {"area": value}}
-        for index, value in enumerate(values)
-    ]
-    (place / "corpus.json").write_text(json.dumps(corpus))
-    tasks = [
-        {"question": f"What is {i} plus {i % 7}?", "answer": [v for v in values if (v ^ i) & 1]}
-        for i in range(40)
-    ]
-    (place / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    for path in inputs.iterdir():
+        (place / path.name).symlink_to(path)
     return place
 
 
@@ -275,20 +308,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def warm(place: Path, server: Server) -> Path:
+def warm(once: Callable[..., Path], server: Server) -> Path:
     """The run folder of a `flowtrain.rft`, whose model sometimes names tools."""
-    code, lines, _ = server.run("rft", *SMALL, *RFT, "--run.dir", place / "warm")
-    assert code == 0, lines
-    return place / "warm"
+
+    def make(path: Path) -> None:
+        code, lines, _ = server.run("rft", *SMALL, *RFT, "--run.dir", path)
+        assert code == 0, lines
+
+    return once("warm", make)
 
 
 @pytest.fixture(scope="session")
-def words(place: Path, warm: Path) -> tuple[str, ...]:
+def words(inputs: Path, warm: Path) -> tuple[str, ...]:
     """Options of a training run of NUM_STEPS steps; what is left to say is --run.dir."""
     return (
         *SMALL,
-        *("--tasks.name", "file", "--tasks.path", str(place / "tasks.jsonl")),
-        *("--tasks.corpus", str(place / "corpus.json"), "--model.path", str(warm / "model")),
+        *("--tasks.name", "file", "--tasks.path", str(inputs / "tasks.jsonl")),
+        *("--tasks.corpus", str(inputs / "corpus.json"), "--model.path", str(warm / "model")),
         *("--train.num_steps", str(NUM_STEPS), "--train.lr", "3e-3", "--checkpoint.every", "2"),
         # Without the tool that takes time: what shares a batch then never depends on the clock, and
         # neither does any bit of the result.
@@ -297,21 +333,22 @@ def words(place: Path, warm: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def full(place: Path, server: Server, words: tuple[str, ...]) -> Path:
+def full(once: Callable[..., Path], server: Server, words: tuple[str, ...]) -> Path:
     """The folder of a run that nothing disturbed."""
-    code, lines, _ = server.run("train", *words, "--run.dir", place / "full", with_picture=True)
-    assert code == 0, lines
-    return place / "full"
+
+    def make(path: Path) -> None:
+        code, lines, _ = server.run("train", *words, "--run.dir", path, with_picture=True)
+        assert code == 0, lines
+
+    return once("full", make)
 
 
 @pytest.fixture(scope="session")
-def by_seed(place: Path) -> tuple[str, ...]:
+def by_seed(inputs: Path) -> tuple[str, ...]:
     """Options of a reward that varies within every group, whatever the policy says: every step
     has something to learn from.
     """
-    code = "def score(task, answer, trajectory):\n    return trajectory.seed % 7 / 7\n"
-    (place / "by_seed.py").write_text(code)
-    return ("--reward.function", f"{place / 'by_seed.py'}:score")
+    return ("--reward.function", f"{inputs / 'by_seed.py'}:score")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

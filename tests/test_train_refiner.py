@@ -5,6 +5,7 @@ and the training of a planner beside it.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,19 +28,22 @@ def odd(task, answer, trajectory):
 
 
 @pytest.fixture(scope="session")
-def models(place: Path, server: Server) -> dict[str, Path]:
+def models(once: Callable[..., Path], server: Server) -> dict[str, Path]:
     """A warm model of each policy, which the script shows searches that find something."""
-    for policy in OTHER:
-        path = place / f"warm_lookup_{policy}"
+
+    def make(path: Path) -> None:
+        policy = path.name.removeprefix("warm_lookup_")
         argv = (*SMALL, *RFT, *LOOKUPS, "--train.policy", policy, "--run.dir", path)
         code, lines, out = server.run("rft", *argv)
         assert (code, lines) == (0, []) and "kept 300" in out
-    return {policy: place / f"warm_lookup_{policy}" / "model" for policy in OTHER}
+
+    return {policy: once(f"warm_lookup_{policy}", make) / "model" for policy in OTHER}
 
 
-def options(policy: str, models: dict[str, Path], words: tuple[str, ...]) -> tuple[object, ...]:
+def options(
+    place: Path, policy: str, models: dict[str, Path], words: tuple[str, ...]
+) -> tuple[object, ...]:
     """Questions about the areas of eight countries."""
-    place = models["planner"].parents[1]
     (place / "parity.py").write_text(PARITY)
     tasks = [{"question": f"What is the area of Land{n}?"} for n in range(8)] * 5
     (place / "areas.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
@@ -55,17 +59,19 @@ def options(policy: str, models: dict[str, Path], words: tuple[str, ...]) -> tup
 def run(
     request: pytest.FixtureRequest,
     place: Path,
+    once: Callable[..., Path],
     server: Server,
     words: tuple[str, ...],
     models: dict[str, Path],
 ) -> Path:
-    """The folder of a run that trained one of them; workers may ask for it again after another."""
-    path = place / f"beside_{OTHER[request.param]}"
-    if not (path / "summary.json").exists():
-        argv = (*options(request.param, models, words), "--train.num_steps", "2", "--run.dir", path)
-        code, lines, _ = server.run("train", *argv)
+    """The folder of a run that trained one of them."""
+
+    def make(path: Path) -> None:
+        argv = (*options(place, request.param, models, words), "--train.num_steps", "2")
+        code, lines, _ = server.run("train", *argv, "--run.dir", path)
         assert (code, lines) == (0, [])
-    return path
+
+    return once(f"beside_{OTHER[request.param]}", make)
 
 
 def test_the_warm_up_imitates_the_scripts_evidence(models: dict[str, Path]) -> None:

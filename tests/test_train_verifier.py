@@ -5,6 +5,7 @@ other one.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,20 +23,13 @@ OTHER = {"planner": "verifier", "verifier": "planner"}
 
 
 @pytest.fixture(scope="session")
-def warm_verifier(place: Path, server: Server) -> Path:
-    argv = (
-        *SMALL,
-        *RFT,
-        "--roles.verifier",
-        "own",
-        "--train.policy",
-        "verifier",
-        "--run.dir",
-        place / "warm_verifier",
-    )
-    code, lines, out = server.run("rft", *argv)
-    assert (code, lines) == (0, []) and "kept 300" in out
-    return place / "warm_verifier" / "model"
+def warm_verifier(once: Callable[..., Path], server: Server) -> Path:
+    def make(path: Path) -> None:
+        own = ("--roles.verifier", "own", "--train.policy", "verifier")
+        code, lines, out = server.run("rft", *SMALL, *RFT, *own, "--run.dir", path)
+        assert (code, lines) == (0, []) and "kept 300" in out
+
+    return once("warm_verifier", make) / "model"
 
 
 @pytest.fixture(scope="session")
@@ -52,18 +46,19 @@ def options(policy: str, models: dict[str, Path], words: tuple[str, ...]) -> tup
 @pytest.fixture(scope="module", params=POLICIES)
 def run(
     request: pytest.FixtureRequest,
-    place: Path,
+    once: Callable[..., Path],
     server: Server,
     words: tuple[str, ...],
     models: dict[str, Path],
 ) -> Path:
-    """The folder of a run that trained one of them; workers may ask for it again after another."""
-    path = place / f"only_{request.param}"
-    if not (path / "summary.json").exists():
+    """The folder of a run that trained one of them."""
+
+    def make(path: Path) -> None:
         argv = (*options(request.param, models, words), "--run.dir", path)
         code, lines, _ = server.run("train", *argv)
         assert (code, lines) == (0, [])
-    return path
+
+    return once(f"only_{request.param}", make)
 
 
 def test_the_warm_up_imitates_the_scripts_verdicts(warm_verifier: Path, warm: Path) -> None:
