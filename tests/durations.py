@@ -9,10 +9,10 @@ fixtures that it has in common with others.
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter  # by its own name, which tests of virtual time leave alone
 from typing import Any
 
 import pytest
@@ -54,13 +54,13 @@ class _Costs:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
-        start = time.perf_counter()
+        start = perf_counter()
         yield
         if fixturedef.scope != "function":
-            self._made[_name(fixturedef)] = time.perf_counter() - start
+            self._made[_name(fixturedef)] = perf_counter() - start
 
     def pytest_runtest_logstart(self) -> None:
-        self._start, self._made = time.perf_counter(), {}
+        self._start, self._made = perf_counter(), {}
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[None]:
@@ -68,7 +68,7 @@ class _Costs:
         report = outcome.get_result()
         if call.when != "teardown" and report.passed:
             return
-        own = time.perf_counter() - self._start - sum(self._made.values())
+        own = perf_counter() - self._start - sum(self._made.values())
         fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
         uses = {_name(each[-1]) for each in fixtures if each[-1].scope != "function"}
         cost = {"own": own, "made": self._made, "uses": sorted(uses)}
