@@ -241,6 +241,7 @@ def test_json_nested_to_any_depth_does_not_raise(depths: Sequence[int]) -> None:
         check_action(parse('{"sub_goal": ' * depth + '"x"' + "}" * depth))
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     "unit",
     [

@@ -285,6 +285,7 @@ def divide(n):
     ]
 
 
+@pytest.mark.clock
 def test_an_exception_keeps_what_was_set_and_a_limit_leaves_nothing() -> None:
     tool = coder(code_timeout_s=0.8, code_memory_mb=128)
     ended = {
@@ -307,6 +308,7 @@ def test_an_exception_keeps_what_was_set_and_a_limit_leaves_nothing() -> None:
     assert found[1::2] == ["1"] * len(raised | ended)
 
 
+@pytest.mark.clock
 def test_all_calls_of_a_session_together_have_the_time_limit() -> None:
     tool = coder(code_timeout_s=0.6)
     work = (

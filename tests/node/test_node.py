@@ -351,11 +351,8 @@ def test_a_node_without_work_waits_for_an_answer_and_can_be_stopped(
             await until(lambda: len(asked) > num)
             await asyncio.sleep(1.0)  # in which a node that polls would have asked again
             assert len(asked) == num + 1
-            began = time.monotonic()
             node.stop()
-            pushed = await running_node
-            assert time.monotonic() - began < 8
-            return pushed
+            return await running_node
 
     with running(Service(ledger, ledger.run, "t")) as url, Client(url, "t", 20.0) as client:
         assert asyncio.run(main(Nodes(client).make(soon))) == 4

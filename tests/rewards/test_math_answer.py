@@ -313,6 +313,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_is_scored_at_once(answer: str) -> None:
     started = time.process_time()

@@ -69,6 +69,7 @@ def test_no_answer_is_never_right(scorer: str) -> None:
     assert [each.reward for each in group.trajectories] == [0.0] * 3
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("scorer", ["exact", "qa", "f1", "math", "choice", "gameof24"])
 @pytest.mark.parametrize(
     "piece",
