@@ -12,9 +12,17 @@ from flowtrain.metrics.sums import Tally
 from flowtrain.types import UserError
 
 COUNTS = {
-    **{"rollouts": 4, "finished": 4, "turns": 8, "malformed": 0, "samples": 8},
-    **{"right": 0, "outgrown": 0, "tokens/sampled": 80, "tokens/shared": 0},
-    **{"num_excluded/empty": 0, "signals": 0},
+    "rollouts": 4,
+    "finished": 4,
+    "turns": 8,
+    "malformed": 0,
+    "samples": 8,
+    "right": 0,
+    "outgrown": 0,
+    "tokens/sampled": 80,
+    "tokens/shared": 0,
+    "num_excluded/empty": 0,
+    "signals": 0,
 }
 LEARNS, EQUAL, FAILED = {"signals": 3}, {}, {"finished": 0, "samples": 0}
 
