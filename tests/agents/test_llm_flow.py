@@ -473,6 +473,7 @@ def test_a_module_that_hangs_costs_its_deadline_and_no_more() -> None:
     assert trajectory.error.startswith("analyst: engines.local: no answer within")
 
 
+@pytest.mark.clock
 def test_time_that_is_up_still_gets_an_answer() -> None:
     slow = {"rollout_timeout_s": 0.25, "module_timeout_s": 20.0}
     with llm_flow({}, wait=lambda: asyncio.sleep(0.1), agent=slow) as (flow, *_):

@@ -25,7 +25,8 @@ from flowtrain.types import Completion, FinishReason, Sampling, UserError, Versi
 from flowtrain.weights import StoreError
 from flowtrain.weights.format.adapters import AdapterSpec
 
-OPTIONS = Vllm(start_timeout_s=5, load_timeout_s=0.5, hang_timeout_s=0.2)
+OPTIONS = Vllm(start_timeout_s=60, load_timeout_s=60, hang_timeout_s=60)
+HASTY = Vllm(start_timeout_s=60, load_timeout_s=1, hang_timeout_s=1)
 
 
 class FakeLLM:
@@ -157,7 +158,7 @@ def start(options: Vllm = OPTIONS) -> VllmEngine:
     return VllmEngine(model, tokenizer=None, options=options)  # type: ignore[arg-type]
 
 
-def sample(engine: VllmEngine, deadline_s: float = 10.0) -> Completion:
+def sample(engine: VllmEngine, deadline_s: float = 60.0) -> Completion:
     return asyncio.run(engine.generate((5, 6), Sampling(3, deadline_s=deadline_s)))
 
 
@@ -203,11 +204,13 @@ def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(
     wait_for(lambda: llms[0].is_shut_down)
 
 
-def test_a_vllm_that_hangs_is_killed_and_replaced(engine: VllmEngine, llms: list[FakeLLM]) -> None:
+def test_a_vllm_that_hangs_is_killed_and_replaced(llms: list[FakeLLM]) -> None:
+    engine = start(HASTY)
     llms[0].hangs = True
     llms[0].go_on.clear()
     assert sample(engine).ids == (0, 0, 0)
     assert llms[0].errored and engine.metrics()["engine_restarts"] == 1
+    engine.close()
 
 
 def test_a_request_that_kills_vllm_twice_is_an_error(
@@ -241,8 +244,9 @@ def test_a_load_that_fails_before_a_weight_changed_leaves_the_old_version(
 
 @pytest.mark.parametrize("problem", ["error", "timeout", "lost"])
 def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
-    engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, problem: str
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
+    engine = start(HASTY if problem == "timeout" else OPTIONS)
     engine.load(2)
     if problem == "lost":  # the weights are neither those of before nor the new ones
         llms[0].errors["try_update"] = RuntimeError("a full load broke off")
@@ -254,6 +258,7 @@ def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
     engine.load(3)
     assert engine.metrics()["engine_restarts"] == 1 and sample(engine).ids == (3, 3, 3)
     assert len(llms) == 2 and llms[0].errored
+    engine.close()
 
 
 # ---- several policies, adapters of one model

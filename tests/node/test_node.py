@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -766,25 +767,30 @@ def test_a_node_with_stale_weights_leases_nothing(ledger: Ledger, nodes: Nodes) 
     assert not asked, "the ledger, which would refuse it, need not be asked"
 
 
-def test_a_node_reports_its_busy_and_idle_time(ledger: Ledger, nodes: Nodes) -> None:
+def test_a_node_reports_its_busy_and_idle_time(
+    ledger: Ledger, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Busy while rollouts are under way, waiting while it wants leases and gets none."""
+    clock = Clock()
     asked: list[LeaseRequest] = []
     lease = ledger.lease
 
     def noted(request: LeaseRequest) -> Any:
         asked.append(request)
+        clock.now += 5.0
         return lease(request)
 
     ledger.lease = noted  # type: ignore[method-assign]
 
     async def rollout(task: Task, seed: int) -> Trajectory:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0)
+        clock.now += 20.0
         return trajectory(task, seed)
 
+    monkeypatch.setattr("flowtrain.node.progress.time", SimpleNamespace(monotonic=clock))
     run(nodes.make(rollout, max_in_flight=G, num_groups=2))
     assert len({request.key for request in asked}) == len(asked) == 2
-    assert asked[1].busy_s == pytest.approx(0.2, abs=0.15) and asked[1].busy_s >= 0.19
-    assert asked[1].waited_s < 0.15
+    assert (asked[1].busy_s, asked[1].waited_s) == (20.0 * G, 5.0)
     assert asked[1].versions == {"planner": 0}
     assert isinstance(lease(LeaseRequest("a", asked[1].life, 1)).leases[0], Lease)
 
