@@ -59,7 +59,8 @@ class FakePlanner:
 
 
 SPANS = (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
-MASK = SamplingMask.of([(0, 1, 2), (8,), (9, 3)])
+KEPT = [(0, 1, 2), (8,), (9, 3)]
+MASK = SamplingMask.of(KEPT)
 
 
 def completion(turn: int) -> Completion:
@@ -460,7 +461,8 @@ class Branching(FakePlanner):
         self.prefixes.append((prefix, turn, seed))
         said = self.script[turn % len(self.script)]
         assert not isinstance(said, Exception)
-        rest = Completion((70, 71), (-7.0, -7.1), (VersionSpan(0, 2, 5),), FinishReason.STOP)
+        spans, mask = (VersionSpan(0, 2, 5),), SamplingMask.of([(70, 72), (71,)])
+        rest = Completion((70, 71), (-7.0, -7.1), spans, FinishReason.STOP, mask)
         return Plan(Call.of(prefix.prompt_ids, prefix.joined(rest), "branched"), said)
 
 
@@ -485,6 +487,7 @@ def test_branch_keeps_prefix_and_samples_rest(turn: int, token: int) -> None:
     assert left.prompt_ids == was.prompt_ids
     assert left.response_ids == (*was.response_ids[:token], 70, 71)
     assert left.logprobs == (*was.logprobs[:token], -7.0, -7.1)
+    assert left.sampling_mask == SamplingMask.of([*KEPT[:token], (70, 72), (71,)])
     assert [(s.start, s.end, s.version) for s in left.spans] == [
         *[(0, 1, 3), (1, 2, 4)][:token],
         (token, token + 2, 5),
