@@ -105,7 +105,7 @@ def test_the_removal_of_a_folder_holds_nobody_up(
 
     def slow(path: str, *arguments: Any, **options: Any) -> None:
         begun.set()
-        waited.append(others_went_on.wait(5))
+        waited.append(others_went_on.wait(60))
         remove(path, *arguments, **options)
 
     monkeypatch.setattr(shutil, "rmtree", slow)

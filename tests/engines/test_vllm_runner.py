@@ -193,7 +193,8 @@ def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(
         under_way = [
             asyncio.create_task(engine.generate((5,), Sampling(3, seed=seed))) for seed in range(3)
         ]
-        await asyncio.sleep(0.05)
+        while len(llms[0].seeds) < 3:
+            await asyncio.sleep(0.005)
         llms[0].kill()
         return await asyncio.gather(*under_way)
 
@@ -311,7 +312,8 @@ def test_a_request_that_began_before_the_first_adapter_is_not_stamped_with_it(
 
     async def scenario() -> Completion:
         request = asyncio.create_task(adapters["planner"].generate((5,), Sampling(3)))
-        await asyncio.sleep(0.05)
+        while not llms[0].seeds:
+            await asyncio.sleep(0.005)
         for version in (2, 3):
             await asyncio.to_thread(adapters["planner"].load, version)
         llms[0].go_on.set()
@@ -429,7 +431,8 @@ def test_tokens_that_are_on_their_way_at_an_update_have_the_version_before(
 
     async def scenario() -> Completion:
         request = asyncio.create_task(engine.generate((5,), Sampling(3)))
-        await asyncio.sleep(0.05)
+        while not llm.seeds:
+            await asyncio.sleep(0.005)
         await asyncio.to_thread(engine.load, 4)
         llm.go_on.set()
         return await request
