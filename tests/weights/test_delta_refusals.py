@@ -119,6 +119,14 @@ def test_a_wrong_header_under_right_checksums_is_undone(
     assert np.array_equal(words, OLD)
 
 
+def test_a_wrong_number_of_changes_is_refused_by_whoever_reads_them() -> None:
+    delta = delta_of(OLD, NEW)
+    delta[24] ^= 7
+    for function in (_delta.validate, _delta.decode):
+        with pytest.raises(_delta.CorruptDelta, match="another number of changes"):
+            function(resealed(delta))
+
+
 def test_a_codec_of_level_2_in_a_delta_of_level_1_is_refused() -> None:
     """It would be read without the base that it needs."""
     delta = delta_of(OLD, changed(OLD, 0.01, "tiny"), level=2)
