@@ -48,6 +48,7 @@ class FakeLLM:
         self.aborted: set[str] = set()
         self.go_on = asyncio.Event()
         self.go_on.set()
+        self.num_held = 0
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 280)
         self.output_processor = SimpleNamespace(request_states={})
         self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
@@ -62,6 +63,7 @@ class FakeLLM:
         self, prompt: Any, params: Any, name: str, lora_request: Any
     ) -> AsyncIterator[Any]:
         self.seeds.append(params.seed)
+        self.num_held += not self.go_on.is_set()
         while not self.go_on.is_set() and name not in self.aborted and not self.errored:
             await asyncio.sleep(0.005)
         if self.errored:
@@ -162,6 +164,12 @@ def sample(engine: VllmEngine, deadline_s: float = 60.0) -> Completion:
     return asyncio.run(engine.generate((5, 6), Sampling(3, deadline_s=deadline_s)))
 
 
+async def begun(llm: FakeLLM, num: int) -> None:
+    """Wait until so many requests wait for `go_on`."""
+    while llm.num_held < num:
+        await asyncio.sleep(0.005)
+
+
 def wait_for(is_so: Callable[[], bool]) -> None:
     while not is_so():
         time.sleep(0.005)
@@ -193,8 +201,7 @@ def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(
         under_way = [
             asyncio.create_task(engine.generate((5,), Sampling(3, seed=seed))) for seed in range(3)
         ]
-        while len(llms[0].seeds) < 3:
-            await asyncio.sleep(0.005)
+        await begun(llms[0], 3)
         llms[0].kill()
         return await asyncio.gather(*under_way)
 
@@ -312,8 +319,7 @@ def test_a_request_that_began_before_the_first_adapter_is_not_stamped_with_it(
 
     async def scenario() -> Completion:
         request = asyncio.create_task(adapters["planner"].generate((5,), Sampling(3)))
-        while not llms[0].seeds:
-            await asyncio.sleep(0.005)
+        await begun(llms[0], 1)
         for version in (2, 3):
             await asyncio.to_thread(adapters["planner"].load, version)
         llms[0].go_on.set()
@@ -431,8 +437,7 @@ def test_tokens_that_are_on_their_way_at_an_update_have_the_version_before(
 
     async def scenario() -> Completion:
         request = asyncio.create_task(engine.generate((5,), Sampling(3)))
-        while not llm.seeds:
-            await asyncio.sleep(0.005)
+        await begun(llm, 1)
         await asyncio.to_thread(engine.load, 4)
         llm.go_on.set()
         return await request
