@@ -113,7 +113,7 @@ durations: setup
 
 # The attacks of the tests for longer, each from where it stopped the last time; the time is for all of them together.
 attack: setup
-	ATTACK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m attack --timeout 0 -v tests/attacks
+	ATTACK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m attack --timeout 0 -v tests/attacks tests/dataflow/test_chaos.py
 
 # Tests of packages that others import, and that print, wherever they are, or that hold others back in uv.lock: here they are in a folder of
 # their own.

@@ -286,11 +286,10 @@ def test_a_plan_that_is_ended_leaves_a_table_of_what_ran(
 def test_no_stage_begins_without_time(
     call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started = time.monotonic()
     with pytest.raises(FileNotFoundError, match=r"stages\.json"):
         call({"quick": 30}, "--minutes", "0.05")
     assert "no time is left for quick" in capsys.readouterr().out
-    assert not (tmp_path / "out" / "quick.json").exists() and time.monotonic() - started < 25
+    assert not (tmp_path / "out" / "quick.json").exists()
 
 
 def test_an_unknown_stage_is_named(call: Any) -> None:

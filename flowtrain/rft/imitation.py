@@ -95,7 +95,7 @@ def _imitate(
     )
     cost = ForwardCost.of(components.model).flops
     seed = derive_seed(config.run.seed, "batches", world.rank)
-    batches = _batches(samples, rft.batch_size // world.size, seed)
+    rest = batches(samples, rft.batch_size // world.size, seed)
     metrics = None
     if world.is_main:
         metrics = MetricsLog(run_dir.path, tensorboard=config.log.tensorboard)
@@ -103,7 +103,7 @@ def _imitate(
     step = 0
     for step in range(1, num_steps + 1):
         trainer.set_lr(learning_rate(rft.lr, step, num_steps, rft.warmup_steps, "linear"))
-        rows = [pack_rows(next(batches), config.train.row_budget)]
+        rows = [pack_rows(next(rest), config.train.row_budget)]
         stats = trainer.step(balance(rows, cost, world, num_takers=world.size), step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})
@@ -115,7 +115,7 @@ def _imitate(
     return step
 
 
-def _batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[list[Sample]]:
+def batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[list[Sample]]:
     """Yield batches of shuffled epochs without end."""
     order = random.Random(seed)
     queue: list[Sample] = []

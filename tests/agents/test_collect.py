@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import time
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -32,6 +31,7 @@ from flowtrain.types import (
     Trajectory,
     UserError,
 )
+from tests import virtual_time
 
 
 @dataclass
@@ -210,16 +210,17 @@ def slow_flow(slow: tuple[str, ...], seconds: float = 3600.0) -> Flow:
 
 
 def test_stragglers_answer_from_finished_turns() -> None:
-    started = time.monotonic()
-    groups = collect(
-        slow_flow(("task-2", "task-5")),
-        TASKS,
-        group_size=2,
-        seed=1,
-        straggler_share=0.7,
-        straggler_s=0.2,
-    )
-    assert 0.2 <= time.monotonic() - started < 60
+    with virtual_time.clock() as clock:
+        started = clock.now
+        groups = collect(
+            slow_flow(("task-2", "task-5")),
+            TASKS,
+            group_size=2,
+            seed=1,
+            straggler_share=0.7,
+            straggler_s=20.0,
+        )
+    assert clock.now - started == 20.0
     for group in groups:
         is_slow = group.index in (2, 5)
         for trajectory in group.trajectories:
@@ -249,25 +250,26 @@ def test_no_stragglers_while_share_is_not_done(share: float, num_slow: int) -> N
 
     async def impatient() -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
+            async with asyncio.timeout(59.0):
                 requests = [RolloutRequest(i, task, 0) for i, task in enumerate(TASKS)]
                 await _collect(flow, requests, 1, 512, share, 0.0, lambda: None)
 
-    asyncio.run(impatient())
+    virtual_time.run(impatient())
 
 
 def test_the_share_is_of_all_rollouts_of_a_rank() -> None:
     """8 of 14 get done soon, one too few for 60 %: the next one takes half a second and is waited
     for.
     """
-    groups = collect(
-        slow_flow(("task-0", "task-1", "task-2"), 0.5),
-        TASKS,
-        group_size=2,
-        seed=1,
-        straggler_share=0.6,
-        straggler_s=0.0,
-    )
+    with virtual_time.clock():
+        groups = collect(
+            slow_flow(("task-0", "task-1", "task-2"), 0.5),
+            TASKS,
+            group_size=2,
+            seed=1,
+            straggler_share=0.6,
+            straggler_s=0.0,
+        )
     assert [t.truncated for group in groups[3:] for t in group.trajectories] == ["turns"] * 8
     assert "turns" in [t.truncated for group in groups[:3] for t in group.trajectories]
 

@@ -132,6 +132,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("code", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_commands_take_no_time(code: str) -> None:
     started = time.process_time()

@@ -5,7 +5,6 @@ and memory are the real ones.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -33,6 +32,7 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from tests import virtual_time
 
 TASK = Task("t", "What is the area of Chad?", ("1284",))
 ECHO = Action("why", "what is known", "area of Chad", "Echo")
@@ -59,7 +59,8 @@ class FakePlanner:
 
 
 SPANS = (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
-MASK = SamplingMask.of([(0, 1, 2), (8,), (9, 3)])
+KEPT = [(0, 1, 2), (8,), (9, 3)]
+MASK = SamplingMask.of(KEPT)
 
 
 def completion(turn: int) -> Completion:
@@ -147,7 +148,7 @@ def flow(
 
 
 def run(flow: Flow, seed: int = 11) -> Trajectory:
-    return asyncio.run(flow.run(TASK, seed))
+    return virtual_time.run(flow.run(TASK, seed))
 
 
 def results(trajectory: Trajectory) -> list[str]:
@@ -181,19 +182,17 @@ def test_a_stop_in_the_last_turn_is_no_truncation() -> None:
 
 
 def test_the_time_limit_ends_it_between_turns() -> None:
-    trajectory = run(flow([ECHO], max_turns=1000, timeout_s=0.15, seconds=0.04))
-    assert trajectory.truncated == "time"
-    assert 1 <= len(trajectory.turns) <= 4
+    trajectory = run(flow([ECHO], max_turns=1000, timeout_s=15.0, seconds=4.0))
+    assert (trajectory.truncated, len(trajectory.turns)) == ("time", 4)
     assert (trajectory.answer, trajectory.turns[-1].verdict) == ("1284", Verdict.CONTINUE)
-    assert 0.15 <= trajectory.seconds < 5
+    assert trajectory.seconds == 16.0
 
 
 def test_a_planner_is_told_the_time_that_is_left() -> None:
-    loop = flow([ECHO], max_turns=2, timeout_s=60.0, seconds=0.05)
+    loop = flow([ECHO], max_turns=2, timeout_s=60.0, seconds=5.0)
     run(loop)
     assert isinstance(loop.planner, FakePlanner)
-    (*_, first), (*_, second) = loop.planner.asked
-    assert 59 < first <= 60 and second <= first - 0.04
+    assert [left_s for *_, left_s in loop.planner.asked] == [60.0, 55.0]
 
 
 def test_a_running_turn_ends_with_the_time_of_the_rollout() -> None:
@@ -201,11 +200,11 @@ def test_a_running_turn_ends_with_the_time_of_the_rollout() -> None:
     and not the whole time again.
     """
     trajectory = run(
-        flow([Action("", "", "x", "Hang")], timeout_s=0.8, tool_timeout_s=60.0, seconds=0.7)
+        flow([Action("", "", "x", "Hang")], timeout_s=8.0, tool_timeout_s=60.0, seconds=7.0)
     )
     assert (len(trajectory.turns), trajectory.truncated) == (1, "time")
-    assert "timed out" in results(trajectory)[0]
-    assert trajectory.seconds < 1.3
+    assert results(trajectory) == ["Error: timed out after 1 s"]
+    assert trajectory.seconds == 8.0
 
 
 def test_too_long_prompt_truncates_rollout() -> None:
@@ -398,14 +397,14 @@ def test_planners_hear_turn_and_seed() -> None:
 
 
 def test_rollouts_wait_at_the_same_time() -> None:
-    loop = flow([ECHO], max_turns=2, seconds=0.2)
+    loop = flow([ECHO], max_turns=2, seconds=2.0)
 
-    async def many() -> list[Trajectory]:
-        return list(await asyncio.gather(*(loop.run(TASK, seed) for seed in range(50))))
+    async def many() -> float:
+        started = asyncio.get_running_loop().time()
+        await asyncio.gather(*(loop.run(TASK, seed) for seed in range(50)))
+        return asyncio.get_running_loop().time() - started
 
-    started = time.monotonic()
-    assert len(asyncio.run(many())) == 50
-    assert time.monotonic() - started < 15, "one after another they take 20 s"
+    assert virtual_time.run(many()) == 4.0, "one after another they take 200 s"
 
 
 class NotingModule:
@@ -426,20 +425,19 @@ class NotingModule:
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "module_timeout_s", "longest"), [(60.0, 5.0, 5.0), (3.0, 20.0, 2.9)]
+    ("timeout_s", "module_timeout_s", "left"), [(60.0, 5.0, [5.0, 5.0]), (3.0, 20.0, [2.0, 1.0])]
 )
 def test_modules_get_own_seeds_and_time_left(
-    timeout_s: float, module_timeout_s: float, longest: float
+    timeout_s: float, module_timeout_s: float, left: list[float]
 ) -> None:
     """The answer gets its time also when the rollout's is up."""
     noting = NotingModule()
     executor = Executor(TOOLS, 5.0, max_chars=100)
     limits = FlowLimits(2, timeout_s, module_timeout_s)
-    trajectory = run(Flow(FakePlanner([ECHO], seconds=0.1), executor, noting, noting, limits))
+    trajectory = run(Flow(FakePlanner([ECHO], seconds=1.0), executor, noting, noting, limits))
     *verdicts, (last, _, answer_s) = noting.told
-    assert [name for name, *_ in verdicts] == ["verify"] * 2 and all(
-        0 < deadline_s <= longest for *_, deadline_s in verdicts
-    )
+    assert [name for name, *_ in verdicts] == ["verify"] * 2
+    assert [deadline_s for *_, deadline_s in verdicts] == left
     assert (last, answer_s) == ("answer", module_timeout_s)
     assert len({seed for _, seed, _ in noting.told}) == 3
     assert (trajectory.answer, trajectory.output, trajectory.turns[0].verdict_text) == (
@@ -463,7 +461,8 @@ class Branching(FakePlanner):
         self.prefixes.append((prefix, turn, seed))
         said = self.script[turn % len(self.script)]
         assert not isinstance(said, Exception)
-        rest = Completion((70, 71), (-7.0, -7.1), (VersionSpan(0, 2, 5),), FinishReason.STOP)
+        spans, mask = (VersionSpan(0, 2, 5),), SamplingMask.of([(70, 72), (71,)])
+        rest = Completion((70, 71), (-7.0, -7.1), spans, FinishReason.STOP, mask)
         return Plan(Call.of(prefix.prompt_ids, prefix.joined(rest), "branched"), said)
 
 
@@ -488,6 +487,7 @@ def test_branch_keeps_prefix_and_samples_rest(turn: int, token: int) -> None:
     assert left.prompt_ids == was.prompt_ids
     assert left.response_ids == (*was.response_ids[:token], 70, 71)
     assert left.logprobs == (*was.logprobs[:token], -7.0, -7.1)
+    assert left.sampling_mask == SamplingMask.of([*KEPT[:token], (70, 72), (71,)])
     assert [(s.start, s.end, s.version) for s in left.spans] == [
         *[(0, 1, 3), (1, 2, 4)][:token],
         (token, token + 2, 5),

@@ -150,6 +150,30 @@ return ask(messages, tools=TOOLS).choices[0].message.content
     assert [each.result.output for each in used] == ["area of Chad: 1284", "Chad: 1284"]
 
 
+def test_calls_without_a_result_are_recorded(tmp_path: Path) -> None:
+    """A program may end before it calls, or bring only some of the results."""
+    source = program("""
+messages = [{"role": "user", "content": task.question}]
+message = ask(messages, tools=TOOLS).choices[0].message
+messages.append(message.model_dump(exclude_none=True))
+call = message.tool_calls[1]
+messages.append({"role": "tool", "tool_call_id": call.id, "content": "1284"})
+message = ask(messages, tools=TOOLS).choices[0].message
+return str(len(message.tool_calls))
+""")
+    engine = logging_engine(call_text("area", "Chad"), call_text("size", "land"))
+    with function_agent(tmp_path, source, engine) as agent:
+        trajectory = roll_out(agent)
+    assert trajectory.error == "" and trajectory.answer == "2"
+    assert [
+        [(each.arguments, each.result.output) for each in turn.tool_calls]
+        for turn in trajectory.turns
+    ] == [
+        [('{"query": "area"}', ""), ('{"query": "Chad"}', "1284")],
+        [('{"query": "size"}', ""), ('{"query": "land"}', "")],
+    ]
+
+
 def test_without_tool_choice_a_call_is_text(tmp_path: Path) -> None:
     source = program("""
 message = ask([{"role": "user", "content": "Hi"}], tools=TOOLS, tool_choice="none").choices[0]

@@ -181,6 +181,24 @@ def test_the_same_messages_are_the_same_ids_though_a_reply_has_come_again_in_oth
     assert program.engine.log[1][0] == program.engine.log[3][0]
 
 
+def test_a_prompt_that_comes_again_but_for_white_space_is_the_same_ids() -> None:
+    """Though an earlier reply in it is exact, and could be gone on from."""
+    program = Program("qwen2.5", "It is 1284.", "Yes.", "Sure.", "Sure.")
+
+    async def run() -> None:
+        messages: list[Any] = [user("Hi")]
+        messages += [await program.ask(messages), user("Sure?")]
+        second = await program.ask(messages)
+        await program.ask([*messages, second, user("Really?")])
+        padded = {**second, "content": f"{second['content']}\n"}
+        await program.ask([*messages, padded, user("Really?")])
+
+    asyncio.run(run())
+    program.check()
+    _, (prompt, said), (third, _), (again, _) = program.engine.log
+    assert again == third and again[: len(prompt) + len(said)] == prompt + said
+
+
 def test_other_tools_begin_another_conversation() -> None:
     program = Program("qwen2.5", "It is 1284.", "Yes.")
 

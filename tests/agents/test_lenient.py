@@ -177,6 +177,7 @@ def test_an_answer_reads_the_same_in_its_tags(output: str) -> None:
         assert find_answer(f"<answer>{answer}</answer>") == (answer.strip(), ())
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     "text",
     ["{" * 50_000, "**Sub-Goal:" * 5_000, "- " * 50_000, "\\boxed{" * 10_000, "(" * 100_000,

@@ -218,6 +218,7 @@ def test_nothing_of_a_command_is_executed(tmp_path: object) -> None:
     assert not Path(marker).exists()
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     "flood",
     [

@@ -21,7 +21,6 @@ from flowtrain.agents.policy import Moment, Policy, PromptTooLong
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.search import Search
 from flowtrain.types import Action, PlanStep, Sampling, Task, VersionSpan
-from flowtrain.utils.seeds import derive_seed
 
 TOOLS = ("Search", "Python_Coder", "Base_Generator")
 FOUR_FIELDS = """Justification: the area is stated in a text
@@ -242,6 +241,7 @@ def test_json_nested_to_any_depth_does_not_raise(depths: Sequence[int]) -> None:
         check_action(parse('{"sub_goal": ' * depth + '"x"' + "}" * depth))
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     "unit",
     [
@@ -375,8 +375,8 @@ def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
     asyncio.run(planner.plan(TASK, Memory(), turn=2, seed=5, deadline_s=4.0))
     asyncio.run(planner.plan(TASK, Memory(), turn=3, seed=5, deadline_s=400.0))
     (_, first), (_, second) = engine.asked
-    assert first == Sampling(40, 0.7, seed=derive_seed(5, 2), deadline_s=4.0)
-    assert second == Sampling(40, 0.7, seed=derive_seed(5, 3), deadline_s=9.0)
+    assert first == Sampling(40, 0.7, seed=5563070869940574692, deadline_s=4.0)
+    assert second == Sampling(40, 0.7, seed=7210489393075174917, deadline_s=9.0)
 
 
 def test_the_policy_is_asked_for_what_the_config_keeps() -> None:

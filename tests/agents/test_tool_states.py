@@ -285,6 +285,7 @@ def divide(n):
     ]
 
 
+@pytest.mark.clock
 def test_an_exception_keeps_what_was_set_and_a_limit_leaves_nothing() -> None:
     tool = coder(code_timeout_s=0.8, code_memory_mb=128)
     ended = {
@@ -307,6 +308,27 @@ def test_an_exception_keeps_what_was_set_and_a_limit_leaves_nothing() -> None:
     assert found[1::2] == ["1"] * len(raised | ended)
 
 
+def test_a_session_that_is_opened_again_skips_what_left_nothing() -> None:
+    """What ended the process would end it once more."""
+    history = [
+        ToolCall("Python_Coder", json.dumps({"query": query}), ToolResult(error=error))
+        for query, error in (
+            ("x = 1", None),
+            ("x = 2; 1 / 0", "ZeroDivisionError: division by zero (line 1: x = 2; 1 / 0)"),
+            ("x = 3; import os; os._exit(3)", "exited with status 3"),
+        )
+    ]
+    tool = coder()
+
+    async def main() -> str:
+        session = await tool.open_session(history)
+        return (await session.execute("x")).text
+
+    assert asyncio.run(main()) == "2"
+    tool.close()
+
+
+@pytest.mark.clock
 def test_all_calls_of_a_session_together_have_the_time_limit() -> None:
     tool = coder(code_timeout_s=0.6)
     work = (

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from batches import batch, flow_grpo
 
+from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.registry import load_kind
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.config import Config
@@ -82,3 +83,18 @@ def test_an_agent_of_one_turn_is_refused() -> None:
     config = Config.model_validate({"agent": {"name": "single"}, "algorithm": {"name": "infoflow"}})
     with pytest.raises(UserError, match=r"algorithm\.name='infoflow'.*agent\.name='single'"):
         load_algorithm(config).check_agent(load_kind(config))
+
+
+def test_hints_become_fewer_from_step_to_step_and_end() -> None:
+    """Of 20 steps the first 10 give some."""
+    config = Config.model_validate(
+        {
+            "algorithm": {"name": "infoflow"},
+            "infoflow": {"hint_rate": 0.8, "hint_until": 0.5, "hint_turn": 3, "hint_patience": 2},
+            "train": {"num_steps": 20},
+        }
+    )
+    hints = load_algorithm(config).hints
+    assert hints(1) == Hints(0.8, 3, 2)
+    rates = [0.0 if (each := hints(step)) is None else each.rate for step in (2, 6, 10, 11, 20)]
+    assert rates == pytest.approx([0.72, 0.4, 0.08, 0.0, 0.0])

@@ -131,7 +131,12 @@ def on_a_node(
 
 
 def synchronous(
-    config: Config, path: str, roots: Group, policy: PreTrainedModel, start: PreTrainedModel
+    config: Config,
+    path: str,
+    roots: Group,
+    policy: PreTrainedModel,
+    start: PreTrainedModel,
+    step: int = 4,
 ) -> Sequence[BranchPoint]:
     """Ask the synchronous loop, whose trainer has the policy and the reference."""
     for model in (policy, start):
@@ -143,7 +148,7 @@ def synchronous(
         score=lambda model, rows: [score_row(model, row, 1.0) for row in rows],
     )
     with torch.no_grad():
-        found = load_algorithm(config).branch(4, [roots], trainer, models.load_tokenizer(path))
+        found = load_algorithm(config).branch(step, [roots], trainer, models.load_tokenizer(path))
     return found.points[0]
 
 
@@ -160,6 +165,19 @@ def test_by_entropy_as_in_the_synchronous_loop(
     found = on_a_node(by_entropy, tiny_path, roots, engine)
     assert places(found) == places(synchronous(by_entropy, tiny_path, roots, policy, start))
     assert len(found) == 3 and {(p.scorer, p.version) for p in found} == {("sampler", 3)}
+
+
+def test_places_at_random_are_drawn_anew_in_each_step(
+    engine: TorchEngine, tiny_path: str, start: PreTrainedModel, policy: PreTrainedModel
+) -> None:
+    at_random = config("--appo.rule", "random")
+    roots = roll_out(engine)
+
+    def drawn(step: int) -> tuple[tuple[int, int, int], ...]:
+        return tuple(places(synchronous(at_random, tiny_path, roots, policy, start, step)))
+
+    assert len({drawn(step) for step in range(1, 6)}) > 3
+    assert drawn(1) == drawn(1)
 
 
 def test_by_the_reference_as_in_the_synchronous_loop(

@@ -5,6 +5,7 @@ is committed once and trained once.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -24,7 +25,11 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused
 from flowtrain.dataflow.service import Service
 
+pytestmark = pytest.mark.attack
+
 NUM_STEPS = 4
+IS_CAMPAIGN = "ATTACK_MINUTES" in os.environ
+"""`make attack` tries more seeds."""
 
 
 class Actor(threading.Thread):
@@ -43,7 +48,7 @@ class Actor(threading.Thread):
             self.error = error
 
     def ended(self) -> None:
-        self.join(60)
+        self.join(250)
         assert not self.is_alive()
         if self.error is not None:
             raise self.error
@@ -83,7 +88,7 @@ class FaultyCalls:
     ) -> None:
         self._make, self._ledgers, self._random = make_ledger, ledgers, rng
         self._late: list[Callable[[], Any]] = []
-        self._until = time.monotonic() + 50.0  # no thread goes on behind the tests after this one
+        self._until = time.monotonic() + 250.0  # no thread goes on behind the tests after this one
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._ask, name)
@@ -135,12 +140,12 @@ def faulty_calls(database: str | Path, seed: int) -> None:
         ledger.close()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(10 if IS_CAMPAIGN else 4))
 def test_services_of_one_sqlite_file(seed: int, tmp_path: Path) -> None:
     faulty_calls(tmp_path / "flow.sqlite", seed)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 if IS_CAMPAIGN else 2))
 def test_services_of_one_postgresql_server(seed: int, postgres: str) -> None:
     faulty_calls(postgres, 1000 + seed)
 
@@ -168,6 +173,6 @@ def through_a_faulty_network(database: Path, seed: int) -> None:
     ledger.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 if IS_CAMPAIGN else 1))
 def test_through_a_faulty_network(seed: int, tmp_path: Path) -> None:
     through_a_faulty_network(tmp_path / "flow.sqlite", seed)

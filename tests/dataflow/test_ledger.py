@@ -43,7 +43,6 @@ from flowtrain.dataflow.rules import Outcome, Rules
 from flowtrain.dataflow.rules.builtin import AllGroups, EarliestDeadline
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import Group, Task, VersionSpan
-from flowtrain.utils.seeds import derive_seed
 
 
 @pytest.fixture
@@ -83,7 +82,12 @@ def test_units_come_in_the_order_of_the_tasks_with_seeds_of_their_own(flow: Ledg
         (work_item, 1, work_item - 1) for work_item in range(1, 7)
     ]
     assert [each.seed for each in leases] == [
-        derive_seed(0, "unit", work_item) for work_item in range(1, 7)
+        1077100656669939322,
+        3958908509897490521,
+        2742100691126862562,
+        84581279504704783,
+        1629593531276950026,
+        2884233412460747911,
     ]
 
 
@@ -517,6 +521,15 @@ def test_a_share_of_each_batch_is_trained_again(database: str) -> None:
         "what there is is too old"
     )
     assert flow.audit().problems == ()
+
+
+@pytest.mark.parametrize(("share", "num"), [(0.0, 12), (0.3, 10), (0.5, 8)])
+def test_replays_leave_room_for_fewer_groups(database: str, share: float, num: int) -> None:
+    """The next step may take 4 fresh groups, and the two after it what replays leave of theirs."""
+    flow = ledger(database, Clock(), replay_share=share)
+    joined(flow)
+    flow.register(planner(num_groups=4, max_staleness=2))
+    assert len(lease(flow, 20)) == num
 
 
 # ---- trainers that come back

@@ -132,6 +132,7 @@ def test_what_is_kept_for_one_goes_to_nobody_else(full: Any) -> None:
         assert waiting[1].result(20).reason == "done"
 
 
+@pytest.mark.clock
 def test_the_database_does_not_notice_how_many_wait(full: Any) -> None:
     counting, num = Counting(full), 30
     for number in range(num):

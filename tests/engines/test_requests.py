@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from flowtrain.engines.requests import hits_stop_string, kept_sets, stop_place
+from flowtrain.engines.requests import completion, hits_stop_string, kept_sets, stop_place
+from flowtrain.types import FinishReason, VersionSpan
 
 
 class Letters:
@@ -40,6 +41,25 @@ def test_the_token_that_completes_a_stop_string_is_found(stop: str) -> None:
         end for end in range(1, len(ids) + 1) if stop in bytes(ids[:end]).decode(errors="replace")
     )
     assert stop_place(ids, 0, (stop, "never there"), tokenizer) == first
+
+
+def test_the_whole_text_decides_not_what_its_end_looks_like_alone() -> None:
+    class Capitals(Letters):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return super().decode(token_ids).capitalize()
+
+    ids = list(b"b" + b"c" * 40)
+    assert not hits_stop_string(ids, ("C",), Capitals())
+    assert hits_stop_string(ids, ("cc",), Capitals())
+
+
+def test_spans_cover_the_response_and_no_token_behind_it() -> None:
+    """The third version came when all had been sampled."""
+    labels = [(3, 0), (4, 2), (5, 7)]
+    made = completion((9, 8, 7, 6), (-1.0,) * 4, labels, FinishReason.STOP)
+    assert made.spans == (VersionSpan(0, 2, 3), VersionSpan(2, 4, 4))
+    nothing = completion((), (), [(3, 0)], FinishReason.DEADLINE)
+    assert nothing.spans == (VersionSpan(0, 0, 3),)
 
 
 class Counted(list[float]):

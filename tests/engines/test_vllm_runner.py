@@ -25,7 +25,8 @@ from flowtrain.types import Completion, FinishReason, Sampling, UserError, Versi
 from flowtrain.weights import StoreError
 from flowtrain.weights.format.adapters import AdapterSpec
 
-OPTIONS = Vllm(start_timeout_s=5, load_timeout_s=0.5, hang_timeout_s=0.2)
+OPTIONS = Vllm(start_timeout_s=60, load_timeout_s=60, hang_timeout_s=60)
+HASTY = Vllm(start_timeout_s=60, load_timeout_s=1, hang_timeout_s=1)
 
 
 class FakeLLM:
@@ -47,6 +48,7 @@ class FakeLLM:
         self.aborted: set[str] = set()
         self.go_on = asyncio.Event()
         self.go_on.set()
+        self.num_held = 0
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 280)
         self.output_processor = SimpleNamespace(request_states={})
         self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue())
@@ -61,6 +63,7 @@ class FakeLLM:
         self, prompt: Any, params: Any, name: str, lora_request: Any
     ) -> AsyncIterator[Any]:
         self.seeds.append(params.seed)
+        self.num_held += not self.go_on.is_set()
         while not self.go_on.is_set() and name not in self.aborted and not self.errored:
             await asyncio.sleep(0.005)
         if self.errored:
@@ -157,14 +160,18 @@ def start(options: Vllm = OPTIONS) -> VllmEngine:
     return VllmEngine(model, tokenizer=None, options=options)  # type: ignore[arg-type]
 
 
-def sample(engine: VllmEngine, deadline_s: float = 10.0) -> Completion:
+def sample(engine: VllmEngine, deadline_s: float = 60.0) -> Completion:
     return asyncio.run(engine.generate((5, 6), Sampling(3, deadline_s=deadline_s)))
 
 
+async def begun(llm: FakeLLM, num: int) -> None:
+    """Wait until so many requests wait for `go_on`."""
+    while llm.num_held < num:
+        await asyncio.sleep(0.005)
+
+
 def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
     while not is_so():
-        assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
@@ -194,7 +201,7 @@ def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(
         under_way = [
             asyncio.create_task(engine.generate((5,), Sampling(3, seed=seed))) for seed in range(3)
         ]
-        await asyncio.sleep(0.05)
+        await begun(llms[0], 3)
         llms[0].kill()
         return await asyncio.gather(*under_way)
 
@@ -205,11 +212,13 @@ def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(
     wait_for(lambda: llms[0].is_shut_down)
 
 
-def test_a_vllm_that_hangs_is_killed_and_replaced(engine: VllmEngine, llms: list[FakeLLM]) -> None:
+def test_a_vllm_that_hangs_is_killed_and_replaced(llms: list[FakeLLM]) -> None:
+    engine = start(HASTY)
     llms[0].hangs = True
     llms[0].go_on.clear()
     assert sample(engine).ids == (0, 0, 0)
     assert llms[0].errored and engine.metrics()["engine_restarts"] == 1
+    engine.close()
 
 
 def test_a_request_that_kills_vllm_twice_is_an_error(
@@ -243,8 +252,9 @@ def test_a_load_that_fails_before_a_weight_changed_leaves_the_old_version(
 
 @pytest.mark.parametrize("problem", ["error", "timeout", "lost"])
 def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
-    engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, problem: str
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
+    engine = start(HASTY if problem == "timeout" else OPTIONS)
     engine.load(2)
     if problem == "lost":  # the weights are neither those of before nor the new ones
         llms[0].errors["try_update"] = RuntimeError("a full load broke off")
@@ -256,6 +266,7 @@ def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
     engine.load(3)
     assert engine.metrics()["engine_restarts"] == 1 and sample(engine).ids == (3, 3, 3)
     assert len(llms) == 2 and llms[0].errored
+    engine.close()
 
 
 # ---- several policies, adapters of one model
@@ -308,7 +319,7 @@ def test_a_request_that_began_before_the_first_adapter_is_not_stamped_with_it(
 
     async def scenario() -> Completion:
         request = asyncio.create_task(adapters["planner"].generate((5,), Sampling(3)))
-        await asyncio.sleep(0.05)
+        await begun(llms[0], 1)
         for version in (2, 3):
             await asyncio.to_thread(adapters["planner"].load, version)
         llms[0].go_on.set()
@@ -347,11 +358,10 @@ def test_vllm_ends_with_the_last_of_its_policies(
 
 def test_a_deadline_is_kept(engine: VllmEngine, llms: list[FakeLLM]) -> None:
     llms[0].go_on.clear()
-    started = time.monotonic()
     done = sample(engine, deadline_s=0.1)
     assert (done.ids, done.finish_reason) == ((), FinishReason.DEADLINE)
     assert sample(engine, deadline_s=0.0).finish_reason is FinishReason.DEADLINE
-    assert time.monotonic() - started < 4.5 and len(llms) == 1
+    assert len(llms) == 1
 
 
 def test_a_closed_engine_has_shut_vllm_down(llms: list[FakeLLM]) -> None:
@@ -427,7 +437,7 @@ def test_tokens_that_are_on_their_way_at_an_update_have_the_version_before(
 
     async def scenario() -> Completion:
         request = asyncio.create_task(engine.generate((5,), Sampling(3)))
-        await asyncio.sleep(0.05)
+        await begun(llm, 1)
         await asyncio.to_thread(engine.load, 4)
         llm.go_on.set()
         return await request

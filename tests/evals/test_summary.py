@@ -131,6 +131,14 @@ def test_failed_rollouts_are_counted_apart_and_do_not_lower_the_accuracy() -> No
     assert table(one_system(entries), {})[1][7] == "1", "the table says so"
 
 
+def test_trials_count_alike_though_rollouts_of_one_failed() -> None:
+    failed = [record(pid, 2, None, error="generator: no answer") for pid in (1, 2)]
+    whole = [record(pid, 1, float(pid == 0)) for pid in range(3)]
+    accuracy = score_of([*whole, record(0, 2, 1.0), *failed]).accuracy
+    assert accuracy is not None and accuracy.by_trial == pytest.approx((1 / 3, 1.0))
+    assert accuracy.mean == pytest.approx(2 / 3)
+
+
 def test_a_benchmark_of_failures_has_no_accuracy() -> None:
     rows = one_system([record(0, 1, None, error="x")])
     ((score,),) = rows.values()

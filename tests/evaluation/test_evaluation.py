@@ -381,7 +381,7 @@ class FakeComponents:
         return FakeAgent(self.seeds)
 
 
-def asked(folder: Path, **options: object) -> tuple[FakeComponents, dict[str, float]]:
+def make_evaluator(folder: Path, **options: object) -> tuple[FakeComponents, Evaluator]:
     (folder / "mine.jsonl").write_text(
         '{"question": "Which city?", "answer": "Oslo"}\n'
         '{"question": "Where?", "answer": ["Bergen", "Oslo Norway"]}\n'
@@ -405,6 +405,11 @@ def asked(folder: Path, **options: object) -> tuple[FakeComponents, dict[str, fl
         samplers=WORLD,
         benchmarks=load_benchmarks(config),
     )
+    return components, evaluator
+
+
+def asked(folder: Path, **options: object) -> tuple[FakeComponents, dict[str, float]]:
+    components, evaluator = make_evaluator(folder, **options)
     parts = evaluator.benchmark_parts(10)
     return components, evaluator.benchmark_metrics(parts, evaluator.roll_out(parts))
 
@@ -434,3 +439,17 @@ def test_benchmarks_are_asked_once_and_with_the_policy_s_temperature_by_default(
     assert components.made == [(7, None)] * 2
     assert len(components.seeds) == 4 + 1 and metrics["eval_accuracy/mine"] == pytest.approx(1 / 3)
     assert asked(tmp_path)[0].seeds == components.seeds, "the same at the same step"
+
+
+def test_each_benchmark_has_seeds_of_its_own_in_each_step(tmp_path: Path) -> None:
+    _, evaluator = make_evaluator(tmp_path)
+    seeds = [part.seed for step in (-1, 10, 20) for part in evaluator.benchmark_parts(step)]
+    assert len(set(seeds)) == len(seeds) == 6
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])])
+def test_an_evaluation_is_due_every_so_many_steps(
+    tmp_path: Path, every: int, due: list[int]
+) -> None:
+    _, evaluator = make_evaluator(tmp_path, every=every)
+    assert [step for step in range(1, 7) if evaluator.is_due(step)] == due

@@ -64,13 +64,14 @@ class Told:
 
 def test_every_rank_has_the_means_over_all_of_them() -> None:
     texts = list[str]()
-    for part in ([rollout(a=1.0, c=3.0)], [rollout(b=2.0), rollout(a=0.0), failed("exception")]):
+    first = [rollout(a=1.0, c=3.0), rollout(a=1.0), rollout(a=1.0)]
+    for part in (first, [rollout(b=2.0), rollout(a=0.0), failed("exception")]):
         tally = Tally()
         count_rewards(tally, part)
         total = tally.of_all(Told(texts))  # type: ignore[arg-type]
     assert part_metrics(total) == {
         **NONE,
-        "reward/a": 0.5,
+        "reward/a": 0.75,
         "reward/b": 2.0,
         "reward/c": 3.0,
         "reward_failures/exception": 1.0,

@@ -122,6 +122,8 @@ def test_branches_share_tokens_of_their_root() -> None:
     result = found([Group(0, (root, branch))], sampled=9 + 4)
     assert result == TokenAccount(13, 6, 0, {TRAINED: 19})
     assert found([Group(0, (root, branch))]) == result  # nodes' rollouts tell it themselves
+    lost = found([Group(0, (root, branch))], sampled=9 + 4 + 2)
+    assert lost == TokenAccount(15, 6, 0, {TRAINED: 19, LOST: 2})
 
 
 def test_what_the_trainer_drops_or_skips_is_not_trained() -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from flowtrain.net.retries import GaveUp, Transient, may_pass, pause_s, retried, retry_after_s
+from tests import virtual_time
 
 
 def run(attempt: Callable[[], Awaitable[Any]], limit_s: float = 5.0, **options: Any) -> Any:
     async def body() -> Any:
         return await retried(attempt, time.monotonic() + limit_s, (0.001, 0.002), **options)
 
-    return asyncio.run(body())
+    return virtual_time.run(body())
 
 
 def failing(*failures: Exception) -> tuple[Callable[[], Awaitable[str]], list[float]]:
@@ -58,16 +59,15 @@ def test_the_last_retry_says_so() -> None:
 
 def test_a_pause_that_outlasts_the_deadline_is_not_waited_for() -> None:
     attempt, times = failing(Transient("busy", 3600.0))
-    started = time.monotonic()
     with pytest.raises(GaveUp, match=r"^busy; no time is left for another attempt after 3600\.0 s"):
         run(attempt)
-    assert len(times) == 1 and time.monotonic() - started < 60
+    assert len(times) == 1
 
 
 def test_a_server_may_ask_for_a_longer_pause() -> None:
-    attempt, times = failing(Transient("busy", 0.2))
+    attempt, times = failing(Transient("busy", 4.0))
     assert run(attempt) == "done"
-    assert times[1] - times[0] >= 0.2
+    assert times[1] - times[0] == 4.0
 
 
 def test_the_deadline_cuts_an_attempt_off() -> None:
@@ -103,8 +103,10 @@ def test_odd_retry_after_headers(header: str, seconds: float) -> None:
     assert retry_after_s(header) == seconds
 
 
-def test_retry_after_may_be_a_date() -> None:
-    assert 8 < retry_after_s(formatdate(time.time() + 10, usegmt=True)) <= 10
+def test_retry_after_may_be_a_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_800_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert retry_after_s(formatdate(now + 10, usegmt=True)) == 10
     assert retry_after_s("Fri, 20 Nov 2026 00:00:00 GMT") == 0
 
 

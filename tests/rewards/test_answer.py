@@ -47,6 +47,7 @@ def test_the_last_pair_of_tags_holds_it(before: str, content: str, after: str) -
     assert final_answer(f"{before}<answer>{content}</answer>{after}") == content.strip()
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     "piece", ["<answer>", "</answer>", "<answer></answer>", "<", "</", "<answer", "a\n", " "]
 )

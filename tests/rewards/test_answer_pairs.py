@@ -133,6 +133,7 @@ def same_all(cases: Sequence[tuple[Task, str]]) -> list[bool]:
     return asyncio.run(all_of_them())
 
 
+@pytest.mark.clock
 def test_hostile_text_is_stopped_and_spoils_no_other(
     sandbox: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

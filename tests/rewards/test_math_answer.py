@@ -114,6 +114,8 @@ WRONG = [
     ("5 km", "5 m"),
     ("$5", "5 euros"),
     ("(2,1)", "(1,2)"),
+    ("[2, 1]", "[1, 2]"),
+    ("[1, [3, 2]]", "[1, [2, 3]]"),
     ("1, 2", "(2, 1)"),
     ("(0,1]", "[0,1]"),
     ("(0,1)", "\\{0,1\\}"),
@@ -148,6 +150,12 @@ def test_words_around_the_answer(answer: str, accepted: str) -> None:
 @pytest.mark.parametrize(("answer", "accepted"), WRONG)
 def test_wrong(answer: str, accepted: str) -> None:
     assert right(answer, accepted) == 0.0
+
+
+def test_a_list_may_have_50_elements() -> None:
+    numbers = [str(number) for number in range(51)]
+    for most, reward in ((50, 1.0), (51, 0.0)):
+        assert right(", ".join(numbers[:most]), ", ".join(numbers[:most][::-1])) == reward
 
 
 def test_things_are_counted_where_the_question_speaks_of_them() -> None:
@@ -305,6 +313,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_is_scored_at_once(answer: str) -> None:
     started = time.process_time()

@@ -69,7 +69,7 @@ def test_no_answer_is_never_right(scorer: str) -> None:
     assert [each.reward for each in group.trajectories] == [0.0] * 3
 
 
-@pytest.mark.parametrize("scorer", ["exact", "qa", "f1", "math", "choice", "gameof24"])
+@pytest.mark.clock
 @pytest.mark.parametrize(
     "piece",
     [
@@ -89,11 +89,14 @@ def test_no_answer_is_never_right(scorer: str) -> None:
         ". ",
     ],
 )
-def test_a_huge_answer_is_scored_at_once(scorer: str, piece: str) -> None:
-    task = Task("t", "q", ("3", "8"), scorer=scorer, choices=("3", "8"))
-    started = time.process_time()
-    (group,) = score([Group(0, (trajectory(task, piece * (1_000_000 // len(piece))),))])
-    assert time.process_time() - started < 2 and group.trajectories[0].reward is not None
+def test_a_huge_answer_is_scored_at_once(piece: str) -> None:
+    answer = piece * (1_000_000 // len(piece))
+    for scorer in ("exact", "qa", "f1", "math", "choice", "gameof24"):
+        task = Task("t", "q", ("3", "8"), scorer=scorer, choices=("3", "8"))
+        started = time.process_time()
+        (group,) = score([Group(0, (trajectory(task, answer),))])
+        assert time.process_time() - started < 2, scorer
+        assert group.trajectories[0].reward is not None, scorer
 
 
 def test_of_a_long_answer_the_end_is_read() -> None:

@@ -178,5 +178,5 @@ def test_system_resolver_resolves_localhost_and_closes() -> None:
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("resolve")]
     resolver.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert threads and not any(thread.is_alive() for thread in threads)

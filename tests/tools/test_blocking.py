@@ -28,7 +28,7 @@ class Blocking:
 
     def _block(self, query: str) -> str:
         self.started.append(query)
-        assert self.release.wait(10.0)
+        assert self.release.wait(60.0)
         return f"<{query}>"
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ async def call(tool: Blocking, query: str, timeout_s: float = 5.0) -> ToolResult
 
 
 async def until_started(tool: Blocking, number: int) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         while len(tool.started) < number:
             await asyncio.sleep(0.001)
 
@@ -102,7 +102,7 @@ def test_it_works_on_one_loop_after_another_until_it_is_closed() -> None:
     with pytest.raises(ToolError, match="the tool is closed"):
         asyncio.run(pool.run(lambda: 1))
     for thread in pool._threads:
-        thread.join(5.0)
+        thread.join(60.0)
         assert not thread.is_alive()
 
 

@@ -126,6 +126,7 @@ MANY_ATTRIBUTES = (
 """A megabyte that keeps libxml2 busy for ten seconds and more."""
 
 
+@pytest.mark.clock
 def test_slow_page_is_killed_and_next_page_is_read() -> None:
     extractor = Extractor(timeout_s=1.5)
     with pytest.raises(ToolError, match=r"cannot be taken apart in 1\.5 s"):

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -193,10 +192,8 @@ def test_cards_hold_no_control_characters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["huge_line", "flood", "no_result"])
 def test_a_call_that_goes_wrong_is_an_error_of_its_turn(tmp_path: Path, word: str) -> None:
     with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=2.0)) as tools:
-        started = time.monotonic()
         result = call(tools["hand.echo"], query="hi")
     assert result.error is not None and result.output == ""
-    assert time.monotonic() - started < 30.0
     assert all(is_gone(pid) for pid in starts(tmp_path))
 
 

@@ -120,6 +120,11 @@ def test_bm25_from_disk_ranks_as_it_did(tmp_path: Path) -> None:
     )
 
 
+def test_a_word_that_a_query_repeats_counts_once() -> None:
+    index = Bm25.build(["salt salt salt", "pepper and oil", "vinegar and bread"])
+    assert index.rank("pepper salt", 1) == index.rank("pepper pepper pepper salt", 1) == [0]
+
+
 def test_bm25_leaves_jax_alone(tmp_path: Path) -> None:
     """Imported beside a GPU, JAX takes three quarters of its memory."""
     (tmp_path / "jax").mkdir()

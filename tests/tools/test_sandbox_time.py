@@ -15,7 +15,10 @@ from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
 from flowtrain.types import Action
 from tests.attacks.sandboxes import KINDS, backend
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the clocks are Linux's")
+pytestmark = [
+    pytest.mark.clock,
+    pytest.mark.skipif(sys.platform != "linux", reason="the clocks are Linux's"),
+]
 
 LOOP = "while True: pass"
 SLEEP = "import time\ntime.sleep(1000)"

@@ -225,6 +225,7 @@ def test_the_card_names_both_arguments() -> None:
         )
 
 
+@pytest.mark.clock
 def test_a_page_of_a_million_words_does_not_block_the_loop() -> None:
     """The longest pause between two turns of the loop, while the page is cut up and ranked, stays
     far below the work itself.
@@ -257,18 +258,14 @@ def test_cancelled_read_leaks_no_task_connection_or_thread() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.sleep(0)
-        end = asyncio.get_running_loop().time() + 5
-        while await tasks_left() and asyncio.get_running_loop().time() < end:
+        while await tasks_left():
             await asyncio.sleep(0.001)
-        assert await tasks_left() == []
 
     before = set(threading.enumerate())
     with reading(drip) as (reader, server):
         asyncio.run(main(reader, server))
-        end = time.monotonic() + 5
-        while not server.hung_up and time.monotonic() < end:
+        while not server.hung_up:
             server.released.wait(0.01)
-        assert server.hung_up
     names = ("reader", "resolve")
     ours = [
         thread
@@ -276,8 +273,7 @@ def test_cancelled_read_leaks_no_task_connection_or_thread() -> None:
         if thread not in before and thread.name.startswith(names)
     ]
     for thread in ours:
-        thread.join(5)
-    assert not [thread.name for thread in ours if thread.is_alive()]
+        thread.join()
 
 
 def test_reader_refuses_localhost_unless_allowed(

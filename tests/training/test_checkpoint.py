@@ -230,6 +230,14 @@ def test_an_interrupted_write_is_ignored_and_then_replaced(setup: Setup) -> None
     assert_same(everything(setup.restored(whole)), everything(setup.trainer))
 
 
+def test_what_killed_runs_left_of_other_steps_goes_with_the_next_save(setup: Setup) -> None:
+    setup.save(2)
+    for step in (1, 2, 4, 9):
+        (setup.root / f"step_{step:08d}.writing" / "model").mkdir(parents=True)
+    setup.save(3)
+    assert setup.names() == ["step_00000002", "step_00000003"]
+
+
 @pytest.mark.parametrize(
     "error",
     [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("I/O error: disk full")],

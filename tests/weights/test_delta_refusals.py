@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_delta import applied, changed, delta_of, resealed, weights
+from test_delta import CODECS, applied, changed, delta_of, resealed, weights
 
 from flowtrain import _delta
 
@@ -117,6 +117,26 @@ def test_a_wrong_header_under_right_checksums_is_undone(
     with pytest.raises(error):
         _delta.apply([resealed(delta)], [words], num_threads=num_threads)
     assert np.array_equal(words, OLD)
+
+
+def test_a_wrong_number_of_changes_is_refused_by_whoever_reads_them() -> None:
+    delta = delta_of(OLD, NEW)
+    delta[24] ^= 7
+    for function in (_delta.validate, _delta.decode):
+        with pytest.raises(_delta.CorruptDelta, match="another number of changes"):
+            function(resealed(delta))
+
+
+def test_a_codec_of_level_2_in_a_delta_of_level_1_is_refused() -> None:
+    """It would be read without the base that it needs."""
+    delta = delta_of(OLD, changed(OLD, 0.01, "tiny"), level=2)
+    assert _delta.info(delta)["num_blocks"][CODECS.index("class_rice")] > 0
+    delta[5] = 1
+    forged = resealed(delta)
+    refused(_delta.CorruptDelta, forged, match="directory is contradictory at block 0")
+    for function in (_delta.info, _delta.decode):
+        with pytest.raises(_delta.CorruptDelta, match="directory is contradictory"):
+            function(forged)
 
 
 def test_resealing_is_that_of_the_codec() -> None:

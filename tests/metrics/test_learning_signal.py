@@ -1,0 +1,57 @@
+"""When a run without anything to learn from ends, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowtrain.config import Config
+from flowtrain.metrics.learning_signal import MOST_BROKEN, LearningSignal
+from flowtrain.metrics.sums import Tally
+from flowtrain.types import UserError
+
+COUNTS = {
+    "rollouts": 4,
+    "finished": 4,
+    "turns": 8,
+    "malformed": 0,
+    "samples": 8,
+    "right": 0,
+    "outgrown": 0,
+    "tokens/sampled": 80,
+    "tokens/shared": 0,
+    "num_excluded/empty": 0,
+    "signals": 0,
+}
+LEARNS, EQUAL, FAILED = {"signals": 3}, {}, {"finished": 0, "samples": 0}
+
+
+def signal(max_idle_steps: int = 0) -> LearningSignal:
+    config = Config.model_validate({"train": {"max_idle_steps": max_idle_steps}})
+    return LearningSignal(config, is_main=True)
+
+
+def watch(signal: LearningSignal, *steps: dict[str, Any]) -> None:
+    for step, counts in enumerate(steps, 1):
+        signal.watch(step, Tally(sums={**COUNTS, **counts}))
+
+
+def test_what_is_broken_in_a_row_ends_the_run() -> None:
+    assert MOST_BROKEN == 3
+    with pytest.raises(UserError, match=r"step 3 \(3 steps in a row\): all 4 rollouts failed"):
+        watch(signal(), FAILED, FAILED, FAILED)
+
+
+@pytest.mark.parametrize("between", [LEARNS, EQUAL])
+def test_a_step_that_is_not_broken_begins_the_count_anew(between: dict[str, int]) -> None:
+    watched = signal()
+    watch(watched, FAILED, FAILED, between, FAILED, FAILED)
+    assert watched.num_broken == 2
+
+
+def test_idle_steps_end_the_run_after_as_many_as_the_config_says() -> None:
+    watch(signal(3), EQUAL, EQUAL, LEARNS, EQUAL, EQUAL)
+    with pytest.raises(UserError, match=r"step 3 \(3 steps in a row\): all 4 rewards are 0"):
+        watch(signal(3), EQUAL, EQUAL, EQUAL)
+    watch(signal(0), *[EQUAL] * 200)
