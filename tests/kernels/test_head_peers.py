@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench import loss_rivals, losses
 from bench.loss_rivals import LENGTH, MODULES, PEERS, HeadBatch, naive_head
-from bench.measure import runs_here
+from bench.measure import extra_bytes, runs_here
 
 
 def gradients(loss: Callable[..., Tensor], batch: HeadBatch) -> tuple[Tensor, ...]:
@@ -59,6 +59,15 @@ def test_rows_have_the_errors_against_fp64_of_what_they_ran() -> None:
         ("linear_policy_loss", "gemm"),
         ("linear_policy_loss", "flowkernels top 20 %"),
     }
+
+
+def test_a_head_that_is_not_fused_has_all_logits() -> None:
+    """Measured as the bench does, on logits of 134 MB."""
+    batch = HeadBatch.make(512, 8, 2**16, torch.float32, "cpu")
+    runs = loss_rivals.head_loss_runs(batch, ["torch"])
+    cpu = torch.device("cpu")
+    linear, plain = (extra_bytes(runs[name], cpu) for name in ("flowkernels", "torch"))
+    assert linear < 90e6 and plain > 260e6
 
 
 def test_peers_that_cannot_run_are_named_with_the_reason(
