@@ -130,7 +130,7 @@ def at_once(client: Client, num_groups: int, next_step: int) -> Row:
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         parts["push"], _ = _timed(lambda: list(threads.map(client.push, pushes)))
     steps = range(next_step, next_step + len(leases) // NUM_GROUPS)
-    parts["batch"], _ = _timed(lambda: [_batch(client, step) for step in steps])
+    parts["batch"], _ = _timed(lambda: list(map(partial(_batch, client), steps)))
     rates = {f"{name}_per_s": len(leases) / seconds for name, seconds in parts.items()}
     return rates | {"groups_per_s": len(leases) / sum(parts.values())}
 

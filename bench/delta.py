@@ -4,11 +4,9 @@
 Three tables follow each other for each size and density. The first has bytes per changed word: ours
 at level 1 and at level 2 (which uses the old exponents as context), the entropy bounds of the same
 data (plain, and given the old exponent), and the wire formats of others, each checked to restore
-the new weights; after the synthetic weights, those of a small model trained by AdamW. The second
-has speed: GB/s of model bytes (2 per word) to pack and to apply in place, million changed words per
-second, and `of touch`, the time of a numpy maximum over old and new divided by the time to pack.
-The third has peak memory beyond the weights. Times are the best of several turns, in which rivals
-alternate.
+the new weights. The second has speed: GB/s of model bytes (2 per word) to pack and to apply in
+place, million changed words per second, and `of touch`, the time of a numpy maximum over old and
+new divided by the time to pack, the best of several turns. The third has peak memory.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import numpy as np
 import torch
 
 from bench.delta_rivals import FORMATS
-from bench.delta_weights import U16, Step, bounds, synthetic, trained
+from bench.delta_weights import U16, Step, bounds, synthetic
 from bench.measure import extra_bytes, new_parser, report, time_in_turn
 from flowtrain import _delta
 
@@ -33,13 +31,12 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    full = {"sizes": "512,2048", "densities": "0.5,1,3,10", "model_steps": 300, "repeats": 5}
+    full = {"sizes": "512,2048", "densities": "0.5,1,3,10", "repeats": 5}
     parser = new_parser(__doc__, **full)
     add = parser.add_argument
-    add("--sizes", default="16", help="MiB of synthetic weights")
+    add("--sizes", default="64", help="MiB of synthetic weights")
     add("--densities", default="1,10", help="percent of words that change")
     add("--threads", default="1,2", help="that pack and apply")
-    add("--model-steps", type=int, default=20, help="of training of a small model; 0: none")
     add("--repeats", type=int, default=3, help="turns, of which the best counts")
     args = parser.parse_args()
     report(args.json, rows(args))
@@ -53,11 +50,6 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
             yield size_row(step)
             yield from speed_rows(step, threads, args.repeats)
             yield from memory_rows(step)
-    for step in trained(args.model_steps) if args.model_steps else ():
-        yield size_row(step)
-
-
-# ---- size
 
 
 def size_row(step: Step) -> Row:
@@ -71,7 +63,7 @@ def size_row(step: Step) -> Row:
     return {
         "table": "size",
         "weights": step.name,
-        "mib": sum(old.nbytes for old in step.old) / _MIB,
+        "mib": step.old.nbytes / _MIB,
         "density %": 100 * bound.density,
         "bound": bound.plain,
         "level 1": one,
@@ -87,36 +79,26 @@ def size_row(step: Step) -> Row:
 
 
 def _our_bytes(step: Step, level: int) -> int:
-    """Return the bytes of our deltas, checked by applying them in place and back again."""
-    num_bytes = 0
-    for old, new in zip(step.old, step.new, strict=True):
-        delta = _delta.encode(old, new, level=level)
-        back = _delta.encode(new, old)
-        _delta.apply([delta], [old])
-        assert np.array_equal(old, new), "a delta did not lead to the new weights"
-        _delta.apply([back], [old])
-        num_bytes += delta.size
-    return num_bytes
+    """Return the bytes of our delta, checked by applying it in place and back again."""
+    delta = _delta.encode(step.old, step.new, level=level)
+    back = _delta.encode(step.new, step.old)
+    _delta.apply([delta], [step.old])
+    assert np.array_equal(step.old, step.new), "the delta did not lead to the new weights"
+    _delta.apply([back], [step.old])
+    return int(delta.size)
 
 
 def _their_bytes(name: str, step: Step) -> int:
     """Return the bytes of a rival's format, checked by unpacking."""
-    num_bytes = 0
-    for old, new in zip(step.old, step.new, strict=True):
-        wire = FORMATS[name].pack(old, new)
-        assert np.array_equal(FORMATS[name].unpack(wire, old), new), (
-            f"{name} did not lead to the new weights"
-        )
-        num_bytes += len(wire)
-    return num_bytes
-
-
-# ---- speed
+    wire = FORMATS[name].pack(step.old, step.new)
+    found = FORMATS[name].unpack(wire, step.old)
+    assert np.array_equal(found, step.new), f"{name} did not lead to the new weights"
+    return len(wire)
 
 
 def speed_rows(step: Step, threads: Sequence[int], repeats: int) -> Iterator[Row]:
     """Time the best instruction set with every number of threads, the others with the first."""
-    (old,), (new,) = step.old, step.new
+    old, new = step.old, step.new
     best = _delta.isa()
     others = [isa for isa in _ISAS if isa != best and _delta.use_isa(isa)]
     cases = [(best, count) for count in threads] + [(isa, threads[0]) for isa in others]
@@ -187,12 +169,9 @@ def _touch(old: U16, new: U16, num_threads: int, pool: ThreadPoolExecutor) -> Ca
     return lambda: [*pool.map(lambda share: share.max(), shares)]
 
 
-# ---- memory
-
-
 def memory_rows(step: Step) -> Iterator[Row]:
     """Measure peak memory beyond old and new, including the delta that `encode` returns."""
-    (old,), (new,) = step.old, step.new
+    old, new = step.old, step.new
     cpu = torch.device("cpu")
     for level in (1, 2):
         delta = _delta.encode(old, new, level=level)

@@ -24,7 +24,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bench.layers import saved_bytes
-from bench.measure import median_ratio, new_parser, report, runs_here, seconds_of
+from bench.measure import median_ratio, new_parser, report, runs_here, seconds_in_turn
 from flowtrain.training import grouped_experts
 
 WAYS = (grouped_experts.NAME, "grouped_mm", "eager", "sonicmoe", "deepgemm")
@@ -101,10 +101,8 @@ def measure(
     runs: dict[str, Callable[[], Any]] = {way: partial(layer.whole, way) for way in WAYS}
     runs |= {"permutation": layer.permutation, "products": layer.products}
     runs = {name: run for name, run in runs.items() if runs_here(name, partial(_both, run))}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            seconds[name].append(seconds_of(partial(_both, run)))
+    steps = {name: partial(_both, run) for name, run in runs.items()}
+    seconds = seconds_in_turn(steps, repeats, warmup=0)
     flops = 3 * 2 * 3 * num_tokens * shape.num_chosen * shape.hidden * shape.mlp
     weights = tuple(layer.experts.parameters())
     return [

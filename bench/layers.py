@@ -21,7 +21,7 @@ import torch
 from flowkernels import rms_norm, rotary, swiglu
 from torch import Tensor
 
-from bench.measure import median_ratio, new_parser, report, runs_here, seconds_of
+from bench.measure import median_ratio, new_parser, report, runs_here, seconds_in_turn
 
 EPS = 1e-6
 LAYERS = ("norm", "rotary", "swiglu")
@@ -70,10 +70,7 @@ def measure(
         for path, run in runs.items()
     }
     steps["copy"] = lambda: target.copy_(source)
-    seconds = {name: [seconds_of(step) for _ in range(2)][2:] for name, step in steps.items()}
-    for _ in range(repeats):
-        for name, step in steps.items():
-            seconds[name].append(seconds_of(step))
+    seconds = seconds_in_turn(steps, repeats)
     known = (*tables, *tensors[1:] * (layer == "norm"))
     return [
         {

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from flowkernels import (
     LossSpec,
-    branching_score,
     linear_logprobs,
     linear_policy_loss,
     logprobs,
@@ -57,7 +56,6 @@ class Tokens:
     advantage_T: Tensor
     weight_T: Tensor
     old_logprob_T: Tensor
-    cu_seqlens_S1: Tensor
 
     @classmethod
     def make(cls, target_ids_T: Tensor, logprob_T: Tensor, rng: torch.Generator) -> Tokens:
@@ -68,7 +66,6 @@ class Tokens:
             noise_2T[0, ::LENGTH].repeat_interleave(LENGTH)[:num_tokens].contiguous(),
             torch.full((num_tokens,), 1 / num_tokens, device=device),
             logprob_T + 0.2 * noise_2T[1],
-            torch.tensor([*range(0, num_tokens, LENGTH), num_tokens], device=device),
         )
 
     def clipped(self, logprob_T: Tensor) -> Tensor:
@@ -86,7 +83,7 @@ class Tokens:
         """The loss as one of flowkernels' functions makes it of its inputs."""
         tokens = {name: getattr(self, name) for name in ("advantage_T", "weight_T")}
         options |= {"old_logprob_T": self.old_logprob_T, "spec": SPEC, **tokens}
-        return lambda *inputs: function(*inputs, self.target_ids_T, **options).loss  # type: ignore[no-any-return]
+        return lambda *inputs: function(*inputs, self.target_ids_T, **options).loss
 
 
 @dataclass(frozen=True)
@@ -153,13 +150,6 @@ def loss_runs(batch: Batch, peers: Sequence[str]) -> Runs:
     if "liger" in peers and len(tokens.target_ids_T) % LENGTH == 0:
         runs["liger"] = _liger_run(batch)
     return _chosen(runs, peers)
-
-
-def branching_runs(batch: Batch) -> Runs:
-    tokens = batch.tokens
-    scores = logprobs(batch.logits_TV, tokens.target_ids_T)
-    arguments = scores.logprob_T, tokens.old_logprob_T, scores.entropy_T, tokens.cu_seqlens_S1
-    return {"flowkernels": lambda: branching_score(*arguments).score_T}
 
 
 def head_forward_runs(batch: HeadBatch, peers: Sequence[str]) -> Runs:

@@ -2,12 +2,12 @@
 [--vocab …] [--heads …]
 
 On logits [T, V]: `logprobs` (log-prob and entropy, no gradient), `policy_loss` (PPO clip, loss and
-gradient by the logits), `branching` (score of every token, the scan included). From hidden states
-[T, D]: `linear_logprobs` and `linear_policy_loss` (gradients by hidden and weight). On logits GB/s
-counts the bytes that must move (2 per bf16 element for `logprobs`, 4 with a gradient), whatever an
-implementation really moves, and `of copy` divides by a plain copy timed in the same run; from
-hidden states `of gemm` divides the time of the bare products, timed in the same run, by the time.
-`extra_mb` is the peak beyond the inputs, results included. `max_err` is against fp64 on sampled
+gradient by the logits). From hidden states [T, D]: `linear_logprobs` and `linear_policy_loss`
+(gradients by hidden and weight). On logits GB/s counts the bytes that must move (2 per bf16 element
+for `logprobs`, 4 with a gradient), whatever an implementation really moves, and `of copy` divides
+by a plain copy timed in the same run; from hidden states `of gemm` divides the time of the bare
+products, timed in the same run, by the time. `extra_mb` is the peak beyond the inputs, results
+included. `max_err` is against fp64 on sampled
 rows: of log-probs in nats, of gradients (by the logits or the hidden states) relative to the
 largest entry.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench import loss_rivals as rivals
 from bench.loss_rivals import PEERS, Batch, HeadBatch, Runs, Tokens, missing
-from bench.measure import extra_bytes, new_parser, report, runs_here, seconds_of
+from bench.measure import extra_bytes, new_parser, report, runs_here, seconds_in_turn
 
 QWEN = "896x151936,1536x151936,3584x152064"
 """The heads of Qwen2.5 0.5B, 1.5B and 7B."""
@@ -75,14 +75,13 @@ def main() -> None:
 
 
 def measure_logits(batch: Batch, peers: Sequence[str], repeats: int) -> list[Row]:
-    """The three paths on logits, every implementation in turn within a repeat."""
+    """The paths on logits, every implementation in turn within a repeat."""
     logits_TV, tokens = batch.logits_TV, batch.tokens
     target_TV = torch.empty_like(logits_TV)
     paths = {
         "copy": {"torch": lambda: target_TV.copy_(logits_TV)},
         "logprobs": rivals.logprobs_runs(batch, peers),
         "policy_loss": rivals.loss_runs(batch, peers),
-        "branching": rivals.branching_runs(batch),
     }
     copied = 2 * logits_TV.nbytes
     moved = {"copy": copied, "logprobs": copied / 2, "policy_loss": copied}
@@ -91,11 +90,8 @@ def measure_logits(batch: Batch, peers: Sequence[str], repeats: int) -> list[Row
     rows = _measure(paths, logits_TV, 0, logits_TV.shape[1], repeats, at, truths)
     bandwidth = copied / next(row["ms"] for row in rows if row["path"] == "copy")
     for row in rows:
-        if row["path"] == "branching":
-            row["max_err"] = _branching_error(paths["branching"]["flowkernels"](), batch)
-        else:
-            speed = moved[row["path"]] / row["ms"]
-            row |= {"gb_s": speed / 1e6, "of copy": speed / bandwidth}
+        speed = moved[row["path"]] / row["ms"]
+        row |= {"gb_s": speed / 1e6, "of copy": speed / bandwidth}
     return rows
 
 
@@ -108,7 +104,7 @@ def measure_head(batch: HeadBatch, peers: Sequence[str], repeats: int) -> list[R
     }
     at = _sampled(hidden_TD)
     head = weight_VD.double().t()
-    truths = _truths(hidden_TD[at], lambda h: h @ head, batch.tokens, at, tuple(paths))
+    truths = _truths(hidden_TD[at], lambda h: h @ head, batch.tokens, at, list(paths))
     sizes = hidden_TD.shape[1], len(weight_VD)
     rows = _measure(paths, hidden_TD, *sizes, repeats, at, truths)
     bare = {row["path"]: row["ms"] for row in rows if row["impl"] == "gemm"}
@@ -133,7 +129,7 @@ def _measure(
         for impl, run in impls.items()
         if impl.startswith("flowkernels") or runs_here(f"{path}: {impl}", run)
     }
-    seconds = _seconds(runs, repeats)
+    seconds = seconds_in_turn(runs, repeats)
     rows = []
     for (path, impl), run in runs.items():
         row: Row = {
@@ -173,23 +169,6 @@ def _peers(text: str, device: str) -> list[str]:
     return peers
 
 
-def _seconds(
-    runs: dict[tuple[str, str], Callable[[], Any]], repeats: int
-) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each run, in turn and in an order that rotates, so that a machine whose speed
-    drifts treats all alike.
-    """
-    names = list(runs)
-    seconds: dict[tuple[str, str], list[float]] = {name: [] for name in names}
-    for repeat in range(-2, repeats):
-        for index in range(len(names)):
-            name = names[(index + repeat) % len(names)]
-            taken = seconds_of(runs[name])
-            if repeat >= 0:
-                seconds[name].append(taken)
-    return seconds
-
-
 def _error(result: Tensor, truth: Tensor) -> float:
     """Absolute error of log-probs; error of gradients relative to the largest entry."""
     error = (result.double() - truth).abs().max()
@@ -205,27 +184,14 @@ def _truths(
     logits_of: Callable[[Tensor], Tensor],
     tokens: Tokens,
     at: Tensor,
-    paths: tuple[str, str],
+    paths: Sequence[str],
 ) -> dict[str, Tensor]:
     """In fp64, on the sampled rows: log-probs, and the gradient of the loss by their source."""
-    names = [field.name for field in fields(Tokens)][:-1]
-    own = Tokens(*(getattr(tokens, name)[at] for name in names), tokens.cu_seqlens_S1)
+    own = Tokens(*(getattr(tokens, field.name)[at] for field in fields(Tokens)))
     leaf = source.double().requires_grad_()
     logprob = logits_of(leaf).log_softmax(-1).gather(1, own.target_ids_T[:, None])[:, 0]
     found = logprob.detach(), torch.autograd.grad(own.clipped(logprob), leaf)[0]
     return dict(zip(paths, found, strict=True))
-
-
-def _branching_error(result: Tensor, batch: Batch) -> float:
-    """Against the fp64 definition on the first sequence."""
-    tokens, end = batch.tokens, int(batch.tokens.cu_seqlens_S1[1])
-    logp = batch.logits_TV[:end].double().log_softmax(-1)
-    entropy = -(logp.exp() * logp).sum(-1)
-    logprob = logp.gather(1, tokens.target_ids_T[:end, None])[:, 0]
-    log_ratio = logprob - tokens.old_logprob_T[:end].double()
-    omega = log_ratio.flip(0).cumsum(0).flip(0).clamp(-20, 20).exp().clamp(0.8, 1.2)
-    z_entropy, z_omega = ((x - x.mean()) / (x.std(correction=0) + 1e-6) for x in (entropy, omega))
-    return float((result[:end].double() - z_entropy * z_omega).abs().max())
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+Name = TypeVar("Name")
 Row = Mapping[str, Any]
 _BUSY_CYCLES = 4_000_000
 """About 2 ms of a GPU: longer than Python takes to queue what is timed."""
@@ -94,6 +95,21 @@ def seconds_of(run: Callable[[], Any]) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
+
+
+def seconds_in_turn(
+    runs: Mapping[Name, Callable[[], Any]], repeats: int, warmup: int = 2
+) -> dict[Name, list[float]]:
+    """Seconds of each run by `seconds_of`, in turn and in an order that rotates."""
+    names = list(runs)
+    seconds: dict[Name, list[float]] = {name: [] for name in names}
+    for repeat in range(-warmup, repeats):
+        for index in range(len(names)):
+            name = names[(index + repeat) % len(names)]
+            taken = seconds_of(runs[name])
+            if repeat >= 0:
+                seconds[name].append(taken)
+    return seconds
 
 
 def runs_here(what: str, run: Callable[[], Any]) -> bool:

@@ -38,7 +38,6 @@ from flowtrain.engines.vllm.process import VllmModel, cpu_environment
 from flowtrain.toy import new_model, new_tokenizer
 from flowtrain.training.model import export, full_weights
 from flowtrain.types import Sampling
-from flowtrain.weights.stores.folder import WeightStore
 
 Prompts = Sequence[tuple[int, ...]]
 
@@ -58,10 +57,12 @@ def main() -> None:
 
 def _of_random_model(args: argparse.Namespace) -> Iterator[Row]:
     """A model of the quickstart's shape, and random prompts."""
-    model, engine, vocab_size = _engine()
+    model, tokenizer = _model(6)
+    model.generation_config.eos_token_id = None  # it never ends a response
+    engine = TorchEngine(copy.deepcopy(model), tokenizer, None)
     order = random.Random(0)
     distinct = [
-        tuple(order.randrange(5, vocab_size) for _ in range(order.randrange(30, 90)))
+        tuple(order.randrange(5, len(tokenizer)) for _ in range(order.randrange(30, 90)))
         for _ in range(args.batch or 128)
     ]
     yield from _torch_rows(model, engine, distinct, args)
@@ -107,14 +108,6 @@ def _model(num_heads: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     model = new_model(tokenizer, 96, 3, num_heads, 256).eval()
     model.set_attn_implementation("sdpa")
     return model, tokenizer
-
-
-def _engine() -> tuple[PreTrainedModel, TorchEngine, int]:
-    """Make an engine whose model never ends a response."""
-    model, tokenizer = _model(6)
-    model.generation_config.eos_token_id = None
-    engine = TorchEngine(copy.deepcopy(model), tokenizer, WeightStore(Path("unused")))
-    return model, engine, len(tokenizer)
 
 
 def _rows(

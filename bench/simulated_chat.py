@@ -22,24 +22,19 @@ from flowtrain.types import Completion, FinishReason, Sampling, VersionSpan
 
 _CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "%s"}}\n</tool_call>'
 _TEMPLATE = (
-    "{%- if tools %}{{- '<|im_start|>system\\n' + messages[0].content }}"
-    "{{- '\\n\\n# Tools\\n\\nYou may call functions, which are described here:\\n<tools>' }}"
-    "{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}"
-    "{{- '\\n</tools>\\n\\nFor each call, return a json object within <tool_call></tool_call>:\\n"
-    '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>'
-    "<|im_end|>\\n' }}"
-    "{%- elif messages[0].role == 'system' %}"
-    "{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}"
-    "{%- for message in messages %}{%- if message.role == 'user' %}"
-    "{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' + message.content }}"
-    "{%- for call in message.tool_calls or [] %}"
-    '{{- \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{- call.function.arguments | tojson + '}\\n</tool_call>' }}{%- endfor %}"
-    "{{- '<|im_end|>\\n' }}{%- elif message.role == 'tool' %}"
-    "{{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}"
-    "{{- '\\n</tool_response><|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    "{% if tools %}<|im_start|>system\n{{ messages[0].content }}\n\n# Tools\n\nYou may call "
+    "functions, which are described here:\n<tools>{% for tool in tools %}\n{{ tool | tojson }}"
+    "{% endfor %}\n</tools>\n\nFor each call, return a json object within "
+    "<tool_call></tool_call>:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    "{% endif %}{% for message in messages if not (tools and message.role == 'system') %}"
+    "{% if message.role == 'tool' %}<|im_start|>user\n"
+    "<tool_response>\n{{ message.content }}\n</tool_response>{% else %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """After Qwen2.5's."""
 

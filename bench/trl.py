@@ -19,10 +19,9 @@ logs, progress bars or checkpoints. "memory kept" is TRL in a process whose C li
 memory, which flowtrain sees to by itself and TRL does not. flowtrain: its real trainer with its
 logs and its weight versions on disk, and the torch engine.
 
-A fair reader should know: on a CPU TRL's fused head scores prompts and padding, too (`compact` in
-its `add_fused_lm_head`); neither side compiles, and neither is tried with vLLM; both sides sample
-by themselves, so tokens per step differ, which is why the table has them; a default run is too
-short for rewards to differ by more than chance.
+On a CPU TRL's fused head scores prompts and padding, too (`compact` in its `add_fused_lm_head`);
+neither side compiles, and neither is tried with vLLM; both sample by themselves, so tokens per step
+differ, which is why the table has them; a default run is too short for rewards to differ.
 
 All that is not named below is an option of flowtrain's, which both sides follow:
 --rollout.max_new_tokens 48.

@@ -39,14 +39,13 @@ def test_rows_have_the_errors_against_fp64_of_what_they_ran() -> None:
     rows = losses.measure_logits(logits, ["torch"], 1)
     rows += losses.measure_head(head, ["torch", "gemm"], 1)
     paths = {path: {row["impl"] for row in rows if row["path"] == path} for path in (
-        "copy", "logprobs", "policy_loss", "branching", "linear_logprobs", "linear_policy_loss"
+        "copy", "logprobs", "policy_loss", "linear_logprobs", "linear_policy_loss"
     )}  # fmt: skip
     both = {"flowkernels", "torch"}
     assert paths == {
         "copy": {"torch"},
         "logprobs": both,
         "policy_loss": both,
-        "branching": {"flowkernels"},
         "linear_logprobs": {*both, "gemm"},
         "linear_policy_loss": {*both, "gemm", "flowkernels top 20 %", "flowkernels frozen"},
     }
