@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.delta_rivals import FORMATS
-from bench.delta_weights import U16, Step, bounds, synthetic
+from bench.delta_rivals import FORMATS, U16
+from bench.delta_weights import Step, bounds, synthetic
 from bench.measure import extra_bytes, new_parser, report, time_in_turn
 from flowtrain import _delta
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-U16 = NDArray[np.uint16]
+from bench.delta_rivals import U16
+
 _CHUNK = 1 << 24
 _ROW = 4096
 

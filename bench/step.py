@@ -50,8 +50,9 @@ def main() -> None:
     add("--new-tokens", type=int, default=24, help="of its responses, at most")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    batches = list(_batches(args))  # the main job's has a world of its own
     world = World.join(args.device)
-    rows = (compare(batch, world, args) for batch in _batches(args))
+    rows = (compare(batch, world, args) for batch in batches)
     report(args.json, chain.from_iterable(rows))
     world.leave()
 

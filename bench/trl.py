@@ -23,13 +23,10 @@ On a CPU TRL's fused head scores prompts and padding, too (`compact` in its `add
 neither side compiles, and neither is tried with vLLM; both sample by themselves, so tokens per step
 differ, which is why the table has them; a default run is too short for rewards to differ.
 
-All that is not named below is an option of flowtrain's, which both sides follow:
---rollout.max_new_tokens 48.
-
-Seconds are medians over steps, of each run without its first, which warms up. "x flowtrain" is the
-median of step / flowtrain's step of the same round and number. "peak GB" is the largest resident
-set while training. "held-out" is the mean reward of sampled answers to held-out questions after
---steps, measured for all by the same engine.
+Other options are flowtrain's, which both sides follow: --rollout.max_new_tokens 48. Seconds are
+medians over steps, of each run without its first, which warms up. "x flowtrain" is the median of
+step / flowtrain's of the same round and number. "peak GB" is the largest resident set. "held-out"
+is the mean reward of answers to held-out questions after --steps, by the same engine for all.
 """
 
 from __future__ import annotations
