@@ -94,8 +94,6 @@ def overhead_row(num_rollouts: int, num_turns: int) -> dict[str, Any]:
     }
 
 
-# ---- the sandbox
-
 COMPUTE = "print(sum(n * n for n in range(1000)))"
 WITH_NUMPY = "import numpy as np\nprint(np.linalg.det(np.eye(20)))"
 WITH_FILE = "with open('x', 'w') as f: f.write('1')\nprint(open('x').read())"

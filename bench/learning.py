@@ -1,5 +1,4 @@
-"""Do algorithms learn more from the same number of sampled tokens?  python -m bench.learning --warm
-runs/warm/model [--json F]
+"""Do algorithms learn more from as many sampled tokens?  python -m bench.learning --warm MODEL
 
 Every arm of a study trains the tiny planner of the quickstart, from the same warm models, with
 several seeds; runs that are there already are taken as they are. Compared is the held-out reward at
