@@ -2,8 +2,9 @@
 
 A tiny planner is warmed up until it is mostly right, and then trained twice: by a reward that likes
 long rollouts (likes_length.py), and by exact match. Both runs are scored by exact match on held-out
-questions, of which training sees nothing; curves.png in each folder shows the two scores. "reward" and "true score" are the held-out ones before training and after the last
-step. Runs that are there already are taken as they are.
+questions, of which training sees nothing; curves.png in each folder shows the two scores. "reward"
+and "true score" are the held-out ones before training and after the last step. Runs that are there
+already are taken as they are.
 """
 
 from __future__ import annotations
