@@ -1,14 +1,13 @@
 """Registers, shared memory and spills of every kernel, compiled ahead of time without a GPU:
-python -m bench.aot [--targets T,T] [--kernels K,K] [--without V,V] [--jobs N] [--json F]
+python -m bench.aot [--full] [--targets T,T] [--kernels K,K] [--without V,V] [--jobs N] [--json F]
 
 Each kernel is compiled at its production block size in the variants that matter (dtype, vocabulary
-and stride, and every optional term on or off) for the targets below, by the compiler that Triton
-carries; a spill in any of them is an error (exit code 1).
+and stride, and every optional term on or off) for the targets that are asked for, by the compiler
+that Triton carries; a spill in any of them is an error (exit code 1).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import re
@@ -30,11 +29,10 @@ from flowkernels import (
     sparse_delta_triton,
 )
 from flowkernels.statistics import NAMES
-from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.measure import report
+from bench.measure import new_parser, report
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -94,21 +92,23 @@ class Variant:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument(
-        "--targets",
-        default=",".join(TARGETS),
-        help=f"comma-separated (default: {','.join(TARGETS)})",
-    )
-    parser.add_argument("--kernels", metavar="K,K", help="only these kernels (default: all)")
-    parser.add_argument("--without", metavar="V,V", default="", help="leave these variants out")
-    parser.add_argument("--jobs", metavar="N", type=int, help="processes (default: one per core)")
+    parser = new_parser(__doc__, targets=",".join(TARGETS))
+    add = parser.add_argument
+    add("--targets", default="sm_90", help=f"of {', '.join(TARGETS)}")
+    add("--kernels", metavar="K,K", default="", help="these alone; empty: all")
+    add("--without", metavar="V,V", default="", help="leave these variants out")
+    add("--jobs", metavar="N", type=int, help="processes; none: one per core")
     args = parser.parse_args()
     kernels = args.kernels.split(",") if args.kernels else None
     targets, without = args.targets.split(","), args.without.split(",")
-    rows = table(targets, kernels, without=without, num_jobs=args.jobs)
-    report(args.json, rows)
+    rows: list[dict[str, Any]] = []
+
+    def kept() -> Iterator[dict[str, Any]]:
+        for row in table(targets, kernels, without=without, num_jobs=args.jobs):
+            rows.append(row)
+            yield row
+
+    report(args.json, kept())
     spilled = [
         f"{row['kernel']} {row['variant']} on {row['target']}: spills {row['spills']} bytes"
         for row in rows
@@ -124,7 +124,7 @@ def table(
     *,
     without: Sequence[str] = (),
     num_jobs: int | None = None,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A row per variant and target, compiled by `num_jobs` processes (default: one per core)."""
     tasks = [
         (index, target)
@@ -133,7 +133,7 @@ def table(
         for target in targets
     ]
     with ProcessPoolExecutor(num_jobs) as pool:
-        return list(tqdm(pool.map(_row, tasks), total=len(tasks), disable=None, unit="kernel"))
+        yield from pool.map(_row, tasks)
 
 
 def _row(task: tuple[int, str]) -> dict[str, Any]:

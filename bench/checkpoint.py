@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.measure import print_table, write_json
+from bench.measure import new_parser, report
 from flowtrain import toy
 from flowtrain.training import checkpoint
 from flowtrain.training import model as models
@@ -33,15 +33,13 @@ _SHAPE: dict[str, Any] = {"hidden_size": 1024, "num_heads": 16, "max_positions":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4, help="that write it (default: 4)")
-    parser.add_argument(
-        "--resume-ranks", type=int, default=2, help="that resume it then (default: 2)"
-    )
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda or auto")
-    parser.add_argument("--layers", type=int, default=15, help="of the model (default: 15)")
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="that write it")
+    add("--resume-ranks", type=int, default=2, help="that resume it then")
+    add("--device", default="cpu", help="cpu, cuda or auto")
+    add("--layers", type=int, default=15, help="of the model")
+    add("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         _run(Path(args.part), args.device, args.layers)
@@ -50,10 +48,7 @@ def main() -> None:
         rows = _launch(args.ranks, Path(name), options)
         rows += _launch(args.resume_ranks, Path(name), options)
     is_same = len({row.pop("digest") for row in rows}) == 1
-    rows = [{**row, "same bits": is_same} for row in rows]
-    print_table(rows)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, [{**row, "same bits": is_same} for row in rows])
 
 
 def _launch(num_ranks: int, folder: Path, options: list[str]) -> list[dict[str, Any]]:

@@ -1,309 +1,317 @@
-"""The dataflow:  python -m bench.dataflow [--json F] [--plot F] [--postgres URL]
+"""What the service of the dataflow bears:  python -m bench.dataflow [--json F] [--postgres URL]
 
-In virtual time, with SIMULATED latencies of models and tools and a simulated trainer around a real
-ledger: training steps per hour in the synchronous loop and through the dataflow, over how long the
-trainer takes; the trainer's idle share by size of the pool, and once it has the advised size; pools
-of unequal speed on slow links. Then, in real time, what the service costs over HTTP on loopback.
+The service is a process of its own, on loopback (`bench/dataflow_service.py`). Groups are packed
+beforehand, for that is the nodes' work.
 
-What is assumed. Rollouts are those of `bench.flow`: 150 s on average and 500 s at most, as
-AgentFlow's trainer expects, with a long tail; latencies do not depend on the load. 32 questions
-with 8 rollouts make a step and 256 slots roll out, in both loops: all of a synchronous step's
-rollouts are under way at once. Both have the same trainer, which takes the same time for every
-step; the share that it has of a synchronous step is what counts, and no pool makes the loop faster
-than 1 / share, so there is a row for each of several. (verl reports 270 of 790 s for its update, 34
-%: Qwen2.5-Math-7B, 32 H20.) A version takes 2 s from publishing to being loaded (AstraFlow: 1.1 to
-2.4 s for 1.7B). The first steps are left out, until the pipeline is full.
+"alone": one lease, one push and a place in one batch, one after another, while nothing else
+happens: what the service adds to a group. "at once": --groups groups are leased, then pushed by 8
+threads, then served, on the cores that service and client share.
+
+"idle nodes": a whole batch waits, so that no node gets a lease; each asks for an answer that waits
+until there is something to lease, and asks again when it comes. Meanwhile a busy node renews its
+lease and a trainer reports its progress, ten times a second each, by the project's client.
+
+"busy nodes": each node, without a model and in one process with the others, leases one work item,
+renews it at a third of `lease_s`, pushes its group after --paces seconds, and leases the next; a
+trainer takes the batches. What comes before all nodes have pushed one is not counted.
 """
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import asyncio
+import multiprocessing
+import os
+import resource
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import fmean
+from statistics import median, quantiles
 from typing import Any
 
-import matplotlib
-
-from bench import dataflow_service
-from bench.measure import print_table, write_json
-from bench.simulated_pool import (
-    Node,
-    Nodes,
-    Site,
-    World,
-    collect_s,
-    course,
-    rollout_seeds,
+from bench.dataflow_service import LIFE, NODE, POLICY, Service, group, new_database, service
+from bench.light_nodes import Node, Seen
+from bench.measure import new_parser, report
+from flowtrain.config import Checkpoint
+from flowtrain.dataflow.client import Client
+from flowtrain.dataflow.codec import pack_group
+from flowtrain.dataflow.contract import (
+    BatchRequest,
+    Join,
+    Lease,
+    LeaseRequest,
+    Progress,
+    Push,
+    Renewal,
 )
-from bench.simulated_trainer import Trainer, staleness
-from examples.node_pool import Controller
-from flowtrain.config import Config
-from flowtrain.dataflow.ledger import Ledger
-from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import Task
-from flowtrain.utils.seeds import derive_seed
 
-NUM_GROUPS, GROUP_SIZE, MAX_STALENESS = 32, 8, 4
-SITES = [Site(f"node-{number}") for number in range(8)]
-"""Nodes of 32 slots each: as many slots as a step has rollouts."""
-PUBLISH_S = 2.0
-"""In the synchronous loop, until the new version is loaded."""
-SHARES, SHARE = (0.1, 0.2, 0.34, 0.5), 0.34
-"""The trainer's share of a synchronous step."""
-FAR = [
-    Site(f"speed-{speed:g}", slots=96, speed=speed, round_trip_s=0.3, load_s=5.0)
-    for speed in (1.0, 0.6, 0.3)
-]
-"""Pools in other regions, as AstraFlow's experiment has them: 300 ms, and 1.5 GB of a delta at 4
-Gbit/s take 3 s more."""
-LOOK_S = 300.0
-"""Between two looks at the pool."""
-NUM_STEPS, NUM_FIRST = 40, 8
-"""Steps of a simulation, and how many of the first are left out."""
+NUM_GROUPS, IDLE_GROUPS, BUSY_GROUPS = 16, 4, 64
+"""Groups of a batch: the quickstart's, with idle and with busy nodes."""
+NUM_ALONE, NUM_THREADS, PER_REQUEST, PER_LEASE = 128, 8, 64, 512
+_CHECKPOINT_EVERY = Checkpoint().every
+Row = dict[str, Any]
+Work = Callable[[Node], Coroutine[Any, Any, None]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument("--plot", metavar="F", help="draw the rates into this PNG file")
-    parser.add_argument(
-        "--postgres",
-        metavar="URL",
-        default="",
-        help="of a server where a database may be made, for the last part too",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=NUM_STEPS,
-        help=f"training steps of a simulation (default: {NUM_STEPS})",
-    )
-    parser.add_argument(
-        "--groups",
-        type=int,
-        default=2048,
-        help="groups that the service gets at once (default: 2048)",
-    )
+    full = {"groups": 1024, "idle": [100, 300, 1000], "busy": 1000, "seconds": 60.0}
+    parser = new_parser(__doc__, **full, paces=[40.0, 20.0, 10.0, 5.0])
+    add = parser.add_argument
+    add("--groups", type=int, default=256, help="at once")
+    add("--idle", type=int, nargs="*", default=[100], help="idle nodes")
+    add("--busy", type=int, default=100, help="busy nodes")
+    add("--paces", type=float, nargs="*", default=[10.0], help="seconds of a group")
+    add("--seconds", type=float, default=20.0, help="of each row of nodes")
+    add("--postgres", metavar="URL", default="", help="of a server, beside SQLite")
     args = parser.parse_args()
-    found: list[dict[str, Any]] = []
-    for part in _parts(args.steps, args.groups, args.postgres):
-        rows = list(part)
-        print_table(rows)
-        print(flush=True)
-        found += rows
-    if args.json:
-        write_json(args.json, found)
-    if args.plot:
-        plot([row for row in found if "trainer_share" in row], args.plot)
+    servers = {"SQLite": "", **({"PostgreSQL": args.postgres} if args.postgres else {})}
+
+    def rows() -> Iterator[Row]:
+        for name, server in servers.items():
+            for row in service_rows(server, args.groups, NUM_ALONE):
+                yield {"database": name} | row
+        for name, server in servers.items():
+            for row in idle_rows(server, args.idle, args.seconds):
+                yield {"database": name} | row
+        groups = packed(args.busy, args.seconds, args.paces)
+        for name, server in servers.items():
+            for pace_s in args.paces:
+                row = busy_row(server, args.busy, pace_s, args.seconds, groups)
+                yield {"database": name} | row
+
+    report(args.json, rows())
 
 
-def _parts(num_steps: int, num_groups: int, postgres: str) -> Iterator[Iterable[dict[str, Any]]]:
-    """The tables, made when their turn comes."""
-    collected_s = fmean(synchronous_s(num_steps))
-    train_s = {share: (collected_s + PUBLISH_S) * share / (1 - share) for share in SHARES}
-    yield chain.from_iterable(
-        rate_rows(share, train_s[share], collected_s, num_steps) for share in SHARES
-    )
-    fixed = (size_row(number, train_s[SHARE], num_steps) for number in range(4, len(SITES) + 1))
-    yield chain(fixed, (advised_row(first, train_s[SHARE], 2 * num_steps) for first in (2, 16)))
-    yield far_rows(train_s[SHARE], num_steps)
-    yield dataflow_service.rows(num_groups, 160, postgres)
+# ---- one client
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The result of a simulation."""
+def service_rows(server: str, num_groups: int, num_alone: int) -> Iterator[Row]:
+    with (
+        new_database(server) as database,
+        service(database, NUM_GROUPS, num_groups + num_alone) as (_, client),
+    ):
+        client.join(Join(NODE, LIFE))
+        yield {"service": "alone", "groups": num_alone} | alone(client, num_alone)
+        found = at_once(client, num_groups, next_step=num_alone // NUM_GROUPS + 1)
+        yield {"service": "at once", "groups": num_groups} | found
 
-    step_s: float
-    idle_share: float
-    """Share of the trainer's time, without the first steps."""
-    trainer: Trainer
-    nodes: tuple[Node, ...]
+
+def alone(client: Client, num_groups: int) -> Row:
+    """Milliseconds per group, and bytes of one."""
+    took: dict[str, list[float]] = {"lease": [], "push": [], "batch": []}
+    payload = b""
+    for number in range(1, num_groups + 1):
+        seconds, (lease,) = _timed(partial(_leased, client, 1))
+        took["lease"].append(seconds)
+        payload = pack_group(group(lease))
+        push = Push(NODE, lease.work_item, lease.attempt, payload)
+        took["push"].append(_timed(partial(client.push, push))[0])
+        if number % NUM_GROUPS == 0:
+            seconds, _ = _timed(partial(_batch, client, number // NUM_GROUPS))
+            took["batch"].append(seconds / NUM_GROUPS)
+    medians = {f"{name}_ms": 1e3 * median(each) for name, each in took.items()}
+    return medians | {"ms_per_group": sum(medians.values()), "bytes_per_group": len(payload)}
 
 
-def run(sites: Sequence[Site], train_s: float, num_steps: int, max_waiting: int = 0) -> Run:
-    world = World()
-    with ledger(world, max_waiting) as opened:
-        trainer = Trainer(world, opened, NUM_GROUPS, MAX_STALENESS, train_s, num_steps)
-        nodes = tuple(Node(world, opened, site, MAX_STALENESS, trainer.look) for site in sites)
-        world.run(lambda: trainer.is_done)
-    steps = trainer.steps[NUM_FIRST:]
-    seconds = steps[-1].trained - steps[0].asked
-    idle_s = sum(step.served - step.asked for step in steps)
-    return Run(seconds / len(steps), idle_s / seconds, trainer, nodes)
+def at_once(client: Client, num_groups: int, next_step: int) -> Row:
+    """Groups per second of each part, and of all of them one after another."""
+    parts = {}
+    requests = range(0, num_groups, PER_REQUEST)
+    parts["lease"], found = _timed(lambda: [_leased(client, PER_REQUEST) for _ in requests])
+    leases = [lease for each in found for lease in each]
+    pushes = [
+        Push(NODE, lease.work_item, lease.attempt, pack_group(group(lease))) for lease in leases
+    ]
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        parts["push"], _ = _timed(lambda: list(threads.map(client.push, pushes)))
+    steps = range(next_step, next_step + len(leases) // NUM_GROUPS)
+    parts["batch"], _ = _timed(lambda: list(map(partial(_batch, client), steps)))
+    rates = {f"{name}_per_s": len(leases) / seconds for name, seconds in parts.items()}
+    return rates | {"groups_per_s": len(leases) / sum(parts.values())}
+
+
+def _leased(client: Client, num: int) -> Sequence[Lease]:
+    request = LeaseRequest(NODE, LIFE, num, {POLICY: 0}, key=secrets.token_hex(8))
+    leases = client.lease(request).leases
+    assert len(leases) == num, "there is room for all"
+    return leases
+
+
+def _batch(client: Client, step: int) -> None:
+    """And the trainer's report of it; now and then there is a checkpoint, which lets the ledger
+    forget groups.
+    """
+    batch = client.batch(BatchRequest(POLICY, step, wait_s=10.0))
+    assert len(batch.groups) == NUM_GROUPS, batch.num_missing
+    client.progress(Progress(POLICY, step, step - step % _CHECKPOINT_EVERY))
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    answer = run()
+    return time.perf_counter() - began, answer
+
+
+# ---- many nodes
+
+
+def idle_rows(server: str, sizes: Sequence[int], seconds: float) -> Iterator[Row]:
+    with new_database(server) as database, service(database, IDLE_GROUPS) as (at, client):
+        client.join(Join(NODE, LIFE))
+        leases = client.lease(LeaseRequest(NODE, LIFE, IDLE_GROUPS + 1, {POLICY: 0})).leases
+        for lease in leases[1:]:  # a whole batch waits, so nobody gets a lease
+            client.push(Push(NODE, lease.work_item, lease.attempt, pack_group(group(lease))))
+        for num in sizes:
+            yield {"idle nodes": num} | _beside_idle(client, at, num, seconds, leases[0])
+
+
+def _beside_idle(client: Client, at: Service, num: int, seconds: float, held: Lease) -> Row:
+    renewal = Renewal(NODE, LIFE, ((held.work_item, held.attempt),))
+    took_s: dict[str, list[float]] = {"renew": [], "progress": []}
+    with _nodes(client, at, num, seconds, Node.waits) as answer:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for name, request in (("renew", renewal), ("progress", Progress(POLICY, 0, 0))):
+                took_s[name].append(_timed(partial(getattr(client, name), request))[0])
+            time.sleep(0.1)
+        seen, _ = answer.recv()
+    num_answers = seen.statuses.total()
+    common = {
+        "requests_per_s": num_answers / seconds,
+        "refused": 1 - seen.statuses[200] / max(1, num_answers),
+    }
+    return common | _latencies(took_s)
+
+
+def packed(num_nodes: int, seconds: float, paces: Sequence[float]) -> dict[int, bytes]:
+    """The groups of the first work items, which are the same in every run of these options."""
+    num = round(num_nodes * (4 + seconds / min(paces))) if paces else 0
+    found: dict[int, bytes] = {}
+    with new_database("") as database, service(database, BUSY_GROUPS, 2 * num) as (_, client):
+        client.join(Join(NODE, LIFE))
+        while len(found) < num:
+            leases = client.lease(LeaseRequest(NODE, LIFE, PER_LEASE, {POLICY: 0})).leases
+            found |= {lease.work_item: pack_group(group(lease)) for lease in leases}
+    return found
+
+
+def busy_row(server: str, num: int, pace_s: float, seconds: float, groups: dict[int, bytes]) -> Row:
+    with (
+        new_database(server) as database,
+        service(database, BUSY_GROUPS, 10 * num) as (at, client),
+    ):
+        lease_s = client.join(Join(NODE, LIFE)).lease_s
+
+        def works(node: Node) -> Coroutine[Any, Any, None]:
+            return node.works(pace_s, lease_s, groups)
+
+        begin_s = 1.5 * pace_s
+        nodes = _nodes(client, at, num, begin_s + seconds, works)
+        with nodes as answer, _trained(client) as trained:
+            time.sleep(begin_s)
+            began, before = time.monotonic(), (len(trained), *_cpu_s(database))
+            seen, nodes_cpu_s = answer.recv()
+            after = (len(trained), *_cpu_s(database))
+    num_steps, service_s, database_s = (b - a for a, b in zip(before, after, strict=True))
+    took_s = {
+        name: [took for when, took in answers if when >= began]
+        for name, answers in seen.took_s.items()
+    }
+    num_groups = len(took_s["push"])
+    common = {
+        "busy nodes": num,
+        "offered_per_s": num / pace_s,
+        "pushed_per_s": num_groups / seconds,
+        "trained_per_s": num_steps * BUSY_GROUPS / seconds,
+        "refused": 1 - seen.statuses[200] / seen.statuses.total(),
+        "service_ms_per_group": 1e3 * service_s / num_groups,
+        "database_ms_per_group": 1e3 * database_s / num_groups,
+        "nodes_cores": nodes_cpu_s / (begin_s + seconds),
+    }
+    return common | _latencies(took_s)
+
+
+def _latencies(took_s: dict[str, list[float]]) -> dict[str, float]:
+    row: dict[str, float] = {}
+    for name, each in took_s.items():
+        cuts = quantiles(each, n=100) if len(each) > 1 else each * 99
+        row |= {f"{name}_p50_ms": 1e3 * cuts[49], f"{name}_p99_ms": 1e3 * cuts[98]}
+    return row
 
 
 @contextmanager
-def ledger(world: World, max_waiting: int) -> Iterator[Ledger]:
-    """A new one, whose clock is the world's."""
-    dataflow = {"max_staleness": MAX_STALENESS, "max_waiting": max_waiting}
-    config = Config.model_validate(
-        {"rollout": {"num_questions": NUM_GROUPS, "group_size": GROUP_SIZE}, "dataflow": dataflow}
+def _nodes(
+    client: Client, at: Service, num: int, seconds: float, work: Work
+) -> Iterator[Connection]:
+    """A process of nodes that have joined; it tells at the end what they saw and took of a CPU."""
+    for number in range(num):
+        client.join(Join(f"node-{number}", LIFE))
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=_together, args=(theirs, at, num, seconds, work)
     )
-    tasks = [Task(f"task-{number}", "?", ("answer",)) for number in range(1000)]
-    memory = Path(
-        "/dev/shm"
-    )  # a disk's commits would only make it slower, and virtual time does not see that
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        opened = Ledger(Path(folder) / "ledger.db", config, TaskCursor(tasks, 0), clock=world.clock)
-        yield opened
-        opened.close()
+    process.start()
+    try:
+        yield ours
+    finally:
+        process.join()
 
 
-# ---- steps per hour
+def _together(pipe: Connection, at: Service, num: int, seconds: float, work: Work) -> None:
+    seen = Seen()
+    end = time.monotonic() + seconds
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(work(Node(f"node-{n}", at, end, seen)) for n in range(num)))
+
+    asyncio.run(all_of_them())
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    pipe.send((seen, used.ru_utime + used.ru_stime))
 
 
-def synchronous_s(num_steps: int, share: float = 1.0, patience_s: float = 0.0) -> list[float]:
-    """Simulate each step until its rollouts are done; they are the same rollouts as in the
-    dataflow.
-    """
-    seeds = [
-        rollout_seeds(derive_seed(0, "unit", work_item + 1), GROUP_SIZE)
-        for work_item in range(num_steps * NUM_GROUPS)
-    ]
-    steps = [
-        seeds[step * NUM_GROUPS : (step + 1) * NUM_GROUPS] for step in range(NUM_FIRST, num_steps)
-    ]
-    return [collect_s(list(chain.from_iterable(step)), SITES, share, patience_s) for step in steps]
+@contextmanager
+def _trained(client: Client) -> Iterator[list[int]]:
+    """A trainer that takes batches as fast as they come, and its steps."""
+    steps: list[int] = []
+    ended = threading.Event()
+
+    def train() -> None:
+        while not ended.is_set():
+            step = len(steps) + 1
+            if client.batch(BatchRequest(POLICY, step, wait_s=1.0)).groups:
+                client.progress(Progress(POLICY, step, step))
+                steps.append(step)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        yield steps
+    finally:
+        ended.set()
+        thread.join()
 
 
-def rate_rows(
-    share: float, train_s: float, collected_s: float, num_steps: int
-) -> list[dict[str, Any]]:
-    cut_s = fmean(synchronous_s(num_steps, 0.9, 60.0))
-    paths = {
-        "synchronous": _waited(collected_s, train_s),
-        "synchronous, rest cut at 90 % + 60 s": _waited(cut_s, train_s),
-    }
-    for path, max_waiting in (
-        ("dataflow", 0),
-        (f"dataflow, max_waiting {2 * NUM_GROUPS}", 2 * NUM_GROUPS),
-    ):
-        through = run(SITES, train_s, num_steps, max_waiting)
-        late = staleness(through.trainer.trained)
-        paths[path] = {
-            "step_s": through.step_s,
-            "idle_share": through.idle_share,
-            **{key: late[key] for key in list(late)[:2]},
-        }
-    first_s = paths["synchronous"]["step_s"]
-    common = {"trainer_share": share, "train_s": train_s}
-    return [
-        {
-            **common,
-            "path": path,
-            **row,
-            "steps_per_h": 3600 / row["step_s"],
-            "times_sync": first_s / row["step_s"],
-        }
-        for path, row in paths.items()
-    ]
-
-
-def _waited(collected_s: float, train_s: float) -> dict[str, float]:
-    """The synchronous loop: one thing after another."""
-    step_s = collected_s + PUBLISH_S + train_s
-    return {"step_s": step_s, "idle_share": 1 - train_s / step_s}
-
-
-# ---- pools
-
-
-def size_row(num_nodes: int, train_s: float, num_steps: int) -> dict[str, Any]:
-    found = run(SITES[:num_nodes], train_s, num_steps)
-    return {
-        "pool": f"{num_nodes} nodes",
-        "train_s": train_s,
-        "step_s": found.step_s,
-        "idle_share": found.idle_share,
-    }
-
-
-def advised_row(first: int, train_s: float, num_steps: int) -> dict[str, Any]:
-    """A pool that begins with `first` nodes and follows the advice that it gets every `LOOK_S`; the
-    second half of the run.
-    """
-    world = World()
-    with ledger(world, 0) as opened:
-        trainer = Trainer(world, opened, NUM_GROUPS, MAX_STALENESS, train_s, num_steps)
-        nodes = Nodes(
-            world, lambda name: Node(world, opened, Site(name), MAX_STALENESS, trainer.look)
-        )
-        nodes.resize(first)
-        processes: Any = nodes  # it wants them to be real ones
-        controller = Controller(processes, smallest=1, largest=4 * len(SITES))
-
-        def look() -> None:
-            controller.look(opened.status())
-            world.after(LOOK_S, look)
-
-        world.after(LOOK_S, look)
-        world.run(lambda: trainer.is_done)
-    steps = trainer.steps[num_steps // 2 :]
-    late = [num for when, num in nodes.sizes if when > steps[0].asked] or [len(nodes)]
-    seconds = steps[-1].trained - steps[0].asked
-    return {
-        "pool": f"advised, from {first}",
-        "train_s": train_s,
-        "step_s": seconds / len(steps),
-        "idle_share": sum(step.served - step.asked for step in steps) / seconds,
-        "sizes": " ".join(str(num) for _, num in nodes.sizes),
-        "late_sizes": " ".join(map(str, late)),
-    }
-
-
-def far_rows(train_s: float, num_steps: int) -> list[dict[str, Any]]:
-    """Each pool's part in what was trained, beside that in the rollouts which its speed allows."""
-    found = run(FAR, train_s, num_steps)
-    speeds = [fmean(1 / course(seed, site.speed).end_s for seed in range(500)) for site in FAR]
-    rows = []
-    for node, speed in zip(found.nodes, speeds, strict=True):
-        own = [
-            (work_item, ages)
-            for work_item, ages in found.trainer.trained
-            if work_item in node.work_items
-        ]
-        part = len(own) / len(found.trainer.trained)
-        pool: dict[str, Any] = {
-            "far pool": node.site.name,
-            "round_trip_s": node.site.round_trip_s,
-            "load_s": node.site.load_s,
-        }
-        rows.append(
-            pool
-            | {"of_speed": speed / sum(speeds), "of_trained": part, "idle_share": found.idle_share}
-            | staleness(own)
-        )
-    return rows
-
-
-def plot(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Steps per hour over the trainer's share of a synchronous step."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for name in dict.fromkeys(row["path"] for row in rows):
-        own = [row for row in rows if row["path"] == name]
-        axes.plot(
-            [row["trainer_share"] for row in own],
-            [row["steps_per_h"] for row in own],
-            marker="o",
-            label=name,
-        )
-    axes.set(
-        xlabel="trainer's share of a synchronous step",
-        ylabel="steps per hour (simulated latencies)",
-        ylim=(0, None),
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+def _cpu_s(database: str) -> tuple[float, float]:
+    """CPU seconds of the service of a database, and of all that PostgreSQL has had."""
+    service_s = postgres_s = 0.0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+        own, with_children = (sum(map(int, fields[11:end])) for end in (13, 15))
+        if b"serve" in command and database.encode() in command:
+            service_s += own
+        elif b"postgres" in command[0]:
+            postgres_s += with_children
+    ticks = os.sysconf("SC_CLK_TCK")
+    return service_s / ticks, postgres_s / ticks
 
 
 if __name__ == "__main__":

@@ -1,25 +1,17 @@
-"""Sparse deltas of bf16 weights:  python -m bench.delta [--json F] [--sizes …] [--densities …]
-[--threads …] [--model-steps N] [--model FOLDER]
+"""Sparse deltas of bf16 weights:  python -m bench.delta [--json F] [--full] [--sizes …]
+[--densities …] [--threads …]
 
-The bench prints three tables. The first has bytes per changed word: ours at level 1 and at level 2
-(which uses the old exponents as context), the entropy bounds of the same data (plain, and given the
-old exponent), and the wire formats of others, each checked to restore the new weights; on synthetic
-weights, and on a small model trained by AdamW. The second has speed: GB/s of model bytes (2 per
-word) to pack and to apply in place, million changed words per second, and `of touch`, the time of a
-numpy maximum over old and new divided by the time to pack. The third has peak memory beyond the
-weights. Times are the best of several turns, in which rivals alternate.
-
---model takes the changes of real training in place of synthetic ones: at each of --lrs, --steps
-optimizer steps from the folder's weights (`bench/delta_updates.py`), with the density of every step
-and the seconds to train, publish and load; sizes and speeds are those of the first, the middle and
-the last step. A step takes about 200 packed tokens; 300 steps of SmolLM2-135M take half an hour of
-one core and 6 GB.
+Three tables follow each other for each size and density. The first has bytes per changed word: ours
+at level 1 and at level 2 (which uses the old exponents as context), the entropy bounds of the same
+data (plain, and given the old exponent), and the wire formats of others, each checked to restore
+the new weights. The second has speed: GB/s of model bytes (2 per word) to pack and to apply in
+place, million changed words per second, and `of touch`, the time of a numpy maximum over old and
+new divided by the time to pack, the best of several turns. The third has peak memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,103 +20,40 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import model_folder
-from bench.delta_rivals import FORMATS
-from bench.delta_updates import measure_updates
-from bench.delta_weights import U16, Step, bounds, synthetic, trained
-from bench.measure import extra_bytes, print_table, time_in_turn, write_json
+from bench.delta_rivals import FORMATS, U16
+from bench.delta_weights import Step, bounds, synthetic
+from bench.measure import extra_bytes, new_parser, report, time_in_turn
 from flowtrain import _delta
 
 _MIB = 2**20
 _ISAS = ("scalar", "avx2", "avx512")
+Row = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument(
-        "--sizes", default="512,2048", help="MiB of synthetic weights (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--densities",
-        default="0.5,1,3,10",
-        help="percent of words that change (default: %(default)s)",
-    )
-    parser.add_argument("--threads", default="1,2", help="default: %(default)s")
-    parser.add_argument(
-        "--model-steps",
-        type=int,
-        default=300,
-        help="of training before real changes are taken; 0: none (default: 300)",
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="turns, of which the best counts (default: 5)"
-    )
-    model_folder.add_option(parser)
-    parser.add_argument(
-        "--steps", type=int, default=100, help="of --model, at each --lrs (default: 100)"
-    )
-    parser.add_argument("--lrs", default="1e-6,3e-6,1e-5", help="of --model (default: %(default)s)")
-    parser.add_argument(
-        "--questions", type=int, default=16, help="whose 8 rollouts --model reuses (default: 16)"
-    )
+    full = {"sizes": "512,2048", "densities": "0.5,1,3,10", "repeats": 5}
+    parser = new_parser(__doc__, **full)
+    add = parser.add_argument
+    add("--sizes", default="64", help="MiB of synthetic weights")
+    add("--densities", default="1,10", help="percent of words that change")
+    add("--threads", default="1,2", help="that pack and apply")
+    add("--repeats", type=int, default=3, help="turns, of which the best counts")
     args = parser.parse_args()
-    tables = _updates(args) if args.model else _synthetic(args)
-    for rows in tables.values():
-        print_table([{key: row[key] for key in row if key != "densities"} for row in rows])
-        print()
-    if args.json:
-        write_json(
-            args.json, [{"table": name, **row} for name, rows in tables.items() for row in rows]
-        )
+    report(args.json, rows(args))
 
 
-def _synthetic(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The tables of synthetic weights and of a small model."""
+def rows(args: argparse.Namespace) -> Iterator[Row]:
     sizes, threads = ([int(x) for x in text.split(",") if x] for text in (args.sizes, args.threads))
-    densities = [float(x) / 100 for x in args.densities.split(",") if x]
-    tables: dict[str, list[dict[str, Any]]] = {"size": [], "speed": [], "memory": []}
     for mib in sizes:
-        for density in densities:
-            step = synthetic(mib * _MIB, density)
-            tables["size"].append(size_row(step))
-            tables["speed"] += speed_rows(step, threads, args.repeats)
-            tables["memory"] += memory_rows(step)
-    for step in trained(args.model_steps) if args.model_steps else ():
-        tables["size"].append(size_row(step))
-    return tables
+        for density in args.densities.split(","):
+            step = synthetic(mib * _MIB, float(density) / 100)
+            yield size_row(step)
+            yield from speed_rows(step, threads, args.repeats)
+            yield from memory_rows(step)
 
 
-def _updates(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The tables of a model in a folder; the thread of the trainer packs and applies, too."""
-    torch.set_num_threads(1)
-    tables: dict[str, list[dict[str, Any]]] = {"updates": [], "size": [], "speed": []}
-
-    def use(step: Step) -> None:
-        tables["size"].append(size_row(step))
-        whole = Step(step.name, [np.concatenate(step.old)], [np.concatenate(step.new)])
-        rows = list(speed_rows(whole, [1], args.repeats))
-        tables["speed"] += [row for row in rows if row["isa"] == _delta.isa()]
-
-    lrs = [float(x) for x in args.lrs.split(",")]
-    tables["updates"] = measure_updates(
-        args.model, lrs, num_steps=args.steps, num_questions=args.questions, use=use
-    )
-    return tables
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-# ---- size
-
-
-def size_row(step: Step) -> dict[str, Any]:
+def size_row(step: Step) -> Row:
     """Measure bytes per changed word."""
-    _progress(f"sizes: {step.name}")
     bound = bounds(step)
     per_changed = {
         f"level {level}": _our_bytes(step, level) / bound.num_changed for level in (1, 2)
@@ -132,8 +61,9 @@ def size_row(step: Step) -> dict[str, Any]:
     theirs = {name: _their_bytes(name, step) / bound.num_changed for name in FORMATS}
     one, two = per_changed.values()
     return {
+        "table": "size",
         "weights": step.name,
-        "mib": sum(old.nbytes for old in step.old) / _MIB,
+        "mib": step.old.nbytes / _MIB,
         "density %": 100 * bound.density,
         "bound": bound.plain,
         "level 1": one,
@@ -149,47 +79,37 @@ def size_row(step: Step) -> dict[str, Any]:
 
 
 def _our_bytes(step: Step, level: int) -> int:
-    """Return the bytes of our deltas, checked by applying them in place and back again."""
-    num_bytes = 0
-    for old, new in zip(step.old, step.new, strict=True):
-        delta = _delta.encode(old, new, level=level)
-        back = _delta.encode(new, old)
-        _delta.apply([delta], [old])
-        assert np.array_equal(old, new), "a delta did not lead to the new weights"
-        _delta.apply([back], [old])
-        num_bytes += delta.size
-    return num_bytes
+    """Return the bytes of our delta, checked by applying it in place and back again."""
+    delta = _delta.encode(step.old, step.new, level=level)
+    back = _delta.encode(step.new, step.old)
+    _delta.apply([delta], [step.old])
+    assert np.array_equal(step.old, step.new), "the delta did not lead to the new weights"
+    _delta.apply([back], [step.old])
+    return int(delta.size)
 
 
 def _their_bytes(name: str, step: Step) -> int:
     """Return the bytes of a rival's format, checked by unpacking."""
-    num_bytes = 0
-    for old, new in zip(step.old, step.new, strict=True):
-        wire = FORMATS[name].pack(old, new)
-        assert np.array_equal(FORMATS[name].unpack(wire, old), new), (
-            f"{name} did not lead to the new weights"
-        )
-        num_bytes += len(wire)
-    return num_bytes
+    wire = FORMATS[name].pack(step.old, step.new)
+    found = FORMATS[name].unpack(wire, step.old)
+    assert np.array_equal(found, step.new), f"{name} did not lead to the new weights"
+    return len(wire)
 
 
-# ---- speed
-
-
-def speed_rows(step: Step, threads: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
+def speed_rows(step: Step, threads: Sequence[int], repeats: int) -> Iterator[Row]:
     """Time the best instruction set with every number of threads, the others with the first."""
-    (old,), (new,) = step.old, step.new
+    old, new = step.old, step.new
     best = _delta.isa()
     others = [isa for isa in _ISAS if isa != best and _delta.use_isa(isa)]
     cases = [(best, count) for count in threads] + [(isa, threads[0]) for isa in others]
     for level in (1, 2):
-        _progress(f"speed: {step.name}, level {level}")
         seconds, num_changed = _speed(old, new, level, cases=cases, repeats=repeats)
         for isa, count in cases:
             touch_s = seconds[f"touch {count}"]
             pack_s = seconds[f"pack {isa} {count}"]
             apply_s = min(seconds[f"apply {isa} {count}"], seconds[f"back {isa} {count}"])
             yield {
+                "table": "speed",
                 "weights": step.name,
                 "mib": old.nbytes / _MIB,
                 "density %": 100 * num_changed / old.size,
@@ -249,12 +169,9 @@ def _touch(old: U16, new: U16, num_threads: int, pool: ThreadPoolExecutor) -> Ca
     return lambda: [*pool.map(lambda share: share.max(), shares)]
 
 
-# ---- memory
-
-
-def memory_rows(step: Step) -> Iterator[dict[str, Any]]:
+def memory_rows(step: Step) -> Iterator[Row]:
     """Measure peak memory beyond old and new, including the delta that `encode` returns."""
-    (old,), (new,) = step.old, step.new
+    old, new = step.old, step.new
     cpu = torch.device("cpu")
     for level in (1, 2):
         delta = _delta.encode(old, new, level=level)
@@ -266,6 +183,7 @@ def memory_rows(step: Step) -> Iterator[dict[str, Any]]:
         _delta.apply([back], [old])
         num_changed = _delta.info(delta)["num_changed"]
         yield {
+            "table": "memory",
             "weights": step.name,
             "mib": old.nbytes / _MIB,
             "density %": 100 * num_changed / old.size,

@@ -6,96 +6,69 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
 U16 = NDArray[np.uint16]
+_HEADER = struct.Struct("<QHHi")
 
 
-@dataclass(frozen=True)
-class WireFormat:
-    source: str
+class WireFormat(NamedTuple):
     pack: Callable[[U16, U16], bytes]
     """(old words, new words) -> what goes over the wire."""
     unpack: Callable[[bytes, U16], U16]
     """(wire, old words) -> new words."""
 
 
-def _astraflow_pack(old: U16, new: U16) -> bytes:
-    where = np.flatnonzero(old != new)
-    return (
-        struct.pack("<QHHi", len(where), 2, 1, 0)
-        + where.astype("<u8").tobytes()
-        + new[where].tobytes()
-    )
+def _indexed(header: bool, index: str) -> WireFormat:
+    """Indices of changed words, then the words; with a header of 16 bytes or without."""
+    start = _HEADER.size if header else 0
+    width = np.dtype(index).itemsize
+
+    def pack(old: U16, new: U16) -> bytes:
+        where = np.flatnonzero(old != new)
+        begin = _HEADER.pack(len(where), 2, 1, 0)[:start]
+        return begin + where.astype(index).tobytes() + new[where].tobytes()
+
+    def unpack(wire: bytes, old: U16) -> U16:
+        number = (len(wire) - start) // (width + 2)
+        where = np.frombuffer(wire, index, number, start)
+        return _written(old, where, np.frombuffer(wire, np.uint16, number, start + width * number))
+
+    return WireFormat(pack, unpack)
 
 
-def _astraflow_unpack(wire: bytes, old: U16) -> U16:
-    num_changed = struct.unpack_from("<QHHi", wire)[0]
-    where = np.frombuffer(wire, "<u8", num_changed, 16)
-    return _written(old, where, np.frombuffer(wire, np.uint16, num_changed, 16 + 8 * num_changed))
+def _gaps(is_xor: bool) -> WireFormat:
+    """Gaps between changed words, as wide as the widest needs, then words or their XOR; zstd 1."""
 
+    def pack(old: U16, new: U16) -> bytes:
+        where = np.flatnonzero(old != new)
+        gaps = np.diff(where, prepend=-1) - 1
+        width = 2 if gaps.size == 0 or gaps.max() < 2**16 else 4 if gaps.max() < 2**32 else 8
+        values = old[where] ^ new[where] if is_xor else new[where]
+        begin = struct.pack("<QB", len(where), width)
+        return _zipped(begin + gaps.astype(f"<u{width}").tobytes() + values.tobytes())
 
-def _coo_pack(old: U16, new: U16) -> bytes:
-    where = np.flatnonzero(old != new)
-    return where.astype("<u4").tobytes() + new[where].tobytes()
+    def unpack(wire: bytes, old: U16) -> U16:
+        plain = zstandard.ZstdDecompressor().decompress(wire)
+        number, width = struct.unpack_from("<QB", plain)
+        gaps = np.frombuffer(plain, f"<u{width}", number, 9).astype(np.int64)
+        where = np.cumsum(gaps + 1) - 1
+        values = np.frombuffer(plain, np.uint16, number, 9 + width * number)
+        return _written(old, where, old[where] ^ values if is_xor else values)
 
-
-def _coo_unpack(wire: bytes, old: U16) -> U16:
-    num_changed = len(wire) // 6
-    return _written(
-        old,
-        np.frombuffer(wire, "<u4", num_changed),
-        np.frombuffer(wire, np.uint16, num_changed, 4 * num_changed),
-    )
-
-
-def _xor_pack(old: U16, new: U16) -> bytes:
-    return zstandard.ZstdCompressor(level=1).compress((old ^ new).tobytes())
+    return WireFormat(pack, unpack)
 
 
 def _xor_unpack(wire: bytes, old: U16) -> U16:
     return old ^ np.frombuffer(zstandard.ZstdDecompressor().decompress(wire), np.uint16)
 
 
-def _gap_pack(values: Callable[[U16, U16], U16]) -> Callable[[U16, U16], bytes]:
-    def pack(old: U16, new: U16) -> bytes:
-        where = np.flatnonzero(old != new)
-        gaps = np.diff(where, prepend=-1) - 1
-        width = 2 if gaps.size == 0 or gaps.max() < 2**16 else 4 if gaps.max() < 2**32 else 8
-        plain = (
-            struct.pack("<QB", len(where), width)
-            + gaps.astype(f"<u{width}").tobytes()
-            + values(old[where], new[where]).tobytes()
-        )
-        return zstandard.ZstdCompressor(level=1).compress(plain)
-
-    return pack
-
-
-def _gap_unpack(values: Callable[[U16, U16], U16]) -> Callable[[bytes, U16], U16]:
-    def unpack(wire: bytes, old: U16) -> U16:
-        plain = zstandard.ZstdDecompressor().decompress(wire)
-        num_changed, width = struct.unpack_from("<QB", plain)
-        where = (
-            np.cumsum(np.frombuffer(plain, f"<u{width}", num_changed, 9).astype(np.int64) + 1) - 1
-        )
-        return _written(
-            old,
-            where,
-            values(
-                old[where], np.frombuffer(plain, np.uint16, num_changed, 9 + width * num_changed)
-            ),
-        )
-
-    return unpack
-
-
-def _second(_: U16, second: U16) -> U16:
-    return second
+def _zipped(plain: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(plain)
 
 
 def _written(old: U16, where: NDArray[np.integer], values: U16) -> U16:
@@ -105,26 +78,13 @@ def _written(old: U16, where: NDArray[np.integer], values: U16) -> U16:
 
 
 FORMATS = {
-    "astraflow": WireFormat(
-        "AstraFlow: a header of 16 bytes, u64 indices (its choice above 4.29e9 weights), bf16 "
-        "values",
-        _astraflow_pack,
-        _astraflow_unpack,
-    ),
-    "coo": WireFormat(
-        "verl, vLLM sparse_nccl, TRL: u32 indices, bf16 values", _coo_pack, _coo_unpack
-    ),
-    "xor_zstd": WireFormat(
-        "slime, miles, SGLang: the XOR image of a whole tensor, zstd 1", _xor_pack, _xor_unpack
-    ),
-    "gap_zstd": WireFormat(
-        "NeMo-RL, overwrite: u16 gaps (wider where one needs it), bf16 values, zstd 1",
-        _gap_pack(_second),
-        _gap_unpack(_second),
-    ),
-    "gap_xor_zstd": WireFormat(
-        "NeMo-RL, XOR: u16 gaps with old ^ new as values, zstd 1",
-        _gap_pack(np.bitwise_xor),
-        _gap_unpack(np.bitwise_xor),
-    ),
+    # AstraFlow: u64 indices, its choice above 4.29e9 weights.
+    "astraflow": _indexed(True, "<u8"),
+    # verl, vLLM's sparse_nccl, TRL.
+    "coo": _indexed(False, "<u4"),
+    # slime, miles, SGLang: the XOR image of a whole tensor.
+    "xor_zstd": WireFormat(lambda old, new: _zipped((old ^ new).tobytes()), _xor_unpack),
+    # NeMo-RL, overwriting and by XOR.
+    "gap_zstd": _gaps(is_xor=False),
+    "gap_xor_zstd": _gaps(is_xor=True),
 }

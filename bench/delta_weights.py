@@ -1,38 +1,25 @@
-"""16-bit weights before and after an optimizer step, synthetic at a given density or from real
-training, and their entropy bounds.
-"""
+"""Synthetic 16-bit weights before and after an optimizer step, and their entropy bounds."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from flowtrain import toy
+from bench.delta_rivals import U16
 
-U16 = NDArray[np.uint16]
 _CHUNK = 1 << 24
 _ROW = 4096
 
 
 @dataclass(frozen=True)
 class Step:
-    """Weights before and after an optimizer step, tensor by tensor."""
+    """The weights of a tensor before and after an optimizer step."""
 
     name: str
-    old: list[U16]
-    new: list[U16]
-
-
-# ---- synthetic
+    old: U16
+    new: U16
 
 
 def synthetic(num_bytes: int, density: float) -> Step:
@@ -46,13 +33,11 @@ def synthetic(num_bytes: int, density: float) -> Step:
     lr = _solve_lr(density)
     old = np.empty(num_words, np.uint16)
     new = np.empty(num_words, np.uint16)
-    for seed, start in enumerate(
-        tqdm(range(0, num_words, _CHUNK), desc=f"weights, {100 * density:g} %", disable=None)
-    ):
+    for seed, start in enumerate(range(0, num_words, _CHUNK)):
         master, ratio = _masters(min(_CHUNK, num_words - start), seed)
         old[start : start + _CHUNK] = _bf16(master)
         new[start : start + _CHUNK] = _bf16(master - np.float32(lr) * ratio)
-    return Step(f"synthetic, lr {lr:.2g}", [old], [new])
+    return Step(f"synthetic, lr {lr:.2g}", old, new)
 
 
 def _masters(num_words: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -68,8 +53,7 @@ def _masters(num_words: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np
 def _solve_lr(density: float) -> float:
     master, ratio = _masters(1 << 21, seed=0)
     old = _bf16(master)
-    low = 1e-9
-    high = 1e-1
+    low, high = 1e-9, 1e-1
     for _ in range(30):
         middle = (low * high) ** 0.5
         if (_bf16(master - np.float32(middle) * ratio) != old).mean() < density:
@@ -83,68 +67,6 @@ def _bf16(values: NDArray[np.float32]) -> U16:
     """Round to nearest, ties to even."""
     bits = values.view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-
-
-# ---- real
-
-
-def trained(num_steps: int, lrs: tuple[float, ...] = (1e-6, 1e-5)) -> Iterator[Step]:
-    """Train a byte-level Qwen3 of 3.3 M parameters on the text of this repository and yield a step
-    for each lr.
-
-    Training for `num_steps` at lr 1e-3 makes the weights those of a trained model, not noise. From
-    there, for each lr, AdamW takes 20 steps that settle its moments at that lr; the step is the
-    change of the bf16 weights in the 21st.
-    """
-    torch.manual_seed(0)
-    tokenizer = toy.new_tokenizer(["text"], vocab_size=258)
-    model = toy.new_model(tokenizer, hidden_size=256, num_layers=4, num_heads=4, max_positions=128)
-    model.set_attn_implementation("sdpa")
-    folder = Path(__file__).resolve().parents[1]
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("flowtrain/**/*.py")))
-    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    loss = _train(model, ids, 1e-3, num_steps=num_steps)
-    for lr in lrs:
-        one = copy.deepcopy(model)
-        optimizer = _optimizer(one, lr)
-        _train(one, ids, lr, num_steps=20, optimizer=optimizer)
-        old = _view(one)
-        _train(one, ids, lr, num_steps=1, optimizer=optimizer)
-        yield Step(f"AdamW, lr {lr:g}, loss {loss:.2f}", old, _view(one))
-
-
-def _optimizer(model: PreTrainedModel, lr: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
-
-
-def _train(
-    model: PreTrainedModel,
-    ids: Tensor,
-    lr: float,
-    num_steps: int,
-    optimizer: torch.optim.AdamW | None = None,
-) -> float:
-    optimizer = optimizer or _optimizer(model, lr)
-    loss = torch.zeros(())
-    for _ in tqdm(range(num_steps), desc=f"training, lr {lr:g}", disable=None):
-        starts = torch.randint(len(ids) - 128, (8,))
-        batch = torch.stack([ids[start : start + 128] for start in starts.tolist()])
-        loss = model(input_ids=batch, labels=batch).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return float(loss.detach())
-
-
-def _view(model: PreTrainedModel) -> list[U16]:
-    return [
-        p.detach().bfloat16().view(torch.int16).flatten().numpy().view(np.uint16).copy()
-        for p in model.parameters()
-    ]
-
-
-# ---- bounds
 
 
 @dataclass(frozen=True)
@@ -166,17 +88,16 @@ def bounds(step: Step) -> Bounds:
     words = np.zeros(256, np.int64)
     changed = np.zeros(256, np.int64)
     values = np.zeros((256, 65536), np.int64)
-    for old, new in zip(step.old, step.new, strict=True):
-        for start in range(0, len(old), _CHUNK):
-            was = old[start : start + _CHUNK]
-            now = new[start : start + _CHUNK]
-            words += np.bincount((was >> 7) & 0xFF, minlength=256)
-            where = np.flatnonzero(was != now)
-            exponent = (was[where] >> 7) & 0xFF
-            diff = now[where] - was[where]
-            changed += np.bincount(exponent, minlength=256)
-            for one in np.unique(exponent).tolist():
-                values[one] += np.bincount(diff[exponent == one], minlength=65536)
+    for start in range(0, len(step.old), _CHUNK):
+        was = step.old[start : start + _CHUNK]
+        now = step.new[start : start + _CHUNK]
+        words += np.bincount((was >> 7) & 0xFF, minlength=256)
+        where = np.flatnonzero(was != now)
+        exponent = (was[where] >> 7) & 0xFF
+        diff = now[where] - was[where]
+        changed += np.bincount(exponent, minlength=256)
+        for one in np.unique(exponent).tolist():
+            values[one] += np.bincount(diff[exponent == one], minlength=65536)
     total = int(changed.sum())
     plain = _bits(words.sum(), total) + _value_bits(values.sum(axis=0))
     conditioned = sum(_bits(words[e], changed[e]) + _value_bits(values[e]) for e in range(256))

@@ -11,7 +11,6 @@ with its reason.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bench.layers import saved_bytes
-from bench.measure import median_ratio, report, runs_here, seconds_of
+from bench.measure import median_ratio, new_parser, report, runs_here, seconds_in_turn
 from flowtrain.training import grouped_experts
 
 WAYS = (grouped_experts.NAME, "grouped_mm", "eager", "sonicmoe", "deepgemm")
@@ -102,10 +101,8 @@ def measure(
     runs: dict[str, Callable[[], Any]] = {way: partial(layer.whole, way) for way in WAYS}
     runs |= {"permutation": layer.permutation, "products": layer.products}
     runs = {name: run for name, run in runs.items() if runs_here(name, partial(_both, run))}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            seconds[name].append(seconds_of(partial(_both, run)))
+    steps = {name: partial(_both, run) for name, run in runs.items()}
+    seconds = seconds_in_turn(steps, repeats, warmup=0)
     flops = 3 * 2 * 3 * num_tokens * shape.num_chosen * shape.hidden * shape.mlp
     weights = tuple(layer.experts.parameters())
     return [
@@ -131,20 +128,15 @@ def _both(run: Callable[[], Any]) -> None:
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument(
-        "--tokens", type=int, default=16384 if on_gpu else 512, help="(default: %(default)s)"
-    )
+    parser = new_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 512, help="of a batch")
     args = parser.parse_args()
     shapes, how = (SHAPES, (torch.bfloat16, "cuda")) if on_gpu else (SMALL, (torch.float32, "cpu"))
-    rows = [
+    rows = (
         {"shape": name, **row}
         for name, shape in shapes.items()
         for row in measure(shape, args.tokens, *how)
-    ]
+    )
     report(args.json, rows)
 
 

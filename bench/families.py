@@ -8,9 +8,8 @@ check of configs refuses is listed with the reason, in the words of the message.
 
 from __future__ import annotations
 
-import argparse
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from bench.measure import report
+from bench.measure import new_parser, report
 from flowtrain.training import attention, delta_net, experts
 from flowtrain.training.fused_layers import fuse_layers, fused_text
 from flowtrain.training.lm_head import equip, fused_head
@@ -250,21 +249,21 @@ def refusal(config: PreTrainedConfig) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    args = parser.parse_args()
+    args = new_parser(__doc__).parse_args()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    rows = []
-    for family, options in TRAINED.items():
-        config = config_of(family, options)
-        assert not (found := refusal(config)), f"{family}: {found}"
-        rows.append({"family": family, **parity(config)})
-    refused = [
+
+    def trained() -> Iterator[dict[str, Any]]:
+        for family, options in TRAINED.items():
+            config = config_of(family, options)
+            assert not (found := refusal(config)), f"{family}: {found}"
+            yield {"family": family, **parity(config)}
+
+    refused = (
         {"family": family, "refused": refusal(config_of(family, options))}
         for family, options in REFUSED.items()
-    ]
-    report(args.json, rows, refused)
+    )
+    report(args.json, trained(), refused)
 
 
 if __name__ == "__main__":

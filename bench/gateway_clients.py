@@ -14,21 +14,18 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 
 Body = dict[str, Any]
+TURNS = 4
 MOST, LAST = 1024, 512
 """Tokens that a request asks for at most; those of the last turn are told by it."""
 GROUP = 8
 """Rollouts that are asked the same question."""
-MARK, TELL = -1, -2
-"""Messages that are no rollouts."""
-_WATCH_S = 0.02
-"""Between two looks at how late a process wakes up that has little to do."""
 _LETTERS = "etaoinshrdlu"
 _WORDS = ["".join(random.Random(n).choices(_LETTERS, k=2 + n % 7)) for n in range(3000)]
 _WEIGHTS = [1 / rank for rank in range(1, len(_WORDS) + 1)]
@@ -62,7 +59,6 @@ class Wire:
     """A vendor's API, as its clients use it."""
 
     path: str
-    limit: str
     first: Callable[[str], Body]
     grow: Callable[[Body, Body, str], None]
     """Add a reply to the history of the next request, and the results of its calls."""
@@ -95,22 +91,9 @@ def _grow_messages(body: Body, reply: Body, result: str) -> None:
     body["messages"] += [said, {"role": "user", "content": results}]
 
 
-def _responses(question: str) -> Body:
-    asked = [{"role": "user", "content": question}]
-    tools = [{"type": "function", **tool} for tool in TOOLS]
-    return {"instructions": SYSTEM, "input": asked, "tools": tools}
-
-
-def _grow_responses(body: Body, reply: Body, result: str) -> None:
-    told = {"type": "function_call_output", "output": result}
-    calls = [each["call_id"] for each in reply["output"] if each["type"] == "function_call"]
-    body["input"] += [*reply["output"], *({**told, "call_id": call} for call in calls)]
-
-
 WIRES: Mapping[str, Wire] = {
-    "chat": Wire("/chat/completions", "max_tokens", _chat, _grow_chat),
-    "messages": Wire("/messages", "max_tokens", _messages, _grow_messages),
-    "responses": Wire("/responses", "max_output_tokens", _responses, _grow_responses),
+    "chat": Wire("/chat/completions", _chat, _grow_chat),
+    "messages": Wire("/messages", _messages, _grow_messages),
 }
 
 
@@ -120,49 +103,32 @@ class Order:
 
     number: int
     wire: str
-    turns: int
     base_url: str
     api_key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the clients have seen of a case."""
-
-    calls: list[tuple[float, float]] = field(default_factory=list)
-    """When a request was sent, by the clock of the machine, and seconds until its answer was there.
-    """
-    cpu_s: list[float] = field(default_factory=list)
-    """Of this process, at each mark."""
-    late: list[tuple[float, float]] = field(default_factory=list)
-    """When this process wanted to wake up, and how many seconds later it did."""
-
-
-async def play(order: Order, seen: Seen) -> None:
-    """Play the program of one rollout."""
-    wire = WIRES[order.wire]
+async def play(order: Order) -> list[float]:
+    """Play the program of one rollout; return the seconds of its calls."""
+    wire, seconds = WIRES[order.wire], []
     host, port = order.base_url.split("/")[2].rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     body = {"model": "policy", **wire.first(text(order.number // GROUP, 40))}
-    for turn in range(order.turns):
-        is_last = turn == order.turns - 1
-        request = _request(wire, {**body, wire.limit: LAST if is_last else MOST}, order.api_key)
+    for turn in range(TURNS):
+        is_last = turn == TURNS - 1
+        data = json.dumps({**body, "max_tokens": LAST if is_last else MOST}).encode()
+        head = (
+            f"POST /v1{wire.path} HTTP/1.1\r\nHost: gateway\r\n"
+            f"Authorization: Bearer {order.api_key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
         began = time.monotonic()
-        writer.write(request)
+        writer.write(head.encode() + data)
         answer = await _answer(reader)
-        seen.calls.append((began, time.monotonic() - began))
+        seconds.append(time.monotonic() - began)
         if not is_last:
             wire.grow(body, json.loads(answer), text(order.number + turn, 60))
     writer.close()
-
-
-def _request(wire: Wire, body: Body, key: str) -> bytes:
-    data = json.dumps(body).encode()
-    head = (
-        f"POST /v1{wire.path} HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {key}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
-    return head.encode() + data
+    return seconds
 
 
 async def _answer(reader: asyncio.StreamReader) -> bytes:
@@ -186,30 +152,19 @@ class Clients:
         self._process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
-        self.wire, self.turns = "", 0
-        """Of the rollouts that begin from now on."""
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self.wire = ""
+        self.seconds: list[float] = []
+        """Of the rollouts that begin from now on, and of their calls so far."""
+        self._waiting: dict[int, asyncio.Future[list[float]]] = {}
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pipe.fileno(), self._read)
 
     async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
         number = int(rollout.task.id)
-        await self._ask(number, Order(number, self.wire, self.turns, base_url, rollout.key))
-        return Outcome("done")
-
-    async def mark(self) -> None:
-        """Have the process note its CPU time."""
-        await self._ask(MARK, MARK)
-
-    async def seen(self) -> Seen:
-        """Return what it has seen since it was last asked; no rollout is under way."""
-        seen: Seen = await self._ask(TELL, TELL)
-        return seen
-
-    async def _ask(self, number: int, message: Order | int) -> Any:
         self._waiting[number] = self._loop.create_future()
-        self._pipe.send(message)
-        return await self._waiting[number]
+        self._pipe.send(Order(number, self.wire, base_url, rollout.key))
+        self.seconds += await self._waiting[number]
+        return Outcome("done")
 
     def _read(self) -> None:
         try:
@@ -219,7 +174,11 @@ class Clients:
             for future in self._waiting.values():
                 future.set_exception(RuntimeError("the process of the clients has ended"))
             return
-        self._waiting.pop(number).set_result(found)
+        future = self._waiting.pop(number)
+        if isinstance(found, Exception):
+            future.set_exception(found)
+        else:
+            future.set_result(found)
 
     def close(self) -> None:
         """End nothing: an agent that is closed is followed by another one."""
@@ -238,37 +197,24 @@ def _serve(pipe: Pipe) -> None:
 
 async def _play_all(pipe: Pipe) -> None:
     loop, end = asyncio.get_running_loop(), asyncio.Event()
-    seen = Seen()
     tasks: set[asyncio.Task[None]] = set()
 
     async def played(order: Order) -> None:
         try:
-            await play(order, seen)
+            found: object = await play(order)
         except Exception as error:  # noqa: BLE001  # it is raised where the rollout is
-            pipe.send((order.number, error))
-        else:
-            pipe.send((order.number, None))
+            found = error
+        pipe.send((order.number, found))
 
     def read() -> None:
-        nonlocal seen
         try:
-            message = pipe.recv()
+            order = pipe.recv()
         except (EOFError, ConnectionError):
             end.set()
             loop.remove_reader(pipe.fileno())
             return
-        if message == MARK:
-            seen.cpu_s.append(time.process_time())
-            pipe.send((MARK, None))
-        elif message == TELL:
-            pipe.send((TELL, seen))
-            seen = Seen()
-        else:
-            tasks.add(task := loop.create_task(played(message)))
-            task.add_done_callback(tasks.discard)
+        tasks.add(task := loop.create_task(played(order)))
+        task.add_done_callback(tasks.discard)
 
     loop.add_reader(pipe.fileno(), read)
-    while not end.is_set():
-        due = time.monotonic() + _WATCH_S
-        await asyncio.sleep(_WATCH_S)
-        seen.late.append((due, time.monotonic() - due))
+    await end.wait()

@@ -9,19 +9,19 @@ GPU, fp32 on a CPU.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import torch
 from flowkernels import rms_norm, rotary, swiglu
 from torch import Tensor
 
-from bench.measure import median_ratio, report, runs_here, seconds_of
+from bench.measure import median_ratio, new_parser, report, runs_here, seconds_in_turn
 
 EPS = 1e-6
 LAYERS = ("norm", "rotary", "swiglu")
@@ -70,10 +70,7 @@ def measure(
         for path, run in runs.items()
     }
     steps["copy"] = lambda: target.copy_(source)
-    seconds = {name: [seconds_of(step) for _ in range(2)][2:] for name, step in steps.items()}
-    for _ in range(repeats):
-        for name, step in steps.items():
-            seconds[name].append(seconds_of(step))
+    seconds = seconds_in_turn(steps, repeats)
     known = (*tables, *tensors[1:] * (layer == "norm"))
     return [
         {
@@ -166,17 +163,14 @@ def _function(layer: str, path: str) -> Callable[..., Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument("--tokens", type=int, default=512, help="(default: %(default)s)")
+    parser = new_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=512, help="of a batch")
     args = parser.parse_args()
-    how: tuple[int, torch.dtype, str] = (args.tokens, torch.float32, "cpu")
-    if torch.cuda.is_available():
-        how = (args.tokens, torch.bfloat16, "cuda")
-    rows = [
-        row for shape in SHAPES.values() for layer in LAYERS for row in measure(layer, shape, *how)
-    ]
-    report(args.json, rows)
+    on_gpu = torch.cuda.is_available()
+    how = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    cases = product(SHAPES.values(), LAYERS)
+    rows = (measure(layer, shape, args.tokens, *how) for shape, layer in cases)
+    report(args.json, chain.from_iterable(rows))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Do algorithms learn more from the same number of sampled tokens?  python -m bench.learning --warm
-runs/warm/model [--json F]
+"""Do algorithms learn more from as many sampled tokens?  python -m bench.learning --warm MODEL
 
 Every arm of a study trains the tiny planner of the quickstart, from the same warm models, with
 several seeds; runs that are there already are taken as they are. Compared is the held-out reward at
@@ -12,9 +11,8 @@ there ("reached").
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import accumulate
 from pathlib import Path
@@ -25,8 +23,7 @@ import matplotlib
 import numpy as np
 from tqdm import tqdm
 
-from bench.measure import report
-from bench.studies import STUDIES
+from bench.measure import new_parser, report
 from flowtrain.config.command import run_command
 from flowtrain.train import train
 
@@ -35,6 +32,30 @@ SHORT = [
     *("--run.threads", "1", "--eval.every", "10", "--eval.num_tasks", "100"),
     *("--checkpoint.every", "0", "--log.tensorboard", "false"),
 ]
+_SCORE = [
+    *("--algorithm.name", "appo", "--appo.num_roots", "4", "--appo.spacing", "4"),
+    *("--train.num_steps", "75", "--appo.rule"),
+]
+_STEPS = ("--train.num_steps", "60")
+STUDIES: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "appo": {
+        "flow_grpo": _STEPS,
+        "appo": [*_SCORE, "score"],
+        "appo, no future": [*_SCORE, "score", "--appo.future_coef", "0"],
+        "appo, single group": [*_SCORE, "score", "--appo.advantage_groups", "single"],
+        "entropy": [*_SCORE, "entropy"],
+        "arpo": [*_SCORE, "arpo"],
+    },
+    "relatives": {
+        "flow_grpo": _STEPS,
+        **{
+            name: (*_STEPS, "--algorithm.name", name)
+            for name in ("dr_grpo", "dapo", "rloo", "reinforce_plus_plus")
+        },
+    },
+}
+"""Options of each arm beside the quickstart's; the first is what the others are compared with.
+appo: APPO and its rivals; steps differ because the tokens of a step do. relatives: GRPO's."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t, two-sided, by number of seeds."""
 
@@ -43,28 +64,15 @@ Curve = tuple[list[float], list[float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--warm",
-        nargs="+",
-        required=True,
-        help="model folders of flowtrain.rft; seed i starts from number i mod their number; {arm} "
-        "in a name is the folder of the arm's runs",
-    )
-    parser.add_argument("--study", choices=STUDIES, default="appo", help="default: appo")
-    parser.add_argument("--arms", nargs="+", help="default: all of the study")
-    parser.add_argument(
-        "--seeds", type=int, default=5, choices=list(T_95), metavar="N", help="2 to 10 (default: 5)"
-    )
-    parser.add_argument("--level", type=float, default=0.8, help="reward to reach (default: 0.8)")
-    parser.add_argument(
-        "--dir",
-        type=Path,
-        default=Path("runs/learning"),
-        help="folder of the runs (default: runs/learning)",
-    )
-    parser.add_argument("--plot", metavar="PNG", help="draw the curves into this file")
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add("--warm", nargs="+", required=True, help="models; seed i begins from number i mod those")
+    add("--study", choices=STUDIES, default="appo", help="what is compared")
+    add("--arms", nargs="+", help="of the study; none: all")
+    add("--seeds", type=int, default=5, choices=list(T_95), metavar="N", help="2 to 10")
+    add("--level", type=float, default=0.8, help="reward to reach")
+    add("--dir", type=Path, default=Path("runs/learning"), help="folder of the runs")
+    add("--plot", metavar="PNG", help="draw the curves into this file")
     args = parser.parse_args()
     study = STUDIES[args.study]
     if unknown := set(args.arms or study) - set(study):
@@ -76,8 +84,7 @@ def main() -> None:
     folders: dict[str, list[Path]] = {arm: [] for arm in arms}
     for seed, arm in tqdm([(seed, arm) for seed in range(args.seeds) for arm in arms], desc="runs"):
         folder = args.dir / args.study / arm.replace(", ", "-").replace(" ", "_") / str(seed)
-        warm = args.warm[seed % len(args.warm)].format(arm=folder.parent.name)
-        folders[arm].append(run(folder, arms[arm], seed, warm))
+        folders[arm].append(run(folder, arms[arm], seed, args.warm[seed % len(args.warm)]))
     curves = {arm: [curve(folder) for folder in runs] for arm, runs in folders.items()}
     budget = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     first = next(iter(curves.values()))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from bench.dataflow_service import POLICY, Service
+from bench.dataflow_service import LIFE, POLICY, Service
 from flowtrain.dataflow.codec import pack, unpack
 from flowtrain.dataflow.contract import (
     Lease,
@@ -29,7 +29,6 @@ from flowtrain.dataflow.wire import MAX_WAIT_S, PREFIX
 from flowtrain.net.retries import pause_s
 
 T = TypeVar("T")
-LIFE = "a"
 
 
 @dataclass

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import report
-from bench.weights import change, config_of, new_parser, new_weights
+from bench.weights import change, config_of, new_weights, parser_of
 from flowtrain.engines.vllm.plan import make_plan, prove
 from flowtrain.engines.vllm.sharded_target import ShardedTarget
 from flowtrain.weights import Publisher, PublishOptions, SnapshotPolicy, WeightReader, WeightStore
@@ -148,7 +148,7 @@ def _synchronize() -> None:
 
 
 def main() -> None:
-    parser = new_parser(__doc__, shape="1.5b", repeats=3)
+    parser = parser_of(__doc__, shape="1.5b", repeats=3)
     parser.add_argument("--folder", type=Path, help="where the store is made, such as a tmpfs")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,13 +1,16 @@
-"""The runs that `bench.losses` compares: the same loss, PPO's clip, by flowkernels and by each
-peer that is installed.
+"""The runs that `bench.losses` compares: the same loss, PPO's clip, by flowkernels and its peers.
 
 Each function gives the runs of one path as {implementation: what to time}; a run returns what its
-error is measured on: log-probs, or the gradient by the logits or by the hidden states.
+error is measured on: log-probs, or the gradient by the logits or by the hidden states. Peers are
+called as their sources have it: TRL 1.16's log-probs of logits and its chunked head, Liger 0.8.5's
+GRPO loss on logits and its `FusedLinearScaledCrossEntropy` (CuTe on sm_90, chunks of 512 tokens in
+torch elsewhere), whose number per token takes any loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +18,6 @@ from typing import Any
 import torch
 from flowkernels import (
     LossSpec,
-    branching_score,
     linear_logprobs,
     linear_policy_loss,
     logprobs,
@@ -23,26 +25,73 @@ from flowkernels import (
 )
 from torch import Tensor
 
-from bench import head_peers
-
-PEERS = ("torch", "compile", *head_peers.MODULES, "linear_cross_entropy", "gemm")
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+MODULES = {"trl": "trl.kernels", "liger": "liger_kernel.transformers.grpo_loss"}
+PEERS = ("torch", "compile", *MODULES, "gemm")
+"""gemm: from hidden states, the bare products and nothing else."""
+SPEC = LossSpec(clip_low=0.2, clip_high=0.28)
 LENGTH = 512
 """Tokens of a sequence; advantages are constant within it, because Liger's kernel takes no others.
 """
 Runs = dict[str, Callable[[], Tensor]]
+Loss = Callable[..., Tensor]
+
+
+def missing(peer: str, device: str) -> str | None:
+    """Why a peer cannot be measured; None if it can."""
+    if peer == "liger" and device == "cpu":
+        return "its kernels need a GPU"
+    if peer in MODULES:
+        try:
+            importlib.import_module(MODULES[peer])
+        except Exception as error:  # noqa: BLE001  # foreign code may fail in any way
+            return f"{MODULES[peer]} cannot be imported: {error}"
+    return None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What is known of the tokens of a case; ratios on both sides of the clip."""
+
+    target_ids_T: Tensor
+    advantage_T: Tensor
+    weight_T: Tensor
+    old_logprob_T: Tensor
+
+    @classmethod
+    def make(cls, target_ids_T: Tensor, logprob_T: Tensor, rng: torch.Generator) -> Tokens:
+        num_tokens, device = len(logprob_T), logprob_T.device
+        noise_2T = torch.randn(2, num_tokens, generator=rng, device=device)
+        return cls(
+            target_ids_T,
+            noise_2T[0, ::LENGTH].repeat_interleave(LENGTH)[:num_tokens].contiguous(),
+            torch.full((num_tokens,), 1 / num_tokens, device=device),
+            logprob_T + 0.2 * noise_2T[1],
+        )
+
+    def clipped(self, logprob_T: Tensor) -> Tensor:
+        """PPO's loss of log-probs, in plain torch."""
+        ratio_T = (logprob_T - self.old_logprob_T).exp()
+        bounded_T = ratio_T.clamp(1 - SPEC.clip_low, 1 + SPEC.clip_high)
+        surrogate_T = torch.minimum(ratio_T * self.advantage_T, bounded_T * self.advantage_T)
+        return -(self.weight_T * surrogate_T).sum()
+
+    def loss_by(self, score: Loss) -> Loss:
+        """The loss on log-probs that another function makes of inputs and targets."""
+        return lambda *inputs: self.clipped(score(*inputs, self.target_ids_T))
+
+    def our_loss(self, function: Callable[..., Any], **options: Any) -> Loss:
+        """The loss as one of flowkernels' functions makes it of its inputs."""
+        tokens = {name: getattr(self, name) for name in ("advantage_T", "weight_T")}
+        options |= {"old_logprob_T": self.old_logprob_T, "spec": SPEC, **tokens}
+        return lambda *inputs: function(*inputs, self.target_ids_T, **options).loss
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One case; ratios on both sides of the clip."""
+    """One case on logits."""
 
     logits_TV: Tensor
-    target_ids_T: Tensor
-    advantage_T: Tensor
-    old_logprob_T: Tensor
-    weight_T: Tensor
-    cu_seqlens_S1: Tensor
+    tokens: Tokens
 
     @classmethod
     def make(cls, num_tokens: int, num_vocab: int, dtype: torch.dtype, device: str) -> Batch:
@@ -51,9 +100,8 @@ class Batch:
         for rows in logits_TV.split(512):  # no fp32 copy of all of it
             rows.copy_(3 * torch.randn(rows.shape, generator=rng, device=device))
         target_ids_T = torch.randint(num_vocab, (num_tokens,), generator=rng, device=device)
-        return cls(
-            logits_TV, target_ids_T, *_tokens(logprobs(logits_TV, target_ids_T).logprob_T, rng)
-        )
+        scores = logprobs(logits_TV, target_ids_T)
+        return cls(logits_TV, Tokens.make(target_ids_T, scores.logprob_T, rng))
 
 
 @dataclass(frozen=True)
@@ -62,127 +110,96 @@ class HeadBatch:
 
     hidden_TD: Tensor
     weight_VD: Tensor
-    target_ids_T: Tensor
-    advantage_T: Tensor
-    old_logprob_T: Tensor
-    weight_T: Tensor
-    cu_seqlens_S1: Tensor
+    tokens: Tokens
 
     @classmethod
     def make(
         cls, num_tokens: int, size: int, num_vocab: int, dtype: torch.dtype, device: str
     ) -> HeadBatch:
         rng = torch.Generator(device).manual_seed(0)
-        hidden_TD = torch.randn(num_tokens, size, generator=rng, device=device).to(dtype)
-        weight_VD = (
-            3 * size**-0.5 * torch.randn(num_vocab, size, generator=rng, device=device)
-        ).to(dtype)
+        normal = partial(torch.randn, generator=rng, device=device)
+        hidden_TD = normal(num_tokens, size).to(dtype)
+        weight_VD = (3 * size**-0.5 * normal(num_vocab, size)).to(dtype)
         target_ids_T = torch.randint(num_vocab, (num_tokens,), generator=rng, device=device)
-        return cls(
-            hidden_TD,
-            weight_VD,
-            target_ids_T,
-            *_tokens(linear_logprobs(hidden_TD, weight_VD, target_ids_T).logprob_T, rng),
-        )
+        scores = linear_logprobs(hidden_TD, weight_VD, target_ids_T)
+        return cls(hidden_TD, weight_VD, Tokens.make(target_ids_T, scores.logprob_T, rng))
 
 
-def _tokens(logprob_T: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(advantage, old, weight, cu_seqlens)."""
-    num_tokens, device = len(logprob_T), logprob_T.device
-    noise_2T = torch.randn(2, num_tokens, generator=rng, device=device)
-    advantage_T = noise_2T[0, ::LENGTH].repeat_interleave(LENGTH)[:num_tokens].contiguous()
-    bounds = torch.tensor([*range(0, num_tokens, LENGTH), num_tokens], device=device)
-    return (
-        advantage_T,
-        logprob_T + 0.2 * noise_2T[1],
-        torch.full((num_tokens,), 1 / num_tokens, device=device),
-        bounds,
-    )
-
-
-def logprobs_runs(batch: Batch, peers: list[str]) -> Runs:
-    logits, targets = batch.logits_TV, batch.target_ids_T
+def logprobs_runs(batch: Batch, peers: Sequence[str]) -> Runs:
+    inputs = batch.logits_TV, batch.tokens.target_ids_T
     compiled = torch.compile(naive_scores, dynamic=True)
     runs: Runs = {
-        "flowkernels": lambda: logprobs(logits, targets).logprob_T,
-        "torch": lambda: naive_scores(logits, targets)[0],
-        "compile": lambda: compiled(logits, targets)[0],
-        "trl": lambda: _trl_scores(logits, targets),
+        "flowkernels": lambda: logprobs(*inputs).logprob_T,
+        "torch": lambda: naive_scores(*inputs)[0],
+        "compile": lambda: compiled(*inputs)[0],
+        "trl": lambda: trl_scores(*inputs),
     }
     return _chosen(runs, peers)
 
 
-def loss_runs(batch: Batch, peers: list[str]) -> Runs:
-    compiled = torch.compile(naive_loss, dynamic=True)
-    runs: Runs = {
-        "flowkernels": lambda: flowkernels_gradient(batch),
-        "torch": lambda: _logits_gradient(naive_loss, batch),
-        "compile": lambda: _logits_gradient(compiled, batch),
-        "trl": lambda: _logits_gradient(_trl_loss, batch),
+def loss_runs(batch: Batch, peers: Sequence[str]) -> Runs:
+    tokens = batch.tokens
+    naive = tokens.loss_by(naive_logprobs)
+    losses = {
+        "flowkernels": tokens.our_loss(policy_loss),
+        "torch": naive,
+        "compile": torch.compile(naive, dynamic=True),
+        "trl": tokens.loss_by(trl_scores),
     }
-    if "liger" in peers and len(batch.target_ids_T) % LENGTH == 0:
+    runs: Runs = {name: partial(gradient, loss, batch.logits_TV) for name, loss in losses.items()}
+    if "liger" in peers and len(tokens.target_ids_T) % LENGTH == 0:
         runs["liger"] = _liger_run(batch)
     return _chosen(runs, peers)
 
 
-def branching_runs(batch: Batch) -> Runs:
-    scores = logprobs(batch.logits_TV, batch.target_ids_T)
-    arguments = (scores.logprob_T, batch.old_logprob_T, scores.entropy_T, batch.cu_seqlens_S1)
-    return {"flowkernels": lambda: branching_score(*arguments).score_T}
-
-
-def head_forward_runs(batch: HeadBatch, peers: list[str]) -> Runs:
-    hidden, weight, targets = batch.hidden_TD, batch.weight_VD, batch.target_ids_T
-    compiled = torch.compile(lambda h, w, y: naive_scores(h @ w.t(), y)[0], dynamic=True)
-    runs: Runs = {
-        "flowkernels": lambda: linear_logprobs(hidden, weight, targets).logprob_T,
-        "torch": lambda: naive_scores(hidden @ weight.t(), targets)[0],
-        "compile": lambda: compiled(hidden, weight, targets),
-        **{
-            peer: partial(run, hidden, weight, targets) for peer, run in head_peers.LOGPROBS.items()
-        },
-        "gemm": lambda: _gemm_forward(hidden, weight),
+def head_forward_runs(batch: HeadBatch, peers: Sequence[str]) -> Runs:
+    hidden, weight, targets = batch.hidden_TD, batch.weight_VD, batch.tokens.target_ids_T
+    scores: dict[str, Loss] = {
+        "flowkernels": lambda *inputs: linear_logprobs(*inputs).logprob_T,
+        "torch": naive_head,
+        "compile": torch.compile(naive_head, dynamic=True),
+        "trl": trl_head,
+        "liger": liger_head,
     }
     if hidden.dtype != torch.float32:
-        runs["flowkernels fp32"] = lambda: (
-            linear_logprobs(hidden, weight, targets, fp32_logits=True).logprob_T
+        scores["flowkernels fp32"] = lambda *inputs: (
+            linear_logprobs(*inputs, fp32_logits=True).logprob_T
         )
-    return _chosen(runs, peers)
+    runs: Runs = {name: partial(score, hidden, weight, targets) for name, score in scores.items()}
+    return _chosen(runs | {"gemm": lambda: hidden @ weight.t()}, peers)
 
 
-def head_loss_runs(batch: HeadBatch, peers: list[str]) -> Runs:
-    """ "top 20 %": every fifth token has weight; "frozen": the weight takes no gradient; "gemm":
-    the three products and nothing else.
-    """
-    sparse_T = torch.where(
-        torch.arange(len(batch.weight_T), device=batch.weight_T.device) % 5 == 0,
-        batch.weight_T,
-        0.0,
-    )
-    sparse = replace(batch, weight_T=sparse_T)
-    compiled = torch.compile(_naive_head_loss, dynamic=True)
-    runs: Runs = {
-        "flowkernels": lambda: _head_gradient(_flowkernels_head_loss, batch),
-        "flowkernels top 20 %": lambda: _head_gradient(_flowkernels_head_loss, sparse),
-        "flowkernels frozen": lambda: _head_gradient(_flowkernels_head_loss, batch, frozen=True),
-        "torch": lambda: _head_gradient(_naive_head_loss, batch),
-        "compile": lambda: _head_gradient(compiled, batch),
-        **{
-            peer: partial(_head_gradient, partial(_peer_loss, peer), batch)
-            for peer in head_peers.LOGPROBS
-        },
-        "linear_cross_entropy": lambda: _head_gradient(
-            partial(_cross_entropy, head_peers.torch_cross_entropy), batch
-        ),
-        "gemm": lambda: _gemms(batch),
+def head_loss_runs(batch: HeadBatch, peers: Sequence[str]) -> Runs:
+    """ "top 20 %": every fifth token has weight; "frozen": the weight takes no gradient."""
+    tokens, inputs = batch.tokens, (batch.hidden_TD, batch.weight_VD)
+    is_fifth_T = torch.arange(len(tokens.weight_T), device=tokens.weight_T.device) % 5 == 0
+    sparse = replace(tokens, weight_T=torch.where(is_fifth_T, tokens.weight_T, 0.0))
+    naive, ours = tokens.loss_by(naive_head), tokens.our_loss(linear_policy_loss)
+    losses = {
+        "flowkernels": ours,
+        "flowkernels top 20 %": sparse.our_loss(linear_policy_loss),
+        "torch": naive,
+        "compile": torch.compile(naive, dynamic=True),
+        "trl": tokens.loss_by(trl_head),
+        "liger": tokens.loss_by(liger_head),
     }
-    if len(batch.target_ids_T) % LENGTH == 0:
-        runs["liger_grpo"] = lambda: _head_gradient(_liger_grpo, batch)
     if batch.hidden_TD.dtype != torch.float32:
-        runs["flowkernels fp32"] = lambda: _head_gradient(
-            partial(_flowkernels_head_loss, fp32_logits=True), batch
-        )
-    return _chosen(runs, peers)
+        losses["flowkernels fp32"] = tokens.our_loss(linear_policy_loss, fp32_logits=True)
+    runs: Runs = {name: partial(gradient, loss, *inputs) for name, loss in losses.items()}
+    runs["flowkernels frozen"] = lambda: gradient(lambda h: ours(h, inputs[1]), inputs[0])
+    return _chosen(runs | {"gemm": partial(_gemms, batch)}, peers)
+
+
+def head_gradient(batch: HeadBatch, memory_budget: int | None) -> Tensor:
+    """Ours with its gradients, in chunks of so many bytes of logits, or its own."""
+    ours = batch.tokens.our_loss(linear_policy_loss, memory_budget=memory_budget)
+    return gradient(ours, batch.hidden_TD, batch.weight_VD)
+
+
+def gradient(loss: Loss, *inputs: Tensor) -> Tensor:
+    """The gradient by the first input; those by the others are computed, too."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return torch.autograd.grad(loss(*leaves), leaves)[0]
 
 
 def naive_scores(logits_TV: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,75 +210,38 @@ def naive_scores(logits_TV: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tenso
     return logp_TV.gather(1, target_ids_T[:, None])[:, 0], entropy_T
 
 
-def naive_loss(
-    logits_TV: Tensor,
-    target_ids_T: Tensor,
-    advantage_T: Tensor,
-    weight_T: Tensor,
-    old_logprob_T: Tensor,
-) -> Tensor:
-    """The loss alone: without the entropy that ours returns beside it."""
-    logprob_T = logits_TV.float().log_softmax(-1).gather(1, target_ids_T[:, None])[:, 0]
-    return clipped(logprob_T, advantage_T, weight_T, old_logprob_T)
+def naive_logprobs(logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
+    """Without the entropy that ours returns beside it."""
+    return logits_TV.float().log_softmax(-1).gather(1, target_ids_T[:, None])[:, 0]
 
 
-def clipped(
-    logprob_T: Tensor, advantage_T: Tensor, weight_T: Tensor, old_logprob_T: Tensor
-) -> Tensor:
-    ratio_T = (logprob_T - old_logprob_T).exp()
-    surrogate_T = torch.minimum(
-        ratio_T * advantage_T, ratio_T.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage_T
-    )
-    return -(weight_T * surrogate_T).sum()
+def naive_head(hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor) -> Tensor:
+    return naive_logprobs(hidden_TD @ weight_VD.t(), target_ids_T)
 
 
-def _chosen(runs: Runs, peers: list[str]) -> Runs:
-    return {name: run for name, run in runs.items() if name.split()[0] in ("flowkernels", *peers)}
-
-
-def flowkernels_gradient(batch: Batch, inplace: bool = False) -> Tensor:
-    logits_TV = batch.logits_TV.detach().requires_grad_()
-    spec = LossSpec(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
-    tokens: dict[str, Any] = {
-        "advantage_T": batch.advantage_T,
-        "weight_T": batch.weight_T,
-        "old_logprob_T": batch.old_logprob_T,
-    }
-    out = policy_loss(logits_TV, batch.target_ids_T, spec=spec, inplace=inplace, **tokens)
-    return torch.autograd.grad(out.loss, logits_TV)[0]
-
-
-def head_gradient(batch: HeadBatch, memory_budget: int | None) -> Tensor:
-    """Ours with its gradients, in chunks of so many bytes of logits, or its own."""
-    return _head_gradient(partial(_flowkernels_head_loss, memory_budget=memory_budget), batch)
-
-
-def _logits_gradient(loss: Callable[..., Tensor], batch: Batch) -> Tensor:
-    logits_TV = batch.logits_TV.detach().requires_grad_()
-    value = loss(
-        logits_TV, batch.target_ids_T, batch.advantage_T, batch.weight_T, batch.old_logprob_T
-    )
-    return torch.autograd.grad(value, logits_TV)[0]
-
-
-def _trl_scores(logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
+def trl_scores(logits_TV: Tensor, target_ids_T: Tensor) -> Tensor:
     """TRL's released log-probs with entropy: a Triton kernel on a GPU, chunks of torch on a CPU."""
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
-    logprob_T: Tensor = selective_log_softmax_and_entropy(
-        logits_TV, target_ids_T, entropy_requires_grad=False
-    )[0]
+    inputs = logits_TV, target_ids_T
+    logprob_T: Tensor = selective_log_softmax_and_entropy(*inputs, entropy_requires_grad=False)[0]
     return logprob_T
 
 
-def _trl_loss(
-    logits_TV: Tensor,
-    target_ids_T: Tensor,
-    advantage_T: Tensor,
-    weight_T: Tensor,
-    old_logprob_T: Tensor,
-) -> Tensor:
-    return clipped(_trl_scores(logits_TV, target_ids_T), advantage_T, weight_T, old_logprob_T)
+def trl_head(hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor) -> Tensor:
+    from trl.kernels import ChunkedLogProbFunction
+
+    options = (1.0, 8192, None, 1.0, ("entropy",))
+    found = ChunkedLogProbFunction.apply(hidden_TD, weight_VD, None, target_ids_T, *options)
+    logprob_T: Tensor = found[0]
+    return logprob_T
+
+
+def liger_head(hidden_TD: Tensor, weight_VD: Tensor, target_ids_T: Tensor) -> Tensor:
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    function: Any = module.LigerFusedLinearScaledCrossEntropyFunction
+    loss_T: Tensor = function.apply(hidden_TD, weight_VD, target_ids_T)
+    return -loss_T
 
 
 def _liger_run(batch: Batch) -> Callable[[], Tensor]:
@@ -270,98 +250,22 @@ def _liger_run(batch: Batch) -> Callable[[], Tensor]:
     """
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    num_tokens, num_vocab = batch.logits_TV.shape
-    size = num_tokens // LENGTH
-    padded = batch.logits_TV.new_zeros(size, LENGTH + 1, num_vocab)
-    padded[:, :LENGTH] = batch.logits_TV.view(size, LENGTH, num_vocab)
-    old, ids = batch.old_logprob_T.view(size, LENGTH), batch.target_ids_T.view(size, LENGTH)
+    tokens, (num_tokens, num_vocab) = batch.tokens, batch.logits_TV.shape
+    shape = num_tokens // LENGTH, LENGTH
+    padded = batch.logits_TV.new_zeros(shape[0], LENGTH + 1, num_vocab)
+    padded[:, :LENGTH] = batch.logits_TV.view(*shape, num_vocab)
+    old, ids = tokens.old_logprob_T.view(shape), tokens.target_ids_T.view(shape)
     options: dict[str, Any] = {
-        "temperature": 1.0,
-        "beta": 0.0,
-        "eps_low": CLIP_LOW,
-        "eps_high": CLIP_HIGH,
-        "inplace": False,
-    }
+        "temperature": 1.0, "beta": 0.0, "eps_low": SPEC.clip_low, "eps_high": SPEC.clip_high,
+        "inplace": False, "loss_type": "grpo", "reduce": False,
+    }  # fmt: skip
 
-    def run() -> Tensor:
-        logits = padded.detach().requires_grad_()
-        per_token, _, _ = triton_grpo_loss(
-            logits,
-            old,
-            None,
-            ids,
-            batch.advantage_T[::LENGTH],
-            loss_type="grpo",
-            reduce=False,
-            **options,
-        )
-        loss = (per_token * batch.weight_T.view(size, LENGTH)).sum()
-        return torch.autograd.grad(loss, logits)[0][:, :LENGTH].flatten(0, 1)
+    def loss(logits: Tensor) -> Tensor:
+        given = logits, old, None, ids, tokens.advantage_T[::LENGTH]
+        per_token: Tensor = triton_grpo_loss(*given, **options)[0]
+        return (per_token * tokens.weight_T.view(shape)).sum()
 
-    return run
-
-
-def _head_gradient(loss: Callable[..., Tensor], batch: HeadBatch, frozen: bool = False) -> Tensor:
-    """Gradient by the hidden states, and by the weight unless it is frozen."""
-    hidden_TD, weight_VD = (
-        batch.hidden_TD.detach().requires_grad_(),
-        batch.weight_VD.detach().requires_grad_(not frozen),
-    )
-    value = loss(
-        hidden_TD,
-        weight_VD,
-        batch.target_ids_T,
-        batch.advantage_T,
-        batch.weight_T,
-        batch.old_logprob_T,
-    )
-    return torch.autograd.grad(value, [hidden_TD] if frozen else [hidden_TD, weight_VD])[0]
-
-
-def _flowkernels_head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    advantage: Tensor,
-    token_weight: Tensor,
-    old: Tensor,
-    **options: Any,
-) -> Tensor:
-    spec = LossSpec(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
-    tokens: dict[str, Any] = {
-        "advantage_T": advantage,
-        "weight_T": token_weight,
-        "old_logprob_T": old,
-    }
-    return linear_policy_loss(hidden, weight, targets, spec=spec, **tokens, **options).loss
-
-
-def _naive_head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: Tensor) -> Tensor:
-    return naive_loss(hidden @ weight.t(), targets, *tokens)
-
-
-def _peer_loss(
-    peer: str, hidden: Tensor, weight: Tensor, targets: Tensor, *tokens: Tensor
-) -> Tensor:
-    return clipped(head_peers.LOGPROBS[peer](hidden, weight, targets), *tokens)
-
-
-def _liger_grpo(
-    hidden: Tensor, weight: Tensor, targets: Tensor, advantage: Tensor, _: Tensor, old: Tensor
-) -> Tensor:
-    return head_peers.liger_grpo(
-        hidden, weight, targets, advantage, old, LENGTH, (CLIP_LOW, CLIP_HIGH)
-    )
-
-
-def _cross_entropy(
-    function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, *_: Tensor
-) -> Tensor:
-    return function(hidden, weight, targets)
-
-
-def _gemm_forward(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    return hidden_TD @ weight_VD.t()
+    return lambda: gradient(loss, padded)[:, :LENGTH].flatten(0, 1)
 
 
 def _gemms(batch: HeadBatch) -> Tensor:
@@ -370,3 +274,7 @@ def _gemms(batch: HeadBatch) -> Tensor:
     weight_gradient = logits_TV.t() @ batch.hidden_TD
     assert weight_gradient.shape == batch.weight_VD.shape
     return hidden_gradient
+
+
+def _chosen(runs: Runs, peers: Sequence[str]) -> Runs:
+    return {name: run for name, run in runs.items() if name.split()[0] in ("flowkernels", *peers)}

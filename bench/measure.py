@@ -1,9 +1,10 @@
-"""Shared parts of the benchmarks: timing rivals in turn, printing rows, keeping them as JSON with
-the versions they were measured under.
+"""Shared parts of the benchmarks: timing rivals in turn, printing rows as they come, keeping them
+as JSON with the command, the versions and the machine they were measured under.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
 import gc
@@ -11,17 +12,54 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+Name = TypeVar("Name")
+Row = Mapping[str, Any]
 _BUSY_CYCLES = 4_000_000
 """About 2 ms of a GPU: longer than Python takes to queue what is timed."""
+_LOAD = os.getloadavg()[0]
+"""Of the machine in the minute before the bench began."""
+_WIDTH, _SPARE = 9, 8
+"""Of a column at least, and for names that are longer than that of the first row."""
+
+
+def new_parser(doc: str | None, **full: object) -> argparse.ArgumentParser:
+    """Make a parser that prints the docstring of a bench and the default of each option.
+
+    Options have defaults that take about two minutes on two cores; `full` are those of the figures
+    that the docs quote, for `--full`.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=_Help)
+    parser.add_argument("--json", metavar="F", help="keep the rows in this file")
+    if full:
+        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in full.items())
+        text = f"the sizes that the docs quote: {words}"
+        parser.add_argument("--full", action=_Full, nargs=0, const=full, help=text)
+    return parser
+
+
+class _Full(argparse.Action):
+    """Sets all that it holds; what follows on the command line may set it anew."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option: object = None
+    ) -> None:
+        vars(namespace).update(self.const)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Leave lines as they are, and add defaults."""
 
 
 def time_in_turn(
@@ -59,6 +97,21 @@ def seconds_of(run: Callable[[], Any]) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
+def seconds_in_turn(
+    runs: Mapping[Name, Callable[[], Any]], repeats: int, warmup: int = 2
+) -> dict[Name, list[float]]:
+    """Seconds of each run by `seconds_of`, in turn and in an order that rotates."""
+    names = list(runs)
+    seconds: dict[Name, list[float]] = {name: [] for name in names}
+    for repeat in range(-warmup, repeats):
+        for index in range(len(names)):
+            name = names[(index + repeat) % len(names)]
+            taken = seconds_of(runs[name])
+            if repeat >= 0:
+                seconds[name].append(taken)
+    return seconds
+
+
 def runs_here(what: str, run: Callable[[], Any]) -> bool:
     """Whether it runs at all; says what a peer has against a case: no memory, another dtype or
     device than its kernels take, a package that it lacks.
@@ -79,23 +132,44 @@ def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(slower, faster, strict=True))
 
 
-def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Columns as wide as their widest cell, numbers to four digits."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_cell(row.get(name, "")) for name in names] for row in rows]
-    widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
-    for line in [names, ["-" * width for width in widths], *cells]:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+class Table:
+    """Rows that are printed as they come and kept as JSON, so that a bench that is stopped leaves
+    what it has measured.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        """`path`: where rows are kept; None: nowhere."""
+        self.path = path
+        self.rows: list[Row] = []
+        self._columns: dict[str, int] = {}
+
+    def add(self, row: Row) -> None:
+        """Print a row, below a new header where its columns are others than before."""
+        cells = {name: _cell(value) for name, value in row.items()}
+        if self._columns.keys() != cells.keys():
+            self._columns = {
+                name: max(_WIDTH, len(name), len(cell) + _SPARE * isinstance(row[name], str))
+                for name, cell in cells.items()
+            }
+            if self.rows:
+                print()
+            self._print({name: name for name in cells})
+            self._print({name: "-" * width for name, width in self._columns.items()})
+        self._print(cells)
+        self.rows.append(row)
+        if self.path:
+            write_json(self.path, self.rows)
+
+    def _print(self, cells: Mapping[str, str]) -> None:
+        text = (cell.rjust(self._columns[name]) for name, cell in cells.items())
+        print("  ".join(text), flush=True)
 
 
-def report(path: str | None, *tables: Sequence[Mapping[str, Any]]) -> None:
-    """Print tables, and keep their rows as JSON if there is a path for it."""
-    for index, rows in enumerate(tables):
-        if index:
-            print()
-        print_table(rows)
-    if path:
-        write_json(path, [row for rows in tables for row in rows])
+def report(path: str | None, *tables: Iterable[Row]) -> None:
+    """Print the rows of tables as they are measured, and keep them if there is a path."""
+    table = Table(path)
+    for row in chain(*tables):
+        table.add(row)
 
 
 def extra_bytes(run: Callable[[], Any], device: torch.device) -> int:
@@ -125,25 +199,24 @@ def _status_bytes(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def write_json(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_json(path: str | Path, rows: Sequence[Row]) -> None:
     """Write rows, and what they were measured under, as one step."""
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.processor() or platform.machine()
-    )
     facts = {
         "commit": commit_of_checkout(),
         "date": time.strftime("%Y-%m-%d"),
+        "command": _command(),
         **{name: installed_version(name) for name in ("torch", "triton", "transformers")},
         "driver": _driver(),
-        "device": device,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
         "threads": torch.get_num_threads(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": _LOAD,
     }
     write_rows(Path(path), facts, rows)
 
 
-def write_rows(path: Path, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, facts: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Write rows and facts as one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
@@ -174,6 +247,21 @@ def installed_version(package: str) -> str | None:
 def _driver() -> str | None:
     path = Path("/proc/driver/nvidia/version")
     return path.read_text().splitlines()[0] if path.exists() else None
+
+
+@functools.cache
+def _cpu() -> str:
+    """The model of the CPU, as Linux names it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.machine()
+
+
+def _command() -> str:
+    """The command line that runs, as one would type it."""
+    spec = sys.modules["__main__"].__spec__
+    module = ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+    return shlex.join(["python", *module, *sys.argv[1:]])
 
 
 def _cell(value: Any) -> str:

@@ -7,34 +7,29 @@ GPU: what tensors took). On a CPU glibc is told to give back what is freed: by i
 blocks of up to 32 MB, and a process is up to twice as large as its tensors ever were.
 
 --model takes the model of a folder, with and without the linear loss, which makes logits a chunk at
-a time where a head makes all of them; and its head alone, forward and backward: the linear loss,
-our loss on whole logits, which writes their gradient over them, and torch's log_softmax on whole
-logits. On a CPU, SmolLM2-135M takes 4 minutes of one core and 5 GB.
+a time where a head makes all of them. On a CPU, SmolLM2-135M takes 3 minutes of one core and 5 GB.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import multiprocessing
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from flowkernels import LossSpec, linear_policy_loss, policy_loss
-from torch import Tensor, nn
+from flowkernels import LossSpec
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from bench import model_folder
-from bench.measure import extra_bytes, report
+from bench.measure import new_parser, report
 from flowtrain.config import Config, Lora
-from flowtrain.metrics import ProgressLine
-from flowtrain.run.memory_plan import head, plan_memory
+from flowtrain.run.memory_plan import plan_memory
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.lora import add_adapter
@@ -66,8 +61,12 @@ class Case:
     """Where a reference policy's weights are: "device", "cpu"; "": there is none."""
     lora_rank: int = 0
     """Of the adapter that is trained; 0: all weights are."""
+    model: str = ""
+    """Folder of the decoder; "": it is made, and has the sizes above."""
 
     def make(self) -> PreTrainedModel:
+        if self.model:
+            return load_model(self.model, torch.float32, key="--model")
         config = Qwen3Config(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -120,75 +119,34 @@ def option_cases(on_gpu: bool) -> tuple[Case, ...]:
     return tuple(Case(*shape, **options) for options in ways)
 
 
-@dataclass(frozen=True, slots=True)
-class FolderCase:
-    """The model of a folder, and the rows it is trained on."""
-
-    model: str
-    token_budget: int
-    linear_loss: bool = True
-    recompute: bool = False
-    optimizer: str = "adamw"
-    dtype: str = ""
-    offload: str = "none"
-    reference: str = ""
-    lora_rank: int = 0
-
-    def make(self) -> PreTrainedModel:
-        return load_model(self.model, torch.float32, key="--model")
-
-
-@dataclass(frozen=True, slots=True)
-class HeadCase:
-    """The head of a folder's model, and the targets that it scores."""
-
-    model: str
-    num_targets: int
-    loss: str
-    """One of HEAD_LOSSES."""
+def folder_cases(model: str, token_budget: int) -> list[Case]:
+    """The model of a folder, with and without the linear loss."""
+    return [
+        Case(0, 0, 0, 0, token_budget, linear_loss=is_linear, model=model)
+        for is_linear in (True, False)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
+    parser = new_parser(__doc__)
     model_folder.add_option(parser)
-    parser.add_argument(
-        "--token-budget", type=int, default=1024, help="of --model's rows (default: 1024)"
-    )
-    parser.add_argument(
-        "--targets", default="512,2048", help="of --model's head alone (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--options", action="store_true", help="the ways to spare memory, on one model"
-    )
+    add = parser.add_argument
+    add("--token-budget", type=int, default=1024, help="of --model's rows")
+    add("--options", action="store_true", help="the ways to spare memory, on one model")
     args = parser.parse_args()
-    cases: Sequence[Case | FolderCase] = GPU_CASES if torch.cuda.is_available() else CPU_CASES
-    heads: list[HeadCase] = []
+    on_gpu = torch.cuda.is_available()
+    cases: Sequence[Case] = GPU_CASES if on_gpu else CPU_CASES
     if args.options:
-        cases = option_cases(torch.cuda.is_available())
+        cases = option_cases(on_gpu)
     if args.model:
-        cases = [FolderCase(args.model, args.token_budget, linear) for linear in (True, False)]
-        targets = [int(x) for x in args.targets.split(",")]
-        heads = [HeadCase(args.model, n, loss) for n in targets for loss in HEAD_LOSSES]
+        cases = folder_cases(args.model, args.token_budget)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # read when a process starts
     # Spawned, so that none starts with memory that another has freed.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
-        rows = _measured(processes.imap(measure, cases), len(cases), "step")
-        of_heads = _measured(processes.imap(measure_head, heads), len(heads), "head")
-    report(args.json, *filter(None, (rows, of_heads)))
+        report(args.json, processes.imap(measure, cases))
 
 
-def _measured(found: Iterable[dict[str, Any]], total: int, what: str) -> list[dict[str, Any]]:
-    """Collect the rows as they come, with a progress line."""
-    line = ProgressLine(total, 0, True, unit="case")
-    rows = []
-    for row in found:
-        rows.append(row)
-        line.show(len(rows), f"{what}: {row['measured_mb']:.0f} MB")
-    return rows
-
-
-def measure(case: Case | FolderCase) -> dict[str, Any]:
+def measure(case: Case) -> dict[str, Any]:
     """The plan, and the process's peak beside it. There is none without the linear loss."""
     torch.set_num_threads(1)
     world = World.join("auto")
@@ -199,7 +157,7 @@ def measure(case: Case | FolderCase) -> dict[str, Any]:
     predicted, measured = sum(parts.values()), peak.num_bytes()
     world.leave()
     row = {"device": world.device.type, **asdict(case)}
-    if isinstance(case, FolderCase):
+    if case.model:
         row["model"] = Path(case.model).name
     if case.linear_loss:
         row |= {f"{part}_mb": num_bytes / 1e6 for part, num_bytes in parts.items() if num_bytes}
@@ -207,7 +165,7 @@ def measure(case: Case | FolderCase) -> dict[str, Any]:
     return row | {"measured_mb": measured / 1e6}
 
 
-def _train(case: Case | FolderCase, world: World) -> dict[str, int]:
+def _train(case: Case, world: World) -> dict[str, int]:
     """Two steps on two rows each; returns what was planned for them, by part. Nothing is published
     here.
     """
@@ -267,60 +225,6 @@ def _train(case: Case | FolderCase, world: World) -> dict[str, int]:
     for _ in range(2):
         trainer.step([rows])
     return {name: number for name, number in plan.parts.items() if name != "published"}
-
-
-def measure_head(case: HeadCase) -> dict[str, Any]:
-    """Peak memory of a head's forward and backward pass beyond weight and hidden states, gradients
-    included, and what the plan says of the linear loss.
-    """
-    torch.set_num_threads(1)
-    model = load_model(case.model, torch.float32, key="--model")
-    weight_VD = model.get_output_embeddings().weight
-    hidden_TD = torch.randn(case.num_targets, weight_VD.shape[1], requires_grad=True)
-    target_T = torch.randint(0, len(weight_VD), (case.num_targets,))
-    run = partial(HEAD_LOSSES[case.loss], weight_VD=weight_VD, target_T=target_T)
-    run(hidden_TD[:16]).backward()  # or it would pay for what the first call loads
-    hidden_TD.grad = weight_VD.grad = None
-    measured = extra_bytes(lambda: run(hidden_TD).backward(), torch.device("cpu"))
-    row = {"targets": case.num_targets, "vocab": len(weight_VD), "loss": case.loss}
-    row["logits_mb"] = 4e-6 * case.num_targets * len(weight_VD)
-    if case.loss == "linear loss":
-        # A third of a row's tokens are targets to the plan.
-        predicted = sum(head(model, 4, 3 * case.num_targets, on_gpu=False))
-        row |= {"predicted_mb": predicted / 1e6, "predicted_of_measured": predicted / measured}
-    return row | {"measured_mb": measured / 1e6}
-
-
-def _linear_loss(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
-    return linear_policy_loss(
-        hidden_TD, weight_VD, target_T[: len(hidden_TD)], **_tokens(hidden_TD)
-    ).loss
-
-
-def _loss_of_logits(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
-    logits_TV = hidden_TD @ weight_VD.t()
-    return policy_loss(
-        logits_TV, target_T[: len(hidden_TD)], inplace=True, **_tokens(hidden_TD)
-    ).loss
-
-
-def _log_softmax(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> Tensor:
-    """The same loss: old log-probs are the policy's own, so every ratio is 1."""
-    logprob_TV = (hidden_TD @ weight_VD.t()).log_softmax(-1)
-    logprob_T = logprob_TV.gather(1, target_T[: len(hidden_TD), None])[:, 0]
-    return -(logprob_T - logprob_T.detach()).exp().mean()
-
-
-HEAD_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "linear loss": _linear_loss,
-    "loss of whole logits": _loss_of_logits,
-    "torch's log_softmax": _log_softmax,
-}
-
-
-def _tokens(hidden_TD: Tensor) -> dict[str, Any]:
-    ones_T = torch.ones(len(hidden_TD))
-    return {"spec": LossSpec(), "advantage_T": ones_T, "weight_T": ones_T / len(ones_T)}
 
 
 def _sample(vocab_size: int, num_tokens: int, seed: int) -> Sample:

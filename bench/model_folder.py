@@ -21,19 +21,15 @@ from flowtrain.algorithms.advantages import normalise
 from flowtrain.config import GymSet
 from flowtrain.engines.token_chat import encode_chat
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.metrics import ProgressLine
 from flowtrain.rewards import gym
 from flowtrain.tasks.gym import gym_tasks
 from flowtrain.training.model import load_model, load_tokenizer
 from flowtrain.types import Completion, Sample, Sampling, Task, UserError
 from flowtrain.utils.text import final_answer
 
-FAMILIES = {
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "leg_counting": {"min_animals": 1, "max_animals": 3, "min_instances": 1, "max_instances": 5},
-}
-"""Data sets of reasoning-gym and their options. A model of 135 M parameters gets partial credit for
-most questions of the first, so most groups have a spread of rewards."""
+_QUESTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+"""Options of reasoning-gym's chain_sum. A model of 135 M parameters gets partial credit for most of
+them, so most groups have a spread of rewards."""
 _MOST_TRIES = 10
 """Questions asked for each group that is wanted, at most."""
 
@@ -84,9 +80,8 @@ class ModelFolder:
         Every sample has the same weight, as in TRL's loss. Raises UserError when ten questions per
         group do not suffice.
         """
-        tasks = questions(_MOST_TRIES * num_groups, ("chain_sum",))
+        tasks = questions(_MOST_TRIES * num_groups)
         engine = self.engine()
-        line = ProgressLine(num_groups, 0, True, unit="group")
         groups: list[list[Sample]] = []
         for start in range(0, len(tasks), num_groups):
             asked = tasks[start : start + num_groups]
@@ -95,7 +90,6 @@ class ModelFolder:
                 rewards = self._rewards(task, completions)
                 if min(rewards) < max(rewards):
                     groups.append(_samples(prompt, completions, rewards))
-                    line.show(len(groups), f"rollouts of {self.name}")
                 if len(groups) == num_groups:
                     engine.close()
                     return groups
@@ -109,12 +103,11 @@ class ModelFolder:
         return checked(task, [final_answer(text) for text in texts])
 
 
-def questions(number: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Task]:
-    """Draw questions of the families in turn; some may be equal."""
-    each = -(-number // len(families))
-    sets = {name: GymSet(options=FAMILIES[name]) for name in families}
-    train, _ = gym_tasks(sets, each * len(families), 64 * len(families), seed=0)
-    return [task for turn in zip(*train.values(), strict=True) for task in turn][:number]
+def questions(number: int) -> list[Task]:
+    """Draw questions; some may be equal."""
+    sets = {"chain_sum": GymSet(options=_QUESTIONS)}
+    train, _ = gym_tasks(sets, number, 64, seed=0)
+    return train["chain_sum"]
 
 
 def checked(task: Task, answers: Sequence[str]) -> list[float]:

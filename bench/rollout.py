@@ -5,12 +5,9 @@ on vLLM against its `AsyncLLM` alone. All rivals get the same prompts: distinct 
 8 that share one, as in the first turn of a GRPO batch. End-of-sequence is switched off, so that all
 sample the same number of tokens.
 
-Two runs of the flow with simulated tools (`bench/simulated_tools.py`) follow: with 256 rollouts in
-flight and with 16 workers.
-
 --model takes the model of a folder, in fp32, and questions of reasoning-gym through its chat
-template, 16 at a time with 16 new tokens each, and leaves the simulated tools out: 3 minutes of one
-core for SmolLM2-135M with --repeats 3.
+template, 16 at a time with 16 new tokens each: 3 minutes of one core for SmolLM2-135M with
+--repeats 3.
 """
 
 from __future__ import annotations
@@ -22,16 +19,16 @@ import importlib.util
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from bench import model_folder, simulated_tools
-from bench.measure import median_ratio, print_table, time_in_turn, write_json
+from bench import model_folder
+from bench.measure import Row, median_ratio, new_parser, report, time_in_turn
 from bench.model_folder import ModelFolder, questions
 from flowtrain.config import Vllm
 from flowtrain.engines.protocol import Engine
@@ -41,59 +38,42 @@ from flowtrain.engines.vllm.process import VllmModel, cpu_environment
 from flowtrain.toy import new_model, new_tokenizer
 from flowtrain.training.model import export, full_weights
 from flowtrain.types import Sampling
-from flowtrain.weights.stores.folder import WeightStore
 
 Prompts = Sequence[tuple[int, ...]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="timed runs of each rival (default: 5)"
-    )
+    parser = new_parser(__doc__)
     model_folder.add_option(parser)
-    parser.add_argument(
-        "--batch", type=int, help="requests at a time (default: 128; of --model 16)"
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, default=16, help="tokens per response (default: 16)"
-    )
-    parser.add_argument(
-        "--rollouts",
-        type=int,
-        default=1024,
-        help="rollouts of the simulation of tools (default: 1024)",
-    )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    add = parser.add_argument
+    add("--repeats", type=int, default=5, help="timed runs of each rival")
+    add("--batch", type=int, default=0, help="requests at a time; 0: 128, of --model 16")
+    add("--new-tokens", type=int, default=16, help="tokens per response")
+    add("--threads", type=int, default=1, help="CPU threads")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows = _of_folder(args) if args.model else _of_random_model(args)
-    if args.json:
-        write_json(args.json, rows)
+    report(args.json, _of_folder(args) if args.model else _of_random_model(args))
 
 
-def _of_random_model(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A model of the quickstart's shape, random prompts, and the simulated tools."""
-    model, engine, vocab_size = _engine()
+def _of_random_model(args: argparse.Namespace) -> Iterator[Row]:
+    """A model of the quickstart's shape, and random prompts."""
+    model, tokenizer = _model(6)
+    model.generation_config.eos_token_id = None  # it never ends a response
+    engine = TorchEngine(copy.deepcopy(model), tokenizer, None)
     order = random.Random(0)
     distinct = [
-        tuple(order.randrange(5, vocab_size) for _ in range(order.randrange(30, 90)))
+        tuple(order.randrange(5, len(tokenizer)) for _ in range(order.randrange(30, 90)))
         for _ in range(args.batch or 128)
     ]
-    rows = _torch_rows(model, engine, distinct, args)
+    yield from _torch_rows(model, engine, distinct, args)
     with tempfile.TemporaryDirectory() as folder:
         tiny, tokenizer = _model(3)  # vLLM on a CPU wants heads at least 32 wide
         tiny.config.architectures = [type(tiny).__name__]
         export(tiny, tokenizer, full_weights(tiny), Path(folder))
-        rows += _vllm_rows(folder, tokenizer, distinct, args)
-    print_table(rows)
-    simulated = simulated_tools.measure(engine, args.rollouts)
-    print_table(simulated)
-    return [*rows, *simulated]
+        yield from _vllm_rows(folder, tokenizer, distinct, args)
 
 
-def _of_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _of_folder(args: argparse.Namespace) -> Iterator[Row]:
     folder = ModelFolder.load(args.model)
     number = args.batch or 16
     distinct = list(dict.fromkeys(folder.prompts(questions(4 * number))))[:number]
@@ -101,22 +81,20 @@ def _of_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
     engine = folder.engine()
     folder.model.set_attn_implementation("sdpa")
     rows = _torch_rows(folder.model, engine, distinct, args)
-    rows += _vllm_rows(args.model, folder.tokenizer, distinct, args)
-    print_table(rows)
-    return [{"model": folder.name, **row} for row in rows]
+    of_vllm = _vllm_rows(args.model, folder.tokenizer, distinct, args)
+    for row in chain(rows, of_vllm):
+        yield {"model": folder.name, **row}
 
 
 def _torch_rows(
     model: PreTrainedModel, engine: TorchEngine, distinct: Prompts, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    rows = []
+) -> Iterator[Row]:
     for name, prompts in _kinds(distinct).items():
         rivals = {
             "torch engine": partial(_engine_run, engine, prompts, args.new_tokens),
             "transformers generate": partial(_generate, model, prompts, args.new_tokens),
         }
-        rows += _rows(name, rivals, prompts, args)
-    return rows
+        yield from _rows(name, rivals, prompts, args)
 
 
 def _kinds(distinct: Prompts) -> dict[str, Prompts]:
@@ -132,20 +110,12 @@ def _model(num_heads: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return model, tokenizer
 
 
-def _engine() -> tuple[PreTrainedModel, TorchEngine, int]:
-    """Make an engine whose model never ends a response."""
-    model, tokenizer = _model(6)
-    model.generation_config.eos_token_id = None
-    engine = TorchEngine(copy.deepcopy(model), tokenizer, WeightStore(Path("unused")))
-    return model, engine, len(tokenizer)
-
-
 def _rows(
     name: str,
     rivals: Mapping[str, Callable[[], object]],
     prompts: Prompts,
     args: argparse.Namespace,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Time the rivals; the first one is ours."""
     seconds = time_in_turn(rivals, args.repeats, warmup=1 if args.model else 2)
     num_tokens = len(prompts) * args.new_tokens
@@ -166,11 +136,11 @@ def _rows(
 
 def _vllm_rows(
     path: str, tokenizer: PreTrainedTokenizerFast, distinct: Prompts, args: argparse.Namespace
-) -> list[dict[str, Any]]:
+) -> Iterator[Row]:
     """Time our engine and vLLM itself on one vLLM, where it is installed."""
     if importlib.util.find_spec("vllm") is None:
         print("left out: vLLM: it is not installed")
-        return []
+        return
     spec = VllmModel(
         source=path,
         dtype="float32",
@@ -179,15 +149,13 @@ def _vllm_rows(
         environment=cpu_environment(torch.get_num_threads()),
     )
     engine = VllmEngine(spec, tokenizer, Vllm(kv_cache_gb=0.5))
-    rows = []
     for name, prompts in _kinds(distinct).items():
         rivals = {
             "vllm engine": partial(_engine_run, engine, prompts, args.new_tokens),
             "vllm itself": partial(_vllm_run, engine, prompts, args.new_tokens),
         }
-        rows += _rows(name, rivals, prompts, args)
+        yield from _rows(name, rivals, prompts, args)
     engine.close()
-    return rows
 
 
 def _engine_run(engine: Engine, prompts: Prompts, new_tokens: int) -> object:

@@ -7,41 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from bench.gateway_clients import LAST, MOST, TOOLS, text
+from bench.gateway_clients import LAST, MOST, TOOLS, TURNS, text
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
 from flowtrain.toy import new_tokenizer
 from flowtrain.types import Completion, FinishReason, Sampling, VersionSpan
 
-TURNS = 4
 _CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "%s"}}\n</tool_call>'
 _TEMPLATE = (
-    "{%- if tools %}{{- '<|im_start|>system\\n' + messages[0].content }}"
-    "{{- '\\n\\n# Tools\\n\\nYou may call functions, which are described here:\\n<tools>' }}"
-    "{%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}"
-    "{{- '\\n</tools>\\n\\nFor each call, return a json object within <tool_call></tool_call>:\\n"
-    '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>'
-    "<|im_end|>\\n' }}"
-    "{%- elif messages[0].role == 'system' %}"
-    "{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}"
-    "{%- for message in messages %}{%- if message.role == 'user' %}"
-    "{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' + message.content }}"
-    "{%- for call in message.tool_calls or [] %}"
-    '{{- \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{- call.function.arguments | tojson + '}\\n</tool_call>' }}{%- endfor %}"
-    "{{- '<|im_end|>\\n' }}{%- elif message.role == 'tool' %}"
-    "{{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}"
-    "{{- '\\n</tool_response><|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    "{% if tools %}<|im_start|>system\n{{ messages[0].content }}\n\n# Tools\n\nYou may call "
+    "functions, which are described here:\n<tools>{% for tool in tools %}\n{{ tool | tojson }}"
+    "{% endfor %}\n</tools>\n\nFor each call, return a json object within "
+    "<tool_call></tool_call>:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    "{% endif %}{% for message in messages if not (tools and message.role == 'system') %}"
+    "{% if message.role == 'tool' %}<|im_start|>user\n"
+    "<tool_response>\n{{ message.content }}\n</tool_response>{% else %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """After Qwen2.5's."""
 
@@ -54,19 +47,17 @@ class SimulatedEngine:
     """A text and a call of a tool."""
     answer: tuple[int, ...]
     seconds: float = 0.0
-    late: list[tuple[float, float]] = field(default_factory=list)
-    """When an answer was due, and how many seconds later the event loop came to take it."""
+    num_calls: int = 0
     longest: int = 0
     """Tokens of the longest prompt."""
     version: int = 0
     max_tokens: int = 1 << 20
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        due = time.monotonic() + self.seconds
+        self.num_calls += 1
         self.longest = max(self.longest, len(prompt_ids))
         if self.seconds:
             await asyncio.sleep(self.seconds)
-        self.late.append((due, time.monotonic() - due))
         ids = self.answer if sampling.max_new_tokens == LAST else self.said
         spans = (VersionSpan(0, len(ids), 0),)
         return Completion(ids, (-1.0,) * len(ids), spans, FinishReason.STOP)

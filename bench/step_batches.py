@@ -1,14 +1,12 @@
 """Batches for `bench.step`: a model and samples.
 
 AgentFlow's shape is a group of 8 rollouts of random tokens (`bench/agentflow_shape.py`). The main
-job's batch is recorded from its own flow, with the rewards that its rollouts get: those of a
-planner that is warmed up already, or else of the scripted expert that the quickstart warms up on.
-A model in a folder answers questions of reasoning-gym itself (`bench/model_folder.py`).
+job's batch is recorded from its own flow, with the rewards that its rollouts get. A model in a
+folder answers questions of reasoning-gym itself (`bench/model_folder.py`).
 """
 
 from __future__ import annotations
 
-import copy
 import random
 import tempfile
 from collections.abc import Sequence
@@ -16,21 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from flowkernels import LossSpec
 from transformers import PreTrainedModel
 
 from bench.agentflow_shape import SHAPES, agentflow_samples, random_model
 from bench.model_folder import ModelFolder
-from flowtrain.agents.agentflow.expert import scripted
-from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.collect import collect
 from flowtrain.algorithms import filter_samples, load_algorithm
-from flowtrain.algorithms.branching import score_samples
 from flowtrain.config.options import parse
 from flowtrain.rewards import score
 from flowtrain.run.components import RunComponents
 from flowtrain.run.learner import publish_start
-from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.world import World
 from flowtrain.types import Sample
 from flowtrain.weights.stores.folder import WeightStore
@@ -72,25 +65,23 @@ def chain(samples: Sequence[Sample], num_tokens: int) -> Sample:
 
 
 def main_job(warm: str, num_questions: int = 16) -> Batch:
-    """8 rollouts of each question, by the planner in the folder `warm` or, if that is empty, by the
-    expert. Every sample counts alike, as TRL's loss has it.
+    """8 rollouts of each question by the quickstart's planner in the folder `warm`. Every sample
+    counts alike, as TRL's loss has it.
     """
     world = World.join("cpu")
-    config = parse(
-        [
-            "--config",
-            "configs/quickstart.toml",
-            "--run.threads",
-            "1",
-            *("--algorithm.mode", "released", "--train.num_minibatches", "1"),
-            *(["--model.path", warm] if warm else []),
-        ]
-    )
+    options = {"config": "configs/quickstart.toml", "run.threads": "1", "model.path": warm}
+    options |= {"algorithm.mode": "released", "train.num_minibatches": "1"}
+    config = parse([word for key, value in options.items() for word in (f"--{key}", value)])
     assert config is not None
     components = RunComponents.prepare(config, world)
     with tempfile.TemporaryDirectory() as folder:
-        flow = _policy(components, WeightStore(Path(folder))) if warm else _expert(components)
-        groups = score(collect(flow, components.tasks.train[:num_questions], group_size=8, seed=0))
+        store = WeightStore(Path(folder))
+        engines = components.make_policy_engines({"planner": store})
+        publish_start(components, store)
+        engines["planner"].load(0)
+        agent = components.make_agent(engines, config.agent.max_turns)
+        tasks = components.tasks.train[:num_questions]
+        groups = score(collect(agent, tasks, group_size=8, seed=0))
     shape = components.model.config
     batch = filter_samples(
         load_algorithm(config).advantages(groups), shape.max_position_embeddings, shape.vocab_size
@@ -99,12 +90,10 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
         replace(s, loss_weights=(1 / len(s.response_ids),) * len(s.response_ids))
         for s in batch.samples
     ]
-    if not warm:
-        samples = _as_if_sampled(samples, components)
     random.Random(0).shuffle(samples)
     components.close()
     world.leave()
-    return Batch(f"main job, {'recorded' if warm else 'scripted'}", components.model, samples)
+    return Batch("main job, recorded", components.model, samples)
 
 
 def recorded(path: str, num_questions: int, max_new_tokens: int) -> Batch:
@@ -114,33 +103,3 @@ def recorded(path: str, num_questions: int, max_new_tokens: int) -> Batch:
     samples = [sample for group in groups for sample in group]
     random.Random(0).shuffle(samples)
     return Batch(f"{folder.name}, own rollouts", folder.model, samples)
-
-
-def _policy(components: RunComponents, store: WeightStore) -> Flow:
-    engines = components.make_policy_engines({"planner": store})
-    publish_start(components, store)
-    engines["planner"].load(0)
-    flow = components.make_agent(engines, components.config.agent.max_turns)
-    assert isinstance(flow, Flow)
-    return flow
-
-
-def _expert(components: RunComponents) -> Flow:
-    flow = components.make_agent(components.make_no_engines(), components.config.agent.max_turns)
-    assert isinstance(flow, Flow)
-    made = scripted(flow, components.config.rft.expert_error)
-    assert isinstance(made, Flow)
-    return made
-
-
-def _as_if_sampled(samples: Sequence[Sample], components: RunComponents) -> list[Sample]:
-    """Give the expert's samples the log-probs of the model."""
-    trainer = Trainer(
-        copy.deepcopy(components.model), components.world, LossSpec(), OptimSpec(lr=0.0)
-    )
-    logprob_T = score_samples(trainer, samples, 16384, against_reference=False).logprob_T
-    each = logprob_T.split([len(s.response_ids) for s in samples])
-    return [
-        replace(s, logprobs=tuple(logprobs.tolist()))
-        for s, logprobs in zip(samples, each, strict=True)
-    ]

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from bench.measure import extra_bytes, median_ratio, time_in_turn
 from bench.step_batches import Batch, chain
 from bench.step_rivals import Transformers, Trl
-from flowtrain.metrics import ProgressLine
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.delta_net import find_layers
 from flowtrain.training.devices import peak_tflops
@@ -55,33 +54,6 @@ class Path:
     step: Callable[[Sequence[Sample]], Any]
 
 
-class Meter:
-    """How far the bench is, in FLOPs of all runs of all batches."""
-
-    def __init__(self, total: float) -> None:
-        self._line, self._done = ProgressLine(round(total / 1e9), 0, True, unit="GFLOP"), 0.0
-
-    def count(self, run: Callable[[], Any], flops: float, text: str) -> None:
-        """Run it, and show that it is done."""
-        run()
-        self._done += flops / 1e9
-        self._line.show(round(self._done), text)
-
-
-def measure(
-    batches: Sequence[Batch], world: World, args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """A row of the table for each path of each batch, with a progress line."""
-    works = [work(batch, args) for batch in batches]
-    num_runs = 1 + _num_warmups(world) + args.repeats
-    meter = Meter(num_runs * sum(each.flops for of_batch in works for each in of_batch.values()))
-    return [
-        row
-        for batch, of_batch in zip(batches, works, strict=True)
-        for row in compare(batch, of_batch, world, args, meter)
-    ]
-
-
 def work(batch: Batch, args: argparse.Namespace) -> dict[str, Work]:
     """Count FLOPs by path; a backward pass takes twice as many as a forward pass."""
     cost, samples = ForwardCost.of(batch.model), batch.samples
@@ -112,29 +84,26 @@ def _work(cost: ForwardCost, shapes: Sequence[tuple[int, int]], num_scored: int)
     return Work(num_tokens, 3 * flops)
 
 
-def compare(
-    batch: Batch, works: dict[str, Work], world: World, args: argparse.Namespace, meter: Meter
-) -> list[dict[str, Any]]:
+def compare(batch: Batch, world: World, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row of the table for each path."""
-    paths = _paths(batch, world, args)
+    works, paths = work(batch, args), _paths(batch, world, args)
     truth = torch.zeros(())
     extra, differences, steps = {}, {}, {}
     for name in sorted(paths, key=lambda name: name != "transformers"):  # whose gradient is kept
         path = paths[name]
-        count = partial(meter.count, flops=works[name].flops, text=f"{batch.name}: {name}")
         path.backward(batch.samples[:2])  # or the first would pay for what all load
         path.model.zero_grad()
-        extra[name] = extra_bytes(
-            partial(count, partial(path.backward, batch.samples)), world.device
-        )
+        extra[name] = extra_bytes(partial(path.backward, batch.samples), world.device)
         gradient = _gradient(path.model)
         if name == "transformers":
             truth = gradient
         if name != "chain":
             differences[name] = float((gradient - truth).abs().max() / truth.abs().max())
-        steps[name] = partial(count, partial(path.step, batch.samples))
+        steps[name] = partial(path.step, batch.samples)
     del gradient, truth
-    seconds = time_in_turn({name: steps[name] for name in paths}, args.repeats, _num_warmups(world))
+    # Whole steps before the timed ones; on a CPU the gradient will do.
+    warmups = 2 if world.device.type == "cuda" else 0
+    seconds = time_in_turn({name: steps[name] for name in paths}, args.repeats, warmups)
     peak = args.peak_tflops or (
         peak_tflops(torch.cuda.get_device_name()) if world.device.type == "cuda" else None
     )
@@ -191,11 +160,6 @@ def _paths(batch: Batch, world: World, args: argparse.Namespace) -> dict[str, Pa
 
 def _installed() -> dict[str, type[Transformers]]:
     return {path: rival for path, rival in RIVALS.items() if importlib.util.find_spec(path)}
-
-
-def _num_warmups(world: World) -> int:
-    """Whole steps before the timed ones; on a CPU the gradient will do."""
-    return 2 if world.device.type == "cuda" else 0
 
 
 def _step(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from bench.trl_records import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
+from bench.trl_sides import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
 from flowtrain.agents.policy import Moment
 from flowtrain.agents.talking.single_turn import QuestionPrompt
 from flowtrain.config import Config
@@ -21,14 +21,6 @@ from flowtrain.training.devices import keep_freed_memory
 from flowtrain.training.model import load_tokenizer
 from flowtrain.types import Task
 from flowtrain.utils.text import final_answer
-
-GENERATION: dict[str, dict[str, Any]] = {
-    "dynamic": {},
-    "static": {"cache_implementation": "static"},
-    "continuous": {"use_transformers_continuous_batching": True},
-}
-"""TRL's ways to sample without vLLM: `generate` with a cache that grows or with one of fixed size,
-and `generate_batch`."""
 
 
 class TimedTrainer(GRPOTrainer):
@@ -185,5 +177,4 @@ def settings(job: Job) -> GRPOConfig:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **GENERATION[job.generation],
     )

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from bench.measure import median_ratio, report
+from bench.measure import median_ratio, new_parser, report
 from flowtrain.weights import Publisher, SnapshotPolicy, WeightStore
 from flowtrain.weights.format.layout import digest_hex
 
@@ -44,18 +44,17 @@ SHAPES = {
 }
 
 
-def new_parser(text: str, shape: str, repeats: int) -> argparse.ArgumentParser:
+def parser_of(doc: str | None, shape: str, repeats: int) -> argparse.ArgumentParser:
     """Make a parser of what benches of updates have in common, with these defaults."""
-    parser = argparse.ArgumentParser(description=text.partition(":")[0])
-    parser.add_argument("--json", metavar="F", help="write the rows to this file")
-    parser.add_argument("--shape", choices=SHAPES, default=shape, help=f"of Qwen2.5 ({shape})")
-    parser.add_argument("--density", type=float, default=0.01, help="share of changed words (0.01)")
-    parser.add_argument("--repeats", type=int, default=repeats, help=f"versions timed ({repeats})")
+    parser = new_parser(doc)
+    parser.add_argument("--shape", choices=SHAPES, default=shape, help="of Qwen2.5")
+    parser.add_argument("--density", type=float, default=0.01, help="share of changed words")
+    parser.add_argument("--repeats", type=int, default=repeats, help="versions timed")
     return parser
 
 
 def main() -> None:
-    parser = new_parser(__doc__, shape="0.5b", repeats=5)
+    parser = parser_of(__doc__, shape="0.5b", repeats=5)
     parser.add_argument("--no-reload", action="store_true", help="no checkpoint, and no reloads")
     parser.add_argument("--sleep", action="store_true", help="time sleep and waking too, on a GPU")
     args = parser.parse_args()

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from bench import learning as bench
-from bench.studies import STUDIES
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
 
@@ -64,13 +63,15 @@ def test_curves_that_begin_after_tokens_are_averaged_over_their_own_width() -> N
     assert bench.mean_reward([1000.0, 2000.0], late) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("study", STUDIES)
+@pytest.mark.parametrize("study", bench.STUDIES)
 def test_the_options_of_every_arm_are_some(study: str) -> None:
-    for arm, options in STUDIES[study].items():
+    for arm, options in bench.STUDIES[study].items():
         config = parse([*bench.CONFIG, *bench.SHORT, *options, "--model.path", "warm"])
         assert config is not None, arm
         load_algorithm(config)
-    assert len({tuple(options) for options in STUDIES[study].values()}) == len(STUDIES[study])
+    assert len({tuple(options) for options in bench.STUDIES[study].values()}) == len(
+        bench.STUDIES[study]
+    )
 
 
 def test_mismatch_is_that_of_the_steps_that_trained(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from bench import trl as bench
-from bench import trl_records as records
 from bench import trl_sides as sides
 from flowtrain import toy
 from flowtrain.rewards import gym
@@ -31,21 +30,22 @@ SMALL = (
     *("--rollout.num_questions", "2", "--rollout.group_size", "4", "--rollout.max_new_tokens", "6"),
     *("--agent.instructions", "Be brief.", "--train.lr", "1e-3"),
     *("--threads", "1", "--steps", "1", "--rounds", "1"),
+    *("--agent.sandbox", "limits"),  # nothing runs in it, so no bubblewrap is needed
 )
 
 
-def result(*steps: float, prompts: Sequence[str] = ()) -> records.Result:
+def result(*steps: float, prompts: Sequence[str] = ()) -> sides.Result:
     """A run that trained all the time, 10 tokens a step."""
-    stages = dict.fromkeys(records.STAGES, 0.0)
+    stages = dict.fromkeys(sides.STAGES, 0.0)
     notes = {"tokens": 10.0, "reward_mean": 0.5}
     lines = [{**stages, "training": step, "step": step, **notes} for step in steps]
-    return records.Result(lines, 2 * 10**9, list(prompts), "model")
+    return sides.Result(lines, 2 * 10**9, list(prompts), "model")
 
 
 def test_time_goes_to_the_innermost_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(records.time, "monotonic", lambda: now)
-    watch = records.Stopwatch()
+    monkeypatch.setattr(sides.time, "monotonic", lambda: now)
+    watch = sides.Stopwatch()
     now = 1.0
     with watch("training"):
         now = 3.0
@@ -54,7 +54,7 @@ def test_time_goes_to_the_innermost_stage(monkeypatch: pytest.MonkeyPatch) -> No
         now = 14.0
     now = 15.0
     expected = {"training": 6.0, "sampling": 7.0, "rest": 2.0, "step": 15.0}
-    assert watch.lap() == {**dict.fromkeys(records.STAGES, 0.0), **expected}
+    assert watch.lap() == {**dict.fromkeys(sides.STAGES, 0.0), **expected}
     now = 17.0
     assert watch.lap()["step"] == 2
 
@@ -70,46 +70,31 @@ def test_steps_are_compared_in_pairs_without_the_first() -> None:
     assert (ours["side"], theirs["side"]) == ("flowtrain", "TRL")
     assert theirs["x flowtrain"] == 2.5, "the median of 2, 4, 3 and 2"
     assert ours["x flowtrain"] == 1 and ours["step s"] == 6 and ours["training s"] == 6
-    assert {f"{stage} s" for stage in (*records.STAGES, "step")} < set(ours)
+    assert {f"{stage} s" for stage in (*sides.STAGES, "step")} < set(ours)
     assert ours["peak GB"] == 2 and ours["tokens/s"] == pytest.approx((10 / 2 + 1) / 2)
     assert bench.ratio({key: result(3.0) for key in results}, "TRL") == 1, "one step is all"
 
 
-def test_as_many_steps_as_fit_into_a_time() -> None:
-    steps = [4.0, 1.0, 2.0]
-    within = [bench.steps_within(time, steps) for time in (1.0, 4.0, 6.9, 7.0, 8.9, 9.0, 11.0)]
-    assert within == [1, 1, 2, 3, 3, 4, 5]
-
-
-def test_rewards_are_those_after_equal_steps_and_equal_time() -> None:
-    rewards: bench.Rewards = {
-        "start": {("", 0): [0.0]},
-        "steps": {("flowtrain", 0): [0.0, 1.0], ("flowtrain", 1): [1.0, 1.0], ("TRL", 0): [0.25]},
-        "time": {("flowtrain", 0): [1.0, 1.0]},
-        "num_steps": {("flowtrain", 0): [8], ("flowtrain", 1): [10]},
-    }
-    cells = bench.reward_cells(rewards, "flowtrain")
-    assert cells == {"held-out": "0.750 +- 0.250", "same time": "1.000 +- 0.000", "its steps": 9}
-    assert bench.reward_cells(rewards, "TRL") == {"held-out": "0.250 +- 0.000"}
+def test_held_out_rewards_are_those_of_all_rounds() -> None:
+    rewards = {("flowtrain", 0): [0.0, 1.0], ("flowtrain", 1): [1.0, 1.0], ("", 0): [0.0]}
+    results = {("flowtrain", 0): result(1.0), ("flowtrain", 1): result(1.0)}
+    [row] = bench.table(results, rewards, threads=1)
+    assert row["held-out"] == "0.750 +- 0.250"
 
 
 def test_other_prompts_end_the_comparison() -> None:
     bench.check_prompts({"TRL": result(1.0, prompts="ab"), "flowtrain": result(2.0, prompts="ab")})
     with pytest.raises(SystemExit, match="prompts differ"):
         bench.check_prompts({"TRL": result(prompts="ab"), "flowtrain": result(prompts="ba")})
-    assert (
-        records.digest([[1, 2], [3], [1, 2]])
-        == records.digest([[3], [1, 2]])
-        != records.digest([[3]])
-    )
+    assert sides.digest([[1, 2], [3], [1, 2]]) == sides.digest([[3], [1, 2]]) != sides.digest([[3]])
 
 
-def test_a_rival_that_is_not_installed_is_left_out(
+def test_trl_is_left_out_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name != "vllm" or None)
-    assert [bench.is_here(name) for name in bench.DEFAULT] == [True, True, True, False]
-    assert capsys.readouterr().out == "left out: flowtrain, vLLM: vllm is not installed here\n"
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert bench._arguments([]).rivals == ["flowtrain"]
+    assert capsys.readouterr().out == "left out: TRL: it is not installed here\n"
 
 
 @pytest.mark.parametrize(
@@ -151,12 +136,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     answer's length is its reward, as a random model gives no right ones.
     """
 
-    def run(job: records.Job, threads: int) -> records.Result:
+    def run(job: sides.Job, threads: int) -> sides.Result:
         out = Path(job.out)
         out.mkdir(parents=True, exist_ok=True)
         (out / "job.json").write_text(json.dumps(asdict(job)))
         sides.main([str(out / "job.json")])
-        return records.Result(**json.loads((out / "result.json").read_text()))
+        return sides.Result(**json.loads((out / "result.json").read_text()))
 
     def made(draws: Sequence[Draw]) -> list[dict[str, Any]]:
         numbers = [draw.seed + index for draw in draws for index in range(draw.size)]
@@ -176,34 +161,28 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("in_process", "trl_trainer")
 def test_both_sides_take_a_step_on_the_same_prompts(
-    model_path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    prompt: str,
-    begin: str,
-    end: str,
+    model_path: Path, tmp_path: Path, prompt: str, begin: str, end: str
 ) -> None:
     """The command ends with an error where the prompts' ids differ; the instructions are among
-    them. Then flowtrain goes on for the steps that fit into TRL's time.
+    them.
     """
-    monkeypatch.setattr(bench, "steps_within", lambda seconds, steps: 2)
     words = ["--model.path", str(model_path), *SMALL, "--agent.prompt", prompt]
     words += ["--held-out", "3", "--rivals", "TRL", "flowtrain"]
     bench.main([*words, "--dir", str(tmp_path), "--json", str(tmp_path / "rows.json")])
-    theirs, ours, settings = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    theirs, ours, settings = rows[-3:]
+    assert [row["run of"] for row in rows[:2]] == ["TRL", "flowtrain"]
+    assert "held-out before training" in rows[2]
     assert (theirs["side"], ours["side"]) == ("TRL", "flowtrain")
-    assert settings["settings"]["options"]["rollout.group_size"] == "4"
+    assert "'rollout.group_size': '4'" in settings["options"]
     for row in (theirs, ours):
-        seconds = [row[f"{stage} s"] for stage in records.STAGES]
+        seconds = [row[f"{stage} s"] for stage in sides.STAGES]
         assert row["step s"] == pytest.approx(sum(seconds)) and min(seconds) >= 0
         assert min(row[f"{stage} s"] for stage in ("sampling", "reward", "training")) > 0
         assert 8 <= row["tokens"] <= 48 and 0 < row["reward"] < 1 and "held-out" in row
     assert theirs["publish s"] == theirs["load s"] == 0 < ours["publish s"]
-    assert ours["its steps"] == 2 and "its steps" not in theirs
-    ends = sorted(path.name for path in (tmp_path / "0-0" / "run" / "checkpoints").iterdir())
-    assert ends == ["step_00000001", "step_00000002"]
     rollouts = [
-        *map(json.loads, (tmp_path / "0-0/run/trajectories.jsonl").read_text().splitlines())
+        *map(json.loads, (tmp_path / "2-0/run/trajectories.jsonl").read_text().splitlines())
     ]
     text = models.load_tokenizer(str(model_path)).decode(rollouts[0]["turns"][0]["prompt_ids"])
     assert text == f"{begin}{rollouts[0]['question']}\n\nBe brief.{end}"
@@ -217,7 +196,7 @@ def test_the_same_rollouts_move_the_weights_alike(
     words = ["--model.path", str(model_path), *SMALL, "--rollout.max_new_tokens", "60"]
     args = bench._arguments(words)
     ours = bench.run(bench.job_of(args, "flowtrain", 0, tmp_path), 1)
-    run = tmp_path / "0-0" / "run"
+    run = tmp_path / "2-0" / "run"
     rollouts = [*map(json.loads, (run / "trajectories.jsonl").read_text().splitlines())]
     responses = [rollout["turns"][0]["response_ids"] for rollout in rollouts]
     assert len({len(each) for each in responses}) > 1, "weights by token and by sequence differ"

@@ -5,15 +5,50 @@ Imports, files and functions are in test_imports.py.
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
-from bench.house import rooms
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("flowtrain/**/*.py"), *ROOT.glob("kernels/**/*.py")])
+FILES = {
+    "flowtrain/__init__.py": 1,
+    "flowtrain/train.py": 20,
+    "flowtrain/types/task.py": 3,
+    "flowtrain/training/tree/pack.py": 5,
+    "flowtrain/agents/agentflow/flow.py": 7,
+    "flowtrain/view/page.js": 900,
+    "kernels/flowkernels/loss.py": 11,
+    "csrc/delta.cpp": 13,
+    "csrc/delta.h": 2,
+    "bench/step.py": 17,
+    "tests/test_step.py": 19,
+}
+"""Lines of a checkout small enough to count by hand."""
 _FRAGMENT = re.compile(r"(Of|What|Where)\b")
+
+
+@pytest.fixture(scope="module")
+def house() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("house", ROOT / ".ci" / "house.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name, number in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("pass\n" * number)
+    return tmp_path
 
 
 def place(path: Path, line: int) -> str:
@@ -63,12 +98,45 @@ def test_only_algorithms_and_the_config_ask_for_an_algorithms_name() -> None:
     assert not found
 
 
-def test_rooms_keep_their_budgets() -> None:
+def test_rooms_keep_their_budgets(house: ModuleType) -> None:
     """A room that grows past its budget takes an edit of the table in docs/design.md."""
     text = (ROOT / "docs" / "design.md").read_text()
     table = re.findall(r"^\| `([\w/.]+)` \| ([\d,]+) \|$", text, re.MULTILINE)
     budgets = {name: int(number.replace(",", "")) for name, number in table}
-    found = rooms(ROOT)
+    found = house.rooms(ROOT)
     assert set(budgets) == {name for name, number in found.items() if number > 100}
     over = {n: (found[n], budget) for n, budget in budgets.items() if found[n] > budget}
     assert not over, "lines found and the budget"
+
+
+def test_lines_are_those_of_the_sources_by_room(house: ModuleType, checkout: Path) -> None:
+    found = house.rooms(checkout)
+    assert found == {
+        "flowtrain/__init__.py": 1,
+        "flowtrain/agents": 7,
+        "flowtrain/train.py": 20,
+        "flowtrain/training": 5,
+        "flowtrain/types": 3,
+        "kernels": 11,
+        "csrc": 15,
+        "bench": 17,
+        "tests": 19,
+    }
+    assert house.totals(found) == {"the core": 28, "the product": 62, "all": 98}
+
+
+def test_two_checkouts_stand_side_by_side(
+    house: ModuleType, checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house.main([str(checkout), str(checkout), "--json", str(tmp_path / "lines.json")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["before", "after"]
+    (line,) = (line for line in lines if "flowtrain/training" in line)
+    assert line.split() == ["*", "flowtrain/training", "5", "5"]
+    written = json.loads((tmp_path / "lines.json").read_text())
+    assert written["before"] == written["after"] and written["after"]["the core"] == 28
+
+
+def test_a_folder_that_is_no_checkout_is_refused(house: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no checkout of flowtrain"):
+        house.rooms(tmp_path)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from bench.gpu.cases import Cases, Needs, Row
-from bench.head_peers import missing
 from bench.measure import extra_bytes, installed_version, seconds_of
 
 # They collect with torch, Triton and pytest alone.
@@ -240,6 +239,8 @@ def rivals(cases: Cases) -> None:
 
 def _beside(cases: Cases, peer: str, measure: Callable[[], Sequence[Row]]) -> Sequence[Row]:
     """The rows of ours and of a rival, if it runs here."""
+    from bench.loss_rivals import missing
+
     if (reason := missing(peer, cases.device)) is not None:
         raise Needs("a GPU" if "a GPU" in reason else peer)
     rows = measure()

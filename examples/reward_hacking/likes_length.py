@@ -1,6 +1,6 @@
 """A reward that can be hacked: right answers count, and so do long ones, which look thorough.
 
-python -m bench.hacking --dir runs/hacking
+python examples/reward_hacking/hacking.py --dir runs/hacking
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from typing import Any
 
 import fake_groups as fake
 import pytest
+from grown_ledger import GROUP_SIZE, NUM_GROUPS, PER_LEASE, Size, grown
 
-from bench.dataflow_service import group
-from bench.grown_ledger import NUM_GROUPS, PER_LEASE, Size, grown
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import (
     BatchRequest,
+    Lease,
     LeaseRequest,
     Progress,
     Push,
@@ -29,6 +29,10 @@ from flowtrain.dataflow.ledger.sql import SqliteDatabase, Transaction
 _STEPS = 10
 """Instructions of SQLite's machine between two calls of a progress handler."""
 _SMALL = Size(10, 100)
+
+
+def _packed(lease: Lease) -> bytes:
+    return pack_group(fake.group(lease.task, GROUP_SIZE))
 
 
 class Counter:
@@ -71,7 +75,7 @@ def _costs(ledger: Ledger, count: Counter, size: Size) -> dict[str, int]:
     renewal = Renewal("node-1", "a", tuple((lease.work_item, 1) for lease in held))
     costs["renew"], _ = count(lambda: ledger.renew(renewal))
     for lease in held[:NUM_GROUPS]:
-        request = Push("node-1", lease.work_item, 1, pack_group(group(lease)))
+        request = Push("node-1", lease.work_item, 1, _packed(lease))
         costs["push"], _ = count(lambda request=request: ledger.push(request))
     step = size.num_committed // NUM_GROUPS + 1
     costs["batch"], batch = count(lambda: ledger.batch(BatchRequest("planner", step)))
@@ -98,7 +102,7 @@ def _used(database: str, num_committed: int) -> Ledger:
     ledger = grown(database, Size(10, 40, num_committed))
     held = ledger.lease(LeaseRequest("node-1", "a", 8)).leases
     for lease in held[:4]:
-        ledger.push(Push("node-1", lease.work_item, 1, pack_group(group(lease))))
+        ledger.push(Push("node-1", lease.work_item, 1, _packed(lease)))
     ledger.release(Release("node-1", ((held[4].work_item, 1),), "ends"))
     return ledger
 
@@ -150,7 +154,7 @@ def test_a_checkpoint_looks_at_the_groups_that_are_there_and_not_at_all_that_wer
     num_trained = 3200
     ledger = grown(postgres, Size(10, 100, num_trained))
     for lease in ledger.lease(LeaseRequest("node-1", "a", NUM_GROUPS)).leases:
-        ledger.push(Push("node-1", lease.work_item, 1, pack_group(group(lease))))
+        ledger.push(Push("node-1", lease.work_item, 1, _packed(lease)))
     step = num_trained // NUM_GROUPS + 1
     ledger.batch(BatchRequest("planner", step))
     plans: list[str] = []

@@ -13,13 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import rival_losses
 import torch
 from flowkernels import policy_loss, token_weights
 from kernel_truth import on_device
-from torch import Tensor
-
-from bench import parity, parity_rivals
-from bench.parity_rivals import (
+from rival_losses import (
     AVERAGINGS,
     LENGTHS,
     TEMPERATURE,
@@ -28,14 +26,15 @@ from bench.parity_rivals import (
     Batch,
     Setting,
 )
+from torch import Tensor
 
 pytest.importorskip("trl")
 
 LOSSES = {
-    name: parity.LOSSES[name]
+    name: rival_losses.LOSSES[name]
     for name in ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo", "gspo-luspo")
 }
-CHANGES = {name: parity.CHANGES[name] for name in ("plain", "asymmetric", "kl", "all")}
+CHANGES = {name: rival_losses.CHANGES[name] for name in ("plain", "asymmetric", "kl", "all")}
 
 
 def logits_of(batch: Batch) -> Tensor:
@@ -57,7 +56,7 @@ def trl_loss(
             sequence_ratio(batch) if setting.is_sequence else token_ratio(batch)
         ).clamp(max=TIS)
     logits = logits_of(batch).requires_grad_()
-    loss, metrics = parity_rivals.trl_loss(setting, batch, logits, sampler_ratio, num_items)
+    loss, metrics = rival_losses.trl_loss(setting, batch, logits, sampler_ratio, num_items)
     loss.backward()
     assert logits.grad is not None and (logits.grad[~batch.trained_SL] == 0).all()
     return loss.detach(), logits.grad[batch.mask_SL], metrics

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from bench.dataflow_service import GROUP_SIZE
 from flowtrain.config import Config
 from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.contract import Join, LeaseRequest, Register
@@ -24,7 +23,7 @@ POLICIES: tuple[PolicyName, ...] = ("planner", "verifier", "refiner")
 """All that a flow can have; groups here have tokens of the first."""
 PER_LEASE, NUM_GROUPS = 8, 32
 """Work items that a node asks for at a time; groups of a batch."""
-LIFE, _AT_ONCE = "a", 1000
+GROUP_SIZE, LIFE, _AT_ONCE = 8, "a", 1000
 _TASKS = [Task(f"task-{number}", "What is it?", ("1284",)) for number in range(1000)]
 
 

@@ -1,4 +1,4 @@
-"""Lines by room:  python -m bench.house [CHECKOUT [CHECKOUT]] [--json F]
+"""Lines by room:  python .ci/house.py [CHECKOUT [CHECKOUT]] [--json F]
 
 Two checkouts are counted side by side. Counted are all lines of Python and C++ sources, those of a
 test apart from what it tests. The core is what a reader of the trainer must know; the product is
@@ -52,7 +52,7 @@ def totals(found: Mapping[str, int]) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.house", description="Lines by room.")
+    parser = argparse.ArgumentParser(description="Lines by room.")
     parser.add_argument("path", nargs="*", type=Path, default=[ROOT], help="one or two checkouts")
     parser.add_argument("--json", type=Path, help="also write the lines to this file")
     args = parser.parse_args(argv)
