@@ -5,11 +5,12 @@ the device of an implementation, and the memory of a call.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from flowkernels import LossSpec, PolicyLoss, SamplingMask, policy_loss
+from flowkernels import LossSpec, SamplingMask
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -104,6 +105,12 @@ def mask_of(subsets: list[list[int]]) -> SamplingMask:
     )
 
 
+def subsets_of(mask: SamplingMask) -> list[list[int]]:
+    """One list of ids per row."""
+    ids, offsets = mask.token_ids_K.tolist(), mask.offsets_T1.tolist()
+    return [ids[begin:end] for begin, end in itertools.pairwise(offsets)]
+
+
 def plain_rows(
     logits: Tensor,
     targets: Tensor,
@@ -129,19 +136,14 @@ def plain_rows(
     return logp, entropy, z.logsumexp(-1)
 
 
-def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, batch: Batch) -> Tensor:
+def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, lse: Tensor, batch: Batch) -> Tensor:
     """sum_T w L over counted tokens: the formula of each loss as its paper has it; `batch` holds
     counted tokens and `sequence_T` alone.
     """
-    advantage, weight, old, ref, sampler = (
-        batch[name].to(logp.dtype)
-        for name in (
-            "advantage_T",
-            "weight_T",
-            "old_logprob_T",
-            "ref_logprob_T",
-            "sampler_logprob_T",
-        )
+    old = batch["old_logprob_T"].to(logp.dtype)
+    advantage, weight, ref, sampler = (
+        batch.get(name, old).to(logp.dtype)
+        for name in ("advantage_T", "weight_T", "ref_logprob_T", "sampler_logprob_T")
     )
     behind = torch.exp(old - sampler)
     if spec.mis is not None:
@@ -170,59 +172,13 @@ def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, batch: Batch) -> T
     u = ref - logp
     k3 = torch.exp(u) - 1 - u
     kl = {"k1": -u, "k2": u**2 / 2, "k3": k3, "low_var_kl": k3.clamp(-10, 10)}[spec.kl]
-    return (weight * (loss + spec.kl_coef * kl - spec.entropy_coef * entropy)).sum()
+    loss = loss + spec.kl_coef * kl - spec.entropy_coef * entropy + spec.z_loss_coef * lse**2
+    return (weight * loss).sum()
 
 
 def counted_tokens(batch: Batch) -> Batch:
-    """Everything [T] but the logits of the rows that take part, with the sequence of each."""
+    """Everything [T] of the rows that take part, with the sequence of each."""
     rows, bounds = counted(batch), batch["cu_seqlens_S1"]
     sequence = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
-    return {
-        name: value[rows]
-        for name, value in {**batch, "sequence_T": sequence}.items()
-        if name not in ("logits_TV", "cu_seqlens_S1", "sampling_mask")
-    }
-
-
-def truth(
-    spec: LossSpec,
-    batch: Batch,
-    temperature: float | Tensor = 1.0,
-    dtype: torch.dtype = torch.float64,
-    softcap: float | None = None,
-    subsets: list[list[int]] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Loss and gradient (fp64) of the plain formula by autograd; the softmax is in `dtype`, of
-    which bf16 is what plain torch would do.
-    """
-    logits = batch["logits_TV"].detach().to(dtype, copy=True).requires_grad_()
-    rows, tokens = counted(batch), counted_tokens(batch)
-    if isinstance(temperature, Tensor):
-        temperature = temperature[rows]
-    if subsets is not None:
-        subsets = [
-            ids for ids, is_counted in zip(subsets, rows.tolist(), strict=True) if is_counted
-        ]
-    logp, entropy, _ = plain_rows(
-        logits[rows], tokens["target_ids_T"], temperature, softcap, subsets
-    )
-    loss = plain_loss(spec, logp.double(), entropy.double(), tokens)
-    loss.backward()
-    assert logits.grad is not None
-    return loss.detach(), logits.grad.double()
-
-
-def ours(
-    spec: Any, batch: Batch, impl: str, *, inplace: bool = False, scale: float = 1.0, **options: Any
-) -> tuple[PolicyLoss, Tensor]:
-    """The result of `policy_loss`, and the gradient of `scale` times its loss, on the CPU."""
-    moved = on_device({**batch, **options}, impl)
-    logits = moved["logits_TV"].detach().clone().requires_grad_()
-    out = policy_loss(**{**moved, "logits_TV": logits}, spec=spec, inplace=inplace, impl=impl)
-    (out.loss * scale).backward()
-    assert (
-        out.loss.dtype == torch.float32
-        and logits.grad is not None
-        and logits.grad.dtype == logits.dtype
-    )
-    return out, logits.grad.cpu()
+    tokens = {k: x for k, x in batch.items() if k.endswith("_T") and x is not None}
+    return {name: value[rows] for name, value in {**tokens, "sequence_T": sequence}.items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flowkernels import LossSpec, linear_logprobs, linear_policy_loss, lm_head
 from kernel_truth import Batch, on_device
-from test_linear_loss import HEAD, SPECS, head_batch
+from rows import HEAD, SPECS, head_batch
 from torch import Tensor
 
 NUM_TOKENS, DIM, VOCAB = 300, 40, 501
@@ -124,21 +124,3 @@ def test_the_results_are_those_of_the_default() -> None:
         ).loss.backward()
         leaves.append({name: tensor.grad for name, tensor in leaf.items()})
     torch.testing.assert_close(leaves[1], leaves[0], rtol=1e-5, atol=1e-6)
-
-
-def test_what_cannot_be_invariant_is_refused() -> None:
-    batch = {
-        name: value for name, value in batch_of_rows(5).items() if name in (*HEAD, "target_ids_T")
-    }
-    with pytest.raises(
-        ValueError,
-        match=r"memory_budget=32063 bytes must hold at least 16 rows .* batch_invariant, which "
-        r"take 32064",
-    ):
-        linear_logprobs(**batch, batch_invariant=True, memory_budget=16 * VOCAB * 4 - 1)
-    wide = {name: value.double() if name in HEAD else value for name, value in batch.items()}
-    with pytest.raises(
-        ValueError,
-        match="batch_invariant works with float32, bfloat16 and float16, got hidden_TD of float64",
-    ):
-        linear_logprobs(**wide, batch_invariant=True)

@@ -12,7 +12,7 @@ import torch
 from flowkernels import LossSpec, PolicyLoss, TokenLoss, Tokens, linear_policy_loss
 from graphs import Graphs
 from kernel_truth import Batch, mask_of
-from test_linear_loss import HEAD, Gradients, head_batch, squared
+from rows import HEAD, Gradients, head_batch, squared
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
