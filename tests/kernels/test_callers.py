@@ -4,7 +4,6 @@ other dtypes, advantages of sequences; and the options of other trainers.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -332,9 +331,8 @@ def sequence_ratios(batch: Batch) -> Tensor:
     return log_ratio.view(SIZE_B, SIZE_L).sum(1).exp().repeat_interleave(SIZE_L)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("loss_type", ["clip", "gspo"])
-def test_a_correction_of_sequences_takes_their_whole_ratio(loss_type: Any, impl: str) -> None:
+def test_a_correction_of_sequences_takes_their_whole_ratio(loss_type: Any) -> None:
     """Uncounted tokens may hold anything."""
     for batch in (flat(new_batch()), flat(with_logits(new_batch()))):
         ratio = sequence_ratios(batch)
@@ -346,23 +344,23 @@ def test_a_correction_of_sequences_takes_their_whole_ratio(loss_type: Any, impl:
         cut = ratio.clamp(max=bound)
         truncated = {**batch, "advantage_T": batch["advantage_T"] * cut}
         spec = LossSpec(loss_type, tis=bound, correction_level="sequence")
-        ours, theirs = run(batch, spec, impl), run(truncated, LossSpec(loss_type), impl)
+        ours, theirs = run(batch, spec), run(truncated, LossSpec(loss_type))
         torch.testing.assert_close(ours[0].loss, theirs[0].loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
         assert theirs[1].any()
         masked = {**batch, "weight_T": torch.where(ratio > bound, 0.0, batch["weight_T"])}
         spec = LossSpec(loss_type, mis=(0.0, bound), correction_level="sequence")
-        same(run(batch, spec, impl), run(masked, LossSpec(loss_type), impl))
+        same(run(batch, spec), run(masked, LossSpec(loss_type)))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("limit", [20.0, 0.2], ids=["free", "clamped"])
 @pytest.mark.parametrize("has_old", [True, False])
-@pytest.mark.parametrize("loss_type", ["clip", "cispo", "gspo", "nll"])
+@pytest.mark.parametrize("loss_type", ["clip", "gspo"])
 def test_a_kl_term_with_the_ratio_has_the_gradient_of_both(
-    loss_type: Any, has_old: bool, impl: str
+    loss_type: Any, has_old: bool, limit: float
 ) -> None:
     """The policy term is left out of the truth by advantages of 0; weights are alike within a
-    sequence, where TRL's gradient and ours of "gspo" are one.
+    sequence, where TRL's gradient and ours of "gspo" are one. A clamped ratio is a constant.
     """
     batch = flat(with_logits(without(new_batch(), "temperature", "softcap", "sampling_mask")))
     batch["advantage_T"] = torch.zeros(6)
@@ -376,47 +374,16 @@ def test_a_kl_term_with_the_ratio_has_the_gradient_of_both(
             total = torch.where(counts, log_ratio, 0.0).view(SIZE_B, SIZE_L).sum(1)
             mean = total / counts.view(SIZE_B, SIZE_L).sum(1)
             log_ratio = mean.repeat_interleave(SIZE_L)
-        u = batch["ref_logprob_T"] - logp
-        return 0.3 * log_ratio.exp() * (u.exp() - u - 1)
+        u = (batch["ref_logprob_T"] - logp).clamp(-limit, limit)
+        return 0.3 * log_ratio.clamp(-limit, limit).exp() * (u.exp() - u - 1)
 
     given = batch if has_old else without(batch, "old_logprob_T", "sampler_logprob_T")
-    spec = LossSpec(loss_type, kl_coef=0.3, kl_ratio=True)
-    close(run(given, spec, impl), true_loss(batch, loss_of))
-    close(run(given, spec, impl, inplace=True), true_loss(batch, loss_of))
-
-
-def test_a_clamped_ratio_is_a_constant_of_the_kl_term() -> None:
-    batch = flat(with_logits(without(new_batch(), "temperature", "softcap", "sampling_mask")))
-    batch["advantage_T"] = torch.zeros(6)
-    far = batch["old_logprob_T"] - 12
-
-    def loss_of(logp: Tensor, _: Tensor) -> Tensor:
-        u = batch["ref_logprob_T"] - logp
-        return 0.3 * math.exp(6) * (u.exp() - u - 1)
-
-    spec = LossSpec(kl_coef=0.3, kl_ratio=True, log_ratio_limit=6.0)
-    close(run({**batch, "old_logprob_T": far}, spec), true_loss(batch, loss_of))
+    spec = LossSpec(loss_type, kl_coef=0.3, kl_ratio=True, log_ratio_limit=limit)
+    close(run(given, spec), true_loss(batch, loss_of))
+    close(run(given, spec, inplace=True), true_loss(batch, loss_of))
 
 
 # ---- the rest
-
-
-@pytest.mark.parametrize("retain_graph", [False, True])
-@pytest.mark.parametrize("options", [{}, {"inplace": True}])
-def test_a_second_backward_pass_says_what_is_wrong(
-    options: dict[str, Any], retain_graph: bool
-) -> None:
-    """On every path that forms the gradient in the forward pass."""
-    for batch in (new_batch(), with_logits(new_batch())):
-        name = "logits_TV" if "logits_TV" in batch else "hidden_TD"
-        if options and name == "hidden_TD":
-            continue
-        batch = {**batch, name: batch[name].requires_grad_()}
-        function: Any = policy_loss if name == "logits_TV" else linear_policy_loss
-        out = function(**batch, spec=SPECS["clip"], **options)
-        out.loss.backward(retain_graph=retain_graph)
-        with pytest.raises(RuntimeError, match="gradient of a policy loss was taken twice"):
-            out.loss.backward()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -451,9 +418,8 @@ def test_an_old_log_prob_of_minus_infinity_has_a_finite_loss(
     assert out.stats["ratio_max"] == torch.inf
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_what_callers_pass_compiles_into_one_graph(dynamic: bool) -> None:
-    spec = LossSpec("clip", kl_coef=0.3, kl_ratio=True, tis=1.0, correction_level="sequence")
+def test_what_callers_pass_compiles_into_one_graph() -> None:
+    spec = LossSpec("clip", kl_coef=0.3, tis=1.0)
     batch = {**new_batch(), "advantage_T": torch.tensor([1.0, -1.0])}
     batch["weight_T"], batch["target_ids_T"] = batch["weight_T"] > 0, batch["target_ids_T"].int()
 
@@ -464,7 +430,7 @@ def test_what_callers_pass_compiles_into_one_graph(dynamic: bool) -> None:
             return fused + linear_policy_loss(**given, spec=spec).loss
 
     results = []
-    for function in (loss, Graphs().compile(loss, dynamic=dynamic)):
+    for function in (loss, Graphs().compile(loss, dynamic=True)):
         hidden = batch["hidden_TD"].bfloat16().requires_grad_()
         weight = batch["weight_VD"].clone().requires_grad_()
         value = function(hidden, weight)

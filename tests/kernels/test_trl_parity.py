@@ -219,24 +219,3 @@ def test_without_old_log_probs_the_loss_is_that_of_trl(name: str, change: str, i
         our_loss(**kwargs, spec=setting.spec(), impl=impl),
         trl_loss(setting, replace(batch, old_SL=None), sampler_ratio=torch.ones(())),
     )
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_ratio_of_the_sampler_by_sequence_is_that_of_trl(name: str, mode: str, impl: str) -> None:
-    """Tokens that a tool wrote count in no ratio. "sequence_mask" is `mis` together with `tis`."""
-    setting, batch = replace(LOSSES[name], tis=True), Batch.make()
-    ratio = sequence_ratio(batch)
-    is_out = (ratio < 0.6) | (ratio > TIS)
-    assert (is_out & (ratio != 1)).any() and (~is_out & (ratio != 1)).any()
-    spec = replace(setting.spec(), correction_level="sequence")
-    if mode == "sequence_mask":
-        ratio, spec = ratio.masked_fill(is_out, 0.0), replace(spec, mis=(0.6, TIS))
-    else:
-        ratio = ratio.clamp(max=TIS)
-    kwargs = {
-        **arguments(setting, batch),
-        "sampler_logprob_T": batch.packed(batch.sampler_SL),
-    }
-    check_same(our_loss(**kwargs, spec=spec, impl=impl), trl_loss(setting, batch, ratio))
