@@ -190,9 +190,9 @@ def some_subsets(target_ids_T: Tensor, vocab: int = VOCAB, seed: int = 7) -> lis
     """
     rng = torch.Generator().manual_seed(seed)
     subsets: list[list[int]] = []
-    for row, target in enumerate(target_ids_T.tolist()):
+    for row, target in enumerate((target_ids_T % vocab).tolist()):
         others = [i for i in torch.randperm(vocab, generator=rng).tolist() if i != target]
-        at, own = others[: row % 5 + 2], [target % vocab]
+        at, own = others[: row % 5 + 2], [target]
         kinds = [[], own, others[:1], [*at, *own], at, [*at[:1], *own, *at[1:]]]
         subsets.append(kinds[row % 6])
     subsets[-1] = list(range(vocab - 1, -1, -1))
