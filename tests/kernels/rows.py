@@ -124,9 +124,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def cases(
-    names: Iterable[str] = MAIN,
-    forms: Iterable[str] = FORMS,
-    kernels: Collection[str] = MAIN,
+    names: Iterable[str] = MAIN, forms: Iterable[str] = FORMS, kernels: Collection[str] = MAIN
 ) -> list[tuple[str, str, str]]:
     """(name, form, impl): all in torch. In Triton's interpreter an operation takes a tenth of a
     millisecond: it gets `kernels` of logits, "all" and "gspo-all" in place, and "all" of a head,

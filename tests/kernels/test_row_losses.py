@@ -13,13 +13,7 @@ import pytest
 import torch
 from flowkernels import LossSpec, linear_logprobs, linear_policy_loss, token_loss
 from flowkernels.lm_head import LMHead
-from kernel_truth import (
-    BF16_ROUNDING,
-    counted,
-    device_of,
-    on_device,
-    plain_rows,
-)
+from kernel_truth import BF16_ROUNDING, counted, device_of, on_device, plain_rows
 from rows import (
     BRANCHES,
     FORMS,

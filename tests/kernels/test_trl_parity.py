@@ -19,15 +19,7 @@ from kernel_truth import on_device
 from torch import Tensor
 
 from bench import parity, parity_rivals
-from bench.parity_rivals import (
-    AVERAGINGS,
-    LENGTHS,
-    TEMPERATURE,
-    TIS,
-    VOCAB,
-    Batch,
-    Setting,
-)
+from bench.parity_rivals import AVERAGINGS, LENGTHS, TEMPERATURE, TIS, VOCAB, Batch, Setting
 
 pytest.importorskip("trl")
 
