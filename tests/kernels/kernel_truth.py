@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -136,13 +137,15 @@ def plain_rows(
     return logp, entropy, z.logsumexp(-1)
 
 
-def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, lse: Tensor, batch: Batch) -> Tensor:
-    """sum_T w L over counted tokens: the formula of each loss as its paper has it; `batch` holds
-    counted tokens and `sequence_T` alone.
+def plain_tokens(
+    spec: LossSpec, logp: Tensor, entropy: Tensor, lse: Tensor, tokens: Batch
+) -> tuple[Tensor, Tensor]:
+    """(loss, weight) of each token: the formula of each loss as its paper has it. `tokens` holds
+    what is [T], and `sequence_T`.
     """
-    old = batch["old_logprob_T"].to(logp.dtype)
+    old, limit = tokens["old_logprob_T"].to(logp.dtype), spec.log_ratio_limit
     advantage, weight, ref, sampler = (
-        batch.get(name, old).to(logp.dtype)
+        tokens.get(name, old).to(logp.dtype)
         for name in ("advantage_T", "weight_T", "ref_logprob_T", "sampler_logprob_T")
     )
     behind = torch.exp(old - sampler)
@@ -150,29 +153,41 @@ def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, lse: Tensor, batch
         weight = weight * ((behind >= spec.mis[0]) & (behind <= spec.mis[1]))
     if spec.tis is not None:
         advantage = advantage * behind.clamp(max=spec.tis)
+    log_ratio = logp - old
+    if spec.loss_type == "gspo":
+        mean = sequence_means(log_ratio.detach(), weight, tokens["sequence_T"])
+        log_ratio = mean + logp - logp.detach()  # eq. 13: sg[s_i] pi / sg[pi], of value s_i
+    ratio = torch.exp(log_ratio.clamp(-limit, limit))
     if spec.loss_type == "nll":
         loss = -advantage * logp
     elif spec.loss_type == "cispo":
-        loss = -torch.exp(logp - old).clamp(max=1 + spec.clip_high).detach() * advantage * logp
-    else:
-        ratio = torch.exp(logp - old)
-        if spec.loss_type == "gspo":
-            mean = torch.zeros_like(logp)
-            for sequence in batch["sequence_T"].unique():
-                rows = (batch["sequence_T"] == sequence) & (weight != 0)
-                mean = torch.where(rows, (logp - old)[rows].mean().detach(), mean)
-            ratio = torch.exp(mean) * torch.exp(logp - logp.detach())
-        loss = -torch.minimum(
-            ratio * advantage, ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantage
-        )
-        if spec.dual_clip is not None:
-            loss = torch.where(
-                advantage < 0, torch.minimum(loss, -spec.dual_clip * advantage), loss
-            )
-    u = ref - logp
+        loss = -ratio.clamp(max=1 + spec.clip_high).detach() * advantage * logp
+    else:  # A > 0 pays up to 1 + high; A < 0 costs from 1 - low on and up to the dual bound
+        one = torch.ones_like(ratio)
+        least = torch.where(advantage > 0, 0 * one, (1 - spec.clip_low) * one)
+        dual = (spec.dual_clip or math.inf) * one
+        most = torch.where(advantage > 0, (1 + spec.clip_high) * one, dual)
+        loss = -advantage * ratio.clamp(least, most)
+    u = (ref - logp).clamp(-limit, limit)
     k3 = torch.exp(u) - 1 - u
     kl = {"k1": -u, "k2": u**2 / 2, "k3": k3, "low_var_kl": k3.clamp(-10, 10)}[spec.kl]
-    loss = loss + spec.kl_coef * kl - spec.entropy_coef * entropy + spec.z_loss_coef * lse**2
+    more = spec.kl_coef * kl - spec.entropy_coef * entropy + spec.z_loss_coef * lse**2
+    return loss + more, weight
+
+
+def sequence_means(value: Tensor, weight: Tensor, sequence: Tensor) -> Tensor:
+    """Of the tokens with weight of each sequence, at all of its tokens; 0 where there are none."""
+    mean = torch.zeros_like(value)
+    for each in sequence.unique():
+        rows = (sequence == each) & (weight != 0)
+        if rows.any():
+            mean = torch.where(sequence == each, value[rows].mean(), mean)
+    return mean
+
+
+def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, lse: Tensor, tokens: Batch) -> Tensor:
+    """The sum over tokens that count."""
+    loss, weight = plain_tokens(spec, logp, entropy, lse, tokens)
     return (weight * loss).sum()
 
 

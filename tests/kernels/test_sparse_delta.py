@@ -168,13 +168,15 @@ def test_digests_of_pieces_add_up_and_depend_on_positions(impl: str) -> None:
     )
 
 
+CELLS = [(65537, density) for density in DENSITIES]
+CELLS += [(0, 1.0), (1, 0.0), (1, 1.0), (65535, 0.3), (65536, 1.0), (132_000, 0.01), (132_000, 1.0)]
+"""(words, share of them that changes)"""
+OF_KERNELS = ((1, 1.0), (65536, 1.0), (65537, 0.01), (132_000, 0.3))
+
+
 @pytest.mark.parametrize(
-    ("num", "density"),
-    [
-        *((65537, density) for density in DENSITIES),
-        *((num, density) for num in (0, 1) for density in (0.0, 1.0)),
-        *((65535, 0.3), (65536, 0.01), (65536, 1.0), (132_000, 0.01), (132_000, 1.0)),
-    ],
+    ("impl", "num", "density"),
+    [("torch", *cell) for cell in CELLS] + [(x, *cell) for x in IMPLS[1:] for cell in OF_KERNELS],
 )
 def test_diff_matches_numpy_and_scattering_it_gives_the_new_words_and_back(
     impl: str, num: int, density: float
@@ -342,7 +344,7 @@ def test_without_checks_the_kernel_still_stays_within_its_tensors(
 # ---- as PyTorch sees it
 
 
-@pytest.mark.parametrize("num", [1, 70_000])
+@pytest.mark.parametrize(("impl", "num"), [("torch", 70_000), *((x, 1) for x in IMPLS[1:])])
 def test_operators_pass_opcheck(impl: str, num: int) -> None:
     """Schema, what they mutate, shapes of the fake kernels (the number of changes is known at run
     time only), AOT dispatch.

@@ -14,6 +14,7 @@ import torch
 from flowkernels import LossSpec, TokenLoss, Tokens, by_autograd, correct_for_sampler, token_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_truth import plain_tokens, sequence_means
 from torch import Tensor
 
 SPECS = {
@@ -35,55 +36,18 @@ SPECS = {
 }
 
 
-def sequence_log_ratio(tokens: Tokens) -> Tensor:
-    """The mean of logp - old over each sequence's tokens with weight, sequence by sequence; 0 where
-    there are none.
-    """
-    assert tokens.cu_seqlens_S1 is not None and tokens.old_logprob_T is not None
-    bounds, mean = tokens.cu_seqlens_S1.tolist(), torch.zeros_like(tokens.logprob_T)
-    for begin, end in itertools.pairwise(bounds):
-        numbers = [
-            float(tokens.logprob_T[i] - tokens.old_logprob_T[i])
-            for i in range(begin, end)
-            if tokens.weight_T[i] != 0
-        ]
-        mean[begin:end] = sum(numbers) / len(numbers) if numbers else 0.0
-    return mean
+def sequence_of(tokens: Tokens) -> Tensor:
+    assert tokens.cu_seqlens_S1 is not None
+    lengths = tokens.cu_seqlens_S1.diff()
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
 
-def plain_loss(spec: LossSpec, tokens: Tokens, logp: Tensor, entropy: Tensor) -> Tensor:
-    """The objective by its cases: for A > 0 the ratio pays up to 1 + high, for A < 0 it costs from
-    1 - low on and up to the dual bound.
-    """
-    advantage, old, ref, limit = (
-        tokens.advantage_T,
-        tokens.old_logprob_T,
-        tokens.ref_logprob_T,
-        spec.log_ratio_limit,
-    )
-    assert old is not None and ref is not None
-    if spec.loss_type == "nll":
-        loss = -advantage * logp
-    elif spec.loss_type == "cispo":
-        loss = (
-            -torch.exp((logp - old).clamp(-limit, limit)).clamp(max=1 + spec.clip_high).detach()
-            * advantage
-            * logp
-        )
-    else:
-        log_ratio = logp - old
-        if spec.loss_type == "gspo":
-            # Eq. 13: sg[s_i] pi / sg[pi], of value s_i.
-            log_ratio = sequence_log_ratio(tokens) + logp - logp.detach()
-        ratio = torch.exp(log_ratio.clamp(-limit, limit))
-        is_good, one = advantage > 0, torch.ones_like(advantage)
-        least = torch.where(is_good, 0 * one, (1 - spec.clip_low) * one)
-        most = torch.where(is_good, (1 + spec.clip_high) * one, (spec.dual_clip or math.inf) * one)
-        loss = -advantage * ratio.clamp(least, most)
-    u = (ref - logp).clamp(-limit, limit)
-    k3 = torch.exp(u) - 1 - u
-    kl = {"k1": -u, "k2": u * u / 2, "k3": k3, "low_var_kl": k3.clamp(-10, 10)}[spec.kl]
-    return loss + spec.kl_coef * kl - spec.entropy_coef * entropy
+def log_ratio_of(spec: LossSpec, tokens: Tokens) -> Tensor:
+    assert tokens.old_logprob_T is not None
+    log_ratio = tokens.logprob_T - tokens.old_logprob_T
+    if spec.loss_type == "gspo":
+        log_ratio = sequence_means(log_ratio, tokens.weight_T, sequence_of(tokens))
+    return log_ratio
 
 
 def random_tokens(num_tokens: int = 200, spread: float = 0.7) -> Tokens:
@@ -116,11 +80,10 @@ def few(**tensors: list[float]) -> Tokens:
 
 def compare(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     """Loss and both derivatives against autograd of the plain formula."""
-    logp, entropy = (
-        tokens.logprob_T.clone().requires_grad_(),
-        tokens.entropy_T.clone().requires_grad_(),
-    )
-    truth = plain_loss(spec, tokens, logp, entropy)
+    logp, entropy = (x.clone().requires_grad_() for x in (tokens.logprob_T, tokens.entropy_T))
+    plain = {**tokens.per_token(), "sequence_T": sequence_of(tokens)}
+    plain = {name: x for name, x in plain.items() if x is not None}
+    truth, _ = plain_tokens(spec, logp, entropy, tokens.lse_T, plain)
     dlogp, dentropy = torch.autograd.grad(truth.sum(), (logp, entropy), allow_unused=True)
     ours = token_loss(spec, tokens)
     torch.testing.assert_close(ours.loss_T, truth.detach(), rtol=1e-12, atol=1e-12)
@@ -135,12 +98,7 @@ def compare(spec: LossSpec, tokens: Tokens) -> TokenLoss:
 def test_loss_and_derivatives_match_the_plain_formula(name: str) -> None:
     spec, tokens = SPECS[name], random_tokens()
     ours = compare(spec, tokens)
-    assert tokens.old_logprob_T is not None
-    log_ratio = (
-        sequence_log_ratio(tokens)
-        if spec.loss_type == "gspo"
-        else tokens.logprob_T - tokens.old_logprob_T
-    )
+    log_ratio = log_ratio_of(spec, tokens)
     torch.testing.assert_close(ours.log_ratio_T, log_ratio, rtol=0, atol=1e-15)
     if spec.loss_type != "nll" and name != "small-limit":
         assert 20 < int(ours.is_clipped_T.sum()) < 180, (
@@ -188,7 +146,7 @@ def test_any_loss_matches_the_plain_formula(
         cu_seqlens_S1=bounds,
     )
     # At a kink the derivative is a matter of taste (autograd and we may pick either side).
-    ratio = torch.exp(sequence_log_ratio(tokens) if loss_type == "gspo" else logp - old)
+    ratio = torch.exp(log_ratio_of(spec, tokens))
     for kink in (
         1 - spec.clip_low,
         1 + spec.clip_high,

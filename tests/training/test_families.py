@@ -5,8 +5,9 @@ one under transformers' own eager attention; `family_cases.py` has the families.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from family_cases import (
@@ -30,8 +31,28 @@ from flowtrain.training.tree import pack_rows
 from flowtrain.types import Sample
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "families.json"
+MECHANISMS = {
+    "deepseek_v3": "latent attention; groups of experts, a dense layer first and a shared expert",
+    "gemma3_text": "layers with windows and without; norms after layers too; a tied head",
+    "gpt_oss": "windows and sinks; experts weighed among the chosen, with biases",
+    "granite": "factors of embeddings, attention, residuals and logits",
+    "nanochat": "capped logits; norms without weights",
+    "phi": "attention and MLP side by side; heads of which a part turns; biases",
+    "qwen2": "biases of queries and keys; windows in upper layers",
+    "qwen3": "norms of queries and keys",
+    "qwen3_next": "DeltaNet beside gated attention, in a mixture of experts",
+    "smollm3": "a layer without positions",
+}
+"""What each of these families alone has; together they have all that others are made of."""
 WINDOWED = [name for name in ("gemma3_text", "gpt_oss", "granite_swa", "mistral") if name in CASES]
 """Two kinds of layers; the same with sinks, two ways; one kind."""
+
+
+def families(names: Iterable[str]) -> list[Any]:
+    """Those of `MECHANISMS` in every run, others with the slow tests."""
+    return [
+        pytest.param(name, marks=[] if name in MECHANISMS else pytest.mark.slow) for name in names
+    ]
 
 
 @pytest.fixture
@@ -40,7 +61,7 @@ def exact_rules() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", families(CASES))
 def test_tree_packed_and_padded_rows_train_what_samples_alone_do(
     family: str, exact_rules: None
 ) -> None:
@@ -53,7 +74,7 @@ def test_tree_packed_and_padded_rows_train_what_samples_alone_do(
         check_equal(on_rows(model, rows), truth, 1e-4 if family in RECURRENT else 1e-5)
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", families(WINDOWED))
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(every=sample_trees(), window=st.integers(2, 8), budget=st.integers(1, 80))
 def test_any_tree_under_any_window(
@@ -65,7 +86,7 @@ def test_any_tree_under_any_window(
     check_equal(on_rows(model, pack_rows(every, budget)), truth)
 
 
-@pytest.mark.parametrize("family", [name for name in CASES if name in TRAINED])
+@pytest.mark.parametrize("family", families(CASES))
 def test_a_tree_has_the_log_probs_of_transformers(family: str) -> None:
     """The layers that were fused when it was tried are."""
     found = parity(config_of(family, TRAINED[family]))
