@@ -5,9 +5,8 @@ one under transformers' own eager attention; `family_cases.py` has the families.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from family_cases import (
@@ -15,6 +14,7 @@ from family_cases import (
     RECURRENT,
     alone,
     check_equal,
+    families,
     fp64_rule,
     in_fp64_if_recurrent,
     model_of,
@@ -31,28 +31,8 @@ from flowtrain.training.tree import pack_rows
 from flowtrain.types import Sample
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "families.json"
-MECHANISMS = {
-    "deepseek_v3": "latent attention; groups of experts, a dense layer first and a shared expert",
-    "gemma3_text": "layers with windows and without; norms after layers too; a tied head",
-    "gpt_oss": "windows and sinks; experts weighed among the chosen, with biases",
-    "granite": "factors of embeddings, attention, residuals and logits",
-    "nanochat": "capped logits; norms without weights",
-    "phi": "attention and MLP side by side; heads of which a part turns; biases",
-    "qwen2": "biases of queries and keys; windows in upper layers",
-    "qwen3": "norms of queries and keys",
-    "qwen3_next": "DeltaNet beside gated attention, in a mixture of experts",
-    "smollm3": "a layer without positions",
-}
-"""What each of these families alone has; together they have all that others are made of."""
 WINDOWED = [name for name in ("gemma3_text", "gpt_oss", "granite_swa", "mistral") if name in CASES]
 """Two kinds of layers; the same with sinks, two ways; one kind."""
-
-
-def families(names: Iterable[str]) -> list[Any]:
-    """Those of `MECHANISMS` in every run, others with the slow tests."""
-    return [
-        pytest.param(name, marks=[] if name in MECHANISMS else pytest.mark.slow) for name in names
-    ]
 
 
 @pytest.fixture
