@@ -1,5 +1,5 @@
-"""Token losses against formulas written here case by case, and their derivatives against autograd
-and finite differences.
+"""Token losses and their derivatives against autograd of plain formulas (`kernel_truth`), and
+against numbers worked out by hand.
 """
 
 from __future__ import annotations
@@ -15,23 +15,15 @@ from flowkernels import LossSpec, TokenLoss, Tokens, by_autograd, correct_for_sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_truth import plain_tokens, sequence_means
+from rows import SPECS as OF_ROWS
 from torch import Tensor
 
 SPECS = {
-    "clip": LossSpec(),
-    "clip-higher": LossSpec(clip_low=0.2, clip_high=0.3),
+    name: replace(spec, tis=None, mis=None)  # which correct the inputs
+    for name, spec in OF_ROWS.items()
+    if isinstance(spec, LossSpec)
+} | {
     "clip-lower": LossSpec(clip_low=0.4, clip_high=0.1),
-    "dual": LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0),
-    "clip-k1": LossSpec(kl="k1", kl_coef=0.3),
-    "clip-k2": LossSpec(kl="k2", kl_coef=0.3),
-    "clip-k3": LossSpec(kl="k3", kl_coef=0.3),
-    "gspo": LossSpec("gspo", clip_low=0.2, clip_high=0.1),
-    "gspo-dual": LossSpec("gspo", clip_high=2.0, dual_clip=1.3, kl_coef=0.2, entropy_coef=0.1),
-    "cispo": LossSpec("cispo", clip_high=0.3),
-    "cispo-k3-entropy": LossSpec("cispo", clip_high=0.0, kl_coef=0.1, entropy_coef=0.05),
-    "nll": LossSpec("nll"),
-    "nll-k3-entropy": LossSpec("nll", kl_coef=0.1, entropy_coef=0.05),
-    "all": LossSpec(clip_low=0.1, clip_high=0.4, dual_clip=2.0, kl_coef=0.2, entropy_coef=-0.03),
     "small-limit": LossSpec(kl_coef=0.2, log_ratio_limit=0.5, clip_high=5.0, clip_low=1.0),
 }
 
@@ -79,18 +71,22 @@ def few(**tensors: list[float]) -> Tokens:
 
 
 def compare(spec: LossSpec, tokens: Tokens) -> TokenLoss:
-    """Loss and both derivatives against autograd of the plain formula."""
-    logp, entropy = (x.clone().requires_grad_() for x in (tokens.logprob_T, tokens.entropy_T))
+    """Loss and derivatives against autograd of the plain formula."""
+    scores = (tokens.logprob_T, tokens.entropy_T, tokens.lse_T)
+    leaves = [x.clone().requires_grad_() for x in scores]
     plain = {**tokens.per_token(), "sequence_T": sequence_of(tokens)}
-    plain = {name: x for name, x in plain.items() if x is not None}
-    truth, _ = plain_tokens(spec, logp, entropy, tokens.lse_T, plain)
-    dlogp, dentropy = torch.autograd.grad(truth.sum(), (logp, entropy), allow_unused=True)
+    truth, _ = plain_tokens(spec, *leaves, {k: x for k, x in plain.items() if x is not None})
+    dlogp, dentropy, dlse = torch.autograd.grad(truth.sum(), leaves)
     ours = token_loss(spec, tokens)
     torch.testing.assert_close(ours.loss_T, truth.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours.dlogprob_T, dlogp, rtol=1e-12, atol=1e-12)
-    assert (ours.dentropy_T is None) == (spec.entropy_coef == 0)
-    if ours.dentropy_T is not None:
-        torch.testing.assert_close(ours.dentropy_T, dentropy, rtol=0, atol=0)
+    for coef, found, true in (
+        (spec.entropy_coef, ours.dentropy_T, dentropy),
+        (spec.z_loss_coef, ours.dlse_T, dlse),
+    ):
+        assert (found is None) == (coef == 0)
+        if found is not None:
+            torch.testing.assert_close(found, true, rtol=1e-12, atol=0)
     return ours
 
 

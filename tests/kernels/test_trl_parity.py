@@ -161,24 +161,6 @@ def test_masked_importance_sampling_is_that_of_trl(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "bnpo", "cispo"])
-def test_any_other_ratio_of_the_sampler_is_a_factor_of_the_advantage(name: str) -> None:
-    """TRL's default mode, "sequence_mask", needs nothing of ours: the ratio [S, 1], 0 where it
-    is masked.
-    """
-    setting, batch = replace(LOSSES[name], **CHANGES["all"]), Batch.make()
-    ratio = sequence_ratio(batch)
-    ratio = ratio.masked_fill(ratio > TIS, 0.0)
-    assert (ratio == 0).any() and (ratio > 0).any()
-    kwargs = arguments(setting, batch)
-    kwargs["advantage_T"] = batch.packed(
-        (batch.advantage_S[:, None] * ratio).expand_as(batch.ids_SL)
-    )
-    check_same(
-        our_loss(**kwargs, spec=replace(setting.spec(), tis=None)), trl_loss(setting, batch, ratio)
-    )
-
-
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_gspo_with_a_ratio_by_token_has_the_loss_of_trl_and_another_gradient(impl: str) -> None:
     """TRL's gradient spreads the mean of r A over the sequence; ours is that of GSPO-token (arXiv
