@@ -75,7 +75,6 @@ SLOW = (
     "evals/test_sweeps.py",
     "kernels/test_aot.py",
     "kernels/test_fused_lm_head.py",
-    "kernels/test_linear_operators.py",
     "kernels/test_operators.py",
     "node/test_node_contract.py",
     "node/test_node_process.py",

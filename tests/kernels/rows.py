@@ -203,16 +203,24 @@ def leaves_of(batch: Batch) -> tuple[str, ...]:
     return tuple(name for name in names if batch[name] is not None)
 
 
-def plain_logits(batch: Batch) -> Tensor:
-    """In the dtype of the leaves; in fp64 where these are plain tensors."""
+def plain_logits(batch: Batch, dtype: torch.dtype = torch.float64) -> Tensor:
     if "logits_TV" in batch:
-        logits: Tensor = batch["logits_TV"]
-        return logits if logits.requires_grad else logits.double()
-    hidden, weight, bias = (batch[name] for name in HEAD)
-    if not hidden.requires_grad:
-        hidden, weight = hidden.double(), weight.double()
-        bias = None if bias is None else bias.double()
+        logits: Tensor = batch["logits_TV"].to(dtype)
+        return logits
+    hidden, weight, bias = (None if batch[x] is None else batch[x].to(dtype) for x in HEAD)
     return torch.nn.functional.linear(hidden, weight, bias)
+
+
+def plain_scores(
+    batch: Batch, rows: Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logp, entropy, lse) of these rows (bool [T])."""
+    temperature, mask = batch.get("temperature", 1.0), batch.get("sampling_mask")
+    if isinstance(temperature, Tensor):
+        temperature = temperature[rows]
+    subsets = None if mask is None else subsets_of(mask.at(rows.nonzero()[:, 0]))
+    logits, ids = plain_logits(batch, dtype)[rows], batch["target_ids_T"][rows]
+    return plain_rows(logits, ids, temperature, batch.get("softcap"), subsets)
 
 
 def truth(
@@ -226,18 +234,9 @@ def truth(
         name: batch[name].detach().to(dtype, copy=True).requires_grad_()
         for name in leaves_of(batch)
     }
-    rows, tokens = counted(batch), counted_tokens(batch)
-    temperature, mask = batch.get("temperature", 1.0), batch.get("sampling_mask")
-    if isinstance(temperature, Tensor):
-        temperature = temperature[rows]
-    subsets = None if mask is None else subsets_of(mask.at(rows.nonzero()[:, 0]))
-    logits = plain_logits({**batch, **leaves})[rows]
-    logp, entropy, lse = (
-        x.double()
-        for x in plain_rows(
-            logits, tokens["target_ids_T"], temperature, batch.get("softcap"), subsets
-        )
-    )
+    scores = plain_scores({**batch, **leaves}, counted(batch), dtype)
+    logp, entropy, lse = (x.double() for x in scores)
+    tokens = counted_tokens(batch)
     if isinstance(spec, LossSpec):
         loss = plain_loss(spec, logp, entropy, lse, tokens)
     else:

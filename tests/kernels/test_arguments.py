@@ -224,22 +224,6 @@ def test_inputs_are_left_as_they_are(impl: str, spec: LossSpec) -> None:
     )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_an_empty_batch_works(impl: str) -> None:
-    none = torch.zeros(1, dtype=torch.int64)
-    empty = {
-        **{name: x[:0] if isinstance(x, Tensor) else x for name, x in full_batch().items()},
-        "cu_seqlens_S1": none,
-        "sampling_mask": SamplingMask(none[:0], none),
-    }
-    empty = on_device(empty, impl)
-    for spec in (SPEC, FUSED):
-        assert policy_loss(**empty, spec=spec, impl=impl).loss == 0
-    assert logprobs(
-        empty["logits_TV"], empty["target_ids_T"], sampling_mask=empty["sampling_mask"], impl=impl
-    ).logprob_T.shape == (0,)
-
-
 def guarded(batch: Batch) -> Tensor:
     """Puts the logits into the middle of a larger tensor, of 7s, so that a write beyond them can be
     seen.

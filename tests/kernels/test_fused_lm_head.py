@@ -10,7 +10,7 @@ import pytest
 import torch
 from flowkernels import LossSpec, TokenLoss, Tokens, linear_logprobs, token_loss
 from flowkernels.lm_head import Gradients, LMHead, new_head
-from kernel_truth import IMPLS, Batch, on_device, peak_bytes, plain_rows, subsets_of
+from kernel_truth import IMPLS, Batch, on_device, peak_bytes, plain_rows
 from rows import (
     HEAD,
     ROW,
@@ -21,9 +21,9 @@ from rows import (
     cases,
     close,
     head_batch,
-    of_rows,
     ours,
     plain_logits,
+    plain_scores,
     truth,
 )
 from torch import Tensor
@@ -236,15 +236,7 @@ def test_log_probs_are_differentiable_by_any_upstream_gradients(
     upstream[:, 4:8] = 0
     rows = batch["target_ids_T"] >= 0
     leaves = {name: batch[name].double().requires_grad_() for name in HEAD}
-    true = of_rows(batch, rows)
-    mask = true.get("sampling_mask")
-    scores = plain_rows(
-        plain_logits({**batch, **leaves})[rows],
-        true["target_ids_T"],
-        true["temperature"],
-        true["softcap"],
-        None if mask is None else subsets_of(mask),
-    )
+    scores = plain_scores({**batch, **leaves}, rows)
     (upstream[:, rows] * torch.stack(scores)).sum().backward()
     names = (*HEAD, "target_ids_T", "temperature", "softcap", "sampling_mask")
     given = on_device({name: batch[name] for name in names if name in batch}, impl)
