@@ -112,7 +112,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "chunks": {"memory_budget": 5 * ROW},
 }
 """Options of the loss: of logits, of logits that the gradient goes over, of hidden states and a
-head in one chunk, and of these in chunks of five rows of fp32."""
+head in one chunk, and of these without a bias in chunks of five rows of fp32."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "per-token": {"temperature": torch.linspace(0.5, 2.5, 20)},
@@ -170,6 +170,8 @@ def batch_of(
         head = (2 / dim**0.5 * hidden, weight, 0.5 * bias)
         batch |= zip(HEAD, (x.to(dtype) for x in head), strict=True)
         del batch["logits_TV"]
+        if form == "chunks":
+            batch["bias_V"] = None
     else:
         batch["logits_TV"] = batch["logits_TV"].to(dtype)
     logits = plain_logits(batch).float()

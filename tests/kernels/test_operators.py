@@ -234,10 +234,9 @@ def test_an_operator_of_a_head_passes_opcheck(
 @pytest.mark.parametrize(
     ("form", "name", "impl", "options", "forward", "backward"),
     [
-        *(("logits", "clip", impl, {}, "policy_loss", None) for impl in IMPLS),
+        *(("logits", "clip", impl, {}, "policy_loss", None) for impl in IMPLS[1:]),
         ("logits", "all", "torch", {"inplace": True}, "policy_loss", None),
         ("logits", "gspo", "torch", {}, "scores", ["gradient"]),
-        ("head", "clip", "torch", {}, "linear_policy_loss", []),
         ("head", "all", "torch", {"masked": True}, "linear_policy_loss", []),
         ("head", "own", "torch", {}, "linear_scores", ["linear_gradient"]),
     ],
@@ -288,9 +287,7 @@ def test_compiled_log_probs_and_branching_are_one_node_each_and_equal_to_eager()
     assert graphs.forward == [["branching_score", "discounted_reverse_scan"]]
 
 
-@pytest.mark.parametrize(
-    ("form", "name"), [("logits", "all"), ("logits", "gspo"), ("head", "all"), ("head", "own")]
-)
+@pytest.mark.parametrize(("form", "name"), [("logits", "gspo"), ("head", "all")])
 def test_one_compilation_serves_every_number_of_tokens(form: str, name: str) -> None:
     graphs, options = Graphs(), {} if form == "logits" else {"memory_budget": None}
     compiled = graphs.compile(lambda batch: loss_of(times(batch, 1.5), name, **options))
@@ -308,7 +305,7 @@ def test_one_compilation_serves_every_number_of_tokens(form: str, name: str) -> 
     assert len(graphs.forward) == 1
 
 
-def test_compile_works_when_the_spec_changes_or_all_is_dynamic() -> None:
+def test_compile_works_when_the_spec_changes() -> None:
     """Numbers that change from call to call become symbols for torch.compile."""
     batch, graphs = new_batch("logits", 8, "torch"), Graphs()
 
@@ -322,9 +319,6 @@ def test_compile_works_when_the_spec_changes_or_all_is_dynamic() -> None:
             run(lambda b, f=f, spec=spec: f(b, spec), batch) for f in (compiled, function)
         )
         torch.testing.assert_close(ours, expected)
-    dynamic = Graphs().compile(function, dynamic=True)
-    ours, expected = (run(lambda b, f=f: f(b, SPECS["all"]), batch) for f in (dynamic, function))
-    torch.testing.assert_close(ours, expected)
 
 
 def test_compiled_loss_of_no_tokens_is_zero() -> None:
