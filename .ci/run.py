@@ -92,6 +92,13 @@ STAGES = (
     Stage("lint", "make lint VENV={venv}"),
     Stage("types", "make typecheck VENV={venv}"),
     Stage("test-all", "make test-all VENV={venv}", pytest=TESTS),
+    # All kernels for all architectures; `test-all` compiles four.
+    Stage(
+        "aot",
+        "FLOWTRAIN_AOT=all {venv}/bin/python -m pytest tests/kernels/test_aot.py",
+        ("kernels", "bench/aot.py", "tests/kernels/test_aot.py", *ENVIRONMENT),
+        pytest="FLOWTRAIN_AOT=all " + TESTS,
+    ),
     Stage(
         "optional",
         "make test-optional VENV={venv}",

@@ -23,9 +23,9 @@ from bench.measure import extra_bytes, installed_version, seconds_of
 
 # They collect with torch, Triton and pytest alone.
 _KERNEL_TESTS = (
-    "host_reads", "operators", "policy_loss", "logprobs", "linear_loss", "fused_lm_head",
-    "linear_operators", "alignment", "arguments", "batch_invariance", "callers", "future_ratio",
-    "layers", "rows_exact", "sparse_delta", "statistics", "z_loss",
+    "host_reads", "operators", "row_losses", "logprobs", "fused_lm_head",
+    "alignment", "arguments", "batch_invariance", "callers", "future_ratio",
+    "layers", "rows_exact", "sparse_delta", "statistics",
 )  # fmt: skip
 _FIRST_TESTS = ("layers", "logprobs", "sparse_delta")
 _RIVALS = ("torch", "compile", "trl", "liger")
@@ -102,7 +102,7 @@ def _attention_tests(cases: Cases) -> Row:
 def kernel_tests(cases: Cases) -> None:
     """The other tests of kernels on the device, a process for each file."""
     others = [name for name in _KERNEL_TESTS if name not in _FIRST_TESTS]
-    for name in ("z_loss",) if cases.is_small else others:
+    for name in ("statistics",) if cases.is_small else others:
         cases.run(name, partial(_device_tests, cases, name))
 
 

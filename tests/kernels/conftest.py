@@ -17,14 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.speed_up()
 
 
-COMPOSED = (
-    "test_fused_lm_head.py",
-    "test_linear_loss.py",
-    "test_linear_operators.py",
-    "test_operators.py",
-    "test_rival_parity.py",
-    "test_trl_parity.py",
-)
+COMPOSED = ("test_operators.py", "test_rival_parity.py", "test_trl_parity.py")
 """Files about what is built from kernels which other files test case by case."""
 
 

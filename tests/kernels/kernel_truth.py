@@ -5,11 +5,13 @@ the device of an implementation, and the memory of a call.
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from flowkernels import LossSpec, PolicyLoss, SamplingMask, policy_loss
+from flowkernels import LossSpec, SamplingMask
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -104,6 +106,12 @@ def mask_of(subsets: list[list[int]]) -> SamplingMask:
     )
 
 
+def subsets_of(mask: SamplingMask) -> list[list[int]]:
+    """One list of ids per row."""
+    ids, offsets = mask.token_ids_K.tolist(), mask.offsets_T1.tolist()
+    return [ids[begin:end] for begin, end in itertools.pairwise(offsets)]
+
+
 def plain_rows(
     logits: Tensor,
     targets: Tensor,
@@ -129,100 +137,63 @@ def plain_rows(
     return logp, entropy, z.logsumexp(-1)
 
 
-def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, batch: Batch) -> Tensor:
-    """sum_T w L over counted tokens: the formula of each loss as its paper has it; `batch` holds
-    counted tokens and `sequence_T` alone.
+def plain_tokens(
+    spec: LossSpec, logp: Tensor, entropy: Tensor, lse: Tensor, tokens: Batch
+) -> tuple[Tensor, Tensor]:
+    """(loss, weight) of each token: the formula of each loss as its paper has it. `tokens` holds
+    what is [T], and `sequence_T`.
     """
-    advantage, weight, old, ref, sampler = (
-        batch[name].to(logp.dtype)
-        for name in (
-            "advantage_T",
-            "weight_T",
-            "old_logprob_T",
-            "ref_logprob_T",
-            "sampler_logprob_T",
-        )
+    old, limit = tokens["old_logprob_T"].to(logp.dtype), spec.log_ratio_limit
+    advantage, weight, ref, sampler = (
+        tokens.get(name, old).to(logp.dtype)
+        for name in ("advantage_T", "weight_T", "ref_logprob_T", "sampler_logprob_T")
     )
     behind = torch.exp(old - sampler)
     if spec.mis is not None:
         weight = weight * ((behind >= spec.mis[0]) & (behind <= spec.mis[1]))
     if spec.tis is not None:
         advantage = advantage * behind.clamp(max=spec.tis)
+    log_ratio = logp - old
+    if spec.loss_type == "gspo":
+        mean = sequence_means(log_ratio.detach(), weight, tokens["sequence_T"])
+        log_ratio = mean + logp - logp.detach()  # eq. 13: sg[s_i] pi / sg[pi], of value s_i
+    ratio = torch.exp(log_ratio.clamp(-limit, limit))
     if spec.loss_type == "nll":
         loss = -advantage * logp
     elif spec.loss_type == "cispo":
-        loss = -torch.exp(logp - old).clamp(max=1 + spec.clip_high).detach() * advantage * logp
-    else:
-        ratio = torch.exp(logp - old)
-        if spec.loss_type == "gspo":
-            mean = torch.zeros_like(logp)
-            for sequence in batch["sequence_T"].unique():
-                rows = (batch["sequence_T"] == sequence) & (weight != 0)
-                mean = torch.where(rows, (logp - old)[rows].mean().detach(), mean)
-            ratio = torch.exp(mean) * torch.exp(logp - logp.detach())
-        loss = -torch.minimum(
-            ratio * advantage, ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantage
-        )
-        if spec.dual_clip is not None:
-            loss = torch.where(
-                advantage < 0, torch.minimum(loss, -spec.dual_clip * advantage), loss
-            )
-    u = ref - logp
+        loss = -ratio.clamp(max=1 + spec.clip_high).detach() * advantage * logp
+    else:  # A > 0 pays up to 1 + high; A < 0 costs from 1 - low on and up to the dual bound
+        one = torch.ones_like(ratio)
+        least = torch.where(advantage > 0, 0 * one, (1 - spec.clip_low) * one)
+        dual = (spec.dual_clip or math.inf) * one
+        most = torch.where(advantage > 0, (1 + spec.clip_high) * one, dual)
+        loss = -advantage * ratio.clamp(least, most)
+    u = (ref - logp).clamp(-limit, limit)
     k3 = torch.exp(u) - 1 - u
     kl = {"k1": -u, "k2": u**2 / 2, "k3": k3, "low_var_kl": k3.clamp(-10, 10)}[spec.kl]
-    return (weight * (loss + spec.kl_coef * kl - spec.entropy_coef * entropy)).sum()
+    more = spec.kl_coef * kl - spec.entropy_coef * entropy + spec.z_loss_coef * lse**2
+    return loss + more, weight
+
+
+def sequence_means(value: Tensor, weight: Tensor, sequence: Tensor) -> Tensor:
+    """Of the tokens with weight of each sequence, at all of its tokens; 0 where there are none."""
+    mean = torch.zeros_like(value)
+    for each in sequence.unique():
+        rows = (sequence == each) & (weight != 0)
+        if rows.any():
+            mean = torch.where(sequence == each, value[rows].mean(), mean)
+    return mean
+
+
+def plain_loss(spec: LossSpec, logp: Tensor, entropy: Tensor, lse: Tensor, tokens: Batch) -> Tensor:
+    """The sum over tokens that count."""
+    loss, weight = plain_tokens(spec, logp, entropy, lse, tokens)
+    return (weight * loss).sum()
 
 
 def counted_tokens(batch: Batch) -> Batch:
-    """Everything [T] but the logits of the rows that take part, with the sequence of each."""
+    """Everything [T] of the rows that take part, with the sequence of each."""
     rows, bounds = counted(batch), batch["cu_seqlens_S1"]
     sequence = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
-    return {
-        name: value[rows]
-        for name, value in {**batch, "sequence_T": sequence}.items()
-        if name not in ("logits_TV", "cu_seqlens_S1", "sampling_mask")
-    }
-
-
-def truth(
-    spec: LossSpec,
-    batch: Batch,
-    temperature: float | Tensor = 1.0,
-    dtype: torch.dtype = torch.float64,
-    softcap: float | None = None,
-    subsets: list[list[int]] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Loss and gradient (fp64) of the plain formula by autograd; the softmax is in `dtype`, of
-    which bf16 is what plain torch would do.
-    """
-    logits = batch["logits_TV"].detach().to(dtype, copy=True).requires_grad_()
-    rows, tokens = counted(batch), counted_tokens(batch)
-    if isinstance(temperature, Tensor):
-        temperature = temperature[rows]
-    if subsets is not None:
-        subsets = [
-            ids for ids, is_counted in zip(subsets, rows.tolist(), strict=True) if is_counted
-        ]
-    logp, entropy, _ = plain_rows(
-        logits[rows], tokens["target_ids_T"], temperature, softcap, subsets
-    )
-    loss = plain_loss(spec, logp.double(), entropy.double(), tokens)
-    loss.backward()
-    assert logits.grad is not None
-    return loss.detach(), logits.grad.double()
-
-
-def ours(
-    spec: Any, batch: Batch, impl: str, *, inplace: bool = False, scale: float = 1.0, **options: Any
-) -> tuple[PolicyLoss, Tensor]:
-    """The result of `policy_loss`, and the gradient of `scale` times its loss, on the CPU."""
-    moved = on_device({**batch, **options}, impl)
-    logits = moved["logits_TV"].detach().clone().requires_grad_()
-    out = policy_loss(**{**moved, "logits_TV": logits}, spec=spec, inplace=inplace, impl=impl)
-    (out.loss * scale).backward()
-    assert (
-        out.loss.dtype == torch.float32
-        and logits.grad is not None
-        and logits.grad.dtype == logits.dtype
-    )
-    return out, logits.grad.cpu()
+    tokens = {k: x for k, x in batch.items() if k.endswith("_T") and x is not None}
+    return {name: value[rows] for name, value in {**tokens, "sequence_T": sequence}.items()}

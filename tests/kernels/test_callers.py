@@ -4,7 +4,6 @@ other dtypes, advantages of sequences; and the options of other trainers.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,112 +12,65 @@ from flowkernels import (
     LogProbs,
     LossSpec,
     PolicyLoss,
-    SamplingMask,
     linear_logprobs,
     linear_policy_loss,
     logprobs,
     policy_loss,
 )
 from graphs import Graphs
-from kernel_truth import IMPLS, Batch, on_device, plain_rows
+from kernel_truth import IMPLS, Batch, counted, plain_rows
+from rows import HEAD, batch_of, leaves_of
+from rows import ours as result_of
 from torch import Tensor
-from torch.nn.functional import linear
 
 SIZE_B, SIZE_L, SIZE_D, SIZE_V = 2, 3, 4, 7
+TEMPERATURES = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.7, 1.2])
 PER_TOKEN = (
-    "target_ids_T",
-    "advantage_T",
-    "weight_T",
-    "old_logprob_T",
-    "ref_logprob_T",
-    "sampler_logprob_T",
-    "temperature",
+    *("target_ids_T", "advantage_T", "weight_T", "temperature"),
+    *("old_logprob_T", "ref_logprob_T", "sampler_logprob_T"),
 )
 
 
-def new_batch() -> Batch:
-    """Hidden states, a head and tokens in [B, L]; one target and one weight take their rows out."""
-    rng = torch.Generator().manual_seed(0)
-    shape = (SIZE_B, SIZE_L)
-    hidden = torch.randn(*shape, SIZE_D, generator=rng)
-    weight = torch.randn(SIZE_V, SIZE_D, generator=rng)
-    bias = torch.randn(SIZE_V, generator=rng)
-    ids = torch.randint(SIZE_V, shape, generator=rng)
-    temperature = torch.tensor([[0.5, 1.0, 1.5], [2.0, 0.7, 1.2]])
-    logits = linear(hidden, weight, bias).flatten(0, 1)
-    logp = plain_rows(logits, ids.flatten(), temperature, softcap=5.0)[0].view(shape)
-    noise = torch.randn(5, *shape, generator=rng)
-    ids[1, 1] = -1
-    token_weight = noise[0].abs()
-    token_weight[0, 1] = 0
+def flat_batch(form: str = "head", **options: Any) -> Batch:
+    """Two sequences; a target and weights take rows out of both."""
+    batch = batch_of(form, SIZE_B * SIZE_L, SIZE_V, dim=SIZE_D, **options)
+    return batch | {"cu_seqlens_S1": torch.arange(0, SIZE_B * SIZE_L + 1, SIZE_L)}
+
+
+def new_batch(form: str = "head") -> Batch:
+    """Tokens in [B, L], and every option there is."""
+    batch = flat_batch(form, temperature=TEMPERATURES, softcap=5.0, masked=True)
+    rows = (*PER_TOKEN, "hidden_TD", "logits_TV")
     return {
-        "hidden_TD": hidden,
-        "weight_VD": weight,
-        "bias_V": bias,
-        "target_ids_T": ids,
-        "advantage_T": noise[1],
-        "weight_T": token_weight,
-        "old_logprob_T": logp + 0.3 * noise[2],
-        "ref_logprob_T": logp + 0.3 * noise[3],
-        "sampler_logprob_T": logp + 0.3 * noise[4],
-        "temperature": temperature,
-        "cu_seqlens_S1": torch.arange(0, SIZE_B * SIZE_L + 1, SIZE_L),
-        "softcap": 5.0,
-        "sampling_mask": SamplingMask(
-            torch.tensor([0, 2, 5, 1]), torch.tensor([0, 0, 2, 2, 3, 3, 4])
-        ),
+        name: value.unflatten(0, (SIZE_B, SIZE_L)) if name in rows else value
+        for name, value in batch.items()
     }
+
+
+def both() -> tuple[Batch, Batch]:
+    return new_batch(), new_batch("logits")
 
 
 def without(batch: Batch, *names: str) -> Batch:
     return {name: value for name, value in batch.items() if name not in names}
 
 
-def with_logits(batch: Batch) -> Batch:
-    """The batch as `policy_loss` takes it."""
-    logits = linear(batch["hidden_TD"], batch["weight_VD"], batch["bias_V"])
-    return {"logits_TV": logits, **without(batch, "hidden_TD", "weight_VD", "bias_V")}
-
-
 def flat(batch: Batch) -> Batch:
     """The same batch with one dimension of tokens."""
-    rows = {name: batch[name].flatten(0, 1) for name in ("hidden_TD", "logits_TV") if name in batch}
-    return {**batch, **rows, **{name: batch[name].flatten() for name in PER_TOKEN if name in batch}}
+    rows = (*PER_TOKEN, "hidden_TD", "logits_TV")
+    return {name: value.flatten(0, 1) if name in rows else value for name, value in batch.items()}
 
 
 def run(batch: Batch, spec: Any, impl: str = "torch", **options: Any) -> tuple[PolicyLoss, Tensor]:
     """The result of the loss that has these arguments, and the gradient of its rows."""
-    batch = on_device(batch, impl)
-    name = "logits_TV" if "logits_TV" in batch else "hidden_TD"
-    rows = batch[name].clone().requires_grad_()
-    function: Any = policy_loss if name == "logits_TV" else linear_policy_loss
-    out: PolicyLoss = function(**{**batch, name: rows}, spec=spec, impl=impl, **options)
-    out.loss.backward()
-    assert rows.grad is not None
-    return out, rows.grad.cpu()
+    out, gradients = result_of(spec, batch, impl, **options)
+    return out, gradients[leaves_of(batch)[0]]
 
 
 def same(ours: tuple[PolicyLoss, Tensor], theirs: tuple[PolicyLoss, Tensor]) -> None:
     """The loss and its gradient to the bit; that of `theirs` is not all zeros."""
     assert torch.equal(ours[0].loss, theirs[0].loss) and theirs[1].any()
     assert torch.equal(ours[1], theirs[1].view(ours[1].shape))
-
-
-def true_loss(batch: Batch, loss_of: Any) -> tuple[Tensor, Tensor]:
-    """Loss and gradient, by autograd in fp64, of loss_of(logp, lse) [T] of flat logits."""
-    logits = batch["logits_TV"].double().requires_grad_()
-    logp_T, _, lse_T = plain_rows(logits, batch["target_ids_T"].clamp(min=0))
-    counts_T = (batch["target_ids_T"] >= 0) & (batch["weight_T"] != 0)
-    loss = (batch["weight_T"] * loss_of(logp_T, lse_T))[counts_T].sum()
-    loss.backward()
-    assert logits.grad is not None
-    return loss.detach(), logits.grad
-
-
-def close(ours: tuple[PolicyLoss, Tensor], theirs: tuple[Tensor, Tensor]) -> None:
-    assert theirs[1].abs().max() > 1e-3
-    torch.testing.assert_close(ours[0].loss.cpu().double(), theirs[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours[1].double(), theirs[1], rtol=1e-4, atol=1e-6)
 
 
 SPECS = {
@@ -134,7 +86,7 @@ FUSED = LossSpec()
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_batch_is_its_rows_one_after_another(spec: str, impl: str) -> None:
-    for batch in (new_batch(), with_logits(new_batch())):
+    for batch in both():
         ours, theirs = (run(form, SPECS[spec], impl) for form in (batch, flat(batch)))
         same(ours, theirs)
         for name in ("logprob_T", "entropy_T"):
@@ -145,7 +97,7 @@ def test_a_batch_is_its_rows_one_after_another(spec: str, impl: str) -> None:
 
 def test_log_probs_of_a_batch_have_its_shape_and_their_gradient_reaches_it() -> None:
     names = ("target_ids_T", "temperature", "softcap", "sampling_mask")
-    for batch in (new_batch(), with_logits(new_batch())):
+    for batch in both():
         name = "logits_TV" if "logits_TV" in batch else "hidden_TD"
         function: Any = logprobs if name == "logits_TV" else linear_logprobs
         results: list[tuple[LogProbs, Tensor]] = []
@@ -164,7 +116,7 @@ def test_log_probs_of_a_batch_have_its_shape_and_their_gradient_reaches_it() -> 
 
 
 def test_a_batch_may_have_any_number_of_dimensions() -> None:
-    batch = with_logits(new_batch())
+    batch = new_batch("logits")
     deep = {
         name: value[None, :, :, None] if name in PER_TOKEN else value
         for name, value in batch.items()
@@ -177,7 +129,7 @@ def test_a_batch_may_have_any_number_of_dimensions() -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_gradient_goes_over_the_logits_of_a_batch(spec: str) -> None:
-    batch = with_logits(new_batch())
+    batch = new_batch("logits")
     theirs = run(batch, SPECS[spec])
     logits = batch["logits_TV"].clone().requires_grad_()
     out = policy_loss(**{**batch, "logits_TV": logits}, spec=SPECS[spec], inplace=True)
@@ -188,7 +140,7 @@ def test_a_gradient_goes_over_the_logits_of_a_batch(spec: str) -> None:
 
 def test_logits_without_their_last_position_are_copied_or_refused() -> None:
     """A slice of positions is no view of rows; the whole with targets of -1 is the same loss."""
-    batch = with_logits(new_batch())
+    batch = new_batch("logits")
     short = {name: batch[name][:, :-1] for name in (*PER_TOKEN, "logits_TV")}
     short["cu_seqlens_S1"] = torch.tensor([0, 2, 4])
     whole = {**short, **{name: batch[name].clone() for name in (*PER_TOKEN, "logits_TV")}}
@@ -207,7 +159,7 @@ def test_logits_without_their_last_position_are_copied_or_refused() -> None:
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_a_tensor_of_another_shape_than_the_batch_is_named(name: str) -> None:
-    for batch in (new_batch(), with_logits(new_batch())):
+    for batch in both():
         for wrong in (batch[name].flatten(), batch[name][:, :-1], batch[name][..., None]):
             with pytest.raises(ValueError, match=rf"{name} must be .* \[2, 3\]"):
                 run({**batch, name: wrong}, SPECS["clip"])
@@ -222,7 +174,7 @@ def test_without_old_log_probs_the_ratio_is_1_with_the_gradient_of_the_log_prob(
     loss_type: Any, impl: str
 ) -> None:
     """Even where the clip range is a point."""
-    for batch in (new_batch(), with_logits(new_batch())):
+    for batch in both():
         given = without(flat(batch), "old_logprob_T", "sampler_logprob_T")
         spec = LossSpec(loss_type, clip_low=0.0, clip_high=0.0)
         ours = run(given, spec, impl)
@@ -231,7 +183,7 @@ def test_without_old_log_probs_the_ratio_is_1_with_the_gradient_of_the_log_prob(
         assert ours[1].any()
         stats = ours[0].stats
         assert stats["ratio_max"] == stats["ratio_min"] == 1 and stats["clipped_high_sum"] == 0
-        counts_T = (given["weight_T"] != 0) & (given["target_ids_T"] >= 0)
+        counts_T = counted(given)
         if loss_type != "cispo":  # its loss is the policy gradient's
             expected = -(given["weight_T"] * given["advantage_T"])[counts_T].sum()
             torch.testing.assert_close(ours[0].loss.cpu(), expected)
@@ -244,7 +196,7 @@ def test_without_old_log_probs_the_ratio_is_1_with_the_gradient_of_the_log_prob(
 def test_autocast_casts_tensors_of_unlike_dtypes_to_its_own(names: tuple[str, ...]) -> None:
     """As torch.nn.functional.linear would; gradients come back in the dtypes of the tensors."""
     batch = new_batch()
-    head = ("hidden_TD", "weight_VD", "bias_V")
+    head = HEAD
     half = {name: batch[name].bfloat16() for name in head}
     mixed = {
         name: (half[name] if name in names else batch[name]).clone().requires_grad_()
@@ -298,7 +250,7 @@ def test_tensors_of_unlike_dtypes_are_refused_without_autocast() -> None:
     ],
 )
 def test_other_dtypes_become_those_of_the_losses(name: str, dtype: torch.dtype) -> None:
-    for batch in (new_batch(), with_logits(new_batch())):
+    for batch in both():
         given = batch[name].to(dtype)
         exact = {**batch, name: given.to(batch[name].dtype)}
         same(run({**batch, name: given}, SPECS["clip"]), run(exact, SPECS["clip"]))
@@ -308,7 +260,7 @@ def test_other_dtypes_become_those_of_the_losses(name: str, dtype: torch.dtype) 
 def test_an_advantage_of_a_sequence_is_that_of_its_tokens(dtype: torch.dtype) -> None:
     advantage_S = torch.tensor([1.5, 7.0, -0.5], dtype=dtype)
     bounds = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
-    for batch in (new_batch(), flat(with_logits(new_batch()))):
+    for batch in (new_batch(), flat(new_batch("logits"))):
         batch["cu_seqlens_S1"] = bounds
         advantage_T = torch.tensor([1.5, 1.5, -0.5, -0.5, -0.5, -0.5])
         expanded = {**batch, "advantage_T": advantage_T.view(batch["weight_T"].shape)}
@@ -327,96 +279,66 @@ def test_an_advantage_of_a_sequence_is_that_of_its_tokens(dtype: torch.dtype) ->
 
 def sequence_ratios(batch: Batch) -> Tensor:
     """pi_old / pi_sampler over the tokens of a flat batch that count, at every token."""
-    counts = (batch["weight_T"] != 0) & (batch["target_ids_T"] >= 0)
+    counts = counted(batch)
     log_ratio = torch.where(counts, batch["old_logprob_T"] - batch["sampler_logprob_T"], 0.0)
     return log_ratio.view(SIZE_B, SIZE_L).sum(1).exp().repeat_interleave(SIZE_L)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("loss_type", ["clip", "gspo"])
-def test_a_correction_of_sequences_takes_their_whole_ratio(loss_type: Any, impl: str) -> None:
+def test_a_correction_of_sequences_takes_their_whole_ratio(loss_type: Any) -> None:
     """Uncounted tokens may hold anything."""
-    for batch in (flat(new_batch()), flat(with_logits(new_batch()))):
+    for batch in map(flat, both()):
         ratio = sequence_ratios(batch)
         low, high = sorted({*ratio.tolist()})
         for name, value in (("old_logprob_T", 7.0), ("sampler_logprob_T", 1.0)):
             batch[name] = batch[name].clone()
-            batch[name][1], batch[name][4] = torch.nan, value
+            batch[name][~counted(batch)] = torch.tensor([torch.nan, value, torch.nan])
         bound = (low + high) / 2
         cut = ratio.clamp(max=bound)
         truncated = {**batch, "advantage_T": batch["advantage_T"] * cut}
         spec = LossSpec(loss_type, tis=bound, correction_level="sequence")
-        ours, theirs = run(batch, spec, impl), run(truncated, LossSpec(loss_type), impl)
+        ours, theirs = run(batch, spec), run(truncated, LossSpec(loss_type))
         torch.testing.assert_close(ours[0].loss, theirs[0].loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
         assert theirs[1].any()
         masked = {**batch, "weight_T": torch.where(ratio > bound, 0.0, batch["weight_T"])}
         spec = LossSpec(loss_type, mis=(0.0, bound), correction_level="sequence")
-        same(run(batch, spec, impl), run(masked, LossSpec(loss_type), impl))
+        same(run(batch, spec), run(masked, LossSpec(loss_type)))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("limit", [20.0, 0.2], ids=["free", "clamped"])
 @pytest.mark.parametrize("has_old", [True, False])
-@pytest.mark.parametrize("loss_type", ["clip", "cispo", "gspo", "nll"])
+@pytest.mark.parametrize("loss_type", ["clip", "gspo"])
 def test_a_kl_term_with_the_ratio_has_the_gradient_of_both(
-    loss_type: Any, has_old: bool, impl: str
+    loss_type: Any, has_old: bool, limit: float
 ) -> None:
     """The policy term is left out of the truth by advantages of 0; weights are alike within a
-    sequence, where TRL's gradient and ours of "gspo" are one.
+    sequence, where TRL's gradient and ours of "gspo" are one. A clamped ratio is a constant.
     """
-    batch = flat(with_logits(without(new_batch(), "temperature", "softcap", "sampling_mask")))
+    batch = flat_batch("logits")
     batch["advantage_T"] = torch.zeros(6)
     batch["weight_T"] = torch.tensor([0.5, 0.0, 0.5, 2.0, 2.0, 2.0])
-    counts = (batch["weight_T"] != 0) & (batch["target_ids_T"] >= 0)
-
-    def loss_of(logp: Tensor, _: Tensor) -> Tensor:
-        old = batch["old_logprob_T"] if has_old else logp.detach()
-        log_ratio = logp - old
-        if loss_type == "gspo":
-            total = torch.where(counts, log_ratio, 0.0).view(SIZE_B, SIZE_L).sum(1)
-            mean = total / counts.view(SIZE_B, SIZE_L).sum(1)
-            log_ratio = mean.repeat_interleave(SIZE_L)
-        u = batch["ref_logprob_T"] - logp
-        return 0.3 * log_ratio.exp() * (u.exp() - u - 1)
-
+    counts, logits = counted(batch), batch["logits_TV"].double().requires_grad_()
+    logp, _, _ = plain_rows(logits, batch["target_ids_T"].clamp(min=0))
+    log_ratio = logp - (batch["old_logprob_T"] if has_old else logp.detach())
+    if loss_type == "gspo":
+        total = torch.where(counts, log_ratio, 0.0).view(SIZE_B, SIZE_L).sum(1)
+        mean = total / counts.view(SIZE_B, SIZE_L).sum(1)
+        log_ratio = mean.repeat_interleave(SIZE_L)
+    u = (batch["ref_logprob_T"] - logp).clamp(-limit, limit)
+    term = 0.3 * log_ratio.clamp(-limit, limit).exp() * (u.exp() - u - 1)
+    true = (batch["weight_T"] * term)[counts].sum()
+    true.backward()
+    assert logits.grad is not None and logits.grad.abs().max() > 1e-3
     given = batch if has_old else without(batch, "old_logprob_T", "sampler_logprob_T")
-    spec = LossSpec(loss_type, kl_coef=0.3, kl_ratio=True)
-    close(run(given, spec, impl), true_loss(batch, loss_of))
-    close(run(given, spec, impl, inplace=True), true_loss(batch, loss_of))
-
-
-def test_a_clamped_ratio_is_a_constant_of_the_kl_term() -> None:
-    batch = flat(with_logits(without(new_batch(), "temperature", "softcap", "sampling_mask")))
-    batch["advantage_T"] = torch.zeros(6)
-    far = batch["old_logprob_T"] - 12
-
-    def loss_of(logp: Tensor, _: Tensor) -> Tensor:
-        u = batch["ref_logprob_T"] - logp
-        return 0.3 * math.exp(6) * (u.exp() - u - 1)
-
-    spec = LossSpec(kl_coef=0.3, kl_ratio=True, log_ratio_limit=6.0)
-    close(run({**batch, "old_logprob_T": far}, spec), true_loss(batch, loss_of))
+    spec = LossSpec(loss_type, kl_coef=0.3, kl_ratio=True, log_ratio_limit=limit)
+    for inplace in (False, True):
+        out, gradient = run(given, spec, inplace=inplace)
+        torch.testing.assert_close(out.loss.double(), true.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient.double(), logits.grad, rtol=1e-4, atol=1e-6)
 
 
 # ---- the rest
-
-
-@pytest.mark.parametrize("retain_graph", [False, True])
-@pytest.mark.parametrize("options", [{}, {"inplace": True}])
-def test_a_second_backward_pass_says_what_is_wrong(
-    options: dict[str, Any], retain_graph: bool
-) -> None:
-    """On every path that forms the gradient in the forward pass."""
-    for batch in (new_batch(), with_logits(new_batch())):
-        name = "logits_TV" if "logits_TV" in batch else "hidden_TD"
-        if options and name == "hidden_TD":
-            continue
-        batch = {**batch, name: batch[name].requires_grad_()}
-        function: Any = policy_loss if name == "logits_TV" else linear_policy_loss
-        out = function(**batch, spec=SPECS["clip"], **options)
-        out.loss.backward(retain_graph=retain_graph)
-        with pytest.raises(RuntimeError, match="gradient of a policy loss was taken twice"):
-            out.loss.backward()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -451,9 +373,8 @@ def test_an_old_log_prob_of_minus_infinity_has_a_finite_loss(
     assert out.stats["ratio_max"] == torch.inf
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_what_callers_pass_compiles_into_one_graph(dynamic: bool) -> None:
-    spec = LossSpec("clip", kl_coef=0.3, kl_ratio=True, tis=1.0, correction_level="sequence")
+def test_what_callers_pass_compiles_into_one_graph() -> None:
+    spec = LossSpec("clip", kl_coef=0.3, tis=1.0)
     batch = {**new_batch(), "advantage_T": torch.tensor([1.0, -1.0])}
     batch["weight_T"], batch["target_ids_T"] = batch["weight_T"] > 0, batch["target_ids_T"].int()
 
@@ -464,7 +385,7 @@ def test_what_callers_pass_compiles_into_one_graph(dynamic: bool) -> None:
             return fused + linear_policy_loss(**given, spec=spec).loss
 
     results = []
-    for function in (loss, Graphs().compile(loss, dynamic=dynamic)):
+    for function in (loss, Graphs().compile(loss, dynamic=True)):
         hidden = batch["hidden_TD"].bfloat16().requires_grad_()
         weight = batch["weight_VD"].clone().requires_grad_()
         value = function(hidden, weight)

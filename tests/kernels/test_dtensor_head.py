@@ -9,13 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from flowkernels import (
-    LossSpec,
-    linear_logprobs,
-    linear_policy_loss,
-    logprobs,
-    policy_loss,
-)
+from flowkernels import LossSpec, linear_logprobs, linear_policy_loss, logprobs, policy_loss
 from kernel_truth import Batch
 from ranks import fork, launch
 from torch import Tensor, nn

@@ -8,10 +8,24 @@ from typing import Any
 import pytest
 import torch
 from flowkernels import LossSpec, logprobs, policy_loss
-from kernel_truth import device_of, on_device, plain_rows, random_batch
+from kernel_truth import IMPLS, on_device, plain_rows, random_batch
+from rows import SETTINGS, batch_of, plain_scores
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAMES = ("logits_TV", "target_ids_T", "temperature", "softcap", "sampling_mask")
+"""Arguments of `logprobs`."""
+PARTS = [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+"""Of log-prob, entropy and log-sum-exp: which have a gradient."""
+CELLS = [(setting, torch.float32) for setting in SETTINGS]
+CELLS += [("mask-softcap", dtype) for dtype in DTYPES[1:]]
+CASES = [
+    (*cell, parts, impl)
+    for cell in CELLS
+    for parts in PARTS
+    for impl in IMPLS
+    if impl == "torch" or parts == PARTS[0] or cell[0] == "per-token"
+]
 
 
 def scores_of(logits: Tensor, targets: Tensor, impl: str, **options: Any) -> list[Tensor]:
@@ -21,64 +35,41 @@ def scores_of(logits: Tensor, targets: Tensor, impl: str, **options: Any) -> lis
     return [out.logprob_T.cpu(), out.entropy_T.cpu(), out.lse_T.cpu()]
 
 
-@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.3, None), (4.0, 2.0)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scores_match_fp64(
-    temperature: float, softcap: float | None, dtype: torch.dtype, impl: str
+@pytest.mark.parametrize(("setting", "dtype", "parts", "impl"), CASES)
+def test_scores_and_gradients_match_fp64_autograd(
+    setting: str, dtype: torch.dtype, parts: tuple[int, ...], impl: str
 ) -> None:
-    batch = random_batch()
-    logits, targets = batch["logits_TV"].to(dtype), batch["target_ids_T"]
-    rows = targets >= 0
-    assert 0 < rows.sum() < len(rows)
-    truth = plain_rows(logits.double(), targets.clamp(min=0), temperature, softcap)
-    logits[~rows] = math.nan
-    for ours_T, true_T in zip(
-        scores_of(logits, targets, impl, temperature=temperature, softcap=softcap),
-        truth,
-        strict=True,
-    ):
-        assert ours_T.dtype == torch.float32
-        torch.testing.assert_close(
-            ours_T.double(), torch.where(rows, true_T, 0.0), rtol=1e-6, atol=4e-6
-        )
-
-
-@pytest.mark.parametrize("parts", [(1, 1), (1, 0), (0, 1)], ids=["both", "logp", "entropy"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradients_match_fp64_autograd(
-    parts: tuple[int, int], dtype: torch.dtype, softcap: float | None, impl: str
-) -> None:
-    """Holds for any gradient that comes from above; rows with a negative target get none, whatever
-    they hold.
+    """Holds for any gradients of log-prob, entropy and log-sum-exp that come from above; rows with
+    a negative target have neither, whatever they hold.
     """
-    batch, temperature = random_batch(12), torch.linspace(0.4, 2.0, 12)
-    logits, targets, rows = (
-        batch["logits_TV"].to(dtype),
-        batch["target_ids_T"],
-        batch["target_ids_T"] >= 0,
-    )
-    upstream = (
-        torch.randn(2, 12, generator=torch.Generator().manual_seed(5))
-        * torch.tensor(parts)[:, None]
-    )
-    exact = logits.double().requires_grad_()
-    logp, entropy, _ = plain_rows(exact[rows], targets[rows], temperature[rows], softcap)
-    (upstream[0, rows] * logp + upstream[1, rows] * entropy).sum().backward()
-    logits[~rows] = math.nan
-    moved = on_device(
-        {"logits_TV": logits, "target_ids_T": targets, "temperature": temperature}, impl
-    )
+    batch = batch_of("logits", dtype=dtype, **SETTINGS[setting])
+    batch = {name: batch[name] for name in NAMES if name in batch}
+    rows, logits = batch["target_ids_T"] >= 0, batch["logits_TV"].double().requires_grad_()
+    assert 0 < rows.sum() < len(rows)
+    true = plain_scores({**batch, "logits_TV": logits}, rows)
+    rng = torch.Generator().manual_seed(5)
+    upstream = torch.randn(3, 20, generator=rng) * torch.tensor(parts)[:, None]
+    (upstream[:, rows] * torch.stack(true)).sum().backward()
+    batch["logits_TV"][~rows] = math.nan
+    moved = on_device(batch, impl)
     leaf = moved["logits_TV"].requires_grad_()
-    out = logprobs(**moved, softcap=softcap, differentiable=True, impl=impl)
-    both = torch.stack([out.logprob_T, out.entropy_T])[[i for i in (0, 1) if parts[i]]]
-    both.backward(upstream[[i for i in (0, 1) if parts[i]]].to(both.device))
-    assert leaf.grad is not None and exact.grad is not None and leaf.grad.dtype == dtype
-    tolerance = (
-        {"rtol": 1e-4, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
-    )
-    torch.testing.assert_close(leaf.grad.cpu().double(), exact.grad, **tolerance)
-    assert (leaf.grad.cpu()[~rows] == 0).all() and (exact.grad[rows] != 0).any()
+    out = logprobs(**moved, differentiable=True, impl=impl)
+    found = [
+        x for x, part in zip((out.logprob_T, out.entropy_T, out.lse_T), parts, strict=True) if part
+    ]
+    for found_T, true_T in zip(
+        found, (x for x, y in zip(true, parts, strict=True) if y), strict=True
+    ):
+        assert found_T.dtype == torch.float32 and (found_T[~rows] == 0).all()
+        torch.testing.assert_close(
+            found_T.detach().cpu()[rows].double(), true_T.detach(), rtol=1e-6, atol=4e-6
+        )
+    both = torch.stack(found)
+    both.backward(upstream[torch.tensor(parts) == 1].to(both.device))
+    assert leaf.grad is not None and logits.grad is not None and leaf.grad.dtype == dtype
+    rtol, atol = (1e-4, 4e-6) if dtype == torch.float32 else (2**-7, 1e-5)
+    torch.testing.assert_close(leaf.grad.cpu().double(), logits.grad, rtol=rtol, atol=atol)
+    assert (leaf.grad.cpu()[~rows] == 0).all() and (logits.grad[rows] != 0).any()
 
 
 def test_nothing_carries_a_gradient_unless_asked(impl: str) -> None:
@@ -147,20 +138,6 @@ def test_kernels_are_deterministic_and_rows_do_not_see_each_other(dtype: torch.d
     for i in range(6):
         alone = scores_of(logits[i : i + 1], targets[i : i + 1], "triton")
         assert all(torch.equal(a[i : i + 1], b) for a, b in zip(first, alone, strict=True))
-
-
-def test_rows_of_a_larger_buffer(impl: str) -> None:
-    batch = random_batch(8)
-    expected = scores_of(batch["logits_TV"], batch["target_ids_T"], impl)
-    buffer = torch.full((24, 50), math.nan, device=device_of(impl))
-    view = buffer[1::3, 30:47]
-    view.copy_(batch["logits_TV"])
-    out = logprobs(view, batch["target_ids_T"].to(view.device), impl=impl)
-    # Kernels sum a row from the first multiple of 16 bytes on.
-    same = {"rtol": 0, "atol": 0} if impl == "torch" else {"rtol": 2e-6, "atol": 2e-6}
-    torch.testing.assert_close(out.logprob_T.cpu(), expected[0], **same)
-    torch.testing.assert_close(out.lse_T.cpu(), expected[2], **same)
-    assert (expected[0] != 0).any()
 
 
 @pytest.mark.parametrize("vocab", [257, 40_001])

@@ -1,5 +1,5 @@
 """The operators as PyTorch sees them: schemas, torch.compile, checkpointing, autocast, determinism,
-memory.
+memory. Losses get logits, or hidden states and a head.
 """
 
 from __future__ import annotations
@@ -14,68 +14,75 @@ import pytest
 import torch
 from flowkernels import (
     LossSpec,
-    SamplingMask,
+    TokenLoss,
+    Tokens,
     branch_points,
     branching_score,
     discounted_reverse_scan,
     logprobs,
-    policy_loss,
 )
 from graphs import Graphs
-from kernel_truth import IMPLS, device_of, peak_bytes
+from kernel_truth import IMPLS, Batch, device_of, mask_of, on_device, peak_bytes
+from rows import HEAD, Gradients, batch_of, leaves_of, squared
+from rows import loss_of as result_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 OPERATORS = ("branching_score", "discounted_reverse_scan", "gradient", "policy_loss", "scores")
+OF_HEAD = ("linear_gradient", "linear_policy_loss", "linear_scores")
+
+
+def own(tokens: Tokens) -> TokenLoss:
+    return squared(tokens)
+
+
 SPECS = {
     "clip": LossSpec(clip_high=0.3),
     "all": LossSpec(
         clip_low=0.1, clip_high=0.4, dual_clip=2.0, kl="k2", kl_coef=0.2, entropy_coef=0.1, tis=2.0
     ),
     "gspo": LossSpec("gspo", clip_low=0.9, clip_high=9.0),
+    "own": own,
 }
+CASES = [
+    *(("logits", name, impl) for name in ("clip", "all", "gspo") for impl in IMPLS),
+    *(("head", name, "torch") for name in SPECS),
+]
+of_losses = pytest.mark.parametrize(("form", "name", "impl"), CASES)
 VOCAB = 13
-Batch = dict[str, Any]
 
 
-def random_batch(
-    num: int, impl: str, dtype: torch.dtype = torch.float32, vocab: int = VOCAB
+def new_batch(
+    form: str, num: int, impl: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Batch:
     """Advantages are negative, so that losses are positive."""
-    rng = torch.Generator().manual_seed(num)
-    logits = torch.randn(num, vocab, generator=rng)
-    targets = torch.randint(vocab, (num,), generator=rng)
-    logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    noise = torch.randn(4, num, generator=rng)
-    batch = {
-        "logits_TV": logits.to(dtype),
-        "target_ids_T": targets,
-        "advantage_T": -noise[0].abs() - 0.1,
-        "weight_T": noise[1].abs(),
-        "old_logprob_T": logp + 0.4 * noise[2],
-        "ref_logprob_T": logp + 0.4 * noise[3],
-        "sampler_logprob_T": logp + 0.4 * noise[1],
-        "cu_seqlens_S1": torch.tensor([0, num // 2, num // 2, num]),
-    }
-    return {name: value.to(device_of(impl)) for name, value in batch.items()}
+    batch = batch_of(form, num, **{"vocab": VOCAB, "dim": 6, "dtype": dtype, **options})
+    batch["advantage_T"] = -batch["advantage_T"].abs() - 0.1
+    batch["weight_T"] = batch["weight_T"].abs()
+    return on_device(batch, impl)
 
 
-def loss_of(
-    logits_TV: Tensor, batch: Batch, spec: LossSpec, impl: str, inplace: bool = False
-) -> Tensor:
-    return policy_loss(
-        **{**batch, "logits_TV": logits_TV}, spec=spec, impl=impl, inplace=inplace
-    ).loss
+def loss_of(batch: Batch, name: str, impl: str = "torch", **options: Any) -> Tensor:
+    """Of a head, in chunks of three rows of fp32."""
+    if "hidden_TD" in batch:
+        options = {"memory_budget": 3 * 4 * VOCAB, **options}
+    return result_of(SPECS[name], batch, impl, **options).loss
 
 
-def gradient_of(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """(value, gradient) at a fresh leaf."""
-    leaf = x.detach().clone().requires_grad_()
-    value = function(leaf)
+def run(function: Callable[[Batch], Tensor], batch: Batch) -> tuple[Tensor, Gradients]:
+    """Value and gradients of a function of the batch at fresh leaves."""
+    names = leaves_of(batch)
+    leaves = {name: batch[name].detach().clone().requires_grad_() for name in names}
+    value = function({**batch, **leaves})
     value.backward()
-    assert leaf.grad is not None
-    return value.detach(), leaf.grad
+    return value.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def times(batch: Batch, factor: float) -> Batch:
+    """With rows that are no leaf."""
+    name = leaves_of(batch)[0]
+    return {**batch, name: factor * batch[name]}
 
 
 class Recorder(TorchDispatchMode):
@@ -110,47 +117,29 @@ class Recorder(TorchDispatchMode):
 @cache
 def recorded(impl: str) -> list[tuple[str, tuple[Any, ...], Any]]:
     """Calls of every operator by the public functions, with few and with all arguments."""
-    mask = SamplingMask(
-        *(torch.tensor(ids, device=device_of(impl)) for ids in ([1, 2, 3], [0, 2, 2, 3, 3, 3, 3]))
-    )
-    more = {
-        "sampling_mask": mask,
-        "softcap": 5.0,
-        "temperature": torch.linspace(0.5, 2, 6, device=device_of(impl)),
-    }
-    cases: list[tuple[torch.dtype, LossSpec, Batch]] = [
-        (torch.float32, SPECS["clip"], {}),
-        (torch.bfloat16, SPECS["all"], more),
+    more = {"masked": True, "softcap": 5.0, "temperature": torch.linspace(0.5, 2, 6)}
+    cases: list[tuple[torch.dtype, str, Batch]] = [
+        (torch.float32, "clip", {}),
+        (torch.bfloat16, "all", more),
     ]
     with Recorder() as recorder:
-        for dtype, spec, extra in (
-            cases if impl == "triton" else [*cases, (torch.float64, SPECS["all"], {})]
+        for dtype, name, options in (
+            cases if impl == "triton" else [*cases, (torch.float64, "all", {})]
         ):
-            batch = random_batch(6, impl, dtype)
+            batch = new_batch("logits", 6, impl, dtype, **options)
             leaf = batch["logits_TV"].clone().requires_grad_()
-            logprobs(
-                leaf, batch["target_ids_T"], **extra, differentiable=True, impl=impl
-            ).logprob_T.sum().backward()
+            given = ("target_ids_T", "temperature", "softcap", "sampling_mask")
+            of_rows = {key: batch[key] for key in given if key in batch}
+            scores = logprobs(leaf, **of_rows, differentiable=True, impl=impl)
+            scores.logprob_T.sum().backward()
             for inplace in (False, True):
-                leaf = batch["logits_TV"].clone().requires_grad_()
-                loss = policy_loss(
-                    **{**batch, "logits_TV": leaf}, **extra, spec=spec, inplace=inplace, impl=impl
-                ).loss
-                assert (
-                    loss > 0
-                    # opcheck then sends a gradient of 1, which leaves the operator's other outputs
-                    # alone
-                )
-                loss.backward()
-        x_T = batch["advantage_T"]
+                loss, _ = run(lambda b, n=name, i=inplace: loss_of(b, n, impl, inplace=i), batch)
+                assert loss > 0  # opcheck then sends a gradient of 1 to the loss, none elsewhere
+        x_T, bounds = batch["advantage_T"], batch["cu_seqlens_S1"]
         is_token_T = x_T < -0.5
         for mask_T in (None, is_token_T):
-            discounted_reverse_scan(
-                x_T, batch["cu_seqlens_S1"], gamma=0.9, mask_T=mask_T, impl=impl
-            )
-            branching_score(
-                x_T, 0.5 * x_T, x_T.abs(), batch["cu_seqlens_S1"], mask_T=mask_T, impl=impl
-            )
+            discounted_reverse_scan(x_T, bounds, gamma=0.9, mask_T=mask_T, impl=impl)
+            branching_score(x_T, 0.5 * x_T, x_T.abs(), bounds, mask_T=mask_T, impl=impl)
     return recorder.calls
 
 
@@ -166,140 +155,180 @@ def test_operator_passes_opcheck(impl: str, name: str) -> None:
         torch.library.opcheck(getattr(torch.ops.flowkernels, name).default, args)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_operators_without_a_gradient_pass_opcheck(impl: str) -> None:
-    batch = random_batch(6, impl)
+def test_operators_without_a_gradient_pass_opcheck() -> None:
+    batch = new_batch("logits", 6, "torch")
     with Recorder() as recorder, torch.no_grad():
-        policy_loss(**batch, spec=SPECS["all"], impl=impl)
-        logprobs(batch["logits_TV"], batch["target_ids_T"], impl=impl)
+        loss_of(batch, "all")
+        logprobs(batch["logits_TV"], batch["target_ids_T"])
     assert [name for name, _, _ in recorder.calls] == ["policy_loss", "scores"]
     for name, args, _ in recorder.calls:
         torch.library.opcheck(getattr(torch.ops.flowkernels, name).default, args)
 
 
 def test_every_operator_is_checked() -> None:
-    registered = {
-        name.removeprefix("flowkernels::")
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("flowkernels::")
+    names = torch._C._dispatch_get_all_op_names()
+    ours = (name.partition("::") for name in names)
+    elsewhere = {"diff_words", "digest_words", "scatter_words_"}  # see test_sparse_delta.py
+    assert {name for library, _, name in ours if library == "flowkernels"} == {
+        *OPERATORS,
+        *OF_HEAD,
+        *elsewhere,
     }
-    elsewhere = {
-        "linear_gradient",
-        "linear_policy_loss",
-        "linear_scores",
-    }  # see test_linear_operators.py
-    elsewhere |= {"diff_words", "digest_words", "scatter_words_"}  # see test_sparse_delta.py
-    assert registered == {*OPERATORS, *elsewhere}
 
 
-@pytest.mark.parametrize(("name", "inplace"), [("clip", False), ("all", True), ("gspo", False)])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_compiled_policy_loss_is_one_node_and_equal_to_eager(
-    impl: str, name: str, inplace: bool
+SUBSETS = [[1, 2], [], [3], [0, 5, 7], [], [], [4]]
+
+
+def head_arguments(
+    name: str, has_much: bool, needs: list[bool], dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Arguments as the public functions pass them; `has_much`: bias, mask, softcap, reference."""
+    batch = new_batch("head", 7, "torch", dtype)
+    head = [batch[key].requires_grad_(need) for key, need in zip(HEAD, needs, strict=True)]
+    head[2] = head[2] if has_much else None
+    mask = mask_of(SUBSETS)
+    of_rows = (
+        (torch.linspace(0.5, 2, 7), 5.0, mask.token_ids_K, mask.offsets_T1)
+        if has_much
+        else (torch.ones(1).expand(7), None, None, None)
+    )
+    is_invariant = has_much and dtype != torch.float64
+    options = (dtype == torch.bfloat16, 3, 3, is_invariant, "torch")
+    first = (*(x if x is None or name != "linear_gradient" else x.detach() for x in head),)
+    first = (*first, batch["target_ids_T"], *of_rows)
+    if name == "linear_scores":
+        return (*first, *options)
+    if name == "linear_gradient":
+        return (*first, torch.randn(3, 7)[:2], needs, *options)
+    tokens = [batch[f"{key}_T"] for key in ("advantage", "weight", "old_logprob", "ref_logprob")]
+    spec = SPECS["gspo" if name.endswith("gspo") else "all" if has_much else "clip"]
+    assert isinstance(spec, LossSpec)
+    tokens[3] = tokens[3] if has_much else None
+    bounds = batch["cu_seqlens_S1"] if spec.loss_type == "gspo" else None
+    how = "chunks" if has_much else "no"
+    return (*first, *tokens, bounds, spec.encoded, needs, how, *options)
+
+
+@pytest.mark.parametrize(
+    ("has_much", "needs", "dtype"),
+    [
+        (True, [True, True, True], torch.bfloat16),
+        (True, [False, True, False], torch.float64),
+        (False, [True, False, False], torch.float32),
+        (False, [False, False, False], torch.float32),
+    ],
+)
+@pytest.mark.parametrize("name", [*OF_HEAD, "linear_policy_loss_gspo"])
+def test_an_operator_of_a_head_passes_opcheck(
+    name: str, has_much: bool, needs: list[bool], dtype: torch.dtype
 ) -> None:
-    """inplace=True is for eager mode; torch.compile plans memory itself. GSPO has its gradient in
-    the backward graph.
+    operator = getattr(torch.ops.flowkernels, name.removesuffix("_gspo")).default
+    arguments = head_arguments(name, has_much, needs, dtype)
+    assert "policy_loss" not in name or operator(*arguments)[0] > 0  # as above
+    torch.library.opcheck(operator, arguments)
+
+
+# ---- torch.compile
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "impl", "options", "forward", "backward"),
+    [
+        *(("logits", "clip", impl, {}, "policy_loss", None) for impl in IMPLS[1:]),
+        ("logits", "all", "torch", {"inplace": True}, "policy_loss", None),
+        ("logits", "gspo", "torch", {}, "scores", ["gradient"]),
+        ("head", "all", "torch", {"masked": True}, "linear_policy_loss", []),
+        ("head", "own", "torch", {}, "linear_scores", ["linear_gradient"]),
+    ],
+)
+def test_a_compiled_loss_is_one_node_and_equal_to_eager(
+    form: str, name: str, impl: str, options: Any, forward: str, backward: list[str] | None
+) -> None:
+    """inplace=True is for eager mode; torch.compile plans memory itself. Gradients that come with
+    the loss are scaled in the backward graph, and nothing of ours is left to do.
     """
-    batch, graphs = random_batch(8, impl), Graphs()
+    setting = {"masked": True, "temperature": 0.8} if "masked" in options else {}
+    batch, graphs = new_batch(form, 8, impl, **setting), Graphs()
+    given = {} if setting else options
 
-    def function(x: Tensor) -> Tensor:
-        return 3 * loss_of(1.5 * x, batch, SPECS[name], impl, inplace)
+    def function(batch: Batch) -> Tensor:
+        return 3 * loss_of(times(batch, 1.5), name, impl, **given)
 
-    loss, gradient = gradient_of(graphs.compile(function), batch["logits_TV"])
-    expected, expected_gradient = gradient_of(function, batch["logits_TV"])
-    assert graphs.forward == [["scores" if name == "gspo" else "policy_loss"]]
-    assert name != "gspo" or graphs.backward == [["gradient"]]
+    (loss, gradients), (expected, true) = (
+        run(f, batch) for f in (graphs.compile(function), function)
+    )
+    assert (graphs.forward == [[forward]] and backward is None) or graphs.backward == [backward]
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradient, expected_gradient)
-    assert expected_gradient.abs().sum() > 0.1
+    torch.testing.assert_close(gradients, true)
+    assert all(gradient.abs().max() > 0.01 for gradient in true.values())
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_compiled_log_probs_and_branching_are_one_node_each_and_equal_to_eager(impl: str) -> None:
-    batch, graphs = random_batch(8, impl), Graphs()
+def test_compiled_log_probs_and_branching_are_one_node_each_and_equal_to_eager() -> None:
+    batch, graphs = new_batch("logits", 8, "torch"), Graphs()
 
-    def differentiable(x: Tensor) -> Tensor:
-        out = logprobs(
-            1.5 * x, batch["target_ids_T"], temperature=0.7, differentiable=True, impl=impl
-        )
+    def differentiable(batch: Batch) -> Tensor:
+        logits, ids = 1.5 * batch["logits_TV"], batch["target_ids_T"]
+        out = logprobs(logits, ids, temperature=0.7, differentiable=True)
         return (out.logprob_T * batch["advantage_T"] + out.entropy_T).sum()
 
-    def branch(logp_T: Tensor) -> tuple[Tensor, ...]:
-        out = branching_score(
-            logp_T,
-            batch["old_logprob_T"],
-            batch["weight_T"],
-            batch["cu_seqlens_S1"],
-            gamma=0.9,
-            impl=impl,
-        )
-        scanned_T = discounted_reverse_scan(logp_T, batch["cu_seqlens_S1"], gamma=0.9, impl=impl)
-        points = branch_points(out, batch["cu_seqlens_S1"], num_points=2, spacing=2)
+    def branch(batch: Batch) -> tuple[Tensor, ...]:
+        logp_T, bounds = batch["ref_logprob_T"], batch["cu_seqlens_S1"]
+        given = (logp_T, batch["old_logprob_T"], batch["weight_T"], bounds)
+        out = branching_score(*given, gamma=0.9)
+        scanned_T = discounted_reverse_scan(logp_T, bounds, gamma=0.9)
+        points = branch_points(out, bounds, num_points=2, spacing=2)
         return out.score_T, out.omega_T, out.is_candidate_T, scanned_T, points
 
-    compiled = gradient_of(graphs.compile(differentiable), batch["logits_TV"])
-    torch.testing.assert_close(compiled, gradient_of(differentiable, batch["logits_TV"]))
+    compiled = run(graphs.compile(differentiable), batch)
+    torch.testing.assert_close(compiled, run(differentiable, batch))
     assert (graphs.forward, graphs.backward) == ([["scores"]], [["gradient"]])
     graphs = Graphs()
-    for ours, expected in zip(
-        graphs.compile(branch)(batch["ref_logprob_T"]), branch(batch["ref_logprob_T"]), strict=True
-    ):
-        torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(graphs.compile(branch)(batch), branch(batch))
     assert graphs.forward == [["branching_score", "discounted_reverse_scan"]]
 
 
-@pytest.mark.parametrize("name", ["all", "gspo"])
-def test_one_compilation_serves_every_number_of_tokens(name: str) -> None:
-    graphs = Graphs()
-    compiled = graphs.compile(
-        lambda batch: loss_of(1.5 * batch["logits_TV"], batch, SPECS[name], "torch")
-    )
-    for num in (8, 9, 3, 33):
-        batch = random_batch(num, "torch")
-        leaf = batch["logits_TV"].requires_grad_()
-        for key, tensor in batch.items():
-            if key != "cu_seqlens_S1":
-                torch._dynamo.mark_dynamic(tensor, 0)
-        loss = compiled(batch)
-        loss.backward()
-        expected, gradient = gradient_of(
-            lambda x, batch=batch: loss_of(1.5 * x, batch, SPECS[name], "torch"), leaf
-        )
-        torch.testing.assert_close(loss.detach(), expected)
-        torch.testing.assert_close(leaf.grad, gradient)
+@pytest.mark.parametrize(("form", "name"), [("logits", "gspo"), ("head", "all")])
+def test_one_compilation_serves_every_number_of_tokens(form: str, name: str) -> None:
+    graphs, options = Graphs(), {} if form == "logits" else {"memory_budget": None}
+    compiled = graphs.compile(lambda batch: loss_of(times(batch, 1.5), name, **options))
+    for num in (8, 9, 4, 33):
+        batch = new_batch(form, num, "torch")
+
+        def dynamic(batch: Batch) -> Tensor:
+            for key, tensor in batch.items():
+                if key.endswith(("_T", "_TV", "_TD")):
+                    torch._dynamo.mark_dynamic(tensor, 0)
+            return compiled(batch)
+
+        expected = run(lambda batch: loss_of(times(batch, 1.5), name, **options), batch)
+        torch.testing.assert_close(run(dynamic, batch), expected)
     assert len(graphs.forward) == 1
 
 
-def test_compile_works_when_the_spec_changes_or_all_is_dynamic() -> None:
+def test_compile_works_when_the_spec_changes() -> None:
     """Numbers that change from call to call become symbols for torch.compile."""
-    batch, graphs = random_batch(8, "torch"), Graphs()
+    batch, graphs = new_batch("logits", 8, "torch"), Graphs()
 
-    def function(x: Tensor, spec: LossSpec) -> Tensor:
-        return loss_of(1.5 * x, batch, spec, "torch")
+    def function(batch: Batch, spec: Any) -> Tensor:
+        return result_of(spec, times(batch, 1.5)).loss
 
     compiled = graphs.compile(function)
     for high in (0.1, 0.2, 0.3):
         spec = LossSpec(clip_low=high / 2, clip_high=high, dual_clip=2 + high)
         ours, expected = (
-            gradient_of(lambda x, f=f, spec=spec: f(x, spec), batch["logits_TV"])
-            for f in (compiled, function)
+            run(lambda b, f=f, spec=spec: f(b, spec), batch) for f in (compiled, function)
         )
         torch.testing.assert_close(ours, expected)
-    dynamic = gradient_of(
-        lambda x: Graphs().compile(function, dynamic=True)(x, SPECS["all"]), batch["logits_TV"]
-    )
-    torch.testing.assert_close(
-        dynamic, gradient_of(lambda x: function(x, SPECS["all"]), batch["logits_TV"])
-    )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_compiled_loss_of_no_tokens_is_zero(impl: str) -> None:
-    batch = random_batch(0, impl)
-    loss, gradient = gradient_of(
-        Graphs().compile(lambda x: loss_of(1.5 * x, batch, SPECS["all"], impl)), batch["logits_TV"]
-    )
-    assert loss == 0 and gradient.shape == (0, VOCAB)
+def test_compiled_loss_of_no_tokens_is_zero() -> None:
+    batch = {
+        key: x[:0] if key[-2:] in ("_T", "TV") else x
+        for key, x in new_batch("logits", 6, "torch").items()
+    }
+    batch["cu_seqlens_S1"] = torch.tensor([0, 0])
+    loss, gradients = run(Graphs().compile(lambda b: loss_of(times(b, 1.5), "all")), batch)
+    assert loss == 0 and gradients["logits_TV"].shape == (0, VOCAB)
 
 
 @pytest.mark.skipif(
@@ -316,15 +345,13 @@ def test_inductor_gives_the_loss_and_gradient_of_eager(
     monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", False)
     monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
     torch._dynamo.reset()
-    batch = random_batch(8, "torch")
+    batch = new_batch("logits", 8, "torch")
 
-    def function(x: Tensor) -> Tensor:
-        return loss_of(1.5 * x, batch, SPECS["all"], "torch")
+    def function(batch: Batch) -> Tensor:
+        return loss_of(times(batch, 1.5), "all")
 
     compiled = torch.compile(function, fullgraph=True)
-    ours, expected = (
-        gradient_of(lambda x, f=f: 3 * f(x), batch["logits_TV"]) for f in (compiled, function)
-    )
+    ours, expected = (run(lambda b, f=f: 3 * f(b), batch) for f in (compiled, function))
     torch.testing.assert_close(ours, expected)
 
 
@@ -335,104 +362,120 @@ def test_kernels_are_compiled_once_for_all_numbers_of_tokens() -> None:
 
     sizes = []
     for num in (5, 6, 7, 33):
-        batch = random_batch(num, "triton")
-        gradient_of(
-            lambda x, batch=batch: loss_of(x, batch, SPECS["clip"], "triton"), batch["logits_TV"]
-        )
+        run(lambda batch: loss_of(batch, "clip", "triton"), new_batch("logits", num, "triton"))
         sizes.append(len(loss_kernel.device_caches[torch.cuda.current_device()][0]))
     assert sizes[0] >= 1 and len(set(sizes)) == 1
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_without_grad_mode_there_is_no_gradient_buffer(impl: str, name: str) -> None:
-    batch = random_batch(6, impl)
-    expected = loss_of(batch["logits_TV"].clone().requires_grad_(), batch, SPECS[name], impl)
-    for logits in (batch["logits_TV"], batch["logits_TV"].clone().requires_grad_()):
-        with torch.set_grad_enabled(not logits.requires_grad), Recorder() as recorder:
-            loss = loss_of(logits, batch, SPECS[name], impl)
-            ours = loss_of(logits, batch, SPECS[name], impl, inplace=True)
+# ---- modes of autograd
+
+
+@pytest.mark.parametrize(("form", "name", "impl"), [case for case in CASES if case[0] == "logits"])
+def test_without_grad_mode_there_is_no_gradient_buffer(form: str, name: str, impl: str) -> None:
+    batch = new_batch(form, 6, impl)
+    expected, _ = run(lambda batch: loss_of(batch, name, impl), batch)
+    logits = batch["logits_TV"].clone()
+    for leaf in (logits, logits.clone().requires_grad_()):
+        given = {**batch, "logits_TV": leaf}
+        with torch.set_grad_enabled(not leaf.requires_grad), Recorder() as recorder:
+            loss = loss_of(given, name, impl)
+            ours = loss_of(given, name, impl, inplace=True)
         assert not loss.requires_grad and loss == ours == expected
         sizes = [out.numel() for _, _, result in recorder.calls for out in result]
         assert len(recorder.calls) == 2 and VOCAB * 6 not in sizes
-        assert torch.equal(logits, batch["logits_TV"]), (
-            "without a gradient to write, in-place leaves the logits alone"
-        )
+        assert torch.equal(leaf, logits), "in-place leaves the logits alone"
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_gradient_is_the_same_under_checkpointing(impl: str, name: str) -> None:
-    batch = random_batch(6, impl)
+@of_losses
+def test_gradients_are_the_same_under_checkpointing(form: str, name: str, impl: str) -> None:
+    """The loss is taken a second time in the backward pass."""
+    batch, taken = new_batch(form, 6, impl), []
 
-    def function(x: Tensor) -> Tensor:
-        return 2 * loss_of(1.5 * x, batch, SPECS[name], impl)
+    def function(batch: Batch) -> Tensor:
+        taken.append(1)
+        return 2 * loss_of(times(batch, 1.5), name, impl)
 
-    ours = gradient_of(lambda x: checkpoint(function, x, use_reentrant=False), batch["logits_TV"])
-    torch.testing.assert_close(ours, gradient_of(function, batch["logits_TV"]), rtol=0, atol=0)
+    expected = run(function, batch)
+    ours = run(lambda batch: checkpoint(function, batch, use_reentrant=False), batch)
+    assert len(taken) == 3
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@of_losses
+def test_gradients_of_two_losses_add_up_in_one_leaf(form: str, name: str, impl: str) -> None:
+    """Both in one graph and over two backward passes."""
+    batch = new_batch(form, 6, impl)
+    for options in [{"inplace": True}, {}] if form == "logits" else [{}]:
+
+        def one(batch: Batch, options: Any = options) -> Tensor:
+            return loss_of(times(batch, 1.0), name, impl, **options)
+
+        def two(batch: Batch, options: Any = options) -> Tensor:
+            return -2 * loss_of(times(batch, 0.5), "all", impl, **options)
+
+        def in_turn(batch: Batch, one: Any = one, two: Any = two) -> Tensor:
+            one(batch).backward()
+            return two(batch)
+
+        parts = [run(function, batch)[1] for function in (one, two)]
+        expected = {key: parts[0][key] + parts[1][key] for key in parts[0]}
+        torch.testing.assert_close(run(lambda b: one(b) + two(b), batch)[1], expected)
+        torch.testing.assert_close(run(in_turn, batch)[1], expected)
+        assert all(part.abs().max() > 0.01 for of in parts for part in of.values())
+
+
+@pytest.mark.parametrize("name", ["clip", "all", "gspo"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_autocast_leaves_the_arithmetic_in_fp32(impl: str, name: str) -> None:
     """bf16 logits of a linear layer: loss and gradient are those of the same logits without
     autocast.
     """
-    batch = random_batch(6, impl, torch.bfloat16)
-    weight, x = (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device_of(impl))
-        for shape in ((VOCAB, 4), (6, 4))
-    )
+    device, batch = device_of(impl), new_batch("logits", 6, impl, torch.bfloat16)
+    rng = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 4, generator=rng).to(device) for n in (VOCAB, 6))
 
-    def autocast(weight: Tensor) -> Tensor:
-        with torch.autocast(device_of(impl), torch.bfloat16):
-            logits = torch.nn.functional.linear(x, weight)
-            assert logits.dtype == torch.bfloat16
-            loss = loss_of(logits, batch, SPECS[name], impl)
-        assert loss.dtype == torch.float32
-        return loss
+    def loss(linear: Tensor) -> Tensor:
+        assert linear.dtype == torch.bfloat16
+        return loss_of({**batch, "logits_TV": linear}, name, impl)
 
-    def plain(weight: Tensor) -> Tensor:
-        return loss_of(
-            torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()), batch, SPECS[name], impl
-        )
-
-    torch.testing.assert_close(
-        gradient_of(autocast, weight), gradient_of(plain, weight), rtol=0, atol=0
-    )
+    results = []
+    for has_autocast in (True, False):
+        leaf = weight.clone().requires_grad_()
+        with torch.autocast(device, torch.bfloat16, enabled=has_autocast):
+            dtype = torch.float32 if has_autocast else torch.bfloat16
+            value = loss(torch.nn.functional.linear(x.to(dtype), leaf.to(dtype)))
+        assert value.dtype == torch.float32
+        value.backward()
+        results.append((value.detach(), leaf.grad))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("inplace", [False, True], ids=["copy", "inplace"])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_gradients_of_two_losses_add_up_in_one_leaf(impl: str, inplace: bool) -> None:
-    batch = random_batch(6, impl)
-    x, shift = batch["logits_TV"], torch.linspace(0, 1, VOCAB, device=device_of(impl))
-    first = gradient_of(lambda x: loss_of(1 * x, batch, SPECS["clip"], impl), x)[1]
-    second = gradient_of(lambda x: loss_of(x + shift, batch, SPECS["all"], impl), x)[1]
-
-    def both(x: Tensor) -> Tensor:
-        return loss_of(1 * x, batch, SPECS["clip"], impl, inplace) - 2 * loss_of(
-            x + shift, batch, SPECS["all"], impl, inplace
-        )
-
-    torch.testing.assert_close(gradient_of(both, x)[1], first - 2 * second)
-    leaf = x.clone().requires_grad_()
-    loss_of(1 * leaf, batch, SPECS["clip"], impl, inplace).backward()
-    loss_of(leaf + shift, batch, SPECS["all"], impl, inplace).backward()
-    torch.testing.assert_close(leaf.grad, first + second)
+@pytest.mark.parametrize("fp32_logits", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["all", "own"])
+def test_autocast_leaves_the_arithmetic_of_a_head_as_its_operands_have_it(
+    name: str, dtype: torch.dtype, fp32_logits: bool
+) -> None:
+    """fp32 logits stay fp32: autocast acts outside alone."""
+    batch = new_batch("head", 7, "torch", dtype)
+    results = []
+    for has_autocast in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+            results.append(run(lambda b: loss_of(b, name, fp32_logits=fp32_logits), batch))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["clip", "all", "gspo"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_results_repeat_bit_for_bit_in_deterministic_mode(impl: str, name: str) -> None:
     """The mode also fills fresh memory with NaN, so that nothing is read before it is written."""
-    batch = random_batch(20, impl)
+    batch = new_batch("logits", 20, impl)
     is_token_T = batch["advantage_T"] < -0.3
     batch["weight_T"] = batch["weight_T"] * is_token_T
 
     def run() -> list[Tensor]:
         leaf = batch["logits_TV"].clone().requires_grad_()
-        out = policy_loss(**{**batch, "logits_TV": leaf}, spec=SPECS[name], impl=impl)
+        out = result_of(SPECS[name], {**batch, "logits_TV": leaf}, impl)
         out.loss.backward()
         score = branching_score(
             out.logprob_T,
@@ -462,27 +505,27 @@ def test_results_repeat_bit_for_bit_in_deterministic_mode(impl: str, name: str) 
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["clip", "all", "gspo"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_in_place_gradient_uses_the_storage_of_the_logits(impl: str, name: str) -> None:
-    batch, seen = random_batch(6, impl), []
+    batch, seen = new_batch("logits", 6, impl), []
     logits = batch["logits_TV"].requires_grad_() * 1
     storage = logits.data_ptr()
     logits.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
-    loss_of(logits, batch, SPECS[name], impl, inplace=True).backward()
+    loss_of({**batch, "logits_TV": logits}, name, impl, inplace=True).backward()
     assert seen == [storage]
 
 
-def peak_of(num: int, spec: LossSpec, inplace: bool) -> int:
+def peak_of(num: int, name: str, inplace: bool) -> int:
     """The most that forward and backward have allocated at one time, on the CPU."""
-    batch = random_batch(num, "torch", vocab=8192)
-    leaf = batch["logits_TV"].requires_grad_()
-    return peak_bytes(lambda: loss_of(leaf, batch, spec, "torch", inplace).backward())
+    batch = new_batch("logits", num, "torch", vocab=8192)
+    batch["logits_TV"].requires_grad_()
+    return peak_bytes(lambda: loss_of(batch, name, inplace=inplace).backward())
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["clip", "all", "gspo"])
 def test_in_place_needs_no_memory_that_grows_with_the_logits(name: str) -> None:
     """128 rows more cost 4 MiB of gradient, or nothing in place but a few numbers per row."""
     added = 128 * 8192 * 4
-    assert peak_of(256, SPECS[name], True) - peak_of(128, SPECS[name], True) < 0.05 * added
-    assert peak_of(256, SPECS[name], False) - peak_of(128, SPECS[name], False) > 0.95 * added
+    assert peak_of(256, name, True) - peak_of(128, name, True) < 0.05 * added
+    assert peak_of(256, name, False) - peak_of(128, name, False) > 0.95 * added

@@ -17,15 +17,7 @@ import rival_losses
 import torch
 from flowkernels import policy_loss, token_weights
 from kernel_truth import on_device
-from rival_losses import (
-    AVERAGINGS,
-    LENGTHS,
-    TEMPERATURE,
-    TIS,
-    VOCAB,
-    Batch,
-    Setting,
-)
+from rival_losses import AVERAGINGS, LENGTHS, TEMPERATURE, TIS, VOCAB, Batch, Setting
 from torch import Tensor
 
 pytest.importorskip("trl")
@@ -168,24 +160,6 @@ def test_masked_importance_sampling_is_that_of_trl(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "bnpo", "cispo"])
-def test_any_other_ratio_of_the_sampler_is_a_factor_of_the_advantage(name: str) -> None:
-    """TRL's default mode, "sequence_mask", needs nothing of ours: the ratio [S, 1], 0 where it
-    is masked.
-    """
-    setting, batch = replace(LOSSES[name], **CHANGES["all"]), Batch.make()
-    ratio = sequence_ratio(batch)
-    ratio = ratio.masked_fill(ratio > TIS, 0.0)
-    assert (ratio == 0).any() and (ratio > 0).any()
-    kwargs = arguments(setting, batch)
-    kwargs["advantage_T"] = batch.packed(
-        (batch.advantage_S[:, None] * ratio).expand_as(batch.ids_SL)
-    )
-    check_same(
-        our_loss(**kwargs, spec=replace(setting.spec(), tis=None)), trl_loss(setting, batch, ratio)
-    )
-
-
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_gspo_with_a_ratio_by_token_has_the_loss_of_trl_and_another_gradient(impl: str) -> None:
     """TRL's gradient spreads the mean of r A over the sequence; ours is that of GSPO-token (arXiv
@@ -218,24 +192,3 @@ def test_without_old_log_probs_the_loss_is_that_of_trl(name: str, change: str, i
         our_loss(**kwargs, spec=setting.spec(), impl=impl),
         trl_loss(setting, replace(batch, old_SL=None), sampler_ratio=torch.ones(())),
     )
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_ratio_of_the_sampler_by_sequence_is_that_of_trl(name: str, mode: str, impl: str) -> None:
-    """Tokens that a tool wrote count in no ratio. "sequence_mask" is `mis` together with `tis`."""
-    setting, batch = replace(LOSSES[name], tis=True), Batch.make()
-    ratio = sequence_ratio(batch)
-    is_out = (ratio < 0.6) | (ratio > TIS)
-    assert (is_out & (ratio != 1)).any() and (~is_out & (ratio != 1)).any()
-    spec = replace(setting.spec(), correction_level="sequence")
-    if mode == "sequence_mask":
-        ratio, spec = ratio.masked_fill(is_out, 0.0), replace(spec, mis=(0.6, TIS))
-    else:
-        ratio = ratio.clamp(max=TIS)
-    kwargs = {
-        **arguments(setting, batch),
-        "sampler_logprob_T": batch.packed(batch.sampler_SL),
-    }
-    check_same(our_loss(**kwargs, spec=spec, impl=impl), trl_loss(setting, batch, ratio))

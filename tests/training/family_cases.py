@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from flowkernels import LossSpec
 from hypothesis import strategies as st
@@ -34,6 +35,28 @@ CASES = {name: options for name, options in TRAINED.items() if name in CONFIG_MA
 
 RECURRENT = [name for name, options in CASES.items() if RECURRENT_KIND in str(options)]
 """Families with recurrent layers."""
+
+MECHANISMS = {
+    "deepseek_v3": "latent attention; groups of experts, a dense layer first and a shared expert",
+    "gemma3_text": "layers with windows and without; norms after layers too; a tied head",
+    "gpt_oss": "windows and sinks; experts weighed among the chosen, with biases",
+    "granite": "factors of embeddings, attention, residuals and logits",
+    "nanochat": "capped logits; norms without weights",
+    "phi": "attention and MLP side by side; heads of which a part turns; biases",
+    "qwen2": "biases of queries and keys; windows in upper layers",
+    "qwen3": "norms of queries and keys",
+    "qwen3_next": "DeltaNet beside gated attention, in a mixture of experts",
+    "smollm3": "a layer without positions",
+}
+"""What each of these families alone has; together they have all that others are made of."""
+
+
+def families(names: Iterable[str]) -> list[Any]:
+    """Those of `MECHANISMS` in every run, others with the slow tests."""
+    return [
+        pytest.param(name, marks=[] if name in MECHANISMS else pytest.mark.slow) for name in names
+    ]
+
 
 Found = tuple[float, dict[str, Tensor]]
 """Loss, and the gradient of every parameter."""

@@ -14,6 +14,7 @@ from family_cases import (
     RECURRENT,
     alone,
     check_equal,
+    families,
     fp64_rule,
     in_fp64_if_recurrent,
     model_of,
@@ -40,7 +41,7 @@ def exact_rules() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", families(CASES))
 def test_tree_packed_and_padded_rows_train_what_samples_alone_do(
     family: str, exact_rules: None
 ) -> None:
@@ -53,7 +54,7 @@ def test_tree_packed_and_padded_rows_train_what_samples_alone_do(
         check_equal(on_rows(model, rows), truth, 1e-4 if family in RECURRENT else 1e-5)
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", families(WINDOWED))
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(every=sample_trees(), window=st.integers(2, 8), budget=st.integers(1, 80))
 def test_any_tree_under_any_window(
@@ -65,7 +66,7 @@ def test_any_tree_under_any_window(
     check_equal(on_rows(model, pack_rows(every, budget)), truth)
 
 
-@pytest.mark.parametrize("family", [name for name in CASES if name in TRAINED])
+@pytest.mark.parametrize("family", families(CASES))
 def test_a_tree_has_the_log_probs_of_transformers(family: str) -> None:
     """The layers that were fused when it was tried are."""
     found = parity(config_of(family, TRAINED[family]))

@@ -53,8 +53,10 @@ FORESTS = {
 }
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2)])
-@pytest.mark.parametrize("name", FORESTS)
+@pytest.mark.parametrize(
+    ("name", "num_heads", "num_kv_heads"),
+    [("short branches", 2, 2), *((name, 4, 2) for name in FORESTS)],
+)
 def test_it_is_the_attention_of_the_cpu(name: str, num_heads: int, num_kv_heads: int) -> None:
     ends, rng = FORESTS[name], torch.Generator().manual_seed(0)
     assert is_valid_tree(ends)
