@@ -203,7 +203,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 typecheck: setup
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 # The documentation as a site, site/index.html. It is made from nothing each time, and a warning is an error.
 docs: setup

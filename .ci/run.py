@@ -3,11 +3,11 @@
     .ci/run             all stages
     .ci/run lint types  some of them
 
-First README's two commands, as on a stranger's machine: a new environment, an empty home, none of
-the programs that Debian would have to bring. Then those programs, the linters, every test, and what
-wants an environment of its own. Every stage runs to its end, and a table at the end says how each
-went. Tests that fail are run once more, alone: where they pass then they are named as flaky, and
-more than five of those are red.
+First README's two commands, as on a stranger's machine: a new clone with what is not committed, a
+new environment, an empty home, none of the programs that Debian would have to bring. Then those
+programs, the linters, every test, and what wants an environment of its own. Every stage runs to its
+end, and a table at the end says how each went. Tests that fail are run once more, alone: where they
+pass then they are named as flaky, and more than five of those are red.
 
 Environments, and what passed, are kept in ~/.cache/flowtrain/ci. A stage none of whose files has
 changed since it passed there is left out nine times in ten, and says so.
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "flowtrain"
 KEPT = CACHE / "ci"
 SMOLLM2 = CACHE / "SmolLM2-135M-Instruct"
-LAST_FAILED = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
+CLONE = KEPT / "clone"
+LAST_FAILED = Path(".pytest_cache") / "v" / "cache" / "lastfailed"
 MAX_FLAKY = 5
 LEFT_OUT = 9
 """A stage may be left out so often in a row."""
@@ -71,7 +73,7 @@ class Stage(NamedTuple):
     pytest: str = ""
     """how to run tests that failed once more, alone"""
     is_stranger: bool = False
-    """with an empty home, and without PROGRAMS"""
+    """in a new clone, with an empty home and without PROGRAMS"""
 
 
 TESTS = "{venv}/bin/python -m pytest"
@@ -142,11 +144,13 @@ class Run:
     """A run over some stages, and what came of them."""
 
     def __init__(self) -> None:
+        KEPT.mkdir(parents=True, exist_ok=True)
         self._rows: list[tuple[str, float, str]] = []
         self._flaky: list[str] = []
         file = KEPT / "passed.json"
         self._passed = json.loads(file.read_text()) if file.exists() else {}
-        self._has_programs = False
+        self._is_prepared = False
+        shutil.rmtree(CLONE, ignore_errors=True)
         key = state(ENVIRONMENT)
         self._words = {
             "venv": str(KEPT / f"environment-{key}"),
@@ -172,9 +176,11 @@ class Run:
             return
         print(f"\n== {stage.name}: {stage.command}", flush=True)
         start = time.monotonic()
-        LAST_FAILED.unlink(missing_ok=True)
+        last_failed = (CLONE if stage.is_stranger else ROOT) / LAST_FAILED
+        last_failed.unlink(missing_ok=True)
         is_good = self._shell(stage.command, stage)
-        failed = [] if is_good else last_failed()
+        is_told = not is_good and last_failed.exists()
+        failed = sorted(json.loads(last_failed.read_text())) if is_told else []
         if stage.pytest and 0 < len(failed) <= MAX_FLAKY:
             tried, failed = failed, [test for test in failed if not self._passes_alone(test, stage)]
             self._flaky += [test for test in tried if test not in failed]
@@ -190,28 +196,32 @@ class Run:
     def _shell(self, command: str, stage: Stage) -> bool:
         words = ["bash", "-c", command.format(**self._words)]
         if not stage.is_stranger:
-            self._install_programs()
+            self._prepare()
             return succeeds(words, {"FLOWTRAIN_SMOLLM2": str(SMOLLM2)})
+        if not CLONE.exists():
+            clone()
         with tempfile.TemporaryDirectory(prefix="home-", ignore_cleanup_errors=True) as home:
             # Nothing is at home but what pip has downloaded before.
             kept = {"PIP_CACHE_DIR": os.environ.get("PIP_CACHE_DIR", str(CACHE.parent / "pip"))}
-            return succeeds(
-                [*hide(), *words], {"HOME": home, "XDG_CACHE_HOME": f"{home}/.cache", **kept}
-            )
+            variables = {"HOME": home, "XDG_CACHE_HOME": f"{home}/.cache", **kept}
+            return succeeds([*hide(), *words], variables, CLONE)
 
-    def _install_programs(self) -> None:
-        missing = [package for package, path in PROGRAMS.items() if not found(path)]
-        if self._has_programs or not missing:
+    def _prepare(self) -> None:
+        """Once the stranger's stages are through: keep his environment, install PROGRAMS."""
+        if self._is_prepared:
             return
-        self._has_programs = True
-        succeeds(["apt-get", "update", "-qq"])
+        self._is_prepared = True
+        adopt(CLONE / ".venv", Path(self._words["venv"]))
+        missing = [package for package, path in PROGRAMS.items() if not found(path)]
+        if missing:
+            succeeds(["apt-get", "update", "-qq"])
         for package in missing:
             if not succeeds(["apt-get", "install", "-qq", "--yes", package]):
                 print(f"{package} is missing", file=sys.stderr)
 
     def end(self) -> int:
         """Print the table, and keep what passed; 1 if anything is red."""
-        KEPT.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(CLONE, ignore_errors=True)
         (KEPT / "passed.json").write_text(json.dumps(self._passed, indent=1) + "\n")
         rows = [*self._rows, ("all", sum(seconds for _, seconds, _ in self._rows), "")]
         width = max(len(name) for name, *_ in rows)
@@ -224,14 +234,34 @@ class Run:
         return int(is_red or len(self._flaky) > MAX_FLAKY)
 
 
-def succeeds(words: list[str], variables: dict[str, str] | None = None) -> bool:
+def succeeds(
+    words: list[str], variables: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> bool:
     environment = {**os.environ, **(variables or {})}
-    return subprocess.run(words, env=environment, check=False).returncode == 0
+    return subprocess.run(words, env=environment, cwd=cwd, check=False).returncode == 0
 
 
-def last_failed() -> list[str]:
-    """The tests that pytest saw fail last."""
-    return sorted(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
+def clone() -> None:
+    """Clone this checkout, with what is not committed."""
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(CLONE)], check=True)
+    words = ["git", "diff", "--binary", "HEAD"]
+    changes = subprocess.run(words, cwd=ROOT, check=True, capture_output=True).stdout
+    if changes:
+        subprocess.run(["git", "apply"], cwd=CLONE, input=changes, check=True)
+
+
+def adopt(environment: Path, kept: Path) -> None:
+    """Move a virtual environment to where it is kept, unless one is there."""
+    if kept.exists() or not (environment / ".done").exists():
+        return
+    environment.rename(kept)
+    for script in (kept / "bin").iterdir():
+        text = b"" if script.is_symlink() else script.read_bytes()
+        if text.startswith(b"#!" + bytes(environment)):
+            script.write_bytes(text.replace(bytes(environment), bytes(kept), 1))
+    # What is installed of this project is that of the clone: `make setup` installs it again.
+    for stamp in (".run", ".done"):
+        (kept / stamp).unlink()
 
 
 def state(files: tuple[str, ...]) -> str:

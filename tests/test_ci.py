@@ -18,11 +18,13 @@ def ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = loaded(ROOT / ".ci" / "run.py")
     repository = tmp_path / "repository"
     repository.mkdir()
-    for words in (["init", "-q"], ["add", "file"]):
-        (repository / "file").write_text("1")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    (repository / "file").write_text("1")
+    for words in (["init", "-q"], ["add", "file"], [*who, "commit", "-qm", "One"]):
         subprocess.run(["git", *words], cwd=repository, check=True)
     values = {"ROOT": repository, "KEPT": tmp_path / "kept", "PROGRAMS": {}}
-    for name, value in {**values, "LAST_FAILED": tmp_path / "lastfailed"}.items():
+    places = {"CLONE": tmp_path / "kept" / "clone", "LAST_FAILED": Path("lastfailed")}
+    for name, value in {**values, **places}.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "newer_python", lambda: None)
     monkeypatch.setattr(module, "state", lambda files: (repository / "file").read_text())
@@ -90,15 +92,35 @@ def test_a_stage_of_unchanged_files_is_left_out_nine_times(ci: ModuleType, run: 
     assert run(ci.Stage("always", "true"))[1][1].split()[2] == "passed"
 
 
-def test_a_stranger_has_an_empty_home(ci: ModuleType, run: Callable, tmp_path: Path) -> None:
+def test_a_stranger_has_a_new_clone_and_an_empty_home(
+    ci: ModuleType, run: Callable, tmp_path: Path
+) -> None:
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     ci.PROGRAMS["program"] = str(program)
     hidden = "true" if not ci.hide() else f"! test -x {program}"
-    command = f'test -z "$(ls -A "$HOME")" && {hidden}'
+    Path("file").write_text("what is not committed")
+    command = f'test -z "$(ls -A "$HOME")" && {hidden} && grep -q "is not committed" file && pwd'
+    command += f" && test $PWD = {ci.CLONE} && touch made"
     assert run(ci.Stage("a", command, is_stranger=True))[0] == 0
+    assert not Path("made").exists() and not ci.CLONE.exists()
     assert run(ci.Stage("a", f"test -x {program}"))[0] == 0
+
+
+def test_a_strangers_environment_is_kept(ci: ModuleType, run: Callable, tmp_path: Path) -> None:
+    made = tmp_path / "clone" / ".venv"
+    (made / "bin").mkdir(parents=True)
+    (made / "bin" / "tool").write_text(f"#!{made}/bin/python\nprint('{made}')\n")
+    (made / "bin" / "python").symlink_to("/usr/bin/env")
+    ci.adopt(made, tmp_path / "kept")
+    assert made.exists(), "it is not whole"
+    for stamp in (".run", ".done"):
+        (made / stamp).touch()
+    ci.adopt(made, tmp_path / "kept")
+    text = f"#!{tmp_path}/kept/bin/python\nprint('{made}')\n"
+    assert (tmp_path / "kept" / "bin" / "tool").read_text() == text
+    assert not made.exists() and not (tmp_path / "kept" / ".done").exists()
 
 
 def test_the_stages_run_what_is_there(ci: ModuleType) -> None:
