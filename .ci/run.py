@@ -50,16 +50,9 @@ PROGRAMS = {
 so."""
 
 ENVIRONMENT = ("pyproject.toml", "kernels/pyproject.toml", "uv.lock", "Makefile")
-PACKAGE = (*ENVIRONMENT, "setup.py", "MANIFEST.in", "csrc", "kernels", "flowtrain", "README.md")
-GPU = (
-    "bench",
-    "kernels",
-    "csrc",
-    "flowtrain",
-    "tests/kernels",
-    ".ci/rehearse_gpu.sh",
-    *ENVIRONMENT,
-)
+PACKAGE = (*ENVIRONMENT, "setup.py", "MANIFEST.in", "csrc", "kernels", "README.md")
+TRAINED = ("bench", "kernels", "csrc", "flowtrain/training", "flowtrain/weights", "flowtrain/run")
+GPU = (*TRAINED, "flowtrain/train.py", "tests/kernels", ".ci/rehearse_gpu.sh", *ENVIRONMENT)
 VLLM = ("flowtrain/engines", "flowtrain/weights", "flowtrain/config", "csrc", *ENVIRONMENT)
 
 
@@ -104,7 +97,7 @@ STAGES = (
     Stage(
         "optional",
         "make test-optional VENV={venv}",
-        ("flowtrain/training", "flowtrain/agents", "tests/training", "tests/agents", *ENVIRONMENT),
+        ("flowtrain/training", "flowtrain/agents/gateway", "tests/training", *ENVIRONMENT),
         pytest="PYTHONPATH={venv}/optional " + TESTS,
     ),
     Stage(
