@@ -40,5 +40,8 @@ def test_a_server_in_the_background_ends(
             if b"http://" in line:
                 break
         process.send_signal(number)
-        said += process.stdout.read()
-        assert process.wait(60) == 0, said.decode()
+        try:
+            said += process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+        assert process.returncode == 0, said.decode()

@@ -63,8 +63,8 @@ def serve(
     allow_files()
     given = os.environ.get(TOKEN_VARIABLE, "")
     token = given or ("" if has_tokens else secrets.token_urlsafe(24))
-    server, listener = make_server(make_app(token), host, port)
-    with listener:
+
+    def announce() -> None:
         print(f"serving {what} at {address(listener)}", flush=True)
         if token and not given:
             print(
@@ -77,14 +77,21 @@ def serve(
                 "TLS in front of it",
                 flush=True,
             )
+
+    server, listener = make_server(make_app(token), host, port, announce)
+    with listener:
         server.run(sockets=[listener])
 
 
 def make_server(
-    app: ASGIApp, host: str = "127.0.0.1", port: int = 0
+    app: ASGIApp,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    on_start: Callable[[], None] = lambda: None,
 ) -> tuple[uvicorn.Server, socket.socket]:
     """Return a server, to be run with `run(sockets=[socket])`, and its socket, which accepts
-    connections from now on. Port 0 is any free one.
+    connections from now on. Port 0 is any free one. `on_start` is called once the server runs and a
+    signal ends it: before, the exception of a signal may get lost in what is being imported.
 
     In the scope of a request, `is_ending()` tells a slow answer whether the server waits for it,
     and `admit()` tells the server that the request has a valid token.
@@ -113,6 +120,7 @@ def make_server(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             listener.listen(backlog)
+            on_start()
 
     options = uvicorn.Config(
         with_end,
