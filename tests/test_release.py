@@ -182,9 +182,9 @@ def test_the_workflows_run_what_is_there(path: Path) -> None:
 
 def test_uv_asks_the_indexes_that_pip_is_told_of(tmp_path: Path) -> None:
     uv, environment = tmp_path / "uv", tmp_path / "environment"
-    uv.write_text(
-        f'#!/bin/sh\nmkdir -p "{environment}/bin"\ncp /bin/true "{environment}/bin/python"\nenv > "{tmp_path}/seen"\n'
-    )
+    python = environment / "bin" / "python"
+    made = f'mkdir -p "{python.parent}"\ncp /bin/true "{python}"\n'
+    uv.write_text(f'#!/bin/sh\n{made}env > "{tmp_path}/seen"\n')
     uv.chmod(0o755)
     told = {"PIP_INDEX_URL": "http://mirror/simple", "PIP_EXTRA_INDEX_URL": "http://more/simple"}
     subprocess.run(
