@@ -56,10 +56,7 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[M
     measures = Measures(ledger, readers, 60.0)
     weights = weights_monitor(store, readers)
     service = Service(ledger, ledger.run, TOKEN, seconds=measures.ledger_seconds)
-    yield {
-        "dataflow": (measures.monitor, service),
-        "weights": (weights, make_app(store, TOKEN)),
-    }
+    yield {"dataflow": (measures.monitor, service), "weights": (weights, make_app(store, TOKEN))}
     ledger.close()
 
 

@@ -16,15 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runs import (
-    KILL,
-    NUM_STEPS,
-    SMALL,
-    Process,
-    Server,
-    check_equal,
-    replayed,
-)
+from cli_runs import KILL, NUM_STEPS, SMALL, Process, Server, check_equal, replayed
 
 from flowtrain.replay.log import chained, decode, encode
 from flowtrain.replay.recorded import Recorded

@@ -16,17 +16,7 @@ from typing import Any
 
 import pytest
 from checkpoints import check_same
-from cli_runs import (
-    KILL,
-    NUM_STEPS,
-    Process,
-    Server,
-    alike,
-    check_equal,
-    read,
-    rows,
-    text_of,
-)
+from cli_runs import KILL, NUM_STEPS, Process, Server, alike, check_equal, read, rows, text_of
 from http_servers import running
 from safetensors.torch import load_file
 from toy_options import FLOW
@@ -172,12 +162,7 @@ Start = Callable[..., list[Process]]
 @pytest.fixture
 def start(server: Server) -> Start:
     def begin(
-        url: str,
-        run: Path,
-        *words: str,
-        size: int = 1,
-        before: str = "",
-        token: str = TOKEN,
+        url: str, run: Path, *words: str, size: int = 1, before: str = "", token: str = TOKEN
     ) -> list[Process]:
         argv = (*WORDS, "--dataflow.url", url, "--run.dir", run, "--resume", "auto", *words)
         return server.start_ranks(

@@ -129,8 +129,7 @@ def test_prompts_that_outgrow_the_model_are_named(
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     run = tmp_path / "run"
     code, lines, _ = server.run(
-        "train",
-        *(*words, *EVERY, "--run.dir", run, "--tasks.path", tmp_path / "long.jsonl"),
+        "train", *(*words, *EVERY, "--run.dir", run, "--tasks.path", tmp_path / "long.jsonl")
     )
     assert code == 2 and len(told(lines)) == 3, lines
     assert "all prompts outgrow the model" in lines[-1]

@@ -60,10 +60,7 @@ ATTACKS = {
     ),
     "print flood": program("while True: print('x' * 100)", FLOOD),
     "stderr flood": program("import sys\nwhile True: sys.stderr.write('x' * 100)", FLOOD),
-    "flood of the pipe": program(
-        "import os\nwhile True: os.write(1, bytes(1 << 16))",
-        FLOOD,
-    ),
+    "flood of the pipe": program("import os\nwhile True: os.write(1, bytes(1 << 16))", FLOOD),
     "a little too much": program(
         "print('x' * 2000)", "^x{975,990}\n... 3. char.* out ...\nx{975,990}$"
     ),

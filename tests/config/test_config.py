@@ -276,12 +276,7 @@ def test_an_unknown_key_is_named_with_what_it_may_be(
         ("run.resume", "'yes'", "'yes'", "'never' or 'auto'"),
         ("log.tensorboard", "'perhaps'", "'perhaps'", "boolean"),
         ("agent.tools", "[]", "[]", "at least 1"),
-        (
-            "agent.tools",
-            "['Search', 'Search']",
-            "['Search', 'Search']",
-            "'Search' is listed twice",
-        ),
+        ("agent.tools", "['Search', 'Search']", "['Search', 'Search']", "'Search' is listed twice"),
         ("tasks.held_out_share", "1", "1", "less than 1"),
         ("tasks.preset", "'nq'", "'nq'", "'search-r1'"),
     ],

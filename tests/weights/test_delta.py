@@ -360,17 +360,7 @@ def lets_others_run(call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "encode",
-        "encode_pairs",
-        "apply",
-        "validate",
-        "decode",
-        "compose",
-        "digest",
-        "xxh3",
-    ],
+    "name", ["encode", "encode_pairs", "apply", "validate", "decode", "compose", "digest", "xxh3"]
 )
 def test_the_gil_is_released(name: str) -> None:
     old = weights(65536)

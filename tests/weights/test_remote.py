@@ -19,14 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.types import UserError
-from flowtrain.weights import (
-    HttpStore,
-    StoreError,
-    WeightReader,
-    WeightStore,
-    open_source,
-    pull,
-)
+from flowtrain.weights import HttpStore, StoreError, WeightReader, WeightStore, open_source, pull
 from flowtrain.weights.format.manifest import File
 from flowtrain.weights.stores import http, timed_http
 from flowtrain.weights.stores.listing import MAX_BYTES, MOST, Listing

@@ -456,9 +456,7 @@ def test_a_loader_that_replaces_a_parameter_is_refused_and_the_parameter_is_put_
     refused("load_norm", replaces, r"replaces a parameter of shape \(7,\)")
 
 
-def test_load_applies_a_staged_version_unless_another_load_came_between(
-    store: WeightStore,
-) -> None:
+def test_load_applies_a_staged_version_unless_another_load_came_between(store: WeightStore) -> None:
     publish(store)
     toy = Toy()
     reader = WeightReader(store, target_of(toy, toy_weights(0), Alone()))

@@ -13,17 +13,7 @@ from pathlib import Path
 
 import http_stores as hs
 import pytest
-from http_stores import (
-    LAST,
-    TOKEN,
-    Run,
-    add_snapshot,
-    delta_path,
-    flip,
-    rewrite,
-    same,
-    weights_at,
-)
+from http_stores import LAST, TOKEN, Run, add_snapshot, delta_path, flip, rewrite, same, weights_at
 from safetensors.numpy import load_file, save_file
 
 from flowtrain.net.credentials import Role, issue
@@ -156,10 +146,7 @@ def test_help_has_an_example(run: Run, command: str) -> None:
             ("inspect", "S", "--version", "-1"),
             ("verify", "S", "--all", "--version", "1"),
         ),
-        *(
-            ("gc", "S"),
-            ("gc", "S", "--keep", "0"),
-        ),
+        *(("gc", "S"), ("gc", "S", "--keep", "0")),
         *(
             ("serve", "S", "--port", "99999"),
             ("inspect", "/nowhere/at/all"),
