@@ -207,12 +207,8 @@ def flags(source: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("page", TODAY, ids=name_of)
-def test_commands_name_what_is_there(page: Path) -> None:
+def test_commands_and_options_in_the_text_exist(page: Path) -> None:
     assert [said for command in commands(page) if (said := problem(command))] == []
-
-
-@pytest.mark.parametrize("page", TODAY, ids=name_of)
-def test_options_in_the_text_exist(page: Path) -> None:
     sections = "|".join(Config.model_fields)
     named = [
         found[1]
