@@ -228,9 +228,8 @@ def test_what_others_call_an_option_leads_to_it() -> None:
     assert set(SYNONYMS) <= set(names) and len(words) == len(set(words))
     for option, synonyms in SYNONYMS.items():
         for word in synonyms:
-            assert (
-                meant(word, names) == [option] and f"{option.partition('.')[0]}.{word}" not in names
-            )
+            assert meant(word, names) == [option]
+            assert f"{option.partition('.')[0]}.{word}" not in names
 
 
 def check_both(option: str, value: str, start: str, parts: str, path: str) -> None:
@@ -304,10 +303,8 @@ def test_help_all_lists_every_option_with_type_default_and_meaning() -> None:
             f"{name}.NAME.{key}" for key in kind.model_fields
         ]
     for key, line in shown.items():
-        assert (
-            lines[lines.index(line) + 1].startswith("        ")
-            and lines[lines.index(line) + 1].strip()
-        ), f"{key} has no meaning"
+        assert lines[lines.index(line) + 1].startswith("        ")
+        assert lines[lines.index(line) + 1].strip(), f"{key} has no meaning"
     assert shown["train.lr"] == "  --train.lr FLOAT = 1e-06"
     assert (
         shown["agent.tools"]
