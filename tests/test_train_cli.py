@@ -6,13 +6,13 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cli_runs import ENV, NUM_STEPS, RFT, SMALL, Server, check_same_run, read
+from processes import run_program
 from refusals import check_parts, rows
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -217,14 +217,7 @@ def test_a_checkpoint_is_a_model_for_anyone(full: Path, warm: Path) -> None:
         assert not any(name.startswith("flowtrain") for name in sys.modules)
     """
     paths = [str(full / "checkpoints" / "step_00000006" / "model"), str(warm / "model")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *paths],
-        env={**os.environ, **ENV},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program([sys.executable, "-c", code, *paths], env={**os.environ, **ENV})
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     ours = load_tokenizer(paths[0])
