@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parsing import complaint, filled, parsed
 from pydantic import ValidationError
 from refusals import check_parts, rows
 
-from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Chat, Config, McpServer, Policy
 from flowtrain.config.options import (
     FIRST,
@@ -54,25 +54,6 @@ def toml(tmp_path: Path) -> Callable[[str | bytes], str]:
         return str(path)
 
     return write
-
-
-def parsed(*argv: str) -> Config:
-    config = parse(argv)
-    assert config is not None
-    return config
-
-
-def filled(*argv: str) -> Config:
-    """Parse, and let the algorithm fill in what is left to it."""
-    return load_algorithm(parsed(*argv)).config
-
-
-def complaint(*argv: str) -> str:
-    """The message that the arguments cause; always one line."""
-    with pytest.raises(UserError) as caught:
-        filled(*argv)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # ---- defaults
