@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,6 +63,9 @@ def arm(module, path, number, after):
 arm({module!r}, {path!r}, {number}, {after})
 """
 """Python that kills the process before or after the `number`-th call of a function."""
+AFTER_STEP_3 = KILL.format(
+    module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
+)
 
 SERVER = """
 import atexit, contextlib, gc, json, os, resource, runpy, sys, threading, traceback
@@ -349,6 +352,51 @@ def by_seed(inputs: Path) -> tuple[str, ...]:
     has something to learn from.
     """
     return ("--reward.function", f"{inputs / 'by_seed.py'}:score")
+
+
+class Ran(NamedTuple):
+    """A command that has ended: its run's folder, what it said, and what it printed."""
+
+    path: Path
+    lines: list[str]
+    out: str
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of the training steps."""
+        return [line for line in read(self.path / "metrics.jsonl") if line["step"] > 0]
+
+    @property
+    def rollouts(self) -> list[dict[str, Any]]:
+        return read(self.path / "trajectories.jsonl")
+
+    def json(self, name: str) -> dict[str, Any]:
+        return dict(json.loads((self.path / name).read_text()))
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(server: Server, words: tuple[str, ...], tmp_path: Path) -> Run:
+    """Runs a command to its end, in a folder of the test: `run("name", *argv, code=0)`; `base` are
+    other options than those of `words`.
+    """
+
+    def run(
+        name: str,
+        *argv: object,
+        code: int = 0,
+        module: str = "train",
+        base: Sequence[str] = words,
+        **options: Any,
+    ) -> Ran:
+        path = tmp_path / name
+        found, lines, out = server.run(module, *base, *argv, "--run.dir", path, **options)
+        assert found == code, lines
+        return Ran(path, lines, out)
+
+    return run
 
 
 def read(path: Path) -> list[dict[str, Any]]:

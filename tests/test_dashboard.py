@@ -19,6 +19,7 @@ import pytest
 import yaml
 from http_servers import running
 from ports import free_port
+from processes import run_program
 
 from flowtrain.dataflow.measures import Measures
 from flowtrain.dataflow.service import Service
@@ -56,10 +57,7 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[M
     measures = Measures(ledger, readers, 60.0)
     weights = weights_monitor(store, readers)
     service = Service(ledger, ledger.run, TOKEN, seconds=measures.ledger_seconds)
-    yield {
-        "dataflow": (measures.monitor, service),
-        "weights": (weights, make_app(store, TOKEN)),
-    }
+    yield {"dataflow": (measures.monitor, service), "weights": (weights, make_app(store, TOKEN))}
     ledger.close()
 
 
@@ -144,13 +142,7 @@ def test_promtool_takes_the_rules(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     text = SCRAPES.read_text().replace("/etc/prometheus/flowtrain-token", f"{tmp_path}/token")
     (tmp_path / "prometheus.yml").write_text(text)
-    done = subprocess.run(
-        ["promtool", "check", "config", str(tmp_path / "prometheus.yml")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_program(["promtool", "check", "config", str(tmp_path / "prometheus.yml")])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

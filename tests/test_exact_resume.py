@@ -16,25 +16,14 @@ from pathlib import Path
 
 import pytest
 from checkpoints import check_same
-from cli_runs import KILL, Server, alike, read, rows
+from cli_runs import AFTER_STEP_3, KILL, Server, alike, read, rows
 
 pytest_plugins = ("cli_runs",)
 
 NUM_STEPS = 4
 EXACT = (
-    "--train.num_steps",
-    str(NUM_STEPS),
-    "--rollout.max_in_flight",
-    "1",
-    "--rollout.group_size",
-    "2",
-    "--eval.num_tasks",
-    "2",
-    "--algorithm.mode",
-    "released",
-)
-AFTER_STEP_3 = KILL.format(
-    module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
+    *("--train.num_steps", str(NUM_STEPS), "--rollout.max_in_flight", "1"),
+    *("--rollout.group_size", "2", "--eval.num_tasks", "2", "--algorithm.mode", "released"),
 )
 IN_A_CHECKPOINT = KILL.format(
     module="flowtrain.training.checkpoint", path="_save", number=2, after=True

@@ -8,7 +8,6 @@ import ast
 import functools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from processes import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 STDLIB = sys.stdlib_module_names | {"__future__"}
@@ -46,14 +46,7 @@ class Edge:
 
 def python(code: str, cwd: Path = ROOT) -> list[str]:
     """The JSON list that a fresh interpreter prints; `-c` puts the current folder on its path."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program([sys.executable, "-c", code], cwd=cwd)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

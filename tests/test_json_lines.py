@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from processes import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = r"""
@@ -38,13 +39,8 @@ raise KeyError("the end")
 
 
 def run(**env: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    done = run_program(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": str(ROOT), **env}
     )
     assert done.returncode == 1
     first, *out = done.stdout.splitlines()

@@ -121,9 +121,8 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("flowtrain.agents.agentflow.expert.EARLY_STOP", 0.5)
     seen = learn(tmp_path, 6, VERIFIER)
     first, last = seen[0], [group for groups in seen[-3:] for group in groups]
-    assert stop_share(first, "Base_Generator") > 0.4 and stop_share(first, "Search") > 0.8, (
-        "there is something to learn"
-    )
+    assert stop_share(first, "Base_Generator") > 0.4
+    assert stop_share(first, "Search") > 0.8, "there is something to learn"
     assert stop_share(last, "Base_Generator") < 0.15, "guesses are not taken at their word any more"
     assert stop_share(last, "Search") > 0.8, "which is no fear of stopping"
     assert reward(last) > reward(first) + 0.05

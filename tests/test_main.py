@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_program
 
 import flowtrain
 from flowtrain.__main__ import COMMANDS, main
@@ -18,13 +19,7 @@ PACKAGE = Path(flowtrain.__file__).parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flowtrain", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_program([sys.executable, "-m", "flowtrain", *arguments])
 
 
 def test_every_module_that_is_a_command_for_people_is_in_the_table() -> None:
@@ -45,13 +40,7 @@ def test_the_modules_of_the_table_are_there(name: str) -> None:
 
 def test_a_command_runs_as_its_module_would() -> None:
     done, module = (
-        subprocess.run(
-            [sys.executable, "-m", *words, "inspect", "--help"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        run_program([sys.executable, "-m", *words, "inspect", "--help"])
         for words in (("flowtrain", "weights"), ("flowtrain.weights",))
     )
     assert done.returncode == 0 and done.stderr == ""
@@ -114,7 +103,5 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(
         "sys.modules['torch'] = None; "  # so that whoever imports it fails
         f"sys.argv = ['flowtrain', 'train', *{words!r}]; sys.exit(main())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_program([sys.executable, "-c", text])
     assert done.returncode == code and line in done.stdout + done.stderr

@@ -16,15 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_runs import (
-    KILL,
-    NUM_STEPS,
-    SMALL,
-    Process,
-    Server,
-    check_equal,
-    replayed,
-)
+from cli_runs import AFTER_STEP_3, NUM_STEPS, SMALL, Process, Server, check_equal, replayed
 
 from flowtrain.replay.log import chained, decode, encode
 from flowtrain.replay.recorded import Recorded
@@ -34,9 +26,6 @@ pytest_plugins = ("cli_runs",)
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LOG = ("--log.replay", "true", "--eval.at_ends", "false", "--algorithm.mode", "released")
-AFTER_STEP_3 = KILL.format(
-    module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
-)
 
 Train = Callable[..., Path]
 

@@ -79,29 +79,18 @@ def test_turns_that_cannot_be_trained_are_left_out_and_counted(
     models = [tmp_path / name / "model" / "model.safetensors" for name in ("marred", "without")]
     assert models[0].read_bytes() == models[1].read_bytes()
     ours, theirs = (json.loads(path.with_name("rft.json").read_text()) for path in models)
-    assert (
-        ours["num_excluded"] == {"empty": 1, "too_long": 1, "logprob": 1}
-        and theirs["num_excluded"] == {}
-    )
+    assert ours["num_excluded"] == {"empty": 1, "too_long": 1, "logprob": 1}
+    assert theirs["num_excluded"] == {}
     assert ours["num_turns"] == theirs["num_turns"] > 9
 
 
 def test_no_turn_left_is_said_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"left a rank without a demonstration: 12 of 12 .* 0 turns, left out: \d+ too_long",
-    ):
-        imitate(
-            tmp_path / "run",
-            monkeypatch,
-            lambda _, turn: [turn],
-            "--tiny.max_positions",
-            "16",
-            "--rollout.max_new_tokens",
-            "2",
-        )
+    message = r"left a rank without a demonstration: 12 of 12 .* 0 turns, left out: \d+ too_long"
+    options = ("--tiny.max_positions", "16", "--rollout.max_new_tokens", "2")
+    with pytest.raises(UserError, match=message):
+        imitate(tmp_path / "run", monkeypatch, lambda _, turn: [turn], *options)
 
 
 def test_a_run_whose_loss_is_no_number_any_more_ends_with_what_to_look_at(
@@ -110,17 +99,7 @@ def test_a_run_whose_loss_is_no_number_any_more_ends_with_what_to_look_at(
     """The first step throws the weights to where nothing can be computed; the next three are
     skipped.
     """
-    with pytest.raises(
-        UserError,
-        match=r"^step 4: 3 optimizer steps in a row were skipped.* grad_norm, ratio_max and "
-        r"logprob_mismatch",
-    ):
-        imitate(
-            tmp_path / "run",
-            monkeypatch,
-            lambda _, turn: [turn],
-            "--rft.num_steps",
-            "9",
-            "--rft.lr",
-            "1e30",
-        )
+    skipped = "^step 4: 3 optimizer steps in a row were skipped"
+    options = ("--rft.num_steps", "9", "--rft.lr", "1e30")
+    with pytest.raises(UserError, match=f"{skipped}.* grad_norm, ratio_max and logprob_mismatch"):
+        imitate(tmp_path / "run", monkeypatch, lambda _, turn: [turn], *options)

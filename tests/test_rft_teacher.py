@@ -134,12 +134,18 @@ def facts_of(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "model" / "rft.json").read_text()))
 
 
+def made(server: Server, chat: ChatServer, run: Path, *options: object) -> str:
+    """Fine-tune to the end; returns what is printed."""
+    code, lines, out = server.run("rft", *words(chat.base_url, run, *options))
+    assert code == 0, lines
+    return out
+
+
 def test_a_teachers_traces_are_collected_screened_and_imitated(
     server: Server, chat: ChatServer, teacher: Teacher, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    code, lines, out = server.run("rft", *words(chat.base_url, run))
-    assert code == 0, lines
+    out = made(server, chat, run)
     records = read(run / "trajectories.jsonl")
     assert sorted(record["group_index"] for record in records) == list(range(NUM_ROLLOUTS))
     assert sorted(asked_seeds(chat)) == sorted(seeds_of(records)), "each turn was asked for once"
@@ -171,7 +177,7 @@ def test_a_killed_run_asks_for_nothing_twice_and_ends_as_if_it_had_not_been(
 ) -> None:
     """It is killed while it collects and again while it trains, when the teacher has gone."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    assert server.run("rft", *words(chat.base_url, whole))[0] == 0
+    made(server, chat, whole)
     chat.asked.clear()
     append = ("flowtrain.rft.demonstrations", "append_lines")
     killed = KILL.format(module=append[0], path=append[1], number=15, after=True)
@@ -190,8 +196,8 @@ def test_a_killed_run_asks_for_nothing_twice_and_ends_as_if_it_had_not_been(
     assert sorted(asked_seeds(chat)) == sorted(seeds_of(records[15:]))
     assert sorted(record["group_index"] for record in records) == list(range(NUM_ROLLOUTS))
     chat.asked.clear()
-    code, lines, _ = server.run("rft", *resumed)
-    assert code == 0 and not chat.asked, lines
+    made(server, chat, run, "--resume", "auto")
+    assert not chat.asked
     assert facts_of(run)["usage"]["prompt_tokens"] == facts_of(whole)["usage"]["prompt_tokens"]
     models = [each / "model" / "model.safetensors" for each in (run, whole)]
     assert models[0].read_bytes() == models[1].read_bytes()
@@ -201,8 +207,8 @@ def test_collecting_alone_needs_no_training_and_training_no_teacher(
     server: Server, chat: ChatServer, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    code, lines, out = server.run("rft", *words(chat.base_url, run, "--rft.collect_only", "true"))
-    assert code == 0 and "kept " in out and not (run / "model").exists(), lines
+    out = made(server, chat, run, "--rft.collect_only", "true")
+    assert "kept " in out and not (run / "model").exists()
     shown = (run / "config.toml").read_text()
     nowhere = words("http://127.0.0.1:9/v1", run, "--resume", "auto", "--rft.num_epochs", "1")
     code, lines, _ = server.run("rft", *nowhere)
@@ -244,8 +250,7 @@ def test_a_failed_rollout_is_counted_and_asked_again(
         assert code == 0 and f"(rejected: {len(refused)} failed, " in out, lines
         assert lines[-1].startswith("5 rollouts failed (planner: engines.gpt: HTTP 400")
         chat.asked.clear()
-        code, lines, out = server.run("rft", *words(chat.base_url, run, "--resume", "auto"))
-    assert code == 0 and " failed" not in out, lines
+        assert " failed" not in made(server, chat, run, "--resume", "auto")
     records = read(run / "trajectories.jsonl")
     assert len(records) == NUM_ROLLOUTS + len(refused)
     assert len([r for r in records if "engines.gpt: HTTP 400" in r["error"]]) == len(refused) == 5
@@ -257,7 +262,7 @@ def test_other_settings_are_refused_with_both_values(
 ) -> None:
     run = tmp_path / "run"
     options = ("--rft.collect_only", "true", "--rft.num_rollouts", "4")
-    assert server.run("rft", *words(chat.base_url, run, *options))[0] == 0
+    made(server, chat, run, *options)
     changed = ("--resume", "auto", "--engines.gpt.temperature", "0.7")
     code, lines, _ = server.run("rft", *words(chat.base_url, run, *changed))
     assert code == 2 and "engines.gpt.temperature was 0.0, is 0.7" in lines[-1]
@@ -269,7 +274,7 @@ def test_max_tokens_leaves_out_longer_turns(
     server: Server, chat: ChatServer, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert server.run("rft", *words(chat.base_url, run))[0] == 0
+    made(server, chat, run)
     records = {r["group_index"]: r for r in read(run / "trajectories.jsonl")}
     lengths = [
         turn["num_prompt_tokens"] + len(turn["response_ids"])
@@ -280,8 +285,7 @@ def test_max_tokens_leaves_out_longer_turns(
     ]
     most = sorted(lengths)[len(lengths) // 2]
     limit = ("--resume", "auto", "--rft.max_tokens", most, "--rft.screen", "none")
-    code, lines, _ = server.run("rft", *words(chat.base_url, run, *limit))
-    assert code == 0, lines
+    made(server, chat, run, *limit)
     facts = facts_of(run)
     assert facts["num_excluded"]["too_long"] == sum(length > most for length in lengths) > 0
     assert facts["num_turns"] == sum(length <= most for length in lengths)
@@ -310,36 +314,24 @@ def test_a_teacher_calls_tools(server: Server, tmp_path: Path) -> None:
     assert facts_of(run)["num_turns"] == sum(len(r["turns"]) for r in right) == 2 * len(right) > 4
 
 
-def test_a_teacher_of_the_verifier_leaves_the_planner_to_its_policy(
-    server: Server, warm: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("role", "reply"),
+    [("verifier", "It is there.\nFinal Determination: STOP"), ("refiner", "It is far away.")],
+)
+def test_a_teacher_of_another_policy_leaves_the_planner_to_its_own(
+    role: str, reply: str, server: Server, warm: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    roles = ("--roles.verifier", "own", "--train.policy", "verifier")
+    own = (f"--roles.{role}", "own", "--train.policy", role, "--agent.num_passages", 3)
     planner = ("--policies.planner.path", warm / "model", "--rft.keep", "all")
-    with chat_server(lambda body: "It is there.\nFinal Determination: STOP") as chat:
-        argv = words(chat.base_url, run, *roles, *planner, "--rft.screen", "none")
-        code, lines, _ = server.run("rft", *argv)
+    with chat_server(lambda body: reply) as chat:
+        made(server, chat, run, *own, *planner, "--rft.screen", "none")
         num_asked = len(chat.asked)
-    assert code == 0, lines
-    assert facts_of(run)["num_turns"] == num_asked >= NUM_ROLLOUTS
     turns = [turn for r in read(run / "trajectories.jsonl") for turn in r["turns"]]
-    assert {turn["verdict"] for turn in turns} == {"STOP"}
     assert any(turn["response_logprobs"][0] < 0 for turn in turns), "the planner was sampled"
-
-
-def test_a_teacher_of_the_refiner_leaves_the_planner_to_its_policy(
-    server: Server, warm: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    roles = ("--roles.refiner", "own", "--train.policy", "refiner", "--agent.num_passages", 3)
-    planner = ("--policies.planner.path", warm / "model", "--rft.keep", "all")
-    with chat_server(lambda body: "The capital is far away.") as chat:
-        argv = words(chat.base_url, run, *roles, *planner, "--rft.screen", "none")
-        code, lines, _ = server.run("rft", *argv)
-        num_asked = len(chat.asked)
-    assert code == 0, lines
-    assert facts_of(run)["num_turns"] == num_asked > 0
-    turns = [turn for r in read(run / "trajectories.jsonl") for turn in r["turns"]]
-    refined = [turn for turn in turns if "refiner" in turn]
-    assert {turn["result"] for turn in refined} == {"The capital is far away."}
-    assert len(refined) == num_asked and any(turn["response_logprobs"][0] < 0 for turn in turns)
+    mine = [turn for turn in turns if role in turn]
+    assert facts_of(run)["num_turns"] == num_asked == len(mine) > 0
+    if role == "verifier":
+        assert num_asked >= NUM_ROLLOUTS and {turn["verdict"] for turn in mine} == {"STOP"}
+    else:
+        assert {turn["result"] for turn in mine} == {reply}

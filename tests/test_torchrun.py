@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cli_runs import Process, Server
+from processes import run_program
 
 pytest_plugins = ("cli_runs",)
 pytestmark = pytest.mark.dist
@@ -71,14 +71,10 @@ def test_a_rank_that_the_system_kills_is_named(tmp_path: Path) -> None:
     """In a fresh interpreter."""
     what = "os.kill(os.getpid(), signal.SIGKILL)"
     (tmp_path / "rank.py").write_text(RANK.format(what=what))
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "flowtrain.torchrun", "--nproc_per_node", "1", "rank.py", "0"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines() == [

@@ -4,20 +4,20 @@ tools, a program behind the gateway, an agent of one's own, and the agent of one
 
 from __future__ import annotations
 
-import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import RFT, SMALL, TINY, Server, read
+from cli_runs import RFT, SMALL, TINY, Ran, Run, Server
+from run_checks import check_prompts_grow, steps_of
 
 pytest_plugins = ("cli_runs",)
+
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ("--config", ROOT / "configs" / "tools.toml", *TINY)
+TOOLS = ("--config", str(ROOT / "configs" / "tools.toml"), *TINY)
 GATEWAY = (
-    *("--config", ROOT / "configs" / "gateway.toml", *TINY),
+    *("--config", str(ROOT / "configs" / "gateway.toml"), *TINY),
     *("--tasks.name", "facts", "--tasks.path", ""),
     *("--gateway.function", "examples/gateway/plain.py:solve"),
 )
@@ -43,87 +43,58 @@ def agent_words(words: tuple[str, ...]) -> tuple[str, ...]:
     return (*TINY, *own[:at], *own[at + 2 :], *TWO_STEPS)
 
 
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The two steps, which train what the sampler said."""
-    steps = [line for line in read(run / "metrics.jsonl") if line["step"] > 0]
-    assert [line["version"] for line in steps] == [1, 2]
-    assert all(line["num_tokens"] > 0 and line["logprob_mismatch"] < 1e-4 for line in steps)
+def two_steps(ran: Ran) -> list[dict[str, Any]]:
+    steps = steps_of(ran.path)
+    assert len(steps) == 2 and all(step["num_tokens"] > 0 for step in steps)
     return steps
 
 
-def check_prompts_grow(run: Path) -> int:
-    """Check that each prompt begins with the last one and what was sampled; count tool calls."""
-    num_calls = 0
-    for rollout in read(run / "trajectories.jsonl"):
-        for before, turn in pairwise(rollout["turns"]):
-            num_calls += len(before.get("tool_calls", ()))
-            # Of the prompt those ids are logged that the one before has not.
-            assert turn["prompt_shared"] == before["num_prompt_tokens"]
-            sampled = before["response_ids"]
-            assert turn["prompt_ids"][: len(sampled)] == sampled
-    return num_calls
-
-
 def test_the_agent_that_calls_tools_trains_on_the_ids_that_were_sampled(
-    server: Server, caller: Path, tmp_path: Path
+    run: Run, caller: Path
 ) -> None:
-    run = tmp_path / "run"
-    argv = (*TOOLS, *RELEASED, "--model.path", caller, "--run.dir", run)
-    code, lines, _ = server.run("train", *argv)
-    assert code == 0, lines
-    assert all(0 < line["tool_share/Search"] < 1 for line in steps_of(run))
-    assert check_prompts_grow(run) > 10
+    ran = run("run", *RELEASED, "--model.path", caller, base=TOOLS)
+    assert all(0 < line["tool_share/Search"] < 1 for line in two_steps(ran))
+    assert check_prompts_grow(ran.path) > 10
 
 
 def test_a_program_behind_the_gateway_trains_on_the_ids_that_were_sampled(
-    server: Server, caller: Path, tmp_path: Path
+    run: Run, caller: Path
 ) -> None:
     """A client of OpenAI's asks, calls tools of its own, and is trained in place."""
-    run = tmp_path / "run"
-    argv = (*GATEWAY, *RELEASED, "--model.path", caller, "--run.dir", run)
-    code, lines, _ = server.run("train", *argv, cwd=ROOT)
-    assert code == 0, lines
-    assert all(line["failed_rollouts"] == 0 for line in steps_of(run))
-    assert check_prompts_grow(run) > 10
+    ran = run("run", *RELEASED, "--model.path", caller, base=GATEWAY, cwd=ROOT)
+    assert all(line["failed_rollouts"] == 0 for line in two_steps(ran))
+    assert check_prompts_grow(ran.path) > 10
 
 
 def test_an_agent_of_ones_own_trains_and_branches(
-    server: Server, agent_words: tuple[str, ...], tmp_path: Path
+    run: Run, agent_words: tuple[str, ...], tmp_path: Path
 ) -> None:
     """What was sampled stays in its prompts, a branch shares it, and the trainer agrees with it."""
-    run = tmp_path / "run"
-    (tmp_path / "by_length.py").write_text(
-        "def score(task, answer, trajectory):\n    return len(answer) % 2"
-    )
+    by_length = tmp_path / "by_length.py"
+    by_length.write_text("def score(task, answer, trajectory):\n    return len(answer) % 2")
     mine = ("--agent.name", f"{ROOT}/examples/my_agent.py:MyAgent", "--agent.max_turns", "2")
     appo = ("--algorithm.name", "appo", "--appo.num_roots", "2", "--appo.spacing", "1")
-    reward = ("--reward.function", f"{tmp_path}/by_length.py:score", "--model.path", "tiny")
-    code, lines, _ = server.run("train", *agent_words, *mine, *appo, *reward, "--run.dir", run)
-    assert code == 0, lines
-    assert all(line["turns_mean"] == 2.0 for line in steps_of(run))
-    assert any("branch" in rollout for rollout in read(run / "trajectories.jsonl"))
-    check_prompts_grow(run)
+    reward = ("--reward.function", f"{by_length}:score", "--model.path", "tiny")
+    ran = run("run", *mine, *appo, *reward, base=agent_words)
+    assert all(line["turns_mean"] == 2.0 for line in two_steps(ran))
+    assert any("branch" in rollout for rollout in ran.rollouts)
+    check_prompts_grow(ran.path)
 
 
-def test_the_agent_of_one_turn_trains(
-    server: Server, agent_words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_agent_of_one_turn_trains(run: Run, agent_words: tuple[str, ...]) -> None:
     """It rolls out, trains with the sampler's log-probs, publishes and evaluates; no tool runs."""
-    run = tmp_path / "run"
     single = ("--agent.name", "single", "--agent.prompt", "compact", "--agent.instructions", "Go.")
-    code, lines, _ = server.run("train", *agent_words, *single, *RELEASED, "--run.dir", run)
-    assert code == 0, lines
-    for line in steps_of(run):
+    ran = run("run", *single, *RELEASED, base=agent_words)
+    for line in two_steps(ran):
         assert line["turns_mean"] == 1.0 and line["malformed_share"] == 0.0
         assert not [name for name in line if name.startswith("tool_share")]
-    tokenizer = json.loads((run / "tokenizer.json").read_text())
-    assert tokenizer["model"]["type"] == "BPE"
-    for rollout in read(run / "trajectories.jsonl"):
+    assert ran.json("tokenizer.json")["model"]["type"] == "BPE"
+    for rollout in ran.rollouts:
         (turn,) = rollout["turns"]
         assert turn["action"] is None and not turn["is_error"]
         assert rollout["answer"] == turn["response_text"].strip()
         assert turn["prompt_ids"] and turn["response_ids"]
-    told = re.findall("nothing to learn from in step ([0-9]+)", "\n".join(lines))
-    summary = json.loads((run / "summary.json").read_text())
+    told = re.findall("nothing to learn from in step ([0-9]+)", "\n".join(ran.lines))
+    summary = ran.json("summary.json")
     assert told and summary["idle_steps"] == list(map(int, told))
     assert summary["last_cause"].startswith("all 32 rewards are 0")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cli_runs import ENV, NUM_STEPS, RFT, SMALL, Server, check_same_run, read
+from processes import run_program
+from refusals import check_parts, rows
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -26,27 +28,16 @@ pytest_plugins = ("cli_runs",)
 
 
 def test_a_run_leaves_its_files(full: Path) -> None:
-    names = {path.name for path in full.iterdir()}
-    assert names >= {
-        "config.toml",
-        "manifest.json",
-        "metrics.jsonl",
-        "trajectories.jsonl",
-        "summary.json",
-        "curves.png",
-        "checkpoints",
-        "weights",
-    }
+    names = "config.toml manifest.json metrics.jsonl trajectories.jsonl summary.json curves.png"
+    assert {path.name for path in full.iterdir()} >= {*names.split(), "checkpoints", "weights"}
     assert (full / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not [
         path for path in full.rglob("*") if "writing" in path.name or path.name.startswith(".")
     ], "nothing half-written stays"
     manifest = json.loads((full / "manifest.json").read_text())
-    assert (
-        manifest["world_size"] == 1
-        and manifest["versions"]["torch"]
-        and "--train.num_steps" in manifest["argv"]
-    )
+    assert manifest["world_size"] == 1
+    assert manifest["versions"]["torch"]
+    assert "--train.num_steps" in manifest["argv"]
 
 
 def test_the_config_that_is_left_starts_the_same_run(full: Path, words: tuple[str, ...]) -> None:
@@ -70,11 +61,9 @@ def test_metrics_of_every_step_have_the_promised_keys(full: Path) -> None:
             *("clip_fraction", "ratio_mean", "logprob_mismatch", "num_groups_dropped"),
             *("num_excluded/too_long", "num_excluded/logprob", "tokens_per_s", "train_tflop"),
         }
-        assert (
-            0 < record["packing_efficiency"] < 1
-            and record["peak_memory_gb"] > 0
-            and "mfu" not in record
-        ), "nobody knows the peak of this CPU"
+        assert 0 < record["packing_efficiency"] < 1
+        assert record["peak_memory_gb"] > 0
+        assert "mfu" not in record, "nobody knows the peak of this CPU"
         assert all(value is not None for value in record.values())
         assert record["step_s"] == pytest.approx(
             sum(record[f"{stage}_s"] for stage in (*STAGES, "other"))
@@ -92,26 +81,10 @@ def test_the_memory_plan_is_left_beside_what_was_measured(full: Path) -> None:
         json.loads((full / name).read_text()) for name in ("manifest.json", "summary.json")
     )
     parts = plan["memory_plan"]
-    assert set(parts) == {
-        "weights",
-        "gradients",
-        "moments",
-        "reference",
-        "gathered",
-        "activations",
-        "head",
-        "merged",
-        "published",
-        "engine",
-    }
-    assert (
-        parts["weights"]
-        == parts["gradients"]
-        == parts["reference"]
-        == parts["engine"]
-        == parts["moments"] // 2
-        > 0
-    )
+    held = ("weights", "gradients", "reference", "engine")
+    others = ("moments", "gathered", "activations", "head", "merged", "published")
+    assert set(parts) == {*held, *others}
+    assert {parts[name] for name in held} == {parts["moments"] // 2} != {0}
     assert summary["planned_memory_gb"] == pytest.approx(sum(parts.values()) / 1e9)
     assert summary["peak_memory_gb"] > 0
 
@@ -170,9 +143,8 @@ def test_the_log_has_the_prompts_and_the_tokenizer_that_reads_them(full: Path) -
         prompt: list[int] = []
         for turn in record["turns"]:
             prompt = [*prompt[: turn["prompt_shared"]], *turn["prompt_ids"]]
-            assert len(prompt) == turn["num_prompt_tokens"] and record[
-                "question"
-            ] in tokenizer.decode(prompt)
+            assert len(prompt) == turn["num_prompt_tokens"]
+            assert record["question"] in tokenizer.decode(prompt)
             assert tokenizer.decode(turn["response_ids"]) == turn["response_text"]
             assert 0 < turn["plan_s"] <= turn["seconds"] and turn["tool_s"] <= turn["seconds"]
 
@@ -197,53 +169,28 @@ def test_rewards_in_the_metrics_are_those_of_the_trajectories(full: Path) -> Non
 def test_the_summary_compares_warm_and_trained(full: Path) -> None:
     summary = json.loads((full / "summary.json").read_text())
     for side in (summary["warm"], summary["trained"]):
-        assert set(side) >= {
-            "eval_reward",
-            "eval_reward_error",
-            "eval_reward_greedy",
-            "by_num_turns",
-            "by_kind",
-            "tool_shares",
-            "turns_mean",
-            "splits",
-        }
-        assert 0 <= side["eval_reward"] <= 1 and set(side["tool_shares"]) == {
-            "Search",
-            "Base_Generator",
-        }
-    assert set(summary["seconds"]) >= {
-        "collect",
-        "train",
-        "publish",
-        "load",
-        "eval",
-        "checkpoint",
-        "step",
-        "warm_up",
-    }
+        kinds = ("by_num_turns", "by_kind", "tool_shares", "turns_mean", "splits")
+        assert set(side) >= {f"eval_reward{end}" for end in ("", "_error", "_greedy")} | {*kinds}
+        assert 0 <= side["eval_reward"] <= 1
+        assert set(side["tool_shares"]) == {"Search", "Base_Generator"}
+    stages = "collect train publish load eval checkpoint step warm_up"
+    assert set(summary["seconds"]) >= set(stages.split())
     assert summary["warm"]["eval_reward"] == read(full / "metrics.jsonl")[0]["eval_reward"]
 
 
 def test_old_checkpoints_and_versions_are_cleaned_up(full: Path) -> None:
-    assert sorted(path.name for path in (full / "checkpoints").iterdir()) == [
-        "step_00000004",
-        "step_00000006",
-    ]
-    assert sorted(path.name for path in (full / "weights").iterdir()) == [
-        "HEAD",
-        "v00000005",
-        "v00000006",
-    ]
+    kept = {
+        folder: sorted(path.name for path in (full / folder).iterdir())
+        for folder in ("checkpoints", "weights")
+    }
+    assert kept["checkpoints"] == ["step_00000004", "step_00000006"]
+    assert kept["weights"] == ["HEAD", "v00000005", "v00000006"]
     assert (full / "weights" / "HEAD").read_text() == "6\n"
 
 
 def test_fine_tuning_leaves_a_model_and_its_log(warm: Path) -> None:
-    assert {path.name for path in warm.iterdir()} >= {
-        "config.toml",
-        "manifest.json",
-        "metrics.jsonl",
-        "model",
-    }
+    names = {"config.toml", "manifest.json", "metrics.jsonl", "model"}
+    assert {path.name for path in warm.iterdir()} >= names
     steps = read(warm / "metrics.jsonl")
     assert [record["step"] for record in steps] == list(range(10, 121, 10))
     assert steps[-1]["loss"] < steps[0]["loss"] / 2
@@ -270,14 +217,7 @@ def test_a_checkpoint_is_a_model_for_anyone(full: Path, warm: Path) -> None:
         assert not any(name.startswith("flowtrain") for name in sys.modules)
     """
     paths = [str(full / "checkpoints" / "step_00000006" / "model"), str(warm / "model")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *paths],
-        env={**os.environ, **ENV},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program([sys.executable, "-c", code, *paths], env={**os.environ, **ENV})
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     ours = load_tokenizer(paths[0])
@@ -288,135 +228,44 @@ def test_a_checkpoint_is_a_model_for_anyone(full: Path, warm: Path) -> None:
 # ---- what a person got wrong
 
 
-def check_refused(
-    server: Server, module: str, *argv: object, parts: tuple[str, ...] = (), cwd: Path | None = None
-) -> None:
-    """Exit code 2 and one line that holds the given parts."""
-    code, lines, out = server.run(module, *argv, cwd=cwd)
-    assert len(lines) == 1, lines
-    assert (code, out) == (2, "")
-    assert lines[0].startswith(f"flowtrain.{module}: ")
-    assert all(part in lines[0] for part in parts), lines[0]
-
-
-BAD_TASKS = {
-    "no object": ('{"question": "q", "answer": "a"}\n[]\n', "line 2: must be an object"),
-    "one task": ('{"question": "q", "answer": "a"}\n', "need at least one each"),
-    "answers that no policy gives": (
-        "".join(json.dumps({"question": f"q{n}", "answer": "a" * 3000}) + "\n" for n in range(4)),
-        "the solutions of 4 of 4 rows are wrong by their own scorer 'exact'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_TASKS)
-def test_a_bad_task_file_is_refused(case: str, server: Server, tmp_path: Path) -> None:
-    text, part = BAD_TASKS[case]
-    (tmp_path / "bad.jsonl").write_text(text)
-    argv = ("--tasks.name", "file", "--tasks.path", "bad.jsonl")
-    check_refused(server, "train", *SMALL, *argv, parts=("bad", part), cwd=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"], "nothing half-written"
-
-
-@pytest.mark.parametrize("module", ["train", "rft"])
-@pytest.mark.parametrize("model", ["tiny", "quickstart"])
-def test_a_model_too_small_for_the_defaults_is_told_where_its_options_are(
-    module: str, model: str, server: Server, tmp_path: Path
-) -> None:
-    parts = ("max_new_tokens=2048", "256 positions", "configs/quickstart.toml")
-    check_refused(server, module, "--model.path", model, parts=parts, cwd=tmp_path)
-    assert not any(tmp_path.iterdir())
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory, warm: Path, full: Path) -> Path:
+    """A folder with what the commands of refusals.toml trip over."""
+    desk = tmp_path_factory.mktemp("desk")
+    (desk / "broken.toml").write_text("[run\n")
+    row, long = '{"question": "q", "answer": "a"}\n', "a" * 3000
+    (desk / "list.jsonl").write_text(row + "[]\n")
+    (desk / "one.jsonl").write_text(row)
+    rows = [json.dumps({"question": f"q{n}", "answer": long}) + "\n" for n in range(4)]
+    (desk / "long.jsonl").write_text("".join(rows))
+    unanswered = [json.dumps({"question": f"Name {n}.", "number": n}) + "\n" for n in range(9)]
+    (desk / "unanswered.jsonl").write_text("".join(unanswered))
+    (desk / "empty").mkdir()
+    (desk / "used").mkdir()
+    (desk / "used" / "notes.txt").write_text("mine")
+    shutil.copytree(warm / "model", desk / "cut")
+    with (desk / "cut" / "model.safetensors").open("rb+") as file:
+        file.truncate(5000)
+    shutil.copytree(full, desk / "full")
+    return desk
 
 
 @pytest.mark.parametrize(
-    ("argv", "parts"),
-    [
-        (("--config", "no.toml"), ("no.toml", "no such file")),
-        (("--config", "broken.toml"), ("broken.toml", "not TOML")),
-        (("--train.learning_rate", "1"), ("unknown key", "did you mean train.lr?")),
-        (("--tasks.num_train", "0"), ("tasks.num_train=0",)),
-        (("--tasks.num_train", "100000000"), ("num_tasks", "lower")),
-        (("--tasks.name", "file", "--tasks.path", "no.jsonl"), ("no.jsonl", "No such file")),
-        (("--tasks.corpus", "no.json"), ("no.json", "No such file")),
-        (("--tasks.corpus", "broken.toml"), ("broken.toml", "cannot be read as JSON")),
-        (("--model.path", "no/model/folder"), ("model.path='no/model/folder'",)),
-        (("--model.path", "empty"), ("model.path='empty'",)),
-        (("--model.path", "cut"), ("model.path='cut'",)),
-        (("--agent.prompt", "full"), ("chat template", "agent.prompt='compact'")),
-        (("--agent.tools", '["Serch"]'), ("Serch", "Search")),
-        (("--tiny.vocab_size", "100"), ("tiny.vocab_size=100", "258")),
-        (("--rollout.max_new_tokens", "256"), ("rollout.max_new_tokens=256", "256 positions")),
-        (("--run.dir", "used"), ("used", "--resume auto")),
-        (("--run.dir", "broken.toml"), ("broken.toml is a file",)),
-        (("--run.dir", "broken.toml/run"), ("cannot write broken.toml/run",)),
-        (("--run.device", "cuda"), ("run.device='cuda'",)),
-        (
-            ("--rollout.num_engine_ranks", "1"),
-            ("rollout.num_engine_ranks=1 leaves none of the 1 ranks",),
-        ),
-        (("--rollout.engine", "vllm", "--vllm.sleep", "true"), ("vllm.sleep=true needs a GPU",)),
-    ],
+    ("command", "parts"), rows(Path(__file__).parent / "refusals.toml", "commands")
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
-    argv: tuple[str, ...], parts: tuple[str, ...], server: Server, warm: Path, tmp_path: Path
+    command: str, parts: str, server: Server, words: tuple[str, ...], place: Path, desk: Path
 ) -> None:
-    if "cuda" in argv and torch.cuda.is_available():
+    if "cuda" in command and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    (tmp_path / "broken.toml").write_text("[run\n")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "notes.txt").write_text("mine")
-    shutil.copytree(warm / "model", tmp_path / "cut")
-    with (tmp_path / "cut" / "model.safetensors").open("rb+") as file:
-        file.truncate(5000)
-    there = sorted(tmp_path.rglob("*"))
-    check_refused(server, "train", *SMALL, *argv, parts=parts, cwd=tmp_path)
-    assert sorted(tmp_path.rglob("*")) == there
-
-
-def test_a_scripted_expert_needs_plans(server: Server, place: Path, tmp_path: Path) -> None:
-    argv = ("--tasks.name=file", "--tasks.path", place / "tasks.jsonl", "--tasks.corpus=shipped")
-    parts = ("rft.expert='scripted'", "'policy'")
-    check_refused(server, "rft", *SMALL, *RFT, *argv, parts=parts, cwd=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (("--roles.verifier=a", "--engines.a.model=m", "--engines.a.api_key_env=NO"), "env='NO'"),
-        (
-            ("--roles.verifier", "own", "--policies.verifier.path", "no/such"),
-            "policies.verifier.path='no/such': there is no such folder; as a name in",
-        ),
-        (("--eval.benchmarks", '["aime24"]'), "the folder with aime24.json, or 'aime24=FILE'"),
-        (("--model.path", "tiny", "--lora.rank", "4"), "lora.rank=4 needs a model"),
-        (("--lora.alpha", "4"), "lora.alpha=4.0 needs lora.rank above 0"),
-    ],
-)
-def test_what_a_run_lacks_is_told_before_it_begins(
-    argv: tuple[str, ...], part: str, server: Server, words: tuple[str, ...], tmp_path: Path
-) -> None:
-    check_refused(server, "train", *words, *argv, parts=(part,), cwd=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_checkpoint_of_another_model_is_not_resumed(
-    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(full, tmp_path / "run")
-    other = ("--model.path", "tiny", "--tiny.hidden_size", "48")
-    argv = (*words, *other, "--run.dir", "run", "--resume", "auto")
-    check_refused(server, "train", *argv, parts=("step_00000006", "another model"), cwd=tmp_path)
-
-
-def test_resuming_what_is_no_run_is_refused(
-    server: Server, words: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "notes.txt").write_text("mine")
-    argv = (*words, "--run.dir", "used", "--resume", "auto")
-    check_refused(server, "train", *argv, parts=("used",), cwd=tmp_path)
+    options: dict[str, tuple[str, ...]] = {"$SMALL": SMALL, "$WORDS": words, "$RFT": RFT}
+    module, *given = shlex.split(command.replace("$PLACE", str(place)))
+    argv = [word for each in given for word in options.get(each, (each,))]
+    there = sorted(desk.rglob("*"))
+    code, lines, out = server.run(module, *argv, cwd=desk)
+    assert (code, out, len(lines)) == (2, "", 1), lines
+    check_parts(lines[0], f"flowtrain.{module}: … {parts}")
+    assert sorted(desk.rglob("*")) == there
 
 
 # ---- a full disk
@@ -501,12 +350,8 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
     run = tmp_path / "run"
     printed = ranks(server, 2, *words, "--run.dir", run, "--rollout.num_engine_ranks", 1)
     check_same_run(run, full)
-    assert sorted(path.name for path in run.glob("*.jsonl")) == [
-        "held_out.jsonl",
-        "metrics.jsonl",
-        "trained.jsonl",
-        "trajectories.jsonl",
-    ]
+    logs = {path.stem for path in run.glob("*.jsonl")}
+    assert logs == {"held_out", "metrics", "trained", "trajectories"}
     assert printed.count("held-out reward") == 1, "what one rank shows, once"
     assert printed.count("tasks: tasks.jsonl, ") == 1
 
@@ -520,17 +365,8 @@ def test_two_ranks_train_for_one_and_then_one_for_two(
     """
     run, half = tmp_path / "run", NUM_STEPS - 2
     for num_engines, num_steps in ((1, 2), (2, half)):
-        argv = (
-            "--run.dir",
-            run,
-            "--run.resume",
-            "auto",
-            "--rollout.num_engine_ranks",
-            num_engines,
-            "--train.num_steps",
-            num_steps,
-        )
-        ranks(server, 3, *words, *argv)
+        argv = ("--rollout.num_engine_ranks", num_engines, "--train.num_steps", num_steps)
+        ranks(server, 3, *words, *argv, "--run.dir", run, "--run.resume", "auto")
     ours, theirs = (
         load_file(each / "checkpoints" / f"step_{half:08d}" / "model" / "model.safetensors")
         for each in (run, full)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from checkpoints import check_same
 from cli_runs import (
+    AFTER_STEP_3,
     KILL,
     NUM_STEPS,
     Process,
@@ -63,9 +64,6 @@ WORDS = (
     *("--train.lr", "3e-3", "--checkpoint.every", "2", "--dataflow.max_staleness", "20"),
     *("--dataflow.max_waiting", "99"),
     *("--dataflow.wait_s", "60"),
-)
-AFTER_STEP_3 = KILL.format(
-    module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
 )
 
 
@@ -172,12 +170,7 @@ Start = Callable[..., list[Process]]
 @pytest.fixture
 def start(server: Server) -> Start:
     def begin(
-        url: str,
-        run: Path,
-        *words: str,
-        size: int = 1,
-        before: str = "",
-        token: str = TOKEN,
+        url: str, run: Path, *words: str, size: int = 1, before: str = "", token: str = TOKEN
     ) -> list[Process]:
         argv = (*WORDS, "--dataflow.url", url, "--run.dir", run, "--resume", "auto", *words)
         return server.start_ranks(
@@ -346,9 +339,8 @@ def test_a_run_that_is_killed_gets_the_same_batches_again_and_ends_with_the_same
     with copied.served() as url:
         killed = start(url, run, size=size, before=AFTER_STEP_3)
         assert -signal.SIGKILL in [process.wait() for process in killed]
-        assert copied.policy()["step"] >= 3 and copied.policy()["checkpoint"] in (0, 2), (
-            "the last report may have died with the run"
-        )
+        assert copied.policy()["step"] >= 3
+        assert copied.policy()["checkpoint"] in (0, 2), "the last report may have died with the run"
         ended(start(url, run, size=size))
         assert copied.ledger.audit().problems == ()
     assert copied.work_items() == whole[1] and seeds(run) == seeds(whole[0])
@@ -448,10 +440,8 @@ def test_a_run_that_does_not_fit_is_refused_in_a_line(
         f"{copied.ledger.run!r}" in error
     )
     code, lines, _ = server.run("train", *WORDS, "--run.dir", first, "--resume", "auto")
-    assert (
-        code == 2
-        and f"was trained from the dataflow {copied.ledger.run!r}: name its service" in lines[-1]
-    )
+    assert code == 2
+    assert f"was trained from the dataflow {copied.ledger.run!r}: name its service" in lines[-1]
 
 
 def test_one_policys_trainer_dies_and_the_others_goes_on(
@@ -478,10 +468,8 @@ def test_one_policys_trainer_dies_and_the_others_goes_on(
         dataflow.fill(NUM_STEPS - 2)
         assert planner[0].wait() == -signal.SIGKILL
         ended(verifier)
-        assert (
-            dataflow.policy("verifier")["state"] == "done"
-            and dataflow.policy("planner")["step"] < NUM_STEPS
-        )
+        assert dataflow.policy("verifier")["state"] == "done"
+        assert dataflow.policy("planner")["step"] < NUM_STEPS
         ended(start(url, tmp_path / "planner", *words["planner"]))
         assert dataflow.ledger.audit().problems == ()
     for name in words:
@@ -573,9 +561,8 @@ def test_two_trainers_and_nodes_that_come_and_go(
             each.err.read_text()[-2000:] for each in nodes.values()
         ]  # training is done
         audit, status = dataflow.ledger.audit(), dataflow.ledger.status()
-    assert audit.problems == () and all(
-        policy["state"] == "done" for policy in status["policies"].values()
-    )
+    assert audit.problems == ()
+    assert all(policy["state"] == "done" for policy in status["policies"].values())
     for name in trainers:
         records = read(tmp_path / name / "metrics.jsonl")
         assert [record["step"] for record in records] == list(range(1, num_steps + 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import check_same
-from cli_runs import KILL, Server, read, rows
+from cli_runs import AFTER_STEP_3, Server, read, rows
 from safetensors import safe_open
 
 pytest_plugins = ("cli_runs",)
@@ -17,9 +17,6 @@ NUM_STEPS = 4
 LORA = (
     *("--lora.rank", "4", "--train.lr", "1e-2", "--algorithm.kl_coef", "0.1"),
     *("--rollout.group_size", "2", "--rollout.max_in_flight", "1", "--eval.num_tasks", "4"),
-)
-AFTER_STEP_3 = KILL.format(
-    module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
 )
 LAST = f"checkpoints/step_{NUM_STEPS:08d}"
 

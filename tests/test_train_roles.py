@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from chat_servers import chat_server
-from cli_runs import Server, read
+from cli_runs import Run
 from starlette.responses import JSONResponse, Response
 
 pytest_plugins = ("cli_runs",)
@@ -35,45 +35,21 @@ def script(body: dict[str, Any]) -> Response | str:
     return f"<answer>{10 + int(chance(prompt) * 8)}</answer>"
 
 
-def options(place: Path, words: tuple[str, ...], base_url: str) -> tuple[str, ...]:
-    roles = [
-        word
-        for role in ("analyst", "verifier", "generator", "judge")
-        for word in (f"--roles.{role}", "local")
-    ]
-    engine = (
-        "--engines.local.base_url",
-        base_url,
-        "--engines.local.model",
-        "m",
-        "--engines.local.api_key_env",
-        "",
-    )
-    cache = ("--judge.cache", str(place / "judge.sqlite"))
+def options(place: Path, base_url: str) -> tuple[str, ...]:
+    roles = ("analyst", "verifier", "generator", "judge")
     return (
-        *words,
-        *roles,
-        *engine,
-        *cache,
-        "--engines.local.price_out",
-        "1000000",
-        "--train.num_steps",
-        "2",
-        "--eval.num_tasks",
-        "4",
+        *(word for role in roles for word in (f"--roles.{role}", "local")),
+        *("--engines.local.base_url", base_url, "--engines.local.model", "m"),
+        *("--engines.local.api_key_env", "", "--engines.local.price_out", "1000000"),
+        *("--judge.cache", str(place / "judge.sqlite"), "--eval.num_tasks", "4"),
     )
 
 
-def test_a_run_whose_frozen_roles_are_elsewhere(
-    place: Path, server: Server, words: tuple[str, ...]
-) -> None:
-    run = place / "roles"
+def test_a_run_whose_frozen_roles_are_elsewhere(run: Run, tmp_path: Path) -> None:
     with chat_server(script) as chat:
-        code, lines, _ = server.run(
-            "train", *options(place, words, chat.base_url), "--run.dir", run
-        )
-    assert (code, lines) == (0, [])
-    records = read(run / "trajectories.jsonl")
+        ran = run("run", *options(tmp_path, chat.base_url), "--train.num_steps", 2)
+    assert not ran.lines
+    records, steps = ran.rollouts, ran.steps
     failed = [record for record in records if record["error"]]
     assert 0 < len(failed) < len(records) == 64
     for record in records:
@@ -83,9 +59,8 @@ def test_a_run_whose_frozen_roles_are_elsewhere(
     assert all(
         record["error"].startswith("generator: engines.local: HTTP 400: ") for record in failed
     )
-    text = (run / "config.toml").read_text()
+    text = (ran.path / "config.toml").read_text()
     assert "[engines.local]" in text and json.dumps("local") in text
-    _, *steps = read(run / "metrics.jsonl")
     assert [step["failed_rollouts"] for step in steps] == [
         sum(r["step"] == n for r in failed) for n in (1, 2)
     ]
@@ -108,16 +83,10 @@ def test_a_run_whose_frozen_roles_are_elsewhere(
     assert any(step["num_tokens"] > 0 for step in steps), "something was trained"
 
 
-def test_a_run_does_not_go_on_when_every_rollout_fails(
-    place: Path, server: Server, words: tuple[str, ...]
-) -> None:
+def test_a_run_does_not_go_on_when_every_rollout_fails(run: Run, tmp_path: Path) -> None:
     with chat_server(lambda body: JSONResponse({"error": "not today"}, 400)) as chat:
-        code, lines, _ = server.run(
-            "train",
-            *options(place, words, chat.base_url),
-            *("--train.num_steps", 5, "--run.dir", place / "failing"),
-        )
-    assert code == 2
+        argv = options(tmp_path, chat.base_url)
+        lines = run("failing", *argv, "--train.num_steps", 5, code=2).lines
     assert sum("nothing to learn from" in line for line in lines) == 3
     assert "(3 steps in a row): all 32 rollouts failed" in lines[-1]
     assert "analyst: engines.local: HTTP 400" in lines[-1]

@@ -90,11 +90,7 @@ VALUES = (
 )
 _REPLY = '{"choices": [{"message": {"content": "x"}}], "usage": %s}'
 FIELDS = {
-    "search": [
-        '{"organic": %s}',
-        '{"organic": [%s]}',
-        '{"organic": [{"link": %s, "title": %s}]}',
-    ],
+    "search": ['{"organic": %s}', '{"organic": [%s]}', '{"organic": [{"link": %s, "title": %s}]}'],
     "wiki": [
         '{"query": {"pages": %s}}',
         '{"query": {"pages": [%s]}}',

@@ -44,11 +44,7 @@ CLIENTS: dict[str, Callable[[RawServer, Path], object]] = {
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_no_answer_breaks_a_client(
-    client: str,
-    server: RawServer,
-    tally: Tally,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    client: str, server: RawServer, tally: Tally, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowtrain.weights.stores.http.MAX_MANIFEST", 1 << 20)
     monkeypatch.setattr("flowtrain.weights.stores.http.SLOWEST", 16 << 20)

@@ -89,12 +89,7 @@ def ask_model(server: RawServer) -> object:
         model.close()
 
 
-WEB: dict[str, Ask] = {
-    "page": read_page,
-    "search": search,
-    "wiki": ask_wiki,
-    "embeddings": embed,
-}
+WEB: dict[str, Ask] = {"page": read_page, "search": search, "wiki": ask_wiki, "embeddings": embed}
 ENDPOINTS: dict[str, Ask] = {"model": ask_model}
 CLIENTS = WEB | ENDPOINTS
 ERRORS = (ToolError, EngineError, UserError)

@@ -17,38 +17,13 @@ from pathlib import Path
 import pytest
 
 from flowtrain.view.page import build_page, render
+from tests.attacks.composer import PIECES
 from tests.attacks.tally import Tally
 from tests.attacks.test_terminal import RAW, TEXTS
 from tests.view.conftest import RunMaker, runs, tokenizer  # noqa: F401 - fixtures
 
 SURFACE = "hostile rollouts in the viewer"
-MARKUP = (
-    "</script><script>alert(1)</script>",
-    "</ScRiPt ><img src=x onerror=alert(1)>",
-    "<!--<script>",
-    "--><svg onload=alert(1)>",
-    "]]><script>",
-    "\"><b onclick='x'>",
-    "' autofocus onfocus=alert(1) '",
-    "javascript:alert(1)",
-    "[x](javascript:alert(1))",
-    "data:text/html,<script>alert(1)</script>",
-    "${alert(1)} $data $script $$ ${title}",
-    "{{constructor.constructor('x')()}}",
-    "&lt;script&gt;",
-    "\\u003c/script>",
-    "\\",
-    '"',
-    "__proto__",
-    "constructor",
-    "<plaintext>",
-    "</title><script>",
-    "<style>*{display:none}</style>",
-    "<base href=//evil>",
-    "<meta http-equiv=refresh>",
-    "\u2028",
-    *TEXTS,
-)
+MARKUP = (*PIECES["markup"], *TEXTS)
 
 
 class Tags(HTMLParser):

@@ -14,6 +14,7 @@ import pytest
 
 from flowtrain.tools.sandbox import seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
+from tests.attacks.composer import PIECES
 from tests.attacks.conftest import MINUTES
 from tests.attacks.tally import Tally
 
@@ -21,29 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linu
 
 LOOPS_PER_CORE = 8
 TIMEOUT_S = 0.4
-PROGRAMS = (
-    "6 * 7",
-    "print('both', 'words')",
-    "sum(range(10 ** 5))",
-    "sum(range(4 * 10 ** 6))",
-    "x = 0\nfor i in range(10 ** 6): x += i\nprint(x)",
-    "import math\nprint(math.factorial(500) % 1009)",
-    "import time\ntime.sleep(0.05)\nprint('slept')",
-    "import time\nfor _ in range(20): time.sleep(0.002)\nprint('dozed')",
-    "import random\nprint(sorted(random.sample(range(10 ** 4), 5)))",
-    "print('x' * 3000)",
-    "1 / 0",
-    "x = = 1",
-    "def f(): return f()\nf()",
-    "raise SystemExit(3)",
-    "while True: pass",
-    "9 ** 9 ** 9",
-    "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
-    "while True: print('x' * 100)",
-    "import sys\nwhile True: sys.stderr.write('x' * 100)",
-    "bytearray(10 ** 9)",
-    "a = []\nwhile True: a.append(bytearray(8 << 20))",
-)
+PROGRAMS = PIECES["verdicts"]
 
 
 @contextmanager

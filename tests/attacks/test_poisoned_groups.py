@@ -218,15 +218,7 @@ INTS = (
     -(2**63),
 )
 FLOATS = (math.nan, math.inf, -math.inf, 1e308, -1e308, 1e30, -1e30, 5.0, -0.0, 2e-3, 1e-9, -49.0)
-TEXTS = (
-    "",
-    "\0",
-    "\x1b[2J",
-    "rollouts",
-    "planner",
-    "No matched tool given: ",
-    "9" * 10**5,
-)
+TEXTS = ("", "\0", "\x1b[2J", "rollouts", "planner", "No matched tool given: ", "9" * 10**5)
 
 
 _WEIGHTS = {"trajectories": 30, "turns": 30, "calls": 30}

@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from pathlib import Path
 
 import pytest
 
@@ -32,187 +34,19 @@ NAMES = {
 }
 """What names resolve to, at first and later; any other name leads into the private network."""
 
-_IPV4_OF_C = [
-    "127.0.0.1",
-    "127.1",
-    "127.0.1",
-    "0",
-    "0.0.0.0",
-    "2130706433",
-    "017700000001",
-    "0177.0.0.1",
-    "0x7f.1",
-    "0x7f000001",
-    "0X7F.0x0.0x0.0x1",
-    "0x7f.0.0.01",
-    "127.0.0.1.",
-    "127.1.",
-    "0x",
-    "00000177.0.0.1",
-    "127.0.0.0x1",
-    "4294967295",
-    "4294967296",
-    "1.1",
-    "08.8.8.8",
-    "256.1.1.1",
-    "3232235777",
-    "0xa9fea9fe",
-    "0251.0376.0251.0376",
-    "169.254.43518",
-    "-1",
-    "1e1",
-    "+127.0.0.1",
-]
-"""IPv4 in the forms that libraries of C take."""
-_NOT_PUBLIC = [
-    "169.254.169.254",
-    "10.0.0.1",
-    "172.16.0.1",
-    "172.31.255.255",
-    "192.168.1.1",
-    "100.64.0.1",
-    "100.127.255.254",
-    "100.100.100.200",
-    "192.0.0.192",
-    "192.0.2.1",
-    "198.18.0.1",
-    "198.51.100.1",
-    "203.0.113.1",
-    "224.0.0.1",
-    "239.255.255.250",
-    "240.0.0.1",
-    "255.255.255.255",
-    "0.1.2.3",
-    "192.88.99.1",
-    "127.255.255.254",
-]
-_IPV6 = [
-    "[::]",
-    "[::1]",
-    "[0:0:0:0:0:0:0:1]",
-    "[::ffff:127.0.0.1]",
-    "[::ffff:7f00:1]",
-    "[::127.0.0.1]",
-    "[::ffff:169.254.169.254]",
-    "[::ffff:0:127.0.0.1]",
-    "[64:ff9b::7f00:1]",
-    "[64:ff9b::10.0.0.1]",
-    "[64:ff9b:1::a00:1]",
-    "[2002:7f00:1::]",
-    "[2002:a9fe:a9fe::1]",
-    "[2001:0:7f00:1::]",
-    "[fe80::1]",
-    "[fe80::1%25eth0]",
-    "[fe80::1%251]",
-    "[2606:4700::1%25lo]",
-    "[fc00::1]",
-    "[fd00:ec2::254]",
-    "[fec0::1]",
-    "[ff02::1]",
-    "[ff05::2]",
-    "[2001:db8::1]",
-    "[3fff::1]",
-    "[5f00::1]",
-    "[100::1]",
-    "[::ffff:8.8.8.8]",
-    "[127.0.0.1]",
-    "[::1",
-    "::1",
-    "[::1]]",
-    "[v1.x]",
-    "[]",
-]
-_NAMES = [
-    "localhost",
-    "LOCALHOST",
-    "localhost.",
-    "localhost..",
-    "metadata.example",
-    "both.example",
-    "both6.example",
-    "mapped.example",
-    "scoped.example",
-    "none.example",
-    "inside.example",
-    "a..b",
-    "late.example",
-    "127.0.0.1.inside.example",
-    ".",
-    "..",
-    "%6cocalhost",
-    "127.0.0.1%00.site.example",
-    "127.0.0.1%2f.site.example",
-]
-_ODD = (
-    "\uff11\uff12\uff17.\uff10.\uff10.\uff11",
-    "127\u30020\u30020\u30021",
-    "127\uff0e0\uff0e0\uff0e1",
-    "\u2460\u2461\u2466.\u24ea.\u24ea.\u2460",
-    "\u0661\u0662\u0667.\u0660.\u0660.\u0661",
-    "127\xad.0.0.1",
-    "\u24db\u24de\u24d2\u24d0\u24db\u24d7\u24de\u24e2\u24e3",
-    "loc\u200balhost",
-    "localhost\u3002",
-    "\u2488\u2488\u2488\u2488",
-    "a" * 64 + ".example",
-    "local host",
-    "127.0.0.1\t",
-)
-HOSTS = (*_IPV4_OF_C, *_NOT_PUBLIC, *_IPV6, *_NAMES, *_ODD)
-_PLAIN_URLS = [
-    "file:///etc/passwd",
-    "FILE:///etc/passwd",
-    "ftp://site.example/",
-    "gopher://127.0.0.1:70/_x",
-    "data:text/html,x",
-    "javascript:alert(1)",
-    "jar:http://127.0.0.1!/",
-    "ws://127.0.0.1/",
-    "//127.0.0.1/",
-    "http:127.0.0.1",
-    "http:/127.0.0.1/",
-    "http:///127.0.0.1/",
-    "http:////127.0.0.1/",
-    "127.0.0.1",
-    "http://user:secret@127.0.0.1/",
-    "http://site.example@127.0.0.1/",
-    "http://127.0.0.1@site.example/",
-    "http://@127.0.0.1/",
-    "http://site.example%40127.0.0.1/",
-    "http://site.example:80@127.0.0.1/",
-    "http://[::1]:80@site.example/",
-    "http://127.0.0.1#@site.example/",
-    "http://127.0.0.1?@site.example/",
-    "http://127.0.0.1;@site.example/",
-    "http://site.example:22/",
-    "http://site.example:0/",
-    "http://site.example:-80/",
-    "http://site.example:65616/",
-    "http://site.example:8080/",
-    "http://site.example:80:22/",
-    "http://site.example:6379/",
-    "https://site.example:80a/",
-    "hTTp://127.0.0.1/",
-    "https:127.0.0.1",
-    "http://?127.0.0.1",
-    "http://#127.0.0.1",
-]
-_ODD_URLS = (
-    "",
-    "http://site.example\\@127.0.0.1/",
-    "http://127.0.0.1\\@site.example/",
-    "http://exa\x00mple/",
-    "http://site.example\r\nHost: x/",
-    "http://127.0.0.1\\.site.example/",
-    "\x00http://127.0.0.1/",
-    " http://127.0.0.1/",
-    "http://127.0.0.1 /",
-    "http://127.0.0.1\u2028/",
-    "http://" + "a" * 3000,
-    "http:\\\\127.0.0.1\\",
-    "http://\\127.0.0.1/",
-)
-URLS = (*_PLAIN_URLS, *_ODD_URLS)
+_FILE = tomllib.loads((Path(__file__).parent / "addresses.toml").read_text())
+
+
+def _all(table: Mapping[str, str | list[str]]) -> list[str]:
+    return [
+        each
+        for texts in table.values()
+        for each in (texts.split() if isinstance(texts, str) else texts)
+    ]
+
+
+HOSTS = _all(_FILE["hosts"])
+URLS = [*_all(_FILE["urls"]), "http://" + "a" * 3000]
 ATTACKS = (*URLS, *(f"{scheme}://{host}/" for host in HOSTS for scheme in ("http", "https")))
 
 

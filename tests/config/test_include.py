@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from parsing import complaint, parsed
 
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
-from flowtrain.config.options import parse, parse_over
+from flowtrain.config.options import parse_over
 from flowtrain.dataflow.__main__ import main as dataflow
 from flowtrain.types import UserError
 
@@ -25,19 +26,6 @@ def write(tmp_path: Path) -> Write:
         return str(path)
 
     return write
-
-
-def parsed(*argv: str) -> Config:
-    config = parse(argv)
-    assert config is not None
-    return config
-
-
-def complaint(*argv: str) -> str:
-    with pytest.raises(UserError) as caught:
-        parse(argv)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_file_wins_over_those_it_includes_and_the_command_line_over_all(write: Write) -> None:

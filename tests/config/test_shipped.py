@@ -22,9 +22,10 @@ def test_every_config_goes_by_its_name() -> None:
     assert list(shipped_configs().values()) == sorted(CONFIGS.glob("*.toml"))
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
-def test_a_name_gives_the_config_of_its_file(name: str) -> None:
-    assert parse(["--config", name]) == parse(["--config", str(CONFIGS / f"{name}.toml")])
+def test_a_name_gives_the_config_of_its_file() -> None:
+    """One that includes another, and one that does not."""
+    for name in ("agentflow-7b", "quickstart"):
+        assert parse(["--config", name]) == parse(["--config", str(CONFIGS / f"{name}.toml")])
 
 
 def test_a_file_of_that_name_goes_first_and_a_folder_does_not(tmp_path: Path) -> None:

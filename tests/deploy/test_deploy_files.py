@@ -8,7 +8,6 @@ import importlib
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -29,6 +28,7 @@ from deploy_files import (
     manifests,
     settings,
 )
+from processes import run_program
 
 from flowtrain import __version__
 from flowtrain.__main__ import COMMANDS
@@ -187,7 +187,7 @@ def test_the_example_is_a_config() -> None:
 
 @pytest.mark.parametrize("script", [SCRIPT, POOL_SCRIPT], ids=lambda path: path.name)
 def test_the_slurm_scripts_are_bash(script: Path) -> None:
-    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    done = run_program(["bash", "-n", script])
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -201,9 +201,7 @@ def test_a_job_group_has_its_tasks() -> None:
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl")
 def test_kustomize_renders_with_the_config_and_the_image() -> None:
     words = ("kubectl", "kustomize", "--load-restrictor=LoadRestrictionsNone")
-    done = subprocess.run(
-        [*words, DEPLOY / "kubernetes"], capture_output=True, text=True, check=False
-    )
+    done = run_program([*words, DEPLOY / "kubernetes"])
     assert done.returncode == 0, done.stderr
     items = list(yaml.safe_load_all(done.stdout))
     [config] = [item for item in items if item["kind"] == "ConfigMap"]
@@ -219,7 +217,7 @@ def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
     # It asks for the program as well.
     copy.write_text(unit.read_text().replace("/opt/flowtrain/bin/python", sys.executable))
     words = ("systemd-analyze", "verify", "--man=no", "--recursive-errors=no")
-    done = subprocess.run([*words, copy], capture_output=True, text=True, check=False)
+    done = run_program([*words, copy])
     assert (done.returncode, done.stderr) == (0, "")
 
 

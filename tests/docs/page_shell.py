@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cli_runs import Process, Server
 from doc_pages import ROOT, Block
+from processes import run_program
 
 TINY = """
 [tiny]
@@ -81,15 +82,7 @@ class Shell:
         }
 
     def run(self, command: str) -> str:
-        done = subprocess.run(
-            ["bash", "-euc", command],
-            cwd=self.folder,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        done = run_program(["bash", "-euc", command], cwd=self.folder, env=self.env, timeout=200)
         assert done.returncode == 0, (command, done.stderr)
         return done.stdout
 

@@ -8,7 +8,6 @@ import ast
 import importlib
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from doc_pages import PAGES, ROOT, Block, blocks, commands, name_of, spans
+from processes import run_program
 from pydantic import ValidationError
 from torch.distributed.run import get_args_parser
 
@@ -70,12 +70,8 @@ def test_python_imports_what_is_there(block: Block) -> None:
 def undefined(text: str) -> bool:
     """Whether a Python text uses names that it does not define."""
     ruff = Path(sys.executable).with_name("ruff")
-    found = subprocess.run(
-        [ruff, "check", "--isolated", "--quiet", "--select", "F821", "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=False,
+    found = run_program(
+        [ruff, "check", "--isolated", "--quiet", "--select", "F821", "-"], input=text
     )
     return found.returncode != 0
 
@@ -207,12 +203,8 @@ def flags(source: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("page", TODAY, ids=name_of)
-def test_commands_name_what_is_there(page: Path) -> None:
+def test_commands_and_options_in_the_text_exist(page: Path) -> None:
     assert [said for command in commands(page) if (said := problem(command))] == []
-
-
-@pytest.mark.parametrize("page", TODAY, ids=name_of)
-def test_options_in_the_text_exist(page: Path) -> None:
     sections = "|".join(Config.model_fields)
     named = [
         found[1]

@@ -5,19 +5,12 @@ make a run; addresses, database and sizes are those of this machine.
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
-import pytest
 from cli_runs import Server
 from doc_pages import ROOT
 from page_shell import Shell, here, run_in_order
 from ports import free_port
-
-from flowtrain.config.options import parse
-from flowtrain.dataflow.__main__ import _parser as dataflow_parser
-from flowtrain.node.__main__ import _parser as node_parser
-from flowtrain.weights.__main__ import _parser as weights_parser
 
 pytest_plugins = ("cli_runs",)
 PAGE = (ROOT / "docs" / "more-than-one-machine.md").read_text()
@@ -95,25 +88,3 @@ def test_tokens_of_their_own_are_issued_and_used_in_its_order(tmp_path: Path) ->
     finally:
         shell.close()
     assert len(set(issued)) == 2 and all(len(token) > 20 for token in issued)
-
-
-@pytest.mark.parametrize(
-    "command", [command for command in commands(PAGE) if "-m flowtrain" in command]
-)
-def test_every_flag_of_the_page_is_known(command: str) -> None:
-    inner = re.sub(r"^export \w+=\$\((.*)\)$", r"\1", command).replace(" ...", "").rstrip("&> ")
-    module, *words = shlex.split(inner.partition("-m flowtrain.")[2].partition(" > ")[0])
-    assert module in ("dataflow", "weights", "node", "train")
-    if module == "train":
-        config_free = [word for word in words if word not in ("--config", "run.toml")]
-        assert parse(config_free) is not None
-    elif module == "node":
-        _, rest = node_parser().parse_known_args(words)
-        assert parse(rest) is not None
-    elif " ... " in command:
-        assert "--tokens" in words
-    elif module == "dataflow":
-        _, rest = dataflow_parser().parse_known_args(words)
-        assert [word for word in rest if word != "run.toml"] in ([], ["--config"])
-    elif module == "weights":
-        weights_parser().parse_args(words)

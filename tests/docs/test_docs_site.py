@@ -8,13 +8,13 @@ import html
 import importlib
 import importlib.util
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from processes import run_program
 
 from flowtrain.config.options import all_options
 
@@ -52,9 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = command.replace("build/doctrees", str(folder / "doctrees")).split()
     assert words[-2:] == ["docs", "site"] and "--fail-on-warning" in words
     words[-1] = str(folder / "site")
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run_program([sys.executable, *words], cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     return folder / "site"
 

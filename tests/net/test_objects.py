@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.net import objects as room
-from flowtrain.net.objects import (
-    MissingObject,
-    Objects,
-    StoreSilent,
-    open_objects,
-    read_object,
-)
+from flowtrain.net.objects import MissingObject, Objects, StoreSilent, open_objects, read_object
 from flowtrain.types import UserError
 from tests.s3_server import ENVIRONMENT, s3_server
 

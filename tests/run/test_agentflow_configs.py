@@ -1,5 +1,5 @@
-"""The configs of AgentFlow's paper begin: they run dry here, with the roles, judge, tools and data
-that they name, against a scripted endpoint and a tiny model in the place of Qwen's.
+"""The configs of AgentFlow's paper and of APPO begin: they run dry here, with the roles, judge,
+tools and data that they name, against a scripted endpoint and a tiny model instead of Qwen's.
 """
 
 from __future__ import annotations
@@ -240,31 +240,34 @@ def test_none_is_forgotten() -> None:
     assert {path.stem for path in CONFIGS.glob("agentflow-*.toml")} == set(CHANGED)
 
 
-def test_they_train_what_the_paper_trains() -> None:
-    for name in CHANGED.keys() - {"agentflow-torl"}:  # it has no modules
-        config = config_of(name)
-        rollout, roles = config.rollout, config.roles
-        assert (rollout.num_questions, rollout.group_size, rollout.max_new_tokens) == (32, 8, 2048)
-        assert (config.agent.max_turns, config.agent.eval_max_turns) == (3, 10)
-        assert len(config.agent.tools) == 5 and config.agent.prompt == "full"
-        assert (config.train.lr, config.algorithm.kl_coef, rollout.temperature) == (1e-6, 1e-3, 0.7)
-        frozen = {roles.analyst, roles.executor, roles.verifier, roles.generator, roles.tools}
-        assert frozen == {"frozen"} and config.engines["judge"].model == "gpt-4o"
-        assert config.algorithm.equal_groups == "keep"
+def test_the_config_of_appo_runs_dry(
+    model: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {
+            "data_source": ("math_dapo", "hotpotqa")[n % 2],
+            "prompt": [{"role": "user", "content": f"who wrote book {n}?"}],
+            "reward_model": {"style": "rule", "ground_truth": f"Author {n}"},
+        }
+        for n in range(120)
+    ]
+    write(folder / "data/train_10k.parquet", rows)
+    argv = ["--config", str(CONFIGS / "appo-7b.toml"), *HERE, "--model.path", str(model)]
+    code = run_command("flowtrain.train", train, argv)
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert "tasks: train_10k.parquet, 120 rows, preset verl" in said.out
+    assert all(tool in said.out for tool in ("Web_Search", "Python_Coder"))
+    assert said.out.count("==== rollout ") == 2 and "prompts are too long" not in said.out
+    assert "failed: " not in said.out and said.out.count("(scored by f1)") == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["data", "tmp"]
 
 
-def test_the_released_one_updates_as_the_released_code() -> None:
-    config = config_of("agentflow-7b-released")
-    algorithm, train_ = config.algorithm, config.train
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.3, 3.0)
-    assert algorithm.kl == "low_var_kl"
-    assert (train_.minibatch_size, train_.num_minibatches) == (64, 0)
-    assert (train_.beta1, train_.beta2, train_.weight_decay, train_.grad_clip) == (
-        *(0.9, 0.999),
-        *(0.01, 1.0),
-    )
-    assert (config.tasks.path, config.tasks.mixture) == ("data/combined_train.parquet", {})
-    assert config.agent.prompt_order == "paper"
-    paper = config_of("agentflow-7b")
-    assert (paper.algorithm.clip_low, paper.algorithm.clip_high) == (0.2, 0.2)
-    assert paper.algorithm.dual_clip is None and paper.model == config.model
+def test_the_configs_of_appo_fit_its_algorithm() -> None:
+    """That of 14B is the same with other numbers."""
+    config = config_of("appo-7b")
+    changed = {k: v for k, v in config.appo.model_dump().items() if v != getattr(Config().appo, k)}
+    assert changed.keys() == {"num_roots", "future_scope", "dual_clipped"}, "as released"
+    words = "--appo.num_roots 6 --rollout.group_size 12 --rollout.num_questions 64"
+    more = "--train.num_minibatches 8 --agent.max_turns 7"
+    assert parse(["--config", "appo-7b", *words.split(), *more.split()]) is not None

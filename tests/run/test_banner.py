@@ -44,10 +44,7 @@ def test_a_run_says_what_learns_from_whom_and_what_comes_next() -> None:
     ("sections", "line"),
     [
         ({"dataflow": {"url": "http://10.0.0.5:8400"}}, "nodes of http://10.0.0.5:8400"),
-        (
-            {"lora": {"rank": 8}, "model": {"path": "m"}},
-            "float32, LoRA of rank 8",
-        ),
+        ({"lora": {"rank": 8}, "model": {"path": "m"}}, "float32, LoRA of rank 8"),
     ],
 )
 def test_what_differs_is_said(sections: dict[str, Any], line: str) -> None:

@@ -20,9 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from test_agentflow_configs import CONFIGS, HERE, config_of, model
 
-from flowtrain.config import Config
 from flowtrain.config.command import run_command
-from flowtrain.config.options import parse
 from flowtrain.rft.loop import rft
 from flowtrain.tasks.annotate import main as annotate
 from flowtrain.train import train
@@ -146,24 +144,6 @@ def test_the_researcher_learns_from_the_teacher(
         first, second = (turn["result"].split()[1] for turn in turns)
         assert first == "by" and second.startswith("Author")
     assert (folder / "runs" / "rft" / "model" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_they_have_what_the_paper_says(name: str) -> None:
-    config = parsed(name)
-    rollout, agent = config.rollout, config.agent
-    assert (rollout.num_questions, rollout.group_size, rollout.temperature) == (256, 8, 0.8)
-    assert (agent.max_turns, agent.eval_max_turns, agent.num_passages) == (10, 10, 5)
-    assert (config.infoflow.sub_goal_weight, config.infoflow.hint_turn) == (0.3, 5)
-    assert config.algorithm.name == "infoflow" and config.corpus.retriever
-    length = (2, 8192) if name == "infoflow-refiner" else (3, 16384)
-    assert (config.rft.num_epochs, config.rft.max_tokens, config.rft.lr) == (*length, 1e-5)
-
-
-def parsed(name: str) -> Config:
-    config = parse(["--config", str(CONFIGS / f"{name}.toml")])
-    assert config is not None
-    return config
 
 
 def test_they_differ_in_what_their_heads_say() -> None:

@@ -1,4 +1,4 @@
-"""The verbs of a run around the training step."""
+"""The verbs of a run that ranks agree on."""
 
 from __future__ import annotations
 
@@ -12,81 +12,8 @@ import torch
 
 from flowtrain.config import Config
 from flowtrain.run.learner import Learner
-from flowtrain.run.placement import Placement
 from flowtrain.run.run import Run
-from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.world import World
-
-
-class Engine:
-    def __init__(self, called: list[str]) -> None:
-        self.called = called
-
-    def sleep(self) -> None:
-        self.called.append("engine sleeps")
-
-
-class Trainer:
-    def __init__(self, called: list[str]) -> None:
-        self.called = called
-
-    def set_lr(self, lr: float) -> None:
-        self.lr = lr
-
-    def optimize(self, minibatches: Any, number: int, scores: TokenScores) -> dict[str, float]:
-        self.called.append("trainer steps")
-        return {"num_minibatches": len(minibatches)}
-
-
-def a_run(config: Config, engine: Engine, trainer: Trainer | None) -> Run:
-    """A run with those of its parts that training touches."""
-    layers = torch.nn.ModuleList()
-    shape = SimpleNamespace(
-        head_dim=1, num_attention_heads=1, num_hidden_layers=1, vocab_size=1, hidden_size=1
-    )
-    model = SimpleNamespace(
-        config=shape,
-        get_decoder=lambda: SimpleNamespace(layers=layers),
-        get_output_embeddings=lambda: torch.nn.Linear(1, 1),
-    )
-    chats = SimpleNamespace(sleep=lambda: engine.called.append("chats sleep"))
-    components: Any = SimpleNamespace(config=config, model=model, chats=chats)
-    world = World(0, 1, torch.device("cpu"))
-    fields: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
-    fields |= {
-        "config": config,
-        "engines": {"planner": engine, "verifier": engine},
-        "components": components,
-        "placement": Placement(world, world, world),
-    }
-    parts: dict[str, Any] = dict.fromkeys(Learner.__dataclass_fields__)
-    parts |= {"components": components, "placement": fields["placement"], "trainer": trainer}
-    return Run(**fields | {"learner": Learner(**parts)})
-
-
-@pytest.mark.parametrize("sleep", [False, True])
-def test_engines_sleep_during_training_and_torch_returns_its_memory(
-    monkeypatch: pytest.MonkeyPatch, sleep: bool
-) -> None:
-    called: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("torch gives back"))
-    config = Config.model_validate({"vllm": {"sleep": sleep}})
-    run = a_run(config, Engine(called), Trainer(called))
-    run.sleep()
-    assert run.learner.train(1, [[], []], sampled=[]).metrics == {"num_minibatches": 2}
-    assert called == [
-        *["engine sleeps"] * 2,  # a frozen policy's too, whose memory the plan counts as free
-        "chats sleep",
-        "trainer steps",
-        *(["torch gives back"] if sleep else []),
-    ]
-
-
-def test_sampling_rank_keeps_its_engine_awake() -> None:
-    called: list[str] = []
-    run = a_run(Config(), Engine(called), None)
-    run.sleep()
-    assert run.learner.train(1, [[]], sampled=[]).metrics == {} and called == []
 
 
 class FakeWorld(SimpleNamespace):
@@ -114,3 +41,39 @@ def test_a_rank_without_the_main_ranks_files_goes_by_what_that_one_has(tmp_path:
     assert warm_of(tmp_path, is_main=True) == {"eval_reward": 0.5}
     assert warm_of(tmp_path / "elsewhere", False, '{"eval_reward": 0.5}') == {"eval_reward": 0.5}
     assert warm_of(tmp_path, False, "") == {"eval_reward": 0.0}, "the main rank evaluates too"
+
+
+def test_engines_of_a_rank_that_trains_sleep() -> None:
+    """A frozen policy's and the chats' too, whose memory the plan counts as free."""
+    asleep: list[str] = []
+
+    def engine(name: str) -> Any:
+        return SimpleNamespace(sleep=lambda: asleep.append(name))
+
+    names = ("planner", "verifier")
+    for trainer, expected in ((object(), [*names, "chats"]), (None, [])):
+        asleep.clear()
+        run: Any = SimpleNamespace(
+            learner=SimpleNamespace(trainer=trainer),
+            engines={name: engine(name) for name in names},
+            components=SimpleNamespace(chats=engine("chats")),
+        )
+        Run.sleep(run)
+        assert asleep == expected
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_torch_gives_its_memory_back_to_an_engine_that_sleeps(
+    monkeypatch: pytest.MonkeyPatch, sleep: bool
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("given back"))
+    trainer = SimpleNamespace(set_lr=lambda lr: None, optimize=lambda *rows: called.append("step"))
+    world = World(0, 1, torch.device("cpu"))
+    learner: Any = SimpleNamespace(
+        config=Config.model_validate({"vllm": {"sleep": sleep}}),
+        trainer=trainer,
+        placement=SimpleNamespace(trainers=world, world=world),
+    )
+    Learner.train(learner, 1, [[]], sampled=[])
+    assert called == ["step", "given back"][: 1 + sleep]

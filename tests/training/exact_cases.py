@@ -130,10 +130,7 @@ def draw_calls(engine: TorchEngine, sampling: Sampling, rng: random.Random) -> l
 
 
 def _sampled(
-    engine: TorchEngine,
-    prompts: Sequence[tuple[int, ...]],
-    sampling: Sampling,
-    rng: random.Random,
+    engine: TorchEngine, prompts: Sequence[tuple[int, ...]], sampling: Sampling, rng: random.Random
 ) -> list[Sample]:
     prompts = rng.sample(prompts, len(prompts))
     samples: list[Sample] = []

@@ -91,9 +91,8 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert set(ours) == set(theirs)
     for name in ours:
-        assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), (
-            name
-        )
+        assert ours[name].dtype == theirs[name].dtype
+        assert torch.equal(ours[name], theirs[name]), name
 
 
 def test_restore_is_exact_and_so_are_the_steps_after_it(setup: Setup) -> None:
@@ -222,10 +221,8 @@ def test_an_interrupted_write_is_ignored_and_then_replaced(setup: Setup) -> None
     assert checkpoint.latest(setup.root) == path
     setup.trainer.step(setup.rows(0))
     whole = setup.save(2)
-    assert (
-        setup.names() == ["step_00000001", "step_00000002"]
-        and checkpoint.latest(setup.root) == whole
-    )
+    assert setup.names() == ["step_00000001", "step_00000002"]
+    assert checkpoint.latest(setup.root) == whole
     assert not (whole / "no_such_file.bin").exists()
     assert_same(everything(setup.restored(whole)), everything(setup.trainer))
 

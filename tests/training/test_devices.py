@@ -103,11 +103,7 @@ def test_threads_are_those_that_were_asked_for(
     ],
 )
 def test_quotas_of_cgroups_are_kept(
-    own: str,
-    files: dict[str, str],
-    expected: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    own: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     (tmp_path / "own").write_text(own)

@@ -164,9 +164,8 @@ def test_a_full_row_stays() -> None:
     row = pack_row(
         [Sample(tuple(range(2, BLOCK + 1)), (5, 6), (-1.0, -1.0), (1.0, 1.0), (1.0, 1.0))]
     )
-    assert len(row.input_ids_N) == BLOCK and torch.equal(
-        flex.padded(row).subtree_end_N, row.subtree_end_N
-    )
+    assert len(row.input_ids_N) == BLOCK
+    assert torch.equal(flex.padded(row).subtree_end_N, row.subtree_end_N)
 
 
 def test_compiled_layers_compute_the_same_and_share_their_graphs(
@@ -187,11 +186,9 @@ def test_compiled_layers_compute_the_same_and_share_their_graphs(
             counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         grads.append({name: p.grad for name, p in model.named_parameters()})
     assert distance(grads[1], grads[0]) < 1e-5
-    assert (
-        counts[:4] == [counts[0]] * 4
-        and 0 < counts[-1] - counts[0] <= 6
-        and counts[-1] == counts[-2]
-    ), counts
+    assert counts[:4] == [counts[0]] * 4
+    assert 0 < counts[-1] - counts[0] <= 6
+    assert counts[-1] == counts[-2], counts
     torch._dynamo.reset()
 
 

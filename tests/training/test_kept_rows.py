@@ -53,12 +53,10 @@ def truncated(samples: list[Sample]) -> list[Sample]:
 
 def test_nothing_is_kept_where_all_tokens_could_be_sampled(random_samples: MakeSamples) -> None:
     row = pack_row(random_samples(4))
-    assert (
-        row.sampling_mask is None
-        and row.mask_ids_K is None
-        and row.mask_offsets_T1 is None
-        and empty_row().sampling_mask is None
-    )
+    assert row.sampling_mask is None
+    assert row.mask_ids_K is None
+    assert row.mask_offsets_T1 is None
+    assert empty_row().sampling_mask is None
 
 
 def test_the_example_of_a_row() -> None:
@@ -158,9 +156,8 @@ def test_the_trainer_computes_the_logprobs_of_the_torch_engine(
             [pack_rows(samples, 60)]
         )
         assert stats["logprob_mismatch"] < 1e-5
-        assert stats["ratio_min"] == pytest.approx(1, abs=2e-5) and stats[
-            "ratio_max"
-        ] == pytest.approx(1, abs=2e-5)
+        assert stats["ratio_min"] == pytest.approx(1, abs=2e-5)
+        assert stats["ratio_max"] == pytest.approx(1, abs=2e-5)
     whole = [replace(sample, sampling_mask=None) for sample in samples]
     assert (
         make_trainer(LossSpec(), temperature).step([pack_rows(whole, 60)])["logprob_mismatch"]

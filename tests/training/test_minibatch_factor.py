@@ -134,10 +134,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(
 ) -> None:
     """Turns of a rollout are in one row, in different rows, and in other orders than time's."""
     trainer = make_trainer(
-        SPEC,
-        reference=reference_of(tiny_path),
-        factor=factor_of(joins_turns, drops),
-        grad_clip=0.0,
+        SPEC, reference=reference_of(tiny_path), factor=factor_of(joins_turns, drops), grad_clip=0.0
     )
     samples = rollouts(trainer, random_samples(36), turns=3)
     wanted, seen = truth(trainer, samples, joins_turns, drops)

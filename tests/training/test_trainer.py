@@ -407,9 +407,8 @@ def test_rescoring_an_on_policy_batch_changes_nothing(
         assert stats[name] == pytest.approx(1, abs=1e-6), name
     assert stats["logprob_mismatch"] < 1e-5
     stats = sampler.step([rows])
-    assert stats["ratio_min"] == pytest.approx(1, abs=1e-5) and stats["ratio_max"] == pytest.approx(
-        1, abs=1e-5
-    )
+    assert stats["ratio_min"] == pytest.approx(1, abs=1e-5)
+    assert stats["ratio_max"] == pytest.approx(1, abs=1e-5)
 
 
 def test_rescoring_takes_ratios_against_the_policy_before_the_batch(

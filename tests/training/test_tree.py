@@ -226,10 +226,8 @@ def test_without_sharing_each_sample_is_a_tree_of_its_own(
     assert sorted(key(s) for row in rows for s in unpack(row)) == sorted(key(s) for s in samples)
     for row in rows:
         num_samples = len(row.cu_targets_S1) - 1
-        assert (
-            len(tree_bounds(row.subtree_end_N)) == num_samples + 1
-            and len(row.input_ids_N) == row.num_unshared_tokens
-        )
+        assert len(tree_bounds(row.subtree_end_N)) == num_samples + 1
+        assert len(row.input_ids_N) == row.num_unshared_tokens
 
 
 @settings(derandomize=True, deadline=None)

@@ -62,9 +62,7 @@ def test_ranks_wait_longer_for_each_other_than_the_clock_of_training(
         assert each["sum"] == 3.0 and each["gather"] == ["0", "1", "2"] and each["part"] == 2.0
 
 
-def test_a_collective_of_training_that_hangs_ends_the_rank(
-    found: list[dict[str, object]],
-) -> None:
+def test_a_collective_of_training_that_hangs_ends_the_rank(found: list[dict[str, object]]) -> None:
     assert found[0]["hangs"] and found[0]["part_hangs"]
 
 

@@ -132,11 +132,9 @@ def read(data: bytes, old: list[int]) -> list[tuple[int, int]]:
     """
     magic, file_format, level, block_log2, reserved = struct.unpack_from("<4s4B", data)
     num_words, first, num_changed, *digests, checksum = struct.unpack_from("<8Q", data, 8)
-    assert (
-        (magic, file_format, block_log2, reserved) == (b"FTDL", 1, 16, 0)
-        and level in (1, 2)
-        and num_words == len(old)
-    )
+    assert (magic, file_format, block_log2, reserved) == (b"FTDL", 1, 16, 0)
+    assert level in (1, 2)
+    assert num_words == len(old)
     num_blocks = -(-num_words // 65536)
     at = 72 + 12 * num_blocks
     assert checksum == xxh3(struct.pack("<2Q", xxh3(data[:64] + bytes(8)), xxh3(data[72:at])))
@@ -144,11 +142,9 @@ def read(data: bytes, old: list[int]) -> list[tuple[int, int]]:
     for block in range(num_blocks):
         packed, payload_sum = struct.unpack_from("<IQ", data, 72 + 12 * block)
         codec, payload = packed >> 28, data[at : at + packed % 2**28]
-        assert (
-            payload_sum == (xxh3(payload) if payload else 0)
-            and len(payload) == packed % 2**28
-            and (level == 2 or codec != CLASS_RICE)
-        )
+        assert payload_sum == (xxh3(payload) if payload else 0)
+        assert len(payload) == packed % 2**28
+        assert level == 2 or codec != CLASS_RICE
         start = block * 65536
         found += [
             (start + position, diff)

@@ -141,9 +141,8 @@ def test_the_digest_sees_one_word_and_its_place() -> None:
     words = weights(1000)
     swapped = words.copy()
     swapped[[3, 4]] = words[[4, 3]]
-    assert words[3] != words[4] and _delta.digest(swapped) != _delta.digest(words) != _delta.digest(
-        words, first=1
-    )
+    assert words[3] != words[4]
+    assert _delta.digest(swapped) != _delta.digest(words) != _delta.digest(words, first=1)
 
 
 # ---- round trips
@@ -189,18 +188,16 @@ def test_composed_deltas_equal_direct_ones(
         level,
         delta.size,
     )
-    assert told["num_changed"] == (old != new).sum() and sum(told["num_blocks"]) == -(
-        -num_words // 65536
-    )
+    assert told["num_changed"] == (old != new).sum()
+    assert sum(told["num_blocks"]) == -(-num_words // 65536)
     assert (told["base_digest"], told["target_digest"]) == (
         _delta.digest(old, first=first),
         _delta.digest(new, first=first),
     )
     assert delta.size <= 72 + 12 * sum(told["num_blocks"]) + 2 * num_words
     positions, diffs = _delta.decode(delta, old)
-    assert np.array_equal(positions, np.flatnonzero(old != new)) and np.array_equal(
-        diffs, (new - old)[old != new]
-    )
+    assert np.array_equal(positions, np.flatnonzero(old != new))
+    assert np.array_equal(diffs, (new - old)[old != new])
     assert np.array_equal(applied(delta, old, num_threads), new)
 
     more = delta_of(new, last, other_level, first)
@@ -360,17 +357,7 @@ def lets_others_run(call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "encode",
-        "encode_pairs",
-        "apply",
-        "validate",
-        "decode",
-        "compose",
-        "digest",
-        "xxh3",
-    ],
+    "name", ["encode", "encode_pairs", "apply", "validate", "decode", "compose", "digest", "xxh3"]
 )
 def test_the_gil_is_released(name: str) -> None:
     old = weights(65536)

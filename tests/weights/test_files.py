@@ -29,25 +29,28 @@ def circle(record: dict[str, Any]) -> None:
     record["delta_files"]["2"] = record["delta_files"].pop("1")
 
 
+def tensor(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda record: record["tensors"]["w"].update(changes)
+
+
+OUTSIDE = (
+    "",
+    ".",
+    "..",
+    "../HEAD",
+    "a/b.safetensors",
+    "a\\b.safetensors",
+    ".a.safetensors",
+    "HEAD",
+)
+"""Names that no file of a version has."""
 CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a circle": (circle, "not before it"),
     "a later snapshot": (lambda r: r.update(anchor=3), "not before it"),
-    "no dtype": (
-        lambda r: r["tensors"]["w"].update(dtype="bfloat17"),
-        "is not a dtype of this torch",
-    ),
-    "no dtype but a name": (
-        lambda r: r["tensors"]["w"].update(dtype="nn"),
-        "is not a dtype of this torch",
-    ),
-    "a negative shape": (
-        lambda r: r["tensors"]["w"].update(shape=[-4]),
-        "no tensor of 16-bit words",
-    ),
-    "odd bytes": (
-        lambda r: r["tensors"]["w"].update(dtype="uint8", shape=[3]),
-        "no tensor of 16-bit words",
-    ),
+    "no dtype": (tensor(dtype="bfloat17"), "is not a dtype of this torch"),
+    "no dtype but a name": (tensor(dtype="nn"), "is not a dtype of this torch"),
+    "a negative shape": (tensor(shape=[-4]), "no tensor of 16-bit words"),
+    "odd bytes": (tensor(dtype="uint8", shape=[3]), "no tensor of 16-bit words"),
     "an infinite version": (lambda r: r.update(version=float("inf")), "is damaged"),
     "another root": (lambda r: r.update(root="0" * 32), "its root is not that of its tensors"),
     "a file without a size": (
@@ -60,18 +63,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
             lambda r, name=name: r["delta_files"]["1"][0].update(name=name),
             "outside its folder or no safetensors file",
         )
-        for name in (
-            "",
-            ".",
-            "..",
-            "../HEAD",
-            "a/b.safetensors",
-            "a\\b.safetensors",
-            ".a.safetensors",
-            "HEAD",
-            "a.safetensors\n",
-            "a\0.safetensors",
-        )
+        for name in (*OUTSIDE, "a.safetensors\n", "a\0.safetensors")
     },
 }
 
@@ -151,11 +143,9 @@ def test_tied_weights_are_written_to_snapshots(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
     Publisher(store).publish({"embed": head, "head": head, "part": head[1:]}, 0)
     pulled = pull(store, 0)
-    assert (
-        torch.equal(pulled["embed"], head)
-        and torch.equal(pulled["head"], head)
-        and torch.equal(pulled["part"], head[1:])
-    )
+    assert torch.equal(pulled["embed"], head)
+    assert torch.equal(pulled["head"], head)
+    assert torch.equal(pulled["part"], head[1:])
 
 
 def test_garbage_is_listed_before_it_is_deleted(store: WeightStore) -> None:
@@ -167,6 +157,5 @@ def test_garbage_is_listed_before_it_is_deleted(store: WeightStore) -> None:
 def test_others_may_read_what_is_published(store: WeightStore) -> None:
     """A node or a weight server may run as another user."""
     paths = list(store.root.glob("*/*.safetensors"))
-    assert paths and all(
-        path.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o666 for path in paths
-    )
+    assert paths
+    assert all(path.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o666 for path in paths)

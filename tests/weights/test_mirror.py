@@ -115,9 +115,7 @@ def back(store: WeightStore) -> None:
 
 @pytest.mark.parametrize("change", [None, rolled_back, collected, back])
 def test_a_kill_anywhere_leaves_one_whole_version(
-    tmp_path: Path,
-    change: Callable[[WeightStore], None] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, change: Callable[[WeightStore], None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A first pass without a change, or the next one after it."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # no power is cut here

@@ -148,9 +148,8 @@ def test_all_ranks_resume_together(results: dict[int, Path]) -> None:
 def test_texts_of_any_length_are_gathered(results: dict[int, Path]) -> None:
     assert report(results, 1, 0)["gathered"] == TEXTS[:1]
     for rank in (0, 1):
-        assert report(results, 2, rank)["gathered"] == TEXTS[:2] and report(results, 2, rank)[
-            "texts"
-        ] == [TEXTS[2], TEXTS[1]]
+        assert report(results, 2, rank)["gathered"] == TEXTS[:2]
+        assert report(results, 2, rank)["texts"] == [TEXTS[2], TEXTS[1]]
 
 
 def test_other_placements_are_refused(monkeypatch: pytest.MonkeyPatch, store: WeightStore) -> None:

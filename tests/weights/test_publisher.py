@@ -58,11 +58,9 @@ def test_a_delta_is_a_safetensors_file_of_what_changed(store: WeightStore) -> No
     ours, theirs = (
         torch.cat([t.view(torch.int16).view(-1) for t in chain(v).values()]) for v in (1, 2)
     )
-    assert (
-        published.num_changed == (ours != theirs).sum()
-        and published.snapshot_bytes == 0
-        and published.reason == ""
-    )
+    assert published.num_changed == (ours != theirs).sum()
+    assert published.snapshot_bytes == 0
+    assert published.reason == ""
     assert published.delta_bytes == file.num_bytes
     metrics = published.metrics()
     assert metrics["weights_density"] == published.num_changed / 72_000
@@ -122,9 +120,8 @@ def test_deltas_that_add_up_to_half_the_size_cause_a_snapshot(store: WeightStore
         reasons.append(publisher.publish(found, version).reason)
         assert same_bits(pull(store, version), found)
     due = [version for version, reason in enumerate(reasons) if "add up to" in reason]
-    assert due and all(
-        store.manifest(v).snapshot == v and store.manifest(v).delta_files for v in due
-    )
+    assert due
+    assert all(store.manifest(v).snapshot == v and store.manifest(v).delta_files for v in due)
 
 
 def test_a_changed_layout_causes_a_snapshot(store: WeightStore) -> None:
@@ -193,9 +190,8 @@ def test_a_failed_publish_leaves_store_and_publisher_as_they_were(
     assert store.head() == 1 and same_bits(pull(store, 1), chain(1))
     for version in (3, 4, 5, 6, 7):
         publisher.publish(chain(version), version)
-    assert sorted(store.manifest(3).delta_files) == [1] and sorted(
-        store.manifest(6).delta_files
-    ) == [1, 5]
+    assert sorted(store.manifest(3).delta_files) == [1]
+    assert sorted(store.manifest(6).delta_files) == [1, 5]
     for version in (3, 6, 7):
         assert reader.load(version).mode == "delta"
         assert reader.damaged() == []
@@ -326,11 +322,9 @@ def test_a_restarted_publisher_goes_on_with_the_chain(store: WeightStore) -> Non
     assert same_bits(pull(store, 4), chain(4))
     sizes = [sum(f.num_bytes for f in store.manifest(v).delta_files[v - 1]) for v in (2, 3, 4)]
     again = Publisher(store)
-    assert (
-        again.resume(chain(4), 4)
-        and again._base is not None
-        and again._base.chain.num_bytes == sum(sizes)
-    )
+    assert again.resume(chain(4), 4)
+    assert again._base is not None
+    assert again._base.chain.num_bytes == sum(sizes)
 
 
 @pytest.mark.parametrize("case", ["other weights", "other layout", "not HEAD", "empty store"])

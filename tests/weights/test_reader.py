@@ -151,11 +151,9 @@ def test_deltas_longer_than_the_weights_are_replaced_by_a_snapshot(store: Weight
             reader = WeightReader(store, own)
             reader.load(3)
     loaded = reader.load(11)
-    assert (
-        loaded.mode == "snapshot"
-        and "are longer than the weights" in loaded.reason
-        and same_bits(own, found)
-    )
+    assert loaded.mode == "snapshot"
+    assert "are longer than the weights" in loaded.reason
+    assert same_bits(own, found)
 
 
 def test_the_same_version_costs_nothing(full: WeightStore) -> None:
@@ -273,11 +271,9 @@ def test_weights_that_something_else_changed_are_replaced_by_a_snapshot(full: We
     reader, own = reader_at(full, 5)
     own["matrix"].view(-1)[at] += 1
     loaded = reader.load(6)
-    assert (
-        loaded.mode == "snapshot"
-        and "not its base, or were damaged" in loaded.reason
-        and same_bits(own, chain(6))
-    )
+    assert loaded.mode == "snapshot"
+    assert "not its base, or were damaged" in loaded.reason
+    assert same_bits(own, chain(6))
 
 
 def test_verify_every_finds_and_repairs_damage_that_deltas_do_not_touch(
@@ -289,12 +285,10 @@ def test_verify_every_finds_and_repairs_damage_that_deltas_do_not_touch(
     own["still"][3] = -1.0
     assert reader.damaged() == ["still"]
     loaded = reader.load(6)
-    assert (
-        loaded.num_damaged == 1
-        and loaded.mode == "snapshot"
-        and same_bits(own, chain(6))
-        and reader.damaged() == []
-    )
+    assert loaded.num_damaged == 1
+    assert loaded.mode == "snapshot"
+    assert same_bits(own, chain(6))
+    assert reader.damaged() == []
     assert "1 tensors were not those of version 6 and are loaded again: still" in caplog.text
     assert loaded.metrics()["weights_damaged"] == 1
 

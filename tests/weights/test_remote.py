@@ -19,14 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.types import UserError
-from flowtrain.weights import (
-    HttpStore,
-    StoreError,
-    WeightReader,
-    WeightStore,
-    open_source,
-    pull,
-)
+from flowtrain.weights import HttpStore, StoreError, WeightReader, WeightStore, open_source, pull
 from flowtrain.weights.format.manifest import File
 from flowtrain.weights.stores import http, timed_http
 from flowtrain.weights.stores.listing import MAX_BYTES, MOST, Listing
@@ -419,11 +412,9 @@ def test_a_reader_falls_back_to_the_full_snapshot(
     delta = filled.manifest(3).delta_files[2][0]
     server.answers[delta.name] = [hs.flipped, hs.flipped]
     loaded = reader.load(3)
-    assert (
-        loaded.mode == "snapshot"
-        and "came damaged twice" in loaded.reason
-        and same(tensors, weights_at(3))
-    )
+    assert loaded.mode == "snapshot"
+    assert "came damaged twice" in loaded.reason
+    assert same(tensors, weights_at(3))
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:

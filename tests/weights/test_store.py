@@ -31,9 +31,8 @@ def test_every_version_keeps_its_own_weights(store: WeightStore) -> None:
         assert store.head() == version
     assert store.versions() == [0, 1, 12, 100_000_000]
     for version in store.versions():
-        assert same_bits(pull(store, version), weights(version)) and not same_bits(
-            pull(store, version), weights(version + 1)
-        )
+        assert same_bits(pull(store, version), weights(version))
+        assert not same_bits(pull(store, version), weights(version + 1))
     assert (store.root / "HEAD").read_text() == "100000000\n"
     assert WeightStore(store.root).head() == 100_000_000, "another process sees the same"
 
@@ -47,11 +46,9 @@ def test_a_version_never_changes(store: WeightStore, version: int) -> None:
         rf"change",
     ):
         publish(store, version)
-    assert (
-        store.head() == 2
-        and same_bits(pull(store, 1), weights(1))
-        and names(store) == ["HEAD", "v00000001", "v00000002"]
-    )
+    assert store.head() == 2
+    assert same_bits(pull(store, 1), weights(1))
+    assert names(store) == ["HEAD", "v00000001", "v00000002"]
 
 
 def test_pulled_weights_are_a_copy(store: WeightStore) -> None:
@@ -240,8 +237,6 @@ def test_manifest_json_roundtrip(store: WeightStore) -> None:
         publisher.publish(chain(version), version)
     manifest = store.manifest(5)
     assert Manifest.from_json(manifest.to_json(), "here") == manifest
-    assert (
-        sorted(manifest.delta_files) == [1, 4]
-        and manifest.snapshot == 1
-        and manifest.num_changed <= 200
-    )
+    assert sorted(manifest.delta_files) == [1, 4]
+    assert manifest.snapshot == 1
+    assert manifest.num_changed <= 200

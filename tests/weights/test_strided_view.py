@@ -344,10 +344,8 @@ def test_tensors_that_a_loader_computes_with_go_through_the_loader(
         return target.plan.dense
 
     for dense in on_ranks(size, run):
-        assert (
-            dense.keys() == {"norm", "scalar", "turned"}
-            and "computes with it (aten.add" in dense["norm"]
-        ), dense
+        assert dense.keys() == {"norm", "scalar", "turned"}
+        assert "computes with it (aten.add" in dense["norm"], dense
 
 
 def test_a_cast_is_named_as_the_obstacle() -> None:
@@ -456,9 +454,7 @@ def test_a_loader_that_replaces_a_parameter_is_refused_and_the_parameter_is_put_
     refused("load_norm", replaces, r"replaces a parameter of shape \(7,\)")
 
 
-def test_load_applies_a_staged_version_unless_another_load_came_between(
-    store: WeightStore,
-) -> None:
+def test_load_applies_a_staged_version_unless_another_load_came_between(store: WeightStore) -> None:
     publish(store)
     toy = Toy()
     reader = WeightReader(store, target_of(toy, toy_weights(0), Alone()))

@@ -266,9 +266,8 @@ def test_in_bf16_the_trainer_agrees_with_the_sampler(
     )
     sampler_T = torch.cat([row.sampler_logprob_T for row in rows])
     difference_T = trainer_T - sampler_T
-    assert len(difference_T) == 96 * 16 and sampler_T.std() > 0.03, (
-        "or there would be little to disagree about"
-    )
+    assert len(difference_T) == 96 * 16
+    assert sampler_T.std() > 0.03, "or there would be little to disagree about"
     if top_k:
         masks = [sample.sampling_mask for sample in samples if sample.sampling_mask]
         counts = [count for mask in masks for count in mask.counts]
@@ -337,11 +336,9 @@ def test_weights_that_something_else_changed_are_replaced_by_a_snapshot(at_work:
     assert not engine.holds(store, version - 1)
     engine.update(version)
     report = engine.rpc("held_weights")
-    assert (
-        report["mode"] == "snapshot"
-        and "not its base, or were damaged" in report["reason"]
-        and engine.holds(store, version)
-    )
+    assert report["mode"] == "snapshot"
+    assert "not its base, or were damaged" in report["reason"]
+    assert engine.holds(store, version)
 
 
 def test_an_exception_in_the_middle_leaves_the_old_version(
@@ -468,9 +465,8 @@ def test_a_parameter_that_is_no_plain_copy_is_named(
     with caplog.at_level("WARNING", logger="flowtrain"):
         engine.connect(store)
     assert f"'{name}' is loaded whole at every update, through the model's loader" in caplog.text
-    assert transfer.sharded.plan.dense.keys() == {name} and isinstance(
-        transfer.reader._target, ShardedTarget
-    )
+    assert transfer.sharded.plan.dense.keys() == {name}
+    assert isinstance(transfer.reader._target, ShardedTarget)
     for _ in range(3):
         version = publish_next(at_work)
         engine.update(version)

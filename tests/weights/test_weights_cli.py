@@ -13,17 +13,7 @@ from pathlib import Path
 
 import http_stores as hs
 import pytest
-from http_stores import (
-    LAST,
-    TOKEN,
-    Run,
-    add_snapshot,
-    delta_path,
-    flip,
-    rewrite,
-    same,
-    weights_at,
-)
+from http_stores import LAST, TOKEN, Run, add_snapshot, delta_path, flip, rewrite, same, weights_at
 from safetensors.numpy import load_file, save_file
 
 from flowtrain.net.credentials import Role, issue
@@ -68,19 +58,16 @@ def test_inspect_of_a_version_and_of_a_file(run: Run, filled: WeightStore) -> No
 def test_inspect_what_is_damaged(run: Run, copied: WeightStore, tmp_path: Path) -> None:
     (copied.folder(2) / "manifest.json").write_text("{")
     code, out, _ = run("inspect", copied.root)
-    assert code == 1 and re.match(
-        r" +2 +damaged +.*/v00000002/manifest.json is damaged", out.splitlines()[3]
-    )
+    assert code == 1
+    assert re.match(r" +2 +damaged +.*/v00000002/manifest.json is damaged", out.splitlines()[3])
     for arguments, message in (
         (("--version", 2), "v00000002/manifest.json is damaged"),
         (("--version", 77), "version 77 is not in"),
     ):
         code, out, err = run("inspect", copied.root, *arguments)
-        assert (
-            (code, out) == (1, "")
-            and message in err
-            and err.startswith("python -m flowtrain.weights: ")
-        )
+        assert (code, out) == (1, "")
+        assert message in err
+        assert err.startswith("python -m flowtrain.weights: ")
 
     blobs = load_file(delta_path(copied, 2, 3))
     blobs["layer.weight"][8] ^= 255
@@ -125,9 +112,8 @@ def test_gc(run: Run, copied: WeightStore) -> None:
     for version in (4, 5):
         rewrite(copied, version, snapshot=3)
     code, out, _ = run("gc", copied.root, "--keep", 2, "--dry-run")
-    assert code == 0 and re.fullmatch(
-        r"would delete 0, 1, 2 \(.* KiB\); 6 versions are there\n", out
-    )
+    assert code == 0
+    assert re.fullmatch(r"would delete 0, 1, 2 \(.* KiB\); 6 versions are there\n", out)
     assert copied.versions() == list(range(6))
     code, out, _ = run("gc", copied.root, "--keep", 2)
     assert code == 0 and out.startswith("deleted 0, 1, 2 (") and out.endswith("; 3 versions stay\n")
@@ -145,43 +131,32 @@ def test_help_has_an_example(run: Run, command: str) -> None:
     assert code == 0 and command in out and "Exit codes: 0" in out
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(
-            (),
-            ("polish",),
-            ("inspect",),
-            ("inspect", "S", "--version", "x"),
-            ("inspect", "S", "--version", "-1"),
-            ("verify", "S", "--all", "--version", "1"),
-        ),
-        *(
-            ("gc", "S"),
-            ("gc", "S", "--keep", "0"),
-        ),
-        *(
-            ("serve", "S", "--port", "99999"),
-            ("inspect", "/nowhere/at/all"),
-            ("verify", "/nowhere"),
-            ("gc", "/nowhere", "--keep", "1"),
-        ),
-        *(
-            ("serve", __file__),
-            ("gc", "http://host", "--keep", "1"),
-            ("serve", "http://host"),
-            ("inspect", "ftp://host"),
-            ("verify", __file__),
-        ),
-        ("inspect", __file__, "--version", "1"),
-    ],
-)
-def test_usage_errors_exit_with_2(
-    run: Run, filled: WeightStore, arguments: tuple[str, ...]
-) -> None:
-    code, out, err = run(
-        *(str(filled.root) if argument == "S" else argument for argument in arguments)
-    )
+WRONG = f"""
+
+polish
+inspect
+inspect S --version x
+inspect S --version -1
+verify S --all --version 1
+gc S
+gc S --keep 0
+serve S --port 99999
+inspect /nowhere/at/all
+verify /nowhere
+gc /nowhere --keep 1
+serve {__file__}
+gc http://host --keep 1
+serve http://host
+inspect ftp://host
+verify {__file__}
+inspect {__file__} --version 1
+"""
+"""Command lines, S being a store."""
+
+
+@pytest.mark.parametrize("line", WRONG.splitlines()[1:])
+def test_usage_errors_exit_with_2(run: Run, filled: WeightStore, line: str) -> None:
+    code, out, err = run(*(str(filled.root) if word == "S" else word for word in line.split()))
     assert (code, out) == (2, "") and "python -m flowtrain.weights" in err
 
 
@@ -217,10 +192,8 @@ def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.Monkey
     flip(copied.folder(0) / "anchor-r0.safetensors")
     with hs.misbehaving(copied.root) as server:
         code, out, _ = run("verify", server.url, "--all")
-        assert (
-            code == 1
-            and f"damaged: {server.url}/v00000000/anchor-r0.safetensors came damaged twice" in out
-        )
+        assert code == 1
+        assert f"damaged: {server.url}/v00000000/anchor-r0.safetensors came damaged twice" in out
         shutil.rmtree(copied.folder(0))
         lines = run("inspect", server.url)[1].splitlines()
         assert [line.split()[0] for line in lines] == ["version", "1", "2", "3", "4", "5"]

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import http_stores as hs
+import numpy as np
 import pytest
 from http_stores import Run, add_snapshot, delta_path, flip, reseal, rewrite, weights_at
 
@@ -82,48 +83,34 @@ def test_verify_looks_into_deltas(run: Run, copied: WeightStore) -> None:
     _, blobs = open_delta(path)
     layer = blobs["layer.weight"]
     old = u16_view(weights_at(2)["layer.weight"]).copy()
-
-    damaged = layer.copy()
-    damaged[-1] ^= 1
-    write_delta(path, blobs | {"layer.weight": damaged}, version.layout, 2, 3)
-    reseal(copied, 2, 3)
-    code, out, _ = run("verify", copied.root, "--version", 3)
-    assert code == 1 and f"version 3: {path.name}: the delta of 'layer.weight' is damaged: " in out
-
-    another = old.copy()
+    another, damaged = old.copy(), layer.copy()
     another[5] += 1
-    wrong = _delta.encode(old, another, base_digest=_delta.digest(old))
-    write_delta(path, blobs | {"layer.weight": wrong}, version.layout, 2, 3)
-    reseal(copied, 2, 3)
-    code, out, _ = run("verify", copied.root, "--version", 3)
-    assert (
-        code == 1
-        and "version 3: its deltas from version 2 do not lead to its digest of 'layer.weight'"
-        in out
-    )
+    damaged[-1] ^= 1
 
-    foreign = _delta.encode(another, old, base_digest=_delta.digest(another))
-    write_delta(path, blobs | {"layer.weight": foreign}, version.layout, 2, 3)
-    reseal(copied, 2, 3)
-    code, out, _ = run("verify", copied.root, "--version", 3)
-    assert code == 1 and "the delta of 'layer.weight' is damaged" in out, (
-        "it starts from other weights"
-    )
+    def verify(layer: np.ndarray, base: int = 2, **more: np.ndarray) -> tuple[int, str]:
+        """Verify a store with this delta of the layer, sealed well."""
+        write_delta(path, blobs | {"layer.weight": layer} | more, version.layout, base, 3)
+        reseal(copied, 2, 3)
+        return run("verify", copied.root, "--version", 3)[:2]
 
-    write_delta(path, blobs | {"extra": layer.copy()}, version.layout, 2, 3)
-    reseal(copied, 2, 3)
-    assert (
-        "holds a delta of 'extra', a tensor that the model does not have"
-        in run("verify", copied.root, "--version", 3)[1]
-    )
-    write_delta(path, blobs, version.layout, 1, 3)
-    reseal(copied, 2, 3)
-    assert (
-        "leads from version 1 to 3, not from 2 to 3"
-        in run("verify", copied.root, "--version", 3)[1]
-    )
-    write_delta(path, blobs, version.layout, 2, 3)
-    reseal(copied, 2, 3)
+    def encode(base: np.ndarray, target: np.ndarray) -> np.ndarray:
+        return _delta.encode(base, target, base_digest=_delta.digest(base))
+
+    for found, message in (
+        (verify(damaged), f"version 3: {path.name}: the delta of 'layer.weight' is damaged: "),
+        (
+            verify(encode(old, another)),
+            "version 3: its deltas from version 2 do not lead to its digest of 'layer.weight'",
+        ),
+        (verify(encode(another, old)), "the delta of 'layer.weight' is damaged"),
+        (
+            verify(layer, extra=layer.copy()),
+            "holds a delta of 'extra', a tensor that the model does not have",
+        ),
+        (verify(layer, base=1), "leads from version 1 to 3, not from 2 to 3"),
+    ):
+        assert found[0] == 1 and message in found[1], message
+    verify(layer)
     assert run("verify", copied.root, "--all")[0] == 0
 
 
@@ -132,10 +119,8 @@ def test_verify_compares_digests(run: Run, copied: WeightStore) -> None:
     a, b = manifest.digests["norm"]
     rewrite(copied, 0, digests=manifest.digests | {"norm": (a ^ 1, b)})
     code, out, _ = run("verify", copied.root, "--version", 0)
-    assert (
-        code == 1
-        and "version 0 cannot be pulled: the full snapshot of version 0 is damaged at 'norm'" in out
-    )
+    assert code == 1
+    assert "version 0 cannot be pulled: the full snapshot of version 0 is damaged at 'norm'" in out
 
 
 def test_verify_sees_a_gap(run: Run, copied: WeightStore) -> None:
