@@ -82,13 +82,7 @@ TASKS = [Task(f"task-{i}", f"question {i}", ("x",)) for i in range(7)]
 
 def flow(planner: FakePlanner) -> Flow:
     executor = Executor({"Echo": FakeEcho()}, 30.0, 100)
-    return Flow(
-        planner,
-        executor,
-        RuleVerifier(),
-        Generator(),
-        FlowLimits(3, 60.0),
-    )
+    return Flow(planner, executor, RuleVerifier(), Generator(), FlowLimits(3, 60.0))
 
 
 def said(trajectory: Trajectory) -> tuple[object, ...]:

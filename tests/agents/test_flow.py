@@ -139,11 +139,7 @@ def flow(
     executor = Executor(TOOLS, tool_timeout_s, max_chars=100)
     limits = FlowLimits(max_turns, timeout_s)
     return Flow(
-        FakePlanner(script, seconds),
-        executor,
-        RuleVerifier(is_enough),
-        Generator(),
-        limits,
+        FakePlanner(script, seconds), executor, RuleVerifier(is_enough), Generator(), limits
     )
 
 

@@ -426,10 +426,7 @@ def test_the_policy_sees_neither_answers_nor_plan() -> None:
 
 def test_a_prompt_that_leaves_no_room_for_the_answer_is_too_long() -> None:
     num_prompt = len(CompactPrompt().render(Moment(TASK)))
-    fits, too_long = (
-        Says("", max_tokens=num_prompt + 40),
-        Says("", max_tokens=num_prompt + 39),
-    )
+    fits, too_long = (Says("", max_tokens=num_prompt + 40), Says("", max_tokens=num_prompt + 39))
     asyncio.run(policy(fits).plan(TASK, Memory(), 0, 0, 5.0))
     with pytest.raises(PromptTooLong):
         asyncio.run(policy(too_long).plan(TASK, Memory(), 0, 0, 5.0))

@@ -222,11 +222,7 @@ class Planner:
 
 def flow(engine: Says) -> Flow:
     return Flow(
-        Planner(),
-        Executor({}, 5.0, 100),
-        verifier(engine),
-        Generator(),
-        FlowLimits(2, 30.0),
+        Planner(), Executor({}, 5.0, 100), verifier(engine), Generator(), FlowLimits(2, 30.0)
     )
 
 

@@ -67,11 +67,7 @@ def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -
 
 
 def points(
-    groups: Sequence[Group],
-    scores: ResponseScores,
-    rule: Appo,
-    num: int,
-    blank: Sequence[int] = (),
+    groups: Sequence[Group], scores: ResponseScores, rule: Appo, num: int, blank: Sequence[int] = ()
 ) -> list[list[tuple[int, int, int]]]:
     samples, _ = root_samples(groups)
     assert sum(len(s.response_ids) for s in samples) == len(scores.entropy_T)

@@ -30,15 +30,7 @@ TURN = Turn({"planner": CALL}, None, "", ToolResult(), Verdict.CONTINUE, seconds
 
 
 def rollout(reward: float, sub_goals: float) -> Trajectory:
-    return Trajectory(
-        TASK,
-        (TURN,),
-        "",
-        seconds=0.0,
-        seed=0,
-        reward=reward,
-        sub_goals=sub_goals,
-    )
+    return Trajectory(TASK, (TURN,), "", seconds=0.0, seed=0, reward=reward, sub_goals=sub_goals)
 
 
 infoflow = functools.partial(batch, "infoflow")

@@ -89,10 +89,7 @@ def test_the_table(used: Any) -> None:
         "min",
     ]
     states = [line.split() for line in lines if line.startswith("planner")][1:]
-    assert states == [
-        ["planner", "assigned", "2", "8"],
-        ["planner", "stale", "1", "600"],
-    ]
+    assert states == [["planner", "assigned", "2", "8"], ["planner", "stale", "1", "600"]]
     (node,) = [line.split() for line in lines if line.startswith("n1")]
     assert node == ["n1", "2", "min", "1", "3", "0.00", "25%", "planner", "1"]
 

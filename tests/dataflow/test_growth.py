@@ -13,14 +13,7 @@ import pytest
 from bench.dataflow_service import group
 from bench.grown_ledger import NUM_GROUPS, PER_LEASE, Size, grown
 from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import (
-    BatchRequest,
-    LeaseRequest,
-    Progress,
-    Push,
-    Release,
-    Renewal,
-)
+from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Progress, Push, Release, Renewal
 from flowtrain.dataflow.ledger import Ledger, prompts
 from flowtrain.dataflow.ledger.prompts import num_leased
 from flowtrain.dataflow.ledger.report import report
@@ -198,12 +191,7 @@ def test_leases_are_what_is_nothing_else(database: str) -> None:
     ledger.release(Release("n1", given_back[:1], "ends"))
     ledger.release(Release("n1", given_back[1:], "cannot", is_failure=True))
     check(4)
-    assert ledger.status()["work_items"] == {
-        "leased": 4,
-        "waiting": 1,
-        "committed": 5,
-        "failed": 2,
-    }
+    assert ledger.status()["work_items"] == {"leased": 4, "waiting": 1, "committed": 5, "failed": 2}
     assert len(ledger.batch(BatchRequest("planner", 1)).groups) == 4
     assert len(fake.lease(ledger, 2)) == 2
     check(6)

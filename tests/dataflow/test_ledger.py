@@ -893,9 +893,7 @@ def test_a_long_history_is_observed_in_portions_and_before_the_lock_is_taken(
     assert read == [(4, True), (4, True), (2, True), (0, True), (0, False)]
 
 
-def test_a_ledger_is_where_it_was_in_the_order_of_tasks_before_it_is_asked(
-    database: str,
-) -> None:
+def test_a_ledger_is_where_it_was_in_the_order_of_tasks_before_it_is_asked(database: str) -> None:
     flow = ledger(database, max_waiting=1000)
     joined(flow)
     flow.register(planner())

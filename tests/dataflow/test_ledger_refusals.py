@@ -12,14 +12,7 @@ import pytest
 from fake_groups import TASKS, Clock, joined, lease, ledger, options, planner, push
 
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import (
-    BatchRequest,
-    Join,
-    Progress,
-    Refused,
-    Release,
-    Unavailable,
-)
+from flowtrain.dataflow.contract import BatchRequest, Join, Progress, Refused, Release, Unavailable
 from flowtrain.dataflow.ledger import Ledger, open_ledger
 from flowtrain.dataflow.ledger.audit import audit
 from flowtrain.dataflow.ledger.sql import Database, connect

@@ -350,9 +350,7 @@ def test_missing_vllm_is_reported_under_its_option(
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
-def test_a_frozen_model_replies_the_same_in_vllm(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_a_frozen_model_replies_the_same_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = saved(tmp_path_factory)  # with heads that vLLM takes on a CPU
     tokenizer, replies = models.load_tokenizer(path), {}
     for kind in ("torch", "vllm"):

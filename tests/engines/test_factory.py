@@ -131,11 +131,7 @@ def test_vllm_gets_the_location_of_the_store(
         HttpStore("http://127.0.0.1:9/w", tmp_path / "cache"),
     ):
         make_engine(config, policy, CPU, store)
-    assert [model.store for model in made] == [
-        "",
-        str(tmp_path / "store"),
-        "http://127.0.0.1:9/w",
-    ]
+    assert [model.store for model in made] == ["", str(tmp_path / "store"), "http://127.0.0.1:9/w"]
     assert made[0].source == tiny_path and made[1].source.architectures == ["Qwen3ForCausalLM"]
     assert {model.max_tokens for model in made} == {64} and made[0].stop_ids == made[
         1

@@ -36,7 +36,7 @@ def test_means_are_over_the_rollouts_that_have_a_part() -> None:
             failed("timeout"),
             failed("value"),
             rollout("", "generator: gone"),
-        ],
+        ]
     )
     assert found == {
         **NONE,

@@ -616,9 +616,7 @@ def run_beside(syncer: WeightSyncer, script: Callable[[], Any]) -> None:
     asyncio.run(main())
 
 
-def test_syncer_loads_announced_versions_also_older_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_syncer_loads_announced_versions_also_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that resumes from a checkpoint announces an older version."""
     engine, store = Engine(), Store(5)
 

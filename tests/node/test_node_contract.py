@@ -158,12 +158,7 @@ def test_a_node_pushes_groups_that_can_be_trained_and_again_without_an_answer(
     assert all(again.count(work_item) == lost.count(work_item) + 1 for work_item in set(lost))
     committed = work_items(dataflow)["committed"]
     assert 8 <= committed <= 10
-    assert work_items(dataflow) == {
-        "leased": 0,
-        "waiting": 0,
-        "committed": committed,
-        "failed": 0,
-    }
+    assert work_items(dataflow) == {"leased": 0, "waiting": 0, "committed": committed, "failed": 0}
     names = [name for name, _ in recorded.calls]
     assert names.index("join") < names.index("lease") < names.index("push")
     assert all(

@@ -87,10 +87,7 @@ VERL: Rows = [
 
 
 def chat(*messages: tuple[str, str], **more: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": role, "content": content} for role, content in messages],
-        **more,
-    }
+    return {"messages": [{"role": role, "content": content} for role, content in messages], **more}
 
 
 CHAT: Rows = [

@@ -148,9 +148,7 @@ def test_a_name_is_resolved_once_and_its_address_connected_to() -> None:
     "addresses",
     [["127.0.0.1"], [PUBLIC, "10.0.0.1"], ["::1", PUBLIC], ["::ffff:10.0.0.1"], ["fe80::1%2"]],
 )
-def test_name_with_any_private_address_is_refused(
-    addresses: list[str],
-) -> None:
+def test_name_with_any_private_address_is_refused(addresses: list[str]) -> None:
     internet = Internet({"evil.example": [addresses]}, {})
     with pytest.raises(
         Refused, match=r"evil\.example is at .*, which is not on the public internet"

@@ -156,11 +156,7 @@ def test_model_coder_runs_program_of_reply(coder: PythonCoder) -> None:
     ("query", "reply", "error"),
     [
         (" ", "1", "empty query"),
-        (
-            "q",
-            EngineError("no reply within 7 s"),
-            "the model did not answer: no reply within 7 s",
-        ),
+        ("q", EngineError("no reply within 7 s"), "the model did not answer: no reply within 7 s"),
         ("q", "", "no code given"),
         ("q", "```python\nx = 1\n```", "the code ran and printed nothing"),
         ("q", "I cannot do that.", "SyntaxError: invalid syntax"),

@@ -119,9 +119,7 @@ def test_web_search_lists_the_pages_of_the_corpus(corpus: Callable[..., str]) ->
     assert text.count("wiki.example/Mali") == 1, "a page is listed once"
 
 
-def test_search_reads_whole_passages_for_questions_from_a_file(
-    corpus: Callable[..., str],
-) -> None:
+def test_search_reads_whole_passages_for_questions_from_a_file(corpus: Callable[..., str]) -> None:
     """As many as agent.num_passages, those of one page too, a line each, with their titles."""
 
     def search(top_k: int) -> Tool:
@@ -293,9 +291,7 @@ def test_the_index_lies_where_the_config_says(corpus: Callable[..., str], tmp_pa
     ).exists()
 
 
-def test_failed_build_keeps_old_index(
-    corpus: Callable[..., str],
-) -> None:
+def test_failed_build_keeps_old_index(corpus: Callable[..., str]) -> None:
     path = corpus()
     made(path)
     Path(path).write_text('{"text": "x"}\n{"text": 3}\n')
@@ -457,17 +453,9 @@ def test_a_retriever_reads_no_pages_and_has_an_address() -> None:
             b'{"body": "a", "id": 1}\n',
             r"line 1 \(corpus\.text_key='text', .*missing required field `text`",
         ),
-        (
-            "x.jsonl",
-            b'{"text": "a"}\n{"body": "a"}\n',
-            r"line 2 .*missing required field `text`",
-        ),
+        ("x.jsonl", b'{"text": "a"}\n{"body": "a"}\n', r"line 2 .*missing required field `text`"),
         ("x.jsonl", b'{"text": null}\n', r"line 1 .*missing required field `text`"),
-        (
-            "x.jsonl",
-            b'{"text": 3}\n',
-            r"line 1 .*Expected `str`, got `int` - at `\$\.text`",
-        ),
+        ("x.jsonl", b'{"text": 3}\n', r"line 1 .*Expected `str`, got `int` - at `\$\.text`"),
         (
             "x.jsonl",
             b'{"text": "a", "title": ["b"]}\n',
@@ -480,11 +468,7 @@ def test_a_retriever_reads_no_pages_and_has_an_address() -> None:
         ),
         ("x.jsonl", b'{"text": "\\ud800"}\n', r"line 1: cannot be read as JSON"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not UTF-8 text"),
-        (
-            "x.jsonl",
-            b'{"text": "?! ..."}\n',
-            r"corpus\.text_key='text': no text has a word",
-        ),
+        ("x.jsonl", b'{"text": "?! ..."}\n', r"corpus\.text_key='text': no text has a word"),
         ("x.parquet", b"PAR1 it is not", "cannot be read as Parquet"),
         ("x.parquet", b"", "cannot be read as Parquet"),
     ],
@@ -498,10 +482,7 @@ def test_a_file_that_is_wrong_is_named_with_its_line(
 
 
 def test_a_parquet_file_that_is_wrong_is_named_with_its_columns(corpus: Callable[..., str]) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"x\.parquet, row 1 .*missing required field `text`",
-    ):
+    with pytest.raises(UserError, match=r"x\.parquet, row 1 .*missing required field `text`"):
         made(corpus([{"body": "a", "id": 1}], "x.parquet"))
     with pytest.raises(UserError, match=r"x\.parquet, row 2 .*missing required field `text`"):
         made(corpus([{"text": "a"}, {"text": None}], "x.parquet"))

@@ -54,10 +54,7 @@ def test_the_table_holds_no_call_that_reaches_further() -> None:
         "restart_syscall",
     }
     names |= {"clock_gettime", "clock_nanosleep", "getrandom"}
-    assert set(filters.SYSCALLS) == names and set(filters.NO_EXEC_SYSCALLS) == {
-        "mmap",
-        "mprotect",
-    }
+    assert set(filters.SYSCALLS) == names and set(filters.NO_EXEC_SYSCALLS) == {"mmap", "mprotect"}
     processes = {
         "fork",
         "vfork",

@@ -95,9 +95,7 @@ def test_files_live_as_long_as_their_run(numpy_box: ProcessSandbox) -> None:
     )
 
 
-def test_run_that_writes_files_replaces_its_server(
-    numpy_box: ProcessSandbox,
-) -> None:
+def test_run_that_writes_files_replaces_its_server(numpy_box: ProcessSandbox) -> None:
     outcome(numpy_box, "1")
     first = server_pid(numpy_box)
     assert outcome(numpy_box, "2 + 2") == "4\n" and server_pid(numpy_box) == first

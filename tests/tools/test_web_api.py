@@ -130,10 +130,7 @@ def test_retry_after_is_respected() -> None:
 
 @pytest.mark.parametrize("answer", [silent, drip])
 def test_a_silent_service_costs_the_deadline_and_no_more(answer: Answer) -> None:
-    assert problem(answer, deadline_s=1.0) == (
-        "127.0.0.1: no answer within 1.0 s: it is silent",
-        1,
-    )
+    assert problem(answer, deadline_s=1.0) == ("127.0.0.1: no answer within 1.0 s: it is silent", 1)
 
 
 def test_nobody_listens() -> None:

@@ -276,9 +276,7 @@ def test_cancelled_read_leaks_no_task_connection_or_thread() -> None:
         thread.join()
 
 
-def test_reader_refuses_localhost_unless_allowed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reader_refuses_localhost_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(ports: tuple[int, ...], **options: Any) -> Any:
         monkeypatch.setattr("flowtrain.tools.web_reader.Rules", partial(Rules, ports))
         agent = {"tools": ["Web_Reader"], "tool_timeout_s": 20.0}
@@ -288,21 +286,13 @@ def test_reader_refuses_localhost_unless_allowed(
     with serving(html("Its length is 4180 kilometres.", Content_Type="text/plain")) as server:
         own = (server.server_port,)
         for ports, options, answer in (
-            (
-                own,
-                {},
-                "Error: 127.0.0.1, which is not on the public internet, and is not read",
-            ),
+            (own, {}, "Error: 127.0.0.1, which is not on the public internet, and is not read"),
             (
                 (80, 443),
                 {"allow_private": True},
                 f"Error: '{server.url}/': port {server.server_port} is not read, only 80, 443",
             ),
-            (
-                own,
-                {"allow_private": True},
-                f"{server.url}/\nIts length is 4180 kilometres.",
-            ),
+            (own, {"allow_private": True}, f"{server.url}/\nIts length is 4180 kilometres."),
         ):
             reader = made(ports, **options)
             assert (

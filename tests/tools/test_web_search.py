@@ -158,10 +158,7 @@ def test_what_each_service_is_asked() -> None:
 
 @PROVIDERS
 def test_no_hits_is_an_error_that_says_what_to_do(provider: str) -> None:
-    empty = {
-        "serper": {"organic": []},
-        "searxng": {"results": [], "unresponsive_engines": []},
-    }
+    empty = {"serper": {"organic": []}, "searxng": {"results": [], "unresponsive_engines": []}}
     with serving(json_answer(empty[provider])) as server:
         assert (
             search(server, provider).error

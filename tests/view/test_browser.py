@@ -55,12 +55,7 @@ def test_a_run_is_drawn(browser: Browser, page: Path) -> None:
     assert browser.eval("document.title") == "run · flowtrain" and texts(browser, "h1") == ["run"]
     assert texts(browser, ".tile b") == ["4 of 4", "1 \u2013 4", "38", "8 s"]
     assert texts(browser, ".notes li") == []
-    assert texts(browser, ".panel h3") == [
-        "Reward",
-        "KL",
-        "Tool use",
-        "Seconds per step",
-    ]
+    assert texts(browser, ".panel h3") == ["Reward", "KL", "Tool use", "Seconds per step"]
     assert (
         browser.eval(
             "document.querySelector('.panel path').getAttribute('d').match(/[ML]/g).join('')"

@@ -200,7 +200,7 @@ def test_a_run_that_goes_on(run: Path) -> None:
     page = data(run)
     assert page["num_logged"] == 38 and page["step"] == 4
     assert page["notes"] == [
-        "The run has not finished, or was interrupted: there is no summary.json yet.",
+        "The run has not finished, or was interrupted: there is no summary.json yet."
     ]
 
 

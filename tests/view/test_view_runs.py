@@ -89,11 +89,7 @@ def test_a_run_that_cannot_be_read_is_a_row_too(folder: Path) -> None:
 def test_only_what_differs_is_told() -> None:
     configs: dict[str, dict[str, Any]] = {
         "a": {"train": {"lr": 1.0, "policy": "p"}, "run": {"dir": "x"}},
-        "b": {
-            "train": {"lr": 2.0, "policy": "p"},
-            "run": {"dir": "y"},
-            "new": {"option": 1},
-        },
+        "b": {"train": {"lr": 2.0, "policy": "p"}, "run": {"dir": "y"}, "new": {"option": 1}},
         "broken": {},
     }
     told = differences(configs)
