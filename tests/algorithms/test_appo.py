@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import make
 import pytest
 import torch
 from batches import batch
@@ -15,34 +16,13 @@ from hypothesis import strategies as st
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
-from flowtrain.types import (
-    BranchPoint,
-    Call,
-    FinishReason,
-    Group,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-)
-
-TASK = Task("t", "q", ("a",))
-
-
-def call(num_tokens: int) -> Call:
-    ids = tuple(range(num_tokens))
-    return Call((7,), ids, (-1.0,) * num_tokens, (), FinishReason.STOP)
+from flowtrain.types import BranchPoint, Group, Trajectory
 
 
 def rollout(reward: float, *lengths: int, branch: tuple[int, int, int] | None = None) -> Trajectory:
     """`branch`: (root, turn, token)."""
-    turns = tuple(
-        Turn({"planner": call(n)}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
-        for n in lengths
-    )
     point = None if branch is None else BranchPoint(*branch, score=1.0)
-    return Trajectory(TASK, turns, "", seconds=0.0, seed=0, reward=reward, branch=point)
+    return make.rollout(*map(make.turn, lengths), reward=reward, branch=point)
 
 
 appo = functools.partial(batch, "appo")
@@ -271,9 +251,9 @@ def test_without_its_branches_a_token_has_the_advantage_of_its_rollout(
     plain, of_forks = _normal([t.reward for t in made]), _normal([t.reward for t in forks])
     wanted = []
     for number, root in enumerate(made):
-        for index, turn in enumerate(root.turns):
+        for index, each in enumerate(root.turns):
             row = []
-            for token in range(len(turn.calls["planner"].response_ids)):
+            for token in range(len(each.calls["planner"].response_ids)):
                 points = [(f.branch, a) for f, a in zip(forks, of_forks, strict=True)]
                 mine = [
                     a

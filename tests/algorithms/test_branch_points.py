@@ -9,11 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import make
 import pytest
 import torch
 from flowkernels import LossSpec, branching_score
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make import call, rollout
 from transformers import PreTrainedModel
 
 from flowtrain.algorithms import Algorithm, load_algorithm
@@ -31,33 +33,13 @@ from flowtrain.training import model as models
 from flowtrain.training.token_scores import attach_logprobs
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack
-from flowtrain.types import (
-    Call,
-    FinishReason,
-    Group,
-    Sample,
-    SampleId,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-)
+from flowtrain.types import Group, Sample, SampleId, Turn
 
-TASK = Task("t", "q", ("a",))
 NOT_BLANK = torch.zeros(300, dtype=torch.bool)
 
 
-def turn(
-    ids: Sequence[int], prompt: Sequence[int] = (7,), logprobs: Sequence[float] | None = None
-) -> Turn:
-    logprobs = [-1.0] * len(ids) if logprobs is None else logprobs
-    call = Call(tuple(prompt), tuple(ids), tuple(logprobs), (), FinishReason.STOP)
-    return Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
-
-
-def rollout(*turns: Turn) -> Trajectory:
-    return Trajectory(TASK, turns, "", seconds=0.0, seed=0)
+def turn(ids: Sequence[int], prompt: Sequence[int] = (7,), logprobs: Any = -1.0) -> Turn:
+    return make.turn(call(ids, prompt, logprobs))
 
 
 def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -> ResponseScores:
