@@ -5,7 +5,7 @@ engines, chats and planners that do as a test says.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from flowtrain.types import (
     FinishReason,
     Group,
     Sampling,
+    SamplingMask,
     Task,
     ToolResult,
     Trajectory,
@@ -86,28 +87,39 @@ def group(*rollouts: Trajectory, index: int = 0) -> Group:
 class Engine:
     """Samples the ids that a function makes of prompt and sampling; remembers what it was asked."""
 
-    say: Callable[[tuple[int, ...], Sampling], Sequence[int]]
+    say: Callable[[Any, Sampling], Iterable[int]]
     version: int = 1
     max_tokens: int = 4000
     reason: FinishReason = FinishReason.STOP
-    asked: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
+    mask: SamplingMask | None = None
+    decode: Callable[[list[int]], Any] = tuple
+    """Makes of ids what `say` reads and `asked` holds."""
+    error: Exception | None = None
+    hangs: bool = False
+    asked: list[tuple[Any, Sampling]] = field(default_factory=list)
 
     @classmethod
     def of(cls, tokenizer: Any, *texts: str, **options: Any) -> Engine:
         """Says one text after the other, with the end token."""
-        rest = iter(texts)
-        encode = tokenizer.encode
-        return cls(
-            lambda *_: encode(next(rest) + tokenizer.eos_token, add_special_tokens=False), **options
-        )
+        rest, end = iter(texts), tokenizer.eos_token
+
+        def say(*_: Any) -> list[int]:
+            return list(tokenizer.encode(next(rest) + end, add_special_tokens=False))
+
+        return cls(say, decode=tokenizer.decode, **options)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.asked.append((tuple(prompt_ids), sampling))
-        ids = self.say(tuple(prompt_ids), sampling)
-        return completion(ids, -0.5, self.version, self.reason)
+        prompt = self.decode(list(prompt_ids))
+        self.asked.append((prompt, sampling))
+        if self.error is not None:
+            raise self.error
+        if self.hangs:
+            await asyncio.Event().wait()
+        ids = tuple(self.say(prompt, sampling))
+        return completion(ids, -0.5, self.version, self.reason, sampling_mask=self.mask)
 
     @property
-    def prompts(self) -> list[tuple[int, ...]]:
+    def prompts(self) -> list[Any]:
         return [prompt for prompt, _ in self.asked]
 
     def load(self, version: int) -> None: ...
@@ -122,9 +134,11 @@ class Engine:
 
 @dataclass
 class Chat:
-    """A frozen model: replies as it is told; remembers prompts, seeds and deadlines."""
+    """A frozen model: says a reply, the next of several, or what a function makes of prompt and
+    seed; remembers prompts, seeds and deadlines.
+    """
 
-    reply: str | Exception | Callable[[str, int], str] = ""
+    reply: Any = ""
     name: str = "scripted"
     asked: list[tuple[str, int, float]] = field(default_factory=list)
     now: int = 0
@@ -140,9 +154,14 @@ class Chat:
         self.most = max(self.most, self.now)
         await asyncio.sleep(0)
         self.now -= 1
-        if isinstance(self.reply, Exception):
-            raise self.reply
-        return self.reply if isinstance(self.reply, str) else self.reply(prompt, seed)
+        reply = self.reply
+        if callable(reply):
+            reply = reply(prompt, seed)
+        elif isinstance(reply, list):
+            reply = reply[min(len(self.asked), len(reply)) - 1]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
 
 @dataclass

@@ -277,13 +277,8 @@ def test_rollouts_not_started_at_cutoff_take_no_turn() -> None:
         flow, TASKS, group_size=1, seed=1, max_in_flight=3, straggler_share=3 / 7, straggler_s=0.0
     )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    assert [t.truncated for t in trajectories[:5]] == [
-        "straggler",
-        "straggler",
-        "turns",
-        "turns",
-        "turns",
-    ]
+    expected = ["straggler", "straggler", "turns", "turns", "turns"]
+    assert [t.truncated for t in trajectories[:5]] == expected
     assert [(t.truncated, t.turns, t.answer) for t in trajectories[5:]] == [
         ("straggler", (), "")
     ] * 2

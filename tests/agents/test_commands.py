@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make import Chat
 
 from flowtrain.agents.agentflow.commands import fitted, read_command, write_command
 from flowtrain.agents.agentflow.executor import Executor
@@ -72,16 +73,6 @@ def test_arguments_are_fitted_to_a_tool_of_one(
     assert fitted(given, card) == fits
 
 
-class Says:
-    """A chat engine that says one thing."""
-
-    def __init__(self, reply: str) -> None:
-        self.reply = reply
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        return self.reply
-
-
 class Coder:
     card = CARD
 
@@ -93,7 +84,7 @@ class Coder:
 
 def execute(reply: str) -> tuple[str, str, tuple[str, ...]]:
     tools = {"Python_Coder": Coder()}
-    executor = Executor(tools, 5.0, 100, Says(reply), 5.0)  # type: ignore[arg-type]
+    executor = Executor(tools, 5.0, 100, Chat(reply), 5.0)  # type: ignore[arg-type]
     action = Action("", "", "area", "Python_Coder")
     done = asyncio.run(executor.execute("q", action, 0, 5.0))
     return done.command, done.result.text, done.rescued

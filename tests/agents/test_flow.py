@@ -225,12 +225,8 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
     loop = flow([None, ECHO], is_enough=always)
     trajectory = run(loop)
     first, second = trajectory.turns
-    assert (first.action, first.command, first.result.error, first.verdict) == (
-        None,
-        NO_COMMAND,
-        MALFORMED,
-        Verdict.CONTINUE,
-    )
+    expected = (None, NO_COMMAND, MALFORMED, Verdict.CONTINUE)
+    assert (first.action, first.command, first.result.error, first.verdict) == expected
     assert first.calls["planner"].response_ids == completion(0).ids, (
         "its tokens are trained like any others"
     )
@@ -246,11 +242,8 @@ def test_unknown_tool_spends_turn_with_error() -> None:
     )
     (turn,) = trajectory.turns
     assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
-    assert (turn.verdict, trajectory.truncated, trajectory.answer) == (
-        Verdict.CONTINUE,
-        "turns",
-        "",
-    )
+    expected = (Verdict.CONTINUE, "turns", "")
+    assert (turn.verdict, trajectory.truncated, trajectory.answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -289,15 +282,7 @@ def test_a_tool_that_floods_leaves_a_memory_of_bounded_size() -> None:
 
 
 QUERIES = [
-    'say "x"',
-    "a\nb\r\tc\x00",
-    "\\",
-    "'''",
-    '"""',
-    "\u2028",
-    "\U0001f600 \u0645",
-    "#",
-    "f{x}",
+    *('say "x"', "a\nb\r\tc\x00", "\\", "'''", '"""', "\u2028", "\U0001f600 \u0645", "#", "f{x}"),
     "x" * 100_000,
 ]
 
@@ -436,11 +421,8 @@ def test_modules_get_own_seeds_and_time_left(
     assert [deadline_s for *_, deadline_s in verdicts] == left
     assert (last, answer_s) == ("answer", module_timeout_s)
     assert len({seed for _, seed, _ in noting.told}) == 3
-    assert (trajectory.answer, trajectory.output, trajectory.turns[0].verdict_text) == (
-        "42",
-        "it is 42",
-        "so far so good",
-    )
+    expected = ("42", "it is 42", "so far so good")
+    assert (trajectory.answer, trajectory.output, trajectory.turns[0].verdict_text) == expected
 
 
 # ---- branches

@@ -99,14 +99,10 @@ def test_names_of_agentflow_are_known(name: str, tool: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "I would use the Python_Coder tool.",
-        "Sub-Goal: area of Chad",
-        "Sub-Goal: area of Chad\nTool Name:",
-        "Sub-Goal:\nTool Name: Search",
-        "Tool Name: Search\nSub-Goal: area of Chad",
-        '{"sub_goal": "area of Chad"}',
-        "Use a tool: Search",
-        "",
+        *("I would use the Python_Coder tool.", "Sub-Goal: area of Chad"),
+        *("Sub-Goal: area of Chad\nTool Name:", "Sub-Goal:\nTool Name: Search"),
+        *("Tool Name: Search\nSub-Goal: area of Chad", '{"sub_goal": "area of Chad"}'),
+        *("Use a tool: Search", ""),
     ],
 )
 def test_what_names_no_action_stays_malformed(text: str) -> None:

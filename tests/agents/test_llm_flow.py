@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from batches import flow_grpo
 from char_tokenizer import CharTokenizer
 from chat_servers import ChatServer, chat_server
+from make import Engine
 from starlette.responses import JSONResponse, Response
 from toy_options import toy
 
@@ -31,18 +32,7 @@ from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.rewards import score
 from flowtrain.tools import Parameter, ToolCard
-from flowtrain.types import (
-    Action,
-    Completion,
-    FinishReason,
-    Group,
-    Sample,
-    Sampling,
-    Task,
-    Trajectory,
-    UserError,
-    Verdict,
-)
+from flowtrain.types import Action, Group, Sample, Task, Trajectory, UserError, Verdict
 
 SECRET = re.compile(r"SECRET-\d+-END")
 ROLES = {
@@ -52,26 +42,6 @@ ROLES = {
     "verifier": "You check whether",
     "generator": "You write the final answer",
 }
-
-
-class ScriptedEngine:
-    """The planner's: says what the script makes of its prompt."""
-
-    version, max_tokens = 0, 1_000_000
-
-    def __init__(self, script: Callable[[str], str]) -> None:
-        self.prompts: list[str] = []
-        self._script = script
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        prompt = "".join(map(chr, prompt_ids))
-        self.prompts.append(prompt)
-        ids = tuple(map(ord, self._script(prompt)))
-        return Completion(ids, (-0.5,) * len(ids), (), FinishReason.STOP)
-
-    def load(self, version: int) -> None: ...
-    def metrics(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
 
 
 class Wiki:
@@ -127,7 +97,7 @@ def llm_flow(
     wait: Callable[[], Any] | None = None,
     agent: dict[str, Any] | None = None,
     **chat: Any,
-) -> Iterator[tuple[Flow, ChatServer, ScriptedEngine]]:
+) -> Iterator[tuple[Flow, ChatServer, Engine]]:
     """All roles by language models."""
     said = {**SCRIPT, **script}
     with chat_server(
@@ -148,7 +118,11 @@ def llm_flow(
                 "agent": {"prompt": "full", "max_result_chars": 300, **(agent or {})},
             }
         )
-        engine = ScriptedEngine(said["planner"])  # type: ignore[arg-type]
+        engine = Engine(
+            lambda prompt, _: map(ord, said["planner"](prompt)),  # type: ignore[arg-type]
+            max_tokens=1_000_000,
+            decode=CharTokenizer().decode,
+        )
         tools = {"Wiki": Wiki()}
         planner = Policy(engine, CharTokenizer(), 100, 1.0, 30.0)
         chat_engine = Endpoint("local", config.engines["local"])
@@ -177,14 +151,8 @@ def run(flow: Flow, task: Task = TASK, seed: int = 5) -> Trajectory:
 def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
     with llm_flow({}) as (flow, server, engine):
         trajectory = run(flow)
-    assert [role_of(prompt) for prompt in server.prompts] == [
-        "analyst",
-        "executor",
-        "verifier",
-        "executor",
-        "verifier",
-        "generator",
-    ]
+    expected = ["analyst", "executor", "verifier", "executor", "verifier", "generator"]
+    assert [role_of(prompt) for prompt in server.prompts] == expected
     assert (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error) == (
         "1. Summary: an area.",
         "1284",
@@ -257,10 +225,8 @@ def test_a_group_shares_one_analysis_and_questions_do_not() -> None:
         asked = [role_of(prompt) for prompt in server.prompts].count("analyst")
         collect(flow, tasks[:1], group_size=4, seed=2, max_in_flight=1)
         again = [role_of(prompt) for prompt in server.prompts].count("analyst")
-    assert [{t.analysis for t in group.trajectories} for group in groups] == [
-        {"about Chad"},
-        {"about Mali"},
-    ]
+    expected = [{"about Chad"}, {"about Mali"}]
+    assert [{t.analysis for t in group.trajectories} for group in groups] == expected
     assert (asked, again) == (2, 3), (
         "once per question and batch, whether its rollouts overlap or not"
     )
@@ -357,12 +323,8 @@ def test_bad_tool_spends_turn_and_verifier_runs() -> None:
         _,
     ):
         trajectory = run(flow)
-    assert [role_of(prompt) for prompt in server.prompts] == [
-        "analyst",
-        "verifier",
-        "verifier",
-        "generator",
-    ]
+    expected = ["analyst", "verifier", "verifier", "generator"]
+    assert [role_of(prompt) for prompt in server.prompts] == expected
     turn = trajectory.turns[0]
     assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
     assert "was not found" in server.prompts[1]

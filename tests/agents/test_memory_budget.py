@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from make import Engine
 
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.agents.agentflow.flow import Flow, FlowLimits
@@ -24,7 +25,7 @@ from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.policy import Moment, Policy
 from flowtrain.tools import ToolCard
 from flowtrain.toy import new_tokenizer
-from flowtrain.types import Completion, FinishReason, Sampling, Task
+from flowtrain.types import Task
 
 TOKENIZER = new_tokenizer(
     ["The area of Chad is 1284 square kilometres. Search | area of Chad"], 400
@@ -143,31 +144,17 @@ def test_an_error_is_still_seen_as_one() -> None:
     assert entry.is_error and len(entry.result) < 150
 
 
-class TalkingEngine:
-    """Always the same action; notes how long its prompts were."""
-
-    version = 0
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.lengths: list[int] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.lengths.append(len(prompt_ids))
-        ids = tuple(
-            TOKENIZER.encode("Sub-Goal: area of Chad\nTool Name: Flood", add_special_tokens=False)
-        )
-        return Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-
-    def load(self, version: int) -> None: ...
-    def metrics(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
+def talking(max_tokens: int) -> Engine:
+    """Always says the same action."""
+    action = "Sub-Goal: area of Chad\nTool Name: Flood"
+    ids = TOKENIZER.encode(action, add_special_tokens=False)
+    return Engine(lambda *_: ids, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize(("budget", "truncated"), [(900, "turns"), (0, "prompt")])
 def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) -> None:
     constant = len(TOKENIZER.encode(PROMPTS[1].render(Moment(TASK))))
-    engine = TalkingEngine(constant + 900 + 60)
+    engine = talking(constant + 900 + 60)
     planner = ModelPlanner(Policy(engine, TOKENIZER, 60, 1.0, 30.0), PROMPTS[1], ("Flood",))
     tools = {"Flood": Flood()}
     limits = FlowLimits(4, 60.0, memory_tokens=budget)
@@ -185,7 +172,7 @@ def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) ->
         "the record keeps all; the prompts do not"
     )
     if budget:
-        assert max(engine.lengths) + 60 <= engine.max_tokens and len(engine.lengths) == 4
+        assert max(map(len, engine.prompts)) + 60 <= engine.max_tokens and len(engine.asked) == 4
 
 
 def test_a_turn_tokenises_little_more_than_what_its_prompt_shows() -> None:
@@ -197,7 +184,7 @@ def test_a_turn_tokenises_little_more_than_what_its_prompt_shows() -> None:
             counted.append(super().measure(memory))
             return counted[-1]
 
-    budget, engine = 2000, TalkingEngine(100_000)
+    budget, engine = 2000, talking(100_000)
     policy = Policy(engine, TOKENIZER, 60, 1.0, 30.0)
     flow = Flow(
         Counting(policy, PROMPTS[1], ("Flood",)),
@@ -207,5 +194,5 @@ def test_a_turn_tokenises_little_more_than_what_its_prompt_shows() -> None:
         FlowLimits(8, 60.0, memory_tokens=budget),
     )
     trajectory = asyncio.run(flow.run(TASK, 0))
-    assert max(engine.lengths) > budget, "the budget is spent"
+    assert max(map(len, engine.prompts)) > budget, "the budget is spent"
     assert sum(counted) < 2.5 * budget * len(trajectory.turns)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from char_tokenizer import CharTokenizer, Says
+from char_tokenizer import CharTokenizer, says
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_flow, make_planner, make_policy
@@ -215,7 +215,7 @@ def test_the_expert_goes_on_where_the_memory_has_got_to(
     assert next_step(SUM, memory(*entries)) == PLAN[step]
 
 
-POLICY = Policy(Says(max_tokens=100), CharTokenizer(), 10, 1.0, 1.0)  # type: ignore[arg-type]
+POLICY = Policy(says(max_tokens=100), CharTokenizer(), 10, 1.0, 1.0)  # type: ignore[arg-type]
 
 
 def expert(error: float) -> ModelPlanner:
@@ -304,7 +304,7 @@ def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
     with pytest.raises(
         UserError, match=r"rollout\.max_new_tokens=100 must be below the model's 100 positions"
     ):
-        make_policy(config, "planner", Says(max_tokens=100), CharTokenizer())  # type: ignore[arg-type]
+        make_policy(config, "planner", says(max_tokens=100), CharTokenizer())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

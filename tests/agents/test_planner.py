@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from char_tokenizer import ChatChars, Says
+from char_tokenizer import ChatChars, says
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from make import Engine
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_planner, make_policy
@@ -98,14 +99,9 @@ def test_a_field_out_of_order_is_not_read() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "I would look the area up.",
-        "Sub-Goal: area of Chad",
-        "Tool Name: Search",
-        "Sub-Goal:\nTool Name: Search",
-        "Sub-Goal: area of Chad\nTool Name:",
-        "Sub-Goal: area of Chad\nTool Name: \n\nSearch",
-        "Sub-Goal: area of Chad Search",
+        *("", "I would look the area up.", "Sub-Goal: area of Chad", "Tool Name: Search"),
+        *("Sub-Goal:\nTool Name: Search", "Sub-Goal: area of Chad\nTool Name:"),
+        *("Sub-Goal: area of Chad\nTool Name: \n\nSearch", "Sub-Goal: area of Chad Search"),
     ],
 )
 def test_without_sub_goal_or_tool_an_answer_is_malformed(text: str) -> None:
@@ -115,13 +111,8 @@ def test_without_sub_goal_or_tool_an_answer_is_malformed(text: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "Python_Coder",
-        "python_coder",
-        "PYTHON CODER",
-        "Python   Coder",
-        "Python-Coder",
-        "python_ _coder",
-        " Python_Coder ",
+        *("Python_Coder", "python_coder", "PYTHON CODER", "Python   Coder", "Python-Coder"),
+        *("python_ _coder", " Python_Coder "),
     ],
 )
 def test_tool_name_matching_ignores_case_and_spaces(name: str) -> None:
@@ -158,31 +149,9 @@ def test_lone_surrogate_in_json_is_replaced() -> None:
 
 PIECES = st.sampled_from(
     [
-        *(
-            "Justification:",
-            "Context:",
-            "Sub-Goal:",
-            "Tool Name:",
-            "tool name :",
-            "**",
-            "\n",
-            "\n\n",
-            "```",
-            " ",
-        ),
-        *(
-            '{"sub_goal":',
-            '"tool_name":',
-            '"x"',
-            '"\\ud800"',
-            "{",
-            "}",
-            "[",
-            "]",
-            ",",
-            "1e999",
-            "null",
-        ),
+        *("Justification:", "Context:", "Sub-Goal:", "Tool Name:", "tool name :", "**", "\n"),
+        *("\n\n", "```", " ", '{"sub_goal":', '"tool_name":', '"x"', '"\\ud800"', "{", "}", "["),
+        *("]", ",", "1e999", "null"),
         *("Search", "python coder", "\ud800", "\x00", "\u2028", "\u0130"),
     ]
 )
@@ -245,30 +214,9 @@ def test_json_nested_to_any_depth_does_not_raise(depths: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     "unit",
     [
-        *(
-            "Tool Name: ",
-            "Sub-Goal: x\n",
-            "Sub-Goal: x Tool Name: y ",
-            "context ",
-            "Context: \t",
-            "context sub-goal tool name:",
-        ),
-        *(
-            "*",
-            "**",
-            "\n",
-            "\n ",
-            " \n\t",
-            "`",
-            "_ ",
-            '"',
-            "\\",
-            "\\ud800",
-            "9",
-            "[",
-            '{"a":',
-            '{"sub_goal": "x", ',
-        ),
+        *("Tool Name: ", "Sub-Goal: x\n", "Sub-Goal: x Tool Name: y ", "context ", "Context: \t"),
+        *("context sub-goal tool name:", "*", "**", "\n", "\n ", " \n\t", "`", "_ ", '"', "\\"),
+        *("\\ud800", "9", "[", '{"a":', '{"sub_goal": "x", '),
     ],
 )
 def test_parsing_takes_linear_time(unit: str) -> None:
@@ -364,13 +312,13 @@ def test_the_prompts_of_a_rollout_share_all_but_the_new_step(prompt: PlannerProm
 # ---- the policy's planner
 
 
-def policy(engine: Says, **changes: object) -> ModelPlanner:
+def policy(engine: Engine, **changes: object) -> ModelPlanner:
     fields = {"max_new_tokens": 40, "temperature": 0.7, "request_timeout_s": 9.0, **changes}
     return ModelPlanner(Policy(engine, ChatChars(), **fields), CompactPrompt(), TOOLS)  # type: ignore[arg-type]
 
 
 def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
-    engine = Says(" area of Chad\nTool Name: Search")
+    engine = says(" area of Chad\nTool Name: Search")
     planner = policy(engine)
     asyncio.run(planner.plan(TASK, Memory(), turn=2, seed=5, deadline_s=4.0))
     asyncio.run(planner.plan(TASK, Memory(), turn=3, seed=5, deadline_s=400.0))
@@ -380,45 +328,42 @@ def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
 
 
 def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
-    engine, config = Says(""), toy({"rollout": {"top_k": 20, "top_p": 0.8}})
+    engine, config = says(""), toy({"rollout": {"top_k": 20, "top_p": 0.8}})
     asyncio.run(
         make_planner(config, make_policy(config, "planner", engine, ChatChars(), 0.7), {}).plan(  # type: ignore[arg-type]
             TASK, Memory(), 0, 0, 5.0
         )
     )
     ((_, sampling),) = engine.asked
-    assert (sampling.top_k, sampling.top_p, sampling.temperature, sampling.is_truncated) == (
-        20,
-        0.8,
-        0.7,
-        True,
-    )
+    expected = (20, 0.8, 0.7, True)
+    assert (sampling.top_k, sampling.top_p, sampling.temperature, sampling.is_truncated) == expected
 
 
 def test_top_p_alone_is_bounded_by_its_cap() -> None:
     rollout = {"top_p": 0.99, "top_p_cap": 64, "frequency_penalty": 1.2}
     config = toy({"rollout": rollout, "train": {"rescore": True}})
-    planner = make_policy(config, "planner", Says(""), ChatChars())  # type: ignore[arg-type]
+    planner = make_policy(config, "planner", says(""), ChatChars())  # type: ignore[arg-type]
     assert (planner.top_k, planner.top_p, planner.frequency_penalty) == (64, 0.99, 1.2)
-    verifier = make_policy(config, "verifier", Says(""), ChatChars())  # type: ignore[arg-type]
+    verifier = make_policy(config, "verifier", says(""), ChatChars())  # type: ignore[arg-type]
     assert (verifier.top_k, verifier.top_p, verifier.frequency_penalty) == (0, 1.0, 0.0)
 
 
 def test_a_plan_carries_the_very_tokens_and_the_parsed_action() -> None:
-    engine = Says(" area of Chad\nTool Name: search")
+    line = " area of Chad\nTool Name: search"
+    engine = says(line)
     plan = asyncio.run(policy(engine).plan(TASK, Memory(STEPS), 0, 0, 5.0))
     assert (
         plan.call.prompt_ids
         == tuple(map(ord, engine.asked[0][0]))
         == tuple(map(ord, CompactPrompt().render(Moment(TASK, Memory(STEPS)))))
     )
-    assert plan.call.response_ids == tuple(map(ord, engine.line))
-    assert plan.call.spans == (VersionSpan(0, len(engine.line), 7),)
-    assert (plan.call.text, plan.action) == (engine.line, Action("", "", "area of Chad", "Search"))
+    assert plan.call.response_ids == tuple(map(ord, line))
+    assert plan.call.spans == (VersionSpan(0, len(line), 7),)
+    assert (plan.call.text, plan.action) == (line, Action("", "", "area of Chad", "Search"))
 
 
 def test_the_policy_sees_neither_answers_nor_plan() -> None:
-    engine = Says("")
+    engine = says("")
     plan = asyncio.run(policy(engine).plan(TASK, Memory(), 0, 0, 5.0))
     assert plan.action is None
     assert "secret" not in engine.asked[0][0]
@@ -426,7 +371,7 @@ def test_the_policy_sees_neither_answers_nor_plan() -> None:
 
 def test_a_prompt_that_leaves_no_room_for_the_answer_is_too_long() -> None:
     num_prompt = len(CompactPrompt().render(Moment(TASK)))
-    fits, too_long = (Says("", max_tokens=num_prompt + 40), Says("", max_tokens=num_prompt + 39))
+    fits, too_long = (says("", max_tokens=num_prompt + 40), says("", max_tokens=num_prompt + 39))
     asyncio.run(policy(fits).plan(TASK, Memory(), 0, 0, 5.0))
     with pytest.raises(PromptTooLong):
         asyncio.run(policy(too_long).plan(TASK, Memory(), 0, 0, 5.0))

@@ -61,11 +61,8 @@ def test_a_branch_credits_every_turn_before_it() -> None:
     roots = rollout(1, 2, 3, 2), rollout(0, 1)
     branches = rollout(1, 2, 3, branch=(0, 1, 2)), rollout(0, 1, branch=(1, 0, 0))
     first, second, third, other = advantages(*roots, *branches)
-    assert (first, second, third) == (
-        approx([2 * A] * 2),
-        approx([2 * A, 2 * A, A]),
-        approx([A, A]),
-    )
+    expected = (approx([2 * A] * 2), approx([2 * A, 2 * A, A]), approx([A, A]))
+    assert (first, second, third) == expected
     assert other == approx([-A]), "a branch at the first token shares none"
 
 
@@ -170,12 +167,8 @@ def test_arpo_trains_branches_in_one_group() -> None:
         rollout(1, 1, branch=(0, 0, 1)),
     )
     out = appo([Group(0, trajectories)], appo={"rule": "arpo"})
-    assert [list(s.advantages) for s in out.samples] == [
-        approx([A] * 2),
-        approx([-A]),
-        approx([-A] * 3),
-        approx([A]),
-    ]
+    expected = [approx([A] * 2), approx([-A]), approx([-A] * 3), approx([A])]
+    assert [list(s.advantages) for s in out.samples] == expected
 
 
 LOG_RATIOS = torch.tensor([0.3, 0.4, -0.1, 0.3, 1.5, 1.5])

@@ -69,10 +69,8 @@ def test_places_are_told_by_root_turn_and_token() -> None:
         Group(1, (rollout(turn([8, 9])),)),
     ]
     entropy = [0, 0, 9, 0, 0, 9, 9, 0]
-    assert points(groups, scores(entropy), ENTROPY, 2) == [
-        [(0, 1, 0), (1, 1, 1)],
-        [(0, 0, 0), (0, 0, 1)],
-    ]
+    expected = [[(0, 1, 0), (1, 1, 1)], [(0, 0, 0), (0, 0, 1)]]
+    assert points(groups, scores(entropy), ENTROPY, 2) == expected
 
 
 def test_turns_without_tokens_shift_nothing() -> None:

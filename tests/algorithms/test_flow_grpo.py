@@ -81,11 +81,8 @@ def test_the_verifiers_calls_are_its_samples() -> None:
     )
     out = flow_grpo([group], num_groups=4, policy="verifier")
     a = 0.5 / 0.500001
-    assert [(s.prompt_ids, s.response_ids, s.logprobs) for s in out.samples] == [
-        ((8, 8), (5, 6), (-2.0, -2.0)),
-        ((8, 8), (7,), (-2.0,)),
-        ((8, 8), (9,), (-2.0,)),
-    ]
+    expected = [((8, 8), (5, 6), (-2.0, -2.0)), ((8, 8), (7,), (-2.0,)), ((8, 8), (9,), (-2.0,))]
+    assert [(s.prompt_ids, s.response_ids, s.logprobs) for s in out.samples] == expected
     assert [s.advantages[0] for s in out.samples] == approx([a, a, -a])
     assert [s.loss_weights[0] for s in out.samples] == approx([1 / 8, 1 / 4, 1 / 2])
     assert [s.sample_id for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]

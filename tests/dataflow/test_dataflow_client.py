@@ -139,13 +139,8 @@ def test_the_run_goes_along_once_it_is_known() -> None:
     with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client:
         for method in ("status", "join", "lease", "join", "register"):
             ask(client, method)
-    assert ["flowtrain-run: run-1" in request.lower() for request in seen] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-    ]
+    expected = [False, False, True, False, False]
+    assert ["flowtrain-run: run-1" in request.lower() for request in seen] == expected
 
 
 def test_how_long_to_wait_is_the_peers_word_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:

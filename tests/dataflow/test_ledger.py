@@ -82,12 +82,8 @@ def test_units_come_in_the_order_of_the_tasks_with_seeds_of_their_own(flow: Ledg
         (work_item, 1, work_item - 1) for work_item in range(1, 7)
     ]
     assert [each.seed for each in leases] == [
-        1077100656669939322,
-        3958908509897490521,
-        2742100691126862562,
-        84581279504704783,
-        1629593531276950026,
-        2884233412460747911,
+        *(1077100656669939322, 3958908509897490521, 2742100691126862562, 84581279504704783),
+        *(1629593531276950026, 2884233412460747911),
     ]
 
 
@@ -334,10 +330,8 @@ def test_filtered_groups_are_counted_with_their_lengths(database: str) -> None:
         push(flow, each, rewards=rewards, num_tokens=3)
     answer = flow.batch(BatchRequest("planner", 1))
     assert ([each.work_item for each in answer.groups], answer.stats["num_filtered"]) == ([2, 4], 2)
-    assert flow.status()["policies"]["planner"]["groups"]["filtered"] == {
-        "num": 2,
-        "tokens_mean": 6.0,
-    }
+    expected = {"num": 2, "tokens_mean": 6.0}
+    assert flow.status()["policies"]["planner"]["groups"]["filtered"] == expected
     assert flow.audit().problems == ()
 
 
@@ -503,12 +497,8 @@ def test_a_share_of_each_batch_is_trained_again(database: str) -> None:
     assert batch(flow, 1) == [1, 2, 3, 4], "nothing has been trained yet"
     trained(flow, 1)
     second = flow.batch(BatchRequest("planner", 2))
-    assert [(each.work_item, each.is_replay) for each in second.groups] == [
-        (5, False),
-        (6, False),
-        (4, True),
-        (3, True),
-    ]
+    expected = [(5, False), (6, False), (4, True), (3, True)]
+    assert [(each.work_item, each.is_replay) for each in second.groups] == expected
     trained(flow, 2, 2)
     assert batch(flow, 3) == [7, 8, 6, 5], (
         "the latest first; the checkpoint of step 2 has not deleted them"

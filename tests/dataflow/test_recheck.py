@@ -206,11 +206,7 @@ def test_an_empty_ledger_has_nothing_to_make_again(tmp_path: Path) -> None:
 def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "ledger.db")
     words = [
-        "--rollout.group_size",
-        "2",
-        "--tasks.num_train",
-        "40",
-        "--dataflow.group_filter",
+        *("--rollout.group_size", "2", "--tasks.num_train", "40", "--dataflow.group_filter"),
         "mixed",
     ]
     config = parse(words)

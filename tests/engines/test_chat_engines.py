@@ -256,10 +256,8 @@ def test_frozen_models_sleep_and_the_policy_is_left_to_its_owner() -> None:
         for name, engine in sleepers.items()
     }
     ChatEngines({**chats, "endpoint": object()}, {}).sleep()
-    assert {name: engine.told for name, engine in sleepers.items()} == {
-        "frozen": ["sleep"],
-        "policy": [],
-    }
+    expected = {"frozen": ["sleep"], "policy": []}
+    assert {name: engine.told for name, engine in sleepers.items()} == expected
 
 
 def test_close_leaves_the_policys_engine_open(
@@ -298,11 +296,8 @@ def test_the_policy_in_all_roles_runs_end_to_end(
             and group.trajectories[0].analysis
         )
         for trajectory in group.trajectories:
-            assert (trajectory.error, trajectory.truncated, len(trajectory.turns)) == (
-                "",
-                "turns",
-                2,
-            )
+            expected = ("", "turns", 2)
+            assert (trajectory.error, trajectory.truncated, len(trajectory.turns)) == expected
             assert trajectory.answer == trajectory.output.strip()
             for turn in trajectory.turns:
                 call = turn.calls["planner"]

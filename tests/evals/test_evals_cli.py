@@ -173,10 +173,8 @@ def test_an_evaluation_leaves_its_records_and_numbers(
         0,
         1.0,
     )
-    assert summary["stats"]["tool_shares"] == {
-        "Search": pytest.approx(2 / 3),
-        "Base_Generator": pytest.approx(1 / 3),
-    }
+    expected = {"Search": pytest.approx(2 / 3), "Base_Generator": pytest.approx(1 / 3)}
+    assert summary["stats"]["tool_shares"] == expected
     # Two requests per rollout; the server counts words as tokens.
     assert len(endpoint.asked) == 2 * NUM_ROLLOUTS
     usage = [record["usage"] for record in records]
@@ -265,10 +263,8 @@ def test_failed_rollouts_stand_apart_and_are_asked_again(
         "2 rollouts failed" in line and "HTTP 400" in line and "--resume" in line for line in lines
     ), lines
     summary = scores(tmp_path / "run")
-    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (
-        2,
-        NUM_ROWS - 1,
-    )
+    expected = (2, NUM_ROWS - 1)
+    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == expected
     failed = [record for record in read(tmp_path / "run" / "trajectories.jsonl") if record["error"]]
     assert [(record["pid"], record["reward"], record["error"][:8]) for record in failed] == [
         ("0", None, "planner:")
@@ -278,10 +274,8 @@ def test_failed_rollouts_stand_apart_and_are_asked_again(
     code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run", "--resume")
     assert (code, lines) == (0, []) and len(endpoint.asked) - num_asked == 2 * 2
     summary = scores(tmp_path / "run")
-    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (
-        0,
-        NUM_ROWS,
-    )
+    expected = (0, NUM_ROWS)
+    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == expected
 
 
 # ---- refused

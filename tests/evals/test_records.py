@@ -55,27 +55,15 @@ def test_a_line_holds_all_there_is_to_know(tmp_path: Path) -> None:
         1,
         3,
     )
-    assert (line["question"], line["answers"], line["answer"], line["reward"]) == (
-        "What is 1 plus 1?",
-        ["2"],
-        "2",
-        1.0,
-    )
-    assert (line["scored_by"], line["seed"], line["seconds"], line["error"]) == (
-        "math",
-        42,
-        1.5,
-        "",
-    )
+    expected = ("What is 1 plus 1?", ["2"], "2", 1.0)
+    assert (line["question"], line["answers"], line["answer"], line["reward"]) == expected
+    expected = ("math", 42, 1.5, "")
+    assert (line["scored_by"], line["seed"], line["seconds"], line["error"]) == expected
     assert (line["planner"], line["max_turns"], line["metrics"]) == ("policy", 10, {"em": 1.0})
     assert line["usage"] == {"prompt_tokens": 70, "reply_tokens": 5, "cost": 0.5}
     (turn,) = line["turns"]
-    assert (turn["prompt_ids"], turn["response_text"], turn["command"], turn["result"]) == (
-        [5, 6, 7],
-        "text",
-        "command",
-        "2",
-    )
+    expected = ([5, 6, 7], "text", "command", "2")
+    assert (turn["prompt_ids"], turn["response_text"], turn["command"], turn["result"]) == expected
     assert (turn["verdict"], turn["num_prompt_tokens"], turn["response_ids"], turn["seconds"]) == (
         "STOP",
         3,
@@ -95,11 +83,8 @@ def test_what_is_read_back_is_what_was_appended(tmp_path: Path) -> None:
         Key("policy", 10, "aime24", "7", 2),
         Key("policy", 10, "amc23", "7", 1),
     }, "the same pid in two benchmarks"
-    assert [entry.outcome and entry.outcome.reward for entry in log.entries.values()] == [
-        1.0,
-        1.0,
-        0.0,
-    ]
+    expected = [1.0, 1.0, 0.0]
+    assert [entry.outcome and entry.outcome.reward for entry in log.entries.values()] == expected
 
 
 def test_a_failed_rollout_is_not_done_and_the_last_line_counts(tmp_path: Path) -> None:

@@ -199,10 +199,8 @@ def test_the_average_s_spread_is_that_of_the_trials_averages() -> None:
     averages = [each["accuracy"] for each in found["averages"]]
     assert [each["mean"] for each in averages] == [0.25, 0.75]
     assert [each["spread"] for each in averages] == pytest.approx([math.sqrt(2) / 4] * 2)
-    assert [(each["planner"], each["max_turns"]) for each in found["averages"]] == [
-        ("gpt", 3),
-        ("gpt", 10),
-    ]
+    expected = [("gpt", 3), ("gpt", 10)]
+    assert [(each["planner"], each["max_turns"]) for each in found["averages"]] == expected
     assert found["scores"][0]["f1"] == {
         "mean": 0.75,
         "by_trial": (1.0, 0.5),

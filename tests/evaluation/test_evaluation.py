@@ -164,32 +164,11 @@ def test_metrics_are_flat() -> None:
     metrics = RolloutStats.of(ROLLOUTS, TOOLS, WORLD).metrics()
     assert metrics["reward_mean"] == 0.375 and metrics["tool_share/Search"] == 0.5
     assert set(metrics) == {
-        *(
-            "reward_mean",
-            "reward_std",
-            "turns_mean",
-            "malformed_share",
-            "tool_error_share",
-            "response_len_mean",
-            "num_sampled_tokens",
-            "prompt_len_mean",
-            "segments_mean",
-            "reread_share",
-        ),
-        *(
-            "failed_rollouts",
-            "straggler_rollouts",
-            "sub_goal_mean",
-            "reward_density",
-            "hinted_share",
-        ),
-        *(
-            "out_of_turns_share",
-            "out_of_time_share",
-            "tool_share/Search",
-            "tool_share/Python_Coder",
-            "tool_share/Base_Generator",
-        ),
+        *("reward_mean", "reward_std", "turns_mean", "malformed_share", "tool_error_share"),
+        *("response_len_mean", "num_sampled_tokens", "prompt_len_mean", "segments_mean"),
+        *("reread_share", "failed_rollouts", "straggler_rollouts", "sub_goal_mean"),
+        *("reward_density", "hinted_share", "out_of_turns_share", "out_of_time_share"),
+        *("tool_share/Search", "tool_share/Python_Coder", "tool_share/Base_Generator"),
     }
 
 

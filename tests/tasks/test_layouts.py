@@ -268,11 +268,8 @@ def test_other_columns_reach_a_reward_function_untouched(tmp_path: Path, suffix:
 
 def test_columns_that_are_read_in_part_are_kept_whole(tmp_path: Path) -> None:
     (task,) = load_tasks(write(tmp_path, "nq.json", [SEARCH_R1]), keeps_columns=True)
-    assert (task.question, task.answers, task.kind) == (
-        "who wrote it?",
-        ("Ann Lee", "A. Lee"),
-        "nq",
-    )
+    expected = ("who wrote it?", ("Ann Lee", "A. Lee"), "nq")
+    assert (task.question, task.answers, task.kind) == expected
     assert task.extra == {name: SEARCH_R1[name] for name in ("id", "prompt", "reward_model")}
 
 

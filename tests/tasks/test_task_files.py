@@ -43,10 +43,8 @@ def test_json_with_byte_order_mark_and_plain_string_path(tmp_path: Path) -> None
         "set.json",
         '\ufeff[{"question": "Why?", "answer": "x"}, {"question": "Why?", "answer": "y"}]',
     )
-    assert [(task.id, task.answers) for task in load_tasks(str(path))] == [
-        ("set-1", ("x",)),
-        ("set-2", ("y",)),
-    ]
+    expected = [("set-1", ("x",)), ("set-2", ("y",))]
+    assert [(task.id, task.answers) for task in load_tasks(str(path))] == expected
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)

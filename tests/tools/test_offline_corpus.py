@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from web_servers import Answer, ScriptedChat, html, json_answer, serving, status
+from make import Chat
+from web_servers import Answer, html, json_answer, serving, status
 
 from flowtrain.config import Config
 from flowtrain.tools import Tool, run_tool
@@ -82,7 +83,7 @@ def config(path: str, **options: Any) -> Config:
     return Config.model_validate({**offline, "agent": agent, "corpus": {"path": path, **options}})
 
 
-def made(path: str, chat: ScriptedChat | None = None, **options: Any) -> dict[str, Tool]:
+def made(path: str, chat: Chat | None = None, **options: Any) -> dict[str, Tool]:
     settings = config(path, **options)
     return make_tools(settings, chat=chat)
 
@@ -134,10 +135,8 @@ def test_search_reads_whole_passages_for_questions_from_a_file(corpus: Callable[
 
     assert ask(search(1), query="capital of Mali") == "Mali: The capital of Mali is Bamako."
     lines = ask(search(5), query="Mali country").splitlines()
-    assert lines == [
-        "Mali: Mali is a country in West Africa.",
-        "Mali: The capital of Mali is Bamako.",
-    ]
+    expected = ["Mali: Mali is a country in West Africa.", "Mali: The capital of Mali is Bamako."]
+    assert lines == expected
     assert ask(search(5), query="chairs table") == "Room 7 holds 12 chairs and a table."
     assert len(ask(search(5), query="capital of Niger Mali")) <= 80
     assert ask(search(5), query="zebra") == "Error: no passage matches 'zebra'"
@@ -160,7 +159,7 @@ def test_wikipedia_search_shows_pages_and_titles(corpus: Callable[..., str]) -> 
         )
         and "\n\nOther pages: " in text
     )
-    chosen = ask(made(corpus(rows), ScriptedChat("4"))["Wikipedia_Search"], query="capital of Mali")
+    chosen = ask(made(corpus(rows), Chat("4"))["Wikipedia_Search"], query="capital of Mali")
     assert (
         chosen.startswith(text.rpartition("Other pages: ")[2].split("; ")[0] + "\n")
         and "; " in chosen.rpartition("Other pages: ")[2]
@@ -181,13 +180,8 @@ def test_web_reader_reads_all_passages_of_a_page(corpus: Callable[..., str]) -> 
         == "corpus:3\nChad The capital of Chad is N'Djamena."
     )
     for url in (
-        "https://wiki.example/Oslo",
-        "corpus:6",
-        "corpus:-1",
-        "corpus:",
-        "corpus:" + "9" * 30,
-        "",
-        "\ud800",
+        *("https://wiki.example/Oslo", "corpus:6", "corpus:-1", "corpus:", "corpus:" + "9" * 30),
+        *("", "\ud800"),
     ):
         assert "is in the corpus; take one from a search result" in ask(
             reader, url=url, query="capital"
@@ -267,11 +261,8 @@ def test_another_file_or_column_has_another_index(corpus: Callable[..., str]) ->
     assert "nothing was found" in ask(made(path)["Web_Search"], query="Bamako")
     assert "Ouagadougou" in ask(made(path)["Web_Search"], query="city")
     assert "Kigali" in ask(made(path, text_key="other")["Web_Search"], query="city")
-    assert sorted(child.name for child in Path(path).parent.iterdir()) == [
-        "corpus.jsonl",
-        "corpus.jsonl.index",
-        "corpus.jsonl.index.lock",
-    ]
+    expected = ["corpus.jsonl", "corpus.jsonl.index", "corpus.jsonl.index.lock"]
+    assert sorted(child.name for child in Path(path).parent.iterdir()) == expected
 
 
 def test_a_file_of_the_same_size_is_another_file(corpus: Callable[..., str]) -> None:
@@ -297,11 +288,8 @@ def test_failed_build_keeps_old_index(corpus: Callable[..., str]) -> None:
     Path(path).write_text('{"text": "x"}\n{"text": 3}\n')
     with pytest.raises(UserError, match="line 2"):
         made(path)
-    assert sorted(child.name for child in Path(path).parent.iterdir()) == [
-        "corpus.jsonl",
-        "corpus.jsonl.index",
-        "corpus.jsonl.index.lock",
-    ]
+    expected = ["corpus.jsonl", "corpus.jsonl.index", "corpus.jsonl.index.lock"]
+    assert sorted(child.name for child in Path(path).parent.iterdir()) == expected
 
 
 def _open(path: str) -> str:

@@ -42,57 +42,22 @@ def computing(sandbox: ProcessSandbox) -> ProcessSandbox:
 
 def test_the_table_holds_no_call_that_reaches_further() -> None:
     names = {
-        "read",
-        "write",
-        "munmap",
-        "brk",
-        "mremap",
-        "madvise",
-        "exit",
-        "exit_group",
-        "futex",
+        *("read", "write", "munmap", "brk", "mremap", "madvise", "exit", "exit_group", "futex"),
         "restart_syscall",
     }
     names |= {"clock_gettime", "clock_nanosleep", "getrandom"}
     assert set(filters.SYSCALLS) == names and set(filters.NO_EXEC_SYSCALLS) == {"mmap", "mprotect"}
     processes = {
-        "fork",
-        "vfork",
-        "clone",
-        "clone3",
-        "execve",
-        "execveat",
-        "kill",
-        "tkill",
-        "tgkill",
-        "ptrace",
-        "pidfd_open",
-        "prlimit64",
+        *("fork", "vfork", "clone", "clone3", "execve", "execveat", "kill", "tkill", "tgkill"),
+        *("ptrace", "pidfd_open", "prlimit64"),
     }
     outside = {
-        "socket",
-        "connect",
-        "bind",
-        "mount",
-        "unshare",
-        "setns",
-        "chroot",
-        "io_uring_setup",
-        "bpf",
-        "keyctl",
-        "prctl",
-        "seccomp",
+        *("socket", "connect", "bind", "mount", "unshare", "setns", "chroot", "io_uring_setup"),
+        *("bpf", "keyctl", "prctl", "seccomp"),
     }
     unbounded = {
-        "memfd_create",
-        "shmget",
-        "semget",
-        "msgget",
-        "mq_open",
-        "fcntl",
-        "setsockopt",
-        "process_vm_writev",
-        "setrlimit",
+        *("memfd_create", "shmget", "semget", "msgget", "mq_open", "fcntl", "setsockopt"),
+        *("process_vm_writev", "setrlimit"),
     }
     assert not (processes | outside | unbounded) & set(filters.FILE_SYSCALLS)
 

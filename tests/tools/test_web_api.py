@@ -54,11 +54,8 @@ def test_a_get_carries_its_parameters_and_headers() -> None:
     with serving(GOOD) as server:
         assert ask(server, params={"q": "a b&c", "num": 3}, headers={"X-Key": "k"}) == {"ok": True}
     request = server.seen[0]
-    assert (request.command, request.path, request.headers["X-Key"]) == (
-        "GET",
-        "/v1?q=a+b%26c&num=3",
-        "k",
-    )
+    expected = ("GET", "/v1?q=a+b%26c&num=3", "k")
+    assert (request.command, request.path, request.headers["X-Key"]) == expected
     assert request.headers["User-Agent"].startswith("flowtrain/")
 
 

@@ -12,18 +12,8 @@ from typing import Any
 
 import pytest
 from embedding_server import embeddings
-from web_servers import (
-    PUBLIC,
-    Answer,
-    Internet,
-    ScriptedChat,
-    Server,
-    drip,
-    html,
-    redirect,
-    serving,
-    tasks_left,
-)
+from make import Chat
+from web_servers import PUBLIC, Answer, Internet, Server, drip, html, redirect, serving, tasks_left
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
@@ -75,7 +65,7 @@ PAGE = article(
 @contextmanager
 def reading(
     *answers: Answer,
-    chat: ScriptedChat | None = None,
+    chat: Chat | None = None,
     max_chars: int = 4000,
     deadline_s: float = 20.0,
     config: Config | None = None,
@@ -137,7 +127,7 @@ def test_chunks_have_the_words_the_options_say() -> None:
 
 
 def test_a_model_answers_from_the_chunks() -> None:
-    chat = ScriptedChat("  It is 4180 kilometres long.\n")
+    chat = Chat("  It is 4180 kilometres long.\n")
     with reading(html(PAGE), chat=chat) as (reader, _):
         assert read(reader).text == f"{URL}\nIt is 4180 kilometres long."
     (prompt,) = chat.prompts
@@ -146,14 +136,11 @@ def test_a_model_answers_from_the_chunks() -> None:
         and "[1] " in prompt
         and "4180 kilometres" in prompt
     )
-    assert 0 < chat.deadlines_s[0] < 20.0, "what is left of the time"
+    assert 0 < chat.asked[0][2] < 20.0, "what is left of the time"
 
 
 def test_where_the_model_fails_the_chunks_speak() -> None:
-    with reading(html(PAGE), chat=ScriptedChat(EngineError("engines.helper: HTTP 500"))) as (
-        reader,
-        _,
-    ):
+    with reading(html(PAGE), chat=Chat(EngineError("engines.helper: HTTP 500"))) as (reader, _):
         text = read(reader).text
     assert text.startswith(f"{URL} (no summary: engines.helper: HTTP 500)\n") and "4180" in text
 
@@ -206,7 +193,7 @@ def test_a_page_of_dots_is_shown_as_it_begins() -> None:
 
 def test_a_result_fits_the_memory() -> None:
     config = Config.model_validate({"web_reader": {"chunk_words": 40}})
-    for chat in (None, ScriptedChat("word " * 1000)):
+    for chat in (None, Chat("word " * 1000)):
         with reading(html(PAGE), chat=chat, max_chars=700, config=config) as (reader, _):
             assert 500 < len(read(reader, "banks people length").output) <= 700
 

@@ -183,21 +183,3 @@ class Internet(httpcore2.AsyncNetworkBackend):
 async def tasks_left() -> list[asyncio.Task[Any]]:
     """Tasks of this loop besides the caller's."""
     return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-
-
-class ScriptedChat:
-    """Stands in for the model inside tools: replies as scripted and records the prompts."""
-
-    name = "scripted"
-
-    def __init__(self, reply: str | Exception) -> None:
-        self.reply = reply
-        self.prompts: list[str] = []
-        self.deadlines_s: list[float] = []
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        self.prompts.append(prompt)
-        self.deadlines_s.append(deadline_s)
-        if isinstance(self.reply, Exception):
-            raise self.reply
-        return self.reply

@@ -136,12 +136,8 @@ def test_keys_and_links(browser: Browser, page: Path) -> None:
     browser.press("g")
     assert browser.eval(where) == "#group.train.2.1" and len(texts(browser, ".member")) == 4
     assert "3 of 4 right, mean reward 0.750" in texts(browser, ".rows dd")[1]
-    assert [text[:3] for text in texts(browser, ".member .split span:first-child")] == [
-        "✓ 1",
-        "✓ 1",
-        "✓ 1",
-        "✗ 0",
-    ]
+    expected = ["✓ 1", "✓ 1", "✓ 1", "✗ 0"]
+    assert [text[:3] for text in texts(browser, ".member .split span:first-child")] == expected
     assert texts(browser, ".member .split span:last-child") == ["advantage +0.50"] * 3 + [
         f"advantage {MINUS}0.50"
     ]

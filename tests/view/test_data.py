@@ -167,11 +167,8 @@ def test_fields_that_other_versions_log_are_shown(run: Path) -> None:
         record["turns"][0]["verdict_text"] = "because"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     rollout = data(run)["rollouts"][0]
-    assert (rollout["scored_by"], rollout["error"], rollout["turns"][0]["verdict_text"]) == (
-        "judge",
-        "endpoint",
-        "because",
-    )
+    expected = ("judge", "endpoint", "because")
+    assert (rollout["scored_by"], rollout["error"], rollout["turns"][0]["verdict_text"]) == expected
     assert rollout["analysis"].endswith("a … (7 more characters)")
 
 
@@ -217,12 +214,8 @@ def test_only_an_evaluation(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, -1, tensorboard=False)
     log.log({"step": 0, "version": 0, "eval_reward": 0.25, "eval_s": 3.0})
     page = data(tmp_path)
-    assert (page["reward"], page["seconds"], page["facts"], page["config"]) == (
-        [0.25, 0.25],
-        {"eval": 3.0},
-        [],
-        "",
-    )
+    expected = ([0.25, 0.25], {"eval": 3.0}, [], "")
+    assert (page["reward"], page["seconds"], page["facts"], page["config"]) == expected
     assert page["notes"] == ["No rollouts have been logged: curves and results are all there is."]
 
 

@@ -105,7 +105,5 @@ def test_the_command_writes_the_table(folder: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines()[1] == str(folder / "view.html")
     page = (folder / "view.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    assert {run["name"]: run["has_page"] for run in data["runs"]} == {
-        "one": True,
-        "sweep/two": False,
-    }
+    expected = {"one": True, "sweep/two": False}
+    assert {run["name"]: run["has_page"] for run in data["runs"]} == expected
