@@ -168,10 +168,8 @@ def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
     assert first.result.output == "found area of Chad (3)"
     assert (first.verdict, second.verdict) == (Verdict.CONTINUE, Verdict.STOP)
     assert first.verdict_text == "Do not stop too early.\nConclusion: CONTINUE"
-    assert (
-        len(engine.prompts) == 2
-        and tuple(map(ord, engine.prompts[1])) == second.calls["planner"].prompt_ids
-    )
+    assert len(engine.prompts) == 2
+    assert tuple(map(ord, engine.prompts[1])) == second.calls["planner"].prompt_ids
 
 
 def test_every_prompt_holds_what_its_module_must_know() -> None:

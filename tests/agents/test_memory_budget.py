@@ -110,11 +110,9 @@ def test_the_budget_holds_or_nothing_is_left_to_cut(
             note = re.search(r"\n\.\.\. (\d+) characters left out \.\.\.\n", entry.result)
             assert note is not None and len(before) > 200
             head, tail = entry.result[: note.start()], entry.result[note.end() :]
-            assert (
-                before.startswith(head)
-                and before.endswith(tail)
-                and len(head) + len(tail) + int(note[1]) == len(before)
-            )
+            assert before.startswith(head)
+            assert before.endswith(tail)
+            assert len(head) + len(tail) + int(note[1]) == len(before)
             older = [
                 e.result
                 for e, b in zip(cut.entries[:index], memory.entries, strict=False)

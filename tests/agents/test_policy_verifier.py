@@ -192,10 +192,8 @@ def test_full_verdict_prompt_needs_chat_template() -> None:
         asyncio.run(made.verify(TASK, memory(("Search", "area of Chad")), 3, 5.0)).verdict
         is Verdict.STOP
     )
-    assert (
-        engine.asked[0][0].startswith("<user>You check whether")
-        and '"sub_goal": "area of Chad"' in engine.asked[0][0]
-    )
+    assert engine.asked[0][0].startswith("<user>You check whether")
+    assert '"sub_goal": "area of Chad"' in engine.asked[0][0]
     assert all(
         read_verdict(FullVerdictPrompt([]).write(verdict)) == (verdict, ()) for verdict in Verdict
     )

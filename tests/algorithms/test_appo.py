@@ -148,10 +148,8 @@ def test_groups_without_signal_are_left_out() -> None:
     assert kept.num_groups_dropped == 0 and {s.advantages for s in kept.samples} == {(0.0, 0.0)}
     in_branches = (*flat[:3], replace(flat[3], reward=0.0))
     out = appo([Group(0, in_branches)])
-    assert out.num_groups_dropped == 0 and [list(s.advantages) for s in out.samples] == [
-        approx([A, 0]),
-        approx([-A, 0]),
-    ]
+    assert out.num_groups_dropped == 0
+    assert [list(s.advantages) for s in out.samples] == [approx([A, 0]), approx([-A, 0])]
 
 
 def test_whole_rollouts_after_the_branches_are_roots() -> None:

@@ -540,10 +540,8 @@ def test_one_ledger_behind_two_services(tmp_path: Path) -> None:
         )
         (lease,) = right.lease(LeaseRequest("n1", "a", 1)).leases
         waiting = threads.submit(right.batch, BatchRequest("planner", 1, wait_s=30))
-        assert (
-            fake_groups.push(left, lease) == "committed"
-            and fake_groups.push(right, lease) == "duplicate"
-        )
+        assert fake_groups.push(left, lease) == "committed"
+        assert fake_groups.push(right, lease) == "duplicate"
         assert [served.work_item for served in waiting.result(timeout=20).groups] == [
             lease.work_item
         ]

@@ -90,10 +90,8 @@ def test_roles_that_name_the_same_engine_share_it(tokenizer: PreTrainedTokenizer
         config({"verifier": "a", "generator": "a", "judge": "b"}, {"a": engine, "b": engine}),
         tokenizer,
     )
-    assert set(chats.roles) == {"verifier", "generator", "judge"} and set(chats.started) == {
-        "a",
-        "b",
-    }
+    assert set(chats.roles) == {"verifier", "generator", "judge"}
+    assert set(chats.started) == {"a", "b"}
     assert chats.roles["verifier"] is chats.roles["generator"] is not chats.roles["judge"]
     assert all(isinstance(chat, Endpoint) for chat in chats.started.values())
     assert set(chats.metrics()) >= {"engines/a/requests", "engines/b/cost"}
@@ -291,10 +289,8 @@ def test_the_policy_in_all_roles_runs_end_to_end(
         seed=1,
     )
     for group in groups:
-        assert (
-            len({trajectory.analysis for trajectory in group.trajectories}) == 1
-            and group.trajectories[0].analysis
-        )
+        assert len({trajectory.analysis for trajectory in group.trajectories}) == 1
+        assert group.trajectories[0].analysis
         for trajectory in group.trajectories:
             expected = ("", "turns", 2)
             assert (trajectory.error, trajectory.truncated, len(trajectory.turns)) == expected
@@ -312,10 +308,8 @@ def test_the_policy_in_all_roles_runs_end_to_end(
     command, result, _ = asyncio.run(
         flow.executor.execute("q", Action("", "", "x", "Base_Generator"), 0, 30.0)
     )
-    assert (
-        command.startswith("No command found in: ")
-        and result.error == "the executor wrote no command"
-    )
+    assert command.startswith("No command found in: ")
+    assert result.error == "the executor wrote no command"
     assert asyncio.run(tools["Base_Generator"].execute(query="the area")), (
         "the tool's model is the policy, too"
     )

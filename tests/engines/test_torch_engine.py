@@ -257,11 +257,9 @@ def test_top_k_and_top_p_hold_per_request(engine: TorchEngine) -> None:
         [generate(engine, [request])[0] for request in requests],
     )
     for mine, other in zip(together, alone, strict=True):
-        assert (
-            mine.ids == other.ids
-            and mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-            and mine.sampling_mask == other.sampling_mask
-        )
+        assert mine.ids == other.ids
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert mine.sampling_mask == other.sampling_mask
     is_whole = [c.sampling_mask is None for c in together]
     assert is_whole == [True, False, False, True, False, True], "greedy knows no bound"
     assert all(
@@ -667,11 +665,9 @@ def test_a_waiting_request_keeps_its_deadline(
         await held.started.wait()
         (late,) = await begin(engine, [(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.01))])
         completion = await late
-        assert (
-            completion.finish_reason is FinishReason.DEADLINE
-            and not completion.ids
-            and held.sizes == [1]
-        )
+        assert completion.finish_reason is FinishReason.DEADLINE
+        assert not completion.ids
+        assert held.sizes == [1]
         held.release()
         await asyncio.gather(*first)
         assert held.sizes == [1]

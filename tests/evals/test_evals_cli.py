@@ -202,10 +202,8 @@ def test_the_config_that_is_left_gives_the_same_records(
     )
     assert one["evaluation"] == two["evaluation"] and one["versions"] == two["versions"]
     pins = one["evaluation"]
-    assert (
-        pins["benchmarks"]["hotpotqa"]["rows"] == NUM_ROWS
-        and len(pins["benchmarks"]["hotpotqa"]["sha256"]) == 64
-    )
+    assert pins["benchmarks"]["hotpotqa"]["rows"] == NUM_ROWS
+    assert len(pins["benchmarks"]["hotpotqa"]["sha256"]) == 64
     assert (pins["seed"], pins["trials"]) == (0, NUM_TRIALS)
     assert (pins["planners"], pins["max_turns"]) == (["gpt"], [3])
 

@@ -242,10 +242,8 @@ def test_a_node_ends_after_num_groups(ledger: Ledger, nodes: Nodes) -> None:
     assert made.keys() == seeds.keys()
     for work_item, group in made.items():
         assert len(group.trajectories) == G and group.trajectories[0].seed == seeds[work_item]
-        assert (
-            len({t.seed for t in group.trajectories}) == G
-            and len({t.task.id for t in group.trajectories}) == 1
-        )
+        assert len({t.seed for t in group.trajectories}) == G
+        assert len({t.task.id for t in group.trajectories}) == 1
 
 
 @pytest.mark.parametrize(("most", "num_at_once"), [(G, G), (2 * G + 1, 2 * G), (1, 1)])

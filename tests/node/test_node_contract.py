@@ -230,8 +230,6 @@ def test_a_node_releases_its_leases_on_sigterm(
     assert process[0].wait() == 0, process[0].err.read_text()
     left = work_items(dataflow)
     assert left["leased"] == 0, "nobody has to wait until they run out"
-    assert (
-        left["committed"] >= 1
-        and left["waiting"] >= 1
-        and len(dataflow.answers.asked("release")) == 1
-    )
+    assert left["committed"] >= 1
+    assert left["waiting"] >= 1
+    assert len(dataflow.answers.asked("release")) == 1

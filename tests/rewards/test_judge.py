@@ -120,11 +120,9 @@ def test_nothing_is_asked_twice(cache: JudgeCache) -> None:
     judge = Judge(engine, cache, JudgeOptions())
     assert judged(judge, "Bergen", "<answer>Bergen</answer>", "Bergen") == [(0.0, "judge")] * 3
     assert judged(judge, "Bergen") == [(0.0, "judge")]
-    assert (
-        len(engine.asked) == 1
-        and judge.metrics()["judge/asked"] == 1
-        and judge.metrics()["judge/cached"] == 3
-    )
+    assert len(engine.asked) == 1
+    assert judge.metrics()["judge/asked"] == 1
+    assert judge.metrics()["judge/cached"] == 3
 
 
 def test_verdicts_outlive_the_process_and_belong_to_an_engine(tmp_path: Path) -> None:

@@ -36,14 +36,10 @@ def test_lists_are_nested_a_few_times_at_most() -> None:
     def nested(number: str, depth: int) -> str:
         return "(1, " * depth + number + ")" * depth
 
-    assert (
-        right(nested("2.0", 4), nested("2", 4)) == 1.0
-        and right(nested("3", 4), nested("2", 4)) == 0.0
-    )
-    assert (
-        right(nested("2.0", 9), nested("2", 9)) == 0.0
-        and right(nested("2", 9), nested("2", 9)) == 1.0
-    ), "the text alone"
+    assert right(nested("2.0", 4), nested("2", 4)) == 1.0
+    assert right(nested("3", 4), nested("2", 4)) == 0.0
+    assert right(nested("2.0", 9), nested("2", 9)) == 0.0
+    assert right(nested("2", 9), nested("2", 9)) == 1.0, "the text alone"
 
 
 @settings(derandomize=True, deadline=None)

@@ -31,10 +31,8 @@ def test_with_a_model_the_base_generator_asks_it_once() -> None:
     assert run(tool, "capital of {Norway}?").output == "Oslo"
     assert chat.asked == [("capital of {Norway}?", 0, 7.0)]
     assert run(tool, " \n").error == "empty query" and len(chat.asked) == 1
-    assert (
-        tool.card.name == GuessGenerator.card.name == "Base_Generator"
-        and tool.card != GuessGenerator.card
-    )
+    assert tool.card.name == GuessGenerator.card.name == "Base_Generator"
+    assert tool.card != GuessGenerator.card
 
 
 def test_a_model_that_fails_is_an_error_of_the_tool() -> None:
@@ -127,12 +125,10 @@ def test_model_coder_runs_program_of_reply(coder: PythonCoder) -> None:
     )
     assert run(tool, " add {0..4} up ").output == "sum 10"
     ((prompt, _, deadline_s),) = chat.asked
-    assert (
-        "Task: add {0..4} up\n" in prompt
-        and "fractions" in prompt
-        and "3 seconds" in prompt
-        and deadline_s == 7.0
-    )
+    assert "Task: add {0..4} up\n" in prompt
+    assert "fractions" in prompt
+    assert "3 seconds" in prompt
+    assert deadline_s == 7.0
     assert tool.card.name == coder.card.name and tool.card != coder.card
 
 

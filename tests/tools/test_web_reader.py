@@ -131,11 +131,9 @@ def test_a_model_answers_from_the_chunks() -> None:
     with reading(html(PAGE), chat=chat) as (reader, _):
         assert read(reader).text == f"{URL}\nIt is 4180 kilometres long."
     (prompt,) = chat.prompts
-    assert (
-        "Query: What is the length of the river?" in prompt
-        and "[1] " in prompt
-        and "4180 kilometres" in prompt
-    )
+    assert "Query: What is the length of the river?" in prompt
+    assert "[1] " in prompt
+    assert "4180 kilometres" in prompt
     assert 0 < chat.asked[0][2] < 20.0, "what is left of the time"
 
 

@@ -167,11 +167,9 @@ def test_a_choice_is_read_from_the_last_line_that_makes_one(reply: str, places: 
 @given(st.text(), st.integers(1, 20))
 def test_any_reply_is_a_choice_of_places(reply: str, num_pages: int) -> None:
     places = parse_choice(reply, num_pages)
-    assert (
-        len(places) <= 3
-        and len(set(places)) == len(places)
-        and all(0 <= place < num_pages for place in places)
-    )
+    assert len(places) <= 3
+    assert len(set(places)) == len(places)
+    assert all(0 <= place < num_pages for place in places)
 
 
 @pytest.mark.parametrize(

@@ -180,15 +180,11 @@ def test_roots_show_where_others_left_and_how_these_went_on(
         )
         for n in (0, 1)
     )
-    assert (
-        "⑂" not in first[0] + first[2]
-        and "".join(first[1].split("⑂ 2.5")).split() == first[0].split()
-    )
-    assert (
-        second[0].startswith("⑂ 3")
-        and second[0].count("⑂") == 2
-        and second[1].split() == first[0].split()
-    )
+    assert "⑂" not in first[0] + first[2]
+    assert "".join(first[1].split("⑂ 2.5")).split() == first[0].split()
+    assert second[0].startswith("⑂ 3")
+    assert second[0].count("⑂") == 2
+    assert second[1].split() == first[0].split()
     own = browser.eval(
         "[...document.querySelectorAll('.branch')].map((x) => "
         "[...x.querySelectorAll('.tokens')].map((y) => y.innerText))"
@@ -196,11 +192,9 @@ def test_roots_show_where_others_left_and_how_these_went_on(
     assert [len(turns) for turns in own] == [2, 3, 3], (
         "turns that were taken over are not told again"
     )
-    assert (
-        first[1].endswith(own[0][0])
-        and own[1][0].split() == first[0].split()
-        and second[0].endswith(own[2][0])
-    )
+    assert first[1].endswith(own[0][0])
+    assert own[1][0].split() == first[0].split()
+    assert second[0].endswith(own[2][0])
     assert whole in first[0] and len(own[2][0]) < len(own[1][0])
     assert [
         text.endswith(f"Answer branch {n}")
@@ -267,10 +261,8 @@ def test_hostile_text_stays_text(browser: Browser, runs: Any, tmp_path: Path) ->
             "window.pwned === undefined && document.querySelectorAll('img, b b, script').length "
             "=== 2"
         )
-        assert (
-            "<img src=x onerror=" in texts(browser, ".one h2")[0]
-            and "␛[31m" in texts(browser, ".one h2")[0]
-        )
+        assert "<img src=x onerror=" in texts(browser, ".one h2")[0]
+        assert "␛[31m" in texts(browser, ".one h2")[0]
 
 
 @pytest.mark.parametrize(

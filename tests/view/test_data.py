@@ -32,10 +32,8 @@ def test_a_whole_run_has_nothing_to_note(run: Path) -> None:
         page["num_logged"],
         page["versions"],
     ) == ("run", 4, 4, 38, [1, 4])
-    assert (
-        dict(page["facts"])["Questions per step"] == "2"
-        and dict(page["facts"])["flowtrain"] == "0123456789"
-    )
+    assert dict(page["facts"])["Questions per step"] == "2"
+    assert dict(page["facts"])["flowtrain"] == "0123456789"
     assert (
         page["seconds"] == {"collect": 8.0} and page["config"] == (run / "config.toml").read_text()
     )
@@ -59,11 +57,9 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
             "train",
             trajectory.reward,
         )
-        assert (
-            shown["seed"] == str(trajectory.seed)
-            and shown["scorer"] == "exact"
-            and shown["seconds"] == 1.5
-        )
+        assert shown["seed"] == str(trajectory.seed)
+        assert shown["scorer"] == "exact"
+        assert shown["seconds"] == 1.5
         prompt: tuple[int, ...] = ()
         for turn, original in zip(shown["turns"], trajectory.turns, strict=True):
             call = original.calls["planner"]
@@ -179,12 +175,10 @@ def notes(run: Path) -> str:
 def test_without_a_tokenizer_ids_remain(run: Path) -> None:
     (run / "tokenizer.json").unlink()
     turn = data(run)["rollouts"][0]["turns"][0]
-    assert (
-        turn["texts"] is None
-        and turn["prompt"] is None
-        and turn["response_ids"]
-        and turn["num_new_tokens"] > 0
-    )
+    assert turn["texts"] is None
+    assert turn["prompt"] is None
+    assert turn["response_ids"]
+    assert turn["num_new_tokens"] > 0
     assert "The tokenizer of the run is gone" in notes(run)
 
 
