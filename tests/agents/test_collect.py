@@ -345,10 +345,8 @@ def test_groups_are_filled_with_branches_then_rollouts() -> None:
     assert [group.trajectories[:3] for group in grown] == [
         group.trajectories for group in groups
     ], "the roots stay as they are"
-    assert [[t.branch for t in group.trajectories[3:]] for group in grown] == [
-        points[0],
-        [None] * 3,
-    ]
+    found = [[t.branch for t in group.trajectories[3:]] for group in grown]
+    assert found == [points[0], [None] * 3]
     first = grown[0].trajectories
     responses = [t.turns[0].calls["planner"].response_ids for t in first]
     assert responses[4][0] == responses[0][0], "the prefix of its root"

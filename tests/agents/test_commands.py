@@ -105,7 +105,7 @@ pieces = st.lists(st.sampled_from([*(reply for reply, _ in REPLIES), "\n", "(", 
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(texts | pieces)
 def test_what_is_read_reads_the_same_when_it_is_written(reply: str) -> None:
     with contextlib.suppress(ValueError):

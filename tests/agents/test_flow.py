@@ -166,11 +166,8 @@ def test_stop_ends_the_rollout_with_the_answer() -> None:
 @pytest.mark.parametrize("max_turns", [1, 3])
 def test_generator_answers_after_turn_limit(max_turns: int) -> None:
     trajectory = run(flow([ECHO], max_turns=max_turns))
-    assert (len(trajectory.turns), trajectory.truncated, trajectory.answer) == (
-        max_turns,
-        "turns",
-        "1284",
-    )
+    found = (len(trajectory.turns), trajectory.truncated, trajectory.answer)
+    assert found == (max_turns, "turns", "1284")
 
 
 def test_a_stop_in_the_last_turn_is_no_truncation() -> None:
@@ -370,11 +367,8 @@ def test_planners_hear_turn_and_seed() -> None:
     loop = flow([ECHO])
     run(loop, seed=99)
     assert isinstance(loop.planner, FakePlanner)
-    assert [(turn, seed, len(memory.entries)) for memory, turn, seed, _ in loop.planner.asked] == [
-        (0, 99, 0),
-        (1, 99, 1),
-        (2, 99, 2),
-    ]
+    found = [(turn, seed, len(memory.entries)) for memory, turn, seed, _ in loop.planner.asked]
+    assert found == [(0, 99, 0), (1, 99, 1), (2, 99, 2)]
 
 
 def test_rollouts_wait_at_the_same_time() -> None:
@@ -466,10 +460,8 @@ def test_branch_keeps_prefix_and_samples_rest(turn: int, token: int) -> None:
     assert left.response_ids == (*was.response_ids[:token], 70, 71)
     assert left.logprobs == (*was.logprobs[:token], -7.0, -7.1)
     assert left.sampling_mask == SamplingMask.of([*KEPT[:token], (70, 72), (71,)])
-    assert [(s.start, s.end, s.version) for s in left.spans] == [
-        *[(0, 1, 3), (1, 2, 4)][:token],
-        (token, token + 2, 5),
-    ]
+    found = [(s.start, s.end, s.version) for s in left.spans]
+    assert found == [*[(0, 1, 3), (1, 2, 4)][:token], (token, token + 2, 5)]
     ((prefix, at, seed),) = planner.prefixes
     assert (len(prefix.response.ids), at, seed) == (token, turn, 12)
 

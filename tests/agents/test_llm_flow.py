@@ -153,12 +153,8 @@ def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
         trajectory = run(flow)
     expected = ["analyst", "executor", "verifier", "executor", "verifier", "generator"]
     assert [role_of(prompt) for prompt in server.prompts] == expected
-    assert (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error) == (
-        "1. Summary: an area.",
-        "1284",
-        "",
-        "",
-    )
+    found = (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error)
+    assert found == ("1. Summary: an area.", "1284", "", "")
     assert trajectory.output.startswith("Process summary:") and trajectory.reward is None
     first, second = trajectory.turns
     assert first.action == Action("j", "c0", "goal 0", "Wiki") and second.action == Action(

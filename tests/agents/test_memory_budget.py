@@ -79,7 +79,7 @@ def coarse(memory: Memory) -> int:
 MEASURES = [partial(measure, PROMPTS[0]), partial(measure, PROMPTS[1]), coarse]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(memories, st.integers(1, 1500), st.sampled_from(MEASURES))
 @example(Memory((MemoryEntry("", "", "", "x" * 1101),) * 3), 475, coarse)
 @example(

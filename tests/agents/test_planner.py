@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from char_tokenizer import ChatChars, says
@@ -24,10 +25,9 @@ from flowtrain.tools.search import Search
 from flowtrain.types import Action, PlanStep, Sampling, Task, VersionSpan
 
 TOOLS = ("Search", "Python_Coder", "Base_Generator")
-FOUR_FIELDS = """Justification: the area is stated in a text
-Context: the country is Chad
-Sub-Goal: area of Chad
-Tool Name: Search"""
+FOUR_FIELDS = (
+    "Justification: it is stated\nContext: it is Chad\nSub-Goal: area of Chad\nTool Name: Search"
+)
 
 
 def parse(text: str) -> Action | None:
@@ -37,75 +37,56 @@ def parse(text: str) -> Action | None:
 # ---- the contract of the answer
 
 
-def test_four_labelled_fields_in_order() -> None:
-    assert parse(FOUR_FIELDS) == Action(
-        "the area is stated in a text", "the country is Chad", "area of Chad", "Search"
-    )
-
-
-def test_the_same_fields_as_json() -> None:
-    fields = {
-        "justification": "j",
-        "context": " c ",
-        "sub_goal": "area of Chad",
-        "tool_name": "search",
-    }
-    assert parse(json.dumps(fields)) == Action("j", "c", "area of Chad", "Search")
-    assert parse(
-        '{"sub_goal": 12, "tool_name": "Python_Coder", "context": null, "more": 1}'
-    ) == Action("", "", "12", "Python_Coder")
-
-
-def test_json_without_a_field_that_matters_is_malformed() -> None:
-    assert parse('{"sub_goal": "", "tool_name": "Search"}') is None
-    assert parse('{"sub_goal": "x", "tool_name": null}') is None
-    assert parse('["sub_goal", "tool_name"]') is None
-    assert parse('"Search"') is None
-
-
-def test_bold_marks_case_and_spaces_around_labels_do_not_matter() -> None:
-    assert parse("**Sub-Goal:** area of Chad\n**Tool Name**: **Search**") == Action(
-        "", "", "area of Chad", "Search"
-    )
-    assert parse("sub-goal : area of Chad\nTOOL NAME\t: Search") == Action(
-        "", "", "area of Chad", "Search"
-    )
-
-
-def test_the_last_answer_of_several_counts() -> None:
-    action = parse(
-        FOUR_FIELDS + "\n\nOn second thought:\nSub-Goal: capital of Chad\nTool Name: Base_Generator"
-    )
-    assert action == Action("", "", "capital of Chad", "Base_Generator")
-
-
-def test_fields_nearest_to_the_last_tool_name_count() -> None:
-    action = parse(
-        "Context: old\nSub-Goal: first\nContext: new\nSub-Goal: second\nTool Name: Search"
-    )
-    assert action == Action("", "new", "second", "Search")
-    assert parse("Sub-Goal: first\nSub-Goal: second\nTool Name: Search") == Action(
-        "", "", "second", "Search"
-    )
-
-
-def test_a_field_out_of_order_is_not_read() -> None:
-    assert parse("Tool Name: Search\nSub-Goal: area of Chad") is None
-    assert parse("Context: c\nJustification: j\nSub-Goal: s\nTool Name: Search") == Action(
-        "j", "", "s", "Search"
-    )
+SEARCH = Action("", "", "area of Chad", "Search")
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "action"),
     [
-        *("", "I would look the area up.", "Sub-Goal: area of Chad", "Tool Name: Search"),
-        *("Sub-Goal:\nTool Name: Search", "Sub-Goal: area of Chad\nTool Name:"),
-        *("Sub-Goal: area of Chad\nTool Name: \n\nSearch", "Sub-Goal: area of Chad Search"),
+        # Four labelled fields in order, or the same as JSON.
+        (FOUR_FIELDS, replace(SEARCH, justification="it is stated", context="it is Chad")),
+        (
+            '{"justification": "j", "context": " c ", "sub_goal": "x", "tool_name": "search"}',
+            Action("j", "c", "x", "Search"),
+        ),
+        (
+            '{"sub_goal": 12, "tool_name": "Python_Coder", "context": null, "more": 1}',
+            Action("", "", "12", "Python_Coder"),
+        ),
+        # Bold marks, case and spaces around labels do not matter.
+        ("**Sub-Goal:** area of Chad\n**Tool Name**: **Search**", SEARCH),
+        ("sub-goal : area of Chad\nTOOL NAME\t: Search", SEARCH),
+        # The last answer of several counts, and the fields nearest to the last tool name.
+        (
+            f"{FOUR_FIELDS}\n\nOn second thought:\nSub-Goal: capital\nTool Name: Base_Generator",
+            Action("", "", "capital", "Base_Generator"),
+        ),
+        (
+            "Context: old\nSub-Goal: first\nContext: new\nSub-Goal: second\nTool Name: Search",
+            Action("", "new", "second", "Search"),
+        ),
+        ("Sub-Goal: a\nSub-Goal: b\nTool Name: Search", Action("", "", "b", "Search")),
+        # A field out of order is not read.
+        ("Tool Name: Search\nSub-Goal: area of Chad", None),
+        (
+            "Context: c\nJustification: j\nSub-Goal: s\nTool Name: Search",
+            Action("j", "", "s", "Search"),
+        ),
+        # Without sub-goal or tool it is malformed.
+        *(
+            (text, None)
+            for text in (
+                *("", "I would look the area up.", "Sub-Goal: area of Chad", "Tool Name: Search"),
+                *("Sub-Goal:\nTool Name: Search", "Sub-Goal: area of Chad\nTool Name:"),
+                *("Sub-Goal: area\nTool Name: \n\nSearch", "Sub-Goal: area of Chad Search"),
+                *('{"sub_goal": "", "tool_name": "Search"}', '["sub_goal", "tool_name"]'),
+                *('{"sub_goal": "x", "tool_name": null}', '"Search"'),
+            )
+        ),
     ],
 )
-def test_without_sub_goal_or_tool_an_answer_is_malformed(text: str) -> None:
-    assert parse(text) is None
+def test_the_contract_of_the_answer(text: str, action: Action | None) -> None:
+    assert parse(text) == action
 
 
 @pytest.mark.parametrize(
@@ -167,7 +148,7 @@ def check_action(action: Action | None) -> None:
         )
 
 
-@settings(derandomize=True, deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(ANY_TEXT)
 def test_no_text_raises(text: str) -> None:
     check_action(parse(text))
@@ -188,7 +169,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.dictionaries(
         st.sampled_from(["justification", "context", "sub_goal", "tool_name", "other"]), JSON_VALUES
@@ -243,7 +224,7 @@ LINES = (
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(LINES, LINES, LINES, st.sampled_from(TOOLS))
 def test_what_a_prompt_writes_it_reads_back(
     justification: str, context: str, sub_goal: str, tool_name: str

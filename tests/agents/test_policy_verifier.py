@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 from char_tokenizer import CharTokenizer, ChatChars, says
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from make import Engine, Planner, call
 from toy_options import toy
@@ -116,7 +116,6 @@ def test_only_the_very_words_are_a_verdict(line: str, verdict: Verdict, is_malfo
     assert (read_verdict(done.text) != (verdict, ())) == is_malformed
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.text(max_size=40) | st.text("STOPCNIUE: \nocluin", max_size=40))
 def test_any_text_has_a_verdict_only_in_its_last_line(text: str) -> None:
     assume(cut_end_of_turn(text) == text)
@@ -167,10 +166,8 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
 
 
 def test_a_reply_as_long_as_the_model_is_refused() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"policies\.verifier\.max_new_tokens=48 must be below the model's 48 positions",
-    ):
+    told = r"policies\.verifier\.max_new_tokens=48 must be below the model's 48 positions"
+    with pytest.raises(UserError, match=told):
         verifier(says(max_tokens=48))
 
 
@@ -188,10 +185,8 @@ def test_full_verdict_prompt_needs_chat_template() -> None:
         make(full, says(" STOP", mask=MASK), plain)
     engine = says("It is stated.\nConclusion: STOP", max_tokens=9000)
     made = make(full, engine, ChatChars())
-    assert (
-        asyncio.run(made.verify(TASK, memory(("Search", "area of Chad")), 3, 5.0)).verdict
-        is Verdict.STOP
-    )
+    found = asyncio.run(made.verify(TASK, memory(("Search", "area of Chad")), 3, 5.0)).verdict
+    assert found is Verdict.STOP
     assert engine.asked[0][0].startswith("<user>You check whether")
     assert '"sub_goal": "area of Chad"' in engine.asked[0][0]
     assert all(

@@ -398,9 +398,8 @@ def test_an_agent_of_another_package_makes_rollouts(
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     assert not load_kind(config("echo")).can_branch
-    with pytest.raises(
-        UserError, match=r"package their_agents 1\.2 cannot be imported: AttributeError"
-    ):
+    told = r"package their_agents 1\.2 cannot be imported: AttributeError"
+    with pytest.raises(UserError, match=told):
         load_kind(config("broken"))
 
 
@@ -426,9 +425,8 @@ def test_a_name_that_names_no_agent_is_refused(
 def test_algorithms_and_policies_ask_what_the_agent_can_do(mine: str) -> None:
     appo = {"algorithm": {"name": "appo"}, "appo": {"num_roots": 2}}
     plain = config(f"{mine}:Echo", **appo)
-    with pytest.raises(
-        UserError, match=r"'appo' rewinds rollouts and branches, which agent\.name="
-    ):
+    told = r"'appo' rewinds rollouts and branches, which agent\.name="
+    with pytest.raises(UserError, match=told):
         load_algorithm(plain).check_agent(load_kind(plain))
     rewinds = config(f"{mine}:Rewinds", **appo)
     load_algorithm(rewinds).check_agent(load_kind(rewinds))

@@ -246,7 +246,7 @@ def test_special_tokens_of_a_teacher_are_plain_text(style: str) -> None:
         assert ids[-1] == tokenizer.eos_token_id
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "a", "<|", "\ue0000\ue001", " "])))
 def test_no_text_makes_a_special_token(parts: list[str]) -> None:
     tokenizer = styled("qwen2.5")

@@ -358,7 +358,7 @@ STATEMENTS = st.sampled_from(
 BEGIN = "import random\nx, items, rows = 0, [], (n * n for n in range(1000))\nf = abs\n"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(parts=st.lists(st.lists(STATEMENTS, max_size=4), min_size=1, max_size=5))
 def test_parts_of_a_program_print_what_it_prints_as_a_whole(parts: list[list[str]]) -> None:
     tool = SHARED.setdefault("tool", coder(max_result_chars=100_000))

@@ -11,7 +11,7 @@ import make
 import pytest
 import torch
 from batches import batch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.algorithms import load_algorithm
@@ -216,7 +216,6 @@ def approx6(value: list[float]) -> Any:
 REWARDS = st.sampled_from([0.0, 0.5, 1.0])
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     st.lists(
         st.tuples(REWARDS, st.lists(st.integers(1, 4), min_size=1, max_size=3)),

@@ -154,7 +154,7 @@ def test_what_candidates_lack_other_tokens_fill_and_then_the_same_again() -> Non
     assert found == [(0, 0, 0), (0, 0, 4), (1, 0, 0), (0, 0, 2), (0, 0, 0), (0, 0, 4)]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.lists(st.lists(st.integers(0, 20), max_size=9), min_size=1, max_size=3),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from batches import flow_grpo
 from flowkernels import LossSpec, policy_loss
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from make import call
 from torch import Tensor
@@ -251,7 +251,6 @@ def test_samples_carry_the_very_tokens_of_the_turns() -> None:
     ]
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.lists(st.lists(TRAJECTORIES, min_size=2, max_size=6), max_size=4))
 def test_paper_weights_sum_to_the_kept_groups_and_advantages_cancel(
     batch: list[list[tuple[float, list[int]]]],

@@ -177,10 +177,8 @@ def test_a_frozen_model_in_this_process(folder: str, tokenizer: PreTrainedTokeni
         [{"role": "user", "content": "the area"}], tokenize=True, add_generation_prompt=True
     )["input_ids"]
     metrics = chats.metrics()
-    assert (metrics["engines/a/requests"], metrics["engines/a/prompt_tokens"]) == (
-        3,
-        3 * len(prompt),
-    )
+    found = (metrics["engines/a/requests"], metrics["engines/a/prompt_tokens"])
+    assert found == (3, 3 * len(prompt))
     assert metrics["engines/a/cost"] == pytest.approx(metrics["engines/a/reply_tokens"] / 1e6) != 0
     chats.close()
 
@@ -331,9 +329,8 @@ def test_engine_options_on_the_command_line(tmp_path: Path) -> None:
 def test_missing_vllm_is_reported_under_its_option(
     folder: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(
-        UserError, match=r"engines\.a\.kind='vllm' needs vLLM, which is not installed"
-    ):
+    told = r"engines\.a\.kind='vllm' needs vLLM, which is not installed"
+    with pytest.raises(UserError, match=told):
         start(config({"verifier": "a"}, {"a": {"kind": "vllm", "model": folder}}), tokenizer)
 
 

@@ -414,9 +414,8 @@ def test_a_prompt_that_is_too_long_is_refused(engine: TorchEngine) -> None:
     assert engine.max_tokens == 64
     (completion,) = generate(engine, [([7] * 56, Sampling(8, 0.0))])
     assert len(completion.ids) == 8
-    with pytest.raises(
-        UserError, match=r"a prompt of 57 tokens with max_new_tokens=8 does not fit: .* at most 64"
-    ):
+    told = r"a prompt of 57 tokens with max_new_tokens=8 does not fit: .* at most 64"
+    with pytest.raises(UserError, match=told):
         generate(engine, [([7] * 57, Sampling(8, 0.0))])
     for prompt, max_new_tokens in (([], 8), ([7], 0)):
         with pytest.raises(UserError, match="both must be at least 1"):
@@ -527,9 +526,8 @@ def test_foreign_weights_are_refused_and_change_nothing(
     before = {name: w.clone() for name, w in models.full_weights(model).items()}
     for version, each in foreign.items():
         Publisher(WeightStore(tmp_path / "weights")).publish(each, version)
-        with pytest.raises(
-            UserError, match=f"version {version} .*model.{'layers' if version == 1 else 'norm'}"
-        ):
+        told = f"version {version} .*model.{'layers' if version == 1 else 'norm'}"
+        with pytest.raises(UserError, match=told):
             engine.load(version)
         assert engine.version == 0
         assert all(torch.equal(before[name], w) for name, w in models.full_weights(model).items())

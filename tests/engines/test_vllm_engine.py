@@ -276,10 +276,8 @@ class TestVllm:
         assert branch.logprobs[:num_kept] == root.logprobs[:num_kept]
         mask, num_tokens = branch.sampling_mask, len(branch.response_ids)
         assert mask is not None and len(mask.counts) == num_tokens > num_kept
-        assert [(s.start, s.end) for s in branch.spans] == [
-            *[(0, num_kept)][: num_kept > 0],
-            (num_kept, num_tokens),
-        ]
+        found = [(s.start, s.end) for s in branch.spans]
+        assert found == [*[(0, num_kept)][: num_kept > 0], (num_kept, num_tokens)]
         expected = truth(at_0.model, PROMPTS[2], branch.response_ids, sampling)
         assert (torch.tensor(branch.logprobs) - expected).abs().max() <= 1e-5
 

@@ -148,11 +148,8 @@ def test_an_evaluation_leaves_its_records_and_numbers(
     for record in records:
         number = int(record["pid"]) + NUM_ROWS * (record["benchmark"] == "hotpotqa")
         task = lookups[number]
-        assert (record["question"], record["answers"], record["scored_by"]) == (
-            task.question,
-            list(task.answers),
-            "qa",
-        )
+        found = (record["question"], record["answers"], record["scored_by"])
+        assert found == (task.question, list(task.answers), "qa")
         (turn,) = record["turns"]
         assert task.question in turn["prompt_text"] and turn["response_text"].startswith(
             "Justification"
@@ -168,11 +165,8 @@ def test_an_evaluation_leaves_its_records_and_numbers(
     assert summary["accuracy"]["by_trial"] == [
         pytest.approx(sum(rewards[t]) / NUM_ROWS) for t in (1, 2)
     ]
-    assert (summary["num_questions"], summary["num_failed"], summary["stats"]["turns_mean"]) == (
-        NUM_ROWS,
-        0,
-        1.0,
-    )
+    found = (summary["num_questions"], summary["num_failed"], summary["stats"]["turns_mean"])
+    assert found == (NUM_ROWS, 0, 1.0)
     expected = {"Search": pytest.approx(2 / 3), "Base_Generator": pytest.approx(1 / 3)}
     assert summary["stats"]["tool_shares"] == expected
     # Two requests per rollout; the server counts words as tokens.

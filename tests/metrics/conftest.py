@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def make_turn(action: Action | None, text: str = "raw response", **changes: Any) -> Turn:
     spans = VersionSpan(0, 1, 6), VersionSpan(1, 2, 7)
-    said = replace(call((4, 5), (1, 2, 3), (-0.123456789, -2.0), text=text), spans=spans)
+    said = call((4, 5), (1, 2, 3), (-0.123456789, -2.0), text=text, spans=spans)
     fields = {
         "command": 'lookup("Chad")',
         "result": ToolResult(output="N'Djamena", seconds=0.1),

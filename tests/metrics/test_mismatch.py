@@ -6,7 +6,6 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def sample(
 def group_of(one: Sample, spans: Sequence[VersionSpan] | None = None) -> Group:
     whole = (VersionSpan(0, len(one.response_ids), START),)
     spans = whole if spans is None else tuple(spans)
-    said = replace(call(one.response_ids, one.prompt_ids, one.logprobs), spans=tuple(spans))
+    said = call(one.response_ids, one.prompt_ids, one.logprobs, spans=tuple(spans))
     assert one.sample_id is not None
     return group(rollout(turn(said)), index=one.sample_id.group)
 

@@ -65,7 +65,7 @@ ROLLOUT = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     drawn=st.lists(st.lists(ROLLOUT, min_size=2, max_size=4), min_size=1, max_size=3),
     lost=st.integers(0, 20),

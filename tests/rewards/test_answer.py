@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.rewards import is_refusal
@@ -37,7 +37,6 @@ def test_final_answer(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     st.text(),
     st.text().filter(lambda text: "answer>" not in text.casefold()),

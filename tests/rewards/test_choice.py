@@ -47,7 +47,7 @@ def test_options_with_the_same_text_are_the_same() -> None:
     assert choice(task, "C") == choice(task, "two") == 1.0
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.one_of(st.text(), st.text("ABCabc ().:-*option answer is")), st.lists(st.text(), max_size=5)
 )

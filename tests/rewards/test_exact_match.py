@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.rewards.exact import exact_match
@@ -13,7 +13,6 @@ def reward(answer: str, *accepted: str) -> float:
     return exact_match(Task("t", "q", accepted), answer)
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(-(10**12), 10**12), st.integers(0, 3))
 def test_every_spelling_of_an_integer(number: int, num_zeros: int) -> None:
     spellings = [

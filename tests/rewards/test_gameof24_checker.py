@@ -37,7 +37,7 @@ def expressions(draw: st.DrawFn, num_numbers: int = 4) -> str:
     return f"({text})" if draw(st.booleans()) else text
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(expressions())
 @example("(8 / (3 - (8 / 3)))")
 @example("4 * 6 + 7 - 7")
@@ -68,7 +68,7 @@ def test_hostile_text_is_refused_without_a_warning(expression: str) -> None:
         assert not is_right(expression, [])
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from(["4", "6", "8", "(", ")", *SIGNS, " "]), min_size=1, max_size=12).map(
         "".join

@@ -69,10 +69,8 @@ def test_the_judge_decides_only_where_the_rule_says_wrong(cache: JudgeCache) -> 
 def test_no_answer_and_proofs_are_not_judged(cache: JudgeCache) -> None:
     engine = Chat(lambda prompt, seed: RIGHT)
     judge = Judge(engine, cache, JudgeOptions())
-    assert (
-        judged(judge, "", "<answer></answer>", "I don't know.", "None", "Oslo is it. " * 1000)
-        == [(0.0, "qa")] * 5
-    )
+    found = judged(judge, "", "<answer></answer>", "I don't know.", "None", "Oslo is it. " * 1000)
+    assert found == [(0.0, "qa")] * 5
     assert judged(
         judge, "8+8+3+3", task=Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")
     ) == [(0.0, "gameof24")]
@@ -131,10 +129,8 @@ def test_verdicts_outlive_the_process_and_belong_to_an_engine(tmp_path: Path) ->
         Judge(Chat(by_answer), JudgeCache(path), JudgeOptions()), "Kristiania", "Bergen"
     ) == [(1.0, "judge"), (0.0, "judge")]
     silent = Chat(lambda prompt, seed: "?")
-    assert judged(Judge(silent, JudgeCache(path), JudgeOptions()), "Bergen", "Kristiania") == [
-        (0.0, "judge"),
-        (1.0, "judge"),
-    ]
+    found = judged(Judge(silent, JudgeCache(path), JudgeOptions()), "Bergen", "Kristiania")
+    assert found == [(0.0, "judge"), (1.0, "judge")]
     other = Chat(lambda prompt, seed: RIGHT, name="another model")
     assert judged(Judge(other, JudgeCache(path), JudgeOptions()), "Bergen") == [(1.0, "judge")]
     assert silent.asked == [] and len(other.asked) == 1
@@ -285,7 +281,7 @@ def test_verdicts(reply: str, verdict: bool | None) -> None:
     assert parse_judgement(reply) is verdict
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.one_of(
         st.text(),

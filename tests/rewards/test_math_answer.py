@@ -42,7 +42,6 @@ def test_lists_are_nested_a_few_times_at_most() -> None:
     assert right(nested("2", 9), nested("2", 9)) == 1.0, "the text alone"
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.fractions(max_denominator=10**6), st.fractions(max_denominator=10**6))
 def test_fractions_are_compared_exactly(one: Fraction, other: Fraction) -> None:
     latex = f"\\frac{{{one.numerator}}}{{{one.denominator}}}"
@@ -61,7 +60,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> str:
     return f"{sign}({left}{operator}{right})"
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(expressions())
 def test_agrees_with_python(text: str) -> None:
     try:

@@ -86,8 +86,6 @@ def test_nothing_to_score() -> None:
 
 def test_unknown_scorer_is_refused_by_name() -> None:
     task = Task("t9", "q", ("x",), scorer="guess")
-    with pytest.raises(
-        UserError,
-        match="task 't9': scorer 'guess' is unknown; known: exact, qa, f1, math, choice, gameof24",
-    ):
+    told = "task 't9': scorer 'guess' is unknown; known: exact, qa, f1, math, choice, gameof24"
+    with pytest.raises(UserError, match=told):
         score([Group(0, (trajectory(task, "x"),))])

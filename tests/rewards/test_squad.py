@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.rewards.normal import normalise
@@ -46,7 +46,6 @@ def test_f1_by_hand(answer: str, accepted: str, value: float) -> None:
     assert f1(answer, accepted) == pytest.approx(value)
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.text(), st.text())
 def test_f1_of_any_text(answer: str, accepted: str) -> None:
     assert f1(answer, answer) == 1.0 and 0 <= f1(answer, accepted) <= 1
@@ -56,7 +55,6 @@ def test_f1_of_any_text(answer: str, accepted: str) -> None:
     )
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.text())
 def test_normal_is_normal(text: str) -> None:
     assert (

@@ -36,10 +36,8 @@ def test_with_a_model_the_base_generator_asks_it_once() -> None:
 
 
 def test_a_model_that_fails_is_an_error_of_the_tool() -> None:
-    assert (
-        run(BaseGenerator(Chat(EngineError("429 for 60 s")), 1.0), "q").error
-        == "the model did not answer: 429 for 60 s"
-    )
+    found = run(BaseGenerator(Chat(EngineError("429 for 60 s")), 1.0), "q").error
+    assert found == "the model did not answer: 429 for 60 s"
 
 
 def test_base_generator_guesses_deterministically() -> None:

@@ -173,10 +173,8 @@ def test_web_reader_reads_all_passages_of_a_page(corpus: Callable[..., str]) -> 
         "https://wiki.example/Mali#",
     ):
         assert ask(reader, url=url, query="capital") == f"{url}\n{whole}"
-    assert (
-        ask(reader, url="corpus:3", query="capital")
-        == "corpus:3\nChad The capital of Chad is N'Djamena."
-    )
+    found = ask(reader, url="corpus:3", query="capital")
+    assert found == "corpus:3\nChad The capital of Chad is N'Djamena."
     for url in (
         *("https://wiki.example/Oslo", "corpus:6", "corpus:-1", "corpus:", "corpus:" + "9" * 30),
         *("", "\ud800"),
@@ -196,14 +194,10 @@ def test_what_a_search_lists_can_be_read(corpus: Callable[..., str]) -> None:
 
 def test_nothing_found_is_an_error(corpus: Callable[..., str]) -> None:
     tools = made(corpus())
-    assert (
-        ask(tools["Web_Search"], query="zebra")
-        == "Error: nothing was found for 'zebra'; ask in other words"
-    )
-    assert (
-        ask(tools["Wikipedia_Search"], query="zebra")
-        == "Error: no page was found for 'zebra'; ask in other words"
-    )
+    found = ask(tools["Web_Search"], query="zebra")
+    assert found == "Error: nothing was found for 'zebra'; ask in other words"
+    found = ask(tools["Wikipedia_Search"], query="zebra")
+    assert found == "Error: no page was found for 'zebra'; ask in other words"
 
 
 def test_parquet_and_jsonl_are_equal(corpus: Callable[..., str]) -> None:
@@ -227,10 +221,8 @@ def test_other_names_of_the_columns(corpus: Callable[..., str]) -> None:
     rows = [{"contents": "The capital of Mali is Bamako.", "heading": "Mali", "id": 3}]
     for name in ("x.jsonl", "x.parquet"):
         tools = made(corpus(rows, name), text_key="contents", title_key="heading")
-        assert (
-            ask(tools["Web_Search"], query="Bamako")
-            == "Mali\ncorpus:0\nThe capital of Mali is Bamako."
-        )
+        found = ask(tools["Web_Search"], query="Bamako")
+        assert found == "Mali\ncorpus:0\nThe capital of Mali is Bamako."
 
 
 # ---- the index
@@ -322,10 +314,8 @@ def test_who_has_waited_for_the_lock_finds_the_index_there(
 def test_a_foreign_folder_is_not_replaced(corpus: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(
-        UserError,
-        match=r"corpus\.index='.*mine' exists and is no index of ours; name another folder",
-    ):
+    told = r"corpus\.index='.*mine' exists and is no index of ours; name another folder"
+    with pytest.raises(UserError, match=told):
         made(corpus(), index=str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
@@ -472,9 +462,8 @@ def test_a_parquet_file_that_is_wrong_is_named_with_its_columns(corpus: Callable
         made(corpus([{"body": "a", "id": 1}], "x.parquet"))
     with pytest.raises(UserError, match=r"x\.parquet, row 2 .*missing required field `text`"):
         made(corpus([{"text": "a"}, {"text": None}], "x.parquet"))
-    with pytest.raises(
-        UserError, match=r"x\.parquet, row 1 .*Expected `str`, got `int` - at `\$\.title`"
-    ):
+    told = r"x\.parquet, row 1 .*Expected `str`, got `int` - at `\$\.title`"
+    with pytest.raises(UserError, match=told):
         made(corpus([{"text": "a", "title": 3}], "x.parquet"))
 
 
@@ -485,9 +474,8 @@ def test_a_missing_path_is_named_with_who_needs_it(tmp_path: Path) -> None:
         r"searches",
     ):
         made("")
-    with pytest.raises(
-        UserError, match=r"corpus\.path='.*no\.jsonl' cannot be read: No such file or directory"
-    ):
+    told = r"corpus\.path='.*no\.jsonl' cannot be read: No such file or directory"
+    with pytest.raises(UserError, match=told):
         made(str(tmp_path / "no.jsonl"))
 
 

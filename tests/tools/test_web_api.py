@@ -14,6 +14,7 @@ import pytest
 from web_servers import (
     Answer,
     Server,
+    check_cancelled,
     drip,
     endless,
     hang_up,
@@ -22,7 +23,6 @@ from web_servers import (
     serving,
     silent,
     status,
-    tasks_left,
 )
 
 from flowtrain.tools import ToolError
@@ -139,20 +139,7 @@ def test_nobody_listens() -> None:
 
 def test_a_cancelled_question_leaves_nothing_behind() -> None:
     threads = threading.active_count()
-
-    async def main(server: Server) -> None:
-        task = asyncio.create_task(Api().ask(Request(server.url), 60.0))
-        while not server.seen:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await tasks_left() == []
-
-    with serving(drip) as server:
-        asyncio.run(main(server))
-        while not server.hung_up:
-            server.released.wait(0.01)
+    check_cancelled(lambda server: Api().ask(Request(server.url), 60.0))
     while threading.active_count() > threads:  # those of the server end too
         time.sleep(0.01)
 

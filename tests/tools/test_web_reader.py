@@ -204,10 +204,8 @@ def test_an_empty_query_reads_nothing() -> None:
 
 def test_the_card_names_both_arguments() -> None:
     with reading(html(PAGE)) as (reader, _):
-        assert (
-            asyncio.run(run_tool(reader, {"url": URL}, 1.0, 100)).error
-            == "Web_Reader takes (url: str, query: str); got (url: str)"
-        )
+        found = asyncio.run(run_tool(reader, {"url": URL}, 1.0, 100)).error
+        assert found == "Web_Reader takes (url: str, query: str); got (url: str)"
 
 
 @pytest.mark.clock
@@ -313,8 +311,6 @@ def test_an_embedder_must_be_an_engine() -> None:
             "engines": {"judge": {"model": "x"}},
         }
     )
-    with pytest.raises(
-        UserError,
-        match=r"web_reader\.embedder='vectors' is no table of \[engines\]; there are: judge",
-    ):
+    told = r"web_reader\.embedder='vectors' is no table of \[engines\]; there are: judge"
+    with pytest.raises(UserError, match=told):
         make_tools(config)

@@ -158,20 +158,16 @@ def test_what_each_service_is_asked() -> None:
 def test_no_hits_is_an_error_that_says_what_to_do(provider: str) -> None:
     empty = {"serper": {"organic": []}, "searxng": {"results": [], "unresponsive_engines": []}}
     with serving(json_answer(empty[provider])) as server:
-        assert (
-            search(server, provider).error
-            == "nothing was found for 'capital of Mali'; ask in other words"
-        )
+        found = search(server, provider).error
+        assert found == "nothing was found for 'capital of Mali'; ask in other words"
 
 
 def test_searxng_says_when_all_its_engines_are_silent() -> None:
     with serving(
         json_answer({"results": [], "unresponsive_engines": [["google", "timeout"]]})
     ) as server:
-        assert (
-            search(server, "searxng").error
-            == "no engine behind SearXNG answered: [['google', 'timeout']]"
-        )
+        found = search(server, "searxng").error
+        assert found == "no engine behind SearXNG answered: [['google', 'timeout']]"
 
 
 @PROVIDERS
@@ -255,7 +251,6 @@ def test_another_variable_may_hold_the_key(monkeypatch: pytest.MonkeyPatch) -> N
 def test_addresses_are_named_and_checked_at_the_start() -> None:
     with pytest.raises(UserError, match=r"web_search\.base_url='' must begin with http.* SearXNG"):
         tool("searxng", "")
-    with pytest.raises(
-        UserError, match=r"web_search\.base_url='localhost:8080' must begin with http"
-    ):
+    told = r"web_search\.base_url='localhost:8080' must begin with http"
+    with pytest.raises(UserError, match=told):
         tool("searxng", "localhost:8080")

@@ -217,10 +217,8 @@ def test_a_result_fits_the_memory() -> None:
 
 
 def test_the_language_picks_the_wiki() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"wikipedia\.base_url='de\.wikipedia\.org' must be the address of an api\.php",
-    ):
+    told = r"wikipedia\.base_url='de\.wikipedia\.org' must be the address of an api\.php"
+    with pytest.raises(UserError, match=told):
         tool("de.wikipedia.org")
     for language in ("de/../x", "DE", ""):
         with pytest.raises(ValueError, match="language"):

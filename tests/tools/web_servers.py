@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpcore2
+import pytest
 
 PUBLIC = "93.184.215.14"
 """An address of the public internet; nothing is ever sent there."""
@@ -183,3 +184,21 @@ class Internet(httpcore2.AsyncNetworkBackend):
 async def tasks_left() -> list[asyncio.Task[Any]]:
     """Tasks of this loop besides the caller's."""
     return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
+def check_cancelled(ask: Callable[[Server], Coroutine[Any, Any, Any]]) -> None:
+    """What is cancelled while its answer drips closes the connection and leaves no task behind."""
+
+    async def main(server: Server) -> None:
+        task = asyncio.create_task(ask(server))
+        while not server.seen:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await tasks_left() == []
+
+    with serving(drip) as server:
+        asyncio.run(main(server))
+        while not server.hung_up:  # it notices by the error that its next byte meets
+            server.released.wait(0.01)
