@@ -5,6 +5,7 @@ engines, chats and planners that do as a test says.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from flowtrain.types import (
 
 if TYPE_CHECKING:
     from flowtrain.agents.agentflow.planner import Plan
+    from flowtrain.tools import ToolCard
 
 TASK = Task("t", "q", ("a",))
 Tokens = int | Sequence[int]
@@ -184,3 +186,17 @@ class Planner:
 
     def measure(self, memory: Any) -> int:
         return 0
+
+
+@dataclass
+class Tool:
+    """Says what a function, which may wait, makes of the arguments."""
+
+    card: ToolCard
+    act: Callable[..., Any]
+
+    async def execute(self, *given: Any, **named: Any) -> str:
+        said = self.act(*given, **named)
+        return await said if inspect.isawaitable(said) else said
+
+    def close(self) -> None: ...

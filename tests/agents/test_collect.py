@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 import pytest
+from make import Tool
 
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.agents.agentflow.flow import Flow, FlowLimits
@@ -67,21 +68,11 @@ class FakePlanner:
         return Plan(call, Action("", "", str(said), "Echo" if rng.random() < 0.5 else "None"))
 
 
-class FakeEcho:
-    card = ToolCard("Echo", "Says the query again.")
-
-    async def execute(self, query: str) -> str:
-        return query
-
-    def close(self) -> None:
-        pass
-
-
 TASKS = [Task(f"task-{i}", f"question {i}", ("x",)) for i in range(7)]
 
 
 def flow(planner: FakePlanner) -> Flow:
-    executor = Executor({"Echo": FakeEcho()}, 30.0, 100)
+    executor = Executor({"Echo": Tool(ToolCard("Echo", ""), lambda query: query)}, 30.0, 100)
     return Flow(planner, executor, RuleVerifier(), Generator(), FlowLimits(3, 60.0))
 
 
@@ -193,7 +184,7 @@ def never(task: Task, memory: Memory) -> bool:
 
 
 def slow_flow(slow: tuple[str, ...], seconds: float = 3600.0) -> Flow:
-    executor = Executor({"Echo": FakeEcho()}, 30.0, 100)
+    executor = Executor({"Echo": Tool(ToolCard("Echo", ""), lambda query: query)}, 30.0, 100)
     return Flow(
         SlowPlanner(slow=slow, seconds=seconds),
         executor,

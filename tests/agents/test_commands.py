@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make import Chat
+from make import Chat, Tool
 
 from flowtrain.agents.agentflow.commands import fitted, read_command, write_command
 from flowtrain.agents.agentflow.executor import Executor
@@ -73,17 +73,8 @@ def test_arguments_are_fitted_to_a_tool_of_one(
     assert fitted(given, card) == fits
 
 
-class Coder:
-    card = CARD
-
-    async def execute(self, query: str) -> str:
-        return query.upper()
-
-    def close(self) -> None: ...
-
-
 def execute(reply: str) -> tuple[str, str, tuple[str, ...]]:
-    tools = {"Python_Coder": Coder()}
+    tools = {"Python_Coder": Tool(CARD, lambda query: query.upper())}
     executor = Executor(tools, 5.0, 100, Chat(reply), 5.0)  # type: ignore[arg-type]
     action = Action("", "", "area", "Python_Coder")
     done = asyncio.run(executor.execute("q", action, 0, 5.0))

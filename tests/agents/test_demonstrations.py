@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 from char_tokenizer import CharTokenizer
-from make import Chat, Planner
+from make import Chat, Planner, Tool
 
 from flowtrain.agents.agentflow.demonstrations import refinements
 from flowtrain.agents.agentflow.executor import Executor
@@ -36,16 +35,6 @@ class Following(Planner):
         return sum(len(entry.result) for entry in memory.entries)
 
 
-@dataclass
-class Tool:
-    card: ToolCard
-
-    async def execute(self, query: str) -> str:
-        return f"The {query} is 1284. " * 30
-
-    def close(self) -> None: ...
-
-
 def model() -> Chat:
     return Chat([f"Evidence {number}: " + "1284 " * 60 for number in (1, 2)])
 
@@ -56,7 +45,10 @@ def frozen(model: Chat, max_chars: int) -> Refiner:
 
 def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]:
     tools = {
-        name: Tool(ToolCard(name, "", finds_passages=name == "Archive"))
+        name: Tool(
+            ToolCard(name, "", finds_passages=name == "Archive"),
+            lambda query: f"The {query} is 1284. " * 30,
+        )
         for name in ("Archive", "Clock")
     }
     limits = FlowLimits(4, 60.0, memory_tokens=memory_tokens)

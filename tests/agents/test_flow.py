@@ -5,9 +5,11 @@ and memory are the real ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import make
 import pytest
 
 from flowtrain.agents.agentflow.executor import NO_COMMAND, Executor
@@ -17,7 +19,7 @@ from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.planner import NO_TOOL, Plan
 from flowtrain.agents.agentflow.verifier import RuleVerifier, Verification
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
-from flowtrain.tools import Tool, ToolCard
+from flowtrain.tools import ToolCard
 from flowtrain.types import (
     Action,
     BranchPoint,
@@ -68,23 +70,6 @@ def completion(turn: int) -> Completion:
     return Completion((turn, 8, 9), (-0.1, -0.2, -0.3 * turn), SPANS, FinishReason.LENGTH, MASK)
 
 
-class FakeTool:
-    """Does what the test says."""
-
-    def __init__(self, name: str, act: Callable[[str], Awaitable[str]]) -> None:
-        self.card, self._act = ToolCard(name, "Does what the test says."), act
-
-    async def execute(self, query: str) -> str:
-        return await self._act(query)
-
-    def close(self) -> None:
-        pass
-
-
-async def _echo(query: str) -> str:
-    return f"The {query} is 1284."
-
-
 async def _raise(query: str) -> str:
     raise ZeroDivisionError("the tool has a bug")
 
@@ -98,26 +83,21 @@ async def _hang(query: str) -> str:
     return "never"
 
 
-async def _flood(query: str) -> str:
-    return "x" * 1_000_000
-
-
-async def _silent(query: str) -> str:
-    return " \n"
-
-
-async def _half(query: str) -> str:
-    return "half a pair: \ud83d."
-
-
 async def _halferror(query: str) -> str:
     raise ValueError("\ude00 is the other half")
 
 
-_ACTS = (_echo, _raise, _exit, _hang, _flood, _silent, _half, _halferror)
-TOOLS: Mapping[str, Tool] = {
-    act.__name__.removeprefix("_").title(): FakeTool(act.__name__, act) for act in _ACTS
+ACTS: dict[str, Callable[[str], Any]] = {
+    "Echo": lambda query: f"The {query} is 1284.",
+    "Raise": _raise,
+    "Exit": _exit,
+    "Hang": _hang,
+    "Flood": lambda query: "x" * 1_000_000,
+    "Silent": lambda query: " \n",
+    "Half": lambda query: "half a pair: \ud83d.",
+    "Halferror": _halferror,
 }
+TOOLS = {name: make.Tool(ToolCard(name, ""), act) for name, act in ACTS.items()}
 
 
 def never(task: Task, memory: Memory) -> bool:
@@ -293,7 +273,7 @@ def test_the_sub_goal_reaches_the_tool_word_for_word(sub_goal: str) -> None:
         return "ok"
 
     action = Action("", "", sub_goal, "Note")
-    executor = Executor({"Note": FakeTool("Note", note)}, 5.0, 100)
+    executor = Executor({"Note": make.Tool(ToolCard("Note", "x"), note)}, 5.0, 100)
     command, result, _ = asyncio.run(executor.execute("q", action, 0, 5.0))
     assert (seen, result.output) == ([sub_goal], "ok")
     assert command.startswith("execution = tool.execute(query=") and "\n" not in command

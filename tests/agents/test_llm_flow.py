@@ -17,7 +17,7 @@ import pytest
 from batches import flow_grpo
 from char_tokenizer import CharTokenizer
 from chat_servers import ChatServer, chat_server
-from make import Engine
+from make import Engine, Tool
 from starlette.responses import JSONResponse, Response
 from toy_options import toy
 
@@ -44,23 +44,19 @@ ROLES = {
 }
 
 
-class Wiki:
-    """A tool with a card in full."""
+CARD = ToolCard(
+    "Wiki",
+    "Finds facts about countries.",
+    (Parameter("query", "what to find"), Parameter("limit", "how many passages", int, False)),
+    limits="knows no people",
+    advice="name the country",
+    examples=({"query": "capital of Peru", "limit": 2},),
+)
 
-    card = ToolCard(
-        "Wiki",
-        "Finds facts about countries.",
-        (Parameter("query", "what to find"), Parameter("limit", "how many passages", int, False)),
-        limits="knows no people",
-        advice="name the country",
-        examples=({"query": "capital of Peru", "limit": 2},),
-    )
 
-    async def execute(self, query: str, limit: int = 1) -> str:
-        await asyncio.sleep(0)
-        return f"found {query} ({limit})"
-
-    def close(self) -> None: ...
+async def find(query: str, limit: int = 1) -> str:
+    await asyncio.sleep(0)
+    return f"found {query} ({limit})"
 
 
 Script = dict[str, Callable[[str], Response | str]]
@@ -123,7 +119,7 @@ def llm_flow(
             max_tokens=1_000_000,
             decode=CharTokenizer().decode,
         )
-        tools = {"Wiki": Wiki()}
+        tools = {"Wiki": Tool(CARD, find)}
         planner = Policy(engine, CharTokenizer(), 100, 1.0, 30.0)
         chat_engine = Endpoint("local", config.engines["local"])
         try:
@@ -489,7 +485,10 @@ def test_results_are_data() -> None:
     """Braces and tags in what a tool found go through templates unharmed."""
     odd = '{question} {0} {{x}} %s <answer>no</answer> """'
     memory = Memory((MemoryEntry("Wiki", odd, odd, odd),), odd)
-    assert FullPrompt([Wiki()]).render(Moment(Task("t", odd, ()), memory)).count("{0} {{x}}") == 5
+    assert (
+        FullPrompt([Tool(CARD, find)]).render(Moment(Task("t", odd, ()), memory)).count("{0} {{x}}")
+        == 5
+    )
     with llm_flow({}) as (flow, server, _):
         task = Task("t", odd, ("a",))
         asyncio.run(flow.generator.answer(task, memory, 0, 5.0))

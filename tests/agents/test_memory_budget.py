@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from make import Engine
+from make import Engine, Tool
 
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.agents.agentflow.flow import Flow, FlowLimits
@@ -34,18 +34,12 @@ TASK = Task("t", "What is the area of Chad?", ("x",))
 TOKENIZER.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-class Flood:
-    """A tool with much to say."""
-
-    card = ToolCard("Flood", "Says much.")
-
-    async def execute(self, query: str) -> str:
-        return f"{query} " + "The area of Chad is 1284. " * 2000
-
-    def close(self) -> None: ...
+FLOOD = Tool(
+    ToolCard("Flood", "Says much."), lambda query: f"{query} " + "The area of Chad is 1284. " * 2000
+)
 
 
-PROMPTS: list[PlannerPrompt] = [CompactPrompt(), FullPrompt([Flood()])]
+PROMPTS: list[PlannerPrompt] = [CompactPrompt(), FullPrompt([FLOOD])]
 
 
 def measure(prompt: PlannerPrompt, memory: Memory) -> int:
@@ -154,7 +148,7 @@ def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) ->
     constant = len(TOKENIZER.encode(PROMPTS[1].render(Moment(TASK))))
     engine = talking(constant + 900 + 60)
     planner = ModelPlanner(Policy(engine, TOKENIZER, 60, 1.0, 30.0), PROMPTS[1], ("Flood",))
-    tools = {"Flood": Flood()}
+    tools = {"Flood": FLOOD}
     limits = FlowLimits(4, 60.0, memory_tokens=budget)
     flow = Flow(
         planner,
@@ -186,7 +180,7 @@ def test_a_turn_tokenises_little_more_than_what_its_prompt_shows() -> None:
     policy = Policy(engine, TOKENIZER, 60, 1.0, 30.0)
     flow = Flow(
         Counting(policy, PROMPTS[1], ("Flood",)),
-        Executor({"Flood": Flood()}, 5.0, 1500),
+        Executor({"Flood": FLOOD}, 5.0, 1500),
         RuleVerifier(lambda task, memory: False),
         Generator(),
         FlowLimits(8, 60.0, memory_tokens=budget),

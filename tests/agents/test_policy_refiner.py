@@ -5,12 +5,11 @@ script, and its one call per turn.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 from batches import flow_grpo
 from char_tokenizer import CharTokenizer, says
-from make import Chat, Engine, Planner, group, rollout
+from make import Chat, Engine, Planner, Tool, group, rollout
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_flow, make_policy, make_refiner
@@ -115,16 +114,6 @@ def test_the_script_copies_the_passage_that_fits_or_any() -> None:
 # ---- in the flow
 
 
-@dataclass
-class Tool:
-    card: ToolCard
-
-    async def execute(self, query: str) -> str:
-        return f"{query}: {PASSAGES}"
-
-    def close(self) -> None: ...
-
-
 def flow(refine: Refiner) -> Flow:
     tools = archive_and_clock()
     return Flow(
@@ -140,7 +129,10 @@ def flow(refine: Refiner) -> Flow:
 
 def archive_and_clock() -> dict[str, Tool]:
     return {
-        name: Tool(ToolCard(name, "", finds_passages=name == "Archive"))
+        name: Tool(
+            ToolCard(name, "", finds_passages=name == "Archive"),
+            lambda query: f"{query}: {PASSAGES}",
+        )
         for name in ("Archive", "Clock")
     }
 

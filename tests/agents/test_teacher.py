@@ -12,7 +12,7 @@ import pytest
 from chat_templates import TEMPLATES, styled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make import Chat
+from make import Chat, Tool
 from toy_options import toy
 from transformers import PreTrainedTokenizerFast
 
@@ -39,13 +39,8 @@ def teach(*replies: str) -> Chat:
     return Chat([gone if reply == "fails" else reply for reply in replies], "teacher")
 
 
-class Search:
-    card = ToolCard("Search", "Looks words up.", (Parameter("query", "what to find"),))
-
-    async def execute(self, query: str) -> str:
-        return f"The {query} is 1284."
-
-    def close(self) -> None: ...
+CARD = ToolCard("Search", "Looks words up.", (Parameter("query", "what to find"),))
+SEARCH = Tool(CARD, lambda query: f"The {query} is 1284.")
 
 
 def student(teacher: Chat, tokenizer: PreTrainedTokenizerFast, **sections: dict[str, Any]) -> Agent:
@@ -56,7 +51,7 @@ def student(teacher: Chat, tokenizer: PreTrainedTokenizerFast, **sections: dict[
         name: make_policy(config, name, engine, tokenizer)  # type: ignore[arg-type]
         for name in config.policy_names
     }
-    tools = {"Search": Search()} if config.agent.tools else {}
+    tools = {"Search": SEARCH} if config.agent.tools else {}
     context = AgentContext(config, policies, tools, {}, 3)
     made = load_kind(config).make(context)
     return taught(made, teacher, config, tools)

@@ -8,7 +8,7 @@ from itertools import chain, pairwise, repeat
 
 import pytest
 from chat_templates import R1, SMOLLM2, TEMPLATES, styled, tokenizer_of
-from make import Engine
+from make import Engine, Tool
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.agentflow.build import make_policy
@@ -247,17 +247,6 @@ PLANNED = Task(
 )
 
 
-class Guess:
-    """Says a number, whatever is asked."""
-
-    card = ToolCard("Base_Generator", "Guesses.")
-
-    async def execute(self, query: str) -> str:
-        return "17"
-
-    def close(self) -> None: ...
-
-
 def demonstrated(error: float) -> Trajectory:
     tokenizer = tokenizer_of(CHAT_TEMPLATE, "<|end|>")
     config = Config.model_validate(
@@ -265,7 +254,10 @@ def demonstrated(error: float) -> Trajectory:
     )
     engine = Engine(lambda *_: ())
     policy = make_policy(config, "planner", engine, tokenizer)  # type: ignore[arg-type]
-    tools = {"Search": Search(), "Base_Generator": Guess()}
+    tools = {
+        "Search": Search(),
+        "Base_Generator": Tool(ToolCard("Base_Generator", "Guesses."), lambda query: "17"),
+    }
     agent = ToolCallingAgent(AgentContext(config, {"planner": policy}, tools, {}, 4))
     expert = ScriptedCaller(agent, error)
     done = asyncio.run(expert.run(PLANNED, 7))
