@@ -50,6 +50,7 @@ def test_shares_by_hand() -> None:
             "verifier/num_sampled_tokens": 4,
         }
     )
+    assert verdict_metrics(ROLLOUTS[1:2])["verifier/stop_share"] == 1.0
 
 
 def test_a_branch_sampled_no_verdict_before_it_left() -> None:
