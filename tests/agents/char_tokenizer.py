@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any
+
+from make import Engine
 
 from flowtrain.engines.protocol import EngineError
-from flowtrain.types import Completion, FinishReason, Sampling, SamplingMask, VersionSpan
+from flowtrain.types import Sampling
 
 
 class CharTokenizer:
@@ -38,22 +40,12 @@ class ChatChars(CharTokenizer):
         return f"{turns}<assistant>"
 
 
-@dataclass
-class Says:
-    """An engine that says one line with the weights of version 7, or fails; it notes prompts."""
+def says(*lines: str, fails: bool = False, **options: Any) -> Engine:
+    """An engine that says the line of its seed among these, or fails."""
 
-    line: str = ""
-    max_tokens: int = 1000
-    reason: FinishReason = FinishReason.STOP
-    mask: SamplingMask | None = None
-    fails: bool = False
-    version: int = 7
-    asked: list[tuple[str, Sampling]] = field(default_factory=list)
+    def say(prompt: str, sampling: Sampling) -> list[int]:
+        return list(map(ord, lines[sampling.seed % len(lines)]))[: sampling.max_new_tokens]
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.asked.append(("".join(map(chr, prompt_ids)), sampling))
-        if self.fails:
-            raise EngineError("it is gone")
-        ids = tuple(map(ord, self.line))
-        spans = (VersionSpan(0, len(ids), self.version),) if ids else ()
-        return Completion(ids, (-0.5,) * len(ids), spans, self.reason, self.mask)
+    error = EngineError("it is gone") if fails else None
+    given = {"version": 7, "max_tokens": 1000, "decode": CharTokenizer().decode, "error": error}
+    return Engine(say, **{**given, **options})

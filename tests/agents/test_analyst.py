@@ -6,26 +6,11 @@ import asyncio
 import gc
 
 import pytest
+from make import Chat
 
 from flowtrain.agents.agentflow.analyst import Analyst
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import Task
-
-
-class Replies:
-    """A chat engine that says these in turn, or fails where one is None."""
-
-    name = "local"
-
-    def __init__(self, *replies: str | None) -> None:
-        self.left = list(replies)
-
-    async def ask(self, prompt: str, *, seed: int, deadline_s: float) -> str:
-        await asyncio.sleep(0)
-        reply = self.left.pop(0)
-        if reply is None:
-            raise EngineError("away")
-        return reply
 
 
 def leased() -> Task:
@@ -35,7 +20,7 @@ def leased() -> Task:
 
 def test_a_failure_is_forgotten() -> None:
     async def run() -> str:
-        analyst, task = Analyst(Replies(None, "an area"), "", 1.0), leased()  # type: ignore[arg-type]
+        analyst, task = Analyst(Chat([EngineError("away"), "an area"]), "", 1.0), leased()  # type: ignore[arg-type]
         failed = await asyncio.gather(
             *(analyst.analyse(task) for _ in range(3)), return_exceptions=True
         )
@@ -47,7 +32,7 @@ def test_a_failure_is_forgotten() -> None:
 
 def test_a_later_group_asks_the_newer_weights_and_the_former_ones_leave_nothing() -> None:
     async def run() -> list[str]:
-        analyst, said = Analyst(Replies("first", "second"), "", 1.0), []  # type: ignore[arg-type]
+        analyst, said = Analyst(Chat(["first", "second"]), "", 1.0), []  # type: ignore[arg-type]
         for _ in range(2):
             task = leased()
             said += [await analyst.analyse(task) for _ in range(4)]
@@ -61,7 +46,7 @@ def test_a_later_group_asks_the_newer_weights_and_the_former_ones_leave_nothing(
 
 def test_a_rollout_that_is_cut_leaves_the_reply_to_the_others() -> None:
     async def run() -> str:
-        analyst, task = Analyst(Replies("an area"), "", 1.0), leased()  # type: ignore[arg-type]
+        analyst, task = Analyst(Chat(["an area", AssertionError("asked twice")]), "", 1.0), leased()  # type: ignore[arg-type]
         cut, other = (asyncio.ensure_future(analyst.analyse(task)) for _ in range(2))
         await asyncio.sleep(0)
         cut.cancel()

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 import test_tool_calling
+from char_tokenizer import says
 from chat_templates import styled
 from test_llm_flow import ROLES, llm_flow, role_of
-from test_single_turn import Speaker, agent
+from test_single_turn import agent
 
 from flowtrain.types import Task
 
@@ -65,7 +66,7 @@ def test_every_module_of_agentflow_reads_them() -> None:
 def test_the_agents_of_one_turn_and_of_tool_calls_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Speaker("B")
+    engine = says("B")
     asyncio.run(agent(engine).run(CHOICE, 11))
     assert engine.asked[0][0] == f"<user>{LETTERED}<assistant>"
     monkeypatch.setattr(test_tool_calling, "TASK", CHOICE)

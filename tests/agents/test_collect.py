@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 import pytest
+from make import Tool
 
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.agents.agentflow.flow import Flow, FlowLimits
@@ -67,28 +68,12 @@ class FakePlanner:
         return Plan(call, Action("", "", str(said), "Echo" if rng.random() < 0.5 else "None"))
 
 
-class FakeEcho:
-    card = ToolCard("Echo", "Says the query again.")
-
-    async def execute(self, query: str) -> str:
-        return query
-
-    def close(self) -> None:
-        pass
-
-
 TASKS = [Task(f"task-{i}", f"question {i}", ("x",)) for i in range(7)]
 
 
 def flow(planner: FakePlanner) -> Flow:
-    executor = Executor({"Echo": FakeEcho()}, 30.0, 100)
-    return Flow(
-        planner,
-        executor,
-        RuleVerifier(),
-        Generator(),
-        FlowLimits(3, 60.0),
-    )
+    executor = Executor({"Echo": Tool(ToolCard("Echo", ""), lambda query: query)}, 30.0, 100)
+    return Flow(planner, executor, RuleVerifier(), Generator(), FlowLimits(3, 60.0))
 
 
 def said(trajectory: Trajectory) -> tuple[object, ...]:
@@ -199,7 +184,7 @@ def never(task: Task, memory: Memory) -> bool:
 
 
 def slow_flow(slow: tuple[str, ...], seconds: float = 3600.0) -> Flow:
-    executor = Executor({"Echo": FakeEcho()}, 30.0, 100)
+    executor = Executor({"Echo": Tool(ToolCard("Echo", ""), lambda query: query)}, 30.0, 100)
     return Flow(
         SlowPlanner(slow=slow, seconds=seconds),
         executor,
@@ -283,13 +268,8 @@ def test_rollouts_not_started_at_cutoff_take_no_turn() -> None:
         flow, TASKS, group_size=1, seed=1, max_in_flight=3, straggler_share=3 / 7, straggler_s=0.0
     )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    assert [t.truncated for t in trajectories[:5]] == [
-        "straggler",
-        "straggler",
-        "turns",
-        "turns",
-        "turns",
-    ]
+    expected = ["straggler", "straggler", "turns", "turns", "turns"]
+    assert [t.truncated for t in trajectories[:5]] == expected
     assert [(t.truncated, t.turns, t.answer) for t in trajectories[5:]] == [
         ("straggler", (), "")
     ] * 2
@@ -356,10 +336,8 @@ def test_groups_are_filled_with_branches_then_rollouts() -> None:
     assert [group.trajectories[:3] for group in grown] == [
         group.trajectories for group in groups
     ], "the roots stay as they are"
-    assert [[t.branch for t in group.trajectories[3:]] for group in grown] == [
-        points[0],
-        [None] * 3,
-    ]
+    found = [[t.branch for t in group.trajectories[3:]] for group in grown]
+    assert found == [points[0], [None] * 3]
     first = grown[0].trajectories
     responses = [t.turns[0].calls["planner"].response_ids for t in first]
     assert responses[4][0] == responses[0][0], "the prefix of its root"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make import Chat, Tool
 
 from flowtrain.agents.agentflow.commands import fitted, read_command, write_command
 from flowtrain.agents.agentflow.executor import Executor
@@ -72,28 +73,9 @@ def test_arguments_are_fitted_to_a_tool_of_one(
     assert fitted(given, card) == fits
 
 
-class Says:
-    """A chat engine that says one thing."""
-
-    def __init__(self, reply: str) -> None:
-        self.reply = reply
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        return self.reply
-
-
-class Coder:
-    card = CARD
-
-    async def execute(self, query: str) -> str:
-        return query.upper()
-
-    def close(self) -> None: ...
-
-
 def execute(reply: str) -> tuple[str, str, tuple[str, ...]]:
-    tools = {"Python_Coder": Coder()}
-    executor = Executor(tools, 5.0, 100, Says(reply), 5.0)  # type: ignore[arg-type]
+    tools = {"Python_Coder": Tool(CARD, lambda query: query.upper())}
+    executor = Executor(tools, 5.0, 100, Chat(reply), 5.0)  # type: ignore[arg-type]
     action = Action("", "", "area", "Python_Coder")
     done = asyncio.run(executor.execute("q", action, 0, 5.0))
     return done.command, done.result.text, done.rescued
@@ -114,7 +96,7 @@ pieces = st.lists(st.sampled_from([*(reply for reply, _ in REPLIES), "\n", "(", 
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(texts | pieces)
 def test_what_is_read_reads_the_same_when_it_is_written(reply: str) -> None:
     with contextlib.suppress(ValueError):

@@ -341,13 +341,8 @@ def test_the_first_prompt_of_a_group_is_encoded_once() -> None:
 
 
 def test_what_templates_can_do() -> None:
-    assert {name: template(name).takes_tools for name in TEMPLATES} == {
-        "qwen2.5": True,
-        "qwen3": True,
-        "llama3.1": True,
-        "mistral": True,
-        "smollm2": False,
-    }
+    expected = {"qwen2.5": True, "qwen3": True, "llama3.1": True, "mistral": True, "smollm2": False}
+    assert {name: template(name).takes_tools for name in TEMPLATES} == expected
     assert not template("mistral").takes_system and template("llama3.1").takes_system
     assert all(template(name).takes_results for name in TEMPLATES)
 

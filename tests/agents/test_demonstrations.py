@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 import pytest
 from char_tokenizer import CharTokenizer
+from make import Chat, Planner, Tool
 
 from flowtrain.agents.agentflow.demonstrations import refinements
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.agents.agentflow.flow import Flow, FlowLimits
 from flowtrain.agents.agentflow.generator import Generator
 from flowtrain.agents.agentflow.memory import Memory
-from flowtrain.agents.agentflow.planner import Plan
 from flowtrain.agents.agentflow.refiner import FullRefinerPrompt, ModelRefiner, Refiner
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.agentflow.voices import ChatVoice
-from flowtrain.agents.policy import ResponsePrefix
 from flowtrain.tools import ToolCard
-from flowtrain.types import Action, Call, FinishReason, Task, Trajectory
+from flowtrain.types import Action, Task, Trajectory
 
 TASK = Task("t", "How large are Chad and Mali?", ("x",))
 GOALS = (
@@ -30,57 +28,33 @@ GOALS = (
 )
 
 
-class Planner:
+class Following(Planner):
     """Follows GOALS; the second turn is malformed."""
-
-    async def plan(
-        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
-        action = None if turn == 1 else Action("", "", *GOALS[turn])
-        return Plan(Call((1,), (2,), (-1.0,), (), FinishReason.STOP), action)
-
-    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
-        raise AssertionError
 
     def measure(self, memory: Memory) -> int:
         return sum(len(entry.result) for entry in memory.entries)
 
 
-@dataclass
-class Tool:
-    card: ToolCard
-
-    async def execute(self, query: str) -> str:
-        return f"The {query} is 1284. " * 30
-
-    def close(self) -> None: ...
+def model() -> Chat:
+    return Chat([f"Evidence {number}: " + "1284 " * 60 for number in (1, 2)])
 
 
-@dataclass
-class Model:
-    """Notes what it is asked."""
-
-    asked: list[str] = field(default_factory=list)
-    name: str = "model"
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        self.asked.append(prompt)
-        return f"Evidence {len(self.asked)}: " + "1284 " * 60
-
-
-def frozen(model: Model, max_chars: int) -> Refiner:
+def frozen(model: Chat, max_chars: int) -> Refiner:
     return ModelRefiner(ChatVoice(model), FullRefinerPrompt(), max_chars)
 
 
 def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]:
     tools = {
-        name: Tool(ToolCard(name, "", finds_passages=name == "Archive"))
+        name: Tool(
+            ToolCard(name, "", finds_passages=name == "Archive"),
+            lambda query: f"The {query} is 1284. " * 30,
+        )
         for name in ("Archive", "Clock")
     }
     limits = FlowLimits(4, 60.0, memory_tokens=memory_tokens)
     rules = RuleVerifier(lambda task, memory: False), Generator()
     flow = Flow(
-        Planner(),
+        Following(lambda turn, _: None if turn == 1 else Action("", "", *GOALS[turn])),
         Executor(tools, 5.0, 1000),
         *rules,
         limits,
@@ -93,12 +67,11 @@ def make(refiner: Refiner | None, memory_tokens: int) -> tuple[Flow, Trajectory]
 @pytest.mark.parametrize("memory_tokens", [0, 250])
 def test_samples_have_what_the_refiner_read_and_wrote(memory_tokens: int) -> None:
     """Only searches are imitated; under a memory budget the refiner has read what was left."""
-    model, tokenizer = Model(), CharTokenizer()
-    flow, rollout = make(frozen(model, 1000), memory_tokens)
+    chat, tokenizer = model(), CharTokenizer()
+    flow, rollout = make(frozen(chat, 1000), memory_tokens)
     samples = refinements(flow, [rollout], tokenizer, 1000)
-    assert [tokenizer.decode(sample.prompt_ids) for sample in samples] == model.asked and len(
-        model.asked
-    ) == 2
+    read = [tokenizer.decode(sample.prompt_ids) for sample in samples]
+    assert read == chat.prompts and len(read) == 2
     assert [tokenizer.decode(sample.response_ids) for sample in samples] == [
         f"Evidence {n}: {'1284 ' * 60}".strip() + "\0" for n in (1, 2)
     ]
@@ -106,18 +79,16 @@ def test_samples_have_what_the_refiner_read_and_wrote(memory_tokens: int) -> Non
         set(sample.loss_weights) == {1.0} and len(sample.loss_weights) == len(sample.response_ids)
         for sample in samples
     )
-    assert ("characters left out" in model.asked[1]) == bool(memory_tokens)
+    assert ("characters left out" in chat.prompts[1]) == bool(memory_tokens)
 
 
 def test_a_reply_that_may_have_been_cut_is_not_imitated() -> None:
-    flow, rollout = make(frozen(Model(), 40), 0)
+    flow, rollout = make(frozen(model(), 40), 0)
     assert refinements(flow, [rollout], CharTokenizer(), 40) == []
     assert len(refinements(flow, [rollout], CharTokenizer(), 41)) == 2
 
 
 def test_without_a_refiner_there_is_nothing_to_imitate() -> None:
     flow, rollout = make(None, 0)
-    assert (
-        any(turn.result.output for turn in rollout.turns)
-        and refinements(flow, [rollout], CharTokenizer(), 1000) == []
-    )
+    assert any(turn.result.output for turn in rollout.turns)
+    assert refinements(flow, [rollout], CharTokenizer(), 1000) == []

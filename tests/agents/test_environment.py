@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import shop
 from chat_templates import TEMPLATES, styled
+from make import Engine
 
 from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
@@ -23,41 +24,12 @@ from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.rewards import score
 from flowtrain.tools import ToolCard
-from flowtrain.types import (
-    BranchPoint,
-    BranchStart,
-    Completion,
-    FinishReason,
-    Group,
-    Sampling,
-    Task,
-    Trajectory,
-    UserError,
-    VersionSpan,
-)
+from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.utils.plugins import load_object
 
 EVENTS: list[str] = load_object(f"{Path(shop.__file__)}:EVENTS", "")[1]  # type: ignore[assignment]
 TASK = Task("t-1", "", ("2",))
 QWEN = styled("qwen2.5")
-
-
-class Engine:
-    """Says one prepared text after the other."""
-
-    version = 1
-    max_tokens = 4000
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = list(texts)
-        self.prompts: list[str] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        text = self.texts[len(self.prompts)] + QWEN.eos_token
-        ids = tuple(QWEN.encode(text, add_special_tokens=False))
-        self.prompts.append(QWEN.decode(list(prompt_ids)))
-        spans = (VersionSpan(0, len(ids), 1),)
-        return Completion(ids, (-0.5,) * len(ids), spans, FinishReason.STOP)
 
 
 def call(name: str, *orders: int) -> str:
@@ -88,7 +60,7 @@ def play(
 ) -> tuple[Trajectory, Engine]:
     config = config_of(maker, **agent)
     ToolCallingAgent.check(config, QWEN)  # type: ignore[arg-type]
-    engine = Engine(texts)
+    engine = Engine.of(QWEN, *texts)
     policy = make_policy(config, "planner", engine, QWEN)  # type: ignore[arg-type]
     context = AgentContext(config, {"planner": policy}, {}, {}, config.agent.max_turns)
     done = asyncio.run(ToolCallingAgent(context).run(TASK, 7, cutoff=cutoff, start=start))
@@ -104,12 +76,8 @@ def test_a_rollout_changes_its_own_shop_and_the_state_decides_the_reward() -> No
     assert done.reported == {"state": 0.9, "brevity": 0.1}
     (scored,) = score([Group(0, (done,))])[0].trajectories
     assert (scored.reward, scored.scored_by) == (1.0, "reported")
-    assert [[used.name for used in turn.tool_calls] for turn in done.turns] == [
-        [],
-        ["look_up"],
-        ["cancel"],
-        [],
-    ]
+    expected = [[], ["look_up"], ["cancel"], []]
+    assert [[used.name for used in turn.tool_calls] for turn in done.turns] == expected
     first, *_, last = engine.prompts
     assert "You work for a shop." in first and "I want to cancel an order." in first
     assert '"look_up"' in first and '"cancel"' in first
@@ -152,12 +120,12 @@ def test_options_of_the_maker_and_an_environment_that_is_over() -> None:
 
 def test_many_rollouts_do_not_see_each_other() -> None:
     config = config_of("Shop")
-    policy = make_policy(config, "planner", Engine(GOOD), QWEN)  # type: ignore[arg-type]
+    policy = make_policy(config, "planner", Engine.of(QWEN, *GOOD), QWEN)  # type: ignore[arg-type]
 
     async def many() -> list[Trajectory]:
         agents = []
         for _ in range(5):
-            own = make_policy(config, "planner", Engine(GOOD), QWEN)  # type: ignore[arg-type]
+            own = make_policy(config, "planner", Engine.of(QWEN, *GOOD), QWEN)  # type: ignore[arg-type]
             agents.append(ToolCallingAgent(AgentContext(config, {"planner": own}, {}, {}, 9)))
         return await asyncio.gather(*(agent.run(TASK, n) for n, agent in enumerate(agents)))
 

@@ -5,9 +5,11 @@ and memory are the real ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import make
 import pytest
 
 from flowtrain.agents.agentflow.executor import NO_COMMAND, Executor
@@ -17,7 +19,7 @@ from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.planner import NO_TOOL, Plan
 from flowtrain.agents.agentflow.verifier import RuleVerifier, Verification
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
-from flowtrain.tools import Tool, ToolCard
+from flowtrain.tools import ToolCard
 from flowtrain.types import (
     Action,
     BranchPoint,
@@ -68,23 +70,6 @@ def completion(turn: int) -> Completion:
     return Completion((turn, 8, 9), (-0.1, -0.2, -0.3 * turn), SPANS, FinishReason.LENGTH, MASK)
 
 
-class FakeTool:
-    """Does what the test says."""
-
-    def __init__(self, name: str, act: Callable[[str], Awaitable[str]]) -> None:
-        self.card, self._act = ToolCard(name, "Does what the test says."), act
-
-    async def execute(self, query: str) -> str:
-        return await self._act(query)
-
-    def close(self) -> None:
-        pass
-
-
-async def _echo(query: str) -> str:
-    return f"The {query} is 1284."
-
-
 async def _raise(query: str) -> str:
     raise ZeroDivisionError("the tool has a bug")
 
@@ -98,26 +83,21 @@ async def _hang(query: str) -> str:
     return "never"
 
 
-async def _flood(query: str) -> str:
-    return "x" * 1_000_000
-
-
-async def _silent(query: str) -> str:
-    return " \n"
-
-
-async def _half(query: str) -> str:
-    return "half a pair: \ud83d."
-
-
 async def _halferror(query: str) -> str:
     raise ValueError("\ude00 is the other half")
 
 
-_ACTS = (_echo, _raise, _exit, _hang, _flood, _silent, _half, _halferror)
-TOOLS: Mapping[str, Tool] = {
-    act.__name__.removeprefix("_").title(): FakeTool(act.__name__, act) for act in _ACTS
+ACTS: dict[str, Callable[[str], Any]] = {
+    "Echo": lambda query: f"The {query} is 1284.",
+    "Raise": _raise,
+    "Exit": _exit,
+    "Hang": _hang,
+    "Flood": lambda query: "x" * 1_000_000,
+    "Silent": lambda query: " \n",
+    "Half": lambda query: "half a pair: \ud83d.",
+    "Halferror": _halferror,
 }
+TOOLS = {name: make.Tool(ToolCard(name, ""), act) for name, act in ACTS.items()}
 
 
 def never(task: Task, memory: Memory) -> bool:
@@ -139,11 +119,7 @@ def flow(
     executor = Executor(TOOLS, tool_timeout_s, max_chars=100)
     limits = FlowLimits(max_turns, timeout_s)
     return Flow(
-        FakePlanner(script, seconds),
-        executor,
-        RuleVerifier(is_enough),
-        Generator(),
-        limits,
+        FakePlanner(script, seconds), executor, RuleVerifier(is_enough), Generator(), limits
     )
 
 
@@ -170,11 +146,8 @@ def test_stop_ends_the_rollout_with_the_answer() -> None:
 @pytest.mark.parametrize("max_turns", [1, 3])
 def test_generator_answers_after_turn_limit(max_turns: int) -> None:
     trajectory = run(flow([ECHO], max_turns=max_turns))
-    assert (len(trajectory.turns), trajectory.truncated, trajectory.answer) == (
-        max_turns,
-        "turns",
-        "1284",
-    )
+    found = (len(trajectory.turns), trajectory.truncated, trajectory.answer)
+    assert found == (max_turns, "turns", "1284")
 
 
 def test_a_stop_in_the_last_turn_is_no_truncation() -> None:
@@ -229,12 +202,8 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
     loop = flow([None, ECHO], is_enough=always)
     trajectory = run(loop)
     first, second = trajectory.turns
-    assert (first.action, first.command, first.result.error, first.verdict) == (
-        None,
-        NO_COMMAND,
-        MALFORMED,
-        Verdict.CONTINUE,
-    )
+    expected = (None, NO_COMMAND, MALFORMED, Verdict.CONTINUE)
+    assert (first.action, first.command, first.result.error, first.verdict) == expected
     assert first.calls["planner"].response_ids == completion(0).ids, (
         "its tokens are trained like any others"
     )
@@ -250,11 +219,8 @@ def test_unknown_tool_spends_turn_with_error() -> None:
     )
     (turn,) = trajectory.turns
     assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
-    assert (turn.verdict, trajectory.truncated, trajectory.answer) == (
-        Verdict.CONTINUE,
-        "turns",
-        "",
-    )
+    expected = (Verdict.CONTINUE, "turns", "")
+    assert (turn.verdict, trajectory.truncated, trajectory.answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -293,15 +259,7 @@ def test_a_tool_that_floods_leaves_a_memory_of_bounded_size() -> None:
 
 
 QUERIES = [
-    'say "x"',
-    "a\nb\r\tc\x00",
-    "\\",
-    "'''",
-    '"""',
-    "\u2028",
-    "\U0001f600 \u0645",
-    "#",
-    "f{x}",
+    *('say "x"', "a\nb\r\tc\x00", "\\", "'''", '"""', "\u2028", "\U0001f600 \u0645", "#", "f{x}"),
     "x" * 100_000,
 ]
 
@@ -315,7 +273,7 @@ def test_the_sub_goal_reaches_the_tool_word_for_word(sub_goal: str) -> None:
         return "ok"
 
     action = Action("", "", sub_goal, "Note")
-    executor = Executor({"Note": FakeTool("Note", note)}, 5.0, 100)
+    executor = Executor({"Note": make.Tool(ToolCard("Note", "x"), note)}, 5.0, 100)
     command, result, _ = asyncio.run(executor.execute("q", action, 0, 5.0))
     assert (seen, result.output) == ([sub_goal], "ok")
     assert command.startswith("execution = tool.execute(query=") and "\n" not in command
@@ -389,11 +347,8 @@ def test_planners_hear_turn_and_seed() -> None:
     loop = flow([ECHO])
     run(loop, seed=99)
     assert isinstance(loop.planner, FakePlanner)
-    assert [(turn, seed, len(memory.entries)) for memory, turn, seed, _ in loop.planner.asked] == [
-        (0, 99, 0),
-        (1, 99, 1),
-        (2, 99, 2),
-    ]
+    found = [(turn, seed, len(memory.entries)) for memory, turn, seed, _ in loop.planner.asked]
+    assert found == [(0, 99, 0), (1, 99, 1), (2, 99, 2)]
 
 
 def test_rollouts_wait_at_the_same_time() -> None:
@@ -440,11 +395,8 @@ def test_modules_get_own_seeds_and_time_left(
     assert [deadline_s for *_, deadline_s in verdicts] == left
     assert (last, answer_s) == ("answer", module_timeout_s)
     assert len({seed for _, seed, _ in noting.told}) == 3
-    assert (trajectory.answer, trajectory.output, trajectory.turns[0].verdict_text) == (
-        "42",
-        "it is 42",
-        "so far so good",
-    )
+    expected = ("42", "it is 42", "so far so good")
+    assert (trajectory.answer, trajectory.output, trajectory.turns[0].verdict_text) == expected
 
 
 # ---- branches
@@ -488,10 +440,8 @@ def test_branch_keeps_prefix_and_samples_rest(turn: int, token: int) -> None:
     assert left.response_ids == (*was.response_ids[:token], 70, 71)
     assert left.logprobs == (*was.logprobs[:token], -7.0, -7.1)
     assert left.sampling_mask == SamplingMask.of([*KEPT[:token], (70, 72), (71,)])
-    assert [(s.start, s.end, s.version) for s in left.spans] == [
-        *[(0, 1, 3), (1, 2, 4)][:token],
-        (token, token + 2, 5),
-    ]
+    found = [(s.start, s.end, s.version) for s in left.spans]
+    assert found == [*[(0, 1, 3), (1, 2, 4)][:token], (token, token + 2, 5)]
     ((prefix, at, seed),) = planner.prefixes
     assert (len(prefix.response.ids), at, seed) == (token, turn, 12)
 

@@ -9,14 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from gateway_runs import (
-    TASK,
-    call_text,
-    calls_of,
-    function_agent,
-    logging_engine,
-    roll_out,
-)
+from gateway_runs import TASK, call_text, calls_of, function_agent, logging_engine, roll_out
 from openai.types.chat import ChatCompletion
 
 from flowtrain.agents.gateway import server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -48,6 +48,11 @@ class Program:
         message: dict[str, Any] = json.loads(wire.write(asked, reply))["choices"][0]["message"]
         return message
 
+    def run(self, story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """What a program asks, after which the records are checked."""
+        asyncio.run(story())
+        self.check()
+
     def check(self) -> None:
         """Each call that is recorded has the ids of the engine's log, which is in the order of
         answers; that of calls side by side is another.
@@ -83,7 +88,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps=steps)
 @example(steps=[(0, "go on", ""), (0, "go on", " "), (1, "go on", "")])
 @example(steps=[(0, "go on", " "), (0, "go on", ""), (1, "go on", ""), (2, "go on", "")])
@@ -122,8 +127,7 @@ def test_random_histories_are_recorded_as_they_were_sampled(
                 prompt, said = program.engine.log[-1]
             histories.append(([*messages, message], prompt + said))
 
-    asyncio.run(run())
-    program.check()
+    program.run(run)
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
@@ -135,8 +139,7 @@ def test_the_prompt_grows_in_every_style(style: str) -> None:
         for _ in range(3):
             messages += [await program.ask(messages), user("Are you sure?")]
 
-    asyncio.run(run())
-    program.check()
+    program.run(run)
     for (prompt, said), (later, _) in zip(program.engine.log, program.engine.log[1:], strict=False):
         assert later[: len(prompt) + len(said)] == prompt + said
 
@@ -158,8 +161,7 @@ def test_a_reply_is_known_again_in_other_clothes(change: Any) -> None:
         message = await program.ask(messages)
         await program.ask([*messages, change(message), user("Sure?")])
 
-    asyncio.run(run())
-    program.check()
+    program.run(run)
     (prompt, said), (later, _) = program.engine.log
     assert later[: len(prompt) + len(said)] == prompt + said
 
@@ -175,8 +177,7 @@ def test_the_same_messages_are_the_same_ids_though_a_reply_has_come_again_in_oth
         await program.ask(messages)
         await program.ask(longer)
 
-    asyncio.run(run())
-    program.check()
+    program.run(run)
     assert program.engine.log[0][1] != program.engine.log[2][1]
     assert program.engine.log[1][0] == program.engine.log[3][0]
 
@@ -193,8 +194,7 @@ def test_a_prompt_that_comes_again_but_for_white_space_is_the_same_ids() -> None
         padded = {**second, "content": f"{second['content']}\n"}
         await program.ask([*messages, padded, user("Really?")])
 
-    asyncio.run(run())
-    program.check()
+    program.run(run)
     _, (prompt, said), (third, _), (again, _) = program.engine.log
     assert again == third and again[: len(prompt) + len(said)] == prompt + said
 
@@ -207,8 +207,7 @@ def test_other_tools_begin_another_conversation() -> None:
         message = await program.ask(messages)
         await program.ask([*messages, message, user("Sure?")], tools=[SEARCH])
 
-    asyncio.run(run())
-    program.check()
+    program.run(run)
     assert "search" in program.engine.tokenizer.decode(program.engine.log[1][0])
 
 
@@ -227,8 +226,7 @@ def test_results_under_each_others_ids_are_another_prompt() -> None:
             ]
             await program.ask([*messages, message, *results], tools=[SEARCH])
 
-    asyncio.run(run())
-    program.check()
+    program.run(run)
     (_, _), (second, _), (third, _) = program.engine.log
     assert second != third
 
@@ -244,8 +242,7 @@ def test_a_history_that_the_template_would_rewrite_begins_anew() -> None:
         message = await program.ask(messages)
         await program.ask([*messages, message, user("Sure?")])
 
-    asyncio.run(run())
-    program.check()
+    program.run(run)
     second = program.engine.tokenizer.decode(program.engine.log[1][0])
     assert "I think" not in second and "It is 1284." in second
 
@@ -264,5 +261,4 @@ def test_parallel_requests_of_a_rollout_stay_apart() -> None:
             for number, (history, message) in enumerate(zip(histories, said, strict=True)):
                 history += [message, user(f"number {number}")]
 
-    asyncio.run(run())
-    program.check()
+    program.run(run)

@@ -201,7 +201,7 @@ return json.dumps([each.thinking for each in reply.content if each.type == "thin
 texts = st.text(st.sampled_from("ab \n<>/"), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.tuples(texts, texts, texts), st.booleans(), st.booleans())
 def test_any_reply_comes_back_as_it_was(
     parts: tuple[str, str, str], opens: bool, has: bool

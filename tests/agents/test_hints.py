@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import make
 import pytest
+from make import Chat, call
 
 from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.refiner import FullRefinerPrompt, ModelRefiner, Refiner, RuleRefiner
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.policy import Moment
-from flowtrain.types import Action, Call, FinishReason, SubGoal, Task, ToolResult, Turn, Verdict
+from flowtrain.types import Action, SubGoal, Task, ToolResult, Turn
 
 GOALS = (
     SubGoal(("Chad",), 0.6, "country with capital N'Djamena"),
@@ -27,9 +29,8 @@ TASK = Task(
 
 
 def turn(written: str, result: str) -> Turn:
-    action, found = Action("", "", written, "Search"), ToolResult(output=result)
-    call = Call((1,), (2,), (-1.0,), (), FinishReason.STOP, written)
-    return Turn({"planner": call}, action, "", found, Verdict.CONTINUE, seconds=0.0)
+    action = Action("", "", written, "Search")
+    return make.turn(call(text=written), action, result=ToolResult(output=result))
 
 
 LOST = turn("N'Djamena", "nothing")
@@ -51,13 +52,8 @@ def test_it_waits_for_its_turn_and_for_a_stall() -> None:
     assert Hints(1.0, turn=3, patience=1).give(TASK, (LOST, LOST), 0) == ""
     assert ALWAYS.give(TASK, (FIND, USE), 0) == "", "the last turn reached Chad"
     patient = Hints(1.0, turn=1, patience=3)
-    assert [bool(patient.give(TASK, (LOST,) * n, 0)) for n in range(5)] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
+    expected = [False, False, False, True, True]
+    assert [bool(patient.give(TASK, (LOST,) * n, 0)) for n in range(5)] == expected
 
 
 def test_hint_rate_is_share_of_rollouts() -> None:
@@ -96,20 +92,12 @@ def test_the_rule_keeps_the_passage_that_fits_best() -> None:
     assert refine(RuleRefiner()) == "The area of Chad is 1284."
 
 
-class Scripted:
-    name = "scripted"
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        self.asked, self.seed = prompt, seed
-        return "  Evidence: Chad covers 1284.\nNext: add Mali. "
-
-
 def test_a_model_gets_question_knowledge_goal_and_passages() -> None:
-    engine = Scripted()
+    engine = Chat("  Evidence: Chad covers 1284.\nNext: add Mali. ")
     refiner = ModelRefiner(ChatVoice(engine), FullRefinerPrompt(), 1000)
     assert refine(refiner) == "Evidence: Chad covers 1284.\nNext: add Mali."
     assert all(
-        part in engine.asked
+        part in engine.prompts[0]
         for part in (
             "How large is Chad?",
             "- capital of Chad: N'Djamena",
@@ -117,5 +105,5 @@ def test_a_model_gets_question_knowledge_goal_and_passages() -> None:
             PASSAGES,
         )
     )
-    assert engine.seed == 3
+    assert engine.asked[0][1] == 3
     assert refine(replace(refiner, max_chars=9)) == "Evidence:"

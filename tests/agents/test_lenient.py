@@ -99,14 +99,10 @@ def test_names_of_agentflow_are_known(name: str, tool: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "I would use the Python_Coder tool.",
-        "Sub-Goal: area of Chad",
-        "Sub-Goal: area of Chad\nTool Name:",
-        "Sub-Goal:\nTool Name: Search",
-        "Tool Name: Search\nSub-Goal: area of Chad",
-        '{"sub_goal": "area of Chad"}',
-        "Use a tool: Search",
-        "",
+        *("I would use the Python_Coder tool.", "Sub-Goal: area of Chad"),
+        *("Sub-Goal: area of Chad\nTool Name:", "Sub-Goal:\nTool Name: Search"),
+        *("Tool Name: Search\nSub-Goal: area of Chad", '{"sub_goal": "area of Chad"}'),
+        *("Use a tool: Search", ""),
     ],
 )
 def test_what_names_no_action_stays_malformed(text: str) -> None:
@@ -127,7 +123,7 @@ def test_the_exact_form_takes_no_rule() -> None:
         assert read_action(text, TOOLS, NAMES) == (WANTED, ())
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from([*PLANS.values(), "\n", "Sub-Goal: ", "**", "{", "Tool Name: Search"]))
     | st.lists(st.text(max_size=30))
@@ -169,7 +165,7 @@ def test_an_answer_in_another_form_is_read(output: str) -> None:
     assert find_answer(output) == ANSWERS[output]
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.text(max_size=60) | st.lists(st.sampled_from(list(ANSWERS))).map("".join))
 def test_an_answer_reads_the_same_in_its_tags(output: str) -> None:
     answer, _ = find_answer(output)

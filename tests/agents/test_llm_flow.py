@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from batches import flow_grpo
 from char_tokenizer import CharTokenizer
 from chat_servers import ChatServer, chat_server
+from make import Engine, Tool
 from starlette.responses import JSONResponse, Response
 from toy_options import toy
 
@@ -31,18 +32,7 @@ from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.rewards import score
 from flowtrain.tools import Parameter, ToolCard
-from flowtrain.types import (
-    Action,
-    Completion,
-    FinishReason,
-    Group,
-    Sample,
-    Sampling,
-    Task,
-    Trajectory,
-    UserError,
-    Verdict,
-)
+from flowtrain.types import Action, Group, Sample, Task, Trajectory, UserError, Verdict
 
 SECRET = re.compile(r"SECRET-\d+-END")
 ROLES = {
@@ -54,43 +44,19 @@ ROLES = {
 }
 
 
-class ScriptedEngine:
-    """The planner's: says what the script makes of its prompt."""
-
-    version, max_tokens = 0, 1_000_000
-
-    def __init__(self, script: Callable[[str], str]) -> None:
-        self.prompts: list[str] = []
-        self._script = script
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        prompt = "".join(map(chr, prompt_ids))
-        self.prompts.append(prompt)
-        ids = tuple(map(ord, self._script(prompt)))
-        return Completion(ids, (-0.5,) * len(ids), (), FinishReason.STOP)
-
-    def load(self, version: int) -> None: ...
-    def metrics(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
+CARD = ToolCard(
+    "Wiki",
+    "Finds facts about countries.",
+    (Parameter("query", "what to find"), Parameter("limit", "how many passages", int, False)),
+    limits="knows no people",
+    advice="name the country",
+    examples=({"query": "capital of Peru", "limit": 2},),
+)
 
 
-class Wiki:
-    """A tool with a card in full."""
-
-    card = ToolCard(
-        "Wiki",
-        "Finds facts about countries.",
-        (Parameter("query", "what to find"), Parameter("limit", "how many passages", int, False)),
-        limits="knows no people",
-        advice="name the country",
-        examples=({"query": "capital of Peru", "limit": 2},),
-    )
-
-    async def execute(self, query: str, limit: int = 1) -> str:
-        await asyncio.sleep(0)
-        return f"found {query} ({limit})"
-
-    def close(self) -> None: ...
+async def find(query: str, limit: int = 1) -> str:
+    await asyncio.sleep(0)
+    return f"found {query} ({limit})"
 
 
 Script = dict[str, Callable[[str], Response | str]]
@@ -127,7 +93,7 @@ def llm_flow(
     wait: Callable[[], Any] | None = None,
     agent: dict[str, Any] | None = None,
     **chat: Any,
-) -> Iterator[tuple[Flow, ChatServer, ScriptedEngine]]:
+) -> Iterator[tuple[Flow, ChatServer, Engine]]:
     """All roles by language models."""
     said = {**SCRIPT, **script}
     with chat_server(
@@ -148,8 +114,12 @@ def llm_flow(
                 "agent": {"prompt": "full", "max_result_chars": 300, **(agent or {})},
             }
         )
-        engine = ScriptedEngine(said["planner"])  # type: ignore[arg-type]
-        tools = {"Wiki": Wiki()}
+        engine = Engine(
+            lambda prompt, _: map(ord, said["planner"](prompt)),  # type: ignore[arg-type]
+            max_tokens=1_000_000,
+            decode=CharTokenizer().decode,
+        )
+        tools = {"Wiki": Tool(CARD, find)}
         planner = Policy(engine, CharTokenizer(), 100, 1.0, 30.0)
         chat_engine = Endpoint("local", config.engines["local"])
         try:
@@ -177,20 +147,10 @@ def run(flow: Flow, task: Task = TASK, seed: int = 5) -> Trajectory:
 def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
     with llm_flow({}) as (flow, server, engine):
         trajectory = run(flow)
-    assert [role_of(prompt) for prompt in server.prompts] == [
-        "analyst",
-        "executor",
-        "verifier",
-        "executor",
-        "verifier",
-        "generator",
-    ]
-    assert (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error) == (
-        "1. Summary: an area.",
-        "1284",
-        "",
-        "",
-    )
+    expected = ["analyst", "executor", "verifier", "executor", "verifier", "generator"]
+    assert [role_of(prompt) for prompt in server.prompts] == expected
+    found = (trajectory.analysis, trajectory.answer, trajectory.truncated, trajectory.error)
+    assert found == ("1. Summary: an area.", "1284", "", "")
     assert trajectory.output.startswith("Process summary:") and trajectory.reward is None
     first, second = trajectory.turns
     assert first.action == Action("j", "c0", "goal 0", "Wiki") and second.action == Action(
@@ -200,10 +160,8 @@ def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
     assert first.result.output == "found area of Chad (3)"
     assert (first.verdict, second.verdict) == (Verdict.CONTINUE, Verdict.STOP)
     assert first.verdict_text == "Do not stop too early.\nConclusion: CONTINUE"
-    assert (
-        len(engine.prompts) == 2
-        and tuple(map(ord, engine.prompts[1])) == second.calls["planner"].prompt_ids
-    )
+    assert len(engine.prompts) == 2
+    assert tuple(map(ord, engine.prompts[1])) == second.calls["planner"].prompt_ids
 
 
 def test_every_prompt_holds_what_its_module_must_know() -> None:
@@ -257,10 +215,8 @@ def test_a_group_shares_one_analysis_and_questions_do_not() -> None:
         asked = [role_of(prompt) for prompt in server.prompts].count("analyst")
         collect(flow, tasks[:1], group_size=4, seed=2, max_in_flight=1)
         again = [role_of(prompt) for prompt in server.prompts].count("analyst")
-    assert [{t.analysis for t in group.trajectories} for group in groups] == [
-        {"about Chad"},
-        {"about Mali"},
-    ]
+    expected = [{"about Chad"}, {"about Mali"}]
+    assert [{t.analysis for t in group.trajectories} for group in groups] == expected
     assert (asked, again) == (2, 3), (
         "once per question and batch, whether its rollouts overlap or not"
     )
@@ -357,12 +313,8 @@ def test_bad_tool_spends_turn_and_verifier_runs() -> None:
         _,
     ):
         trajectory = run(flow)
-    assert [role_of(prompt) for prompt in server.prompts] == [
-        "analyst",
-        "verifier",
-        "verifier",
-        "generator",
-    ]
+    expected = ["analyst", "verifier", "verifier", "generator"]
+    assert [role_of(prompt) for prompt in server.prompts] == expected
     turn = trajectory.turns[0]
     assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
     assert "was not found" in server.prompts[1]
@@ -533,7 +485,10 @@ def test_results_are_data() -> None:
     """Braces and tags in what a tool found go through templates unharmed."""
     odd = '{question} {0} {{x}} %s <answer>no</answer> """'
     memory = Memory((MemoryEntry("Wiki", odd, odd, odd),), odd)
-    assert FullPrompt([Wiki()]).render(Moment(Task("t", odd, ()), memory)).count("{0} {{x}}") == 5
+    assert (
+        FullPrompt([Tool(CARD, find)]).render(Moment(Task("t", odd, ()), memory)).count("{0} {{x}}")
+        == 5
+    )
     with llm_flow({}) as (flow, server, _):
         task = Task("t", odd, ("a",))
         asyncio.run(flow.generator.answer(task, memory, 0, 5.0))

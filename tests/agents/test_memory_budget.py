@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from make import Engine, Tool
 
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.agents.agentflow.flow import Flow, FlowLimits
@@ -24,7 +25,7 @@ from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.policy import Moment, Policy
 from flowtrain.tools import ToolCard
 from flowtrain.toy import new_tokenizer
-from flowtrain.types import Completion, FinishReason, Sampling, Task
+from flowtrain.types import Task
 
 TOKENIZER = new_tokenizer(
     ["The area of Chad is 1284 square kilometres. Search | area of Chad"], 400
@@ -33,18 +34,12 @@ TASK = Task("t", "What is the area of Chad?", ("x",))
 TOKENIZER.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-class Flood:
-    """A tool with much to say."""
-
-    card = ToolCard("Flood", "Says much.")
-
-    async def execute(self, query: str) -> str:
-        return f"{query} " + "The area of Chad is 1284. " * 2000
-
-    def close(self) -> None: ...
+FLOOD = Tool(
+    ToolCard("Flood", "Says much."), lambda query: f"{query} " + "The area of Chad is 1284. " * 2000
+)
 
 
-PROMPTS: list[PlannerPrompt] = [CompactPrompt(), FullPrompt([Flood()])]
+PROMPTS: list[PlannerPrompt] = [CompactPrompt(), FullPrompt([FLOOD])]
 
 
 def measure(prompt: PlannerPrompt, memory: Memory) -> int:
@@ -78,7 +73,7 @@ def coarse(memory: Memory) -> int:
 MEASURES = [partial(measure, PROMPTS[0]), partial(measure, PROMPTS[1]), coarse]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(memories, st.integers(1, 1500), st.sampled_from(MEASURES))
 @example(Memory((MemoryEntry("", "", "", "x" * 1101),) * 3), 475, coarse)
 @example(
@@ -109,11 +104,9 @@ def test_the_budget_holds_or_nothing_is_left_to_cut(
             note = re.search(r"\n\.\.\. (\d+) characters left out \.\.\.\n", entry.result)
             assert note is not None and len(before) > 200
             head, tail = entry.result[: note.start()], entry.result[note.end() :]
-            assert (
-                before.startswith(head)
-                and before.endswith(tail)
-                and len(head) + len(tail) + int(note[1]) == len(before)
-            )
+            assert before.startswith(head)
+            assert before.endswith(tail)
+            assert len(head) + len(tail) + int(note[1]) == len(before)
             older = [
                 e.result
                 for e, b in zip(cut.entries[:index], memory.entries, strict=False)
@@ -143,33 +136,19 @@ def test_an_error_is_still_seen_as_one() -> None:
     assert entry.is_error and len(entry.result) < 150
 
 
-class TalkingEngine:
-    """Always the same action; notes how long its prompts were."""
-
-    version = 0
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.lengths: list[int] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.lengths.append(len(prompt_ids))
-        ids = tuple(
-            TOKENIZER.encode("Sub-Goal: area of Chad\nTool Name: Flood", add_special_tokens=False)
-        )
-        return Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-
-    def load(self, version: int) -> None: ...
-    def metrics(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
+def talking(max_tokens: int) -> Engine:
+    """Always says the same action."""
+    action = "Sub-Goal: area of Chad\nTool Name: Flood"
+    ids = TOKENIZER.encode(action, add_special_tokens=False)
+    return Engine(lambda *_: ids, max_tokens=max_tokens)
 
 
 @pytest.mark.parametrize(("budget", "truncated"), [(900, "turns"), (0, "prompt")])
 def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) -> None:
     constant = len(TOKENIZER.encode(PROMPTS[1].render(Moment(TASK))))
-    engine = TalkingEngine(constant + 900 + 60)
+    engine = talking(constant + 900 + 60)
     planner = ModelPlanner(Policy(engine, TOKENIZER, 60, 1.0, 30.0), PROMPTS[1], ("Flood",))
-    tools = {"Flood": Flood()}
+    tools = {"Flood": FLOOD}
     limits = FlowLimits(4, 60.0, memory_tokens=budget)
     flow = Flow(
         planner,
@@ -185,7 +164,7 @@ def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) ->
         "the record keeps all; the prompts do not"
     )
     if budget:
-        assert max(engine.lengths) + 60 <= engine.max_tokens and len(engine.lengths) == 4
+        assert max(map(len, engine.prompts)) + 60 <= engine.max_tokens and len(engine.asked) == 4
 
 
 def test_a_turn_tokenises_little_more_than_what_its_prompt_shows() -> None:
@@ -197,15 +176,15 @@ def test_a_turn_tokenises_little_more_than_what_its_prompt_shows() -> None:
             counted.append(super().measure(memory))
             return counted[-1]
 
-    budget, engine = 2000, TalkingEngine(100_000)
+    budget, engine = 2000, talking(100_000)
     policy = Policy(engine, TOKENIZER, 60, 1.0, 30.0)
     flow = Flow(
         Counting(policy, PROMPTS[1], ("Flood",)),
-        Executor({"Flood": Flood()}, 5.0, 1500),
+        Executor({"Flood": FLOOD}, 5.0, 1500),
         RuleVerifier(lambda task, memory: False),
         Generator(),
         FlowLimits(8, 60.0, memory_tokens=budget),
     )
     trajectory = asyncio.run(flow.run(TASK, 0))
-    assert max(engine.lengths) > budget, "the budget is spent"
+    assert max(map(len, engine.prompts)) > budget, "the budget is spent"
     assert sum(counted) < 2.5 * budget * len(trajectory.turns)

@@ -26,48 +26,14 @@ texts = st.text(st.characters(codec="utf-8"), max_size=200)
 pieces = st.sampled_from(
     [
         *(
-            "execution = ",
-            "tool.execute(",
-            "query=",
-            '"',
-            "'",
-            '"""',
-            ")",
-            "(",
-            "{",
+            *("execution = ", "tool.execute(", "query=", '"', "'", '"""', ")", "(", "{"),
             "[" * 50,
-            "**",
-            "\\",
-            "\n",
-            "```",
-            "```python\n",
-            "#",
+            *("**", "\\", "\n", "```", "```python\n", "#"),
         ),
-        *(
-            "Generated Command:",
-            "Conclusion:",
-            "STOP",
-            "CONTINUE",
-            "stop",
-            "<answer>",
-            "</answer>",
-            '{"command": "',
-            '"}',
-            "\x00",
-            "\ud800",
-        ),
-        *(
-            "Justification:",
-            "Context:",
-            "Sub-Goal:",
-            "Tool Name:",
-            "Wiki",
-            '{"stop_signal": true}',
-            "=lambda: 1",
-            "*a",
-            "**b",
-            "f'{x}'",
-        ),
+        *("Generated Command:", "Conclusion:", "STOP", "CONTINUE", "stop", "<answer>"),
+        *("</answer>", '{"command": "', '"}', "\x00", "\ud800", "Justification:", "Context:"),
+        *("Sub-Goal:", "Tool Name:", "Wiki", '{"stop_signal": true}', "=lambda: 1", "*a", "**b"),
+        "f'{x}'",
     ]
 )
 noise = st.lists(st.one_of(pieces, st.text(max_size=10)), max_size=25).map("".join)
@@ -127,56 +93,41 @@ def test_arguments_come_through_whatever_is_around_them(
 
 
 @pytest.mark.parametrize(
-    ("reply", "expected"),
+    "reply",
     [
-        (f"```python\n{CALL}\n```", (CHAD, 1)),
-        (
-            '```py\nexecution = tool.execute(\n    query="area of Chad",\n)\n```',
-            (CHAD, 1),
-        ),  # AgentFlow's parser wants one line
-        ('```python\nq = "area of Chad"\nexecution = tool.execute(query=q)\n```', (CHAD, 1)),
-        (
-            '```python\nexecution = tool.execute("area of Chad", 3)\n```',
-            ({"query": "area of Chad", "limit": 3}, 1),
-        ),
-        ('```python\ntool.execute(query="area " "of Chad")\n```', (CHAD, 1)),
-        (
-            f"```python\n{CALL}\nexecution = tool.execute(query='b')\nexecution = "
-            "tool.execute(query='c')\n```",
-            (CHAD, 3),
-        ),
-        (
-            f"```python\nexecution = tool.execute(query=open('x'))\n{CALL}\n```",
-            (CHAD, 1),
-        ),  # the first that can be read
-        (
-            f"```python\nimport os\nprint(1)\nfor x in 1, 2: pass\n{CALL}\n```",
-            (CHAD, 1),
-        ),  # the rest is not run
-        (
-            "```text\nno\n```\nGenerated "
-            f"Command:\n```python\n{CALL}\n```\n```python\n{'#' * 9}\nexecution = "
-            "tool.execute(query='z')\n```",
-            (CHAD, 1),
-        ),
-        (f"```\nshort\n```\n```python\n{CALL}\n```", (CHAD, 1)),
-        (f"```\ntool.execute()\n```\n```python\n{CALL}\n```", (CHAD, 1)),  # the longest fence
-        (f"```python\n{CALL}", (CHAD, 1)),  # cut before the fence was closed
-        (f"`{CALL}`", (CHAD, 1)),
-        ('{"command": "execution = tool.execute(query=\\"area of Chad\\")"}', (CHAD, 1)),
-        (
-            r"```python" "\n" r'execution = tool.execute(query="a\ud800b")' "\n```",
-            ({"query": "a?b"}, 1),
-        ),
-        (
-            r"```python" "\n" r'execution = tool.execute(query="\d+ \p")' "\n```",
-            ({"query": r"\d+ \p"}, 1),
-        ),
+        f"```python\n{CALL}\n```",
+        # AgentFlow's parser wants one line.
+        '```py\nexecution = tool.execute(\n    query="area of Chad",\n)\n```',
+        '```python\nq = "area of Chad"\nexecution = tool.execute(query=q)\n```',
+        '```python\ntool.execute(query="area " "of Chad")\n```',
+        # The first that can be read; the rest is not run.
+        f"```python\nexecution = tool.execute(query=open('x'))\n{CALL}\n```",
+        f"```python\nimport os\nprint(1)\nfor x in 1, 2: pass\n{CALL}\n```",
+        f"```text\nno\n```\nGenerated Command:\n```python\n{CALL}\n```\n```python\n{'#' * 9}\n"
+        "execution = tool.execute(query='z')\n```",
+        f"```\nshort\n```\n```python\n{CALL}\n```",
+        f"```\ntool.execute()\n```\n```python\n{CALL}\n```",  # the longest fence
+        f"```python\n{CALL}",  # cut before the fence was closed
+        f"`{CALL}`",
+        '{"command": "execution = tool.execute(query=\\"area of Chad\\")"}',
+    ],
+)
+def test_the_forms_of_a_command(reply: str) -> None:
+    assert read_command(reply, CARD)[:2] == (CHAD, 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ('execution = tool.execute("area of Chad", 3)', ({**CHAD, "limit": 3}, 1)),
+        (f"{CALL}\ntool.execute(query='b')\nexecution = tool.execute(query='c')", (CHAD, 3)),
+        (r'execution = tool.execute(query="a\ud800b")', ({"query": "a?b"}, 1)),
+        (r'execution = tool.execute(query="\d+ \p")', ({"query": r"\d+ \p"}, 1)),
         ("execution = tool.execute()", ({}, 1)),
     ],
 )
-def test_the_forms_of_a_command(reply: str, expected: tuple[dict[str, object], int]) -> None:
-    assert read_command(reply, CARD)[:2] == expected
+def test_the_arguments_of_a_command(code: str, expected: tuple[dict[str, object], int]) -> None:
+    assert read_command(f"```python\n{code}\n```", CARD)[:2] == expected
 
 
 @pytest.mark.parametrize(

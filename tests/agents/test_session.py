@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from char_tokenizer import CharTokenizer
+from make import Engine
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_policy
@@ -30,7 +31,6 @@ from flowtrain.types import (
     BranchPoint,
     BranchStart,
     Completion,
-    FinishReason,
     Group,
     Sampling,
     Task,
@@ -47,24 +47,13 @@ TASK = Task("t-1", "What is 2 + 3?", ("5",))
 Program = Callable[[Session], Awaitable[Any]]
 
 
-class Engine:
-    """Says the seed of the request in two letters; remembers the requests."""
+def two_letters(prompt: Any, sampling: Sampling) -> list[int]:
+    """The seed of the request."""
+    return [ord("a") + sampling.seed // 26**n % 26 for n in range(2)]
 
-    version = 2
 
-    def __init__(self, max_tokens: int = 500, *, hangs: bool = False, fails: bool = False) -> None:
-        self.max_tokens, self.hangs, self.fails = max_tokens, hangs, fails
-        self.asked: list[tuple[tuple[int, ...], Sampling]] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.asked.append((tuple(prompt_ids), sampling))
-        if self.fails:
-            raise EngineError("it is gone")
-        if self.hangs:
-            await asyncio.Event().wait()
-        ids = tuple(ord("a") + sampling.seed // 26**n % 26 for n in range(2))
-        spans = (VersionSpan(0, len(ids), self.version),)
-        return Completion(ids, (-0.5,) * len(ids), spans, FinishReason.STOP)
+def letters(max_tokens: int = 500, **options: Any) -> Engine:
+    return Engine(two_letters, 2, max_tokens, **options)
 
 
 class Shout:
@@ -106,7 +95,7 @@ def make(
 
 
 def run(program: Program, engine: Engine | None = None, **options: Any) -> Trajectory:
-    return asyncio.run(make(program, engine or Engine(), **options).run(TASK, 11))
+    return asyncio.run(make(program, engine or letters(), **options).run(TASK, 11))
 
 
 async def two_turns(session: Session) -> str:
@@ -121,7 +110,7 @@ async def two_turns(session: Session) -> str:
 
 
 def test_a_turn_holds_the_very_ids_and_the_tools_that_it_asked_for() -> None:
-    engine, tool = Engine(), Shout()
+    engine, tool = letters(), Shout()
     trajectory = run(two_turns, engine, tool=tool)
     first, second = (turn.calls["planner"] for turn in trajectory.turns)
     assert [call.prompt_ids for call in (first, second)] == [asked for asked, _ in engine.asked]
@@ -135,7 +124,7 @@ def test_a_turn_holds_the_very_ids_and_the_tools_that_it_asked_for() -> None:
 
 
 def test_seeds_differ_by_call_and_by_rollout() -> None:
-    engine = Engine()
+    engine = letters()
     agent = make(two_turns, engine, Shout())
     for seed in (11, 11, 12):
         asyncio.run(agent.run(TASK, seed))
@@ -245,7 +234,7 @@ def test_an_answer_is_a_string(answer: object) -> None:
 
 def test_an_engine_that_failed_for_good_ends_the_run() -> None:
     with pytest.raises(EngineError, match="it is gone"):
-        run(two_turns, Engine(fails=True))
+        run(two_turns, letters(error=EngineError("it is gone")))
 
 
 def test_a_mistake_of_the_user_ends_the_run() -> None:
@@ -266,7 +255,7 @@ def test_turns_and_positions_are_limits() -> None:
     by_turns = run(for_ever, max_turns=3)
     assert (by_turns.truncated, by_turns.answer, len(by_turns.turns)) == ("turns", "so far", 3)
     assert all(turn.verdict is Verdict.CONTINUE for turn in by_turns.turns)
-    by_prompt = run(two_turns, Engine(max_tokens=48 + len(TASK.question)), tool=Shout())
+    by_prompt = run(two_turns, letters(max_tokens=48 + len(TASK.question)), tool=Shout())
     assert (by_prompt.truncated, len(by_prompt.turns)) == ("prompt", 1)
 
 
@@ -282,7 +271,7 @@ def test_a_program_may_answer_when_a_limit_strikes() -> None:
 
 def test_time_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowtrain.agents.session._GRACE_S", 0.0)
-    trajectory = run(two_turns, Engine(hangs=True), rollout_timeout_s=0.01)
+    trajectory = run(two_turns, letters(hangs=True), rollout_timeout_s=0.01)
     assert (trajectory.truncated, trajectory.turns) == ("time", ())
 
     async def stuck(session: Session) -> str:
@@ -305,7 +294,7 @@ def test_a_cutoff_ends_it() -> None:
     async def cut() -> Trajectory:
         cutoff = Cutoff()
         cutoff.set(asyncio.get_running_loop().time())
-        return await make(two_turns, Engine(hangs=True)).run(TASK, 1, cutoff)
+        return await make(two_turns, letters(hangs=True)).run(TASK, 1, cutoff)
 
     assert asyncio.run(cut()).truncated == "straggler"
 
@@ -317,7 +306,7 @@ def test_a_cutoff_ends_it() -> None:
 def test_a_branch_runs_the_program_again_up_to_its_point(turn: int, token: int) -> None:
     tool = Shout()
     parent = run(two_turns, tool=tool)
-    engine = Engine()
+    engine = letters()
     start = BranchStart(parent, BranchPoint(0, turn, token, 1.0))
     branch = asyncio.run(make(two_turns, engine, tool).run(TASK, 12, start=start))
     assert branch.branch == start.point and not branch.error
@@ -344,7 +333,7 @@ def test_calls_side_by_side_are_turns_in_the_order_in_which_they_were_asked() ->
         drafts = await asyncio.gather(session.sample((1,)), session.sample((2,)))
         return (await session.sample(drafts[0].response_ids + drafts[1].response_ids)).text
 
-    agent = make(program, Late())
+    agent = make(program, Late(two_letters))
     parent = asyncio.run(agent.run(TASK, 1))
     assert [turn.calls["planner"].prompt_ids for turn in parent.turns[:2]] == [(1,), (2,)]
     start = BranchStart(parent, BranchPoint(0, 2, 1, 1.0))
@@ -358,7 +347,7 @@ def test_a_program_that_asks_something_else_cannot_branch() -> None:
         return (await session.sample((len(tries),))).text
 
     tries: list[int] = []
-    agent = make(counting, Engine())
+    agent = make(counting, letters())
     parent = asyncio.run(agent.run(TASK, 1))
     start = BranchStart(parent, BranchPoint(0, 0, 1, 1.0))
     branch = asyncio.run(agent.run(TASK, 2, start=start))
@@ -394,7 +383,7 @@ def config(name: str, **sections: object) -> Config:
 
 def test_an_agent_of_ones_own_file_makes_rollouts(mine: str) -> None:
     chosen = config(f"{mine}:Echo")
-    policy = make_policy(chosen, "planner", Engine(), CharTokenizer())  # type: ignore[arg-type]
+    policy = make_policy(chosen, "planner", letters(), CharTokenizer())  # type: ignore[arg-type]
     agent = load_kind(chosen).make(AgentContext(chosen, {"planner": policy}, {}, {}, 3))
     (group,) = collect(agent, [TASK], group_size=4, seed=0)
     assert len({t.answer for t in group.trajectories}) == 4
@@ -409,9 +398,8 @@ def test_an_agent_of_another_package_makes_rollouts(
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     assert not load_kind(config("echo")).can_branch
-    with pytest.raises(
-        UserError, match=r"package their_agents 1\.2 cannot be imported: AttributeError"
-    ):
+    told = r"package their_agents 1\.2 cannot be imported: AttributeError"
+    with pytest.raises(UserError, match=told):
         load_kind(config("broken"))
 
 
@@ -437,9 +425,8 @@ def test_a_name_that_names_no_agent_is_refused(
 def test_algorithms_and_policies_ask_what_the_agent_can_do(mine: str) -> None:
     appo = {"algorithm": {"name": "appo"}, "appo": {"num_roots": 2}}
     plain = config(f"{mine}:Echo", **appo)
-    with pytest.raises(
-        UserError, match=r"'appo' rewinds rollouts and branches, which agent\.name="
-    ):
+    told = r"'appo' rewinds rollouts and branches, which agent\.name="
+    with pytest.raises(UserError, match=told):
         load_algorithm(plain).check_agent(load_kind(plain))
     rewinds = config(f"{mine}:Rewinds", **appo)
     load_algorithm(rewinds).check_agent(load_kind(rewinds))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from batches import flow_grpo
-from char_tokenizer import ChatChars
+from char_tokenizer import ChatChars, says
+from make import Engine
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_policy
@@ -20,9 +20,7 @@ from flowtrain.rewards import score
 from flowtrain.types import (
     BranchPoint,
     BranchStart,
-    Completion,
     FinishReason,
-    Sampling,
     Task,
     Trajectory,
     UserError,
@@ -33,47 +31,22 @@ from flowtrain.types import (
 TASK = Task("t-1", "What is 2 + 3?", ("5",))
 
 
-class Speaker:
-    """An engine that says a line, or the one of its seed among several; remembers the requests."""
-
-    version = 3
-
-    def __init__(
-        self,
-        *lines: str,
-        reason: FinishReason = FinishReason.STOP,
-        max_tokens: int = 500,
-        hangs: bool = False,
-    ) -> None:
-        self.lines, self.reason, self.max_tokens, self.hangs = lines, reason, max_tokens, hangs
-        self.asked: list[tuple[str, Sampling]] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        self.asked.append(("".join(map(chr, prompt_ids)), sampling))
-        if self.hangs:
-            await asyncio.Event().wait()
-        line = self.lines[sampling.seed % len(self.lines)]
-        ids = tuple(map(ord, line))[: sampling.max_new_tokens]
-        spans = (VersionSpan(0, len(ids), self.version),)
-        return Completion(ids, (-0.5,) * len(ids), spans, self.reason)
-
-
 def config(**agent: object) -> Config:
     return toy({"agent": {"name": "single", **agent}})
 
 
-def agent(engine: Speaker, temperature: float | None = None, **options: object) -> SingleTurn:
+def agent(engine: Engine, temperature: float | None = None, **options: object) -> SingleTurn:
     return make(config(**options), engine, ChatChars(), temperature)
 
 
 def make(
-    config: Config, engine: Speaker, tokenizer: ChatChars, temperature: float | None = None
+    config: Config, engine: Engine, tokenizer: ChatChars, temperature: float | None = None
 ) -> SingleTurn:
     policy = make_policy(config, "planner", engine, tokenizer, temperature)  # type: ignore[arg-type]
     return SingleTurn(AgentContext(config, {"planner": policy}, {}, {}, max_turns=1))
 
 
-def roll_out(engine: Speaker, **options: object) -> Trajectory:
+def roll_out(engine: Engine, **options: object) -> Trajectory:
     return asyncio.run(agent(engine, **options).run(TASK, 11))
 
 
@@ -90,7 +63,7 @@ def roll_out(engine: Speaker, **options: object) -> Trajectory:
     ],
 )
 def test_the_prompt_is_question_then_instructions(options: dict[str, str], prompt: str) -> None:
-    engine = Speaker("5")
+    engine = says("5")
     trajectory = roll_out(engine, **options)
     (call,) = [turn.calls["planner"] for turn in trajectory.turns]
     assert [asked for asked, _ in engine.asked] == [prompt]
@@ -107,23 +80,23 @@ def test_the_prompt_is_question_then_instructions(options: dict[str, str], promp
     ],
 )
 def test_the_answer_is_what_stands_in_the_last_tags_or_all(response: str, answer: str) -> None:
-    trajectory = roll_out(Speaker(response))
+    trajectory = roll_out(says(response))
     assert trajectory.answer == answer
     assert trajectory.turns[0].calls["planner"].text == response
 
 
 def test_the_turn_holds_the_sampled_tokens_and_no_error() -> None:
-    trajectory = roll_out(Speaker("so: 5"))
+    trajectory = roll_out(says("so: 5"))
     (turn,) = trajectory.turns
     call = turn.calls["planner"]
     assert call.response_ids == tuple(map(ord, "so: 5")) and call.logprobs == (-0.5,) * 5
-    assert call.spans == (VersionSpan(0, 5, 3),)
+    assert call.spans == (VersionSpan(0, 5, 7),)
     assert turn.action is None and turn.result.error is None and turn.verdict is Verdict.STOP
     assert trajectory.truncated == "" and trajectory.seed == 11
 
 
 def test_sampling_is_that_of_rollout_or_of_the_evaluation() -> None:
-    engine = Speaker("5")
+    engine = says("5")
     asyncio.run(agent(engine).run(TASK, 1))
     asyncio.run(agent(engine, temperature=0.0).run(TASK, 1))
     asyncio.run(agent(engine).run(TASK, 2))
@@ -133,12 +106,12 @@ def test_sampling_is_that_of_rollout_or_of_the_evaluation() -> None:
 
 
 def test_a_prompt_that_the_model_cannot_hold_gives_an_empty_rollout() -> None:
-    trajectory = roll_out(Speaker("5", max_tokens=60))
+    trajectory = roll_out(says("5", max_tokens=60))
     assert (trajectory.truncated, trajectory.turns, trajectory.answer) == ("prompt", (), "")
 
 
 def test_a_response_that_time_cut_is_kept_and_counted() -> None:
-    trajectory = roll_out(Speaker("5", reason=FinishReason.DEADLINE))
+    trajectory = roll_out(says("5", reason=FinishReason.DEADLINE))
     assert (trajectory.truncated, trajectory.answer, len(trajectory.turns)) == ("time", "5", 1)
 
 
@@ -146,15 +119,15 @@ def test_a_straggler_ends_at_the_cutoff() -> None:
     async def late() -> Trajectory:
         cutoff = Cutoff()
         cutoff.set(asyncio.get_running_loop().time())
-        return await agent(Speaker("5", hangs=True)).run(TASK, 1, cutoff)
+        return await agent(says("5", hangs=True)).run(TASK, 1, cutoff)
 
     trajectory = asyncio.run(late())
     assert (trajectory.truncated, trajectory.turns) == ("straggler", ())
 
 
 def test_a_branch_goes_on_from_its_parents_tokens() -> None:
-    parent = roll_out(Speaker("it is 4"))
-    engine = Speaker("5")
+    parent = roll_out(says("it is 4"))
+    engine = says("5")
     start = BranchStart(parent, BranchPoint(0, 0, 6, 1.5))
     branch = asyncio.run(agent(engine).run(TASK, 12, start=start))
     call = branch.turns[0].calls["planner"]
@@ -166,7 +139,7 @@ def test_a_branch_goes_on_from_its_parents_tokens() -> None:
 
 def test_groups_of_one_turn_train_every_token_by_its_rollout() -> None:
     """Flow-GRPO on one turn is GRPO."""
-    groups = collect(agent(Speaker("5", "44")), [TASK], group_size=8, seed=0)
+    groups = collect(agent(says("5", "44")), [TASK], group_size=8, seed=0)
     (group,) = score(groups)
     rewards = [trajectory.reward for trajectory in group.trajectories]
     assert {0.0, 1.0} == set(rewards)
@@ -213,16 +186,16 @@ def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = ChatChars()
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"chat template.*agent\.prompt='compact'"):
-        make(config(), Speaker("5"), tokenizer)
+        make(config(), says("5"), tokenizer)
     plain = config(prompt="compact")
-    make(plain, Speaker("5"), tokenizer)
+    make(plain, says("5"), tokenizer)
 
 
 def test_a_response_longer_than_the_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.max_new_tokens=48"):
-        agent(Speaker("5", max_tokens=48))
+        agent(says("5", max_tokens=48))
 
 
 def test_hints_are_for_more_turns() -> None:
-    one = agent(Speaker("5"))
+    one = agent(says("5"))
     assert one.with_hints(None) is one

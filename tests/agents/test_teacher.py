@@ -12,6 +12,7 @@ import pytest
 from chat_templates import TEMPLATES, styled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make import Chat, Tool
 from toy_options import toy
 from transformers import PreTrainedTokenizerFast
 
@@ -33,35 +34,16 @@ LOOSE = "## Sub-Goal\narea of Chad\n\n## Tool Name\nSearch, because it finds\n"
 OPTIONS: dict[str, Any] = {"engines": {"gpt": {"model": "m"}}, "rft": {"expert": "gpt"}}
 
 
-class Teacher:
-    """Says one prepared reply after the other; remembers what it was asked."""
-
-    name = "teacher"
-
-    def __init__(self, *replies: str) -> None:
-        self.replies = replies
-        self.asked: list[tuple[str, int, float]] = []
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        reply = self.replies[min(len(self.asked), len(self.replies) - 1)]
-        self.asked.append((prompt, seed, deadline_s))
-        if reply == "fails":
-            raise EngineError("engines.gpt: HTTP 500")
-        return reply
+def teach(*replies: str) -> Chat:
+    gone = EngineError("engines.gpt: HTTP 500")
+    return Chat([gone if reply == "fails" else reply for reply in replies], "teacher")
 
 
-class Search:
-    card = ToolCard("Search", "Looks words up.", (Parameter("query", "what to find"),))
-
-    async def execute(self, query: str) -> str:
-        return f"The {query} is 1284."
-
-    def close(self) -> None: ...
+CARD = ToolCard("Search", "Looks words up.", (Parameter("query", "what to find"),))
+SEARCH = Tool(CARD, lambda query: f"The {query} is 1284.")
 
 
-def student(
-    teacher: Teacher, tokenizer: PreTrainedTokenizerFast, **sections: dict[str, Any]
-) -> Agent:
+def student(teacher: Chat, tokenizer: PreTrainedTokenizerFast, **sections: dict[str, Any]) -> Agent:
     """An agent with a teacher in the place of its trained policy; nobody samples."""
     config = toy({**OPTIONS, **sections})
     engine = NoEngine(4000)
@@ -69,19 +51,19 @@ def student(
         name: make_policy(config, name, engine, tokenizer)  # type: ignore[arg-type]
         for name in config.policy_names
     }
-    tools = {"Search": Search()} if config.agent.tools else {}
+    tools = {"Search": SEARCH} if config.agent.tools else {}
     context = AgentContext(config, policies, tools, {}, 3)
     made = load_kind(config).make(context)
     return taught(made, teacher, config, tools)
 
 
-def flow(teacher: Teacher, prompt: str = "full", **agent: Any) -> Agent:
+def flow(teacher: Chat, prompt: str = "full", **agent: Any) -> Agent:
     options = {"tools": ["Search"], "prompt": prompt, **agent}
     return student(teacher, styled("qwen2.5"), agent=options)
 
 
 def plan(reply: str, prompt: str = "full", **agent: Any) -> tuple[Plan, ModelPlanner]:
-    planner = flow(Teacher(reply), prompt, **agent).planner  # type: ignore[attr-defined]
+    planner = flow(teach(reply), prompt, **agent).planner  # type: ignore[attr-defined]
     return asyncio.run(planner.plan(TASK, Memory(), 0, 7, 50.0)), planner
 
 
@@ -139,7 +121,7 @@ def test_only_what_names_a_tool_of_the_run_is_imitated(reply: str, readable: boo
 
 
 def test_the_teacher_reads_the_full_prompt_with_its_own_seed_and_deadline() -> None:
-    teacher = Teacher(EXACT)
+    teacher = teach(EXACT)
     planner = flow(teacher, "compact").planner  # type: ignore[attr-defined]
     for seed in (1, 2):
         asyncio.run(planner.plan(TASK, Memory(), 0, seed, 5.0))
@@ -153,7 +135,7 @@ def test_the_teacher_reads_the_full_prompt_with_its_own_seed_and_deadline() -> N
 
 def verdict(reply: str, prompt: str = "full") -> tuple[Verdict, Call]:
     agent = student(
-        Teacher(reply),
+        teach(reply),
         styled("qwen2.5"),
         agent={"tools": ["Search"], "prompt": prompt},
         roles={"verifier": "own"},
@@ -196,7 +178,7 @@ def test_a_reply_without_a_verdict_leaves_nothing_to_imitate() -> None:
     [("full", "Evidence: 1284.\nNext: -"), ("compact", " Evidence: 1284.\nNext: -")],
 )
 def test_evidence_is_written_after_the_students_prompt(prompt: str, written: str) -> None:
-    teacher = Teacher(" Evidence: 1284.\nNext: -<|im_end|> more", "<|im_end|>")
+    teacher = teach(" Evidence: 1284.\nNext: -<|im_end|> more", "<|im_end|>")
     agent = student(
         teacher,
         styled("qwen2.5"),
@@ -218,8 +200,8 @@ def test_evidence_is_written_after_the_students_prompt(prompt: str, written: str
 # ---- agents of conversations
 
 
-def converse(style: str, *replies: str) -> tuple[Trajectory, Teacher]:
-    teacher = Teacher(*replies)
+def converse(style: str, *replies: str) -> tuple[Trajectory, Chat]:
+    teacher = teach(*replies)
     tokenizer = styled(style)
     agent = {"name": "tools", "tools": ["Search"], "prompt": "full"}
     return asyncio.run(student(teacher, tokenizer, agent=agent).run(TASK, 7)), teacher
@@ -259,7 +241,7 @@ def test_special_tokens_of_a_teacher_are_plain_text(style: str) -> None:
         assert ids[-1] == tokenizer.eos_token_id
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "a", "<|", "\ue0000\ue001", " "])))
 def test_no_text_makes_a_special_token(parts: list[str]) -> None:
     tokenizer = styled("qwen2.5")
@@ -289,7 +271,7 @@ def test_a_teacher_that_fails_makes_a_failed_rollout() -> None:
     ("prompt", "written"), [("full", "It is 1284."), ("compact", " It is 1284.")]
 )
 def test_a_single_response_follows_the_students_prompt(prompt: str, written: str) -> None:
-    teacher = Teacher(" It is 1284.<|im_end|>\n")
+    teacher = teach(" It is 1284.<|im_end|>\n")
     agent = {"name": "single", "tools": [], "max_turns": 1, "eval_max_turns": 1, "prompt": prompt}
     done = asyncio.run(student(teacher, styled("qwen2.5"), agent=agent).run(TASK, 7))
     assert teacher.asked[0][0] == TASK.question
@@ -299,4 +281,4 @@ def test_a_single_response_follows_the_students_prompt(prompt: str, written: str
 def test_agents_of_others_are_refused() -> None:
     config = toy({**OPTIONS, "agent": {"name": "x.py:Mine"}})
     with pytest.raises(UserError, match=r"rft.expert='gpt' plays .* it is 'x.py:Mine'"):
-        taught(object(), Teacher(""), config, {})  # type: ignore[arg-type]
+        taught(object(), teach(""), config, {})  # type: ignore[arg-type]

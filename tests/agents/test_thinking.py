@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from char_tokenizer import says
 from chat_templates import styled
-from test_single_turn import Speaker, agent
+from test_single_turn import agent
 
 from flowtrain.agents.talking.conversation import ChatTemplate
 from flowtrain.config.options import parse
@@ -40,7 +41,7 @@ def test_an_answer_begins_behind_the_thinking(text: str, answer: str) -> None:
 
 
 def test_the_agent_of_one_turn_answers_without_it_and_is_scored_so() -> None:
-    done = asyncio.run(agent(Speaker("<think>\\boxed{6}</think> 5")).run(TASK, 11))
+    done = asyncio.run(agent(says("<think>\\boxed{6}</think> 5")).run(TASK, 11))
     assert done.answer == "5"
     (group,) = score([Group(0, (done,))])
     assert group.trajectories[0].reward == 1.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 import pytest
 from chat_templates import R1, SMOLLM2, TEMPLATES, styled, tokenizer_of
+from make import Engine, Tool
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.agentflow.build import make_policy
@@ -23,38 +23,16 @@ from flowtrain.tools.base import Parameter, ToolCard, ToolError
 from flowtrain.types import (
     BranchPoint,
     BranchStart,
-    Completion,
     FinishReason,
     PlanStep,
-    Sampling,
     Task,
     Trajectory,
     UserError,
     Verdict,
-    VersionSpan,
 )
 
 TASK = Task("t-1", "What is the area of Chad?", ("1284",))
 FOUND = "The area of Chad is 1284."
-
-
-class Engine:
-    """Says one prepared response after the other; remembers the prompts."""
-
-    version = 2
-    max_tokens = 4000
-
-    def __init__(self, responses: Sequence[Sequence[int]], reason: FinishReason) -> None:
-        self.responses = [tuple(each) for each in responses]
-        self.reason = reason
-        self.prompts: list[tuple[int, ...]] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        ids = self.responses[min(len(self.prompts), len(self.responses) - 1)]
-        self.prompts.append(tuple(prompt_ids))
-        return Completion(
-            ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), self.version),), self.reason
-        )
 
 
 class Search:
@@ -107,7 +85,9 @@ class Rollout:
         self.tokenizer = tokenizer
         end = tokenizer.eos_token if adds_end and reason is FinishReason.STOP else ""
         said = [tokenizer.encode(text + end, add_special_tokens=False) for text in texts]
-        self.engine = Engine(said, reason)
+        self.said = [tuple(each) for each in said]
+        rest = chain(said, repeat(said[-1]))
+        self.engine = Engine(lambda *_: next(rest), 2, reason=reason)
         self.tool = Search()
         config = Config.model_validate(
             {"agent": {"name": "tools", "tools": ["Search"], "max_turns": 4, **agent}}
@@ -128,11 +108,8 @@ def test_it_calls_reads_and_answers(style: str) -> None:
     done = rollout.done
     assert (done.answer, done.truncated, done.error) == ("1284", "", "")
     (used,) = done.turns[0].tool_calls
-    assert (used.name, used.arguments, used.result.output) == (
-        "Search",
-        '{"query": "area of Chad"}',
-        FOUND,
-    )
+    expected = ("Search", '{"query": "area of Chad"}', FOUND)
+    assert (used.name, used.arguments, used.result.output) == expected
     assert [turn.verdict for turn in done.turns] == [Verdict.CONTINUE, Verdict.STOP]
     assert done.turns[1].tool_calls == () and done.turns[0].result.error is None
     assert FOUND in rollout.prompt() and "Looks words up." in rollout.prompt(0)
@@ -144,7 +121,7 @@ def test_what_was_read_and_sampled_is_recorded_and_stays_in_the_next_prompt(styl
     rollout = Rollout(styled(style), text, text, "1284")
     calls = [turn.calls["planner"] for turn in rollout.done.turns]
     assert [each.prompt_ids for each in calls] == rollout.engine.prompts
-    assert [each.response_ids for each in calls] == rollout.engine.responses
+    assert [each.response_ids for each in calls] == rollout.said
     for one, after in pairwise(calls):
         before = one.prompt_ids + one.response_ids
         assert after.prompt_ids[: len(before)] == before
@@ -270,25 +247,17 @@ PLANNED = Task(
 )
 
 
-class Guess:
-    """Says a number, whatever is asked."""
-
-    card = ToolCard("Base_Generator", "Guesses.")
-
-    async def execute(self, query: str) -> str:
-        return "17"
-
-    def close(self) -> None: ...
-
-
 def demonstrated(error: float) -> Trajectory:
     tokenizer = tokenizer_of(CHAT_TEMPLATE, "<|end|>")
     config = Config.model_validate(
         {"agent": {"name": "tools", "tools": ["Search", "Base_Generator"]}}
     )
-    engine = Engine([], FinishReason.STOP)
+    engine = Engine(lambda *_: ())
     policy = make_policy(config, "planner", engine, tokenizer)  # type: ignore[arg-type]
-    tools = {"Search": Search(), "Base_Generator": Guess()}
+    tools = {
+        "Search": Search(),
+        "Base_Generator": Tool(ToolCard("Base_Generator", "Guesses."), lambda query: "17"),
+    }
     agent = ToolCallingAgent(AgentContext(config, {"planner": policy}, tools, {}, 4))
     expert = ScriptedCaller(agent, error)
     done = asyncio.run(expert.run(PLANNED, 7))

@@ -154,7 +154,7 @@ def test_calls_within_a_thinking_do_not_count() -> None:
 def test_the_format_is_read_off_the_template() -> None:
     templates = (QWEN25, QWEN3, LLAMA31, MISTRAL, SMOLLM2, "<tool_call><function=", "")
     assert [format_of(each) for each in templates] == [
-        *("hermes", "hermes", "llama3", "mistral", "", "", ""),
+        *("hermes", "hermes", "llama3", "mistral", "", "", "")
     ]
 
 

@@ -10,12 +10,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import make
 import pytest
 from batches import batch
 from char_tokenizer import CharTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_session import Engine
+from make import rollout
+from test_session import letters
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_policy
@@ -44,10 +46,8 @@ from flowtrain.types import (
     Task,
     ToolCall,
     ToolResult,
-    Trajectory,
     Turn,
     UserError,
-    Verdict,
     VersionSpan,
 )
 from tests.attacks.sandboxes import needs_bubblewrap
@@ -119,7 +119,7 @@ def agent(program: Program, tools: Mapping[str, Any]) -> SessionAgent:
             return await program(session)
 
     config = toy({"agent": {"name": "tools", "tools": tuple(tools)}})
-    policy = make_policy(config, "planner", Engine(), CharTokenizer())  # type: ignore[arg-type]
+    policy = make_policy(config, "planner", letters(), CharTokenizer())  # type: ignore[arg-type]
     return Agent(AgentContext(config, {"planner": policy}, tools, {}, 4))
 
 
@@ -201,7 +201,8 @@ def test_nothing_is_left_of_rollouts_that_do_not_end(ending: str) -> None:
 
 
 def turn(*calls: ToolCall, action: Action | None = None, command: str = "") -> Turn:
-    return Turn({}, action, command, ToolResult("done"), Verdict.CONTINUE, 0.0, tool_calls=calls)
+    found = ToolResult("done")
+    return make.turn((), action, calls={}, command=command, result=found, tool_calls=calls)
 
 
 def test_the_history_is_what_the_parent_asked_of_that_tool_and_its_card_took() -> None:
@@ -215,7 +216,7 @@ def test_the_history_is_what_the_parent_asked_of_that_tool_and_its_card_took() -
         turn(action=replace(action, tool_name="Search"), command=command),
         turn(ToolCall("Notes", '{"query": "after the branch"}')),
     )
-    start = BranchStart(Trajectory(TASK, turns, "", 0.0, 1), BranchPoint(0, 4, 0, 1.0))
+    start = BranchStart(rollout(*turns, task=TASK), BranchPoint(0, 4, 0, 1.0))
 
     async def lines() -> list[str]:
         tool = Notes()
@@ -348,23 +349,16 @@ def test_a_call_that_ends_the_process_in_order_is_told_of() -> None:
 
 STATEMENTS = st.sampled_from(
     (
-        "x += 1",
-        "items.append(x)",
-        "print(x, items)",
-        "def f(n, x=x): return n + x",
-        "x = f(x)",
-        "print(next(rows))",
-        "print(random.random())",
-        "import math as m; x = m.floor(x / 2)",
-        "print('no end of line', end='')",
-        "{*items, 'a', 'b', 'c'} and print({*items, 'a', 'b', 'c'})",
-        "del items[:1]",
+        *("x += 1", "items.append(x)", "print(x, items)", "def f(n, x=x): return n + x"),
+        *("x = f(x)", "print(next(rows))", "print(random.random())"),
+        *("import math as m; x = m.floor(x / 2)", "print('no end of line', end='')"),
+        *("{*items, 'a', 'b', 'c'} and print({*items, 'a', 'b', 'c'})", "del items[:1]"),
     )
 )
 BEGIN = "import random\nx, items, rows = 0, [], (n * n for n in range(1000))\nf = abs\n"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(parts=st.lists(st.lists(STATEMENTS, max_size=4), min_size=1, max_size=5))
 def test_parts_of_a_program_print_what_it_prints_as_a_whole(parts: list[list[str]]) -> None:
     tool = SHARED.setdefault("tool", coder(max_result_chars=100_000))

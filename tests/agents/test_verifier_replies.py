@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.agents.agentflow.verdicts import read_verdict
@@ -35,7 +35,6 @@ def test_the_very_words_take_no_rule() -> None:
     assert read_verdict("Conclusion: STOP</s>") == (Verdict.STOP, ("end_of_turn",))
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     st.text(max_size=60)
     | st.lists(

@@ -88,10 +88,8 @@ def test_the_example_rewards_what_it_orders(monkeypatch: pytest.MonkeyPatch) -> 
     config = parse(["--config", str(EXAMPLE)])
     assert config is not None
     tasks = task_set(config)
-    assert len(tasks.train) == 48 and {task.question for task in tasks.train} == {
-        "digits",
-        "letters",
-    }
+    assert len(tasks.train) == 48
+    assert {task.question for task in tasks.train} == {"digits", "letters"}
     task = next(task for task in tasks.train if task.question == "digits")
     assert play("12a4", task=task)[0].reported == {"obeyed": 0.75}
 

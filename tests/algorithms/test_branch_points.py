@@ -9,11 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import make
 import pytest
 import torch
 from flowkernels import LossSpec, branching_score
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make import call, rollout
 from transformers import PreTrainedModel
 
 from flowtrain.algorithms import Algorithm, load_algorithm
@@ -31,33 +33,13 @@ from flowtrain.training import model as models
 from flowtrain.training.token_scores import attach_logprobs
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack
-from flowtrain.types import (
-    Call,
-    FinishReason,
-    Group,
-    Sample,
-    SampleId,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-)
+from flowtrain.types import Group, Sample, SampleId, Turn
 
-TASK = Task("t", "q", ("a",))
 NOT_BLANK = torch.zeros(300, dtype=torch.bool)
 
 
-def turn(
-    ids: Sequence[int], prompt: Sequence[int] = (7,), logprobs: Sequence[float] | None = None
-) -> Turn:
-    logprobs = [-1.0] * len(ids) if logprobs is None else logprobs
-    call = Call(tuple(prompt), tuple(ids), tuple(logprobs), (), FinishReason.STOP)
-    return Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
-
-
-def rollout(*turns: Turn) -> Trajectory:
-    return Trajectory(TASK, turns, "", seconds=0.0, seed=0)
+def turn(ids: Sequence[int], prompt: Sequence[int] = (7,), logprobs: Any = -1.0) -> Turn:
+    return make.turn(call(ids, prompt, logprobs))
 
 
 def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -> ResponseScores:
@@ -67,11 +49,7 @@ def scores(entropy: Sequence[float], log_ratio: Sequence[float] | None = None) -
 
 
 def points(
-    groups: Sequence[Group],
-    scores: ResponseScores,
-    rule: Appo,
-    num: int,
-    blank: Sequence[int] = (),
+    groups: Sequence[Group], scores: ResponseScores, rule: Appo, num: int, blank: Sequence[int] = ()
 ) -> list[list[tuple[int, int, int]]]:
     samples, _ = root_samples(groups)
     assert sum(len(s.response_ids) for s in samples) == len(scores.entropy_T)
@@ -91,10 +69,8 @@ def test_places_are_told_by_root_turn_and_token() -> None:
         Group(1, (rollout(turn([8, 9])),)),
     ]
     entropy = [0, 0, 9, 0, 0, 9, 9, 0]
-    assert points(groups, scores(entropy), ENTROPY, 2) == [
-        [(0, 1, 0), (1, 1, 1)],
-        [(0, 0, 0), (0, 0, 1)],
-    ]
+    expected = [[(0, 1, 0), (1, 1, 1)], [(0, 0, 0), (0, 0, 1)]]
+    assert points(groups, scores(entropy), ENTROPY, 2) == expected
 
 
 def test_turns_without_tokens_shift_nothing() -> None:
@@ -178,7 +154,7 @@ def test_what_candidates_lack_other_tokens_fill_and_then_the_same_again() -> Non
     assert found == [(0, 0, 0), (0, 0, 4), (1, 0, 0), (0, 0, 2), (0, 0, 0), (0, 0, 4)]
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.lists(st.lists(st.integers(0, 20), max_size=9), min_size=1, max_size=3),

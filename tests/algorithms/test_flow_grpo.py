@@ -9,31 +9,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import make
 import pytest
 import torch
 from batches import flow_grpo
 from flowkernels import LossSpec, policy_loss
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from make import call
 from torch import Tensor
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
-from flowtrain.types import (
-    Call,
-    FinishReason,
-    Group,
-    Sample,
-    SamplingMask,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    UserError,
-    Verdict,
-)
+from flowtrain.types import Group, Sample, SamplingMask, Trajectory, Turn, UserError
 
-TASK = Task("t", "q", ("a",))
 TRAJECTORIES = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0]), st.lists(st.integers(1, 5), min_size=1, max_size=4)
 )
@@ -41,16 +30,12 @@ TRAJECTORIES = st.tuples(
 MODES: list[Literal["paper", "released"]] = ["paper", "released"]
 
 
-def turn(
-    ids: Sequence[int], logprobs: Sequence[float] | None = None, prompt: Sequence[int] = (7,)
-) -> Turn:
-    logprobs = [-1.0] * len(ids) if logprobs is None else logprobs
-    call = Call(tuple(prompt), tuple(ids), tuple(logprobs), (), FinishReason.STOP)
-    return Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
+def turn(ids: Sequence[int], logprobs: Any = -1.0, prompt: Sequence[int] = (7,)) -> Turn:
+    return make.turn(call(ids, prompt, logprobs))
 
 
 def trajectory(reward: float, *turns: Turn) -> Trajectory:
-    return Trajectory(TASK, turns, "", seconds=0.0, seed=0, reward=reward)
+    return make.rollout(*turns, reward=reward)
 
 
 def with_lengths(reward: float, *lengths: int) -> Trajectory:
@@ -63,11 +48,7 @@ def approx(value: Any) -> Any:
 
 def test_samples_keep_what_their_tokens_were_sampled_from() -> None:
     masks = [SamplingMask.of([(1, 2), (3,)]), None, SamplingMask.of([(4,), (5, 6)])]
-    call = turn((1, 3)).calls["planner"]
-    turns = [
-        replace(turn((1, 3)), calls={"planner": replace(call, sampling_mask=mask)})
-        for mask in masks
-    ]
+    turns = [make.turn(call((1, 3), sampling_mask=mask)) for mask in masks]
     out = flow_grpo([Group(0, (trajectory(1, *turns[:2]), trajectory(0, turns[2])))])
     assert [sample.sampling_mask for sample in out.samples] == masks
 
@@ -80,15 +61,8 @@ def judged(planner: Sequence[int], verifier: Sequence[int] | None) -> Turn:
     one = turn(planner)
     if verifier is None:
         return one
-    call = Call(
-        prompt_ids=(8, 8),
-        response_ids=tuple(verifier),
-        logprobs=(-2.0,) * len(verifier),
-        spans=(),
-        finish_reason=FinishReason.STOP,
-        sampling_mask=MASK,
-    )
-    return replace(one, calls={**one.calls, "verifier": call})
+    theirs = call(verifier, (8, 8), -2.0, sampling_mask=MASK)
+    return replace(one, calls={**one.calls, "verifier": theirs})
 
 
 MASK = SamplingMask.of([(5,)])
@@ -107,11 +81,8 @@ def test_the_verifiers_calls_are_its_samples() -> None:
     )
     out = flow_grpo([group], num_groups=4, policy="verifier")
     a = 0.5 / 0.500001
-    assert [(s.prompt_ids, s.response_ids, s.logprobs) for s in out.samples] == [
-        ((8, 8), (5, 6), (-2.0, -2.0)),
-        ((8, 8), (7,), (-2.0,)),
-        ((8, 8), (9,), (-2.0,)),
-    ]
+    expected = [((8, 8), (5, 6), (-2.0, -2.0)), ((8, 8), (7,), (-2.0,)), ((8, 8), (9,), (-2.0,))]
+    assert [(s.prompt_ids, s.response_ids, s.logprobs) for s in out.samples] == expected
     assert [s.advantages[0] for s in out.samples] == approx([a, a, -a])
     assert [s.loss_weights[0] for s in out.samples] == approx([1 / 8, 1 / 4, 1 / 2])
     assert [s.sample_id for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]
@@ -280,7 +251,6 @@ def test_samples_carry_the_very_tokens_of_the_turns() -> None:
     ]
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.lists(st.lists(TRAJECTORIES, min_size=2, max_size=6), max_size=4))
 def test_paper_weights_sum_to_the_kept_groups_and_advantages_cancel(
     batch: list[list[tuple[float, list[int]]]],

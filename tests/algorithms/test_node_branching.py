@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import make
 import pytest
 import torch
 from starlette.responses import JSONResponse
@@ -29,20 +30,7 @@ from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.training import attention
 from flowtrain.training import model as models
 from flowtrain.training.row_loss import score_row
-from flowtrain.types import (
-    BranchPoint,
-    Call,
-    FinishReason,
-    Group,
-    Sample,
-    Sampling,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    UserError,
-    Verdict,
-)
+from flowtrain.types import BranchPoint, Group, Sample, Sampling, UserError
 from flowtrain.weights import Publisher, WeightStore
 from tests.chat_servers import ChatServer, chat_server
 
@@ -109,12 +97,11 @@ def roll_out(engine: TorchEngine) -> Group:
     numbered = [(seed, prompt) for seed in range(2) for prompt in PROMPTS]
     turns = []
     for (_, prompt), done in zip(numbered, asyncio.run(together()), strict=True):
-        call = Call(
-            prompt, done.ids, done.logprobs, done.spans, FinishReason.STOP, entropies=done.entropies
+        said = make.call(
+            done.ids, prompt, done.logprobs, spans=done.spans, entropies=done.entropies
         )
-        turns.append(Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0))
-    task = Task("t", "q", ("a",))
-    return Group(0, tuple(Trajectory(task, tuple(turns[i : i + 2]), "", 0.0, 0) for i in (0, 2)))
+        turns.append(make.turn(said))
+    return make.group(make.rollout(*turns[:2]), make.rollout(*turns[2:]))
 
 
 def samples_of(group: Group) -> list[Sample]:

@@ -56,11 +56,7 @@ def test_dapo_asks_other_questions_for_those_that_teach_nothing(
     for name, parts in {"whole": (4,), "halves": (2, 4)}.items():
         for num_steps in parts:
             argv = (
-                "--run.dir",
-                tmp_path / name,
-                "--train.num_steps",
-                num_steps,
-                "--resume",
+                *("--run.dir", tmp_path / name, "--train.num_steps", num_steps, "--resume"),
                 "auto",
             )
             code, said, _ = server.run("train", *words, *options, *argv)

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import make
 import pytest
 import torch
 from batches import flow_grpo
 from flowkernels import LossSpec
+from make import call, rollout, turn
 from torch import Tensor
 
 from flowtrain.algorithms import filter_samples
@@ -23,19 +25,14 @@ from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import (
-    Call,
     FilterReason,
     FinishReason,
     Group,
     Routes,
     Sample,
     SamplingMask,
-    Task,
-    ToolResult,
     TrainBatch,
-    Trajectory,
     Turn,
-    Verdict,
 )
 
 VOCAB_SIZE = 280
@@ -131,21 +128,12 @@ def test_what_fits_its_mask_stays() -> None:
     assert screened(sample).samples == (sample,)
 
 
-def turn(num_tokens: int) -> Turn:
-    ids, logprobs = (5,) * num_tokens, (-1.0,) * num_tokens
-    call = Call((7,), ids, logprobs, (), FinishReason.DEADLINE)
-    return Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
-
-
 def group(index: int, *rollouts: tuple[float, list[int]]) -> Group:
-    task = Task("t", "q", ("a",))
-    return Group(
-        index,
-        tuple(
-            Trajectory(task, tuple(map(turn, sizes)), "", 0.0, 0, reward=reward)
-            for reward, sizes in rollouts
-        ),
-    )
+    def said(size: int) -> Turn:
+        return turn(call([5] * size, reason=FinishReason.DEADLINE))
+
+    made = [rollout(*map(said, sizes), reward=reward) for reward, sizes in rollouts]
+    return make.group(*made, index=index)
 
 
 @pytest.mark.parametrize("mode", ["paper", "released"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import make
 from toy_options import toy
 
 from flowtrain.config import Config
@@ -15,18 +16,7 @@ from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Registe
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.rules import Rules
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import (
-    Action,
-    Call,
-    FinishReason,
-    Group,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-    VersionSpan,
-)
+from flowtrain.types import Action, Group, Task, ToolResult, Turn, Verdict, VersionSpan
 
 TASKS = [
     Task(
@@ -48,16 +38,9 @@ class Clock:
 
 def turn(spans: tuple[VersionSpan, ...], num_prompt: int = 5) -> Turn:
     num = spans[-1].end if spans else 0
-    ids = tuple(range(num))
-    call = Call(tuple(range(num_prompt)), ids, (-0.5,) * num, spans, FinishReason.STOP, "text")
-    return Turn(
-        calls={"planner": call},
-        action=Action("because", "", "look", "Search"),
-        command="",
-        result=ToolResult("found"),
-        verdict=Verdict.STOP,
-        seconds=0.1,
-    )
+    said = make.call(num, num_prompt, -0.5, spans=spans, text="text")
+    action = Action("because", "", "look", "Search")
+    return make.turn(said, action, result=ToolResult("found"), verdict=Verdict.STOP)
 
 
 def group(
@@ -73,22 +56,21 @@ def group(
     """
     one = turn(_span(num_tokens, version))
     if verifier is not None:
-        call = Call((1, 2), (3, 4, 5), (-0.1,) * 3, _span(3, verifier), FinishReason.STOP)
+        call = make.call((3, 4, 5), (1, 2), -0.1, spans=_span(3, verifier))
         one = replace(one, calls={**one.calls, "verifier": call})
-    rollouts = tuple(
-        Trajectory(
-            task,
-            (one,),
-            "answer",
-            0.1,
-            seed,
+    rollouts = (
+        make.rollout(
+            one,
+            task=task,
+            answer="answer",
+            seed=seed,
             reward=reward,
             sub_goals=0.0,
             error="" if reward is not None else "generator: down",
         )
         for seed, reward in zip(range(num), rewards * num, strict=False)
     )
-    return Group(0, rollouts)
+    return make.group(*rollouts)
 
 
 def _span(num_tokens: int, version: int) -> tuple[VersionSpan, ...]:

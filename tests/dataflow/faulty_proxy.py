@@ -14,14 +14,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 FAULTS = (
-    "lose request",
-    "lose answer",
-    "cut request",
-    "cut answer",
-    "delay request",
-    "delay answer",
-    "repeat at once",
-    "repeat later",
+    *("lose request", "lose answer", "cut request", "cut answer", "delay request", "delay answer"),
+    *("repeat at once", "repeat later"),
 )
 _MOST_S = 0.03
 """Seconds of a delay: requests that come meanwhile overtake, which reorders them."""

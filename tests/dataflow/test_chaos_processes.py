@@ -148,7 +148,5 @@ def test_nothing_is_lost_and_nothing_doubled(postgres: str, tmp_path: Path, crew
         endings = transaction.all("SELECT ending FROM leases WHERE ending <> '' ORDER BY 1")
     assert endings and {row.ending for row in endings}.isdisjoint({"ran out"})
     assert audit.counts["planner.assigned"] == sum(map(len, Notes(notes).batches.values()))
-    assert (
-        sum(num for name, num in audit.counts.items() if name.startswith("planner."))
-        == audit.counts["committed"]
-    )
+    found = sum(num for name, num in audit.counts.items() if name.startswith("planner."))
+    assert found == audit.counts["committed"]

@@ -7,6 +7,7 @@ import zlib
 from dataclasses import replace
 
 import fake_groups as fake
+import make
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from flowtrain.dataflow import codec
 from flowtrain.dataflow.codec import decoded, inflated, pack, pack_group, unpack_group
 from flowtrain.dataflow.contract import Refused
-from flowtrain.types import Call, FinishReason, Group, Routes
+from flowtrain.types import Call, Group, Routes
 
 IDS = st.lists(st.integers(0, 3), max_size=6).map(tuple)
 CALLS = st.dictionaries(st.sampled_from(("planner", "verifier")), st.tuples(IDS, IDS))
@@ -25,22 +26,12 @@ def group_of(rollouts: list[list[dict[str, tuple[tuple[int, ...], tuple[int, ...
     first = fake.group(fake.TASKS[0]).trajectories[0]
     (turn,) = first.turns
 
-    def call(prompt: tuple[int, ...], response: tuple[int, ...]) -> Call:
-        return Call(prompt, response, (-0.5,) * len(response), (), FinishReason.STOP)
-
-    return Group(
-        3,
-        tuple(
-            replace(
-                first,
-                turns=tuple(
-                    replace(turn, calls={name: call(*ids) for name, ids in calls.items()})
-                    for calls in turns
-                ),
-            )
-            for turns in rollouts
-        ),
-    )
+    made = [
+        [{name: make.call(*reversed(ids)) for name, ids in calls.items()} for calls in turns]
+        for turns in rollouts
+    ]
+    turned = [tuple(replace(turn, calls=calls) for calls in turns) for turns in made]
+    return make.group(*(replace(first, turns=turns) for turns in turned), index=3)
 
 
 def with_routes(group: Group, seed: int, num_noisy: int = 5) -> Group:

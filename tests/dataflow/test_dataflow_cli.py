@@ -74,25 +74,10 @@ def test_the_table(used: Any) -> None:
         for line in lines
         if (line.startswith("planner") and "live" in line) or "silent" in line
     ]
-    assert planner == [
-        "planner",
-        "silent",
-        "1",
-        "1",
-        "1",
-        "0.00",
-        "0.0",
-        "0",
-        "0",
-        "10%",
-        "2",
-        "min",
-    ]
+    expected = ["planner", "silent", "1", "1", "1", "0.00", "0.0", "0", "0", "10%", "2", "min"]
+    assert planner == expected
     states = [line.split() for line in lines if line.startswith("planner")][1:]
-    assert states == [
-        ["planner", "assigned", "2", "8"],
-        ["planner", "stale", "1", "600"],
-    ]
+    assert states == [["planner", "assigned", "2", "8"], ["planner", "stale", "1", "600"]]
     (node,) = [line.split() for line in lines if line.startswith("n1")]
     assert node == ["n1", "2", "min", "1", "3", "0.00", "25%", "planner", "1"]
 
@@ -113,11 +98,8 @@ def test_nothing_has_happened_yet(tmp_path: Path, capsys: pytest.CaptureFixture[
     ledger = fake_groups.ledger(tmp_path / "new.sqlite")
     text = status_text(ledger.status())
     assert "no trainer has registered" in text and "no node has joined" in text
-    assert run(capsys, "audit", "--database", str(tmp_path / "new.sqlite")) == (
-        0,
-        "nothing has happened yet\nit all adds up\n",
-        "",
-    )
+    expected = (0, "nothing has happened yet\nit all adds up\n", "")
+    assert run(capsys, "audit", "--database", str(tmp_path / "new.sqlite")) == expected
 
 
 def test_a_terminal_takes_no_commands_from_nodes() -> None:
@@ -228,11 +210,7 @@ def test_a_service_starts_and_ends(tmp_path: Path) -> None:
         "PYTHONPATH": str(Path(__file__).parents[2])
     }
     start = [
-        sys.executable,
-        "-m",
-        "flowtrain.dataflow",
-        "serve",
-        "--database",
+        *(sys.executable, "-m", "flowtrain.dataflow", "serve", "--database"),
         str(database),
         *words.split(),
     ]

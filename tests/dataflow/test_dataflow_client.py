@@ -139,13 +139,8 @@ def test_the_run_goes_along_once_it_is_known() -> None:
     with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client:
         for method in ("status", "join", "lease", "join", "register"):
             ask(client, method)
-    assert ["flowtrain-run: run-1" in request.lower() for request in seen] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-    ]
+    expected = [False, False, True, False, False]
+    assert ["flowtrain-run: run-1" in request.lower() for request in seen] == expected
 
 
 def test_how_long_to_wait_is_the_peers_word_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +173,8 @@ def test_the_time_to_wait_for_a_batch_is_no_failure() -> None:
 
 def test_what_the_service_would_not_take_is_not_sent() -> None:
     with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client:
-        with pytest.raises(
-            Refused, match=r"push: a request of 671\d{5} bytes, the service takes 67108864"
-        ):
+        told = r"push: a request of 671\d{5} bytes, the service takes 67108864"
+        with pytest.raises(Refused, match=told):
             client.push(Push("n1", 1, 1, bytes(64 << 20)))
         assert not seen
 

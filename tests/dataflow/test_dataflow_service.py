@@ -128,29 +128,9 @@ def test_the_scheme_must_be_bearer(url: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *(
-            "/",
-            "/v2",
-            "/v6/",
-            "/v6/nothing",
-            "/v6/join/",
-            "//v6/join",
-            "/v6//join",
-            "/V2/join",
-            "/v6/Join",
-            "/join",
-            "/v6/close",
-        ),
-        *(
-            "/v6/_ask",
-            "/v6/__init__",
-            "/v6/audit",
-            "/v6/run",
-            "/v6/join%00",
-            "/v6/join%0a",
-            "/v6/%2e%2e/v6/join",
-            "/v6/../v6/join",
-        ),
+        *("/", "/v2", "/v6/", "/v6/nothing", "/v6/join/", "//v6/join", "/v6//join", "/V2/join"),
+        *("/v6/Join", "/join", "/v6/close", "/v6/_ask", "/v6/__init__", "/v6/audit", "/v6/run"),
+        *("/v6/join%00", "/v6/join%0a", "/v6/%2e%2e/v6/join", "/v6/../v6/join"),
         *(
             "/v6/./join",
             "/etc/passwd",
@@ -264,11 +244,8 @@ def test_a_bomb_of_a_group_is_refused(url: str, ledger: Any) -> None:
             )
             assert status == 422 and any(each in words(body) for each in why.split("|"))
         good = Push("bomber", lease.work_item, 1, codec.pack_group(fake_groups.group(lease.task)))
-        assert [client.push(good).status for _ in range(3)] == [
-            "committed",
-            "duplicate",
-            "duplicate",
-        ], "replayed"
+        expected = ["committed", "duplicate", "duplicate"]
+        assert [client.push(good).status for _ in range(3)] == expected, "replayed"
         other = Push(
             "bomber",
             lease.work_item,
@@ -563,10 +540,8 @@ def test_one_ledger_behind_two_services(tmp_path: Path) -> None:
         )
         (lease,) = right.lease(LeaseRequest("n1", "a", 1)).leases
         waiting = threads.submit(right.batch, BatchRequest("planner", 1, wait_s=30))
-        assert (
-            fake_groups.push(left, lease) == "committed"
-            and fake_groups.push(right, lease) == "duplicate"
-        )
+        assert fake_groups.push(left, lease) == "committed"
+        assert fake_groups.push(right, lease) == "duplicate"
         assert [served.work_item for served in waiting.result(timeout=20).groups] == [
             lease.work_item
         ]

@@ -202,12 +202,7 @@ def test_leases_are_what_is_nothing_else(database: str) -> None:
     ledger.release(Release("n1", given_back[:1], "ends"))
     ledger.release(Release("n1", given_back[1:], "cannot", is_failure=True))
     check(4)
-    assert ledger.status()["work_items"] == {
-        "leased": 4,
-        "waiting": 1,
-        "committed": 5,
-        "failed": 2,
-    }
+    assert ledger.status()["work_items"] == {"leased": 4, "waiting": 1, "committed": 5, "failed": 2}
     assert len(ledger.batch(BatchRequest("planner", 1)).groups) == 4
     assert len(fake.lease(ledger, 2)) == 2
     check(6)

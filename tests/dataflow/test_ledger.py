@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +84,8 @@ def test_units_come_in_the_order_of_the_tasks_with_seeds_of_their_own(flow: Ledg
         (work_item, 1, work_item - 1) for work_item in range(1, 7)
     ]
     assert [each.seed for each in leases] == [
-        1077100656669939322,
-        3958908509897490521,
-        2742100691126862562,
-        84581279504704783,
-        1629593531276950026,
-        2884233412460747911,
+        *(1077100656669939322, 3958908509897490521, 2742100691126862562, 84581279504704783),
+        *(1629593531276950026, 2884233412460747911),
     ]
 
 
@@ -152,10 +150,8 @@ def test_a_new_life_of_a_node_ends_the_leases_of_the_last(flow: Ledger) -> None:
     joined(flow, "n1", "a")
     assert flow.status()["work_items"]["leased"] == 2, "the same life joins again: nothing ends"
     joined(flow, "n1", "b")
-    assert [(each.work_item, each.attempt) for each in lease(flow, 2, "n2")] == [
-        (first[0].work_item, 2),
-        (first[1].work_item, 2),
-    ]
+    found = [(each.work_item, each.attempt) for each in lease(flow, 2, "n2")]
+    assert found == [(first[0].work_item, 2), (first[1].work_item, 2)]
     with pytest.raises(Refused, match="another process has joined by its name"):
         lease(flow, 1, "n1", "a")
     joined(flow, "n1", "a")  # late, from the life that has ended
@@ -173,10 +169,8 @@ def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
     flow.release(Release("n2", ((first.work_item, 1),)))
     flow.release(Release("n1", ((first.work_item, 2), (second.work_item, 1)), "no engine"))
     flow.release(Release("n1", ((second.work_item, 1),), "no engine"))
-    assert [(each.work_item, each.attempt) for each in lease(flow, 2, "n2")] == [
-        (second.work_item, 2),
-        (3, 1),
-    ]
+    found = [(each.work_item, each.attempt) for each in lease(flow, 2, "n2")]
+    assert found == [(second.work_item, 2), (3, 1)]
     flow.release(Release("n1", ((second.work_item, 1),), "sent again, late"))
     assert flow.status()["work_items"]["leased"] == 3
     assert flow.status()["lost_leases"] == {"released": 1}
@@ -334,10 +328,8 @@ def test_filtered_groups_are_counted_with_their_lengths(database: str) -> None:
         push(flow, each, rewards=rewards, num_tokens=3)
     answer = flow.batch(BatchRequest("planner", 1))
     assert ([each.work_item for each in answer.groups], answer.stats["num_filtered"]) == ([2, 4], 2)
-    assert flow.status()["policies"]["planner"]["groups"]["filtered"] == {
-        "num": 2,
-        "tokens_mean": 6.0,
-    }
+    expected = {"num": 2, "tokens_mean": 6.0}
+    assert flow.status()["policies"]["planner"]["groups"]["filtered"] == expected
     assert flow.audit().problems == ()
 
 
@@ -464,9 +456,8 @@ def test_none_begins_while_a_whole_batch_waits(database: str, max_waiting: int, 
 def test_max_waiting_bounds_what_waits_and_is_under_way(database: str) -> None:
     flow = ledger(database, Clock(), max_waiting=5)
     joined(flow)
-    with pytest.raises(
-        Refused, match=r"dataflow\.max_waiting=5 must be at least the 6 groups of a batch"
-    ):
+    told = r"dataflow\.max_waiting=5 must be at least the 6 groups of a batch"
+    with pytest.raises(Refused, match=told):
         flow.register(planner(num_groups=6))
     flow.register(planner(num_groups=2))
     leases = lease(flow, 20)
@@ -503,12 +494,8 @@ def test_a_share_of_each_batch_is_trained_again(database: str) -> None:
     assert batch(flow, 1) == [1, 2, 3, 4], "nothing has been trained yet"
     trained(flow, 1)
     second = flow.batch(BatchRequest("planner", 2))
-    assert [(each.work_item, each.is_replay) for each in second.groups] == [
-        (5, False),
-        (6, False),
-        (4, True),
-        (3, True),
-    ]
+    expected = [(5, False), (6, False), (4, True), (3, True)]
+    assert [(each.work_item, each.is_replay) for each in second.groups] == expected
     trained(flow, 2, 2)
     assert batch(flow, 3) == [7, 8, 6, 5], (
         "the latest first; the checkpoint of step 2 has not deleted them"
@@ -641,9 +628,8 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
     trained(flow, 1, 1)
     batch(flow, 2)
     trained(flow, 2, 2)
-    with pytest.raises(
-        Refused, match="the batches after step 0 are gone; planner had a checkpoint of step 2"
-    ):
+    told = "the batches after step 0 are gone; planner had a checkpoint of step 2"
+    with pytest.raises(Refused, match=told):
         flow.register(planner(step=0))
     with pytest.raises(Refused, match="checkpoint of step 3 is of another run"):
         flow.register(planner(step=3))
@@ -652,32 +638,63 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
     assert flow.register(planner(step=2)).step == 2
 
 
-def test_a_trainer_that_makes_no_sense_is_refused(flow: Ledger) -> None:
-    for request, why in (
-        (replace(planner(), policy="critic"), "this run's flow has planner"),
-        (replace(planner(), num_groups=0), "num_groups"),
-        (replace(planner(), max_staleness=-1), "max_staleness"),
-        (replace(planner(), step=-1), "step"),
-        (replace(planner(), num_groups=2**40), "num_groups"),
-        (replace(planner(), step=2**62), "step"),
-        (replace(planner(), vocab_size=0), "vocab_size"),
-        (replace(planner(), max_positions=2**62), "max_positions"),
-        (replace(planner(), store="s" * 5000), "store has 5000 characters"),
-    ):
-        with pytest.raises(Refused, match=why):
-            flow.register(request)
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"policy": "critic"}, "this run's flow has planner"),
+        ({"num_groups": 0}, "num_groups"),
+        ({"num_groups": 2**40}, "num_groups"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"step": -1}, "step"),
+        ({"step": 2**62}, "step"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"max_positions": 2**62}, "max_positions"),
+        ({"store": "s" * 5000}, "store has 5000 characters"),
+    ],
+)
+def test_a_trainer_that_makes_no_sense_is_refused(
+    flow: Ledger, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(Refused, match=why):
+        flow.register(replace(planner(), **changes))
 
 
-def test_a_node_cannot_have_a_version_that_makes_no_sense(flow: Ledger) -> None:
-    for version in (-1, 2**41, 2**63 - 1):
-        with pytest.raises(Refused, match="of 'planner' is none"):
-            lease(flow, versions={"planner": version})
-
-
-def test_a_trainer_is_never_ahead_of_its_batches(flow: Ledger) -> None:
-    for version, checkpoint in ((1, 0), (0, 1), (-1, -1)):
-        with pytest.raises(Refused, match="cannot have version"):
-            flow.progress(Progress("planner", version, checkpoint))
+@pytest.mark.parametrize(
+    ("ask", "why"),
+    [
+        *(
+            (partial(lease, versions={"planner": version}), "of 'planner' is none")
+            for version in (-1, 2**41, 2**63 - 1)
+        ),
+        *(
+            (methodcaller("progress", Progress("planner", *each)), "cannot have version")
+            for each in ((1, 0), (0, 1), (-1, -1))
+        ),
+        *(
+            (methodcaller("join", Join(name, "a")), "a name has 1 to 100 letters")
+            for name in ("", "../n", "a b", "n" * 101, "n\n")
+        ),
+        *(
+            (methodcaller("lease", request), "")
+            for request in (
+                LeaseRequest("n1", "a", 0),
+                LeaseRequest("n1", "a", 1025),
+                LeaseRequest("n1", "a", 1, busy_s=float("nan")),
+                LeaseRequest("n1", "a", 1, waited_s=-1.0),
+                LeaseRequest("n1", "a", 1, key="k" * 101),
+                LeaseRequest("n1", "b", 1),
+                LeaseRequest("stranger", "a", 1),
+            )
+        ),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(
+    flow: Ledger, ask: Callable[[Ledger], object], why: str
+) -> None:
+    """A trainer is never ahead of its batches, and names of nodes are plain."""
+    with pytest.raises(Refused, match=why):
+        ask(flow)
+    assert flow.status()["work_items"]["leased"] == 0
 
 
 def test_progress_that_comes_late_or_twice_changes_nothing(flow: Ledger) -> None:
@@ -689,12 +706,8 @@ def test_progress_that_comes_late_or_twice_changes_nothing(flow: Ledger) -> None
     for request in (late, late, Progress("planner", 2, 1, 5.0, 1.0), late):
         flow.progress(request)
     policy = flow.status()["policies"]["planner"]
-    assert (policy["version"], policy["checkpoint"], policy["busy_s"], policy["waited_s"]) == (
-        2,
-        1,
-        10.0,
-        2.0,
-    )
+    found = (policy["version"], policy["checkpoint"], policy["busy_s"], policy["waited_s"])
+    assert found == (2, 1, 10.0, 2.0)
     assert [event.version for event in flow.history().events if event.outcome is None] == [1, 2]
 
 
@@ -702,9 +715,8 @@ def test_a_node_with_another_model_is_refused_and_the_others_go_on(
     flow: Ledger, database: str
 ) -> None:
     flow.join(Join("good", "a", {"planner": LAYOUT}))
-    with pytest.raises(
-        Refused, match="node 'bad' has a planner of layout other, the trainer's is layout-1"
-    ):
+    told = "node 'bad' has a planner of layout other, the trainer's is layout-1"
+    with pytest.raises(Refused, match=told):
         flow.join(Join("bad", "a", {"planner": "other"}))
     assert len(lease(flow, node="good")) == 1
 
@@ -715,27 +727,6 @@ def test_a_node_that_came_before_the_trainer_is_checked_when_it_asks(database: s
     flow.register(planner())
     with pytest.raises(Refused, match="node 'early' has a planner of layout other"):
         lease(flow, node="early")
-
-
-def test_names_of_nodes_are_plain(flow: Ledger) -> None:
-    for name in ("", "../n", "a b", "n" * 101, "n\n"):
-        with pytest.raises(Refused, match="a name has 1 to 100 letters"):
-            flow.join(Join(name, "a"))
-
-
-def test_lease_requests_that_make_no_sense_are_refused(flow: Ledger) -> None:
-    for request in (
-        LeaseRequest("n1", "a", 0),
-        LeaseRequest("n1", "a", 1025),
-        LeaseRequest("n1", "a", 1, busy_s=float("nan")),
-        LeaseRequest("n1", "a", 1, waited_s=-1.0),
-        LeaseRequest("n1", "a", 1, key="k" * 101),
-        LeaseRequest("n1", "b", 1),
-        LeaseRequest("stranger", "a", 1),
-    ):
-        with pytest.raises(Refused):
-            flow.lease(request)
-        assert flow.status()["work_items"]["leased"] == 0
 
 
 # ---- two policies
@@ -893,9 +884,7 @@ def test_a_long_history_is_observed_in_portions_and_before_the_lock_is_taken(
     assert read == [(4, True), (4, True), (2, True), (0, True), (0, False)]
 
 
-def test_a_ledger_is_where_it_was_in_the_order_of_tasks_before_it_is_asked(
-    database: str,
-) -> None:
+def test_a_ledger_is_where_it_was_in_the_order_of_tasks_before_it_is_asked(database: str) -> None:
     flow = ledger(database, max_waiting=1000)
     joined(flow)
     flow.register(planner())
@@ -920,12 +909,8 @@ def test_a_filter_that_admits_all_reads_no_history_and_draws_ahead(
         with pytest.raises(ZeroDivisionError):
             lease(flow, 1)
     assert [each.work_item for each in first + lease(flow, 1)] == list(range(1, num + 2))
-    assert flow.status()["work_items"] == {
-        "leased": num + 1,
-        "waiting": 0,
-        "committed": 0,
-        "failed": 0,
-    }
+    found = flow.status()["work_items"]
+    assert found == {"leased": num + 1, "waiting": 0, "committed": 0, "failed": 0}
     assert flow.audit().problems == ()
 
 

@@ -73,10 +73,8 @@ def check(database: str, end: dict[str, Any]) -> None:
     assert audit.counts["planner.assigned"] == len(served)
     work_items = flow.status()["work_items"]
     assert work_items["failed"] == 0
-    assert (
-        sum(n for name, n in audit.counts.items() if name.startswith("planner."))
-        == work_items["committed"]
-    )
+    found = sum(n for name, n in audit.counts.items() if name.startswith("planner."))
+    assert found == work_items["committed"]
     flow.close()
 
 

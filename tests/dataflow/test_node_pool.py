@@ -18,14 +18,7 @@ from typing import Any
 import fake_groups
 import pytest
 
-from examples.node_pool import (
-    Controller,
-    Processes,
-    Window,
-    main,
-    target_size,
-    window_between,
-)
+from examples.node_pool import Controller, Processes, Window, main, target_size, window_between
 from flowtrain.dataflow.service import Service
 from flowtrain.net import serving
 from flowtrain.types import UserError
@@ -79,12 +72,7 @@ def status(
         "waited_s": trainer[1],
     }
     told = {
-        name: {
-            "seen_s_ago": 1.0,
-            "busy_s": busy,
-            "waited_s": waited,
-            "num_groups": 1 + int(busy),
-        }
+        name: {"seen_s_ago": 1.0, "busy_s": busy, "waited_s": waited, "num_groups": 1 + int(busy)}
         for name, (busy, waited) in nodes.items()
     }
     return {"policies": {"planner": planner, **more.pop("policies", {})}, "nodes": told, **more}

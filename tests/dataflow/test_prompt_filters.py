@@ -51,12 +51,8 @@ def test_greso_by_hand() -> None:
     assert probabilities(greso) == [0.5, 0.5, 1, 0.5]  # a: 1 easy; b: 1 hard; c: 0; d: 1 hard
 
     see(("a", GOOD), ("b", GOOD))
-    assert probabilities(greso) == [
-        0.25,
-        0.5,
-        1,
-        0.5,
-    ]  # a: 2 easy, 0.5^2; b: 1 easy, for the kind changed
+    expected = [0.25, 0.5, 1, 0.5]
+    assert probabilities(greso) == expected  # a: 2 easy, 0.5^2; b: 1 easy, for the kind changed
     greso.on_version(2)  # easy 2 of 2 >= 1/4: p 0.4; hard 0 of 2 < 1/2: p 0.6
     assert probabilities(greso) == [0.16, 0.4, 1, 0.6]
     greso.on_version(3)  # nothing was seen
@@ -64,12 +60,10 @@ def test_greso_by_hand() -> None:
 
     see(("d", BAD), ("a", MIXED), ("b", GOOD), ("c", GOOD))
     greso.on_version(4)  # easy 2 of 4 >= 1/4: p 0.3; hard 1 of 4 < 1/2: p 0.7
-    assert probabilities(greso) == [
-        1,
-        0.1,
-        0.3,
-        0.49,
-    ]  # a: 0; b: 2 easy, 0.09 below the floor; c: 1 easy; d: 2 hard, 0.7^2
+    expected = [1, 0.1, 0.3, 0.49]
+    assert (
+        probabilities(greso) == expected
+    )  # a: 0; b: 2 easy, 0.09 below the floor; c: 1 easy; d: 2 hard, 0.7^2
     see(("d", BAD), ("b", BAD))
     assert probabilities(greso) == [1, 0.7, 0.3, 0.4]  # b: 1 hard; d: 3 hard, 0.343 below the floor
 
@@ -103,12 +97,10 @@ def test_curriculum_by_hand() -> None:
     curriculum = Curriculum(exploration=0.2, memory=0.75)
     for task, rewards in (("a", GOOD), ("b", BAD), ("c", (1, 0, 0, 0))):
         curriculum.observe(outcome(task, rewards))
-    assert probabilities(curriculum) == [
-        0.2,
-        0.2,
-        0.8,
-        1,
-    ]  # c: s = 1/4, 4 * 3/16 = 0.75, 0.2 + 0.6; d was never tried
+    expected = [0.2, 0.2, 0.8, 1]
+    assert (
+        probabilities(curriculum) == expected
+    )  # c: s = 1/4, 4 * 3/16 = 0.75, 0.2 + 0.6; d was never tried
     curriculum.observe(outcome("a", BAD))  # s = 0.75
     curriculum.observe(
         outcome("a", MIXED)

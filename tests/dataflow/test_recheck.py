@@ -74,11 +74,9 @@ def test_an_honest_ledger_has_every_decision_again(honest: Path) -> None:
     flow = ledger(honest, **RULES)
     found, states = recheck(flow.history()), {share.state for share in flow.history().shares}
     assert found.differences == ()
-    assert (
-        found.num_batches == NUM_STEPS
-        and found.num_groups > 4 * NUM_STEPS
-        and found.num_prompts > found.num_groups
-    )
+    assert found.num_batches == NUM_STEPS
+    assert found.num_groups > 4 * NUM_STEPS
+    assert found.num_prompts > found.num_groups
     assert {"assigned", "stale", "filtered"} <= states, "the run has nothing to show"
     assert sum(row.is_replay for row in flow.history().assignments) > 2
     assert recheck(flow.history()) == found
@@ -206,11 +204,7 @@ def test_an_empty_ledger_has_nothing_to_make_again(tmp_path: Path) -> None:
 def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "ledger.db")
     words = [
-        "--rollout.group_size",
-        "2",
-        "--tasks.num_train",
-        "40",
-        "--dataflow.group_filter",
+        *("--rollout.group_size", "2", "--tasks.num_train", "40", "--dataflow.group_filter"),
         "mixed",
     ]
     config = parse(words)
@@ -230,10 +224,8 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
         database.execute("DELETE FROM assignments WHERE step = 2")
     assert main([*command, *words]) == 1
     assert capsys.readouterr().out.startswith("problem: ")
-    assert (
-        main(["recheck", "--database", str(tmp_path / "none.db"), *words]) == 2
-        and not (tmp_path / "none.db").exists()
-    )
+    assert main(["recheck", "--database", str(tmp_path / "none.db"), *words]) == 2
+    assert not (tmp_path / "none.db").exists()
 
 
 def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path) -> None:

@@ -57,16 +57,8 @@ def test_weights_that_divide_the_batch_give_whole_shares() -> None:
         for work_item in range(40)
     ]
     chosen = Weighted({"sum": 3.0}).select(waiting, 8, 5)
-    assert chosen == [
-        39,
-        38,
-        37,
-        36,
-        35,
-        33,
-        31,
-        29,
-    ]  # earliest deadlines of each: 39 37 35 33 31 29, and 38 36
+    expected = [39, 38, 37, 36, 35, 33, 31, 29]
+    assert chosen == expected  # earliest deadlines of each: 39 37 35 33 31 29, and 38 36
 
 
 def test_what_a_kind_lacks_goes_to_the_others_by_their_weights() -> None:
@@ -77,11 +69,10 @@ def test_what_a_kind_lacks_goes_to_the_others_by_their_weights() -> None:
     )
     assert shares(sizes, weights, 12) == {"a": 1, "b": Fraction(11, 2), "c": Fraction(11, 2)}
     assert shares(sizes, weights, 19) == sizes
-    assert shares({"a": 1, "b": 2, "c": 9}, weights, 8) == {
-        "a": 1,
-        "b": 2,
-        "c": 5,
-    }  # 4 2 2; then b has 7/2 of 7 and is full as well
+    expected = {"a": 1, "b": 2, "c": 5}
+    assert (
+        shares({"a": 1, "b": 2, "c": 9}, weights, 8) == expected
+    )  # 4 2 2; then b has 7/2 of 7 and is full as well
 
 
 def test_a_small_share_is_rounded_up_as_often_as_it_should() -> None:
@@ -162,11 +153,10 @@ def test_what_was_trained_last_is_trained_again_while_its_deadline_lasts() -> No
         candidate(work_item, deadline) for work_item, deadline in ((1, 9), (2, 4), (3, 5), (4, 6))
     ]
     assert replays(consumed, num_groups=8, share=0.25, version=5) == [4, 3]
-    assert replays(consumed, num_groups=8, share=0.5, version=5) == [
-        4,
-        3,
-        1,
-    ]  # 2 is too old, there are no more
+    expected = [4, 3, 1]
+    assert (
+        replays(consumed, num_groups=8, share=0.5, version=5) == expected
+    )  # 2 is too old, there are no more
     assert replays(consumed, num_groups=8, share=0.5, version=6) == [4, 1]
     assert replays(consumed, num_groups=8, share=0.0, version=0) == []
 

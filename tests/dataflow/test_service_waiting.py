@@ -77,11 +77,7 @@ def wanted(num: int = 1, node: str = "n1", wait_s: float = 20.0, key: str = "k")
 
 def test_who_waits_gets_what_comes_first_who_came_first(full: Any) -> None:
     service = Service(full, full.run, TOKEN)
-    with (
-        running(service) as url,
-        Client(url, TOKEN) as client,
-        ThreadPoolExecutor(8) as threads,
-    ):
+    with running(service) as url, Client(url, TOKEN) as client, ThreadPoolExecutor(8) as threads:
         waiting = []
         for number in range(6):
             fake.joined(full, f"w{number}")

@@ -343,10 +343,8 @@ def test_issue_list_revoke(path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert token("issue", "planner", "--role", "trainer")[0] == 0
     code, listed, _ = token("list")
     assert code == 0 and printed.strip() not in listed
-    assert [line.split()[:2] for line in listed.splitlines()] == [
-        ["node", "eu-1"],
-        ["trainer", "planner"],
-    ]
+    expected = [["node", "eu-1"], ["trainer", "planner"]]
+    assert [line.split()[:2] for line in listed.splitlines()] == expected
     for words, why in (
         (("issue", "eu-1"), "'eu-1' has a token in"),
         (("revoke", "eu-2"), "has no token of the name 'eu-2'"),

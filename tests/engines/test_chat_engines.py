@@ -90,10 +90,8 @@ def test_roles_that_name_the_same_engine_share_it(tokenizer: PreTrainedTokenizer
         config({"verifier": "a", "generator": "a", "judge": "b"}, {"a": engine, "b": engine}),
         tokenizer,
     )
-    assert set(chats.roles) == {"verifier", "generator", "judge"} and set(chats.started) == {
-        "a",
-        "b",
-    }
+    assert set(chats.roles) == {"verifier", "generator", "judge"}
+    assert set(chats.started) == {"a", "b"}
     assert chats.roles["verifier"] is chats.roles["generator"] is not chats.roles["judge"]
     assert all(isinstance(chat, Endpoint) for chat in chats.started.values())
     assert set(chats.metrics()) >= {"engines/a/requests", "engines/b/cost"}
@@ -179,10 +177,8 @@ def test_a_frozen_model_in_this_process(folder: str, tokenizer: PreTrainedTokeni
         [{"role": "user", "content": "the area"}], tokenize=True, add_generation_prompt=True
     )["input_ids"]
     metrics = chats.metrics()
-    assert (metrics["engines/a/requests"], metrics["engines/a/prompt_tokens"]) == (
-        3,
-        3 * len(prompt),
-    )
+    found = (metrics["engines/a/requests"], metrics["engines/a/prompt_tokens"])
+    assert found == (3, 3 * len(prompt))
     assert metrics["engines/a/cost"] == pytest.approx(metrics["engines/a/reply_tokens"] / 1e6) != 0
     chats.close()
 
@@ -256,10 +252,8 @@ def test_frozen_models_sleep_and_the_policy_is_left_to_its_owner() -> None:
         for name, engine in sleepers.items()
     }
     ChatEngines({**chats, "endpoint": object()}, {}).sleep()
-    assert {name: engine.told for name, engine in sleepers.items()} == {
-        "frozen": ["sleep"],
-        "policy": [],
-    }
+    expected = {"frozen": ["sleep"], "policy": []}
+    assert {name: engine.told for name, engine in sleepers.items()} == expected
 
 
 def test_close_leaves_the_policys_engine_open(
@@ -293,16 +287,11 @@ def test_the_policy_in_all_roles_runs_end_to_end(
         seed=1,
     )
     for group in groups:
-        assert (
-            len({trajectory.analysis for trajectory in group.trajectories}) == 1
-            and group.trajectories[0].analysis
-        )
+        assert len({trajectory.analysis for trajectory in group.trajectories}) == 1
+        assert group.trajectories[0].analysis
         for trajectory in group.trajectories:
-            assert (trajectory.error, trajectory.truncated, len(trajectory.turns)) == (
-                "",
-                "turns",
-                2,
-            )
+            expected = ("", "turns", 2)
+            assert (trajectory.error, trajectory.truncated, len(trajectory.turns)) == expected
             assert trajectory.answer == trajectory.output.strip()
             for turn in trajectory.turns:
                 call = turn.calls["planner"]
@@ -317,10 +306,8 @@ def test_the_policy_in_all_roles_runs_end_to_end(
     command, result, _ = asyncio.run(
         flow.executor.execute("q", Action("", "", "x", "Base_Generator"), 0, 30.0)
     )
-    assert (
-        command.startswith("No command found in: ")
-        and result.error == "the executor wrote no command"
-    )
+    assert command.startswith("No command found in: ")
+    assert result.error == "the executor wrote no command"
     assert asyncio.run(tools["Base_Generator"].execute(query="the area")), (
         "the tool's model is the policy, too"
     )
@@ -342,17 +329,14 @@ def test_engine_options_on_the_command_line(tmp_path: Path) -> None:
 def test_missing_vllm_is_reported_under_its_option(
     folder: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(
-        UserError, match=r"engines\.a\.kind='vllm' needs vLLM, which is not installed"
-    ):
+    told = r"engines\.a\.kind='vllm' needs vLLM, which is not installed"
+    with pytest.raises(UserError, match=told):
         start(config({"verifier": "a"}, {"a": {"kind": "vllm", "model": folder}}), tokenizer)
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
-def test_a_frozen_model_replies_the_same_in_vllm(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_a_frozen_model_replies_the_same_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = saved(tmp_path_factory)  # with heads that vLLM takes on a CPU
     tokenizer, replies = models.load_tokenizer(path), {}
     for kind in ("torch", "vllm"):

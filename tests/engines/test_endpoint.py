@@ -307,9 +307,7 @@ def test_a_huge_body_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(server.asked) == 1
 
 
-def test_a_decompression_bomb_is_not_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_decompression_bomb_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     import gzip
 
     monkeypatch.setattr(module, "_MAX_BYTES", 100_000)

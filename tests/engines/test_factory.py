@@ -131,11 +131,7 @@ def test_vllm_gets_the_location_of_the_store(
         HttpStore("http://127.0.0.1:9/w", tmp_path / "cache"),
     ):
         make_engine(config, policy, CPU, store)
-    assert [model.store for model in made] == [
-        "",
-        str(tmp_path / "store"),
-        "http://127.0.0.1:9/w",
-    ]
+    assert [model.store for model in made] == ["", str(tmp_path / "store"), "http://127.0.0.1:9/w"]
     assert made[0].source == tiny_path and made[1].source.architectures == ["Qwen3ForCausalLM"]
     assert {model.max_tokens for model in made} == {64} and made[0].stop_ids == made[
         1
@@ -298,10 +294,8 @@ def test_a_chat_model_has_its_own_engine_and_capacity(
 
 
 def test_a_policys_size_is_known_without_its_weights(tiny_path: str) -> None:
-    assert (
-        ModelSpec.load("k", tiny_path).num_parameters()
-        == AutoModelForCausalLM.from_pretrained(tiny_path).num_parameters()
-    )
+    found = ModelSpec.load("k", tiny_path).num_parameters()
+    assert found == AutoModelForCausalLM.from_pretrained(tiny_path).num_parameters()
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -257,11 +257,9 @@ def test_top_k_and_top_p_hold_per_request(engine: TorchEngine) -> None:
         [generate(engine, [request])[0] for request in requests],
     )
     for mine, other in zip(together, alone, strict=True):
-        assert (
-            mine.ids == other.ids
-            and mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-            and mine.sampling_mask == other.sampling_mask
-        )
+        assert mine.ids == other.ids
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert mine.sampling_mask == other.sampling_mask
     is_whole = [c.sampling_mask is None for c in together]
     assert is_whole == [True, False, False, True, False, True], "greedy knows no bound"
     assert all(
@@ -416,9 +414,8 @@ def test_a_prompt_that_is_too_long_is_refused(engine: TorchEngine) -> None:
     assert engine.max_tokens == 64
     (completion,) = generate(engine, [([7] * 56, Sampling(8, 0.0))])
     assert len(completion.ids) == 8
-    with pytest.raises(
-        UserError, match=r"a prompt of 57 tokens with max_new_tokens=8 does not fit: .* at most 64"
-    ):
+    told = r"a prompt of 57 tokens with max_new_tokens=8 does not fit: .* at most 64"
+    with pytest.raises(UserError, match=told):
         generate(engine, [([7] * 57, Sampling(8, 0.0))])
     for prompt, max_new_tokens in (([], 8), ([7], 0)):
         with pytest.raises(UserError, match="both must be at least 1"):
@@ -529,9 +526,8 @@ def test_foreign_weights_are_refused_and_change_nothing(
     before = {name: w.clone() for name, w in models.full_weights(model).items()}
     for version, each in foreign.items():
         Publisher(WeightStore(tmp_path / "weights")).publish(each, version)
-        with pytest.raises(
-            UserError, match=f"version {version} .*model.{'layers' if version == 1 else 'norm'}"
-        ):
+        told = f"version {version} .*model.{'layers' if version == 1 else 'norm'}"
+        with pytest.raises(UserError, match=told):
             engine.load(version)
         assert engine.version == 0
         assert all(torch.equal(before[name], w) for name, w in models.full_weights(model).items())
@@ -667,11 +663,9 @@ def test_a_waiting_request_keeps_its_deadline(
         await held.started.wait()
         (late,) = await begin(engine, [(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.01))])
         completion = await late
-        assert (
-            completion.finish_reason is FinishReason.DEADLINE
-            and not completion.ids
-            and held.sizes == [1]
-        )
+        assert completion.finish_reason is FinishReason.DEADLINE
+        assert not completion.ids
+        assert held.sizes == [1]
         held.release()
         await asyncio.gather(*first)
         assert held.sizes == [1]

@@ -186,10 +186,8 @@ def test_a_request_goes_on_across_a_load_of_its_policy(setup: Setup) -> None:
     assert frozen.spans == (VersionSpan(0, 190, 0),)
     for done in (first, second):
         before, after = done.spans
-        assert (before.version, after.version) == (
-            0,
-            1,
-        ) and done.finish_reason is FinishReason.LENGTH
+        assert (before.version, after.version) == (0, 1)
+        assert done.finish_reason is FinishReason.LENGTH
         assert 0 == before.start < before.end == after.start < after.end == 190
         for span in done.spans:
             setup.set_weights("planner", span.version)

@@ -199,11 +199,9 @@ class TestVllm:
         own = copy.deepcopy(at_0.model)  # an engine takes its model over
         theirs = generate(TorchEngine(own, at_0.tokenizer, at_0.store), requests)
         for mine, other in zip(generate(at_0.engine, requests), theirs, strict=True):
-            assert (
-                mine.ids == other.ids
-                and mine.finish_reason is other.finish_reason
-                and mine.spans == other.spans
-            )
+            assert mine.ids == other.ids
+            assert mine.finish_reason is other.finish_reason
+            assert mine.spans == other.spans
             assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
     @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 280), (1.0, 5), (0.9, 20)])
@@ -244,11 +242,9 @@ class TestVllm:
             OptimSpec(lr=1e-3),
             temperature=temperature,
         ).step([pack_rows(samples, 300)])
-        assert (
-            abs(stats["ratio_max"] - 1) <= 2e-5
-            and abs(stats["ratio_min"] - 1) <= 2e-5
-            and stats["logprob_mismatch"] <= 1e-5
-        )
+        assert abs(stats["ratio_max"] - 1) <= 2e-5
+        assert abs(stats["ratio_min"] - 1) <= 2e-5
+        assert stats["logprob_mismatch"] <= 1e-5
         assert all((c.sampling_mask is None) == (top_k == 0) for c in completions)
 
     def test_a_frequency_penalty_is_in_the_logprobs(self, at_0: Setup) -> None:
@@ -280,10 +276,8 @@ class TestVllm:
         assert branch.logprobs[:num_kept] == root.logprobs[:num_kept]
         mask, num_tokens = branch.sampling_mask, len(branch.response_ids)
         assert mask is not None and len(mask.counts) == num_tokens > num_kept
-        assert [(s.start, s.end) for s in branch.spans] == [
-            *[(0, num_kept)][: num_kept > 0],
-            (num_kept, num_tokens),
-        ]
+        found = [(s.start, s.end) for s in branch.spans]
+        assert found == [*[(0, num_kept)][: num_kept > 0], (num_kept, num_tokens)]
         expected = truth(at_0.model, PROMPTS[2], branch.response_ids, sampling)
         assert (torch.tensor(branch.logprobs) - expected).abs().max() <= 1e-5
 
@@ -384,11 +378,9 @@ class TestVllm:
         )
         nothing, part, whole = completions
         assert not nothing.ids and nothing.finish_reason is FinishReason.DEADLINE
-        assert (
-            0 < len(part.ids) < 190
-            and part.finish_reason is FinishReason.DEADLINE
-            and len(part.logprobs) == len(part.ids)
-        )
+        assert 0 < len(part.ids) < 190
+        assert part.finish_reason is FinishReason.DEADLINE
+        assert len(part.logprobs) == len(part.ids)
         assert part.ids == whole.ids[: len(part.ids)] and whole.finish_reason is FinishReason.LENGTH
 
     def test_a_cancelled_request_ends_alone(self, at_0: Setup) -> None:
@@ -447,10 +439,8 @@ class TestVllm:
         for completion in run(scenario()):
             assert len(completion.ids) == 190 and completion.finish_reason is FinishReason.LENGTH
             (before, after) = completion.spans
-            assert (before.version, after.version) == (
-                0,
-                1,
-            ) and 0 == before.start < before.end == after.start < after.end == 190
+            assert (before.version, after.version) == (0, 1)
+            assert 0 == before.start < before.end == after.start < after.end == 190
             for span in completion.spans:
                 set_weights(at_0, span.version)
                 expected = truth(at_0.model, LONG[0], completion.ids, LONG[1])
@@ -592,12 +582,10 @@ def test_start_errors_are_explained_with_a_cure(tmp_path: Path, reason: str, cur
         RuntimeError("Engine core initialization failed. See root cause above."),
         tmp_path / "errors",
     )
-    assert (
-        isinstance(error, UserError)
-        and cure in str(error)
-        and reason[:40] in str(error)
-        and "\n" not in str(error)
-    )
+    assert isinstance(error, UserError)
+    assert cure in str(error)
+    assert reason[:40] in str(error)
+    assert "\n" not in str(error)
 
 
 def test_unknown_start_errors_are_passed_on(tmp_path: Path) -> None:
@@ -620,11 +608,9 @@ def test_vllm_does_not_inherit_torchruns_variables(monkeypatch: pytest.MonkeyPat
     before = dict(os.environ)
     has_file = hasattr(sys.modules["__main__"], "__file__")
     with environment({"OMP_NUM_THREADS": "7"}), without_main():
-        assert (
-            "RANK" not in os.environ
-            and "TORCHELASTIC_RUN_ID" not in os.environ
-            and os.environ["OMP_NUM_THREADS"] == "7"
-        )
+        assert "RANK" not in os.environ
+        assert "TORCHELASTIC_RUN_ID" not in os.environ
+        assert os.environ["OMP_NUM_THREADS"] == "7"
         assert sys.modules["__main__"].__spec__ is None
     assert dict(os.environ) == before
     assert hasattr(sys.modules["__main__"], "__file__") == has_file, "workers of xdist have none"

@@ -184,11 +184,8 @@ def test_it_samples_with_the_version_that_it_loaded(
     assert (done.ids, done.finish_reason) == ((4, 4, 4), FinishReason.LENGTH)
     assert [span.version for span in done.spans] == [4] and engine.version == 4
     assert engine.metrics()["weights_x"] == 1.0 and engine.metrics()["engine_restarts"] == 0
-    assert llms[0].called[:3] == [
-        "init_weight_transfer_engine",
-        "start_weight_update",
-        "try_update",
-    ]
+    expected = ["init_weight_transfer_engine", "start_weight_update", "try_update"]
+    assert llms[0].called[:3] == expected
 
 
 def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(

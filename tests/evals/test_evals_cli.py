@@ -148,11 +148,8 @@ def test_an_evaluation_leaves_its_records_and_numbers(
     for record in records:
         number = int(record["pid"]) + NUM_ROWS * (record["benchmark"] == "hotpotqa")
         task = lookups[number]
-        assert (record["question"], record["answers"], record["scored_by"]) == (
-            task.question,
-            list(task.answers),
-            "qa",
-        )
+        found = (record["question"], record["answers"], record["scored_by"])
+        assert found == (task.question, list(task.answers), "qa")
         (turn,) = record["turns"]
         assert task.question in turn["prompt_text"] and turn["response_text"].startswith(
             "Justification"
@@ -168,15 +165,10 @@ def test_an_evaluation_leaves_its_records_and_numbers(
     assert summary["accuracy"]["by_trial"] == [
         pytest.approx(sum(rewards[t]) / NUM_ROWS) for t in (1, 2)
     ]
-    assert (summary["num_questions"], summary["num_failed"], summary["stats"]["turns_mean"]) == (
-        NUM_ROWS,
-        0,
-        1.0,
-    )
-    assert summary["stats"]["tool_shares"] == {
-        "Search": pytest.approx(2 / 3),
-        "Base_Generator": pytest.approx(1 / 3),
-    }
+    found = (summary["num_questions"], summary["num_failed"], summary["stats"]["turns_mean"])
+    assert found == (NUM_ROWS, 0, 1.0)
+    expected = {"Search": pytest.approx(2 / 3), "Base_Generator": pytest.approx(1 / 3)}
+    assert summary["stats"]["tool_shares"] == expected
     # Two requests per rollout; the server counts words as tokens.
     assert len(endpoint.asked) == 2 * NUM_ROLLOUTS
     usage = [record["usage"] for record in records]
@@ -204,10 +196,8 @@ def test_the_config_that_is_left_gives_the_same_records(
     )
     assert one["evaluation"] == two["evaluation"] and one["versions"] == two["versions"]
     pins = one["evaluation"]
-    assert (
-        pins["benchmarks"]["hotpotqa"]["rows"] == NUM_ROWS
-        and len(pins["benchmarks"]["hotpotqa"]["sha256"]) == 64
-    )
+    assert pins["benchmarks"]["hotpotqa"]["rows"] == NUM_ROWS
+    assert len(pins["benchmarks"]["hotpotqa"]["sha256"]) == 64
     assert (pins["seed"], pins["trials"]) == (0, NUM_TRIALS)
     assert (pins["planners"], pins["max_turns"]) == (["gpt"], [3])
 
@@ -265,10 +255,8 @@ def test_failed_rollouts_stand_apart_and_are_asked_again(
         "2 rollouts failed" in line and "HTTP 400" in line and "--resume" in line for line in lines
     ), lines
     summary = scores(tmp_path / "run")
-    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (
-        2,
-        NUM_ROWS - 1,
-    )
+    expected = (2, NUM_ROWS - 1)
+    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == expected
     failed = [record for record in read(tmp_path / "run" / "trajectories.jsonl") if record["error"]]
     assert [(record["pid"], record["reward"], record["error"][:8]) for record in failed] == [
         ("0", None, "planner:")
@@ -278,10 +266,8 @@ def test_failed_rollouts_stand_apart_and_are_asked_again(
     code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run", "--resume")
     assert (code, lines) == (0, []) and len(endpoint.asked) - num_asked == 2 * 2
     summary = scores(tmp_path / "run")
-    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == (
-        0,
-        NUM_ROWS,
-    )
+    expected = (0, NUM_ROWS)
+    assert (summary["bamboogle"]["num_failed"], summary["bamboogle"]["num_questions"]) == expected
 
 
 # ---- refused

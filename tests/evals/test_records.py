@@ -5,83 +5,53 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import make
 import pytest
+from make import call
 
 from flowtrain.config.options import parse
 from flowtrain.engines.chat import Usage
 from flowtrain.evals.records import Key, RecordLog, rollout_record
 from flowtrain.evals.run import _config_pins as config_pins
 from flowtrain.metrics.pins import check_same
-from flowtrain.types import (
-    Action,
-    Call,
-    FinishReason,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    UserError,
-    Verdict,
-)
+from flowtrain.types import Action, Task, ToolResult, Trajectory, UserError, Verdict
 
 TASK = Task("7", "What is 1 plus 1?", ("2",))
 
 
 def trajectory(answer: str = "2", reward: float | None = 1.0, error: str = "") -> Trajectory:
-    action = Action("", "", "1 + 1", "Python_Coder")
-    call = Call((5, 6, 7), (8, 9), (-0.5, -0.25), (), FinishReason.STOP, "text")
-    turn = Turn({"planner": call}, action, "command", ToolResult("2"), Verdict.STOP, 0.5)
-    return Trajectory(TASK, (turn,), answer, 1.5, 42, "", reward, "math", error=error)
+    said = call((8, 9), (5, 6, 7), (-0.5, -0.25), text="text")
+    action, found = Action("", "", "1 + 1", "Python_Coder"), ToolResult("2")
+    turn = make.turn(
+        said, action, command="command", result=found, verdict=Verdict.STOP, seconds=0.5
+    )
+    fields = {"reward": reward, "scored_by": "math", "error": error, "seconds": 1.5, "seed": 42}
+    return make.rollout(turn, task=TASK, answer=answer, **fields)
 
 
 def record(benchmark: str = "aime24", trial: int = 1, **changes: object) -> dict[str, object]:
-    return rollout_record(
-        Key("policy", 10, benchmark, "7", trial),
-        3,
-        trajectory(**changes),
-        Usage(70, 5, 0.5),
-        {"em": 1.0},
-    )  # type: ignore[arg-type]
+    key = Key("policy", 10, benchmark, "7", trial)
+    return rollout_record(key, 3, trajectory(**changes), Usage(70, 5, 0.5), {"em": 1.0})  # type: ignore[arg-type]
 
 
 def test_a_line_holds_all_there_is_to_know(tmp_path: Path) -> None:
     log = RecordLog(tmp_path)
     log.append(record())
     (line,) = map(json.loads, log.path.read_text().splitlines())
-    assert (line["benchmark"], line["pid"], line["trial"], line["step"], line["group_index"]) == (
-        "aime24",
-        "7",
-        1,
-        1,
-        3,
-    )
-    assert (line["question"], line["answers"], line["answer"], line["reward"]) == (
-        "What is 1 plus 1?",
-        ["2"],
-        "2",
-        1.0,
-    )
-    assert (line["scored_by"], line["seed"], line["seconds"], line["error"]) == (
-        "math",
-        42,
-        1.5,
-        "",
-    )
+    expected = ("aime24", "7", 1, 1, 3)
+    keys = "benchmark", "pid", "trial", "step", "group_index"
+    assert tuple(line[key] for key in keys) == expected
+    expected = ("What is 1 plus 1?", ["2"], "2", 1.0)
+    assert (line["question"], line["answers"], line["answer"], line["reward"]) == expected
+    expected = ("math", 42, 1.5, "")
+    assert (line["scored_by"], line["seed"], line["seconds"], line["error"]) == expected
     assert (line["planner"], line["max_turns"], line["metrics"]) == ("policy", 10, {"em": 1.0})
     assert line["usage"] == {"prompt_tokens": 70, "reply_tokens": 5, "cost": 0.5}
     (turn,) = line["turns"]
-    assert (turn["prompt_ids"], turn["response_text"], turn["command"], turn["result"]) == (
-        [5, 6, 7],
-        "text",
-        "command",
-        "2",
-    )
-    assert (turn["verdict"], turn["num_prompt_tokens"], turn["response_ids"], turn["seconds"]) == (
-        "STOP",
-        3,
-        [8, 9],
-        0.5,
-    )
+    expected = ([5, 6, 7], "text", "command", "2")
+    assert (turn["prompt_ids"], turn["response_text"], turn["command"], turn["result"]) == expected
+    assert (turn["verdict"], turn["num_prompt_tokens"]) == ("STOP", 3)
+    assert (turn["response_ids"], turn["seconds"]) == ([8, 9], 0.5)
 
 
 def test_what_is_read_back_is_what_was_appended(tmp_path: Path) -> None:
@@ -95,11 +65,8 @@ def test_what_is_read_back_is_what_was_appended(tmp_path: Path) -> None:
         Key("policy", 10, "aime24", "7", 2),
         Key("policy", 10, "amc23", "7", 1),
     }, "the same pid in two benchmarks"
-    assert [entry.outcome and entry.outcome.reward for entry in log.entries.values()] == [
-        1.0,
-        1.0,
-        0.0,
-    ]
+    expected = [1.0, 1.0, 0.0]
+    assert [entry.outcome and entry.outcome.reward for entry in log.entries.values()] == expected
 
 
 def test_a_failed_rollout_is_not_done_and_the_last_line_counts(tmp_path: Path) -> None:
@@ -165,11 +132,8 @@ def test_what_differs_is_named(option: str, value: str, said: str) -> None:
 
 
 def test_of_many_differences_three_are_named() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"a was 1, is 2; b was 1, is 2; c\.x was 1, is absent; go back to them or "
-        r"choose",
-    ):
+    told = r"a was 1, is 2; b was 1, is 2; c\.x was 1, is absent; go back to them or choose"
+    with pytest.raises(UserError, match=told):
         check_same(
             Path("x"),
             {"a": 1, "b": 1, "c": {"x": 1}},

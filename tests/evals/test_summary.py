@@ -34,20 +34,17 @@ def record(
         {"action": action, "is_error": False, "num_prompt_tokens": 10, "response_ids": [1, 2]},
         {"action": None, "is_error": True, "num_prompt_tokens": 20, "response_ids": [1, 2, 3, 4]},
     ]
-    head = {
-        "planner": system[0],
-        "max_turns": system[1],
-        "metrics": metrics or {},
-        "benchmark": benchmark,
-        "pid": str(pid),
-        "trial": trial,
-        "step": trial,
-        "reward": reward,
-        "error": error,
-    }
     return Entry.of(
         {
-            **head,
+            "planner": system[0],
+            "max_turns": system[1],
+            "metrics": metrics or {},
+            "benchmark": benchmark,
+            "pid": str(pid),
+            "trial": trial,
+            "step": trial,
+            "reward": reward,
+            "error": error,
             "scored_by": "math",
             "truncated": "",
             "seconds": seconds,
@@ -87,11 +84,8 @@ def test_accuracy_and_spread_by_hand() -> None:
     assert (score.num_failed, score.seconds_mean, score.scored_by) == (0, 2.0, {"math": 8})
     assert (score.frozen_tokens_mean, score.cost) == (1050, 2.0), "8 rollouts of 0.25"
     assert (score.stats.prompt_len_mean, score.stats.response_len_mean) == (15, 3)
-    assert (
-        score.stats.turns_mean,
-        score.stats.malformed_share,
-        score.stats.tool_shares["Search"],
-    ) == (2.0, 0.5, 0.5)
+    found = (score.stats.turns_mean, score.stats.malformed_share, score.stats.tool_shares["Search"])
+    assert found == (2.0, 0.5, 0.5)
 
 
 def test_one_trial_has_no_spread() -> None:
@@ -199,10 +193,8 @@ def test_the_average_s_spread_is_that_of_the_trials_averages() -> None:
     averages = [each["accuracy"] for each in found["averages"]]
     assert [each["mean"] for each in averages] == [0.25, 0.75]
     assert [each["spread"] for each in averages] == pytest.approx([math.sqrt(2) / 4] * 2)
-    assert [(each["planner"], each["max_turns"]) for each in found["averages"]] == [
-        ("gpt", 3),
-        ("gpt", 10),
-    ]
+    expected = [("gpt", 3), ("gpt", 10)]
+    assert [(each["planner"], each["max_turns"]) for each in found["averages"]] == expected
     assert found["scores"][0]["f1"] == {
         "mean": 0.75,
         "by_trial": (1.0, 0.5),

@@ -152,11 +152,7 @@ def test_a_sweep_has_a_row_for_each_planner_and_budget(
 
 
 def test_a_sweep_that_was_killed_asks_nothing_twice(
-    server: Server,
-    words: tuple[str, ...],
-    endpoint: ChatServer,
-    gate: Gate,
-    tmp_path: Path,
+    server: Server, words: tuple[str, ...], endpoint: ChatServer, gate: Gate, tmp_path: Path
 ) -> None:
     """While the second planner is asked."""
     gate.open_for = NUM_REQUESTS - 30

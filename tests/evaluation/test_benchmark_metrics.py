@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from itertools import combinations
 
+import make
 import pytest
 import torch
 
@@ -33,7 +34,7 @@ def test_it_is_the_share_of_all_sets(num_right: int, k: int) -> None:
 def rollouts(name: str, *rewards: float | None) -> list[Trajectory]:
     task = Task(name, "?", ("x",))
     return [
-        Trajectory(task, (), "", 0.0, 0, reward=reward, error="" if reward is not None else "lost")
+        make.rollout(task=task, reward=reward, error="lost" if reward is None else "")
         for reward in rewards
     ]
 

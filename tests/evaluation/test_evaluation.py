@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import make
 import pytest
 import torch
+from make import call
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_flow
@@ -26,32 +28,19 @@ from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.toy import new_tokenizer
 from flowtrain.training.world import World
-from flowtrain.types import (
-    Action,
-    BranchPoint,
-    Call,
-    FinishReason,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-)
+from flowtrain.types import BranchPoint, Call, Task, ToolResult, Trajectory, Turn
 
 WORLD = World(0, 1, torch.device("cpu"))
 TOOLS = ("Search", "Python_Coder", "Base_Generator")
 
 
 def turn(tool: str | None, num_prompt: int, num_response: int, error: str | None = None) -> Turn:
-    action = None if tool is None else Action("", "", "x", tool)
-    result = ToolResult("" if error else "found", error)
-    ids = tuple(range(num_response))
-    call = Call((0,) * num_prompt, ids, (-1.0,) * num_response, (), FinishReason.STOP)
-    return Turn({"planner": call}, action, "", result, Verdict.CONTINUE, 0.1)
+    found = ToolResult("" if error else "found", error)
+    return make.turn(call(num_response, num_prompt), tool, result=found)
 
 
 def rollout(reward: float | None, *turns: Turn, truncated: str = "") -> Trajectory:
-    return Trajectory(Task("t", "q", ("x",)), turns, "x", 1.0, 0, truncated, reward)
+    return make.rollout(*turns, reward=reward, truncated=truncated)
 
 
 ROLLOUTS = (
@@ -101,10 +90,7 @@ def test_statistics_by_hand() -> None:
 def test_segments_are_turns_that_go_on_with_no_earlier_one() -> None:
     """The second and the last go on with the first; the third was rewritten."""
     pairs = [((1, 2), (3,)), ((1, 2, 3, 4), (5,)), ((1, 2, 9), (7,)), ((1, 2, 3, 6), (8,))]
-    calls = [Call(prompt, said, (-1.0,), (), FinishReason.STOP) for prompt, said in pairs]
-    turns = [
-        Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, 0.1) for call in calls
-    ]
+    turns = [make.turn(call(said, prompt)) for prompt, said in pairs]
     trajectory = rollout(1.0, *turns)
     for outcome in (Outcome.of(trajectory), Outcome.of_record(trajectory_record(trajectory, 0))):
         stats = RolloutStats.of_outcomes([outcome], ())
@@ -139,12 +125,8 @@ def test_sub_goals_and_hints_are_means_over_rollouts() -> None:
 
 def test_statistics_of_nothing_are_zeros() -> None:
     stats = RolloutStats.of([], TOOLS, WORLD)
-    assert (
-        stats.num_rollouts,
-        stats.reward_mean,
-        stats.turns_mean,
-        stats.tool_shares["Search"],
-    ) == (0, 0, 0, 0)
+    found = (stats.num_rollouts, stats.reward_mean, stats.turns_mean, stats.tool_shares["Search"])
+    assert found == (0, 0, 0, 0)
 
 
 def test_a_rollout_that_was_not_scored_is_our_mistake() -> None:
@@ -164,32 +146,11 @@ def test_metrics_are_flat() -> None:
     metrics = RolloutStats.of(ROLLOUTS, TOOLS, WORLD).metrics()
     assert metrics["reward_mean"] == 0.375 and metrics["tool_share/Search"] == 0.5
     assert set(metrics) == {
-        *(
-            "reward_mean",
-            "reward_std",
-            "turns_mean",
-            "malformed_share",
-            "tool_error_share",
-            "response_len_mean",
-            "num_sampled_tokens",
-            "prompt_len_mean",
-            "segments_mean",
-            "reread_share",
-        ),
-        *(
-            "failed_rollouts",
-            "straggler_rollouts",
-            "sub_goal_mean",
-            "reward_density",
-            "hinted_share",
-        ),
-        *(
-            "out_of_turns_share",
-            "out_of_time_share",
-            "tool_share/Search",
-            "tool_share/Python_Coder",
-            "tool_share/Base_Generator",
-        ),
+        *("reward_mean", "reward_std", "turns_mean", "malformed_share", "tool_error_share"),
+        *("response_len_mean", "num_sampled_tokens", "prompt_len_mean", "segments_mean"),
+        *("reread_share", "failed_rollouts", "straggler_rollouts", "sub_goal_mean"),
+        *("reward_density", "hinted_share", "out_of_turns_share", "out_of_time_share"),
+        *("tool_share/Search", "tool_share/Python_Coder", "tool_share/Base_Generator"),
     }
 
 
@@ -304,7 +265,7 @@ class FakePlanner:
     async def reply(self, prompt: Prompt, moment: Moment, *, seed: int, deadline_s: float) -> Call:
         if moment.task.kind == self.kind:
             return await self.right.reply(prompt, moment, seed=seed, deadline_s=deadline_s)
-        return Call((1,), (2,), (-1.0,), (), FinishReason.STOP, "well")
+        return call(text="well")
 
     def measure(self, text: str) -> int:
         return self.right.measure(text)
@@ -360,7 +321,7 @@ class FakeAgent:
     async def run(self, task: Task, seed: int, *_: object) -> Trajectory:
         self.seeds.append(seed)
         error = "generator: no reply" if "mountain" in task.question else ""
-        return Trajectory(task, (), "Oslo, Norway", 0.1, seed, error=error)
+        return make.rollout(task=task, answer="Oslo, Norway", seed=seed, error=error)
 
     def close(self) -> None:
         pass

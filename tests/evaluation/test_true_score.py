@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import make
 import pytest
 import torch
 
@@ -23,8 +23,8 @@ def config(name: str, **eval_options: Any) -> Config:
 
 
 def rollout(answer: str, error: str = "") -> Trajectory:
-    done = Trajectory(Task("t", "How many?", ("4",)), (), answer, 0.0, 0, reward=0.5)
-    return dataclasses.replace(done, error=error, reward=None if error else 0.5)
+    task, reward = Task("t", "How many?", ("4",)), None if error else 0.5
+    return make.rollout(task=task, answer=answer, error=error, reward=reward)
 
 
 def test_mean_and_standard_error_are_those_of_rollouts_that_finished() -> None:

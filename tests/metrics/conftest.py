@@ -8,19 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import make
 import pytest
+from make import call, rollout
 
-from flowtrain.types import (
-    Action,
-    Call,
-    FinishReason,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-    VersionSpan,
-)
+from flowtrain.types import Action, Task, ToolResult, Trajectory, Turn, Verdict, VersionSpan
 
 
 class FullFile:
@@ -57,24 +49,16 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def make_turn(action: Action | None, text: str = "raw response", **changes: Any) -> Turn:
-    call = Call(
-        prompt_ids=(1, 2, 3),
-        response_ids=(4, 5),
-        logprobs=(-0.123456789, -2.0),
-        spans=(VersionSpan(0, 1, 6), VersionSpan(1, 2, 7)),
-        finish_reason=FinishReason.STOP,
-        text=text,
-    )
-    fields: dict[str, Any] = {
-        "calls": {"planner": call},
-        "action": action,
+    spans = VersionSpan(0, 1, 6), VersionSpan(1, 2, 7)
+    said = call((4, 5), (1, 2, 3), (-0.123456789, -2.0), text=text, spans=spans)
+    fields = {
         "command": 'lookup("Chad")',
         "result": ToolResult(output="N'Djamena", seconds=0.1),
         "verdict": Verdict.STOP,
         "seconds": 0.5,
         "plan_s": 0.25,
     }
-    return Turn(**{**fields, **changes})
+    return make.turn(said, action, **{**fields, **changes})
 
 
 @pytest.fixture
@@ -91,12 +75,6 @@ def trajectory() -> Trajectory:
     task = Task(
         "texts-17", "What is the capital of Chad?", ("N'Djamena", "Ndjamena"), "lookup", 1, "exact"
     )
-    return Trajectory(
-        task,
-        (malformed, make_turn(lookup)),
-        "N'Djamena",
-        1.25,
-        seed=11,
-        truncated="turns",
-        reward=0.75,
-    )
+    turns = malformed, make_turn(lookup)
+    more = {"seconds": 1.25, "seed": 11, "truncated": "turns", "reward": 0.75}
+    return rollout(*turns, task=task, answer="N'Djamena", **more)

@@ -17,10 +17,7 @@ import pytest
 
 from flowtrain.config import Config
 from flowtrain.metrics import MetricsLog
-from flowtrain.metrics.loggers import (
-    Background,
-    open_loggers,
-)
+from flowtrain.metrics.loggers import Background, open_loggers
 from flowtrain.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,10 +84,7 @@ def test_wandb_shows_late_numbers_at_their_step(wandb: ScriptedRun, tmp_path: Pa
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, options in (
-        ("wandb", {"wandb_project": "p"}),
-        ("trackio", {"loggers": ["trackio"]}),
-    ):
+    for name, options in (("wandb", {"wandb_project": "p"}), ("trackio", {"loggers": ["trackio"]})):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(UserError, match=rf"pip install 'flowtrain\[{name}\]'"):
             open_loggers(config(**options), tmp_path, 0)

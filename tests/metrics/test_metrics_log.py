@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import make
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,18 +17,7 @@ from hypothesis import strategies as st
 
 from flowtrain.metrics import MetricsLog, TrajectoryLog, trajectory_record
 from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.types import (
-    Call,
-    FinishReason,
-    Group,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    Turn,
-    TurnTraining,
-    UserError,
-    VersionSpan,
-)
+from flowtrain.types import Group, ToolCall, ToolResult, Trajectory, Turn, TurnTraining, UserError
 
 FULL = "No space left on device; free some space and continue with --resume auto"
 
@@ -90,9 +80,8 @@ def test_damage_in_the_middle_is_reported_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     text = '{"step": 1}\nnonsense\n{"step": 2}\n'
     path.write_text(text)
-    with pytest.raises(
-        UserError, match=r"metrics\.jsonl line 2 is not a JSON object with a step: delete that line"
-    ):
+    told = r"metrics\.jsonl line 2 is not a JSON object with a step: delete that line"
+    with pytest.raises(UserError, match=told):
         quiet_log(tmp_path, resume_step=2)
     assert path.read_text() == text
 
@@ -248,11 +237,8 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
         "tool_s": 0.1,
     }
     assert (malformed["prompt_shared"], malformed["prompt_ids"]) == (0, [1, 2, 3])
-    assert (malformed["action"], malformed["is_error"], malformed["result"]) == (
-        None,
-        True,
-        "Error: malformed",
-    )
+    expected = (None, True, "Error: malformed")
+    assert (malformed["action"], malformed["is_error"], malformed["result"]) == expected
 
 
 def test_a_turn_that_ran_code_has_its_times(trajectory: Trajectory) -> None:
@@ -304,12 +290,8 @@ def test_of_a_prompt_what_is_new_is_written(tmp_path: Path, trajectory: Trajecto
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=turns),))])
     ((*logged,),) = (record["turns"] for record in read(log.path))
-    assert [(turn["prompt_shared"], turn["prompt_ids"]) for turn in logged] == [
-        (0, [1, 2, 3]),
-        (2, [4, 5]),
-        (0, [7]),
-        (1, [8]),
-    ]
+    expected = [(0, [1, 2, 3]), (2, [4, 5]), (0, [7]), (1, [8])]
+    assert [(turn["prompt_shared"], turn["prompt_ids"]) for turn in logged] == expected
 
 
 def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
@@ -318,24 +300,15 @@ def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Tra
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0, name="held_out")
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
     (record,) = read(tmp_path / "held_out.jsonl")
-    assert record["turns"][0]["training"] == {
-        "advantage": -0.5,
-        "minibatch": 1,
-        "logprobs": [-0.25, None],
-    }
+    expected = {"advantage": -0.5, "minibatch": 1, "logprobs": [-0.25, None]}
+    assert record["turns"][0]["training"] == expected
 
 
 def test_what_the_verifier_sampled_is_written_where_it_is_a_policy(
     tmp_path: Path, trajectory: Trajectory
 ) -> None:
-    call = Call(
-        (1, 2, 3),
-        (4, 5),
-        (-0.123456, -1.0),
-        (VersionSpan(0, 2, 9),),
-        FinishReason.STOP,
-        training=TurnTraining(0.5, 0, (-0.2, -1.0)),
-    )
+    training = TurnTraining(0.5, 0, (-0.2, -1.0))
+    call = make.call((4, 5), (1, 2, 3), (-0.123456, -1.0), version=9, training=training)
     first = trajectory.turns[0]
     turns = (first, dataclasses.replace(first, calls={**first.calls, "verifier": call}))
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)

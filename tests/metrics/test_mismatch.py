@@ -11,28 +11,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from make import call, group, rollout, turn
 
 from flowtrain.metrics.mismatch import Mismatch, compare, merge
-from flowtrain.types import (
-    Call,
-    FinishReason,
-    Group,
-    Sample,
-    SampleId,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-    VersionSpan,
-)
+from flowtrain.types import Group, Sample, SampleId, VersionSpan
 
 START = 7
 Logprobs = Mapping[SampleId, Sequence[float]]
 
 
 def sample(
-    group: int, sampler: Sequence[float], minibatch: int = 0, ids: Sequence[int] = ()
+    index: int, sampler: Sequence[float], minibatch: int = 0, ids: Sequence[int] = ()
 ) -> Sample:
     num = len(sampler)
     return Sample(
@@ -42,18 +31,16 @@ def sample(
         advantages=(1.0,) * num,
         loss_weights=(1.0,) * num,
         minibatch=minibatch,
-        sample_id=SampleId(group, 0, 0),
+        sample_id=SampleId(index, 0, 0),
     )
 
 
 def group_of(one: Sample, spans: Sequence[VersionSpan] | None = None) -> Group:
     whole = (VersionSpan(0, len(one.response_ids), START),)
     spans = whole if spans is None else tuple(spans)
-    stop = FinishReason.STOP
-    call = Call(one.prompt_ids, one.response_ids, one.logprobs, tuple(spans), stop)
-    turn = Turn({"planner": call}, None, "", ToolResult(), Verdict.STOP, 0.0)
+    said = call(one.response_ids, one.prompt_ids, one.logprobs, spans=tuple(spans))
     assert one.sample_id is not None
-    return Group(one.sample_id.group, (Trajectory(Task("t", "", ()), (turn,), "", 0.0, 0),))
+    return group(rollout(turn(said)), index=one.sample_id.group)
 
 
 def part(

@@ -74,7 +74,6 @@ def test_the_numbers_are_those_of_the_formulas() -> None:
     one, two = gate(), Mismatch(sums)
     watched(one, 0.0005)
     assert two.slope == (-3 / 4 - (2 / 4) * (-4 / 4)) / (6 / 4 - 1)
-    with pytest.raises(
-        UserError, match=r"slope -0\.50 .* 90% one-sided, .* 1e\+04 times .* 75% of"
-    ):
+    told = r"slope -0\.50 .* 90% one-sided, .* 1e\+04 times .* 75% of"
+    with pytest.raises(UserError, match=told):
         one.watch(2, Mismatch(sums | {"k3": 0.2 * 100}))

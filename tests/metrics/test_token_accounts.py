@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import make
 import pytest
 from batches import flow_grpo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make import call
 
 from flowtrain.algorithms import filter_samples
 from flowtrain.engines.metered import Meter
@@ -18,46 +20,29 @@ from flowtrain.metrics.tokens import account, count_tokens
 from flowtrain.training.tree import pack
 from flowtrain.types import (
     BranchPoint,
-    Call,
     Completion,
     FinishReason,
     Group,
     Sampling,
-    Task,
     TokenAccount,
-    ToolResult,
     Trajectory,
     Turn,
-    Verdict,
     account_of,
 )
 from flowtrain.types.token_account import FAILED, LOST, NO_SIGNAL, NO_WEIGHT, SKIPPED, TRAINED
 
-TASK = Task("t", "question", ("answer",))
 MAX_POSITIONS, VOCAB_SIZE = 12, 50
 
 
 def turn(num_tokens: int, num_prompt: int = 3, token: int = 7, verifier: int = 0) -> Turn:
-    calls = {"planner": call(num_tokens, num_prompt, token)}
+    calls = {"planner": call([token] * num_tokens, num_prompt)}
     if verifier:
-        calls["verifier"] = call(verifier, 2, token)
-    return Turn(
-        calls=calls,
-        action=None,
-        command="",
-        result=ToolResult(""),
-        verdict=Verdict.CONTINUE,
-        seconds=0.0,
-    )
-
-
-def call(num_tokens: int, num_prompt: int, token: int) -> Call:
-    ids = (token,) * num_tokens
-    return Call((1,) * num_prompt, ids, (-0.5,) * num_tokens, (), FinishReason.STOP)
+        calls["verifier"] = call([token] * verifier, 2)
+    return make.turn(calls=calls)
 
 
 def rollout(*turns: Turn, reward: float = 0.0, error: str = "") -> Trajectory:
-    return Trajectory(TASK, turns, "", 0.0, 0, reward=None if error else reward, error=error)
+    return make.rollout(*turns, reward=None if error else reward, error=error)
 
 
 def found(groups: list[Group], sampled: int | None = None, **lost: int) -> TokenAccount:
@@ -80,7 +65,7 @@ ROLLOUT = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     drawn=st.lists(st.lists(ROLLOUT, min_size=2, max_size=4), min_size=1, max_size=3),
     lost=st.integers(0, 20),

@@ -4,47 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import make
+from make import rollout
+
 from flowtrain.metrics import trajectory_record
 from flowtrain.metrics.rollouts import Outcome, RolloutStats
-from flowtrain.types import (
-    Action,
-    Call,
-    FinishReason,
-    Task,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-)
-
-CALL = Call((1, 2), (3,), (-0.5,), (), FinishReason.STOP)
+from flowtrain.types import ToolCall, ToolResult, Turn
 
 
 def used(name: str, error: str | None = None) -> ToolCall:
     return ToolCall(name, "{}", ToolResult("x", error))
 
 
-def turn(*calls: ToolCall, error: str | None = None, action: Action | None = None) -> Turn:
-    result = ToolResult(error=error)
-    return Turn({"planner": CALL}, action, "", result, Verdict.CONTINUE, 1.0, tool_calls=calls)
+def turn(*calls: ToolCall, error: str | None = None, tool: str | None = None) -> Turn:
+    return make.turn(act=tool, result=ToolResult(error=error), tool_calls=calls)
 
 
-TRAJECTORY = Trajectory(
-    Task("t-1", "?", ("x",)),
-    (
-        turn(used("Search"), used("Search", "failed")),
-        turn(used("Python_Coder")),
-        turn(used("Search"), error="no valid JSON"),
-        turn(error="no valid JSON"),
-        turn(used("Look", "no such tool"), error="there is no tool 'Look'"),
-        turn(action=Action("", "", "x", "Search"), error="failed"),
-        turn(action=Action("", "", "x", "No matched tool given: Look"), error="failed"),
-        turn(),
-    ),
-    "x",
-    seconds=1.0,
-    seed=1,
+TRAJECTORY = rollout(
+    turn(used("Search"), used("Search", "failed")),
+    turn(used("Python_Coder")),
+    turn(used("Search"), error="no valid JSON"),
+    turn(error="no valid JSON"),
+    turn(used("Look", "no such tool"), error="there is no tool 'Look'"),
+    turn(tool="Search", error="failed"),
+    turn(tool="No matched tool given: Look", error="failed"),
+    turn(),
     reward=1.0,
 )
 TOOLS = ("Search", "Python_Coder", "Base_Generator")

@@ -4,52 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import make
 import pytest
+from make import call, rollout
 
 from flowtrain.metrics.parts import count_verdicts, part_metrics
 from flowtrain.metrics.sums import Tally
-from flowtrain.types import (
-    Action,
-    BranchPoint,
-    Call,
-    FinishReason,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-)
-
-CALL = Call((1,), (2,), (-1.0,), (), FinishReason.STOP)
+from flowtrain.types import BranchPoint, Task, ToolResult, Trajectory, Turn, Verdict
 
 
-def turn(tool: str, text: str, verdict: Verdict, call: Call | None = CALL) -> Turn:
-    action, result = Action("", "", "area of Chad", tool), ToolResult("The area of Chad is 1284.")
-    calls = {"planner": CALL} if call is None else {"planner": CALL, "verifier": call}
-    return Turn(calls, action, "", result, verdict, 0.1, verdict_text=text)
+def turn(tool: str, text: str, verdict: Verdict, is_asked: bool = True) -> Turn:
+    calls = {"planner": call(), **({"verifier": call()} if is_asked else {})}
+    found = ToolResult("The area of Chad is 1284.")
+    return make.turn(act=tool, calls=calls, result=found, verdict=verdict, verdict_text=text)
 
 
 TASK = Task("t", "What is the area of Chad?", ("1284",), rules="facts")
 ROLLOUTS = [
-    Trajectory(
-        TASK,
-        (
-            turn(
-                "Python_Coder", "Conclusion: CONTINUE", Verdict.CONTINUE
-            ),  # the rule wants a passage
-            turn(
-                "Search", "Conclusion: stop", Verdict.CONTINUE
-            ),  # malformed, and the rule stops at a passage
-            turn(
-                "Base_Generator", "Conclusion: STOP", Verdict.STOP
-            ),  # the rule takes a guess at its word
-        ),
-        "",
-        1.0,
-        0,
+    rollout(
+        # The rule wants a passage.
+        turn("Python_Coder", "Conclusion: CONTINUE", Verdict.CONTINUE),
+        # Malformed, and the rule stops at a passage.
+        turn("Search", "Conclusion: stop", Verdict.CONTINUE),
+        # The rule takes a guess at its word.
+        turn("Base_Generator", "Conclusion: STOP", Verdict.STOP),
+        task=TASK,
     ),
-    Trajectory(TASK, (turn("Python_Coder", "Conclusion: STOP", Verdict.STOP),), "", 1.0, 0),
-    Trajectory(TASK, (turn("Search", "", Verdict.STOP, call=None),), "", 1.0, 0),
+    rollout(turn("Python_Coder", "Conclusion: STOP", Verdict.STOP), task=TASK),
+    rollout(turn("Search", "", Verdict.STOP, is_asked=False), task=TASK),
 ]
 
 
@@ -68,6 +50,7 @@ def test_shares_by_hand() -> None:
             "verifier/num_sampled_tokens": 4,
         }
     )
+    assert verdict_metrics(ROLLOUTS[1:2])["verifier/stop_share"] == 1.0
 
 
 def test_a_branch_sampled_no_verdict_before_it_left() -> None:
@@ -78,9 +61,6 @@ def test_a_branch_sampled_no_verdict_before_it_left() -> None:
 
 def test_tasks_without_a_rule_have_nothing_to_agree_with() -> None:
     others = [replace(each, task=replace(TASK, rules="")) for each in ROLLOUTS]
-    assert set(verdict_metrics(others)) == {
-        "verifier/malformed_share",
-        "verifier/stop_share",
-        "verifier/num_sampled_tokens",
-    }
+    expected = {"verifier/malformed_share", "verifier/stop_share", "verifier/num_sampled_tokens"}
+    assert set(verdict_metrics(others)) == expected
     assert set(verdict_metrics([]).values()) == {0.0}

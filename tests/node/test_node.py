@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import make
 import pytest
 from http_servers import running
 from loopback_dataflow import make_config
@@ -20,6 +21,7 @@ from loopback_dataflow import make_config
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
+    BatchRequest,
     Dataflow,
     EvalSettings,
     Evaluate,
@@ -43,19 +45,14 @@ from flowtrain.node.node import Branching, Node, _WorkItem
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import (
-    Action,
     BranchPoint,
     BranchStart,
-    Call,
-    FinishReason,
     Group,
     Task,
     ToolResult,
     Trajectory,
-    Turn,
     UserError,
     Verdict,
-    VersionSpan,
 )
 from flowtrain.utils.loops import user_errors
 from flowtrain.utils.seeds import derive_seed
@@ -102,19 +99,10 @@ class Store:
 
 
 def trajectory(task: Task, seed: int, version: int = 0) -> Trajectory:
-    ids = (seed % 97, 5)
-    spans = (VersionSpan(0, 2, version),)
-    turn = Turn(
-        calls={"planner": Call((1, 2), ids, (-1.0, -1.0), spans, FinishReason.STOP)},
-        action=Action("", "", "", "Search"),
-        command="",
-        result=ToolResult("r"),
-        verdict=Verdict.STOP,
-        seconds=0.1,
-    )
-    return Trajectory(
-        task, (turn,), "x", 0.1, seed, reward=float(seed % 2), scored_by="exact", sub_goals=0.0
-    )
+    said = make.call((seed % 97, 5), (1, 2), version=version)
+    turn = make.turn(said, "Search", result=ToolResult("r"), verdict=Verdict.STOP)
+    fields = {"reward": float(seed % 2), "scored_by": "exact", "sub_goals": 0.0}
+    return make.rollout(turn, task=task, answer="x", seed=seed, **fields)
 
 
 @pytest.fixture(autouse=True)
@@ -215,13 +203,8 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 def groups(ledger: Ledger, num: int) -> list[tuple[int, Any]]:
     """Work items and groups of the first batches."""
-    from flowtrain.dataflow.contract import BatchRequest
-
-    served = [
-        each
-        for step in range(1, num // 4 + 1)
-        for each in ledger.batch(BatchRequest("planner", step)).groups
-    ]
+    batches = (ledger.batch(BatchRequest("planner", 1 + n)) for n in range(num // 4))
+    served = [each for batch in batches for each in batch.groups]
     return [(each.work_item, unpack_group(each.payload)) for each in served]
 
 
@@ -229,23 +212,15 @@ def test_a_node_ends_after_num_groups(ledger: Ledger, nodes: Nodes) -> None:
     assert run(nodes.make(soon, num_groups=8)) == [8]
     assert work_items(ledger) == {"leased": 0, "waiting": 0, "committed": 8, "failed": 0}
     made = dict(groups(ledger, 8))
-    seeds = {
-        1: 2414703463602546965,
-        2: 2981351282807819523,
-        3: 4277481952468360719,
-        4: 8629586129475830552,
-        5: 7288640223496339559,
-        6: 3930242925423473293,
-        7: 3682950988592703081,
-        8: 8669283471505276087,
-    }
-    assert made.keys() == seeds.keys()
-    for work_item, group in made.items():
-        assert len(group.trajectories) == G and group.trajectories[0].seed == seeds[work_item]
-        assert (
-            len({t.seed for t in group.trajectories}) == G
-            and len({t.task.id for t in group.trajectories}) == 1
-        )
+    seeds = [
+        *(2414703463602546965, 2981351282807819523, 4277481952468360719, 8629586129475830552),
+        *(7288640223496339559, 3930242925423473293, 3682950988592703081, 8669283471505276087),
+    ]
+    assert [made[n].trajectories[0].seed for n in range(1, 9)] == seeds and len(made) == 8
+    for group in made.values():
+        assert len(group.trajectories) == G
+        assert len({t.seed for t in group.trajectories}) == G
+        assert len({t.task.id for t in group.trajectories}) == 1
 
 
 @pytest.mark.parametrize(("most", "num_at_once"), [(G, G), (2 * G + 1, 2 * G), (1, 1)])
@@ -480,12 +455,8 @@ def test_branches_leave_the_roots_where_the_rule_says(ledger: Ledger, nodes: Nod
     roots, branch, whole = made.trajectories[:2], made.trajectories[2], made.trajectories[3]
     assert [t.branch for t in roots] == [None, None] and whole.branch is None
     assert branch.branch == BranchPoint(1, 0, 1, 0.5) and branch.turns == roots[1].turns
-    assert [t.seed for t in made.trajectories] == [
-        4960160340689486031,
-        5031157793364214920,
-        6209236212809548937,
-        3188567590293704303,
-    ]
+    expected = [4960160340689486031, 5031157793364214920, 6209236212809548937, 3188567590293704303]
+    assert [t.seed for t in made.trajectories] == expected
     assert [start.parent for _, start in asked if start] == [roots[1]] and item.num_left == 0
     assert made.index == 3
 
@@ -616,9 +587,7 @@ def run_beside(syncer: WeightSyncer, script: Callable[[], Any]) -> None:
     asyncio.run(main())
 
 
-def test_syncer_loads_announced_versions_also_older_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_syncer_loads_announced_versions_also_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that resumes from a checkpoint announces an older version."""
     engine, store = Engine(), Store(5)
 
@@ -729,9 +698,8 @@ def test_first_weights_that_do_not_come_end_the_node(
 
 def test_syncer_refuses_another_model() -> None:
     syncer = make_syncer(Engine(), Store())
-    with pytest.raises(
-        UserError, match=r"another model than the trainer.s.*layout here, other there"
-    ):
+    told = r"another model than the trainer.s.*layout here, other there"
+    with pytest.raises(UserError, match=told):
         syncer.on_policy_state(announced(0, "other"))
     syncer.on_policy_state(
         {"verifier": PolicyState(0, "store", "other")}

@@ -158,12 +158,7 @@ def test_a_node_pushes_groups_that_can_be_trained_and_again_without_an_answer(
     assert all(again.count(work_item) == lost.count(work_item) + 1 for work_item in set(lost))
     committed = work_items(dataflow)["committed"]
     assert 8 <= committed <= 10
-    assert work_items(dataflow) == {
-        "leased": 0,
-        "waiting": 0,
-        "committed": committed,
-        "failed": 0,
-    }
+    assert work_items(dataflow) == {"leased": 0, "waiting": 0, "committed": committed, "failed": 0}
     names = [name for name, _ in recorded.calls]
     assert names.index("join") < names.index("lease") < names.index("push")
     assert all(
@@ -235,8 +230,6 @@ def test_a_node_releases_its_leases_on_sigterm(
     assert process[0].wait() == 0, process[0].err.read_text()
     left = work_items(dataflow)
     assert left["leased"] == 0, "nobody has to wait until they run out"
-    assert (
-        left["committed"] >= 1
-        and left["waiting"] >= 1
-        and len(dataflow.answers.asked("release")) == 1
-    )
+    assert left["committed"] >= 1
+    assert left["waiting"] >= 1
+    assert len(dataflow.answers.asked("release")) == 1

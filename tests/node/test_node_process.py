@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -91,6 +91,19 @@ def terminate(process: Process) -> None:
     assert process.wait() == 0, process.err.read_text()
 
 
+@contextmanager
+def node_of(server: Server, url: str, **where: Any) -> Iterator[Process]:
+    """A node that is ended by a signal, or killed after an error."""
+    command = ("node", "--dataflow", url, "--name", "one")
+    node = keep_exit_code(server.start(*command, env={"FLOWTRAIN_TOKEN": TOKEN}, **where))
+    try:
+        yield node
+        terminate(node)
+    finally:
+        if node.poll() is None:
+            os.kill(node.pid, signal.SIGKILL)
+
+
 def wait_for(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
@@ -165,18 +178,11 @@ def test_a_node_scores_by_the_function_that_the_run_names(
     with serve_dataflow(make_config(model, reward=reward), tmp_path) as dataflow:
         trainer = Trainer(dataflow.ledger, model, tmp_path / "weights")
         trainer.register(num_groups=2)
-        command = ("--dataflow", dataflow.url, "--name", "one")
-        lost = server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}, cwd=tmp_path)
+        command = ("node", "--dataflow", dataflow.url, "--name", "one")
+        lost = server.start(*command, env={"FLOWTRAIN_TOKEN": TOKEN}, cwd=tmp_path)
         assert lost.wait() == 2 and "reward.function='mine.py:score': " in lost.err.read_text()
-        node = keep_exit_code(
-            server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}, cwd=home)
-        )
-        try:
+        with node_of(server, dataflow.url, cwd=home):
             scored = [each for group in trainer.step(1) for each in group.trajectories]
-            terminate(node)
-        finally:
-            if node.poll() is None:
-                os.kill(node.pid, signal.SIGKILL)
         for each in scored:
             parts = {"odd": each.seed % 2, "turns": len(each.turns)}
             assert not each.error and each.reward_parts == parts
@@ -230,16 +236,8 @@ def test_a_node_rolls_out_with_any_agent(
     with serve_dataflow(config, tmp_path) as dataflow:
         trainer = Trainer(dataflow.ledger, model, tmp_path / "weights")
         trainer.register(num_groups=2)
-        command = ("--dataflow", dataflow.url, "--name", "one")
-        node = keep_exit_code(
-            server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}, cwd=tmp_path)
-        )
-        try:
+        with node_of(server, dataflow.url, cwd=tmp_path):
             rollouts = [each for group in trainer.step(1) for each in group.trajectories]
-            terminate(node)
-        finally:
-            if node.poll() is None:
-                os.kill(node.pid, signal.SIGKILL)
     for rollout in rollouts:
         assert not rollout.error and rollout.reward is not None and rollout.turns
         for before, after in pairwise(turn.calls["planner"] for turn in rollout.turns):
@@ -272,12 +270,8 @@ def test_a_node_samples_from_a_lagging_store(
     node = start("far", "--store", str(mirror))
     for step in (1, 2):
         trainer.step(step)
-    wait_for(
-        lambda: (
-            "is at version 0 of the planner, the trainer at 2: sampling with 0 meanwhile"
-            in node.err.read_text()
-        )
-    )
+    lags = "is at version 0 of the planner, the trainer at 2: sampling with 0 meanwhile"
+    wait_for(lambda: lags in node.err.read_text())
     shutil.copytree(trainer.store.root, mirror, dirs_exist_ok=True)
     wait_for(lambda: "the planner's weights are at version 2 now" in node.err.read_text())
     assert WeightStore(mirror).head() == 2
@@ -340,10 +334,8 @@ def test_groups_survive_a_service_that_is_away(
     assert node.poll() is None
     terminate(node)
     after = dataflow.ledger.status()
-    assert (
-        after["work_items"]["committed"] >= before["committed"]
-        and after["work_items"]["failed"] == 0
-    )
+    assert after["work_items"]["committed"] >= before["committed"]
+    assert after["work_items"]["failed"] == 0
     assert after["work_items"]["leased"] == 0
 
 
@@ -356,29 +348,16 @@ def test_a_frozen_policy_is_followed_once_it_has_a_trainer(
     ) as made:
         planner = Trainer(made.ledger, model, tmp_path / "planner")
         planner.register()
-        node = keep_exit_code(
-            server.start(
-                "node", "--dataflow", made.url, "--name", "n1", env={"FLOWTRAIN_TOKEN": TOKEN}
-            )
-        )
-        try:
-            calls = [
-                turn.calls.get("verifier")
-                for group in planner.step(1)
-                for t in group.trajectories
-                for turn in t.turns
-            ]
+        with node_of(server, made.url) as node:
+            turns = [turn for g in planner.step(1) for t in g.trajectories for turn in t.turns]
+            calls = [turn.calls.get("verifier") for turn in turns]
             assert calls and {span.version for call in calls if call for span in call.spans} == {0}
             verifier = Trainer(made.ledger, model, tmp_path / "verifier", "verifier")
             verifier.register()
             for step in (1, 2):
                 verifier.step(step)
-            wait_for(lambda: made.ledger.status()["nodes"]["n1"]["versions"].get("verifier") == 2)
+            wait_for(lambda: made.ledger.status()["nodes"]["one"]["versions"].get("verifier") == 2)
             assert "another policy is trained now: the engines start again" in node.err.read_text()
-            terminate(node)
-        finally:
-            if node.poll() is None:
-                os.kill(node.pid, signal.SIGKILL)
         assert not made.ledger.audit().problems
 
 
@@ -454,12 +433,10 @@ def test_a_node_branches_where_a_trainer_that_samples_would(
     with serve_dataflow(config, tmp_path) as made:
         trainer = Trainer(made.ledger, model, tmp_path / "weights")
         trainer.register(num_groups=2)
-        command = ("--dataflow", made.url, "--name", "one")
-        node = keep_exit_code(server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}))
-        groups = trainer.step(1)
-        while min(map(newest, groups)) < 1 and (step := len(groups) // 2 + 1) < 12:
-            groups += trainer.step(step)
-        terminate(node)
+        with node_of(server, made.url):
+            groups = trainer.step(1)
+            while min(map(newest, groups)) < 1 and (step := len(groups) // 2 + 1) < 12:
+                groups += trainer.step(step)
     assert max(map(newest, groups)) >= 1, "the weights have left the reference"
     for group in groups:
         roots = replace(group, trajectories=group.trajectories[:2])

@@ -79,14 +79,10 @@ def test_a_log_that_knows_no_routes_is_compared_without() -> None:
 
 
 def test_samples_that_came_or_went_are_found() -> None:
-    assert difference(TrainBatch((sample(1),)), digests(sample(0))) == (
-        SampleId(1, 1, 2),
-        "group 1, rollout 1, turn 2 is trained, it was not",
-    )
-    assert missing({SampleId(0, 1, 2)}, digests(sample(0), sample(3))) == (
-        SampleId(3, 1, 2),
-        "group 3, rollout 1, turn 2 is not trained, it was",
-    )
+    found = difference(TrainBatch((sample(1),)), digests(sample(0)))
+    assert found == (SampleId(1, 1, 2), "group 1, rollout 1, turn 2 is trained, it was not")
+    found = missing({SampleId(0, 1, 2)}, digests(sample(0), sample(3)))
+    assert found == (SampleId(3, 1, 2), "group 3, rollout 1, turn 2 is not trained, it was")
 
 
 def test_counts_of_what_was_left_out_are_kept() -> None:

@@ -6,26 +6,14 @@ import math
 from array import array
 from dataclasses import replace
 
+import make
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.replay.log import decode, encode
 from flowtrain.training.records import Rollouts
-from flowtrain.types import (
-    Call,
-    FinishReason,
-    Group,
-    SampleId,
-    SamplingMask,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    UserError,
-    Verdict,
-    VersionSpan,
-)
+from flowtrain.types import Group, SampleId, SamplingMask, ToolResult, Turn, UserError
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 FLOATS = st.floats(width=64)
@@ -38,19 +26,19 @@ def turns(draw: st.DrawFn) -> Turn:
     mask = (
         SamplingMask(array("i", ids), array("i", [1] * len(ids))) if draw(st.booleans()) else None
     )
-    spans = (VersionSpan(0, len(ids), draw(st.integers(0, 99))),)
-    call = Call(draw(IDS), ids, logprobs, spans, FinishReason.STOP, "text", mask)
-    return Turn({"planner": call}, None, "", ToolResult("é"), Verdict.STOP, draw(FLOATS))
+    version = draw(st.integers(0, 99))
+    call = make.call(ids, draw(IDS), logprobs, version, text="text", sampling_mask=mask)
+    return make.turn(call, result=ToolResult("\u00e9"), seconds=draw(FLOATS))
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
-    task = Task("t-1", "?", ("a",))
-    members = [
-        Trajectory(task, tuple(each), "", 0.5, draw(st.integers(0, 2**64 - 1)), reward=draw(FLOATS))
-        for each in draw(st.lists(st.lists(turns(), max_size=3), max_size=3))
-    ]
-    return Group(0, tuple(members))
+    return make.group(
+        *(
+            make.rollout(*each, seed=draw(st.integers(0, 2**64 - 1)), reward=draw(FLOATS))
+            for each in draw(st.lists(st.lists(turns(), max_size=3), max_size=3))
+        )
+    )
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.rewards import is_refusal
@@ -37,7 +37,6 @@ def test_final_answer(text: str, answer: str) -> None:
     assert final_answer(text) == answer
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     st.text(),
     st.text().filter(lambda text: "answer>" not in text.casefold()),
@@ -60,19 +59,8 @@ def test_a_hostile_text_takes_linear_time(piece: str) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        "",
-        " ",
-        ".",
-        "None",
-        "none.",
-        "N/A",
-        "Unknown",
-        "I don't know",
-        "I don\u2019t know.",
-        "I do not know!",
-        "Cannot  be determined",
-        "*unknown*",
-        "?",
+        *("", " ", ".", "?", "None", "none.", "N/A", "Unknown", "*unknown*", "I don't know"),
+        *("I don\u2019t know.", "I do not know!", "Cannot  be determined"),
     ],
 )
 def test_no_answer(answer: str) -> None:
@@ -82,14 +70,8 @@ def test_no_answer(answer: str) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        "0",
-        "no",
-        "Noone",
-        "The Unknown",
-        "None of the above",
-        "x",
+        *("0", "no", "Noone", "The Unknown", "None of the above", "x", "None" * 1000),
         "I don't know, perhaps Oslo",
-        "None" * 1000,
     ],
 )
 def test_an_answer(answer: str) -> None:

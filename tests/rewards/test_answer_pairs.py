@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import make
 import pytest
 
 from flowtrain.rewards import SCORERS, score, symbolic
 from flowtrain.tools.sandbox.host import ProcessSandbox
-from flowtrain.types import Group, Task, Trajectory
+from flowtrain.types import Group, Task
 
 PAIRS = [
     json.loads(line)
@@ -59,7 +60,7 @@ def task(pair: dict[str, Any]) -> Task:
 
 
 def rewards(pairs: list[dict[str, Any]]) -> list[float | None]:
-    trajectories = [Trajectory(task(pair), (), pair["answer"], 1.0, 5) for pair in pairs]
+    trajectories = [make.rollout(task=task(pair), answer=pair["answer"]) for pair in pairs]
     (group,) = score([Group(0, tuple(trajectories))])
     return [trajectory.reward for trajectory in group.trajectories]
 
@@ -115,14 +116,8 @@ def test_rules_are_symmetric(kind: str) -> None:
 
 
 HOSTILE = [
-    "\\binom{10^{9}}{5^{9}}",
-    "9!!!",
-    "\\sum_{k=1}^{9^{9}} \\frac{1}{k!}",
-    "\\log " * 70,
-    "|" * 300,
-    "\\sin(" * 60,
-    "\\int_0^1 x^{x^{x^x}} dx",
-    "__import__('os')!",
+    *("\\binom{10^{9}}{5^{9}}", "9!!!", "\\sum_{k=1}^{9^{9}} \\frac{1}{k!}", "\\log " * 70),
+    *("|" * 300, "\\sin(" * 60, "\\int_0^1 x^{x^{x^x}} dx", "__import__('os')!"),
 ]
 
 

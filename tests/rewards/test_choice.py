@@ -7,90 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.rewards.choice import choice, named_option
-from flowtrain.types import Task, UserError
+from flowtrain.types import Task
 
 OPTIONS = ("Hemolytic uremic syndrome", "Oral ulcers", "Colorectal cancer", "Pancreatic cancer")
-TASK = Task("t", "q", ("Colorectal cancer",), scorer="choice", choices=OPTIONS)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(
-            "C",
-            "c",
-            "C.",
-            "(C)",
-            "**C**",
-            "`C`",
-            "$C$",
-            "\\boxed{C}",
-            "\\text{C}",
-            "option C",
-            "Option (C)",
-            "Choice C",
-            "Answer: C",
-        ),
-        *(
-            "C. Colorectal cancer",
-            "C) Colorectal cancer",
-            "c) colorectal cancer",
-            "C - Colorectal cancer",
-        ),
-        *(
-            "colorectal cancer",
-            "Colorectal  Cancer.",
-            "a colorectal cancer",
-            "Colorectal cancer (C)",
-        ),
-        *(
-            "The answer is C.",
-            "The correct answer is (C) Colorectal cancer",
-            "The correct option is **C. Colorectal cancer**",
-        ),
-        "It is most likely colorectal cancer",
-    ],
-)
-def test_right(answer: str) -> None:
-    assert choice(TASK, answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(
-            "",
-            "B",
-            "E",
-            "Z",
-            "cancer",
-            "Colorectal",
-            "Oral ulcers",
-            "I think so",
-            "The answer is a cancer",
-            "42",
-        ),
-        *(
-            "A. Colorectal cancer",
-            "C. Oral ulcers",
-            "B and C",
-            "Answer: B or C",
-            "C or D",
-            "The answer is B, not C",
-        ),
-        *(
-            "not colorectal cancer",
-            "colorectal cancer or oral ulcers",
-            "Anything rather than colorectal cancer",
-            "Such patients get colorectal cancer.",
-            "C: it follows ulcerative colitis",
-            "\ue000",
-            "A B C D",
-        ),
-    ],
-)
-def test_wrong(answer: str) -> None:
-    assert choice(TASK, answer) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -112,21 +31,15 @@ def test_options_may_contain_each_other_and_look_like_labels() -> None:
 def test_options_may_be_letters() -> None:
     """An accepted answer is a text where possible; a letter that is another's text is none."""
     blood = Task("t", "q", ("A",), choices=("O", "A", "B", "AB"))
-    assert [choice(blood, answer) for answer in ("B. A", "B", "A", "C", "AB")] == [
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-    ]
+    for answer, reward in zip(
+        ("B. A", "B", "A", "C", "AB"), (1.0, 0.0, 0.0, 0.0, 0.0), strict=True
+    ):
+        assert choice(blood, answer) == reward
     factor = Task("t", "q", ("X",), choices=("VII", "IX", "X", "XII"))
-    assert [choice(factor, answer) for answer in ("X", "C", "C. X", "IX", "B")] == [
-        1.0,
-        1.0,
-        1.0,
-        0.0,
-        0.0,
-    ]
+    for answer, reward in zip(
+        ("X", "C", "C. X", "IX", "B"), (1.0, 1.0, 1.0, 0.0, 0.0), strict=True
+    ):
+        assert choice(factor, answer) == reward
 
 
 def test_options_with_the_same_text_are_the_same() -> None:
@@ -134,15 +47,7 @@ def test_options_with_the_same_text_are_the_same() -> None:
     assert choice(task, "C") == choice(task, "two") == 1.0
 
 
-@pytest.mark.parametrize("answers", [("Gout",), ("E",), ()])
-def test_a_task_without_a_right_option_is_refused(answers: tuple[str, ...]) -> None:
-    with pytest.raises(
-        UserError, match="task 't7': scorer 'choice' needs an answer among the options"
-    ):
-        choice(Task("t7", "q", answers, choices=OPTIONS), "A")
-
-
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.one_of(st.text(), st.text("ABCabc ().:-*option answer is")), st.lists(st.text(), max_size=5)
 )

@@ -10,21 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import make
 import pytest
 
 from flowtrain.config import Config, Reward
 from flowtrain.rewards import RewardFunctions, functions, score, score_one
-from flowtrain.types import (
-    Call,
-    FinishReason,
-    Group,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    UserError,
-    Verdict,
-)
+from flowtrain.types import Group, Task, Trajectory, UserError
 
 TASK = Task("a", "Capital of Norway?", ("Oslo",), columns='{"tests": ["t"], "weight": 0.5}')
 SLOW_S = 300.0
@@ -32,7 +23,7 @@ SLOW_S = 300.0
 
 
 def rollout(answer: str = "Oslo", task: Task = TASK, seed: int = 5, **fields: Any) -> Trajectory:
-    return Trajectory(task, (), answer, seconds=1.0, seed=seed, **fields)
+    return make.rollout(task=task, answer=answer, seed=seed, **fields)
 
 
 @pytest.fixture
@@ -119,10 +110,8 @@ def test_a_part_may_be_of_turns(head: str, load: Load) -> None:
     given = load(
         head + "return {'right': 0.5, 'steps': [0.25, -0.75]}", weights={"steps": 2.0}, low=-1
     )
-    call = Call((1,), (2,), (0.0,), (), FinishReason.STOP)
-    turn = Turn({"planner": call}, None, "", ToolResult(), Verdict.CONTINUE, 0.0)
     two, one = scored(
-        given, replace(rollout(), turns=(turn, turn)), replace(rollout(), turns=(turn,))
+        given, *(replace(rollout(), turns=(make.turn(),) * number) for number in (2, 1))
     )
     assert (two.reward, two.turn_rewards) == (0.5 - 1.0, (0.5, -1.5))
     assert two.reward_parts == {"right": 0.5, "steps": -0.5}

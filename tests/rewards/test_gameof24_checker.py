@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowtrain.rewards.gameof24 import gameof24, is_right
-from flowtrain.types import Task, UserError
+from flowtrain.types import Task
 
 SIGNS = "+-*/"
 
@@ -37,7 +37,7 @@ def expressions(draw: st.DrawFn, num_numbers: int = 4) -> str:
     return f"({text})" if draw(st.booleans()) else text
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(expressions())
 @example("(8 / (3 - (8 / 3)))")
 @example("4 * 6 + 7 - 7")
@@ -51,64 +51,12 @@ def test_agrees_with_python(expression: str) -> None:
     assert gameof24(task, f" {unicode_signs} = 24\n") == (python_value(expression) == 24)
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "(7 - 4) * (8 * 6)",
-        "8 / 6 + 7 - 4",
-        "4 + 6 + 7 + 7",
-        "4 + 6 + 7 + 5",
-        "4 + 6 + 7",
-        "4 + 6 + 78",
-        "24",
-        "4 + 6 + 7 + 8 = 24 = 24",
-        "4 + 6 + 7 + 8 = 25",
-        "",
-        "= 24",
-        "x + 4 + 6 + 7 + 8",
-        "4.0 + 6 + 7 + 8",
-        "4 % 6 + 7 + 8",
-        "4, 6, 7, 8",
-        "\u0664 + 6 + 7 + 8",
-        "-4 + 6 + 7 + 8",
-        "4 ** 6 + 7 + 8",
-        "4 // 6 - 7 - 8",
-        "4 6 7 8",
-        "4 6 + 7 + + 8",
-        "(4 + 6 + 7 + 8",
-        "4 + 6 + 7 + 8)",
-        "4 + 6 + 7 + 08",
-        "() + 4 + 6 + 7 + 8",
-        "4(6) + -7 + 8",
-        "4 ** 6 + 7(8)",
-        "4 // 6 + 7(8)",
-        "(4 + 6 + 7 + 8)()",
-    ],
-)
-def test_wrong_expressions(expression: str) -> None:
-    assert not is_right(expression, [4, 6, 7, 8])
-
-
 HOSTILE = [
-    "(" * 200,
-    "(" * 98 + "4" + ")" * 98,
-    "(" * 1_000_000,
-    "-" * 199 + "4",
-    "4" * 200,
-    "9" * 10_000_000,
-    "4+" * 99,
-    "4" + "()" * 99,
-    "4**" * 60 + "4",
-    "9**9**9**9",
+    *("(" * 200, "(" * 98 + "4" + ")" * 98, "(" * 1_000_000, "-" * 199 + "4", "4" * 200),
+    *("9" * 10_000_000, "4+" * 99, "4" + "()" * 99, "4**" * 60 + "4", "9**9**9**9"),
     "4" + " " * 198 + "=",
-    "\x00",
-    "4 + 6 +\n7 + 8",
-    "4 + 6 # 7 + 8",
-    "__import__('os').system('true')",
-    "(lambda: 24)()",
-    "[24 for _ in (4, 6, 7, 8)][0]",
-    "\ud800",
-    "\u202e4+6+7+8",
+    *("\x00", "4 + 6 +\n7 + 8", "4 + 6 # 7 + 8", "__import__('os').system('true')"),
+    *("(lambda: 24)()", "[24 for _ in (4, 6, 7, 8)][0]", "\ud800", "\u202e4+6+7+8"),
 ]
 
 
@@ -120,7 +68,7 @@ def test_hostile_text_is_refused_without_a_warning(expression: str) -> None:
         assert not is_right(expression, [])
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from(["4", "6", "8", "(", ")", *SIGNS, " "]), min_size=1, max_size=12).map(
         "".join
@@ -140,89 +88,13 @@ def test_needless_parentheses_are_fine_up_to_the_limit() -> None:
 ONES = Task("t", "q", ("1", "1", "1", "8"), scorer="gameof24")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(
-            "(1+1+1)\u00d78",
-            "(1+1+1)\u00d78 = 24",
-            "24 = (1+1+1)*8",
-            "8 * (1 + 1 + 1).",
-            "((1+1+1)\u00d78 = 24)",
-            "[1+1+1]\u00b78",
-            "(1+1+1) x 8",
-        ),
-        *(
-            "$(1+1+1)\\times 8=24$",
-            "\\boxed{(1+1+1)\\times 8 = 24}",
-            "\\left(1+1+1\\right)\\cdot 8",
-        ),
-        *(
-            "The expression is **(1+1+1)*8**.",
-            "`(1+1+1)*8`",
-            "(1+1+1)\u00d78, using 1, 1, 1 and 8",
-            "(1+1+1)\u00d78 = 3\u00d78 = 24. Each once.",
-        ),
-        *(
-            "1+1+1=3 and 3\u00d78=24, so (1+1+1)\u00d78",
-            "First 1+1+1+8 = 11, which is too little. Then (1+1+1)\u00d78 = 24",
-        ),
-    ],
-)
-def test_words_and_latex_around_a_right_expression(answer: str) -> None:
-    assert gameof24(ONES, answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(
-            "",
-            "24",
-            "no",
-            "1, 1, 1, 8",
-            "1118",
-            "3\u00d78",
-            "1+1+1+8",
-            "(1+1)\u00d78",
-            "8*(1+1+1)+1",
-            "(1.0+1+1)\u00d78",
-            "(1+1+1)\u00d78 = 25",
-        ),
-        *(
-            "(1+1+1)\u00d78 fails, so 1+1+1+8",
-            "2*(1+1+1)*8",
-            "(1+1+1)\u00d7\u00d78",
-            "9" * 5000,
-            "(" * 5000,
-            "\\frac{" * 3000,
-        ),
-        *("1+1+1\u00d78", "(1+1+1)^8", "(1+1+1)8"),
-    ],
-)
-def test_what_is_not_a_right_expression(answer: str) -> None:
+@pytest.mark.parametrize("answer", ["9" * 5000, "(" * 5000, "\\frac{" * 3000])
+def test_a_long_answer_is_wrong(answer: str) -> None:
     assert gameof24(ONES, answer) == 0.0
 
 
 def test_fractions_in_latex() -> None:
     task = Task("t", "q", ("3", "3", "8", "8"), scorer="gameof24")
-    assert (
-        gameof24(task, r"\frac{8}{3-\frac{8}{3}} = 24")
-        == gameof24(task, r"$\dfrac{8}{3 - 8/3}$")
-        == 1.0
-    )
+    for answer in (r"\frac{8}{3-\frac{8}{3}} = 24", r"$\dfrac{8}{3 - 8/3}$"):
+        assert gameof24(task, answer) == 1.0
     assert gameof24(task, r"\frac{8}{3+\frac{8}{3}}") == 0.0
-
-
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.one_of(st.text(), st.text("118+-*/()=[]{}\\\\frac x.", max_size=40)))
-def test_any_answer_is_scored(answer: str) -> None:
-    assert gameof24(ONES, answer) in (0.0, 1.0)
-
-
-@pytest.mark.parametrize("answers", [("3", "x"), ("3.5",), ("-3",), ("9" * 5000,)])
-def test_scorer_refuses_a_task_without_numbers(answers: tuple[str, ...]) -> None:
-    with pytest.raises(
-        UserError, match="task 't7': scorer 'gameof24' needs the numbers of the puzzle"
-    ):
-        gameof24(Task("t7", "q", answers), "3")

@@ -74,12 +74,8 @@ def rewards(*cases: tuple[Task, str]) -> list[float]:
 
 
 def test_the_checker_decides_partial_credit_included() -> None:
-    assert rewards((LEGS, "12"), (LEGS, "13"), (LEGS, ""), (LEGS, "12 legs")) == [
-        1.0,
-        0.0,
-        0.0,
-        2 / 7,
-    ]
+    expected = [1.0, 0.0, 0.0, 2 / 7]
+    assert rewards((LEGS, "12"), (LEGS, "13"), (LEGS, ""), (LEGS, "12 legs")) == expected
 
 
 def test_checkers_that_evaluate_the_answer_read_expressions_and_lists() -> None:
@@ -102,12 +98,7 @@ def test_checkers_that_evaluate_the_answer_read_expressions_and_lists() -> None:
         SPELT,
         CODED,
         f"print('{FAKE}')",
-        "().__class__.__base__",
-        "exit()",
-        "(" * 3000,
-        "\ud800",
-        "\x00",
-        FAKE,
+        *("().__class__.__base__", "exit()", "(" * 3000, "\ud800", "\x00", FAKE),
     ],
     ids=["os", "spelt", "coded", "print", "class", "exit", "deep", "surrogate", "nul", "json"],
 )

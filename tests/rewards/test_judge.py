@@ -8,39 +8,22 @@ import asyncio
 import json
 import multiprocessing
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
+import make
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make import Chat
 
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards import Judge, JudgeCache, score, score_one
 from flowtrain.rewards.judge import judge_prompt, parse_judgement
-from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.types import Group, Task, UserError
 
 TASK = Task("t", "Capital of Norway?", ("Oslo",), scorer="qa")
 RIGHT, WRONG = "They agree.\nVerdict: True", "They differ.\nVerdict: False"
-
-
-class Scripted:
-    """An engine whose replies a function gives; it keeps what it was asked."""
-
-    def __init__(self, reply: Callable[[str, int], str], name: str = "scripted") -> None:
-        self.name = name
-        self.asked: list[tuple[str, int]] = []
-        self.num_running = self.most_running = 0
-        self._reply = reply
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        self.asked.append((prompt, seed))
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
-        await asyncio.sleep(0)
-        self.num_running -= 1
-        return self._reply(prompt, seed)
 
 
 class Hanging:
@@ -58,11 +41,13 @@ def cache(tmp_path: Path) -> JudgeCache:
     return JudgeCache(tmp_path / "new" / "judge.sqlite")
 
 
+def group(*answers: str, task: Task = TASK) -> Group:
+    return make.group(*(make.rollout(task=task, answer=answer) for answer in answers))
+
+
 def judged(judge: Judge | None, *answers: str, task: Task = TASK) -> list[tuple[float | None, str]]:
-    (group,) = score(
-        [Group(0, tuple(Trajectory(task, (), answer, 1.0, 0) for answer in answers))], judge
-    )
-    return [(each.reward, each.scored_by) for each in group.trajectories]
+    (found,) = score([group(*answers, task=task)], judge)
+    return [(each.reward, each.scored_by) for each in found.trajectories]
 
 
 def by_answer(prompt: str, seed: int) -> str:
@@ -74,23 +59,18 @@ def by_answer(prompt: str, seed: int) -> str:
 
 
 def test_the_judge_decides_only_where_the_rule_says_wrong(cache: JudgeCache) -> None:
-    engine = Scripted(by_answer)
+    engine = Chat(by_answer)
     judge = Judge(engine, cache, JudgeOptions())
-    assert judged(judge, "Oslo", "Kristiania", "Bergen") == [
-        (1.0, "qa"),
-        (1.0, "judge"),
-        (0.0, "judge"),
-    ]
+    expected = [(1.0, "qa"), (1.0, "judge"), (0.0, "judge")]
+    assert judged(judge, "Oslo", "Kristiania", "Bergen") == expected
     assert len(engine.asked) == 2 and judged(None, "Kristiania") == [(0.0, "qa")]
 
 
 def test_no_answer_and_proofs_are_not_judged(cache: JudgeCache) -> None:
-    engine = Scripted(lambda prompt, seed: RIGHT)
+    engine = Chat(lambda prompt, seed: RIGHT)
     judge = Judge(engine, cache, JudgeOptions())
-    assert (
-        judged(judge, "", "<answer></answer>", "I don't know.", "None", "Oslo is it. " * 1000)
-        == [(0.0, "qa")] * 5
-    )
+    found = judged(judge, "", "<answer></answer>", "I don't know.", "None", "Oslo is it. " * 1000)
+    assert found == [(0.0, "qa")] * 5
     assert judged(
         judge, "8+8+3+3", task=Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")
     ) == [(0.0, "gameof24")]
@@ -99,44 +79,25 @@ def test_no_answer_and_proofs_are_not_judged(cache: JudgeCache) -> None:
 
 
 def test_a_judge_may_come_first(cache: JudgeCache) -> None:
-    engine = Scripted(
+    engine = Chat(
         lambda prompt, seed: "no verdict" if '"oslo"' in prompt else by_answer(prompt, seed)
     )
     judge = Judge(engine, cache, JudgeOptions(mode="judge-first"))
-    assert judged(judge, "Oslo", "Kristiania", "oslo", "None") == [
-        (0.0, "judge"),
-        (1.0, "judge"),
-        (1.0, "qa"),
-        (0.0, "qa"),
-    ]
+    expected = [(0.0, "judge"), (1.0, "judge"), (1.0, "qa"), (0.0, "qa")]
+    assert judged(judge, "Oslo", "Kristiania", "oslo", "None") == expected
 
 
 def test_a_judge_may_decide_alone(cache: JudgeCache) -> None:
     """Without its verdict there is no reward, and the rollout fails."""
-    engine = Scripted(
+    engine = Chat(
         lambda prompt, seed: "no verdict" if '"oslo"' in prompt else by_answer(prompt, seed)
     )
     judge = Judge(engine, cache, JudgeOptions(mode="judge-only"))
-    (group,) = score(
-        [
-            Group(
-                0,
-                tuple(
-                    Trajectory(TASK, (), answer, 1.0, 0)
-                    for answer in ("Oslo", "Kristiania", "oslo", "", "x " * 2000)
-                ),
-            )
-        ],
-        judge,
-    )
-    assert [(each.reward, each.error) for each in group.trajectories] == [
-        (0.0, ""),
-        (1.0, ""),
-        (None, "judge: no verdict"),
-        (0.0, ""),
-        (0.0, ""),
-    ]
-    assert asyncio.run(score_one(group.trajectories[1], judge)).scored_by == "judge"
+    answers = "Oslo", "Kristiania", "oslo", "", "x " * 2000
+    (found,) = score([group(*answers)], judge)
+    expected = [(0.0, ""), (1.0, ""), (None, "judge: no verdict"), (0.0, ""), (0.0, "")]
+    assert [(each.reward, each.error) for each in found.trajectories] == expected
+    assert asyncio.run(score_one(found.trajectories[1], judge)).scored_by == "judge"
     proof = Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")
     assert judged(judge, "8/(3-8/3)", task=proof) == [(1.0, "gameof24")]
 
@@ -153,28 +114,24 @@ def test_judge_prompt_has_question_options_and_answers() -> None:
 
 
 def test_nothing_is_asked_twice(cache: JudgeCache) -> None:
-    engine = Scripted(by_answer)
+    engine = Chat(by_answer)
     judge = Judge(engine, cache, JudgeOptions())
     assert judged(judge, "Bergen", "<answer>Bergen</answer>", "Bergen") == [(0.0, "judge")] * 3
     assert judged(judge, "Bergen") == [(0.0, "judge")]
-    assert (
-        len(engine.asked) == 1
-        and judge.metrics()["judge/asked"] == 1
-        and judge.metrics()["judge/cached"] == 3
-    )
+    assert len(engine.asked) == 1
+    assert judge.metrics()["judge/asked"] == 1
+    assert judge.metrics()["judge/cached"] == 3
 
 
 def test_verdicts_outlive_the_process_and_belong_to_an_engine(tmp_path: Path) -> None:
     path = tmp_path / "judge.sqlite"
     assert judged(
-        Judge(Scripted(by_answer), JudgeCache(path), JudgeOptions()), "Kristiania", "Bergen"
+        Judge(Chat(by_answer), JudgeCache(path), JudgeOptions()), "Kristiania", "Bergen"
     ) == [(1.0, "judge"), (0.0, "judge")]
-    silent = Scripted(lambda prompt, seed: "?")
-    assert judged(Judge(silent, JudgeCache(path), JudgeOptions()), "Bergen", "Kristiania") == [
-        (0.0, "judge"),
-        (1.0, "judge"),
-    ]
-    other = Scripted(lambda prompt, seed: RIGHT, name="another model")
+    silent = Chat(lambda prompt, seed: "?")
+    found = judged(Judge(silent, JudgeCache(path), JudgeOptions()), "Bergen", "Kristiania")
+    assert found == [(0.0, "judge"), (1.0, "judge")]
+    other = Chat(lambda prompt, seed: RIGHT, name="another model")
     assert judged(Judge(other, JudgeCache(path), JudgeOptions()), "Bergen") == [(1.0, "judge")]
     assert silent.asked == [] and len(other.asked) == 1
 
@@ -213,14 +170,16 @@ def test_a_cache_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_a_malformed_reply_is_asked_for_once_more(cache: JudgeCache) -> None:
-    engine = Scripted(lambda prompt, seed: RIGHT if seed else "Well, perhaps.")
+    engine = Chat(lambda prompt, seed: RIGHT if seed else "Well, perhaps.")
     judge = Judge(engine, cache, JudgeOptions())
     assert judged(judge, "Kristiania") == [(1.0, "judge")]
-    assert [seed for _, seed in engine.asked] == [0, 1] and judge.metrics()["judge/malformed"] == 1
+    assert [seed for _, seed, _ in engine.asked] == [0, 1] and judge.metrics()[
+        "judge/malformed"
+    ] == 1
 
 
 def test_garbage_leaves_the_rules_score_and_is_not_kept(cache: JudgeCache) -> None:
-    engine = Scripted(lambda prompt, seed: "\ud800 perhaps")
+    engine = Chat(lambda prompt, seed: "\ud800 perhaps")
     judge = Judge(engine, cache, JudgeOptions())
     assert judged(judge, "Kristiania") == judged(judge, "Kristiania") == [(0.0, "qa")]
     assert len(engine.asked) == 4 and judge.metrics()["judge/malformed"] == 4
@@ -232,14 +191,10 @@ def test_a_failing_engine_leaves_the_rules_score(cache: JudgeCache) -> None:
             raise EngineError("no answer")
         return WRONG
 
-    judge = Judge(Scripted(reply), cache, JudgeOptions())
+    judge = Judge(Chat(reply), cache, JudgeOptions())
     assert judged(judge, "Kristiania", "Bergen") == [(0.0, "qa"), (0.0, "judge")]
-    assert judge.metrics() == {
-        "judge/asked": 2,
-        "judge/cached": 0,
-        "judge/malformed": 0,
-        "judge/failed": 1,
-    }
+    expected = {"judge/asked": 2, "judge/cached": 0, "judge/malformed": 0, "judge/failed": 1}
+    assert judge.metrics() == expected
 
 
 def test_a_hanging_engine_is_left_at_the_deadline(cache: JudgeCache) -> None:
@@ -252,36 +207,34 @@ def test_a_bug_in_an_engine_is_not_hidden(cache: JudgeCache) -> None:
         raise KeyError("bug")
 
     with pytest.raises(KeyError, match="bug"):
-        judged(Judge(Scripted(reply), cache, JudgeOptions()), "Kristiania")
+        judged(Judge(Chat(reply), cache, JudgeOptions()), "Kristiania")
 
 
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (4, 4)])
 def test_questions_are_asked_side_by_side_up_to_the_limit(
     cache: JudgeCache, limit: int, most: int
 ) -> None:
-    class Crowded(Scripted):
+    class Crowded(Chat):
         is_full = asyncio.Event()
 
         async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-            if self.num_running + 1 == limit:
+            if self.now + 1 == limit:
                 self.is_full.set()
             reply = await super().ask(prompt, seed=seed)
-            self.num_running += 1
+            self.now += 1
             await self.is_full.wait()
-            self.num_running -= 1
+            self.now -= 1
             return reply
 
     engine = Crowded(by_answer)
-    judged(
-        Judge(engine, cache, JudgeOptions(max_concurrency=limit)),
-        *(f"town {number}" for number in range(12)),
-    )
-    assert engine.most_running == most and len(engine.asked) == 12
+    judge = Judge(engine, cache, JudgeOptions(max_concurrency=limit))
+    judged(judge, *(f"town {number}" for number in range(12)))
+    assert engine.most == most and len(engine.asked) == 12
 
 
 def test_a_slow_disk_holds_up_no_other_rollout(cache: JudgeCache) -> None:
     """The lookup waits until the event loop, which it must not block, has gone on."""
-    went_on, engine = threading.Event(), Scripted(by_answer)
+    went_on, engine = threading.Event(), Chat(by_answer)
 
     class Slow:
         def get(self, engine: str, prompt: str) -> bool | None:
@@ -328,7 +281,7 @@ def test_verdicts(reply: str, verdict: bool | None) -> None:
     assert parse_judgement(reply) is verdict
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.one_of(
         st.text(),
@@ -364,7 +317,7 @@ def test_an_answer_cannot_speak_for_the_judge(answer: str, cache: JudgeCache) ->
         (f"{quoted}\n\nThat is an instruction.\nVerdict: False", (0.0, "judge")),
     ):
         judge = Judge(
-            Scripted(lambda prompt, seed, reply=reply: reply, name=reply), cache, JudgeOptions()
+            Chat(lambda prompt, seed, reply=reply: reply, name=reply), cache, JudgeOptions()
         )
         assert judged(judge, answer) == [reward]
 

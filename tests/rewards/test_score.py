@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import make
 import pytest
 
 from flowtrain.rewards import score
@@ -14,7 +15,7 @@ PUZZLE = Task("b", "Make 24.", ("3", "3", "8", "8"), scorer="gameof24")
 
 
 def trajectory(task: Task, answer: str) -> Trajectory:
-    return Trajectory(task, (), answer, seconds=1.0, seed=5)
+    return make.rollout(task=task, answer=answer)
 
 
 def test_every_trajectory_gets_its_tasks_reward() -> None:
@@ -23,10 +24,7 @@ def test_every_trajectory_gets_its_tasks_reward() -> None:
         Group(7, (trajectory(PUZZLE, "8/(3-8/3)"), trajectory(PUZZLE, "Oslo"))),
     ]
     scored = score(groups)
-    assert [[each.reward for each in group.trajectories] for group in scored] == [
-        [1.0, 0.0],
-        [1.0, 0.0],
-    ]
+    assert [[each.reward for each in group.trajectories] for group in scored] == [[1.0, 0.0]] * 2
     assert [group.index for group in scored] == [4, 7]
     assert [each.answer for each in scored[0].trajectories] == ["oslo", "Bergen"]
     assert all(each.reward is None for group in groups for each in group.trajectories)
@@ -46,17 +44,8 @@ def test_a_rule_reads_the_final_answer_and_is_recorded() -> None:
         (FACT, "<answer>Bergen</answer> Oslo", 0.0),
     ]
     (group,) = score([Group(0, tuple(trajectory(task, answer) for task, answer, _ in tasks))])
-    assert [each.reward for each in group.trajectories] == [
-        pytest.approx(reward) for *_, reward in tasks
-    ]
-    assert [each.scored_by for each in group.trajectories] == [
-        "qa",
-        "f1",
-        "math",
-        "choice",
-        "gameof24",
-        "exact",
-    ]
+    for each, (task, _, reward) in zip(group.trajectories, tasks, strict=True):
+        assert (each.reward, each.scored_by) == (pytest.approx(reward), task.scorer)
 
 
 @pytest.mark.parametrize("scorer", ["exact", "qa", "f1", "math"])
@@ -71,23 +60,7 @@ def test_no_answer_is_never_right(scorer: str) -> None:
 
 @pytest.mark.clock
 @pytest.mark.parametrize(
-    "piece",
-    [
-        "a ",
-        " ",
-        "1,",
-        "1",
-        "<answer>",
-        "</answer>",
-        "(",
-        "{",
-        "\\frac{",
-        "-5 ",
-        "answer ",
-        "the answer is ",
-        "= ",
-        ". ",
-    ],
+    "piece", [*("a ", "1,", "<answer>", "\\frac{", "-5 ", "the answer is ", ". ")]
 )
 def test_a_huge_answer_is_scored_at_once(piece: str) -> None:
     answer = piece * (1_000_000 // len(piece))
@@ -113,8 +86,6 @@ def test_nothing_to_score() -> None:
 
 def test_unknown_scorer_is_refused_by_name() -> None:
     task = Task("t9", "q", ("x",), scorer="guess")
-    with pytest.raises(
-        UserError,
-        match="task 't9': scorer 'guess' is unknown; known: exact, qa, f1, math, choice, gameof24",
-    ):
+    told = "task 't9': scorer 'guess' is unknown; known: exact, qa, f1, math, choice, gameof24"
+    with pytest.raises(UserError, match=told):
         score([Group(0, (trajectory(task, "x"),))])

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import make
 import pytest
 
 from flowtrain.rewards.shortcuts import shortcut
-from flowtrain.types import (
-    Action,
-    Call,
-    FinishReason,
-    SubGoal,
-    Task,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-)
+from flowtrain.types import Action, SubGoal, Task, ToolCall, ToolResult, Turn
 
 TASK = Task("t", "What is the capital of Chad?", ("N'Djamena", "Ndjamena"))
 
@@ -30,13 +20,13 @@ def turn(
     text: str = "",
     **changes: Any,
 ) -> Turn:
-    call = Call((1,), (2,), (0.0,), (), FinishReason.STOP, text)
-    fields = {"action": Action("", "", sub_goal, tool), "result": ToolResult(output), **changes}
-    return Turn({"planner": call}, command="", verdict=Verdict.STOP, seconds=0.0, **fields)
+    found = {"result": ToolResult(output), "action": Action("", "", sub_goal, tool), **changes}
+    act = found.pop("action")
+    return make.turn(make.call(text=text), act, **found)
 
 
 def verdict(*turns: Turn, task: Task = TASK, answer: str = "N'Djamena") -> str:
-    return shortcut(Trajectory(task, turns, answer, 0.0, 0, reward=1.0))
+    return shortcut(make.rollout(*turns, task=task, answer=answer, reward=1.0))
 
 
 @pytest.mark.parametrize(

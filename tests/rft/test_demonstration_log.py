@@ -8,7 +8,9 @@ import re
 import threading
 from pathlib import Path
 
+import make
 import pytest
+from make import call
 
 from flowtrain.config import Config
 from flowtrain.engines.chat import Usage
@@ -20,32 +22,23 @@ from flowtrain.rft.demonstrations import (
     open_log,
     pins,
 )
-from flowtrain.types import (
-    Action,
-    Call,
-    FinishReason,
-    Task,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    Turn,
-    UserError,
-    Verdict,
-)
+from flowtrain.types import Action, Task, ToolCall, ToolResult, Trajectory, UserError, Verdict
 
 TASKS = [Task(f"t-{n}", f"What is {n} plus 1?", (str(n + 1),)) for n in range(5)]
 
 
 def rollout(number: int = 0, reward: float | None = 1.0, error: str = "") -> Trajectory:
     calls = {
-        "planner": Call((5, 6), (7, 0), (0.0, 0.0), (), FinishReason.STOP, "said"),
-        "verifier": Call((5, 8), (9, 0), (0.0, 0.0), (), FinishReason.STOP, "STOP"),
+        "planner": call((7, 0), (5, 6), 0.0, text="said"),
+        "verifier": call((9, 0), (5, 8), 0.0, text="STOP"),
     }
     used = (ToolCall("Search", "{}", ToolResult("1", seconds=0.1234567), "id"),)
-    action = Action("j", "c", "1 + 1", "Python_Coder")
-    result = ToolResult("2", None, 0.1234567)
-    turn = Turn(calls, action, "x", result, Verdict.STOP, 0.5, retrieved="r", tool_calls=used)  # type: ignore[arg-type]
-    return Trajectory(TASKS[number], (turn,), "2", 1.5, 42, "", reward, error=error)
+    more = {"command": "x", "verdict": Verdict.STOP, "retrieved": "r", "tool_calls": used}
+    found = ToolResult("2", None, 0.1234567)
+    turn = make.turn(
+        act=Action("j", "c", "1 + 1", "Python_Coder"), calls=calls, result=found, **more
+    )
+    return make.rollout(turn, task=TASKS[number], answer="2", seed=42, reward=reward, error=error)
 
 
 def log_of(folder: Path, resumes: bool = True) -> DemonstrationLog:

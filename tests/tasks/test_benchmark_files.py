@@ -11,6 +11,7 @@ import string
 from pathlib import Path
 from typing import Any
 
+import make
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ from flowtrain.tasks.benchmarks import (
     parse_benchmarks,
 )
 from flowtrain.tasks.overlap import benchmark_tasks, overlaps
-from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.types import Task, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(
@@ -62,17 +63,9 @@ def references(name: str) -> list[list[str]]:
 
 
 def rewards(tasks: list[Task], answers: list[str]) -> list[float | None]:
-    (group,) = score(
-        [
-            Group(
-                0,
-                tuple(
-                    Trajectory(task, (), answer, 1.0, 0)
-                    for task, answer in zip(tasks, answers, strict=True)
-                ),
-            )
-        ]
-    )
+    pairs = zip(tasks, answers, strict=True)
+    rollouts = (make.rollout(task=task, answer=answer) for task, answer in pairs)
+    (group,) = score([make.group(*rollouts)])
     return [trajectory.reward for trajectory in group.trajectories]
 
 
@@ -178,20 +171,8 @@ def test_a_benchmark_overlaps_with_itself_and_hardly_with_others() -> None:
 
 def test_every_benchmark_has_a_rule() -> None:
     assert list(BENCHMARKS) == [
-        "bamboogle",
-        "2wiki",
-        "hotpotqa",
-        "musique",
-        "gaia",
-        "aime24",
-        "amc23",
-        "gameof24",
-        "gpqa",
-        "medqa",
-        "nq",
-        "triviaqa",
-        "popqa",
-        "browsecomp-plus",
+        *("bamboogle", "2wiki", "hotpotqa", "musique", "gaia", "aime24", "amc23", "gameof24"),
+        *("gpqa", "medqa", "nq", "triviaqa", "popqa", "browsecomp-plus"),
     ]
     assert list(BENCHMARKS)[:10] == list(AGENTFLOW)
     assert {benchmark.scorer for benchmark in BENCHMARKS.values()} <= set(SCORERS)
@@ -362,10 +343,8 @@ def test_popqa_s_list_is_read_as_it_was_written(answers: list[str]) -> None:
     layout = BENCHMARKS["popqa"].layout
     row = layout.unpack({"question": "q", "possible_answers": json.dumps(answers)})
     assert row[layout.answers[0]] == answers
-    assert layout.unpack({"question": "q", "possible_answers": answers}) == {
-        **row,
-        "possible_answers": answers,
-    }
+    found = layout.unpack({"question": "q", "possible_answers": answers})
+    assert found == {**row, "possible_answers": answers}
 
 
 def test_two_files_of_a_benchmark_are_refused(tmp_path: Path) -> None:
@@ -418,9 +397,7 @@ def test_a_benchmark_that_cannot_be_read_is_refused(text: str, said: str) -> Non
 
 
 def test_a_name_stands_for_one_file() -> None:
-    assert parse_benchmarks(["nq", "a=x.json:qa", "nq"]) == (
-        BenchmarkFile("nq"),
-        BenchmarkFile("a", "x.json", "qa"),
-    )
+    found = parse_benchmarks(["nq", "a=x.json:qa", "nq"])
+    assert found == (BenchmarkFile("nq"), BenchmarkFile("a", "x.json", "qa"))
     with pytest.raises(UserError, match="'a' is named twice"):
         parse_benchmarks(["a=x.json", "a=y.json"])

@@ -115,14 +115,10 @@ def test_known_facts(name: str, attribute: str, value: str | int) -> None:
 def test_passages_are_distinct_and_read_back() -> None:
     texts = passages(SHIPPED)
     assert len(set(texts)) == len(texts)
-    assert (
-        "The capital of Norway is Oslo." in texts
-        and passage_value("The capital of Norway is Oslo.") == "Oslo"
-    )
-    assert (
-        "The country with ISO code NO is Norway." in texts
-        and passage_value("The country with ISO code NO is Norway.") == "Norway"
-    )
+    assert "The capital of Norway is Oslo." in texts
+    assert passage_value("The capital of Norway is Oslo.") == "Oslo"
+    assert "The country with ISO code NO is Norway." in texts
+    assert passage_value("The country with ISO code NO is Norway.") == "Norway"
     assert all(passage_value(text) for text in texts)
 
 
@@ -145,7 +141,7 @@ WORDS = st.text(st.characters(blacklist_categories=["Cs", "Cc", "Z"]), min_size=
 PHRASES = st.lists(WORDS, min_size=1, max_size=3).map(" ".join)
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(PHRASES, st.one_of(PHRASES, st.integers()))
 def test_any_accepted_value_reads_back(
     tmp_path_factory: pytest.TempPathFactory, name: str, value: str | int

@@ -86,10 +86,8 @@ def test_equal_questions_leave_the_held_out_ones(monkeypatch: pytest.MonkeyPatch
     )
     train, held_out = gym_tasks({"a": GymSet()}, 3, 4, 0)
     assert [task.question for task in train["a"]] == ["one", "two", "three"]
-    assert [(task.id, task.question) for task in held_out] == [
-        ("a-texts-1", "four"),
-        ("a-texts-3", "five"),
-    ]
+    expected = [("a-texts-1", "four"), ("a-texts-3", "five")]
+    assert [(task.id, task.question) for task in held_out] == expected
     assert train["a"][0].answers == ()
     lines[4:] = ["two", "one", "three"]
     with pytest.raises(UserError, match=r"every held-out question is asked in training"):
@@ -204,21 +202,15 @@ def test_a_task_set(needs_gym: None) -> None:
     )
     made = made.model_copy(update={"rollout": made.rollout.model_copy(update={"num_questions": 5})})
     tasks = task_set(made)
-    assert Counter(task.kind for task in tasks.train) == {
-        "leg_counting": 7,
-        "ransom_note": 2,
-        "arc_1d": 2,
-    }
+    expected = {"leg_counting": 7, "ransom_note": 2, "arc_1d": 2}
+    assert Counter(task.kind for task in tasks.train) == expected
     held_out = tasks.held_out[MAIN_SPLIT]
     assert held_out and not {t.question for t in held_out} & {t.question for t in tasks.train}
     assert all(task.scorer == "reasoning-gym" and task.num_turns == 0 for task in tasks.train)
     assert ast.literal_eval(tasks.train[0].entry)["options"] == {"max_animals": 4}
     batch: list[Task] = tasks.cursor(0, 0).take(5)
-    assert Counter(task.kind for task in batch) == {
-        "leg_counting": 3,
-        "ransom_note": 1,
-        "arc_1d": 1,
-    }
+    expected = {"leg_counting": 3, "ransom_note": 1, "arc_1d": 1}
+    assert Counter(task.kind for task in batch) == expected
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_question_with_a_picture_is_refused(
         assert load_tasks(write(tmp_path, name, [nothing]))
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(*[st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip)] * 2),
@@ -223,9 +223,8 @@ def test_files_that_are_no_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "text.parquet").write_text("question,answer")
     with pytest.raises(UserError, match=r"text\.parquet: cannot be read as Parquet"):
         load_tasks(tmp_path / "text.parquet")
-    with pytest.raises(
-        UserError, match=r"absent\.parquet: cannot be read as Parquet: .*No such file"
-    ):
+    told = r"absent\.parquet: cannot be read as Parquet: .*No such file"
+    with pytest.raises(UserError, match=told):
         load_tasks(tmp_path / "absent.parquet")
     with pytest.raises(UserError, match=r"empty\.parquet: holds no tasks"):
         load_tasks(write(tmp_path, "empty.parquet", []))
@@ -268,15 +267,12 @@ def test_other_columns_reach_a_reward_function_untouched(tmp_path: Path, suffix:
 
 def test_columns_that_are_read_in_part_are_kept_whole(tmp_path: Path) -> None:
     (task,) = load_tasks(write(tmp_path, "nq.json", [SEARCH_R1]), keeps_columns=True)
-    assert (task.question, task.answers, task.kind) == (
-        "who wrote it?",
-        ("Ann Lee", "A. Lee"),
-        "nq",
-    )
+    expected = ("who wrote it?", ("Ann Lee", "A. Lee"), "nq")
+    assert (task.question, task.answers, task.kind) == expected
     assert task.extra == {name: SEARCH_R1[name] for name in ("id", "prompt", "reward_model")}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.dictionaries(
         st.text(min_size=1).filter(lambda name: name not in ("question", "answer", *_OPTIONAL)),

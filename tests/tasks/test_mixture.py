@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.config import Config
@@ -44,7 +44,6 @@ def test_shares(weights: dict[str, float], n: int, expected: dict[str, int]) -> 
     assert shares(weights, n) == expected
 
 
-@settings(derandomize=True, deadline=None)
 @given(WEIGHTS, st.integers(20, 64))
 def test_shares_are_within_one_of_the_weights(weights: dict[str, float], n: int) -> None:
     found = shares(weights, n)
@@ -56,14 +55,11 @@ def test_shares_are_within_one_of_the_weights(weights: dict[str, float], n: int)
 
 
 def test_a_weight_too_small_for_a_batch_is_refused() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"tasks\.mixture gives 'b' none of the 8 questions of a step; raise its weight 0\.01",
-    ):
+    told = r"tasks\.mixture gives 'b' none of the 8 questions of a step; raise its weight 0\.01"
+    with pytest.raises(UserError, match=told):
         shares({"a": 1.0, "b": 0.01}, 8)
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=3),
     st.integers(0, 5),

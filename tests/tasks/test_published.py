@@ -87,10 +87,7 @@ VERL: Rows = [
 
 
 def chat(*messages: tuple[str, str], **more: Any) -> dict[str, Any]:
-    return {
-        "messages": [{"role": role, "content": content} for role, content in messages],
-        **more,
-    }
+    return {"messages": [{"role": role, "content": content} for role, content in messages], **more}
 
 
 CHAT: Rows = [
@@ -287,7 +284,7 @@ BALANCED = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(BALANCED, BALANCED, PLAIN, st.sampled_from(["boxed", "fbox"]))
 def test_the_last_box_is_found(before: str, content: str, after: str, command: str) -> None:
     text = f"{before} \\boxed{{{before}}} \\{command}{{{content}}} {after}"

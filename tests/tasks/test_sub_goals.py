@@ -7,26 +7,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import make
 import pytest
+from make import call, rollout
 
 from flowtrain.rewards import score
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import DEEP_KINDS, facts_tasks
 from flowtrain.tasks.files import load_tasks
 from flowtrain.tasks.sub_goals import check, solved, solved_weight, sought
-from flowtrain.types import (
-    Action,
-    Call,
-    FinishReason,
-    Group,
-    SubGoal,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    UserError,
-    Verdict,
-)
+from flowtrain.types import Action, SubGoal, Task, ToolResult, Turn, UserError
 
 CHAD = SubGoal(("Chad", "Republic of Chad"), 0.75, "country with capital N'Djamena")
 AREA = SubGoal(("1284",), 0.25, "area of Chad")
@@ -41,14 +31,12 @@ TASK = Task(
 def turn(written: str, result: str, error: str | None = None, is_malformed: bool = False) -> Turn:
     action = None if is_malformed else Action("", "", written, "Search")
     found = ToolResult(output=result) if error is None else ToolResult(error=error)
-    call = Call((1,), (2,), (-1.0,), (), FinishReason.STOP, written)
-    return Turn({"planner": call}, action, "", found, Verdict.CONTINUE, seconds=0.0)
+    return make.turn(call(text=written), action, result=found)
 
 
 def memorised(written: str, result: str) -> Turn:
     """The same by the tool that answers from a model's memory."""
-    action = Action("", "", written, "Base_Generator")
-    return replace(turn(written, result), action=action)
+    return replace(turn(written, result), action=Action("", "", written, "Base_Generator"))
 
 
 FIND = turn("country with capital N'Djamena", "The country with capital N'Djamena is Chad.")
@@ -111,8 +99,8 @@ def test_rewards_read_what_a_generator_wrote_and_no_answer_by_rules() -> None:
     """A rule's answer copies the last result, so that meeting a name would be enough."""
 
     def share(**generated: str) -> float | None:
-        rollout = Trajectory(TASK, (FIND, USE), "1284", 0.0, 0, **generated)
-        (group,) = score([Group(0, (rollout,))])
+        made = rollout(FIND, USE, task=TASK, answer="1284", **generated)
+        (group,) = score([make.group(made)])
         return group.trajectories[0].sub_goals
 
     assert (share(), share(output="It has 1284. <answer>1284</answer>")) == (0.75, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.tasks.cursor import TaskCursor
@@ -16,7 +16,6 @@ def make_tasks(num_tasks: int) -> list[Task]:
     return [Task(str(index), f"question {index}", ("answer",)) for index in range(num_tasks)]
 
 
-@settings(derandomize=True, deadline=None)
 @given(SIZES, st.integers(1, 15), SEEDS, st.integers(0, 12), st.integers(1, 8))
 def test_a_resumed_cursor_goes_on_exactly(
     num_tasks: int, n: int, seed: int, num_before: int, num_after: int
@@ -30,7 +29,6 @@ def test_a_resumed_cursor_goes_on_exactly(
     assert [resumed.take(n) for _ in range(num_after)] == [whole.take(n) for _ in range(num_after)]
 
 
-@settings(derandomize=True, deadline=None)
 @given(SIZES, SEEDS, st.lists(st.integers(1, 15), min_size=1, max_size=12))
 def test_batches_of_any_size_repeat_nothing_and_resume(
     num_tasks: int, seed: int, sizes: list[int]
@@ -44,7 +42,6 @@ def test_batches_of_any_size_repeat_nothing_and_resume(
         assert n > num_tasks or len({task.id for task in batch}) == n
 
 
-@settings(derandomize=True, deadline=None)
 @given(SIZES, st.integers(1, 15), SEEDS)
 def test_every_epoch_visits_each_task_once(num_tasks: int, n: int, seed: int) -> None:
     cursor = TaskCursor(make_tasks(num_tasks), seed)

@@ -43,13 +43,11 @@ def test_json_with_byte_order_mark_and_plain_string_path(tmp_path: Path) -> None
         "set.json",
         '\ufeff[{"question": "Why?", "answer": "x"}, {"question": "Why?", "answer": "y"}]',
     )
-    assert [(task.id, task.answers) for task in load_tasks(str(path))] == [
-        ("set-1", ("x",)),
-        ("set-2", ("y",)),
-    ]
+    expected = [("set-1", ("x",)), ("set-2", ("y",))]
+    assert [(task.id, task.answers) for task in load_tasks(str(path))] == expected
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(TEXTS, st.lists(TEXTS, min_size=1)), min_size=1, max_size=4),
     st.sampled_from(["json", "jsonl"]),
@@ -161,9 +159,8 @@ def test_a_given_id_may_not_equal_a_default_id(tmp_path: Path) -> None:
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"absent\.json: cannot be read as UTF-8 text: No such file"
-    ):
+    told = r"absent\.json: cannot be read as UTF-8 text: No such file"
+    with pytest.raises(UserError, match=told):
         load_tasks(tmp_path / "absent.json")
     (tmp_path / "folder.json").mkdir()
     with pytest.raises(UserError, match=r"folder\.json': holds no data set"):

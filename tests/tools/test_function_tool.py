@@ -97,10 +97,8 @@ def f(a: str, b: bool = False) -> str:
     tool = made(tmp_path, source)
     tool.close()
     assert tool.card.description == "Does it, in a first paragraph of two lines."
-    assert [(each.name, each.meaning) for each in tool.card.parameters] == [
-        ("a", "what to do, note: at length"),
-        ("b", "whether; else False"),
-    ]
+    expected = [("a", "what to do, note: at length"), ("b", "whether; else False")]
+    assert [(each.name, each.meaning) for each in tool.card.parameters] == expected
 
 
 def test_a_function_that_blocks_holds_up_nobody_and_one_that_awaits_is_awaited(

@@ -309,9 +309,7 @@ def answering(body: bytes) -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
 
 
-def test_a_bad_answer_over_http_ends_the_run_at_its_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bad_answer_over_http_ends_the_run_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HAND_TOKEN", "secret-1")
     with answering(b"no JSON") as (url, seen):
         server = {"url": url, "token_env": "HAND_TOKEN", "timeout_s": 5.0}

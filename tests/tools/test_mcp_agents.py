@@ -7,11 +7,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from make import Engine
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_policy
@@ -21,7 +21,7 @@ from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
 from flowtrain.run.components import RunComponents
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World
-from flowtrain.types import Completion, FinishReason, Sampling, Task, UserError
+from flowtrain.types import Task, UserError
 from tests.agents.chat_templates import styled
 
 HAND = Path(__file__).parent / "mcp_by_hand.py"
@@ -40,31 +40,14 @@ def options(tmp_path: Path, word: str, **agent: object) -> dict[str, object]:
     }
 
 
-class Engine:
-    """Says two texts one after the other."""
-
-    version = 0
-    max_tokens = 4000
-
-    def __init__(self, *texts: str) -> None:
-        self.tokenizer = styled("qwen2.5")
-        self.texts = texts
-        self.prompts: list[str] = []
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        text = self.texts[len(self.prompts)] + self.tokenizer.eos_token
-        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        self.prompts.append(self.tokenizer.decode(list(prompt_ids)))
-        return Completion(ids, (-0.5,) * len(ids), (), FinishReason.STOP)
-
-
 def test_the_agent_tools_calls_one(tmp_path: Path) -> None:
     config = toy({**options(tmp_path, "good"), "agent": {"name": "tools", "tools": ["hand.echo"]}})
     tools = make_tools(config)
     call = FORMATS["hermes"].write([WrittenCall("hand.echo", json.dumps({"query": "Mali"}))])
     wrong = FORMATS["hermes"].write([WrittenCall("hand.echo", json.dumps({"q": 1}))])
-    engine = Engine(wrong, call, "<answer>Mali</answer>")
-    policy = make_policy(config, "planner", engine, engine.tokenizer)  # type: ignore[arg-type]
+    qwen = styled("qwen2.5")
+    engine = Engine.of(qwen, wrong, call, "<answer>Mali</answer>")
+    policy = make_policy(config, "planner", engine, qwen)  # type: ignore[arg-type]
     agent = ToolCallingAgent(AgentContext(config, {"planner": policy}, tools, {}, 3))
     try:
         done = asyncio.run(agent.run(Task("t", "Say Mali.", ("Mali",)), 1))

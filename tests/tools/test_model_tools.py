@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 
 import pytest
+from make import Chat
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
@@ -13,23 +14,6 @@ from flowtrain.tools import Tool, ToolContext, ToolError, base_generator, python
 from flowtrain.tools.base_generator import BaseGenerator, GuessGenerator
 from flowtrain.tools.python_coder import ModelCoder, PythonCoder, strip_fence
 from flowtrain.types import ToolResult, UserError
-
-
-class Script:
-    """A chat engine that says what the test gives it, and remembers what it was asked."""
-
-    name = "script"
-
-    def __init__(self, reply: str | EngineError) -> None:
-        self.reply = reply
-        self.asked: list[tuple[str, float]] = []
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        self.asked.append((prompt, deadline_s))
-        if isinstance(self.reply, EngineError):
-            raise self.reply
-        return self.reply
-
 
 CONFIG = Config.model_validate({"agent": {"tool_timeout_s": 7.0, "code_timeout_s": 3.0}})
 
@@ -42,22 +26,18 @@ def run(tool: Tool, query: str, timeout_s: float = 10.0) -> ToolResult:
 
 
 def test_with_a_model_the_base_generator_asks_it_once() -> None:
-    chat = Script("Oslo")
+    chat = Chat("Oslo")
     tool = base_generator.make(ToolContext(CONFIG, guesses=("7",), chat=chat))
     assert run(tool, "capital of {Norway}?").output == "Oslo"
-    assert chat.asked == [("capital of {Norway}?", 7.0)]
+    assert chat.asked == [("capital of {Norway}?", 0, 7.0)]
     assert run(tool, " \n").error == "empty query" and len(chat.asked) == 1
-    assert (
-        tool.card.name == GuessGenerator.card.name == "Base_Generator"
-        and tool.card != GuessGenerator.card
-    )
+    assert tool.card.name == GuessGenerator.card.name == "Base_Generator"
+    assert tool.card != GuessGenerator.card
 
 
 def test_a_model_that_fails_is_an_error_of_the_tool() -> None:
-    assert (
-        run(BaseGenerator(Script(EngineError("429 for 60 s")), 1.0), "q").error
-        == "the model did not answer: 429 for 60 s"
-    )
+    found = run(BaseGenerator(Chat(EngineError("429 for 60 s")), 1.0), "q").error
+    assert found == "the model did not answer: 429 for 60 s"
 
 
 def test_base_generator_guesses_deterministically() -> None:
@@ -81,8 +61,8 @@ def coder() -> Iterator[PythonCoder]:
     tool.close()
 
 
-def model_coder(coder: PythonCoder, reply: str | EngineError) -> tuple[ModelCoder, Script]:
-    chat = Script(reply)
+def model_coder(coder: PythonCoder, reply: str | EngineError) -> tuple[ModelCoder, Chat]:
+    chat = Chat(reply)
     return ModelCoder(coder, chat, 7.0, 3.0), chat
 
 
@@ -142,13 +122,11 @@ def test_model_coder_runs_program_of_reply(coder: PythonCoder) -> None:
         coder, "Sure!\n```python\nprint('sum', sum(range(5)))\n```\nThat adds {them} up."
     )
     assert run(tool, " add {0..4} up ").output == "sum 10"
-    ((prompt, deadline_s),) = chat.asked
-    assert (
-        "Task: add {0..4} up\n" in prompt
-        and "fractions" in prompt
-        and "3 seconds" in prompt
-        and deadline_s == 7.0
-    )
+    ((prompt, _, deadline_s),) = chat.asked
+    assert "Task: add {0..4} up\n" in prompt
+    assert "fractions" in prompt
+    assert "3 seconds" in prompt
+    assert deadline_s == 7.0
     assert tool.card.name == coder.card.name and tool.card != coder.card
 
 
@@ -156,11 +134,7 @@ def test_model_coder_runs_program_of_reply(coder: PythonCoder) -> None:
     ("query", "reply", "error"),
     [
         (" ", "1", "empty query"),
-        (
-            "q",
-            EngineError("no reply within 7 s"),
-            "the model did not answer: no reply within 7 s",
-        ),
+        ("q", EngineError("no reply within 7 s"), "the model did not answer: no reply within 7 s"),
         ("q", "", "no code given"),
         ("q", "```python\nx = 1\n```", "the code ran and printed nothing"),
         ("q", "I cannot do that.", "SyntaxError: invalid syntax"),
@@ -175,7 +149,7 @@ def test_what_goes_wrong_with_a_written_program_is_said(
 
 
 def test_make_passes_model_and_shorter_timeout() -> None:
-    tool = python_coder.make(ToolContext(CONFIG, chat=Script("```python\nwhile True: pass\n```")))
+    tool = python_coder.make(ToolContext(CONFIG, chat=Chat("```python\nwhile True: pass\n```")))
     assert isinstance(tool, ModelCoder)
     # On busy cores three seconds of CPU take many more.
     assert run(tool, "loop", 120.0).error == "CPU time limit of 3 s exceeded"

@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from web_servers import Answer, ScriptedChat, html, json_answer, serving, status
+from make import Chat
+from web_servers import Answer, html, json_answer, serving, status
 
 from flowtrain.config import Config
 from flowtrain.tools import Tool, run_tool
@@ -82,7 +83,7 @@ def config(path: str, **options: Any) -> Config:
     return Config.model_validate({**offline, "agent": agent, "corpus": {"path": path, **options}})
 
 
-def made(path: str, chat: ScriptedChat | None = None, **options: Any) -> dict[str, Tool]:
+def made(path: str, chat: Chat | None = None, **options: Any) -> dict[str, Tool]:
     settings = config(path, **options)
     return make_tools(settings, chat=chat)
 
@@ -119,9 +120,7 @@ def test_web_search_lists_the_pages_of_the_corpus(corpus: Callable[..., str]) ->
     assert text.count("wiki.example/Mali") == 1, "a page is listed once"
 
 
-def test_search_reads_whole_passages_for_questions_from_a_file(
-    corpus: Callable[..., str],
-) -> None:
+def test_search_reads_whole_passages_for_questions_from_a_file(corpus: Callable[..., str]) -> None:
     """As many as agent.num_passages, those of one page too, a line each, with their titles."""
 
     def search(top_k: int) -> Tool:
@@ -136,10 +135,8 @@ def test_search_reads_whole_passages_for_questions_from_a_file(
 
     assert ask(search(1), query="capital of Mali") == "Mali: The capital of Mali is Bamako."
     lines = ask(search(5), query="Mali country").splitlines()
-    assert lines == [
-        "Mali: Mali is a country in West Africa.",
-        "Mali: The capital of Mali is Bamako.",
-    ]
+    expected = ["Mali: Mali is a country in West Africa.", "Mali: The capital of Mali is Bamako."]
+    assert lines == expected
     assert ask(search(5), query="chairs table") == "Room 7 holds 12 chairs and a table."
     assert len(ask(search(5), query="capital of Niger Mali")) <= 80
     assert ask(search(5), query="zebra") == "Error: no passage matches 'zebra'"
@@ -162,11 +159,9 @@ def test_wikipedia_search_shows_pages_and_titles(corpus: Callable[..., str]) -> 
         )
         and "\n\nOther pages: " in text
     )
-    chosen = ask(made(corpus(rows), ScriptedChat("4"))["Wikipedia_Search"], query="capital of Mali")
-    assert (
-        chosen.startswith(text.rpartition("Other pages: ")[2].split("; ")[0] + "\n")
-        and "; " in chosen.rpartition("Other pages: ")[2]
-    )
+    chosen = ask(made(corpus(rows), Chat("4"))["Wikipedia_Search"], query="capital of Mali")
+    assert chosen.startswith(text.rpartition("Other pages: ")[2].split("; ")[0] + "\n")
+    assert "; " in chosen.rpartition("Other pages: ")[2]
 
 
 def test_web_reader_reads_all_passages_of_a_page(corpus: Callable[..., str]) -> None:
@@ -178,18 +173,11 @@ def test_web_reader_reads_all_passages_of_a_page(corpus: Callable[..., str]) -> 
         "https://wiki.example/Mali#",
     ):
         assert ask(reader, url=url, query="capital") == f"{url}\n{whole}"
-    assert (
-        ask(reader, url="corpus:3", query="capital")
-        == "corpus:3\nChad The capital of Chad is N'Djamena."
-    )
+    found = ask(reader, url="corpus:3", query="capital")
+    assert found == "corpus:3\nChad The capital of Chad is N'Djamena."
     for url in (
-        "https://wiki.example/Oslo",
-        "corpus:6",
-        "corpus:-1",
-        "corpus:",
-        "corpus:" + "9" * 30,
-        "",
-        "\ud800",
+        *("https://wiki.example/Oslo", "corpus:6", "corpus:-1", "corpus:", "corpus:" + "9" * 30),
+        *("", "\ud800"),
     ):
         assert "is in the corpus; take one from a search result" in ask(
             reader, url=url, query="capital"
@@ -206,14 +194,10 @@ def test_what_a_search_lists_can_be_read(corpus: Callable[..., str]) -> None:
 
 def test_nothing_found_is_an_error(corpus: Callable[..., str]) -> None:
     tools = made(corpus())
-    assert (
-        ask(tools["Web_Search"], query="zebra")
-        == "Error: nothing was found for 'zebra'; ask in other words"
-    )
-    assert (
-        ask(tools["Wikipedia_Search"], query="zebra")
-        == "Error: no page was found for 'zebra'; ask in other words"
-    )
+    found = ask(tools["Web_Search"], query="zebra")
+    assert found == "Error: nothing was found for 'zebra'; ask in other words"
+    found = ask(tools["Wikipedia_Search"], query="zebra")
+    assert found == "Error: no page was found for 'zebra'; ask in other words"
 
 
 def test_parquet_and_jsonl_are_equal(corpus: Callable[..., str]) -> None:
@@ -237,10 +221,8 @@ def test_other_names_of_the_columns(corpus: Callable[..., str]) -> None:
     rows = [{"contents": "The capital of Mali is Bamako.", "heading": "Mali", "id": 3}]
     for name in ("x.jsonl", "x.parquet"):
         tools = made(corpus(rows, name), text_key="contents", title_key="heading")
-        assert (
-            ask(tools["Web_Search"], query="Bamako")
-            == "Mali\ncorpus:0\nThe capital of Mali is Bamako."
-        )
+        found = ask(tools["Web_Search"], query="Bamako")
+        assert found == "Mali\ncorpus:0\nThe capital of Mali is Bamako."
 
 
 # ---- the index
@@ -269,11 +251,8 @@ def test_another_file_or_column_has_another_index(corpus: Callable[..., str]) ->
     assert "nothing was found" in ask(made(path)["Web_Search"], query="Bamako")
     assert "Ouagadougou" in ask(made(path)["Web_Search"], query="city")
     assert "Kigali" in ask(made(path, text_key="other")["Web_Search"], query="city")
-    assert sorted(child.name for child in Path(path).parent.iterdir()) == [
-        "corpus.jsonl",
-        "corpus.jsonl.index",
-        "corpus.jsonl.index.lock",
-    ]
+    expected = ["corpus.jsonl", "corpus.jsonl.index", "corpus.jsonl.index.lock"]
+    assert sorted(child.name for child in Path(path).parent.iterdir()) == expected
 
 
 def test_a_file_of_the_same_size_is_another_file(corpus: Callable[..., str]) -> None:
@@ -293,19 +272,14 @@ def test_the_index_lies_where_the_config_says(corpus: Callable[..., str], tmp_pa
     ).exists()
 
 
-def test_failed_build_keeps_old_index(
-    corpus: Callable[..., str],
-) -> None:
+def test_failed_build_keeps_old_index(corpus: Callable[..., str]) -> None:
     path = corpus()
     made(path)
     Path(path).write_text('{"text": "x"}\n{"text": 3}\n')
     with pytest.raises(UserError, match="line 2"):
         made(path)
-    assert sorted(child.name for child in Path(path).parent.iterdir()) == [
-        "corpus.jsonl",
-        "corpus.jsonl.index",
-        "corpus.jsonl.index.lock",
-    ]
+    expected = ["corpus.jsonl", "corpus.jsonl.index", "corpus.jsonl.index.lock"]
+    assert sorted(child.name for child in Path(path).parent.iterdir()) == expected
 
 
 def _open(path: str) -> str:
@@ -340,10 +314,8 @@ def test_who_has_waited_for_the_lock_finds_the_index_there(
 def test_a_foreign_folder_is_not_replaced(corpus: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(
-        UserError,
-        match=r"corpus\.index='.*mine' exists and is no index of ours; name another folder",
-    ):
+    told = r"corpus\.index='.*mine' exists and is no index of ours; name another folder"
+    with pytest.raises(UserError, match=told):
         made(corpus(), index=str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
@@ -457,17 +429,9 @@ def test_a_retriever_reads_no_pages_and_has_an_address() -> None:
             b'{"body": "a", "id": 1}\n',
             r"line 1 \(corpus\.text_key='text', .*missing required field `text`",
         ),
-        (
-            "x.jsonl",
-            b'{"text": "a"}\n{"body": "a"}\n',
-            r"line 2 .*missing required field `text`",
-        ),
+        ("x.jsonl", b'{"text": "a"}\n{"body": "a"}\n', r"line 2 .*missing required field `text`"),
         ("x.jsonl", b'{"text": null}\n', r"line 1 .*missing required field `text`"),
-        (
-            "x.jsonl",
-            b'{"text": 3}\n',
-            r"line 1 .*Expected `str`, got `int` - at `\$\.text`",
-        ),
+        ("x.jsonl", b'{"text": 3}\n', r"line 1 .*Expected `str`, got `int` - at `\$\.text`"),
         (
             "x.jsonl",
             b'{"text": "a", "title": ["b"]}\n',
@@ -480,11 +444,7 @@ def test_a_retriever_reads_no_pages_and_has_an_address() -> None:
         ),
         ("x.jsonl", b'{"text": "\\ud800"}\n', r"line 1: cannot be read as JSON"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not UTF-8 text"),
-        (
-            "x.jsonl",
-            b'{"text": "?! ..."}\n',
-            r"corpus\.text_key='text': no text has a word",
-        ),
+        ("x.jsonl", b'{"text": "?! ..."}\n', r"corpus\.text_key='text': no text has a word"),
         ("x.parquet", b"PAR1 it is not", "cannot be read as Parquet"),
         ("x.parquet", b"", "cannot be read as Parquet"),
     ],
@@ -498,16 +458,12 @@ def test_a_file_that_is_wrong_is_named_with_its_line(
 
 
 def test_a_parquet_file_that_is_wrong_is_named_with_its_columns(corpus: Callable[..., str]) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"x\.parquet, row 1 .*missing required field `text`",
-    ):
+    with pytest.raises(UserError, match=r"x\.parquet, row 1 .*missing required field `text`"):
         made(corpus([{"body": "a", "id": 1}], "x.parquet"))
     with pytest.raises(UserError, match=r"x\.parquet, row 2 .*missing required field `text`"):
         made(corpus([{"text": "a"}, {"text": None}], "x.parquet"))
-    with pytest.raises(
-        UserError, match=r"x\.parquet, row 1 .*Expected `str`, got `int` - at `\$\.title`"
-    ):
+    told = r"x\.parquet, row 1 .*Expected `str`, got `int` - at `\$\.title`"
+    with pytest.raises(UserError, match=told):
         made(corpus([{"text": "a", "title": 3}], "x.parquet"))
 
 
@@ -518,9 +474,8 @@ def test_a_missing_path_is_named_with_who_needs_it(tmp_path: Path) -> None:
         r"searches",
     ):
         made("")
-    with pytest.raises(
-        UserError, match=r"corpus\.path='.*no\.jsonl' cannot be read: No such file or directory"
-    ):
+    told = r"corpus\.path='.*no\.jsonl' cannot be read: No such file or directory"
+    with pytest.raises(UserError, match=told):
         made(str(tmp_path / "no.jsonl"))
 
 

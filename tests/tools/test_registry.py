@@ -82,12 +82,8 @@ def test_an_installed_tool_gets_the_context_and_its_own_options(site: Path) -> N
     asked = config("Shout", "Base_Generator", Shout={"volume": 11}, Base_Generator={"x": 1})
     tool = make_tools(asked, TASKS)["Shout"]
     context = tool.context  # type: ignore[attr-defined]
-    assert (context.config, context.passages, context.guesses, context.chat) == (
-        asked,
-        TASKS.passages,
-        ("1284", "1240"),
-        None,
-    )
+    found = (context.config, context.passages, context.guesses, context.chat)
+    assert found == (asked, TASKS.passages, ("1284", "1240"), None)
     assert context.options == {"volume": 11}
     assert make_tools(config("Shout"), TASKS)["Shout"].context.options == {}  # type: ignore[attr-defined]
 
@@ -103,10 +99,8 @@ def test_an_unknown_tool_is_refused_with_those_that_there_are(
     site: Path, asked: Config, key: str
 ) -> None:
     install(site, "shouting", {"Shout": "shouting:Shout"}, SHOUT)
-    with pytest.raises(
-        UserError,
-        match=rf"^{key}: no tool 'Serch'; there are Search, .*, Web_Reader, Shout, and FILE",
-    ):
+    told = rf"^{key}: no tool 'Serch'; there are Search, .*, Web_Reader, Shout, and FILE"
+    with pytest.raises(UserError, match=told):
         make_tools(asked, TASKS)
 
 
@@ -151,10 +145,8 @@ def test_broken_package_affects_only_runs_that_use_it(site: Path) -> None:
 
 def test_card_name_must_equal_entry_point_name(site: Path) -> None:
     install(site, "shouting", {"Shouting": "shouting:Shout"}, SHOUT)
-    with pytest.raises(
-        UserError,
-        match=r"tool 'Shouting' of package shouting 1\.2 calls itself 'Shout' on its card",
-    ):
+    told = r"tool 'Shouting' of package shouting 1\.2 calls itself 'Shout' on its card"
+    with pytest.raises(UserError, match=told):
         make_tools(config("Shouting"), TASKS)
 
 
@@ -164,10 +156,8 @@ def test_card_name_must_equal_entry_point_name(site: Path) -> None:
 def test_a_name_that_two_packages_offer_is_refused(site: Path, name: str, first: str) -> None:
     install(site, "other", {"Shout": "other:Shout"}, SHOUT)
     install(site, "shouting", {name: "shouting:Shout"}, SHOUT)
-    with pytest.raises(
-        UserError,
-        match=rf"^tool '{name}' is offered by {first} and by shouting 1\.2; uninstall one of them$",
-    ):
+    told = rf"^tool '{name}' is offered by {first} and by shouting 1\.2; uninstall one of them$"
+    with pytest.raises(UserError, match=told):
         make_tools(config("Base_Generator"), TASKS)
 
 

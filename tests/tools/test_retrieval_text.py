@@ -47,11 +47,8 @@ def test_words_are_all_that_is_not_space(text: str) -> None:
 
 def test_agentflows_chunks() -> None:
     pieces = chunks([str(n) for n in range(560)], 200, 20)
-    assert [(piece[0], piece[-1]) for piece in pieces] == [
-        ("0", "199"),
-        ("180", "379"),
-        ("360", "559"),
-    ]
+    expected = [("0", "199"), ("180", "379"), ("360", "559")]
+    assert [(piece[0], piece[-1]) for piece in pieces] == expected
 
 
 @given(st.lists(st.text(alphabet="ab \n", max_size=40), max_size=8), st.integers(5, 120))
@@ -74,12 +71,8 @@ def test_what_fits_by_example() -> None:
         "eight letters of the next one would tell nothing"
     )
     assert (fit([], 10), fit([""], 10)) == ("", "")
-    assert (cut("abcdef", 6), cut("abcdefg", 6), cut("abc", 2), cut("abc", 0)) == (
-        "abcdef",
-        "abc...",
-        "..",
-        "",
-    )
+    expected = ("abcdef", "abc...", "..", "")
+    assert (cut("abcdef", 6), cut("abcdefg", 6), cut("abc", 2), cut("abc", 0)) == expected
 
 
 def test_queries_are_one_line_and_not_endless() -> None:
@@ -110,11 +103,9 @@ def test_bm25_from_disk_ranks_as_it_did(tmp_path: Path) -> None:
     loaded = Bm25.load(tmp_path / "bm25")
     for query in ("node 17", "ring 3 hello", "MÜNCHEN", "strasse", "nothing at all", "", "?!"):
         assert loaded.rank(query, 10) == built.rank(query, 10)
-    assert (
-        built.rank("node 17", 1) == [17]
-        and sorted(built.rank("strasse", 99)) == list(range(0, 60, 5))
-        and built.rank("absent", 3) == []
-    )
+    assert built.rank("node 17", 1) == [17]
+    assert sorted(built.rank("strasse", 99)) == list(range(0, 60, 5))
+    assert built.rank("absent", 3) == []
     assert isinstance(loaded._index.scores["data"], np.memmap), (
         "a large index is not read at the start"
     )

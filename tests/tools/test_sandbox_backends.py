@@ -64,10 +64,8 @@ def test_a_granted_package_computes(numpy_box: ProcessSandbox) -> None:
         "np.eye(300)\nprint(np.allclose(a @ np.linalg.inv(a), np.eye(300)))"
     )
     assert outcome(numpy_box, code) == "True\n"
-    assert (
-        outcome(numpy_box, "import numpy\nnumpy.ones(10 ** 9)")
-        == "memory limit of 512 MiB exceeded"
-    )
+    found = outcome(numpy_box, "import numpy\nnumpy.ones(10 ** 9)")
+    assert found == "memory limit of 512 MiB exceeded"
     assert (
         outcome(
             numpy_box,
@@ -95,9 +93,7 @@ def test_files_live_as_long_as_their_run(numpy_box: ProcessSandbox) -> None:
     )
 
 
-def test_run_that_writes_files_replaces_its_server(
-    numpy_box: ProcessSandbox,
-) -> None:
+def test_run_that_writes_files_replaces_its_server(numpy_box: ProcessSandbox) -> None:
     outcome(numpy_box, "1")
     first = server_pid(numpy_box)
     assert outcome(numpy_box, "2 + 2") == "4\n" and server_pid(numpy_box) == first
@@ -231,18 +227,15 @@ def test_a_bubblewrap_that_does_not_work_says_why(
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        UserError,
-        match=r"bubblewrap does not work here: bwrap: No permissions to create new namespace\. ",
-    ):
+    told = r"bubblewrap does not work here: bwrap: No permissions to create new namespace\. "
+    with pytest.raises(UserError, match=told):
         chosen(sandbox="bubblewrap")
 
 
 @pytest.mark.parametrize("name", ["nump", "os.path", "a b", "builtins", "-c"])
 def test_a_package_that_is_not_there_is_named(name: str) -> None:
-    with pytest.raises(
-        UserError, match=rf"^agent\.python_packages: no package '{re.escape(name)}' is installed"
-    ):
+    told = rf"^agent\.python_packages: no package '{re.escape(name)}' is installed"
+    with pytest.raises(UserError, match=told):
         chosen(python_packages=[name])
 
 
@@ -253,10 +246,8 @@ def test_unimportable_package_is_refused_at_start(
     (tmp_path / "broken_package.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
     reason = "ModuleNotFoundError: No module named 'no_such_module'"
-    with pytest.raises(
-        UserError,
-        match=rf"^agent\.python_packages cannot be imported for agent\.sandbox='{kind}': {reason}$",
-    ):
+    told = rf"^agent\.python_packages cannot be imported for agent\.sandbox='{kind}': {reason}$"
+    with pytest.raises(UserError, match=told):
         chosen(sandbox=kind, python_packages=["broken_package"])
 
 

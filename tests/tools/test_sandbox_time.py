@@ -71,12 +71,7 @@ def test_the_tool_reports_the_times_of_the_code_also_when_it_fails() -> None:
     tool = coder(tool_timeout_s=0.3)
     computed, slept, failed, refused = (
         asyncio.run(run_tool(tool, {"query": query}, 60.0, 100))
-        for query in (
-            "sum(range(10 ** 6))",
-            "import time\ntime.sleep(0.1)\nprint(1)",
-            LOOP,
-            "",
-        )
+        for query in ("sum(range(10 ** 6))", "import time\ntime.sleep(0.1)\nprint(1)", LOOP, "")
     )
     tool.close()
     assert 0 < computed.cpu_s <= computed.seconds and computed.wall_s <= computed.seconds

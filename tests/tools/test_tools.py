@@ -244,18 +244,14 @@ def test_search_finds_the_passage(query: str, index: int) -> None:
 
 
 def test_search_returns_the_best_first_and_ties_in_order() -> None:
-    assert run(Search(PASSAGES, top_k=3), {"query": "room 8"}).output.split("\n") == [
-        PASSAGES[4],
-        PASSAGES[3],
-    ]
+    found = run(Search(PASSAGES, top_k=3), {"query": "room 8"}).output.split("\n")
+    assert found == [PASSAGES[4], PASSAGES[3]]
     assert run(Search(["same words"] * 9, top_k=3), {"query": "words"}).output == "\n".join(
         ["same words"] * 3
     )
     twins = [f"{'word ' * 3}{i}" for i in range(40)]
-    assert (
-        run(Search(twins, top_k=40), {"query": "word"}, max_chars=10_000).output.split("\n")
-        == twins
-    )
+    found = run(Search(twins, top_k=40), {"query": "word"}, max_chars=10_000).output.split("\n")
+    assert found == twins
 
 
 def test_search_agrees_with_the_formula() -> None:

@@ -14,6 +14,7 @@ import pytest
 from web_servers import (
     Answer,
     Server,
+    check_cancelled,
     drip,
     endless,
     hang_up,
@@ -22,7 +23,6 @@ from web_servers import (
     serving,
     silent,
     status,
-    tasks_left,
 )
 
 from flowtrain.tools import ToolError
@@ -54,11 +54,8 @@ def test_a_get_carries_its_parameters_and_headers() -> None:
     with serving(GOOD) as server:
         assert ask(server, params={"q": "a b&c", "num": 3}, headers={"X-Key": "k"}) == {"ok": True}
     request = server.seen[0]
-    assert (request.command, request.path, request.headers["X-Key"]) == (
-        "GET",
-        "/v1?q=a+b%26c&num=3",
-        "k",
-    )
+    expected = ("GET", "/v1?q=a+b%26c&num=3", "k")
+    assert (request.command, request.path, request.headers["X-Key"]) == expected
     assert request.headers["User-Agent"].startswith("flowtrain/")
 
 
@@ -130,10 +127,7 @@ def test_retry_after_is_respected() -> None:
 
 @pytest.mark.parametrize("answer", [silent, drip])
 def test_a_silent_service_costs_the_deadline_and_no_more(answer: Answer) -> None:
-    assert problem(answer, deadline_s=1.0) == (
-        "127.0.0.1: no answer within 1.0 s: it is silent",
-        1,
-    )
+    assert problem(answer, deadline_s=1.0) == ("127.0.0.1: no answer within 1.0 s: it is silent", 1)
 
 
 def test_nobody_listens() -> None:
@@ -145,20 +139,7 @@ def test_nobody_listens() -> None:
 
 def test_a_cancelled_question_leaves_nothing_behind() -> None:
     threads = threading.active_count()
-
-    async def main(server: Server) -> None:
-        task = asyncio.create_task(Api().ask(Request(server.url), 60.0))
-        while not server.seen:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await tasks_left() == []
-
-    with serving(drip) as server:
-        asyncio.run(main(server))
-        while not server.hung_up:
-            server.released.wait(0.01)
+    check_cancelled(lambda server: Api().ask(Request(server.url), 60.0))
     while threading.active_count() > threads:  # those of the server end too
         time.sleep(0.01)
 

@@ -12,18 +12,8 @@ from typing import Any
 
 import pytest
 from embedding_server import embeddings
-from web_servers import (
-    PUBLIC,
-    Answer,
-    Internet,
-    ScriptedChat,
-    Server,
-    drip,
-    html,
-    redirect,
-    serving,
-    tasks_left,
-)
+from make import Chat
+from web_servers import PUBLIC, Answer, Internet, Server, drip, html, redirect, serving, tasks_left
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
@@ -75,7 +65,7 @@ PAGE = article(
 @contextmanager
 def reading(
     *answers: Answer,
-    chat: ScriptedChat | None = None,
+    chat: Chat | None = None,
     max_chars: int = 4000,
     deadline_s: float = 20.0,
     config: Config | None = None,
@@ -137,23 +127,18 @@ def test_chunks_have_the_words_the_options_say() -> None:
 
 
 def test_a_model_answers_from_the_chunks() -> None:
-    chat = ScriptedChat("  It is 4180 kilometres long.\n")
+    chat = Chat("  It is 4180 kilometres long.\n")
     with reading(html(PAGE), chat=chat) as (reader, _):
         assert read(reader).text == f"{URL}\nIt is 4180 kilometres long."
     (prompt,) = chat.prompts
-    assert (
-        "Query: What is the length of the river?" in prompt
-        and "[1] " in prompt
-        and "4180 kilometres" in prompt
-    )
-    assert 0 < chat.deadlines_s[0] < 20.0, "what is left of the time"
+    assert "Query: What is the length of the river?" in prompt
+    assert "[1] " in prompt
+    assert "4180 kilometres" in prompt
+    assert 0 < chat.asked[0][2] < 20.0, "what is left of the time"
 
 
 def test_where_the_model_fails_the_chunks_speak() -> None:
-    with reading(html(PAGE), chat=ScriptedChat(EngineError("engines.helper: HTTP 500"))) as (
-        reader,
-        _,
-    ):
+    with reading(html(PAGE), chat=Chat(EngineError("engines.helper: HTTP 500"))) as (reader, _):
         text = read(reader).text
     assert text.startswith(f"{URL} (no summary: engines.helper: HTTP 500)\n") and "4180" in text
 
@@ -206,7 +191,7 @@ def test_a_page_of_dots_is_shown_as_it_begins() -> None:
 
 def test_a_result_fits_the_memory() -> None:
     config = Config.model_validate({"web_reader": {"chunk_words": 40}})
-    for chat in (None, ScriptedChat("word " * 1000)):
+    for chat in (None, Chat("word " * 1000)):
         with reading(html(PAGE), chat=chat, max_chars=700, config=config) as (reader, _):
             assert 500 < len(read(reader, "banks people length").output) <= 700
 
@@ -219,10 +204,8 @@ def test_an_empty_query_reads_nothing() -> None:
 
 def test_the_card_names_both_arguments() -> None:
     with reading(html(PAGE)) as (reader, _):
-        assert (
-            asyncio.run(run_tool(reader, {"url": URL}, 1.0, 100)).error
-            == "Web_Reader takes (url: str, query: str); got (url: str)"
-        )
+        found = asyncio.run(run_tool(reader, {"url": URL}, 1.0, 100)).error
+        assert found == "Web_Reader takes (url: str, query: str); got (url: str)"
 
 
 @pytest.mark.clock
@@ -276,9 +259,7 @@ def test_cancelled_read_leaks_no_task_connection_or_thread() -> None:
         thread.join()
 
 
-def test_reader_refuses_localhost_unless_allowed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reader_refuses_localhost_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(ports: tuple[int, ...], **options: Any) -> Any:
         monkeypatch.setattr("flowtrain.tools.web_reader.Rules", partial(Rules, ports))
         agent = {"tools": ["Web_Reader"], "tool_timeout_s": 20.0}
@@ -288,21 +269,13 @@ def test_reader_refuses_localhost_unless_allowed(
     with serving(html("Its length is 4180 kilometres.", Content_Type="text/plain")) as server:
         own = (server.server_port,)
         for ports, options, answer in (
-            (
-                own,
-                {},
-                "Error: 127.0.0.1, which is not on the public internet, and is not read",
-            ),
+            (own, {}, "Error: 127.0.0.1, which is not on the public internet, and is not read"),
             (
                 (80, 443),
                 {"allow_private": True},
                 f"Error: '{server.url}/': port {server.server_port} is not read, only 80, 443",
             ),
-            (
-                own,
-                {"allow_private": True},
-                f"{server.url}/\nIts length is 4180 kilometres.",
-            ),
+            (own, {"allow_private": True}, f"{server.url}/\nIts length is 4180 kilometres."),
         ):
             reader = made(ports, **options)
             assert (
@@ -338,8 +311,6 @@ def test_an_embedder_must_be_an_engine() -> None:
             "engines": {"judge": {"model": "x"}},
         }
     )
-    with pytest.raises(
-        UserError,
-        match=r"web_reader\.embedder='vectors' is no table of \[engines\]; there are: judge",
-    ):
+    told = r"web_reader\.embedder='vectors' is no table of \[engines\]; there are: judge"
+    with pytest.raises(UserError, match=told):
         make_tools(config)

@@ -10,7 +10,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from web_servers import Answer, ScriptedChat, Server, json_answer, serving, status
+from make import Chat
+from web_servers import Answer, Server, json_answer, serving, status
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
@@ -80,7 +81,7 @@ def tool(
     url: str,
     max_chars: int = 4000,
     timeout_s: float = 5.0,
-    chat: ScriptedChat | None = None,
+    chat: Chat | None = None,
     **options: object,
 ) -> Tool:
     agent = {"tools": ["Web_Search"], "max_result_chars": max_chars, "tool_timeout_s": timeout_s}
@@ -104,9 +105,9 @@ def test_hits_are_listed_with_title_address_and_snippet(provider: str) -> None:
         assert search(server, provider).text == LISTED
 
 
-def summarised(reply: str | Exception, **options: Any) -> tuple[str, ScriptedChat]:
+def summarised(reply: str | Exception, **options: Any) -> tuple[str, Chat]:
     """The result for a query with a model in the tool, and the model."""
-    chat = ScriptedChat(reply)
+    chat = Chat(reply)
     with serving(json_answer(SHAPES["serper"])) as server:
         searcher = tool("serper", server.url, chat=chat, **options)
         result = asyncio.run(run_tool(searcher, {"query": "capital of Mali"}, 10.0, 4000))
@@ -145,11 +146,8 @@ def test_what_each_service_is_asked() -> None:
             search(server, provider, "capital  of\nMali & Chad", num_results=7)
         asked[provider] = server.seen[0]
     serper, searxng = asked["serper"], asked["searxng"]
-    assert (serper.command, serper.path, serper.headers["X-API-KEY"]) == (
-        "POST",
-        "/search",
-        "key-of-serper",
-    )
+    expected = ("POST", "/search", "key-of-serper")
+    assert (serper.command, serper.path, serper.headers["X-API-KEY"]) == expected
     assert json.loads(serper.body) == {"q": "capital of Mali & Chad", "num": 7}
     address = urlsplit(searxng.path)
     assert (searxng.command, address.path) == ("GET", "/search")
@@ -158,25 +156,18 @@ def test_what_each_service_is_asked() -> None:
 
 @PROVIDERS
 def test_no_hits_is_an_error_that_says_what_to_do(provider: str) -> None:
-    empty = {
-        "serper": {"organic": []},
-        "searxng": {"results": [], "unresponsive_engines": []},
-    }
+    empty = {"serper": {"organic": []}, "searxng": {"results": [], "unresponsive_engines": []}}
     with serving(json_answer(empty[provider])) as server:
-        assert (
-            search(server, provider).error
-            == "nothing was found for 'capital of Mali'; ask in other words"
-        )
+        found = search(server, provider).error
+        assert found == "nothing was found for 'capital of Mali'; ask in other words"
 
 
 def test_searxng_says_when_all_its_engines_are_silent() -> None:
     with serving(
         json_answer({"results": [], "unresponsive_engines": [["google", "timeout"]]})
     ) as server:
-        assert (
-            search(server, "searxng").error
-            == "no engine behind SearXNG answered: [['google', 'timeout']]"
-        )
+        found = search(server, "searxng").error
+        assert found == "no engine behind SearXNG answered: [['google', 'timeout']]"
 
 
 @PROVIDERS
@@ -260,7 +251,6 @@ def test_another_variable_may_hold_the_key(monkeypatch: pytest.MonkeyPatch) -> N
 def test_addresses_are_named_and_checked_at_the_start() -> None:
     with pytest.raises(UserError, match=r"web_search\.base_url='' must begin with http.* SearXNG"):
         tool("searxng", "")
-    with pytest.raises(
-        UserError, match=r"web_search\.base_url='localhost:8080' must begin with http"
-    ):
+    told = r"web_search\.base_url='localhost:8080' must begin with http"
+    with pytest.raises(UserError, match=told):
         tool("searxng", "localhost:8080")

@@ -11,7 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from web_servers import Answer, ScriptedChat, Server, html, json_answer, serving, status
+from make import Chat
+from web_servers import Answer, Server, html, json_answer, serving, status
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
@@ -57,7 +58,7 @@ FOUND = {
 
 def tool(
     url: str,
-    chat: ScriptedChat | None = None,
+    chat: Chat | None = None,
     max_chars: int = 4000,
     timeout_s: float = 5.0,
     **options: object,
@@ -72,7 +73,7 @@ def tool(
 
 
 def search(
-    server: Server, chat: ScriptedChat | None = None, query: str = "capital of Mali", **options: Any
+    server: Server, chat: Chat | None = None, query: str = "capital of Mali", **options: Any
 ) -> ToolResult:
     return asyncio.run(
         run_tool(tool(f"{server.url}/w/api.php", chat, **options), {"query": query}, 10.0, 4000)
@@ -119,7 +120,7 @@ def test_what_the_wiki_is_asked() -> None:
 
 
 def test_a_model_chooses_the_pages() -> None:
-    chat = ScriptedChat("I looked at 5 pages.\n4, 1")
+    chat = Chat("I looked at 5 pages.\n4, 1")
     with serving(json_answer(FOUND)) as server:
         text = search(server, chat).text
     assert text == "\n\n".join(
@@ -129,19 +130,17 @@ def test_a_model_chooses_the_pages() -> None:
     assert (
         "Query: capital of Mali" in prompt and "\n4. Niger River: Niger River is a topic." in prompt
     )
-    assert 0 < chat.deadlines_s[0] < 5.0, "what is left of the time"
+    assert 0 < chat.asked[0][2] < 5.0, "what is left of the time"
 
 
 @pytest.mark.parametrize("reply", ["none of them", "", "0, 6, 99", EngineError("down")])
 def test_where_the_model_chooses_none_the_search_does(reply: str | Exception) -> None:
     with serving(json_answer(FOUND)) as server:
-        assert search(server, ScriptedChat(reply)).text.startswith(
-            entry("Mali") + "\n\n" + entry("Bamako")
-        )
+        assert search(server, Chat(reply)).text.startswith(entry("Mali") + "\n\n" + entry("Bamako"))
 
 
 def test_there_is_nothing_to_choose_among_three() -> None:
-    chat = ScriptedChat("3")
+    chat = Chat("3")
     with serving(json_answer({"batchcomplete": True, "query": {"pages": PAGES[:3]}})) as server:
         assert "Other pages" not in search(server, chat).text
     assert chat.prompts == []
@@ -168,11 +167,9 @@ def test_a_choice_is_read_from_the_last_line_that_makes_one(reply: str, places: 
 @given(st.text(), st.integers(1, 20))
 def test_any_reply_is_a_choice_of_places(reply: str, num_pages: int) -> None:
     places = parse_choice(reply, num_pages)
-    assert (
-        len(places) <= 3
-        and len(set(places)) == len(places)
-        and all(0 <= place < num_pages for place in places)
-    )
+    assert len(places) <= 3
+    assert len(set(places)) == len(places)
+    assert all(0 <= place < num_pages for place in places)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +217,8 @@ def test_a_result_fits_the_memory() -> None:
 
 
 def test_the_language_picks_the_wiki() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"wikipedia\.base_url='de\.wikipedia\.org' must be the address of an api\.php",
-    ):
+    told = r"wikipedia\.base_url='de\.wikipedia\.org' must be the address of an api\.php"
+    with pytest.raises(UserError, match=told):
         tool("de.wikipedia.org")
     for language in ("de/../x", "DE", ""):
         with pytest.raises(ValueError, match="language"):

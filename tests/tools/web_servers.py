@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpcore2
+import pytest
 
 PUBLIC = "93.184.215.14"
 """An address of the public internet; nothing is ever sent there."""
@@ -185,19 +186,19 @@ async def tasks_left() -> list[asyncio.Task[Any]]:
     return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
-class ScriptedChat:
-    """Stands in for the model inside tools: replies as scripted and records the prompts."""
+def check_cancelled(ask: Callable[[Server], Coroutine[Any, Any, Any]]) -> None:
+    """What is cancelled while its answer drips closes the connection and leaves no task behind."""
 
-    name = "scripted"
+    async def main(server: Server) -> None:
+        task = asyncio.create_task(ask(server))
+        while not server.seen:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await tasks_left() == []
 
-    def __init__(self, reply: str | Exception) -> None:
-        self.reply = reply
-        self.prompts: list[str] = []
-        self.deadlines_s: list[float] = []
-
-    async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        self.prompts.append(prompt)
-        self.deadlines_s.append(deadline_s)
-        if isinstance(self.reply, Exception):
-            raise self.reply
-        return self.reply
+    with serving(drip) as server:
+        asyncio.run(main(server))
+        while not server.hung_up:  # it notices by the error that its next byte meets
+            server.released.wait(0.01)

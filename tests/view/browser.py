@@ -38,12 +38,8 @@ class Browser:
         assert CHROMIUM is not None
         to_page, from_page = os.pipe(), os.pipe()
         flags = (
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--no-first-run",
-            "--disable-extensions",
-            "--hide-scrollbars",
+            *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+            *("--disable-extensions", "--hide-scrollbars"),
         )
         # Chromium reads commands from file 3 and writes answers to file 4.
         command = f'exec "$0" "$@" 3<&{to_page[0]} 4>&{from_page[1]}'

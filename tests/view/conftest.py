@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import make
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -18,7 +19,6 @@ from flowtrain.metrics import MetricsLog, RunDir, TrajectoryLog, atomic_write_te
 from flowtrain.types import (
     Action,
     BranchPoint,
-    Call,
     FinishReason,
     Group,
     Task,
@@ -85,25 +85,23 @@ class RunMaker:
         if training is not None:
             logprobs = tuple(-0.02 * n for n in range(len(response)))
             training = replace(training, logprobs=logprobs)
-        call = Call(
-            prompt_ids=prompt,
-            response_ids=response,
-            logprobs=tuple(-0.01 * n for n in range(len(response))),
+        said = make.call(
+            response,
+            prompt,
+            [-0.01 * n for n in range(len(response))],
+            reason=finish_reason,
             spans=(VersionSpan(0, 3, 6), VersionSpan(3, len(response), 7)),
-            finish_reason=finish_reason,
             text=text,
             training=training,
         )
-        fields: dict[str, Any] = {
-            "calls": {"planner": call},
-            "action": Action(f"why {text}", "", text, "Search"),
+        fields = {
             "command": f'search("{text}")',
             "result": ToolResult(text, seconds=0.1),
-            "verdict": Verdict.CONTINUE,
             "seconds": 0.5,
             "plan_s": 0.25,
         }
-        return Turn(**{**fields, **changes})
+        action = Action(f"why {text}", "", text, "Search")
+        return make.turn(said, action, **{**fields, **changes})
 
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text.encode(errors="replace").decode()).ids)
@@ -119,19 +117,16 @@ class RunMaker:
             self.turn(text, both, training, verdict=Verdict.STOP),
         )
         task = Task(f"t-{text}", text, (text, "other"), "lookup", 2)
-        return Trajectory(task, turns, text, 1.5, 2**63 - 1 - member, reward=reward)
+        number = 2**63 - 1 - member
+        return make.rollout(*turns, task=task, answer=text, seconds=1.5, seed=number, reward=reward)
 
     def group(self, index: int, step: int, text: str) -> Group:
         rewards = [
             float(member < (step + index) % (GROUP_SIZE + 1)) for member in range(GROUP_SIZE)
         ]
-        return Group(
-            index,
-            tuple(
-                self.trajectory(text, reward, n, len(set(rewards)) > 1)
-                for n, reward in enumerate(rewards)
-            ),
-        )
+        is_trained = len(set(rewards)) > 1
+        made = [self.trajectory(text, each, n, is_trained) for n, each in enumerate(rewards)]
+        return make.group(*made, index=index)
 
     def branched(self, text: str) -> Group:
         """Two roots, and three branches: of turn 2 of the first, and two of turn 1 of the second,
@@ -140,15 +135,15 @@ class RunMaker:
         roots = [self.trajectory(text, reward, n) for n, reward in enumerate((1.0, 0.0))]
         points = [BranchPoint(0, 1, 2, 2.5), BranchPoint(1, 0, 5, 1.25), BranchPoint(1, 0, 0, 3.0)]
         rewards = (0.0, 1.0, 0.0)
-        branches = [
-            replace(
-                self.trajectory(text, reward, n, is_trained=False),
-                branch=point,
-                answer=f"branch {n}",
-            )
-            for n, (point, reward) in enumerate(zip(points, rewards, strict=True), 2)
+        made = [
+            self.trajectory(text, reward, n, is_trained=False)
+            for n, reward in enumerate(rewards, 2)
         ]
-        return Group(0, (*roots, *branches))
+        branches = [
+            replace(each, branch=point, answer=f"branch {n}")
+            for n, (each, point) in enumerate(zip(made, points, strict=True), 2)
+        ]
+        return make.group(*roots, *branches)
 
     def make(self, text: str = "What is the capital of Chad?", name: str = "run") -> Path:
         run = RunDir.create(

@@ -55,12 +55,7 @@ def test_a_run_is_drawn(browser: Browser, page: Path) -> None:
     assert browser.eval("document.title") == "run · flowtrain" and texts(browser, "h1") == ["run"]
     assert texts(browser, ".tile b") == ["4 of 4", "1 \u2013 4", "38", "8 s"]
     assert texts(browser, ".notes li") == []
-    assert texts(browser, ".panel h3") == [
-        "Reward",
-        "KL",
-        "Tool use",
-        "Seconds per step",
-    ]
+    assert texts(browser, ".panel h3") == ["Reward", "KL", "Tool use", "Seconds per step"]
     assert (
         browser.eval(
             "document.querySelector('.panel path').getAttribute('d').match(/[ML]/g).join('')"
@@ -141,12 +136,8 @@ def test_keys_and_links(browser: Browser, page: Path) -> None:
     browser.press("g")
     assert browser.eval(where) == "#group.train.2.1" and len(texts(browser, ".member")) == 4
     assert "3 of 4 right, mean reward 0.750" in texts(browser, ".rows dd")[1]
-    assert [text[:3] for text in texts(browser, ".member .split span:first-child")] == [
-        "✓ 1",
-        "✓ 1",
-        "✓ 1",
-        "✗ 0",
-    ]
+    expected = ["✓ 1", "✓ 1", "✓ 1", "✗ 0"]
+    assert [text[:3] for text in texts(browser, ".member .split span:first-child")] == expected
     assert texts(browser, ".member .split span:last-child") == ["advantage +0.50"] * 3 + [
         f"advantage {MINUS}0.50"
     ]
@@ -189,15 +180,11 @@ def test_roots_show_where_others_left_and_how_these_went_on(
         )
         for n in (0, 1)
     )
-    assert (
-        "⑂" not in first[0] + first[2]
-        and "".join(first[1].split("⑂ 2.5")).split() == first[0].split()
-    )
-    assert (
-        second[0].startswith("⑂ 3")
-        and second[0].count("⑂") == 2
-        and second[1].split() == first[0].split()
-    )
+    assert "⑂" not in first[0] + first[2]
+    assert "".join(first[1].split("⑂ 2.5")).split() == first[0].split()
+    assert second[0].startswith("⑂ 3")
+    assert second[0].count("⑂") == 2
+    assert second[1].split() == first[0].split()
     own = browser.eval(
         "[...document.querySelectorAll('.branch')].map((x) => "
         "[...x.querySelectorAll('.tokens')].map((y) => y.innerText))"
@@ -205,11 +192,9 @@ def test_roots_show_where_others_left_and_how_these_went_on(
     assert [len(turns) for turns in own] == [2, 3, 3], (
         "turns that were taken over are not told again"
     )
-    assert (
-        first[1].endswith(own[0][0])
-        and own[1][0].split() == first[0].split()
-        and second[0].endswith(own[2][0])
-    )
+    assert first[1].endswith(own[0][0])
+    assert own[1][0].split() == first[0].split()
+    assert second[0].endswith(own[2][0])
     assert whole in first[0] and len(own[2][0]) < len(own[1][0])
     assert [
         text.endswith(f"Answer branch {n}")
@@ -276,10 +261,8 @@ def test_hostile_text_stays_text(browser: Browser, runs: Any, tmp_path: Path) ->
             "window.pwned === undefined && document.querySelectorAll('img, b b, script').length "
             "=== 2"
         )
-        assert (
-            "<img src=x onerror=" in texts(browser, ".one h2")[0]
-            and "␛[31m" in texts(browser, ".one h2")[0]
-        )
+        assert "<img src=x onerror=" in texts(browser, ".one h2")[0]
+        assert "␛[31m" in texts(browser, ".one h2")[0]
 
 
 @pytest.mark.parametrize(

@@ -25,17 +25,11 @@ def data(run: Path, number: int = 100) -> dict[str, Any]:
 def test_a_whole_run_has_nothing_to_note(run: Path) -> None:
     page = data(run)
     assert page["notes"] == []
-    assert (
-        page["name"],
-        page["step"],
-        page["num_steps"],
-        page["num_logged"],
-        page["versions"],
-    ) == ("run", 4, 4, 38, [1, 4])
-    assert (
-        dict(page["facts"])["Questions per step"] == "2"
-        and dict(page["facts"])["flowtrain"] == "0123456789"
-    )
+    expected = ("run", 4, 4, 38, [1, 4])
+    keys = "name", "step", "num_steps", "num_logged", "versions"
+    assert tuple(page[key] for key in keys) == expected
+    assert dict(page["facts"])["Questions per step"] == "2"
+    assert dict(page["facts"])["flowtrain"] == "0123456789"
     assert (
         page["seconds"] == {"collect": 8.0} and page["config"] == (run / "config.toml").read_text()
     )
@@ -53,17 +47,11 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
     group = runs.group(1, 2, "What is the capital of Chad? 2")
     for member, trajectory in enumerate(group.trajectories):
         shown = rollouts[f"train.2.1.{member}"]
-        assert (shown["group"], shown["step"], shown["split"], shown["reward"]) == (
-            "train.2.1",
-            2,
-            "train",
-            trajectory.reward,
-        )
-        assert (
-            shown["seed"] == str(trajectory.seed)
-            and shown["scorer"] == "exact"
-            and shown["seconds"] == 1.5
-        )
+        assert (shown["group"], shown["step"], shown["split"]) == ("train.2.1", 2, "train")
+        assert shown["reward"] == trajectory.reward
+        assert shown["seed"] == str(trajectory.seed)
+        assert shown["scorer"] == "exact"
+        assert shown["seconds"] == 1.5
         prompt: tuple[int, ...] = ()
         for turn, original in zip(shown["turns"], trajectory.turns, strict=True):
             call = original.calls["planner"]
@@ -79,12 +67,8 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
             assert turn["training"]["logprobs"] == pytest.approx(call.training.logprobs)
             assert turn["training"]["advantage"] == call.training.advantage
             assert turn["spans"] == [[0, 3, 6], [3, len(turn["response_ids"]), 7]]
-            assert (turn["seconds"], turn["plan_s"], turn["tool_s"], turn["verdict"]) == (
-                0.5,
-                0.25,
-                0.1,
-                original.verdict.value,
-            )
+            assert (turn["seconds"], turn["plan_s"], turn["tool_s"]) == (0.5, 0.25, 0.1)
+            assert turn["verdict"] == original.verdict.value
         assert shown["turns"][1]["prompt"].startswith("1. ")
     assert rollouts["train.4.1.0"]["turns"][0]["training"] is None
     assert rollouts["held-out.4.3.0"]["split"] == "held-out"
@@ -110,39 +94,23 @@ def test_a_branch_tells_where_it_left_which_rollout(run: Path, runs: Any) -> Non
 
 
 def test_outcomes(runs: Any, run: Path) -> None:
-    action = Action("", "", "x", "No matched tool given: Sear")
+    unread = Action("", "", "x", "No matched tool given: Sear")
+    asks = {"action": None, "result": ToolResult()}
+    failed = ToolCall("Search", "{}", ToolResult(error="timed out"))
+    cut = ["wrong", "truncated"]
     endings: list[tuple[dict[str, Any], dict[str, Any], float | None, list[str]]] = [
         ({}, {}, 1.0, ["right"]),
         ({}, {}, 0.5, ["right"]),
         ({}, {}, 0.49, ["wrong"]),
         ({}, {}, None, ["unscored"]),
-        (
-            {"action": None, "result": ToolResult(error="malformed")},
-            {},
-            0.0,
-            ["wrong", "malformed"],
-        ),
-        (
-            {"action": action, "result": ToolResult(error="no such tool")},
-            {},
-            1.0,
-            ["right", "malformed"],
-        ),
-        ({"action": None, "result": ToolResult()}, {}, 1.0, ["right"]),  # the answer itself
+        ({**asks, "result": ToolResult(error="malformed")}, {}, 0.0, ["wrong", "malformed"]),
+        ({"action": unread, "result": ToolResult(error="no")}, {}, 1.0, ["right", "malformed"]),
+        (asks, {}, 1.0, ["right"]),  # the answer itself
         ({"result": ToolResult(error="timed out")}, {}, 1.0, ["right", "tool error"]),
-        (
-            {
-                "action": None,
-                "result": ToolResult(),
-                "tool_calls": (ToolCall("Search", "{}", ToolResult(error="timed out")),),
-            },
-            {},
-            1.0,
-            ["right", "tool error"],
-        ),
-        ({"finish_reason": FinishReason.LENGTH}, {}, 0.0, ["wrong", "truncated"]),
-        ({"finish_reason": FinishReason.DEADLINE}, {}, 0.0, ["wrong", "truncated"]),
-        ({}, {"truncated": "prompt"}, 0.0, ["wrong", "truncated"]),
+        ({**asks, "tool_calls": (failed,)}, {}, 1.0, ["right", "tool error"]),
+        ({"finish_reason": FinishReason.LENGTH}, {}, 0.0, cut),
+        ({"finish_reason": FinishReason.DEADLINE}, {}, 0.0, cut),
+        ({}, {"truncated": "prompt"}, 0.0, cut),
     ]
     trajectories = [
         dataclasses.replace(
@@ -154,9 +122,8 @@ def test_outcomes(runs: Any, run: Path) -> None:
     ]
     (run / "trajectories.jsonl").unlink(), (run / "held_out.jsonl").unlink()
     TrajectoryLog(run, 0, 0).log(1, 0, [Group(0, tuple(trajectories))])
-    assert [rollout["outcomes"] for rollout in data(run)["rollouts"]] == [
-        outcomes for *_, outcomes in endings
-    ]
+    found = [rollout["outcomes"] for rollout in data(run)["rollouts"]]
+    assert found == [outcomes for *_, outcomes in endings]
 
 
 def test_fields_that_other_versions_log_are_shown(run: Path) -> None:
@@ -167,11 +134,8 @@ def test_fields_that_other_versions_log_are_shown(run: Path) -> None:
         record["turns"][0]["verdict_text"] = "because"
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     rollout = data(run)["rollouts"][0]
-    assert (rollout["scored_by"], rollout["error"], rollout["turns"][0]["verdict_text"]) == (
-        "judge",
-        "endpoint",
-        "because",
-    )
+    expected = ("judge", "endpoint", "because")
+    assert (rollout["scored_by"], rollout["error"], rollout["turns"][0]["verdict_text"]) == expected
     assert rollout["analysis"].endswith("a … (7 more characters)")
 
 
@@ -182,12 +146,10 @@ def notes(run: Path) -> str:
 def test_without_a_tokenizer_ids_remain(run: Path) -> None:
     (run / "tokenizer.json").unlink()
     turn = data(run)["rollouts"][0]["turns"][0]
-    assert (
-        turn["texts"] is None
-        and turn["prompt"] is None
-        and turn["response_ids"]
-        and turn["num_new_tokens"] > 0
-    )
+    assert turn["texts"] is None
+    assert turn["prompt"] is None
+    assert turn["response_ids"]
+    assert turn["num_new_tokens"] > 0
     assert "The tokenizer of the run is gone" in notes(run)
 
 
@@ -200,7 +162,7 @@ def test_a_run_that_goes_on(run: Path) -> None:
     page = data(run)
     assert page["num_logged"] == 38 and page["step"] == 4
     assert page["notes"] == [
-        "The run has not finished, or was interrupted: there is no summary.json yet.",
+        "The run has not finished, or was interrupted: there is no summary.json yet."
     ]
 
 
@@ -217,12 +179,8 @@ def test_only_an_evaluation(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, -1, tensorboard=False)
     log.log({"step": 0, "version": 0, "eval_reward": 0.25, "eval_s": 3.0})
     page = data(tmp_path)
-    assert (page["reward"], page["seconds"], page["facts"], page["config"]) == (
-        [0.25, 0.25],
-        {"eval": 3.0},
-        [],
-        "",
-    )
+    expected = ([0.25, 0.25], {"eval": 3.0}, [], "")
+    assert (page["reward"], page["seconds"], page["facts"], page["config"]) == expected
     assert page["notes"] == ["No rollouts have been logged: curves and results are all there is."]
 
 

@@ -91,12 +91,8 @@ def test_every_rollout_is_found_where_it_lies_in_the_files_of_all_ranks(tmp_path
         line.format(1, 1, 0.0, 3) + '{"step": 1, "group_ind'
     )
     found = find_rollouts(tmp_path, "train")
-    assert [(place.group_index, place.member, place.reward) for place in found] == [
-        (0, 0, 1.0),
-        (0, 1, 1.0),
-        (2, 0, 1.0),
-        (1, 0, 0.0),
-    ]
+    expected = [(0, 0, 1.0), (0, 1, 1.0), (2, 0, 1.0), (1, 0, 0.0)]
+    assert [(place.group_index, place.member, place.reward) for place in found] == expected
     assert [place.read()["answer"] for place in found] == ["Ä0", "Ä1", "Ä2", "Ä3"]
     assert find_rollouts(tmp_path, "held-out") == []
 

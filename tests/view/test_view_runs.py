@@ -89,11 +89,7 @@ def test_a_run_that_cannot_be_read_is_a_row_too(folder: Path) -> None:
 def test_only_what_differs_is_told() -> None:
     configs: dict[str, dict[str, Any]] = {
         "a": {"train": {"lr": 1.0, "policy": "p"}, "run": {"dir": "x"}},
-        "b": {
-            "train": {"lr": 2.0, "policy": "p"},
-            "run": {"dir": "y"},
-            "new": {"option": 1},
-        },
+        "b": {"train": {"lr": 2.0, "policy": "p"}, "run": {"dir": "y"}, "new": {"option": 1}},
         "broken": {},
     }
     told = differences(configs)
@@ -109,7 +105,5 @@ def test_the_command_writes_the_table(folder: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines()[1] == str(folder / "view.html")
     page = (folder / "view.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    assert {run["name"]: run["has_page"] for run in data["runs"]} == {
-        "one": True,
-        "sweep/two": False,
-    }
+    expected = {"one": True, "sweep/two": False}
+    assert {run["name"]: run["has_page"] for run in data["runs"]} == expected
