@@ -27,6 +27,7 @@ pytest_plugins = ("cli_runs",)
 # ---- what a run leaves
 
 
+@pytest.mark.smoke
 def test_a_run_leaves_its_files(full: Path) -> None:
     names = "config.toml manifest.json metrics.jsonl trajectories.jsonl summary.json curves.png"
     assert {path.name for path in full.iterdir()} >= {*names.split(), "checkpoints", "weights"}
@@ -166,6 +167,7 @@ def test_rewards_in_the_metrics_are_those_of_the_trajectories(full: Path) -> Non
         assert metrics["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
 
 
+@pytest.mark.smoke
 def test_the_summary_compares_warm_and_trained(full: Path) -> None:
     summary = json.loads((full / "summary.json").read_text())
     for side in (summary["warm"], summary["trained"]):
@@ -188,6 +190,7 @@ def test_old_checkpoints_and_versions_are_cleaned_up(full: Path) -> None:
     assert (full / "weights" / "HEAD").read_text() == "6\n"
 
 
+@pytest.mark.smoke
 def test_fine_tuning_leaves_a_model_and_its_log(warm: Path) -> None:
     names = {"config.toml", "manifest.json", "metrics.jsonl", "model"}
     assert {path.name for path in warm.iterdir()} >= names
