@@ -9,8 +9,9 @@ programs, the linters, every test, and what wants an environment of its own. Eve
 end, and a table at the end says how each went. Tests that fail are run once more, alone: where they
 pass then they are named as flaky, and more than five of those are red.
 
-Environments, and what passed, are kept in ~/.cache/flowtrain/ci. A stage none of whose files has
-changed since it passed there is left out nine times in ten, and says so.
+Environments, and what passed, are kept in ~/.cache/flowtrain/ci, or root's in /var/cache/flowtrain.
+A stage none of whose files has changed since it passed there is left out nine times in ten, and
+says so.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "flowtrain"
-KEPT = CACHE / "ci"
+KEPT = Path("/var/cache/flowtrain") if os.geteuid() == 0 else CACHE / "ci"
+"""Root's home is closed to the user nobody, whom sandboxes of root become."""
 SMOLLM2 = CACHE / "SmolLM2-135M-Instruct"
 CLONE = KEPT / "clone"
 LAST_FAILED = Path(".pytest_cache") / "v" / "cache" / "lastfailed"
@@ -44,7 +46,7 @@ PROGRAMS = {
     "nginx": "/usr/sbin/nginx",
     "chromium": "/usr/bin/chromium",
     "prometheus": "/usr/bin/prom*",
-    "postgresql": "/usr/lib/postgresql/*/bin/*",
+    "postgresql": "/usr/lib/postgresql/*/bin",
 }
 """What some tests need, by Debian's names. Where one cannot be installed they are skipped, and say
 so."""
@@ -274,7 +276,10 @@ def hide() -> list[str]:
     paths = [path for pattern in PROGRAMS.values() for path in found(pattern)]
     if not paths:
         return []
-    script = "; ".join(f"mount --bind /dev/null {shlex.quote(path)}" for path in paths)
+    script = "; ".join(
+        f"mount {'-t tmpfs none' if Path(path).is_dir() else '--bind /dev/null'} {path}"
+        for path in paths
+    )
     words = ["unshare", "--mount", "bash", "-c", f'set -e; {script}; exec "$@"', "hidden"]
     if subprocess.run([*words, "true"], check=False, capture_output=True).returncode:
         print(f"{', '.join(paths)} cannot be hidden here", file=sys.stderr)

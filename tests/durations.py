@@ -38,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = _read()
     for item in items:
-        if item.nodeid in slow and item.get_closest_marker("smoke") is None:
+        is_slow = item.nodeid in slow or _starts_all(item)
+        if is_slow and item.get_closest_marker("smoke") is None:
             item.add_marker(pytest.mark.slow)
 
 
@@ -103,6 +104,15 @@ def _costs(reports: dict[str, dict[str, Any]]) -> dict[str, float]:
         test: report["own"] + sum(shares.get(name, 0.0) for name in report["uses"])
         for test, report in reports.items()
     }
+
+
+def _starts_all(item: Any) -> bool:
+    """Whether a test needs a process that imports everything: half a gigabyte, and seconds for the
+    first of many quick tests.
+    """
+    servers = item._fixtureinfo.name2fixturedefs.get("server", ())
+    is_run = any(each.func.__module__ == "cli_runs" for each in servers)
+    return is_run or item.get_closest_marker("dist") is not None
 
 
 def _name(fixture: Any) -> str:
