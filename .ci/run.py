@@ -291,7 +291,8 @@ def newer_python() -> str | None:
     """Where Python 3.12 or 3.13 is, which Harbor wants."""
     kept = found(f"{Path.home()}/.pyenv/versions/3.1[23]*/bin/python")
     for python in ["python3.13", "python3.12", *kept]:
-        if shutil.which(python) and succeeds([python, "-c", "import venv"]):
+        words = [python, "-c", "import venv"]
+        if shutil.which(python) and not subprocess.run(words, capture_output=True).returncode:
             return python
     return None
 
