@@ -2,7 +2,7 @@
 
 `make durations` records seconds in durations.json. A test that stands there is `slow`, unless it is
 marked `smoke`: one of each expensive kind stays in `make test`. With --refuse-slow a test without
-either mark fails when it takes ten times as long. A test costs its own time and its share of the
+either mark fails when it takes twenty times as long. A test costs its own time and its share of the
 fixtures that it has in common with others.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 SLOW_S = 0.25
-REFUSED_S = 10 * SLOW_S
+REFUSED_S = 20 * SLOW_S
 """Other work may share the cores, and the first test of a process imports for the next ones."""
 FILE = Path(__file__).with_name("durations.json")
 
