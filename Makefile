@@ -167,7 +167,7 @@ $(VENV)/harbor/.done: $(VENV)/.done
 	touch $@
 
 test-harbor: $(VENV)/harbor/.done
-	$(BIN)/python -m pytest -n $(JOBS) tests/agents/test_harbor.py
+	FLOWTRAIN_HARBOR=$(abspath $(VENV)/harbor/bin/python) $(BIN)/python -m pytest -n $(JOBS) tests/agents/test_harbor.py
 
 # In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm
