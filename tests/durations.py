@@ -51,6 +51,7 @@ class _Costs:
         self._record = config.getoption("--record-slow")
         self._made: dict[str, float] = {}
         self._start = 0.0
+        self._begun: set[Path] = set()
         self._reports: dict[str, dict[str, Any]] = {}
 
     @pytest.hookimpl(hookwrapper=True)
@@ -74,9 +75,13 @@ class _Costs:
         uses = {_name(each[-1]) for each in fixtures if each[-1].scope != "function"}
         cost = {"own": own, "made": self._made, "uses": sorted(uses)}
         report.user_properties.append(("cost", cost))
+        # The first test of a file may import what the others use.
+        is_first = item.path not in self._begun
+        self._begun.add(item.path)
         marks = ("slow", "smoke", "clock")
         is_marked = any(map(item.get_closest_marker, marks))
-        if self._refuse and report.passed and own > REFUSED_S and not is_marked:
+        is_refused = self._refuse and own > REFUSED_S and not (is_marked or is_first)
+        if is_refused and report.passed:
             report.outcome = "failed"
             report.longrepr = f"took {own:.1f} s without the mark `slow`: make durations"
 

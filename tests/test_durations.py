@@ -15,6 +15,9 @@ pytest_plugins = ("pytester",)
 TESTS = """
 import pytest
 
+@pytest.mark.smoke
+def test_first(): pass
+
 def test_plain(): pass
 
 @pytest.mark.smoke
@@ -48,14 +51,14 @@ def run(
 def test_recorded_tests_are_slow_unless_they_are_the_smoke_of_their_kind(
     run: Callable[..., pytest.RunResult],
 ) -> None:
-    run("-m", "slow").assert_outcomes(passed=1, deselected=3)
-    run("-m", "not slow").assert_outcomes(passed=3, deselected=1)
+    run("-m", "slow").assert_outcomes(passed=1, deselected=4)
+    run("-m", "not slow").assert_outcomes(passed=4, deselected=1)
 
 
 def test_a_slow_test_without_a_mark_is_refused(run: Callable[..., pytest.RunResult]) -> None:
-    run().assert_outcomes(passed=4)
+    run().assert_outcomes(passed=5)
     result = run("--refuse-slow")
-    result.assert_outcomes(passed=4, errors=1)
+    result.assert_outcomes(passed=5, errors=1)
     result.stdout.fnmatch_lines(["*test_plain*", "*without the mark `slow`: make durations*"])
 
 
@@ -64,7 +67,8 @@ def test_what_takes_long_is_recorded_and_the_faster_of_two_runs_counts(
 ) -> None:
     run("--record-slow", "first")
     (first,) = json.loads(durations.FILE.read_text()).values()
-    assert first.keys() == {"test_plain", "test_smoke", "test_clock", "test_recorded"}
+    names = ("first", "plain", "smoke", "clock", "recorded")
+    assert first.keys() == {f"test_{name}" for name in names}
     durations.FILE.write_text(json.dumps({"test_some.py": {"test_plain": 7.0, "test_gone": 3.0}}))
     run("--record-slow", "again", "-m", "slow")
     (again,) = json.loads(durations.FILE.read_text()).values()
