@@ -104,7 +104,7 @@ test: setup
 # Every test that needs no vLLM and no GPU; those that measure time alone, at the end.
 test-all: setup
 	$(BIN)/python -m pytest -m 'not clock and not vllm' -n $(ALL_JOBS) --dist worksteal --refuse-slow; code=$$?; \
-		$(BIN)/python -m pytest -m 'clock and not vllm' && exit $$code
+		test $$code -le 1 && $(BIN)/python -m pytest -m 'clock and not vllm' && exit $$code
 
 # Which tests are slow, measured on a quiet machine: twice, because the first test that needs a package also imports it.
 durations: setup
@@ -174,7 +174,7 @@ test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py \
 		tests/engines/test_sampler_entropies.py tests/engines/test_vllm_reads_checkpoints.py \
 		tests/engines/test_vllm_routes.py; code=$$?; \
-		$(BIN)/python -m pytest tests/weights/test_vllm_plugin.py tests/weights/test_vllm_families.py && exit $$code
+		test $$code -le 1 && $(BIN)/python -m pytest tests/weights/test_vllm_plugin.py tests/weights/test_vllm_families.py && exit $$code
 
 # Both distributions in dist/, as the index takes them, and their pages checked.
 $(VENV)/release/.done:

@@ -3,15 +3,15 @@
     .ci/run             all stages
     .ci/run lint types  some of them
 
-First README's two commands, as on a stranger's machine: a new clone with what is not committed, a
-new environment, an empty home, none of the programs that Debian would have to bring. Then those
-programs, the linters, every test, and what wants an environment of its own. Every stage runs to its
-end, and a table at the end says how each went. Tests that fail are run once more, alone: where they
-pass then they are named as flaky, and more than five of those are red.
+First README's two commands, as on a stranger's machine: a new clone, with changes that are not
+committed, a new environment, an empty home, none of the programs that Debian would have to bring.
+Then those programs, the linters, every test, and what wants an environment of its own. Every stage
+runs to its end, and a table at the end says how each went. Tests that fail are run once more,
+alone: where they pass then they are named as flaky, and more than five of those are red.
 
 Environments, and what passed, are kept in ~/.cache/flowtrain/ci, or root's in /var/cache/flowtrain.
-A stage none of whose files has changed since it passed there is left out nine times in ten, and
-says so.
+A stage that passed there, and whose command and files are as they were, is left out nine times in
+ten, and says so.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ so."""
 
 ENVIRONMENT = ("pyproject.toml", "kernels/pyproject.toml", "uv.lock", "Makefile")
 PACKAGE = (*ENVIRONMENT, "setup.py", "MANIFEST.in", "csrc", "kernels", "README.md")
-TRAINED = ("bench", "kernels", "csrc", "flowtrain/training", "flowtrain/weights", "flowtrain/run")
-GPU = (*TRAINED, "flowtrain/train.py", "tests/kernels", ".ci/rehearse_gpu.sh", *ENVIRONMENT)
+TRAINED = ("kernels", "csrc", "flowtrain/training", "flowtrain/weights", "flowtrain/run")
+REHEARSAL = ("bench", "flowtrain/engines", "flowtrain/train.py", ".ci/rehearse_gpu.sh")
+GPU = (*REHEARSAL, *TRAINED, "tests/kernels", *ENVIRONMENT)
 VLLM = ("flowtrain/engines", "flowtrain/weights", "flowtrain/config", "csrc", *ENVIRONMENT)
 
 
@@ -99,7 +100,10 @@ STAGES = (
     Stage(
         "optional",
         "make test-optional VENV={venv}",
-        ("flowtrain/training", "flowtrain/agents/gateway", "tests/training", *ENVIRONMENT),
+        (
+            *("flowtrain/training", "flowtrain/agents/gateway", "tests/training", "tests/agents"),
+            *ENVIRONMENT,
+        ),
         pytest="PYTHONPATH={venv}/optional " + TESTS,
     ),
     Stage(
@@ -118,7 +122,7 @@ STAGES = (
     Stage("dist", "make dist try-dist VENV={venv}", (".ci/try_wheels.py", *PACKAGE)),
     # What a GPU will run first.
     Stage("gpu", "make rehearse-gpu VENV={venv} PLANS='first second'", GPU),
-    Stage("gpu-vllm", "make rehearse-gpu VENV={venv} PLANS=vllm", ("bench", *VLLM)),
+    Stage("gpu-vllm", "make rehearse-gpu VENV={venv} PLANS=vllm", (*REHEARSAL, *VLLM)),
 )
 
 
@@ -159,7 +163,7 @@ class Run:
 
     def stage(self, stage: Stage) -> None:
         """Run a stage, or leave it out."""
-        key, known = state(stage.files), self._passed.get(stage.name, {})
+        key, known = f"{state(stage.files)} {stage.command}", self._passed.get(stage.name, {})
         left_out = ""
         if stage.files and known.get("state") == key and known["left_out"] < LEFT_OUT:
             known["left_out"] += 1
@@ -168,6 +172,7 @@ class Run:
             left_out = "left out: Python 3.12 is missing"
         if left_out:
             self._rows.append((stage.name, 0.0, left_out))
+            self._keep()
             return
         print(f"\n== {stage.name}: {stage.command}", flush=True)
         start = time.monotonic()
@@ -183,6 +188,10 @@ class Run:
         result = " ".join(["passed" if is_good else "failed", *failed[:20]])
         self._rows.append((stage.name, time.monotonic() - start, result))
         self._passed[stage.name] = {"state": key if is_good else "", "left_out": 0}
+        self._keep()
+
+    def _keep(self) -> None:
+        (KEPT / "passed.json").write_text(json.dumps(self._passed, indent=1) + "\n")
 
     def _passes_alone(self, test: str, stage: Stage) -> bool:
         print(f"\n== {stage.name}, once more: {test}", flush=True)
@@ -215,9 +224,8 @@ class Run:
                 print(f"{package} is missing", file=sys.stderr)
 
     def end(self) -> int:
-        """Print the table, and keep what passed; 1 if anything is red."""
+        """Print the table; 1 if anything is red."""
         shutil.rmtree(CLONE, ignore_errors=True)
-        (KEPT / "passed.json").write_text(json.dumps(self._passed, indent=1) + "\n")
         rows = [*self._rows, ("all", sum(seconds for _, seconds, _ in self._rows), "")]
         width = max(len(name) for name, *_ in rows)
         print(f"\n{'stage':{width}}  seconds  result")

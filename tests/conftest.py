@@ -87,6 +87,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run that broke off names no failed tests: CI would take those that pass alone for all."""
+    if exitstatus == pytest.ExitCode.INTERNAL_ERROR and session.config.cache:
+        session.config.cache.set("cache/lastfailed", {})
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from walking over all that was imported, again and again."""
     gc.freeze()

@@ -84,6 +84,7 @@ def test_a_stage_of_unchanged_files_is_left_out_nine_times(ci: ModuleType, run: 
     stage = ci.Stage("a", "test ! -e broken", ("file",))
     words = [run(stage)[1][1].split()[2] for _ in range(12)]
     assert words == ["passed", *["left"] * 9, "passed", "left"]
+    assert run(stage._replace(command="true"))[1][1].split()[2] == "passed", "another command"
     Path("file").write_text("2")
     assert run(stage)[1][1].split()[2] == "passed"
     Path("file").write_text("3")
