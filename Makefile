@@ -76,7 +76,6 @@ controls: run-setup
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/shuffled --model.path $(PLANNER) --algorithm.shuffle_rewards true
 	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(PLANNER) --rft.num_steps 1500
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/longer_eval --model.path $(RUN)/longer/model --train.num_steps 0
-	$(BIN)/python -m flowtrain.view $(RUN)
 
 # A planner and a verifier learn at once from nodes of which two are killed and two join, all on this machine. The warm-ups are short: it is the nodes
 # that there is to see.

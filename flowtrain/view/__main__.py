@@ -1,8 +1,7 @@
-"""A run as a page: its curves, and its rollouts turn by turn; a folder of runs as a table.
+"""A run as a page: its curves, and its rollouts turn by turn.
 
 python -m flowtrain.view runs/texts
 python -m flowtrain.view runs/texts --serve
-python -m flowtrain.view runs
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from flowtrain.metrics.run_dir import atomic_write_text
 from flowtrain.types import UserError
 from flowtrain.utils.commands import end_on_signals, number
 from flowtrain.utils.terminal import protect_output
-from flowtrain.view.page import build_page, build_table
-from flowtrain.view.run import is_run
-from flowtrain.view.runs import find_runs
-from flowtrain.view.server import Pages, Server
+from flowtrain.view.page import build_page
+from flowtrain.view.serve import Server
 
 _PORT = 8450
 
@@ -34,10 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.serve:
             return _serve(arguments)
         out = arguments.out or arguments.run / "view.html"
-        if is_run(arguments.run) or not find_runs(arguments.run):
-            atomic_write_text(out, build_page(arguments.run, arguments.rollouts))
-        else:
-            atomic_write_text(out, build_table(arguments.run))
+        atomic_write_text(out, build_page(arguments.run, arguments.rollouts))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -48,15 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.view",
-        description="Write a run, or a folder of runs, as one HTML file that needs nothing else; "
-        "or serve it to a browser while it goes on.",
+        description="Write a run as one HTML file that needs nothing else; or serve it to a "
+        "browser while it goes on.",
     )
-    text = "run folder, what --run.dir named; or a folder of runs"
+    text = "run folder, what --run.dir named"
     parser.add_argument("run", type=Path, metavar="RUN", help=text)
     parser.add_argument("--out", type=Path, help="the page (default: RUN/view.html)")
     text = "rollouts to show, in whole groups (default: 500)"
     parser.add_argument("--rollouts", type=int, default=500, metavar="N", help=text)
-    text = "serve the page on this machine, anew when files have changed; the run may begin later"
+    text = "serve the page on this machine, anew at every load; the run may begin later"
     parser.add_argument("--serve", action="store_true", help=text)
     text = f"0: any free one (default: {_PORT})"
     parser.add_argument("--port", type=number(0, 65535), default=_PORT, help=text)
@@ -68,7 +62,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise UserError("--out is for the page as a file: leave --serve or --out out")
     end_on_signals()
     try:
-        with Server(Pages(arguments.run, arguments.rollouts), arguments.port) as server:
+        with Server(arguments.run, arguments.rollouts, arguments.port) as server:
             print(f"open {server.url}  (Ctrl-C ends)", flush=True)
             server.serve_forever()
     except KeyboardInterrupt:

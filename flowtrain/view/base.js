@@ -1,6 +1,6 @@
 "use strict";
 
-// What all pages are made of. Everything of a run is in D; it reaches the document through textContent alone.
+// What the page is made of. Everything of a run is in D; it reaches the document through textContent alone.
 const D = JSON.parse(document.getElementById("data").textContent);
 const COLORS = ["--c0", "--c1", "--c2", "--c3", "--c5", "--c6", "--c4"].map((name) => `var(${name})`);
 
@@ -121,7 +121,7 @@ function stacked(lines) {
 function makeChart(panel, first, last) {
   const width = averaged;
   const form = FORMS[panel.form];
-  const raw = panel.lines.map((line, index) => ({ ...line, color: line.color ?? COLORS[index % COLORS.length], values: new Map(line.points) }));
+  const raw = panel.lines.map((line, index) => ({ ...line, color: COLORS[index % COLORS.length], values: new Map(line.points) }));
   const smooth = raw.map((line) => ({ ...line, points: line.is_sparse ? line.points : trailingMean(line.points, width) }));
   const shown = panel.is_stack ? stacked(smooth) : smooth;
   let [low, high] = [Infinity, -Infinity];

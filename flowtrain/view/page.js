@@ -13,7 +13,6 @@ function drawRun() {
     ["Time in steps", total > 0 && seconds(total)]].filter(([, value]) => value);
   document.getElementById("run").replaceChildren(
     h("h1", {}, visible(D.name)),
-    ...(D.status ? [D.status] : []),
     h("div", { class: "tiles", hidden: !tiles.length }, tiles.map(([label, value]) => tile(label, value))),
     h("ul", { class: "notes", hidden: !D.notes.length }, D.notes.map((note) => h("li", {}, visible(note)))),
     h("dl", { class: "facts" }, D.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, visible(value))))),
@@ -361,6 +360,6 @@ function drawAll() {
   drawRollouts();
 }
 
-if (!D.live) drawAll();
+drawAll();
 addEventListener("hashchange", () => list.isConnected && route());
 addEventListener("keydown", onKey);

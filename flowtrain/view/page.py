@@ -11,7 +11,6 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -19,7 +18,6 @@ from typing import Any
 
 from flowtrain.utils.text import printable
 from flowtrain.view.data import Run
-from flowtrain.view.runs import table_data
 
 MAX_BYTES = 18_000_000
 """Size of a page that browsers, mail and phones still take."""
@@ -46,28 +44,16 @@ def page_data(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> d
         num_rollouts = min(num_shown - 1, int(num_shown * 0.95 * max_bytes / num_bytes))
 
 
-def build_table(root: Path) -> str:
-    """Build the page of a folder of runs."""
-    return render(table_data(root), ("base.js", "table.js"))
-
-
-def live_page(name: str, is_table: bool, run: str) -> str:
-    """Build a page without data, which asks the server that it comes from for those of `run`."""
-    kind, live = "table" if is_table else "page", {"is_table": is_table, "run": run}
-    scripts = ("base.js", f"{kind}.js", "live.js")
-    return render({"name": name, "live": live}, scripts, "connect-src 'self'; ")
-
-
-def render(
-    data: dict[str, Any], scripts: Sequence[str] = ("base.js", "page.js"), more_policy: str = ""
-) -> str:
+def render(data: dict[str, Any]) -> str:
     """Pure ASCII but for the title and our own files."""
     assets = files(__package__)
-    style, *parts = ((assets / name).read_text("utf-8") for name in ("page.css", *scripts))
+    style, *parts = (
+        (assets / name).read_text("utf-8") for name in ("page.css", "base.js", "page.js")
+    )
     script = "\n".join(parts)
     policy = (
-        f"default-src 'none'; {more_policy}script-src '{_hash(script)}'; style-src "
-        f"'{_hash(style)}'; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
     )
     template = Template((assets / "page.html").read_text(encoding="utf-8"))
     title = html.escape(printable(f"{data['name']} · flowtrain", keep=""))

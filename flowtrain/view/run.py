@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from flowtrain.metrics.tables import comparison_rows
 from flowtrain.types import UserError
 
-MARKS = ("manifest.json", "metrics.jsonl", "trajectories.jsonl")
+_MARKS = ("manifest.json", "metrics.jsonl", "trajectories.jsonl")
 _FACTS = {
     "Model": ("model.path",),
     "Algorithm": ("algorithm.name", "algorithm.mode", "algorithm.loss"),
@@ -38,28 +37,14 @@ Config = Mapping[str, Mapping[str, Any]]
 """
 
 
-def is_run(folder: Path) -> bool:
-    """Tell whether something of a run is there."""
-    return any((folder / mark).is_file() for mark in MARKS)
-
-
-def signature(folder: Path) -> object:
-    """Return what changes with the files of a folder; those of folders within do not count."""
-    return {
-        entry.name: (found.st_size, found.st_mtime_ns)
-        for entry in (os.scandir(folder) if folder.is_dir() else ())
-        if entry.is_file() and (found := entry.stat())
-    }
-
-
 def check_run_dir(run_dir: Path) -> None:
     """UserError unless something of a run is there."""
     if not run_dir.exists():
         raise UserError(f"there is no folder {run_dir}")
-    if not is_run(run_dir):
+    if not any((run_dir / mark).is_file() for mark in _MARKS):
         raise UserError(
-            f"{run_dir} is no run: it has none of {', '.join(MARKS)}; name the folder that "
-            "--run.dir named, or one with runs in it"
+            f"{run_dir} is no run: it has none of {', '.join(_MARKS)}; name the folder that "
+            "--run.dir named"
         )
 
 
