@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flowtrain.tools import Parameter, ToolCard, ToolContext, ToolError
+from flowtrain.tools import Parameter, ToolCard, ToolContext, ToolError, schema_of
 from flowtrain.types import ToolCall
 
 
@@ -30,7 +30,7 @@ class Registers:
     card = ToolCard(
         "Registers",
         "Adds a number to a named register and tells its value; registers begin with 0.",
-        (Parameter("name", "of the register"), Parameter("add", "the number", int)),
+        schema_of(Parameter("name", "of the register"), Parameter("add", "the number", int)),
         is_stateful=True,
     )
 

@@ -11,6 +11,7 @@ from flowtrain.tools.base import (
     ToolError,
     ToolSession,
     run_tool,
+    schema_of,
 )
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.tools.registry import ToolContext
@@ -25,4 +26,5 @@ __all__ = [
     "ToolError",
     "ToolSession",
     "run_tool",
+    "schema_of",
 ]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from flowtrain.types import ToolCall, ToolResult
-from flowtrain.utils.text import encodable
+from flowtrain.utils.text import encodable, printable
 
-_JSON_TYPES = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
+_KINDS: Mapping[object, type] = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
 }
 
 
@@ -33,8 +32,26 @@ class Parameter:
     name: str
     meaning: str
     kind: type = str
-    """str, int, float or bool; with a schema also list, dict, or object for any value."""
+    """str, int, float, bool, list, dict, or object for any value."""
     is_required: bool = True
+
+
+def schema_of(*parameters: Parameter) -> dict[str, Any]:
+    """Write arguments as a JSON schema, which allows no others."""
+    names = {kind: name for name, kind in _KINDS.items()}
+    return {
+        "type": "object",
+        "properties": {
+            p.name: {"type": names[p.kind], "description": p.meaning} for p in parameters
+        },
+        "required": [p.name for p in parameters if p.is_required],
+        "additionalProperties": False,
+    }
+
+
+def one_line(text: str) -> str:
+    """Put a text on one line, with nothing in it that a terminal would obey."""
+    return printable(" ".join(text.split()), keep="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +62,11 @@ class ToolCard:
     """Canonical name, as the planner writes it."""
     description: str
     """One line."""
-    parameters: tuple[Parameter, ...] = (Parameter("query", "what to find or to do"),)
+    schema: Mapping[str, Any] = field(
+        default_factory=lambda: schema_of(Parameter("query", "what to find or to do"))
+    )
+    """The arguments as a JSON schema of an object. Names, types of the first level and what is
+    required are checked before a call, the rest by the tool."""
     output: str = "text"
     limits: str = ""
     """Weaknesses, or ""."""
@@ -64,27 +85,22 @@ class ToolCard:
     """It ends each call in bounded time by limits of its own, which do not depend on what else the
     machine does as wall time does; `agent.tool_timeout_s` leaves it alone."""
 
-    schema: str = ""
-    """The arguments as a JSON schema, where they are richer than `parameters` can say; else "". The
-    model sees it; a call is checked by `parameters`, and the rest by the tool."""
-
-    def json_schema(self) -> dict[str, Any]:
-        """Return the arguments as a JSON schema: the card's own, or one of `parameters`."""
-        if self.schema:
-            return dict(json.loads(self.schema))
-        return {
-            "type": "object",
-            "properties": {
-                p.name: {"type": _JSON_TYPES[p.kind], "description": p.meaning}
-                for p in self.parameters
-            },
-            "required": [p.name for p in self.parameters if p.is_required],
-        }
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The arguments of `schema` for prompts that list them, required ones first."""
+        required = self.schema.get("required", ())
+        found = []
+        for name, of in self.schema.get("properties", {}).items():
+            about = of if isinstance(of, dict) else {}
+            kind = about.get("type")
+            meaning = one_line(str(about.get("description") or about.get("title") or name))
+            kind = _KINDS.get(kind, object) if isinstance(kind, str) else object
+            found.append(Parameter(name, meaning, kind, name in required))
+        return tuple(sorted(found, key=lambda parameter: not parameter.is_required))
 
     def check(self, arguments: Mapping[str, object]) -> str:
         """Return the reason why the arguments of a call do not fit, or ""."""
-        # With a schema there may be more than the card lists.
-        other = object if self.schema else None
+        other = object if self.schema.get("additionalProperties", True) else None
         kinds = {parameter.name: parameter.kind for parameter in self.parameters}
         required = {parameter.name for parameter in self.parameters if parameter.is_required}
         fits = all(

@@ -17,23 +17,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-import itertools
-import re
-import textwrap
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from flowtrain.tools.base import Parameter, Tool, ToolCard
+from flowtrain.tools.base import Tool, ToolCard
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.types import ToolResult, UserError
 from flowtrain.utils.errors import foreign
 
-_KINDS = (str, int, float, bool)
 _NUM_THREADS = 16
-_ENTRY = re.compile(r"^\S.*(?:\n(?:[ \t].*)?)*", re.MULTILINE)
-_ARGUMENT = re.compile(r"(\w+)(?: \([^)]*\))?: (.+)")
 
 
 class FunctionTool(Tool):
@@ -63,61 +55,22 @@ class FunctionTool(Tool):
 
 def card_of(function: Callable[..., Any], origin: str) -> ToolCard:
     """Make the card of a function."""
-    name = function.__name__
+    from transformers.utils import get_json_schema  # which loads torch
+
     about = inspect.getdoc(function) or ""
     description = " ".join(about.split("\n\n")[0].split())
-    if not description:
-        raise UserError(f"{origin} has no docstring, whose first paragraph tells the model its use")
-    with foreign(f"{origin} has a type that cannot be resolved"):
-        types_of = typing.get_type_hints(function)
-    meanings = dict(_meanings(about))
     signature = inspect.signature(function)
-    if unknown := meanings.keys() - signature.parameters.keys():
-        raise UserError(f"{origin} has no argument {min(unknown)!r}, which its docstring describes")
-    parameters = tuple(
-        _parameter(each, types_of.get(each.name), meanings, origin)
-        for each in signature.parameters.values()
-    )
-    examples = tuple(_examples(about, name, signature, origin))
-    card = ToolCard(name, description, parameters, examples=examples)
+    for given in signature.parameters.values():
+        if given.kind not in (given.POSITIONAL_OR_KEYWORD, given.KEYWORD_ONLY):
+            raise UserError(f"{origin} takes {given}; a model gives arguments by name alone")
+    with foreign(f"{origin} is no tool"):
+        schema = get_json_schema(function)["function"]["parameters"]
+    examples = tuple(_examples(about, function.__name__, signature, origin))
+    schema["additionalProperties"] = False
+    card = ToolCard(function.__name__, description, schema, examples=examples)
     if wrong := next(filter(None, map(card.check, examples)), ""):
         raise UserError(f"{origin}: its example does not fit: {wrong}")
     return card
-
-
-def _parameter(
-    given: inspect.Parameter, kind: Any, meanings: Mapping[str, str], origin: str
-) -> Parameter:
-    names = [each.__name__ for each in _KINDS]
-    if given.kind not in (given.POSITIONAL_OR_KEYWORD, given.KEYWORD_ONLY):
-        raise UserError(f"{origin} takes {given}; a model gives arguments by name alone")
-    if kind is None:
-        raise UserError(
-            f"{origin}: its argument {given.name!r} has no type; give it one of {', '.join(names)}"
-        )
-    if given.default is None and typing.get_origin(kind) in (typing.Union, types.UnionType):
-        rest = [each for each in typing.get_args(kind) if each is not types.NoneType]
-        kind = rest[0] if len(rest) == 1 else kind
-    if kind not in _KINDS:
-        raise UserError(
-            f"{origin}: its argument {given.name!r} is none of {', '.join(names)}; a class with "
-            "ToolCard(schema=...) takes more (docs/tools.md)"
-        )
-    meaning = meanings.get(given.name, given.name)
-    if given.default is given.empty:
-        return Parameter(given.name, meaning, kind)
-    if given.default is not None:
-        meaning = f"{meaning.rstrip('.')}; else {given.default!r}"
-    return Parameter(given.name, meaning, kind, is_required=False)
-
-
-def _meanings(about: str) -> Iterator[tuple[str, str]]:
-    """Read the arguments of a docstring, below "Args:"; lines that are indented further go on."""
-    _, _, rest = about.partition("\nArgs:\n")
-    section = itertools.takewhile(lambda line: line[:1] in ("", " "), rest.splitlines())
-    for entry in _ENTRY.findall(textwrap.dedent("\n".join(section))):
-        if found := _ARGUMENT.fullmatch(" ".join(entry.split())):
-            yield found[1], found[2]
 
 
 def _examples(

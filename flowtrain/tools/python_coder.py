@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flowtrain.engines.chat import ChatEngine
-from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError
+from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError, schema_of
 from flowtrain.tools.base_generator import ask_model
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.sandbox import make_sandbox
@@ -111,7 +111,9 @@ class ModelCoder:
     card = ToolCard(
         "Python_Coder",
         "Writes and runs a Python program for a task given in words; returns what it prints.",
-        (Parameter("query", "the task in words, with every number and name that it needs"),),
+        schema_of(
+            Parameter("query", "the task in words, with every number and name that it needs")
+        ),
         output="what the program prints, or the error and its line",
         limits="It computes only: no network, no files, and no knowledge of the question or of "
         "earlier steps.",

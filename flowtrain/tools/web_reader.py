@@ -10,7 +10,7 @@ from typing import Protocol
 from flowtrain.config.search import WebReader as Options
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
-from flowtrain.tools.base import Parameter, ToolCard, ToolError
+from flowtrain.tools.base import Parameter, ToolCard, ToolError, schema_of
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.retrieval.bm25 import Bm25
@@ -54,7 +54,7 @@ class WebReader:
     card = ToolCard(
         "Web_Reader",
         "Reads the web page at an address and returns what it says about a query.",
-        (
+        schema_of(
             Parameter("url", "address of the page, http:// or https://"),
             Parameter("query", "what to look for on it"),
         ),

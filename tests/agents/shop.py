@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowtrain.agents.talking.environment import EnvironmentTool
-from flowtrain.tools import Parameter, Tool, ToolCard, ToolError
+from flowtrain.tools import Parameter, Tool, ToolCard, ToolError, schema_of
 from flowtrain.types import Task
 
 EVENTS: list[str] = []
@@ -30,8 +30,8 @@ class Shop:
 
     @property
     def tools(self) -> Mapping[str, Tool]:
-        look = ToolCard("look_up", "Tells the state of an order.", (ORDER,))
-        cancel = ToolCard("cancel", "Cancels an order.", (ORDER,), is_stateful=True)
+        look = ToolCard("look_up", "Tells the state of an order.", schema_of(ORDER))
+        cancel = ToolCard("cancel", "Cancels an order.", schema_of(ORDER), is_stateful=True)
         tools = (EnvironmentTool(look, self.look_up), EnvironmentTool(cancel, self.cancel))
         return {tool.card.name: tool for tool in tools}
 

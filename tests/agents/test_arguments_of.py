@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.agents.agentflow.executor import arguments_of
-from flowtrain.tools import Parameter, ToolCard
+from flowtrain.tools import Parameter, ToolCard, schema_of
 
-ONE = ToolCard("One", "", (Parameter("country", ""),))
-TEXT_AND_MORE = ToolCard("More", "", (Parameter("q", ""), Parameter("limit", "", int, False)))
-TWO = ToolCard("Two", "", (Parameter("path", ""), Parameter("text", "")))
-LIST = ToolCard("List", "", (Parameter("numbers", "", list),))
-NONE = ToolCard("None", "", ())
+ONE = ToolCard("One", "", schema_of(Parameter("country", "")))
+TEXT_AND_MORE = ToolCard(
+    "More", "", schema_of(Parameter("q", ""), Parameter("limit", "", int, False))
+)
+TWO = ToolCard("Two", "", schema_of(Parameter("path", ""), Parameter("text", "")))
+LIST = ToolCard("List", "", schema_of(Parameter("numbers", "", list)))
+NONE = ToolCard("None", "", schema_of())
 OPTIONAL = ToolCard(
-    "Optional", "", (Parameter("n", "", int, False), Parameter("q", "", str, False))
+    "Optional", "", schema_of(Parameter("n", "", int, False), Parameter("q", "", str, False))
 )
 
 

@@ -16,11 +16,11 @@ from make import Chat, Tool
 from flowtrain.agents.agentflow.commands import fitted, read_command, write_command
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.tools import ToolCard
-from flowtrain.tools.base import Parameter
+from flowtrain.tools.base import Parameter, schema_of
 from flowtrain.types import Action
 
 CARD = ToolCard("Python_Coder", "computes", aliases=("Python_Code_Generator_Tool",))
-TWO = ToolCard("Pages", "finds", (Parameter("query", "what"), Parameter("url", "where")))
+TWO = ToolCard("Pages", "finds", schema_of(Parameter("query", "what"), Parameter("url", "where")))
 REPLIES = [
     (found["reply"], found["read"])
     for line in Path(__file__).with_name("replies.jsonl").read_text("utf-8").splitlines()

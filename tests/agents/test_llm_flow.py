@@ -31,7 +31,7 @@ from flowtrain.agents.policy import Moment, Policy
 from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.rewards import score
-from flowtrain.tools import Parameter, ToolCard
+from flowtrain.tools import Parameter, ToolCard, schema_of
 from flowtrain.types import Action, Group, Sample, Task, Trajectory, UserError, Verdict
 
 SECRET = re.compile(r"SECRET-\d+-END")
@@ -47,7 +47,9 @@ ROLES = {
 CARD = ToolCard(
     "Wiki",
     "Finds facts about countries.",
-    (Parameter("query", "what to find"), Parameter("limit", "how many passages", int, False)),
+    schema_of(
+        Parameter("query", "what to find"), Parameter("limit", "how many passages", int, False)
+    ),
     limits="knows no people",
     advice="name the country",
     examples=({"query": "capital of Peru", "limit": 2},),

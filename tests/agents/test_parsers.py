@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from flowtrain.agents.agentflow.commands import read_command, write_command
 from flowtrain.agents.agentflow.planner import parse_action
 from flowtrain.agents.agentflow.verdicts import read_verdict
-from flowtrain.tools import Parameter, ToolCard
+from flowtrain.tools import Parameter, ToolCard, schema_of
 from flowtrain.utils.text import final_answer
 
 CARD = ToolCard(
-    "Wiki", "Looks up.", (Parameter("query", "what"), Parameter("limit", "how many", int, False))
+    "Wiki",
+    "Looks up.",
+    schema_of(Parameter("query", "what"), Parameter("limit", "how many", int, False)),
 )
 CALL = 'execution = tool.execute(query="area of Chad")'
 CHAD = {"query": "area of Chad"}

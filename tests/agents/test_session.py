@@ -26,7 +26,7 @@ from flowtrain.config import Config, Reward
 from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards import score
 from flowtrain.tools import Tool, ToolCard
-from flowtrain.tools.base import Parameter
+from flowtrain.tools.base import Parameter, schema_of
 from flowtrain.types import (
     BranchPoint,
     BranchStart,
@@ -59,7 +59,7 @@ def letters(max_tokens: int = 500, **options: Any) -> Engine:
 class Shout:
     """A tool that shouts, later for a shorter text."""
 
-    card = ToolCard("Shout", "shouts", (Parameter("text", "what to shout"),))
+    card = ToolCard("Shout", "shouts", schema_of(Parameter("text", "what to shout")))
 
     def __init__(self) -> None:
         self.heard: list[str] = []

@@ -25,7 +25,7 @@ from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.policy import Moment, Policy
 from flowtrain.agents.registry import load_kind
 from flowtrain.engines.protocol import EngineError, NoEngine
-from flowtrain.tools.base import Parameter, ToolCard
+from flowtrain.tools.base import Parameter, ToolCard, schema_of
 from flowtrain.types import Call, Task, ToolResult, Trajectory, Turn, UserError, Verdict
 
 TASK = Task("t-1", "What is the area of Chad?", ("1284",))
@@ -39,7 +39,7 @@ def teach(*replies: str) -> Chat:
     return Chat([gone if reply == "fails" else reply for reply in replies], "teacher")
 
 
-CARD = ToolCard("Search", "Looks words up.", (Parameter("query", "what to find"),))
+CARD = ToolCard("Search", "Looks words up.", schema_of(Parameter("query", "what to find")))
 SEARCH = Tool(CARD, lambda query: f"The {query} is 1284.")
 
 

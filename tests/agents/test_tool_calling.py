@@ -19,7 +19,7 @@ from flowtrain.agents.registry import load_kind
 from flowtrain.agents.talking.tool_calling import ToolCallingAgent
 from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
 from flowtrain.config import Config
-from flowtrain.tools.base import Parameter, ToolCard, ToolError
+from flowtrain.tools.base import Parameter, ToolCard, ToolError, schema_of
 from flowtrain.types import (
     BranchPoint,
     BranchStart,
@@ -38,7 +38,7 @@ FOUND = "The area of Chad is 1284."
 class Search:
     """Finds the area of Chad after those with longer queries; fails without a word."""
 
-    card = ToolCard("Search", "Looks words up.", (Parameter("query", "what to find"),))
+    card = ToolCard("Search", "Looks words up.", schema_of(Parameter("query", "what to find")))
 
     def __init__(self) -> None:
         self.started: list[str] = []

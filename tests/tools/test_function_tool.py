@@ -15,12 +15,13 @@ from flowtrain.agents.agentflow.executor import arguments_of
 from flowtrain.agents.agentflow.prompts import tool_text
 from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
-from flowtrain.tools import Parameter, Tool, ToolCard, run_tool
+from flowtrain.tools import Parameter, Tool, ToolCard, run_tool, schema_of
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World
 from flowtrain.types import ToolResult, UserError
 from tests.packages import check_shown
 
+ABOUT_N = "'Does it.\\n\\nArgs:\\n    n: how often.'"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_tool.py"
 
 
@@ -45,10 +46,10 @@ def test_the_example_s_card_says_what_its_signature_and_docstring_say() -> None:
     assert tools["convert"].card == ToolCard(
         "convert",
         "Converts a length from one unit to another.",
-        (
+        schema_of(
             Parameter("length", "how many of the unit.", float),
             Parameter("unit", "mm, cm, m, km, foot or mile."),
-            Parameter("to", "another one of those; else 'm'", is_required=False),
+            Parameter("to", "another one of those.", is_required=False),
         ),
         examples=({"length": 3.0, "unit": "mile", "to": "km"},),
     )
@@ -84,8 +85,8 @@ def f(a: str, b: bool = False) -> str:
     And more for people.
 
     Args:
-        a (str): what to do,
-            note: at length
+        a: what to do,
+            at length
 
         b: whether.
 
@@ -97,15 +98,36 @@ def f(a: str, b: bool = False) -> str:
     tool = made(tmp_path, source)
     tool.close()
     assert tool.card.description == "Does it, in a first paragraph of two lines."
-    expected = [("a", "what to do, note: at length"), ("b", "whether; else False")]
+    expected = [("a", "what to do, at length"), ("b", "whether.")]
     assert [(each.name, each.meaning) for each in tool.card.parameters] == expected
+
+
+def test_types_are_those_of_a_json_schema(tmp_path: Path) -> None:
+    source = """
+def f(numbers: list[int], unit: str, times: int | None = None) -> str:
+    '''Adds.
+
+    Args:
+        numbers: to add.
+        unit: of all. (choices: ["m", "km"])
+        times: over.
+    '''
+    return f"{sum(numbers) * (times or 1)} {unit}"
+"""
+    tool = made(tmp_path, source)
+    properties = tool.card.schema["properties"]
+    assert properties["numbers"]["items"] == {"type": "integer"}
+    assert properties["unit"]["enum"] == ["m", "km"]
+    assert [each.kind for each in tool.card.parameters] == [list, str, int]
+    assert "takes (numbers: list" in tool.card.check({"numbers": [1], "unit": "m", "other": 1})
+    assert call(tool, numbers=[1, 2], unit="m").output == "3 m"
 
 
 def test_a_function_that_blocks_holds_up_nobody_and_one_that_awaits_is_awaited(
     tmp_path: Path,
 ) -> None:
     released = threading.Event()
-    tool = made(tmp_path, 'def f(n: int) -> int:\n    "Waits."\n    return wait(n)\n')
+    tool = made(tmp_path, f"def f(n: int) -> int:\n    {ABOUT_N}\n    return wait(n)\n")
     tool._function.__globals__["wait"] = lambda n: released.wait(20.0) and n  # type: ignore[attr-defined]
 
     async def both() -> list[ToolResult]:
@@ -117,12 +139,12 @@ def test_a_function_that_blocks_holds_up_nobody_and_one_that_awaits_is_awaited(
     done, late = asyncio.run(both())
     tool.close()
     assert done.output == "7" and late.error == "timed out after 0.05 s"
-    source = 'async def g(n: int | None = None) -> str:\n    "Awaits."\n    return f"{n}"\n'
+    source = f'async def g(n: int | None = None) -> str:\n    {ABOUT_N}\n    return f"{{n}}"\n'
     assert call(made(tmp_path / "..", source, "g")).output == "None"
 
 
 def test_an_exception_is_an_error_of_its_call(tmp_path: Path) -> None:
-    tool = made(tmp_path, 'def f(n: int) -> int:\n    "Divides."\n    return 1 // n\n')
+    tool = made(tmp_path, f"def f(n: int) -> int:\n    {ABOUT_N}\n    return 1 // n\n")
     error = "ZeroDivisionError: integer division or modulo by zero"
     assert call(tool, n=0).error == error
 
@@ -146,28 +168,22 @@ class Shout:
     assert call(made(tmp_path, source, "Shout", Shout={"mark": "?"}), query="hi").output == "HI?"
 
 
-DOC = '"Does it."'
+def documented(signature: str, example: str = "", about: str = "Args:\n     a: it.") -> str:
+    return f"def f({signature}):\n '''Does.\n\n {example}\n\n {about}\n '''"
 
 
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("def f(a: str) -> str: return a", "has no docstring, whose first paragraph"),
-        (f"def f(a) -> str: {DOC}", "its argument 'a' has no type; give it one of str, int, float"),
-        (f"def f(a: list[str]) -> str: {DOC}", "its argument 'a' is none of str, int, float, bool"),
-        (f"def f(a: 'NoSuch') -> str: {DOC}", "has a type that cannot be resolved: NameError"),
-        (
-            f"def f(*a: str) -> str: {DOC}",
-            r"takes \*a: (')?str(')?; a model gives arguments by name",
-        ),
-        (
-            "def f(a: str):\n '''Does.\n\n Args:\n     b: it.\n '''",
-            "has no argument 'b', which its",
-        ),
-        ("def f(a: str):\n '''Does.\n\n >>> f(b=1)\n '''", r"its example 'f\(b=1\)' is no call"),
-        ("def f(a: str):\n '''Does.\n\n >>> f(a=x)\n '''", r"its example 'f\(a=x\)' is no call"),
-        ("def f(a: str):\n '''Does.\n\n >>> f(a='') + 1\n '''", "is no call of it: it computes"),
-        ("def f(a: str):\n '''Does.\n\n >>> f(a=1)\n '''", r"does not fit: f takes \(a: str\)"),
+        ("def f(a: str) -> str: return a", "is no tool: .* has no docstring"),
+        (documented("a"), "is no tool: .*Argument a is missing a type hint"),
+        (documented("a: 'NoSuch'"), "is no tool: NameError"),
+        (documented("*a: str"), r"takes \*a: (')?str(')?; a model gives arguments by name"),
+        (documented("a: str", about="Args:\n     b: it."), "has no description for .* 'a'"),
+        (documented("a: str", ">>> f(b=1)"), r"its example 'f\(b=1\)' is no call"),
+        (documented("a: str", ">>> f(a=x)"), r"its example 'f\(a=x\)' is no call"),
+        (documented("a: str", ">>> f(a='') + 1"), "is no call of it: it computes"),
+        (documented("a: str", ">>> f(a=1)"), r"does not fit: f takes \(a: str\)"),
         ("f = 5", "is a int, not a function or a class"),
         ("g = 5", "has no 'f'"),
         ("1 / 0", "ZeroDivisionError"),

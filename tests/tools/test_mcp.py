@@ -142,7 +142,7 @@ def test_a_tool_is_stateful_unless_the_server_says_it_only_reads(tmp_path: Path)
     for word, expected in (("good", True), ("read_only", False)):
         with tools_of("hand.echo", hand=by_hand(tmp_path, word)) as tools:
             assert tools["hand.echo"].card.is_stateful is expected
-            assert tools["hand.echo"].card.json_schema()["required"] == ["query"]
+            assert tools["hand.echo"].card.schema["required"] == ["query"]
 
 
 def test_a_program_gets_only_the_variables_that_it_is_meant_to(

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.tools import Parameter, Tool, ToolCard, ToolError, run_tool
+from flowtrain.tools import Parameter, Tool, ToolCard, ToolError, run_tool, schema_of
 from flowtrain.tools.base import shorten
 from flowtrain.tools.search import Search
 from flowtrain.types import ToolResult, UserError
@@ -125,7 +125,9 @@ def test_arguments_are_those_of_the_card(arguments: Mapping[str, object], is_rig
         card = ToolCard(
             "Page",
             "Reads.",
-            (Parameter("url", "where"), Parameter("top", "how many", int, is_required=False)),
+            schema_of(
+                Parameter("url", "where"), Parameter("top", "how many", int, is_required=False)
+            ),
         )
 
         async def execute(self, url: str, top: int = 1) -> str:

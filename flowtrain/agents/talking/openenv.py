@@ -116,8 +116,7 @@ class OpenEnv:
             found = listed.observation["tools"]
         for tool in found:
             line = printable(" ".join(tool["description"].split()), keep="")[:2000]
-            arguments = json.dumps(tool["input_schema"])
-            card = ToolCard(tool["name"], line, (), schema=arguments, keeps_time=True)
+            card = ToolCard(tool["name"], line, tool["input_schema"], keeps_time=True)
             self.tools[card.name] = EnvironmentTool(card, partial(self._step, card.name))
 
     async def _step(self, tool: str = "step", /, **arguments: object) -> str:

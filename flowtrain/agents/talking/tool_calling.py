@@ -117,7 +117,7 @@ def _user(text: str) -> Message:
 def definition(card: ToolCard) -> dict[str, Any]:
     """Describe a tool as OpenAI's chat completions do, for chat templates."""
     text = " ".join(filter(None, [card.description, card.limits, card.advice]))
-    function = {"name": card.name, "description": text, "parameters": card.json_schema()}
+    function = {"name": card.name, "description": text, "parameters": dict(card.schema)}
     return {"type": "function", "function": function}
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from flowtrain.config import McpServer
-from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError
+from flowtrain.tools.base import Tool, ToolCard, ToolError, one_line
 from flowtrain.tools.mcp.connection import Connection
 from flowtrain.tools.web.api import key_from_env
 from flowtrain.types import UserError
@@ -19,14 +18,6 @@ from flowtrain.utils.text import printable
 MAX_DESCRIPTION = 2000
 """Characters of a description that prompts show."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_KINDS: Mapping[object, type] = {
-    "string": str,
-    "integer": int,
-    "number": float,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
 
 
 class McpTool(Tool):
@@ -102,30 +93,11 @@ def card_of(server: str, tool: Any) -> ToolCard:
     hints = tool.annotations
     return ToolCard(
         name=f"{server}.{tool.name}",
-        description=_line(tool.description or tool.title or tool.name)[:MAX_DESCRIPTION],
-        parameters=_parameters(tool.input_schema),
-        schema=json.dumps(tool.input_schema),
+        description=one_line(tool.description or tool.title or tool.name)[:MAX_DESCRIPTION],
+        schema=tool.input_schema,
         is_stateful=not (hints is not None and hints.read_only_hint),
         keeps_time=True,
     )
-
-
-def _parameters(schema: Mapping[str, Any]) -> tuple[Parameter, ...]:
-    """Return the arguments for prompts that list them, required ones first."""
-    required = schema.get("required", ())
-    found = []
-    for name, of in schema.get("properties", {}).items():
-        about = of if isinstance(of, dict) else {}
-        kind = about.get("type")
-        found.append(
-            Parameter(
-                name,
-                _line(str(about.get("description") or about.get("title") or name)),
-                _KINDS.get(kind, object) if isinstance(kind, str) else object,
-                name in required,
-            )
-        )
-    return tuple(sorted(found, key=lambda parameter: not parameter.is_required))
 
 
 def _content(result: Any) -> tuple[str, list[str]]:
@@ -139,14 +111,9 @@ def _content(result: Any) -> tuple[str, list[str]]:
             case "resource" if hasattr(block.resource, "text"):
                 texts.append(block.resource.text)
             case "image" | "audio":
-                others.append(f"{block.type} ({_line(str(block.mime_type))[:100]})")
+                others.append(f"{block.type} ({one_line(str(block.mime_type))[:100]})")
             case kind:
-                others.append(_line(str(kind).replace("_", " ")))
+                others.append(one_line(str(kind).replace("_", " ")))
     if not result.content and result.structured_content is not None:
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
     return "\n".join(texts), others
-
-
-def _line(text: str) -> str:
-    """Put a text on one line, with nothing in it that a terminal would obey."""
-    return printable(" ".join(text.split()), keep="")
