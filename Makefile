@@ -57,7 +57,7 @@ $(VENV)/.run: QUIET =
 $(VENV)/.run: pyproject.toml kernels/pyproject.toml setup.py $(wildcard csrc/*)
 	@echo "torch and flowtrain -> $(VENV): 300 MB to download and 1.1 GB on the disk (gigabytes with CUDA), a minute or two; then the codec is compiled"
 	$(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON) --allow-existing $(VENV),$(PYTHON) -m venv $(VENV))
-	$(INSTALL) '$(TORCH)' -e kernels -e .
+	$(INSTALL) '$(TORCH)' -e kernels -e '.[plots,search]'
 	@echo "bytecode of what a run imports: ten seconds"
 	$(BIN)/python -c 'import flowtrain.train'
 	touch $@

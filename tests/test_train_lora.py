@@ -38,8 +38,7 @@ def lora_words(words: tuple[str, ...], by_seed: tuple[str, ...]) -> tuple[str, .
 def test_a_killed_run_goes_on_to_the_same_bits(
     server: Server, lora_words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """With inputs dropped."""
-    argv = ("--lora.sync", "merged", "--lora.dropout", "0.1")
+    argv = ("--lora.sync", "merged")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert train(server, lora_words, whole, *argv) == 0
     assert train(server, lora_words, killed, *argv, before=AFTER_STEP_3) == -signal.SIGKILL

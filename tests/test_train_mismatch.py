@@ -176,7 +176,7 @@ def test_a_provoked_cause_shows_in_its_number(
     ("sections", "most"),
     [
         ({"model": {"dtype": "bfloat16"}}, 1e-3),
-        ({"rollout": {"top_p": 0.8, "top_p_cap": 8}}, 1e-10),
+        ({"rollout": {"top_p": 0.8}}, 1e-10),
         (
             {
                 "rollout": {"frequency_penalty": 1.2},

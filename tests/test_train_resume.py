@@ -51,7 +51,7 @@ def test_resuming_a_finished_run_changes_nothing_but_adds_more_steps(
     server.resume(run, *words)
     check_same_run(run, full)
     more = ("--train.num_steps", NUM_STEPS + 2, "--train.warmup_steps", 10)
-    server.resume(run, *words, *more, "--train.peak_tflops", "0.002")
+    server.resume(run, *words, *more)
     assert rows(run, "metrics.jsonl")[: NUM_STEPS + 1] == rows(full, "metrics.jsonl")
     records = read(run / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(NUM_STEPS + 3))
@@ -59,9 +59,7 @@ def test_resuming_a_finished_run_changes_nothing_but_adds_more_steps(
     assert rates == pytest.approx([3e-3] * NUM_STEPS + [0.7 * 3e-3, 0.8 * 3e-3]), (
         "the warm-up is a function of the step, not of when the run was started"
     )
-    last = records[-1]
-    assert last["mfu"] == pytest.approx(last["train_tflop"] / last["train_s"] / 0.002)
-    assert last["train_tflop"] > 0, "what the trees need against the peak that is given"
+    assert records[-1]["train_tflop"] > 0
 
 
 def test_an_interrupt_ends_the_step_saves_and_can_be_resumed(

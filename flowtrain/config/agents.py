@@ -78,8 +78,6 @@ class Agent(Section):
     code_timeout_s: PositiveFloat = Field(10.0, le=3600)
     """CPU seconds of the code, tool_timeout_s at most; ten times as many of wall time end what
     sleeps (AgentFlow: 10 of wall time)"""
-    code_memory_mb: int = Field(512, ge=64)
-    """MiB of address space that the code may use"""
     search_cache_mb: int = Field(64, ge=0)
     """MiB of hits, and of pages, that Web_Search, Wikipedia_Search and Web_Reader each keep in a
     process, so that equal queries get equal results and are paid for once; 0: off"""
@@ -91,9 +89,6 @@ class Agent(Section):
     memory_tokens: int = Field(0, ge=0)
     """tokens of memory in a prompt; beyond them results lose their middle, the oldest first,
     commands never; 0: no bound"""
-    module_timeout_s: PositiveFloat = 120.0
-    """seconds that analyst, executor, verifier and generator may take for one reply, retries
-    included"""
 
     @model_validator(mode="before")
     @classmethod
@@ -242,7 +237,3 @@ class Judge(Section):
     cache: str = "runs/judge.sqlite"
     """file on a local disk that keeps verdicts, so that no question is asked twice; runs and ranks
     may share it"""
-    max_concurrency: PositiveInt = 32
-    """questions under way at a time, per rank"""
-    deadline_s: PositiveFloat = 300.0
-    """seconds per question; without a verdict by then the rule's score stands"""

@@ -18,8 +18,6 @@ class Gateway(Section):
     max_programs: PositiveInt = 64
     """commands or plain functions that run at a time, per rank; other rollouts wait, at no cost of
     their time"""
-    max_requests: PositiveInt = 32
-    """requests of one rollout under way at a time; further ones are answered 429"""
     environment: tuple[str, ...] = ()
     """environment variables that a command gets besides PATH, HOME, LANG and those of the rollout
     """

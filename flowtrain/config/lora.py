@@ -18,9 +18,6 @@ class Lora(Section):
     targets: tuple[str, ...] = ()
     """linear layers that get an adapter, by the ends of their names ("q_proj"); empty: all of the
     decoder"""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """share of an adapter's inputs that a training pass drops; above 0 the trainer's log-probs no
-    longer equal the sampler's"""
     sync: Literal["merged", "adapter"] = "merged"
     """what a version holds for the engines: merged: the model's weights with the adapter added;
     adapter: the adapter alone, over the model that every engine has loaded from model.path"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, field_validator
 
 from flowtrain.config.section import Section
 
@@ -21,8 +21,6 @@ class Reward(Section):
     """weights of the named parts that a function returns; a part that is not here has 1"""
     timeout_s: PositiveFloat = 30.0
     """seconds per call of a function; after that the rollout fails"""
-    max_concurrency: PositiveInt = 32
-    """calls under way at a time, per rank"""
     low: float = 0.0
     """least reward; a rollout with a lower one fails"""
     high: float = 1.0

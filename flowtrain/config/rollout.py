@@ -8,6 +8,10 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from flowtrain.config.section import Section
 
+TOP_P_CAP = 128
+"""The top_k of a top_p below 1 that comes without one, because training needs to know all tokens
+that were kept."""
+
 
 class Rollout(Section):
     engine: Literal["torch", "vllm"] = "torch"
@@ -26,10 +30,8 @@ class Rollout(Section):
     """sample from the so many likeliest tokens, and train the probabilities among them; 0: all"""
     top_p: float = Field(1.0, gt=0, le=1)
     """sample, among those, from the fewest tokens whose probabilities sum to this (AgentFlow's
-    code: 0.99)"""
-    top_p_cap: PositiveInt = 128
-    """the top_k of a top_p below 1 that comes without one, because training needs to know all
-    tokens that were kept; kept_at_cap_share in the metrics tells how often they were that many"""
+    code: 0.99), at most 128 of them; kept_at_cap_share in the metrics tells how often there were
+    that many"""
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     """a token's logit loses this for each time that the response has it already (AgentFlow's code:
     1.2); the trained policy knows no penalty, so it needs train.rescore"""
@@ -47,6 +49,11 @@ class Rollout(Section):
     straggler_s: PositiveFloat = 60.0
     """seconds after which a late rollout ends like one that is out of time: it answers from its
     finished turns, and is counted"""
+
+    @property
+    def num_kept(self) -> int:
+        """Most tokens that sampling keeps of a row, 0 for all."""
+        return self.top_k or (TOP_P_CAP if self.top_p < 1 else 0)
 
 
 class Vllm(Section):
@@ -68,9 +75,3 @@ class Vllm(Section):
     trainer its share of the GPU"""
     enforce_eager: bool = False
     """start sooner and sample slower: no CUDA graphs, no compilation (always so on a CPU)"""
-    start_timeout_s: PositiveFloat = 600.0
-    """seconds until vLLM must be ready"""
-    load_timeout_s: PositiveFloat = 300.0
-    """seconds for a weight update; then vLLM is restarted"""
-    hang_timeout_s: PositiveFloat = 120.0
-    """seconds without a sign of life; then vLLM is restarted"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from flowtrain.config.section import Section
 
@@ -21,9 +21,6 @@ class Run(Section):
     """auto: continue the run in run.dir from its newest checkpoint, or start it if there is none"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device on which the ranks compute; auto: CUDA where there is one"""
-    collective_timeout_s: PositiveFloat = 600.0
-    """seconds after which a collective of the training pass that hangs ends the run; ranks wait for
-    each other's rollouts, engines and evaluations however long these take"""
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: OMP_NUM_THREADS, or else the cores that affinity and cgroups allow,
     divided by the ranks of this machine"""
@@ -79,16 +76,8 @@ class Weights(Section):
 class Log(Section):
     tensorboard: bool = True
     """write TensorBoard files into run.dir"""
-    wandb_project: str = ""
-    """also log to this Weights & Biases project (pip install 'flowtrain[wandb]')"""
-    wandb_entity: str = ""
-    """user or team of the W&B project; empty: that of your login"""
-    wandb_group: str = ""
-    """W&B group of the run, as for seeds of one experiment"""
-    wandb_tags: tuple[str, ...] = ()
-    """W&B tags of the run"""
     loggers: tuple[str, ...] = ()
-    """further places for the numbers: trackio, names of entry points flowtrain.loggers, or
+    """further places for the numbers: wandb, trackio, names of entry points flowtrain.loggers, or
     FILE.py:NAME of your own (docs/metrics.md)"""
     logger_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """options of log.loggers, a table for each by its name: {trackio = {project = "p"}}"""

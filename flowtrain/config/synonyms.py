@@ -7,7 +7,6 @@ from collections.abc import Collection
 
 SYNONYMS = {
     "train.lr": ("learning_rate",),
-    "train.lr_schedule": ("lr_scheduler_type",),
     "train.num_steps": ("max_steps", "total_training_steps", "num_rollout"),
     "train.grad_clip": ("max_grad_norm", "max_norm", "clip_grad"),
     "train.minibatch_size": ("ppo_mini_batch_size",),
@@ -43,7 +42,6 @@ SYNONYMS = {
     "checkpoint.keep": ("save_total_limit", "max_actor_ckpt_to_keep"),
     "eval.every": ("eval_steps", "test_freq", "eval_interval"),
     "log.loggers": ("report_to", "logger"),
-    "log.wandb_project": ("project_name",),
 }
 """By option, its names in TRL's `GRPOConfig`, verl, OpenRLHF and slime, without their sections."""
 _BY_SYNONYM = {word: option for option, words in SYNONYMS.items() for word in words}

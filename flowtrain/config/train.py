@@ -24,9 +24,6 @@ class Train(Section):
     are equal; 0: never"""
     lr: PositiveFloat = 1e-6
     """learning rate (AgentFlow: 1e-6 for 7B; a tiny model wants 1e-4)"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """how the learning rate falls over num_steps: not at all, or linearly or by half a cosine to 0
-    """
     warmup_steps: int = Field(0, ge=0)
     """steps over which the learning rate rises from 0; 0: it starts at lr"""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -70,9 +67,6 @@ class Train(Section):
     offload_reference: bool = False
     """keep the reference policy's weights in the memory of the CPU, from where each scoring pass
     fetches them layer by layer"""
-    peak_tflops: float = Field(0.0, ge=0)
-    """dense TFLOP/s of a rank's device in model.dtype, for MFU; 0: known for common GPUs in
-    bfloat16, else no MFU"""
     fp32_logits: Literal["auto", "on", "off"] = "auto"
     """keep the logits of a 16-bit head in fp32 until log-probs are taken, whose error is then 1e-5
     and not 0.01 nats, for an eighth more of the head's time (docs/kernels.md); auto: on a GPU"""

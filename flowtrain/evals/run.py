@@ -40,7 +40,7 @@ _DECIDING = (
 _NOT_DECIDING = (
     *("rollout.max_in_flight", "rollout.num_questions", "rollout.group_size"),
     *("agent.max_turns", "agent.eval_max_turns", "tasks.num_train", "tasks.benchmarks"),
-    *("judge.cache", "judge.max_concurrency"),
+    "judge.cache",
 )
 
 

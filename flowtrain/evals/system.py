@@ -53,7 +53,7 @@ def open_system(
     options = config.eval.model_copy(update={"benchmarks": ()})
     config = config.model_copy(update={"tasks": tasks, "eval": options})
     with ExitStack() as cleanup:
-        world = World.join(config.run.device, config.run.collective_timeout_s)
+        world = World.join(config.run.device)
         cleanup.callback(world.leave)
         if planner == POLICY:
             components = RunComponents.prepare(config, world)

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,9 +63,8 @@ def open_loggers(config: Config, run_dir: Path, resume_step: int) -> list[Logger
     Raises UserError where one is unknown, its package is missing, or it cannot begin.
     """
     made: list[Logger] = [JsonSteps()] if config.log.format == "json" else []
-    names = (*(("wandb",) if config.log.wandb_project else ()), *config.log.loggers)
     with ExitStack() as cleanup:
-        for name in names:
+        for name in config.log.loggers:
             options = config.log.logger_options.get(name.rpartition(":")[2], {})
             logger = _load(name, LoggerContext(config, run_dir, resume_step, options))
             made.append(Background(name, logger))
@@ -84,6 +84,14 @@ def _load(name: str, context: LoggerContext) -> Logger:
 
 
 # ---- the loggers
+
+
+def open_tensorboard(run_dir: Path, resume_step: int) -> list[Logger]:
+    """Open TensorBoard's files; none, with a warning, where its package is not installed."""
+    if find_spec("tensorboard") is None:
+        _log.warning("no files of TensorBoard without it: pip install 'flowtrain[plots]'")
+        return []
+    return [TensorBoard(run_dir, resume_step)]
 
 
 class TensorBoard:
@@ -128,20 +136,16 @@ class RemoteRun:
 
 def wandb(context: LoggerContext) -> RemoteRun:
     """Open the W&B run of this folder; its id lies beside the metrics, so that a run that resumes
-    goes on with the same one.
+    goes on with the same one. `context.options` go to `wandb.init`, as `project` or `tags`.
     """
-    log = context.config.log
     module = _package("wandb")
     run = module.init(
-        project=log.wandb_project or None,
-        entity=log.wandb_entity or None,
-        group=log.wandb_group or None,
-        tags=list(log.wandb_tags) or None,
         name=context.run_dir.name,
         id=_run_id(context.run_dir / "wandb_id.txt"),
         resume="allow",
         dir=str(context.run_dir),
         config=context.config.model_dump(mode="json"),
+        **context.options,
     )
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

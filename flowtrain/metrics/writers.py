@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.metrics.jsonl import append_lines, cut_lines, json_value, read_lines
-from flowtrain.metrics.loggers import Logger, TensorBoard
+from flowtrain.metrics.loggers import Logger, open_tensorboard
 from flowtrain.types import Call, Group, ToolCall, ToolResult, Trajectory, Turn
 from flowtrain.utils.prefixes import num_shared
 
@@ -31,8 +31,8 @@ class MetricsLog:
         """
         self.path = Path(run_dir) / "metrics.jsonl"
         cut_lines(self.path, resume_step)
-        board = [TensorBoard(run_dir, resume_step)] if tensorboard else []
-        self._loggers: list[Logger] = [*board, *loggers]
+        boards = open_tensorboard(run_dir, resume_step) if tensorboard else ()
+        self._loggers: list[Logger] = [*boards, *loggers]
 
     def log(self, metrics: Mapping[str, float | int]) -> None:
         """Append one line, keys in the given order; "step" must be among them. A non-finite number

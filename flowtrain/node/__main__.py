@@ -54,7 +54,6 @@ OWN_KEYS = (
     "corpus.path",
     "corpus.index",
     "judge.cache",
-    "judge.max_concurrency",
     "agent.sandbox",
     "web_search.base_url",
     "web_search.api_key_env",

@@ -87,7 +87,7 @@ def make_sampler(
             policy: open_source(location, cache / policy, token)
             for policy, location in locations.items()
         }
-        world = World.join(config.run.device, config.run.collective_timeout_s)
+        world = World.join(config.run.device)
         cleanup.callback(world.leave)
         components = RunComponents.for_node(config, world)
         cleanup.callback(components.close)

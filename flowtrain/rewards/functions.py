@@ -34,9 +34,11 @@ from flowtrain.utils.text import encodable, final_answer
 
 FAILURES = ("exception", "timeout", "value")
 """Why a function has failed a rollout, as `scored_by` has it at its end."""
+MAX_CONCURRENCY = 32
+"""Calls under way at a time, per rank."""
 MAX_LOST = 64
-"""Threads, beside those that `reward.max_concurrency` needs, that may be lost to functions which do
-not return: no thread can be ended from outside."""
+"""Threads, beside those of calls under way, that may be lost to functions which do not return: no
+thread can be ended from outside."""
 
 _MAX_ERROR = 300
 _log = logging.getLogger(__name__)
@@ -100,8 +102,8 @@ class RewardFunctions:
             raise UserError(
                 f"{key}={twice[0].name!r}: another one is called {twice[0].part!r}, too"
             )
-        pool = BlockingPool(options.max_concurrency + MAX_LOST, "reward")
-        return cls(options, found, Gate(options.max_concurrency), pool, key)
+        pool = BlockingPool(MAX_CONCURRENCY + MAX_LOST, "reward")
+        return cls(options, found, Gate(MAX_CONCURRENCY), pool, key)
 
     @property
     def name(self) -> str:
@@ -123,7 +125,7 @@ class RewardFunctions:
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
         """Fill `reward`, `reward_parts` and `scored_by`, or let the rollout fail;
-        `reward.max_concurrency` at a time.
+        32 at a time.
         """
         if trajectory.error:
             return trajectory

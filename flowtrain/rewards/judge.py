@@ -17,6 +17,9 @@ from flowtrain.types import Task
 from flowtrain.utils.per_loop import Gate, Together
 from flowtrain.utils.text import encodable
 
+DEADLINE_S = 300.0
+"""Seconds per question; without a verdict by then the rule's score stands."""
+_MAX_CONCURRENCY = 32
 MAX_LINE = 200
 """Characters of the line with the judgement; a longer line has none."""
 
@@ -61,11 +64,11 @@ class Judge:
         self.mode = options.mode
         self._counts = Counter(asked=0, judged=0, new=0, malformed=0, failed=0)
         self._together = Together(self._judge)
-        self._gate = Gate(options.max_concurrency)
+        self._gate = Gate(_MAX_CONCURRENCY)
 
     async def judge(self, task: Task, answer: str) -> bool | None:
         """Decide whether a final answer is right; None where the judge gives no verdict. Equal ones
-        side by side are asked about once, and `judge.max_concurrency` at a time.
+        side by side are asked about once, and 32 at a time.
         """
         self._counts["judged"] += 1
         return await self._together(judge_prompt(task, answer))
@@ -87,12 +90,11 @@ class Judge:
 
     async def _ask(self, prompt: str) -> bool | None:
         """Ask, and ask once more, with another seed, after a reply without a judgement."""
-        deadline_s = self._options.deadline_s
         for seed in (0, 1):
             self._counts["asked"] += 1
             try:
-                async with asyncio.timeout(deadline_s):
-                    reply = await self._engine.ask(prompt, seed=seed, deadline_s=deadline_s)
+                async with asyncio.timeout(DEADLINE_S):
+                    reply = await self._engine.ask(prompt, seed=seed, deadline_s=DEADLINE_S)
             except (EngineError, TimeoutError):
                 self._counts["failed"] += 1
                 return None

@@ -43,7 +43,7 @@ _DECIDING = (
 )
 _NOT_DECIDING = (
     *("model.dtype", "agent.eval_max_turns"),
-    *("judge.cache", "judge.max_concurrency", "judge.deadline_s"),
+    "judge.cache",
 )
 _OF_ENGINES = ("kind", "model", "temperature", "max_tokens")
 """The options of an engine that decide what it writes: not its address, key, prices or limits."""

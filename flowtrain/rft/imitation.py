@@ -19,7 +19,7 @@ from flowtrain.run.components import RunComponents
 from flowtrain.run.learner import make_trainer
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.lr_schedule import learning_rate
+from flowtrain.training.lr_schedule import linear
 from flowtrain.training.model import export, full_weights
 from flowtrain.training.trainer import OptimSpec
 from flowtrain.training.tree import pack_rows
@@ -102,7 +102,7 @@ def _imitate(
     progress = Progress(num_steps, 0, world.is_main)
     step = 0
     for step in range(1, num_steps + 1):
-        trainer.set_lr(learning_rate(rft.lr, step, num_steps, rft.warmup_steps, "linear"))
+        trainer.set_lr(linear(rft.lr, step, num_steps, rft.warmup_steps))
         rows = [pack_rows(next(rest), config.train.row_budget)]
         stats = trainer.step(balance(rows, cost, world, num_takers=world.size), step)
         if metrics is not None and step % 10 == 0:

@@ -54,7 +54,7 @@ def dry_run(config: Config) -> int:
     Raises UserError for whatever would keep the run from starting.
     """
     with ExitStack() as cleanup:
-        world = World.join(config.run.device, config.run.collective_timeout_s)
+        world = World.join(config.run.device)
         cleanup.callback(world.leave)
         placement = Placement.of(config, world)
         if not world.is_main:

@@ -21,7 +21,7 @@ from flowtrain.training.balance import balance, return_logprobs
 from flowtrain.training.checkpoint import Checkpoints
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lora import has_adapter
-from flowtrain.training.lr_schedule import learning_rate
+from flowtrain.training.lr_schedule import warmed_up
 from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.minibatches import split
 from flowtrain.training.model import published_weights
@@ -39,7 +39,6 @@ from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack
 from flowtrain.training.world import World
 from flowtrain.types import TrainBatch, UserError
-from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.format.files import writing_tensors
 from flowtrain.weights.ranks import Alone, Ranks, together
@@ -149,12 +148,8 @@ class Learner:
         metrics: Mapping[str, float] = {}
         scores = TokenScores()
         if self.trainer is not None:
-            t, lora = self.config.train, self.config.lora
-            lr = learning_rate(t.lr, step, t.num_steps, t.warmup_steps, t.lr_schedule)
-            self.trainer.set_lr(lr)
-            if lora.dropout:  # a resumed run drops what it would have dropped
-                rank = self.placement.trainers.rank
-                torch.manual_seed(derive_seed(self.config.run.seed, "dropout", step, rank))
+            t = self.config.train
+            self.trainer.set_lr(warmed_up(t.lr, step, t.warmup_steps))
             metrics = self.trainer.optimize(rows, step, scores)
             if self.config.vllm.sleep:
                 torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps

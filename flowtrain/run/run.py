@@ -276,7 +276,7 @@ def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run
 
 
 def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
-    world = World.join(config.run.device, config.run.collective_timeout_s)
+    world = World.join(config.run.device)
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
     memory = MemoryPeak(world.device)

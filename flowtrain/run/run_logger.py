@@ -59,7 +59,7 @@ class RunLogger:
         self._placement = placement
         self._run_dir = run_dir
         self._memory = memory
-        tflops = config.train.peak_tflops or _known_tflops(config, placement.world.device)
+        tflops = _known_tflops(config, placement.world.device)
         self._peak_flops = 1e12 * tflops * placement.trainers.size
         self._advises = placement.samplers.rank == 0  # once
         self._cleanup = ExitStack()
@@ -210,8 +210,6 @@ class RunLogger:
             signal: steps that had nothing to learn from; empty where all had.
             tokens: where all tokens went, as the dataflow knows it; None: as the log does.
         """
-        from flowtrain.view.curves import plot_curves  # which is slow to load
-
         (peak_bytes,) = self._placement.world.max([self.peak_bytes()])
         if not self._placement.world.is_main:
             return
@@ -228,7 +226,7 @@ class RunLogger:
             "peak_memory_gb": peak_bytes / 1e9,
         }
         write_summary(path / "summary.json", summary)
-        plot_curves(path)
+        curves = "curves.png, " if _draw(path) else ""
         if trained:
             print(comparison_table(warm, trained))
         if idle_steps := signal.get("idle_steps"):
@@ -239,7 +237,7 @@ class RunLogger:
                 print(f"{key.removeprefix('reward/')!r}, a part of the reward, was 0 in every step")
         print(f"tokens: {tokens.text()}")
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
-        files = "curves.png, summary.json, metrics.jsonl, trajectories.jsonl"
+        files = f"{curves}summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")
         print(f"to look at it: python -m flowtrain.view {path}")
 
@@ -259,3 +257,16 @@ def _known_tflops(config: Config, device: torch.device) -> float:
     if device.type != "cuda" or config.model.dtype != "bfloat16":
         return 0.0
     return peak_tflops(torch.cuda.get_device_name()) or 0.0
+
+
+def _draw(path: Path) -> bool:
+    """Draw the curves of a run; False, with a warning, where matplotlib is not installed."""
+    try:
+        from flowtrain.view import curves  # which is slow to load
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        _log.warning("no curves.png without matplotlib: pip install 'flowtrain[plots]'")
+        return False
+    curves.plot_curves(path)
+    return True

@@ -198,7 +198,7 @@ async def _sub_goals(
     problem = ""
     for attempt in range(NUM_ATTEMPTS):
         seed = derive_seed(config.run.seed, "annotate", task.id, attempt)
-        reply = await chat.ask(prompt, seed=seed, deadline_s=config.agent.module_timeout_s)
+        reply = await chat.ask(prompt, seed=seed, deadline_s=120.0)
         try:
             return read_reply(task, reply)
         except UserError as error:

@@ -8,8 +8,8 @@ plain function; docs/tools.md shows one of each from end to end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from flowtrain.tools.mcp.tool import Server
 
 GROUP = "flowtrain.tools"
+_EXTRAS = {"bm25s": "search", "trafilatura": "web"}
+"""Packages of our own tools, and the extras that have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,22 @@ def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:
     """Raises UserError, which names the package, when a tool of another package cannot be made."""
     origin = f"tool {name!r} of package {plugins.package(entry)}"
     problem = f"{origin} cannot be made"
-    with plugins.guard(entry, problem):
+    with _extra(name), plugins.guard(entry, problem):
         kind = entry.load()
     return _checked(kind, name, context, origin, plugins.guard(entry, problem))
+
+
+@contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """Turn a package that is missing into an error that names the extra of ours that has it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (extra := _EXTRAS.get(error.name or "")) is None:
+            raise
+        raise UserError(
+            f"agent.tools={name!r} needs {error.name}: pip install 'flowtrain[{extra}]'"
+        ) from error
 
 
 def _checked(
@@ -149,7 +164,7 @@ def _checked(
     guard: AbstractContextManager[None],
 ) -> Tool:
     """Make the tool with its own table of options; its card must have its name."""
-    with guard:
+    with _extra(name), guard:
         tool = kind(replace(context, options=context.config.plugins.get(name, {})))
         card_name = tool.card.name
     if card_name != name:

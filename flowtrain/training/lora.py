@@ -56,7 +56,6 @@ def add_adapter(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number
         target_modules=sorted(lora.targets or linear),
-        lora_dropout=lora.dropout,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
@@ -90,19 +89,6 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-@contextmanager
-def dropout_off(model: nn.Module) -> Iterator[None]:
-    """Drop no inputs of an adapter for a block."""
-    layers = [m for m in model.modules() if isinstance(m, nn.Dropout) and m.training]
-    for layer in layers:
-        layer.eval()
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.train()
 
 
 def frozen_weights(model: nn.Module) -> dict[str, Tensor]:

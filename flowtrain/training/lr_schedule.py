@@ -1,29 +1,16 @@
-"""The learning rate of a step."""
+"""The learning rate of a step, counted from 1.
+
+It depends on nothing else, so a resumed run goes on with the rate it would have had.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Literal
 
-Schedule = Literal["constant", "linear", "cosine"]
+def warmed_up(peak: float, step: int, warmup_steps: int) -> float:
+    """Return the rate that rises linearly from 0 to `peak` over so many steps, and stays there."""
+    return peak * min(step / max(warmup_steps, 1), 1.0)
 
 
-def learning_rate(
-    peak: float, step: int, num_steps: int, warmup_steps: int, schedule: Schedule
-) -> float:
-    """Return the rate of a step, counted from 1: the lower of the warm-up and the decay.
-
-    It depends on nothing else, so a resumed run goes on with the rate it would have had.
-
-    Args:
-        warmup_steps: the rate rises linearly from 0 to `peak` over so many steps; 0: no warm-up.
-        schedule: how the rate falls from `peak` at step 1 towards 0 after the last step.
-    """
-    progress = (step - 1) / num_steps
-    if schedule == "cosine":
-        decay = (1 + math.cos(math.pi * progress)) / 2
-    elif schedule == "linear":
-        decay = (num_steps - step + 1) / num_steps
-    else:
-        decay = 1.0
-    return peak * min(step / max(warmup_steps, 1), decay, 1.0)
+def linear(peak: float, step: int, num_steps: int, warmup_steps: int) -> float:
+    """Return the lower of the warm-up and a line from `peak` at step 1 towards 0 after the last."""
+    return min(warmed_up(peak, step, warmup_steps), peak * (num_steps - step + 1) / num_steps)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.experts import RouteMetrics, replaying, routers
-from flowtrain.training.lora import adapter_off, dropout_off
+from flowtrain.training.lora import adapter_off
 from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.row_loss import row_loss, score_row
@@ -294,8 +294,7 @@ class Trainer:
         """Score every row's targets under `model`; collective, ranks may differ in rows."""
         num_rows = int(self._world.max([len(rows)])[0])
         padded = [*map(self._followed, rows), *[empty_row()] * (num_rows - len(rows))]
-        with dropout_off(model):
-            scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
+        scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
         return scores[: len(rows)]
 
     def _followed(self, row: PackedRow) -> PackedRow:

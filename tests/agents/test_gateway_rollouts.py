@@ -18,6 +18,7 @@ from gateway_runs import TASK, LoggingEngine, calls_of, logging_engine, make_age
 
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.gateway import agent as agent_module
+from flowtrain.agents.gateway import server
 from flowtrain.agents.gateway.agent import GatewayAgent
 from flowtrain.agents.gateway.plain import Refusal
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
@@ -242,7 +243,8 @@ def test_too_many_requests_at_a_time_are_429(monkeypatch: pytest.MonkeyPatch) ->
         go_on.set()
         return said(await first)
 
-    assert solved(monkeypatch, engine, solve, max_requests=1).answer == "one"
+    monkeypatch.setattr(server, "MAX_REQUESTS", 1)
+    assert solved(monkeypatch, engine, solve).answer == "one"
 
 
 def test_beyond_the_turns_the_program_may_still_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from make import Engine, Tool
 from starlette.responses import JSONResponse, Response
 from toy_options import toy
 
+from flowtrain.agents.agentflow import build
 from flowtrain.agents.agentflow.build import MODULES, make_flow
 from flowtrain.agents.agentflow.executor import NO_COMMAND
 from flowtrain.agents.agentflow.flow import Flow
@@ -420,16 +421,21 @@ def test_analyst_failure_fails_group_without_turns() -> None:
         )
 
 
-def test_a_module_that_hangs_costs_its_deadline_and_no_more() -> None:
-    limits = {"module_timeout_s": 0.3, "rollout_timeout_s": 60.0}
-    with llm_flow({}, wait=lambda: asyncio.sleep(60), agent=limits) as (flow, *_):
+def test_a_module_that_hangs_costs_its_deadline_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "MODULE_TIMEOUT_S", 0.3)
+    with llm_flow({}, wait=lambda: asyncio.sleep(60), agent={"rollout_timeout_s": 60.0}) as (
+        flow,
+        *_,
+    ):
         trajectory = run(flow)
     assert trajectory.error.startswith("analyst: engines.local: no answer within")
 
 
 @pytest.mark.clock
 def test_time_that_is_up_still_gets_an_answer() -> None:
-    slow = {"rollout_timeout_s": 0.25, "module_timeout_s": 20.0}
+    slow = {"rollout_timeout_s": 0.25}
     with llm_flow({}, wait=lambda: asyncio.sleep(0.1), agent=slow) as (flow, *_):
         trajectory = run(flow)
     assert trajectory.truncated == "time" and trajectory.answer == "1284"

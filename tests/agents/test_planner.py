@@ -321,10 +321,10 @@ def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
 
 
 def test_top_p_alone_is_bounded_by_its_cap() -> None:
-    rollout = {"top_p": 0.99, "top_p_cap": 64, "frequency_penalty": 1.2}
+    rollout = {"top_p": 0.99, "frequency_penalty": 1.2}
     config = toy({"rollout": rollout, "train": {"rescore": True}})
     planner = make_policy(config, "planner", says(""), ChatChars())  # type: ignore[arg-type]
-    assert (planner.top_k, planner.top_p, planner.frequency_penalty) == (64, 0.99, 1.2)
+    assert (planner.top_k, planner.top_p, planner.frequency_penalty) == (128, 0.99, 1.2)
     verifier = make_policy(config, "verifier", says(""), ChatChars())  # type: ignore[arg-type]
     assert (verifier.top_k, verifier.top_p, verifier.frequency_penalty) == (0, 1.0, 0.0)
 

@@ -288,7 +288,7 @@ def divide(n):
 
 @pytest.mark.clock
 def test_an_exception_keeps_what_was_set_and_a_limit_leaves_nothing() -> None:
-    tool = coder(code_timeout_s=0.8, code_memory_mb=128)
+    tool = coder(code_timeout_s=0.8)
     ended = {
         "x = 2\nwhile True: pass": "CPU time limit of 0.8 s exceeded",
         "x = 4; import os; os._exit(3)": "exited with status 3",

@@ -95,7 +95,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         adapter_stores={**{name: str(s.root) for name, s in setup.stores.items()}, "refiner": ""},
         environment=cpu_environment(1),
     )
-    options = Vllm(kv_cache_gb=0.125, hang_timeout_s=20, load_timeout_s=60, max_num_seqs=64)
+    options = Vllm(kv_cache_gb=0.125, max_num_seqs=64)
     setup.engines = AdapterEngine.start(vllm_model, tokenizer, options)
     yield setup
     for engine in setup.engines.values():

@@ -37,6 +37,7 @@ from flowtrain.agents.registry import load_kind
 from flowtrain.config import Vllm
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.torch_engine import TorchEngine
+from flowtrain.engines.vllm import runner
 from flowtrain.engines.vllm.engine import VllmEngine
 from flowtrain.engines.vllm.process import (
     VllmModel,
@@ -85,7 +86,7 @@ async def solve(task, base_url, api_key):
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 Request = tuple[Sequence[int], Sampling]
-OPTIONS = Vllm(kv_cache_gb=0.125, hang_timeout_s=4, load_timeout_s=60, max_num_seqs=64)
+OPTIONS = Vllm(kv_cache_gb=0.125, max_num_seqs=64)
 PROMPTS = [(5,), (9, 8, 7), tuple(range(100, 130)), (9, 8, 7, 6), tuple(range(20, 90))]
 LONG = (tuple(range(100, 130)), Sampling(190, 1.0, seed=3, ignore_end=True))
 
@@ -97,6 +98,13 @@ class Setup:
     tokenizer: PreTrainedTokenizerFast
     store: WeightStore
     versions: dict[int, dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def impatient() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "HANG_S", 4.0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -68,9 +68,7 @@ class Setup:
             store=str(self.store.root),
             environment=cpu_environment(1),
         )
-        options = Vllm(
-            tensor_parallel_size=SIZE, kv_cache_gb=0.125, max_num_seqs=16, hang_timeout_s=20
-        )
+        options = Vllm(tensor_parallel_size=SIZE, kv_cache_gb=0.125, max_num_seqs=16)
         self.engine = VllmEngine(vllm_model, tokenizer=None, options=options)  # type: ignore[arg-type]
 
     @torch.no_grad()

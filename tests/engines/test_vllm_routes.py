@@ -62,7 +62,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     tokenizer, _ = loud_model()
     options = {"records_routes": True, "store": str(store.root), "environment": cpu_environment(1)}
     spec = VllmModel(config, "float32", 256, frozenset(), **options)
-    engine = VllmEngine(spec, tokenizer, Vllm(kv_cache_gb=0.125, load_timeout_s=60))
+    engine = VllmEngine(spec, tokenizer, Vllm(kv_cache_gb=0.125))
     engine.load(0)
     yield Setup(engine, model, publisher, store)
     engine.close()

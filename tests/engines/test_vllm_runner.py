@@ -25,8 +25,7 @@ from flowtrain.types import Completion, FinishReason, Sampling, UserError, Versi
 from flowtrain.weights import StoreError
 from flowtrain.weights.format.adapters import AdapterSpec
 
-OPTIONS = Vllm(start_timeout_s=60, load_timeout_s=60, hang_timeout_s=60)
-HASTY = Vllm(start_timeout_s=60, load_timeout_s=1, hang_timeout_s=1)
+OPTIONS = Vllm()
 
 
 class FakeLLM:
@@ -155,6 +154,11 @@ def engine(llms: list[FakeLLM]) -> Iterator[VllmEngine]:
     engine.close()
 
 
+def be_hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_runner, "LOAD_S", 1.0)
+    monkeypatch.setattr(vllm_runner, "HANG_S", 1.0)
+
+
 def start(options: Vllm = OPTIONS) -> VllmEngine:
     model = VllmModel("folder", "float32", max_tokens=64, stop_ids=frozenset({1}), store="store")
     return VllmEngine(model, tokenizer=None, options=options)  # type: ignore[arg-type]
@@ -209,8 +213,11 @@ def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(
     wait_for(lambda: llms[0].is_shut_down)
 
 
-def test_a_vllm_that_hangs_is_killed_and_replaced(llms: list[FakeLLM]) -> None:
-    engine = start(HASTY)
+def test_a_vllm_that_hangs_is_killed_and_replaced(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_hasty(monkeypatch)
+    engine = start()
     llms[0].hangs = True
     llms[0].go_on.clear()
     assert sample(engine).ids == (0, 0, 0)
@@ -251,7 +258,9 @@ def test_a_load_that_fails_before_a_weight_changed_leaves_the_old_version(
 def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
     llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
-    engine = start(HASTY if problem == "timeout" else OPTIONS)
+    if problem == "timeout":
+        be_hasty(monkeypatch)
+    engine = start()
     engine.load(2)
     if problem == "lost":  # the weights are neither those of before nor the new ones
         llms[0].errors["try_update"] = RuntimeError("a full load broke off")
@@ -499,10 +508,10 @@ def test_start_errors_are_user_errors_or_explained(
         monkeypatch.setattr(vllm_runner, "_make_llm", fail(error))
         with pytest.raises(kind, match=message):
             start()
-    slow = Vllm(start_timeout_s=0.1)
+    monkeypatch.setattr(vllm_runner, "START_S", 0.1)
     monkeypatch.setattr(vllm_runner, "_make_llm", lambda model, options: time.sleep(0.5))
-    with pytest.raises(UserError, match=r"not start within vllm\.start_timeout_s=0\.1"):
-        start(slow)
+    with pytest.raises(UserError, match=r"not start within 0\.1 s"):
+        start()
 
 
 def test_start_errors_are_read_from_the_error_file(

@@ -58,9 +58,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> ScriptedRun:
 def test_wandb_gets_its_options_and_goes_on_with_its_run(
     wandb: ScriptedRun, tmp_path: Path
 ) -> None:
-    options = config(
-        wandb_project="flows", wandb_entity="us", wandb_group="seeds", wandb_tags=["a", "b"]
-    )
+    table = {"project": "flows", "entity": "us", "group": "seeds", "tags": ["a", "b"]}
+    options = config(loggers=["wandb"], logger_options={"wandb": table})
     for step in (1, 2):
         log = MetricsLog(tmp_path, step - 1, False, open_loggers(options, tmp_path, step - 1))
         log.log({"step": step, "a": 0.5, "b": float("nan")})
@@ -69,14 +68,14 @@ def test_wandb_gets_its_options_and_goes_on_with_its_run(
     names = ("project", "entity", "group", "tags", "name", "resume", "dir")
     given = ["flows", "us", "seeds", ["a", "b"], tmp_path.name, "allow", str(tmp_path)]
     assert [first[name] for name in names] == given
-    assert first["config"]["log"]["wandb_group"] == "seeds"
+    assert first["config"]["log"]["logger_options"] == {"wandb": table}
     assert second["id"] == first["id"] and len(first["id"]) == 32
     assert metrics == [("step", ""), ("*", "step")]
     assert (line, end) == ({"a": 0.5, "step": 1}, "finish")
 
 
 def test_wandb_shows_late_numbers_at_their_step(wandb: ScriptedRun, tmp_path: Path) -> None:
-    (logger,) = open_loggers(config(wandb_project="p"), tmp_path, 0)
+    (logger,) = open_loggers(config(loggers=["wandb"]), tmp_path, 0)
     logger.log(7, {"a": 1.0})
     logger.log(4, {"eval_reward": 0.5})
     logger.close()
@@ -84,10 +83,10 @@ def test_wandb_shows_late_numbers_at_their_step(wandb: ScriptedRun, tmp_path: Pa
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, options in (("wandb", {"wandb_project": "p"}), ("trackio", {"loggers": ["trackio"]})):
+    for name in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(UserError, match=rf"pip install 'flowtrain\[{name}\]'"):
-            open_loggers(config(**options), tmp_path, 0)
+            open_loggers(config(loggers=[name]), tmp_path, 0)
 
 
 def test_trackio_gets_options_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +165,7 @@ def test_when_one_cannot_be_opened_the_others_are_closed(
     wandb: ScriptedRun, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError):
-        open_loggers(config(wandb_project="p", loggers=["nothing"]), tmp_path, 0)
+        open_loggers(config(loggers=["wandb", "nothing"]), tmp_path, 0)
     assert wandb.calls[-1] == "finish"
 
 
@@ -215,7 +214,7 @@ def test_wandb_ends_no_run(
         raise ConnectionError("the service has died")
 
     wandb.log = fail  # type: ignore[method-assign,assignment]
-    log = MetricsLog(tmp_path, 0, False, open_loggers(config(wandb_project="p"), tmp_path, 0))
+    log = MetricsLog(tmp_path, 0, False, open_loggers(config(loggers=["wandb"]), tmp_path, 0))
     log.log({"step": 1, "a": 0.5})
     log.close()
     assert "the logger 'wandb' is left out from now on: ConnectionError" in caplog.text
@@ -236,7 +235,8 @@ def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    options = config(wandb_project="p", wandb_group="g", wandb_tags=["t"])
+    table = {"project": "p", "group": "g", "tags": ["t"]}
+    options = config(loggers=["wandb"], logger_options={"wandb": table})
     for first_step in (1, 2):
         log = MetricsLog(tmp_path, first_step - 1, False, open_loggers(options, tmp_path, 0))
         log.log({"step": first_step, "a": 0.5})

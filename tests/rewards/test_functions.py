@@ -252,7 +252,8 @@ def test_a_call_that_hangs_fails_its_rollout_and_holds_nothing_up(load: Load) ->
 def test_calls_that_never_return_are_bounded(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "MAX_LOST", 2)
     before = threading.active_count()
-    given = load(HANGS, timeout_s=0.05, max_concurrency=1)
+    monkeypatch.setattr(functions, "MAX_CONCURRENCY", 1)
+    given = load(HANGS, timeout_s=0.05)
     for _ in range(9):
         (failed,) = scored(given, rollout(seed=1))
         assert failed.error.endswith("no reward within 0.05 s")
@@ -286,14 +287,14 @@ def test_async_functions_keep_their_loop_between_steps(load: Load) -> None:
     assert [scored(given, rollout())[0].reward for _ in range(3)] == [1.0] * 3
 
 
-def test_at_most_so_many_calls_run_at_a_time(load: Load) -> None:
+def test_at_most_so_many_calls_run_at_a_time(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "MAX_CONCURRENCY", 3)
     given = load(
         "import threading\nlock, now, most = threading.Lock(), [0], [0]\n"
         "def score(task, answer, trajectory):\n"
         "    with lock:\n        now[0] += 1\n        most[0] = max(most[0], now[0])\n"
         "    threading.Event().wait(0.001)\n"
         "    with lock:\n        now[0] -= 1\n    return 1.0\n",
-        max_concurrency=3,
     )
     scored(given, *(rollout() for _ in range(30)))
     assert module_of(given).most[0] <= 3

@@ -137,7 +137,7 @@ def test_what_stops_a_checker_is_named(
     code: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The code stands for a checker, in a sandbox that imports nothing."""
-    quick = make_sandbox(Agent(tool_timeout_s=0.3, code_timeout_s=0.3, code_memory_mb=256))
+    quick = make_sandbox(Agent(tool_timeout_s=0.3, code_timeout_s=0.3), memory_mb=256)
     monkeypatch.setattr(gym, "_sandbox", lambda: quick)
     (tmp_path / "child.py").write_text(code)
     monkeypatch.setattr(gym, "_SOURCE", tmp_path / "child.py")

@@ -19,6 +19,7 @@ from make import Chat
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards import Judge, JudgeCache, score, score_one
+from flowtrain.rewards import judge as rules
 from flowtrain.rewards.judge import judge_prompt, parse_judgement
 from flowtrain.types import Group, Task, UserError
 
@@ -197,8 +198,11 @@ def test_a_failing_engine_leaves_the_rules_score(cache: JudgeCache) -> None:
     assert judge.metrics() == expected
 
 
-def test_a_hanging_engine_is_left_at_the_deadline(cache: JudgeCache) -> None:
-    judge = Judge(Hanging(), cache, JudgeOptions(deadline_s=0.05))
+def test_a_hanging_engine_is_left_at_the_deadline(
+    cache: JudgeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "DEADLINE_S", 0.05)
+    judge = Judge(Hanging(), cache, JudgeOptions())
     assert judged(judge, "Kristiania") == [(0.0, "qa")] and judge.metrics()["judge/failed"] == 1
 
 
@@ -212,8 +216,10 @@ def test_a_bug_in_an_engine_is_not_hidden(cache: JudgeCache) -> None:
 
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (4, 4)])
 def test_questions_are_asked_side_by_side_up_to_the_limit(
-    cache: JudgeCache, limit: int, most: int
+    cache: JudgeCache, limit: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rules, "_MAX_CONCURRENCY", limit)
+
     class Crowded(Chat):
         is_full = asyncio.Event()
 
@@ -227,7 +233,7 @@ def test_questions_are_asked_side_by_side_up_to_the_limit(
             return reply
 
     engine = Crowded(by_answer)
-    judge = Judge(engine, cache, JudgeOptions(max_concurrency=limit))
+    judge = Judge(engine, cache, JudgeOptions())
     judged(judge, *(f"town {number}" for number in range(12)))
     assert engine.most == most and len(engine.asked) == 12
 

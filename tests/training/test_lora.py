@@ -125,23 +125,6 @@ def test_the_reference_is_the_model_without_its_adapter(
     assert trainer.step(rows)["kl_ref"] > 1e-3, "the KL term is to the frozen weights"
 
 
-def test_dropout_is_for_training_passes_alone(
-    tiny_path: str, alone: World, rows: list[list[PackedRow]]
-) -> None:
-    """And the same seed drops the same inputs."""
-    model = adapted(tiny_path, Lora(rank=4, dropout=0.5))
-    trainer = trainer_of(model, alone)
-    scores = [trainer.score(model, rows[0])[0].logprob_T for _ in range(2)]
-    assert torch.equal(*scores) and model.training
-
-    def loss(seed: int) -> float:
-        torch.manual_seed(seed)
-        found = Trainer(model, alone, LossSpec(), OptimSpec(lr=0.0)).step(rows)["loss"]
-        return float(found)
-
-    assert loss(0) == loss(0) != loss(1)
-
-
 def test_peft_reads_a_checkpoint_and_merges_it_as_we_do(
     tiny_path: str, alone: World, rows: list[list[PackedRow]], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from flowtrain import config as cfg
 from flowtrain.agents.agentflow import lenient
 from flowtrain.agents.agentflow.analyst import Analyst
 from flowtrain.agents.agentflow.executor import Executor
-from flowtrain.agents.agentflow.flow import Flow, FlowLimits
+from flowtrain.agents.agentflow.flow import MODULE_TIMEOUT_S, Flow, FlowLimits
 from flowtrain.agents.agentflow.generator import Generator
 from flowtrain.agents.agentflow.planner import ModelPlanner
 from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt, tools_text
@@ -77,8 +77,7 @@ def check_room(config: cfg.Config, name: PolicyName, positions: int) -> None:
 
 def most_kept(config: cfg.Config) -> int:
     """Return the number of tokens that top-k and top-p leave the planner at most; 0: all."""
-    rollout = config.rollout
-    return rollout.top_k or (rollout.top_p_cap if rollout.top_p < 1 else 0)
+    return config.rollout.num_kept
 
 
 def make_planner(config: cfg.Config, voice: Voice, tools: Mapping[str, Tool]) -> ModelPlanner:
@@ -158,7 +157,7 @@ def make_flow(
         refine = make_refiner(config, voice, tools)
     analyse = None
     if chat := chats.get("analyst"):
-        timeout_s = min(agent.module_timeout_s, agent.rollout_timeout_s)
+        timeout_s = min(MODULE_TIMEOUT_S, agent.rollout_timeout_s)
         analyse = Analyst(chat, tools_text(tools.values()), timeout_s)
     return Flow(
         make_planner(config, planner, tools),
@@ -167,14 +166,13 @@ def make_flow(
             agent.tool_timeout_s,
             agent.max_result_chars,
             engine=chats.get("executor"),
-            ask_timeout_s=agent.module_timeout_s,
+            ask_timeout_s=MODULE_TIMEOUT_S,
         ),
         verifier=verifier,
         generator=Generator(chats.get("generator")),
         limits=FlowLimits(
             max_turns,
             timeout_s=agent.rollout_timeout_s,
-            module_timeout_s=agent.module_timeout_s,
             memory_tokens=agent.memory_tokens,
         ),
         analyst=analyse,

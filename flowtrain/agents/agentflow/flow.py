@@ -46,6 +46,8 @@ from flowtrain.types import (
 from flowtrain.utils.seeds import derive_seed
 
 MALFORMED = "the action was malformed"
+MODULE_TIMEOUT_S = 120.0
+"""Seconds that a frozen module may take for one reply, retries included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class FlowLimits:
     max_turns: int
     timeout_s: float
     """No turn starts later than this; a running one is bounded by the time that is left."""
-    module_timeout_s: float = 120.0
+    module_timeout_s: float = MODULE_TIMEOUT_S
     """Seconds for each verdict and for the answer, which gets them even when the time is up."""
     memory_tokens: int = 0
     """The `Budget` of the memory; 0: none."""

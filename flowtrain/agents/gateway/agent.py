@@ -88,7 +88,6 @@ class GatewayAgent(SessionAgent):
             session,
             recorder,
             key=new_key(),
-            max_requests=self._options.max_requests,
         )
         with gateway.serving(rollout):
             try:

@@ -99,14 +99,12 @@ class Rollout:
         recorder: Recorder,
         *,
         key: str,
-        max_requests: int,
     ) -> None:
         self.session = session
         self.recorder = recorder
         self.key = key
         self.num_requests = 0
         """Requests that the server reads or answers; its own count."""
-        self.max_requests = max_requests
         self.ended: RolloutEnded | None = None
         """The limit that a request has met."""
         self.failure: Exception | None = None

@@ -39,6 +39,8 @@ WIRES: Mapping[str, Wire] = {
 COUNT = "messages/count_tokens"
 MAX_BODY = 16 << 20
 """Bytes of a request."""
+MAX_REQUESTS = 32
+"""Requests of a rollout under way at a time."""
 _NUM_ENDED = 4096
 """Keys of rollouts that have ended that are remembered, to be told apart from wrong ones."""
 _TOLD = (400, 404, 405)
@@ -128,8 +130,8 @@ class Gateway:
         if request.method != "POST":
             raise Refusal("the path is asked otherwise", status=405)
         rollout = self._rollout(request)
-        if rollout.num_requests >= rollout.max_requests:
-            text = f"more than gateway.max_requests={rollout.max_requests} requests at a time"
+        if rollout.num_requests >= MAX_REQUESTS:
+            text = f"more than {MAX_REQUESTS} requests of a rollout at a time"
             headers = {"Retry-After": "1"}
             raise Refusal(text, status=429, code="rate_limit_exceeded", headers=headers)
         rollout.num_requests += 1

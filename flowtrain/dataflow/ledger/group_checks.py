@@ -116,7 +116,7 @@ class GroupLimits:
         if len(self.models) < len(self.config.policy_names):  # of the others only the form is known
             return MAX_GROUP_BYTES
         options = self.config.rollout
-        num_kept = options.top_k or (options.top_p_cap if options.top_p < 1 else 0)
+        num_kept = options.num_kept
         tokens = num_positions * (_BYTES_PER_TOKEN + 4 * num_kept)
         return min(MAX_GROUP_BYTES, num_turns * (tokens + _BYTES_PER_TURN))
 

@@ -1,7 +1,7 @@
 """Sampling by vLLM in processes of its own, which are replaced when they die.
 
 An `AsyncLLMRunner` is one running vLLM. When its process dies, or does not answer for
-`vllm.hang_timeout_s`, the `Supervisor` starts the next one, which loads the same version from the
+`runner.HANG_S` seconds, the `Supervisor` starts the next one, which loads the same version from the
 store, and requests without an answer are sent once more.
 """
 
@@ -21,7 +21,7 @@ from flowtrain.config import Vllm
 from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.requests import Decodes, check_request, completion
 from flowtrain.engines.vllm.process import VllmModel, check_installed
-from flowtrain.engines.vllm.runner import AsyncLLMRunner, EngineDied
+from flowtrain.engines.vllm.runner import LOAD_S, AsyncLLMRunner, EngineDied
 from flowtrain.types import Completion, FinishReason, Sample, Sampling
 from flowtrain.utils.errors import on_failure
 from flowtrain.utils.threads import Ended, background, within
@@ -175,7 +175,7 @@ class VllmEngine:
     ) -> tuple[int, list[tuple[float, ...]]]:
         """See `Scorer`; at temperature 1. Raises EngineError when vLLM died over it twice."""
         assert temperature == 1.0, "vLLM tells log-probs of prompts at temperature 1"
-        timeout_s = self._options.load_timeout_s
+        timeout_s = LOAD_S
         deadline = time.monotonic() + timeout_s
         try:
             return await self._ask(
@@ -184,7 +184,7 @@ class VllmEngine:
                 f"scoring {len(samples)} responses",
             )
         except TimeoutError:
-            message = f"vLLM did not score within vllm.load_timeout_s={timeout_s}"
+            message = f"vLLM did not score within {timeout_s:g} s"
             raise EngineError(message) from None
 
     async def _ask(

@@ -41,6 +41,12 @@ from flowtrain.weights.format.manifest import StoreError
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+START_S = 600.0
+"""Seconds until vLLM must be ready."""
+LOAD_S = 300.0
+"""Seconds for a weight update, or for scores; then vLLM is restarted."""
+HANG_S = 120.0
+"""Seconds without a sign of life; then vLLM is restarted."""
 _ABORT_S = 5.0
 """Seconds until an abort is given up and its request answered without tokens."""
 _CLOSE_S = 10.0
@@ -84,11 +90,11 @@ class AsyncLLMRunner:
     def start(self) -> None:
         """Start vLLM and wait for it. Raises UserError, or RuntimeError with vLLM's own reason."""
         self._errors.unlink(missing_ok=True)
-        timeout_s = self._options.start_timeout_s
+        timeout_s = START_S
         try:
             self._thread.run(self._start(), time.monotonic() + timeout_s)
         except TimeoutError:
-            problem = f"vLLM did not start within vllm.start_timeout_s={timeout_s}"
+            problem = f"vLLM did not start within {timeout_s:g} s"
             raise UserError(problem) from None
         except UserError:
             raise
@@ -121,7 +127,7 @@ class AsyncLLMRunner:
         """Run `work` on the loop. Raises EngineDied("failure: reason") when the work fails or takes
         too long; a UserError passes through.
         """
-        timeout_s = self._options.load_timeout_s
+        timeout_s = LOAD_S
         try:
             return self._thread.run(work, time.monotonic() + timeout_s)
         except UserError:
@@ -130,7 +136,7 @@ class AsyncLLMRunner:
             self.kill()
             reason = str(error)
             if isinstance(error, TimeoutError):
-                reason = f"not within vllm.load_timeout_s={timeout_s}"
+                reason = f"not within {timeout_s:g} s"
             raise EngineDied(f"{failure}: {reason}") from error
 
     async def generate(
@@ -175,7 +181,7 @@ class AsyncLLMRunner:
         # takes a third of a second.
         gc.freeze()
         # One token shows whether this model runs at all, before anything depends on it.
-        until = time.monotonic() + self._options.start_timeout_s
+        until = time.monotonic() + START_S
         await self._sample([0], Sampling(1), until, next(iter(self._weights)))
         self._watcher = asyncio.create_task(self._watch())
 
@@ -187,7 +193,7 @@ class AsyncLLMRunner:
 
     async def _watch(self) -> None:
         """Kill a vLLM that does not answer: its requests fail and go to the next runner."""
-        patience = self._options.hang_timeout_s
+        patience = HANG_S
         while True:
             await asyncio.sleep(patience / 4)
             if self._loading.locked():  # has a deadline of its own
@@ -197,7 +203,7 @@ class AsyncLLMRunner:
                     await self._llm.is_paused()
             except TimeoutError:
                 if not self._loading.locked():
-                    problem = "vLLM has not answered for vllm.hang_timeout_s=%s and is killed"
+                    problem = "vLLM has not answered for %g s and is killed"
                     _log.error(problem, patience)
                     self.kill()
                     return

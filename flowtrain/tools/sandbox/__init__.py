@@ -12,10 +12,16 @@ from flowtrain.types import UserError
 
 _of_checkers = {"sandbox": "auto"}
 """The `agent.sandbox` of this process, for checkers of answers and readers of pages."""
+CODE_MEMORY_MB = 512
+"""MiB of address space that the policy's code may use."""
 
 
 def make_sandbox(
-    agent: Agent, max_output_chars: int = 4000, *, only_parses: bool = False
+    agent: Agent,
+    max_output_chars: int = 4000,
+    *,
+    memory_mb: int = CODE_MEMORY_MB,
+    only_parses: bool = False,
 ) -> ProcessSandbox:
     """Make the sandbox of `agent.sandbox`, with a worker per core and 32 at most.
 
@@ -25,7 +31,7 @@ def make_sandbox(
         _backend(agent, only_parses),
         num_workers=min(32, os.cpu_count() or 1),
         timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
-        memory_mb=agent.code_memory_mb,
+        memory_mb=memory_mb,
         max_output_chars=max_output_chars,
     )
 
@@ -57,9 +63,8 @@ def make_checker_sandbox(
         python_packages=(package,),
         tool_timeout_s=time_limit_s,
         code_timeout_s=time_limit_s,
-        code_memory_mb=memory_mb,
     )
-    return make_sandbox(agent, max_output_chars, only_parses=only_parses)
+    return make_sandbox(agent, max_output_chars, memory_mb=memory_mb, only_parses=only_parses)
 
 
 def _backend(agent: Agent, only_parses: bool) -> Backend:

@@ -8,6 +8,7 @@ minutes for some pages of a megabyte.
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 from flowtrain.tools.base import ToolError
@@ -24,7 +25,11 @@ class Extractor:
     """Safe to share between tasks, event loops and threads."""
 
     def __init__(self, timeout_s: float = 5.0) -> None:
-        """Give each page `timeout_s` seconds of computing."""
+        """Give each page `timeout_s` seconds of computing. ModuleNotFoundError where the extractor
+        is not installed.
+        """
+        if find_spec("trafilatura") is None:
+            raise ModuleNotFoundError("no trafilatura", name="trafilatura")
         self._timeout_s = timeout_s
         self._source = _SOURCE.read_text(encoding="utf-8")
         with warnings.catch_warnings():
