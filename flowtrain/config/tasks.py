@@ -60,7 +60,6 @@ class Tasks(Section):
         "gsm8k",
         "math",
         "verl",
-        "chat",
         "triviaqa",
         "popqa",
         "browsecomp-plus",

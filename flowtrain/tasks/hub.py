@@ -18,8 +18,6 @@ from flowtrain.utils.errors import foreign, user_error
 
 DEFAULT_SPLIT = "train"
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
-_SAVED = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` writes, into a set or around several splits."""
 
 Rows = Iterator[tuple[int, str, Row]]
 """What `read_rows` yields."""
@@ -46,7 +44,8 @@ def hub_rows(name: str, split: str) -> Rows:
     problem = f"{key}, and split {split!r} of that data set cannot be loaded from the Hub {cure}"
     with foreign(problem):
         rows = datasets.load_dataset(match[1], match[2], split=split)
-    yield from _numbered(rows, f"{name}, split {split}")
+    for number, row in enumerate(rows, start=1):
+        yield number, f"{name}, split {split}, row {number}", without_nulls(row)
 
 
 def folder_rows(folder: Path, split: str, columns: Sequence[str] | None) -> Rows:
@@ -58,15 +57,14 @@ def folder_rows(folder: Path, split: str, columns: Sequence[str] | None) -> Rows
     """
     key = f"tasks.path={str(folder)!r}"
     datasets = _library(f"{key}: a folder", "(or name its files in tasks.mixture)")
-    if any((folder / name).exists() for name in _SAVED):
-        with foreign(f"{key}: cannot be loaded"):
-            saved = datasets.load_from_disk(str(folder))
-        splits = saved if isinstance(saved, datasets.DatasetDict) else {DEFAULT_SPLIT: saved}
-        yield from _numbered(_chosen(splits, folder, split), f"{folder}, split {split}")
-        return
     with foreign(f"{key}: holds no data set"):
         found = datasets.load_dataset_builder(str(folder)).config.data_files
-    files = [Path(file) for file in _chosen(found or {}, folder, split)]
+    if split not in (found := found or {}):
+        raise UserError(
+            f"tasks.split={split!r}: {folder} has no such split; it has "
+            f"{', '.join(sorted(map(str, found))) or 'none'}"
+        )
+    files = [Path(file) for file in found[split]]
     folders = sorted({str(file.parent) for file in files})
     if len(folders) > 1:
         names = ", ".join(os.path.relpath(each, os.path.commonpath(folders)) for each in folders)
@@ -79,20 +77,6 @@ def folder_rows(folder: Path, split: str, columns: Sequence[str] | None) -> Rows
         for _, where, row in read_rows(file, columns):
             number += 1
             yield number, where, row
-
-
-def _chosen(splits: Any, folder: Path, split: str) -> Any:
-    if split not in splits:
-        raise UserError(
-            f"tasks.split={split!r}: {folder} has no such split; it has "
-            f"{', '.join(sorted(map(str, splits))) or 'none'}"
-        )
-    return splits[split]
-
-
-def _numbered(rows: Any, origin: str) -> Rows:
-    for number, row in enumerate(rows, start=1):
-        yield number, f"{origin}, row {number}", without_nulls(row)
 
 
 def _library(what: str, cure: str) -> Any:

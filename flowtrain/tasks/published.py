@@ -8,7 +8,7 @@ from typing import Any
 
 from flowtrain.tasks.rows import Row, parse_json, without_nulls
 from flowtrain.types import UserError
-from flowtrain.utils.text import boxed, final_answer, marked_answer
+from flowtrain.utils.text import boxed
 
 Unpack = Callable[[Row], Row]
 """Returns a row with more columns; one that cannot be made is left out."""
@@ -18,8 +18,6 @@ BOX = "box of solution"
 SUBJECT = "type or subject"
 TRUTH = "ground_truth of reward_model"
 QUESTION = "last user message"
-REPLY = "last assistant message"
-REPLY_ANSWER = "answer of the last assistant message"
 SYSTEM = "system messages"
 ALIASES = "value and aliases of answer"
 POSSIBLE = "list in possible_answers"
@@ -76,17 +74,6 @@ def verl(row: Row) -> Row:
     return row | made | _question(messages) | _system(messages)
 
 
-def chat(row: Row) -> Row:
-    """Find the last reply among `messages`, the question before it, and the reply's answer."""
-    messages = _messages(row.get("messages"))
-    replies = [number for number, (role, _) in enumerate(messages) if role == "assistant"]
-    made = _question(messages[: replies[-1]] if replies else messages) | _system(messages)
-    if replies:
-        reply = messages[replies[-1]][1]
-        made |= {REPLY: reply, REPLY_ANSWER: _answer_of(reply)}
-    return row | made
-
-
 def triviaqa(row: Row) -> Row:
     """Collect what TriviaQA accepts: the value, its aliases, and both in lower case."""
     answer = row.get("answer")
@@ -123,12 +110,6 @@ def browsecomp_plus(row: Row) -> Row:
             "https://github.com/texttron/BrowseComp-Plus"
         )
     return {**row, QUERY: query}
-
-
-def _answer_of(reply: str) -> str:
-    answer = final_answer(reply)
-    marked = marked_answer(answer)
-    return answer if marked is None else marked
 
 
 def _question(messages: list[tuple[str, str]]) -> Row:

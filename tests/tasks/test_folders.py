@@ -114,18 +114,6 @@ def test_the_wrong_row_of_several_files_is_named(tmp_path: Path) -> None:
         load_tasks(tmp_path)
 
 
-def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
-    made = datasets.Dataset.from_list(rows("a", "b", "c"))
-    made.save_to_disk(str(tmp_path / "one"), num_shards=2)
-    assert questions(tmp_path / "one") == ["a?", "b?", "c?"]
-    both = datasets.DatasetDict({"train": made, "test": datasets.Dataset.from_list(rows("d"))})
-    both.save_to_disk(str(tmp_path / "both"))
-    assert questions(tmp_path / "both") == ["a?", "b?", "c?"]
-    assert questions(tmp_path / "both", "test") == ["d?"]
-    with pytest.raises(UserError, match=r"tasks\.split='test': .* it has train"):
-        load_tasks(tmp_path / "one", split="test")
-
-
 def test_a_run_takes_the_split_that_the_config_names(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", rows(*"abcd"))
     write(tmp_path / "train.jsonl", rows("e", "f"))

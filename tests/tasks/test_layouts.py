@@ -118,9 +118,9 @@ def test_own_layout_in_parquet(tmp_path: Path) -> None:
         ("geo.parquet", {"problem": "<image> x?", "answer": "1", "images": [b"PNG"]}, "images"),
         ("own.json", {"question": "What is it?", "answer": "a cat", "image": "cat.png"}, "image"),
         (
-            "chat.json",
+            "verl.json",
             {
-                "messages": [
+                "prompt": [
                     {"role": "user", "content": [{"type": "text"}, {"type": "image_url"}]},
                     {"role": "assistant", "content": "\\boxed{1}"},
                 ]
@@ -137,7 +137,7 @@ def test_a_question_with_a_picture_is_refused(
     with pytest.raises(UserError, match=told):
         load_tasks(path)
     nothing = {key: [] if key == found else value for key, value in row.items()}
-    if "messages" not in row and name != "own.json":  # there, another key is a mistake
+    if "prompt" not in row and name != "own.json":  # there, another key is a mistake
         assert load_tasks(write(tmp_path, name, [nothing]))
 
 

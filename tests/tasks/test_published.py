@@ -86,17 +86,6 @@ VERL: Rows = [
 ]
 
 
-def chat(*messages: tuple[str, str], **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": content} for role, content in messages], **more}
-
-
-CHAT: Rows = [
-    chat(SYSTEM, ("user", "Hello"), ("assistant", "Hi!"), ("user", "Sky?"), ("assistant", "Blue")),
-    chat(("user", "1 + 1?"), ("assistant", "Two ones: \\boxed{2}"), ("user", "Thanks!")),
-    chat(("user", "Capital?"), ("assistant", "<think>So.</think> <answer>Oslo</answer>")),
-]
-
-
 def write(folder: Path, name: str, rows: Rows) -> Path:
     path = folder / name
     match path.suffix:
@@ -158,20 +147,6 @@ def taken(tasks: Sequence[Task]) -> list[tuple[str, tuple[str, ...], str, str]]:
                 ("No, which colour?", ("blue",), "mine", "exact"),
             ],
         ),
-        (
-            "chat",
-            CHAT,
-            [
-                ("Sky?", ("Blue",), "", "exact"),
-                ("1 + 1?", ("2",), "", "exact"),
-                ("Capital?", ("Oslo",), "", "exact"),
-            ],
-        ),
-        (
-            "chat",
-            [chat(("user", "Sum?"), ("assistant", "It is 4."), final_answer="4", answer="5")],
-            [("Sum?", ("4",), "", "exact")],
-        ),
     ],
 )
 def test_rows_as_published(
@@ -220,7 +195,7 @@ def test_the_file_is_described_in_a_line(tmp_path: Path) -> None:
 
 def test_the_layout_is_told_by_the_rows() -> None:
     assert set(PRESETS) == {
-        *("own", "search-r1", "deepmath", "agentflow", "gsm8k", "math", "verl", "chat"),
+        *("own", "search-r1", "deepmath", "agentflow", "gsm8k", "math", "verl"),
         *("triviaqa", "popqa", "browsecomp-plus"),
     }
     assert recognise([]) == "own"
@@ -231,9 +206,6 @@ def test_the_layout_is_told_by_the_rows() -> None:
     assert recognise([{"problem": "p", "solution": "no box"}]) == "own"
     assert recognise([{"problem": "p", "answer": "3"}]) == "math"
     assert recognise([{"prompt": "a text", "reward_model": {"ground_truth": "1"}}]) == "own"
-    assert recognise([chat(("user", "q"))]) == "own", "there is no reply"
-    assert recognise([chat(("user", "q"), answer="x")]) == "chat"
-    assert recognise([chat(("assistant", "q"))]) == "own", "there is no question"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
@@ -249,8 +221,6 @@ def test_the_layout_is_told_by_the_rows() -> None:
         (MATH, {"solution": "\\boxed{1}"}, "question: problem", "question"),
         (VERL, verl("x", None, ("user", "q")), "ground_truth of reward_model", "answer"),
         (VERL, verl("x", "1", SYSTEM), "question: last user message", "question"),
-        (CHAT, chat(("user", "q")), "answer of the last assistant message", "answer"),
-        (CHAT, chat(SYSTEM, ("assistant", "Hi")), "question: last user message", "question"),
     ],
 )
 def test_a_row_without_an_answer_is_named(
@@ -376,13 +346,6 @@ def test_whole_solutions_as_accepted_answers_are_refused(tmp_path: Path) -> None
 def test_another_column_than_the_answer_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "math.json", MATH * 20)
     refusal(load_source(path, answer_key="level"))
-    replies = [
-        chat(("user", "Sum?"), ("assistant", "It makes four."), answer=text, topic="Sums")
-        for text in ("four", "FOUR")
-    ]
-    path = write(tmp_path, "chat.json", replies)
-    check_source(load_source(path))
-    refusal(load_source(path, answer_key="topic"))
 
 
 @pytest.mark.parametrize(("num_wrong", "is_refused"), [(0, False), (2, False), (3, True)])
