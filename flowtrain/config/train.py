@@ -53,7 +53,7 @@ class Train(Section):
     """compile each decoder layer"""
     fused_layers: bool = True
     """compute RMSNorms, rotary embeddings and gated MLPs by flowkernels where that gives the same
-    bits, with less memory (docs/kernels.md); not with compile or exact"""
+    bits, with less memory (docs/kernels.md); not with compile"""
     reshard: bool = True
     """layers of models of over 50 M parameters gather their weights again for the backward pass;
     false: they keep them gathered"""
@@ -70,9 +70,6 @@ class Train(Section):
     fp32_logits: Literal["auto", "on", "off"] = "auto"
     """keep the logits of a 16-bit head in fp32 until log-probs are taken, whose error is then 1e-5
     and not 0.01 nats, for an eighth more of the head's time (docs/kernels.md); auto: on a GPU"""
-    exact: bool = False
-    """the sampler's log-probs are those of training bit for bit, whatever shares a batch or a row;
-    slower, and made for CPUs (docs/exact.md)"""
     max_mismatch_kl: float = Field(0.05, ge=0)
     """KL of trainer and sampler in nats per token above which a step warns; three such steps in a
     row, or one of 100 times that, end the run with the likely causes (docs/watching.md); 0: off"""

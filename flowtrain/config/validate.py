@@ -33,7 +33,6 @@ def validate(config: Config) -> None:
     _check_gateway(config)
     _check_rft(config)
     _check_lora(config)
-    _check_exact(config)
 
 
 def _check_sizes(config: Config) -> None:
@@ -305,20 +304,3 @@ def _check_lora(config: Config) -> None:
             f"lora.rank={lora.rank} needs a model that was trained before: model.path='tiny' "
             "has random weights"
         )
-
-
-def _check_exact(config: Config) -> None:
-    train = config.train
-    if not train.exact:
-        return
-    refused: dict[str, tuple[object, object]] = {
-        "lora.rank": (config.lora.rank, 0),
-        "train.compile": (train.compile, False),
-        "train.attention": (train.attention, "auto"),
-        "rollout.frequency_penalty": (config.rollout.frequency_penalty, 0),
-    }
-    for key, (value, allowed) in refused.items():
-        if value != allowed:
-            raise ValueError(
-                f"{key}={value!r} does not go with train.exact=true, which needs {allowed!r}"
-            )

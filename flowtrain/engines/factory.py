@@ -22,9 +22,7 @@ from flowtrain.engines.shared_cache import NAME
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
 from flowtrain.engines.vllm.process import (
-    INVARIANT,
     VllmModel,
-    check_invariant,
     cpu_environment,
     gpu_environment,
 )
@@ -167,7 +165,6 @@ def make_engine(
         max_batch_size=config.rollout.max_batch_size if chat is None else chat.max_concurrency,
         verify_every=config.weights.verify_every,
         records_entropies=store is not None and records_entropies,
-        exact=store is not None and config.train.exact,
     )
 
 
@@ -224,9 +221,6 @@ def _vllm_model(
         environment = cpu_environment(torch.get_num_threads())
     else:
         environment = gpu_environment(device.index or 0, options.tensor_parallel_size)
-    if config.train.exact and store is not None:
-        check_invariant(device)
-        environment |= INVARIANT
     return VllmModel(
         source=_weights_of(model, config) if store is None else copy.deepcopy(model.shape),
         dtype=config.model.dtype,

@@ -24,7 +24,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from flowtrain.engines.row_states import RowStates
-from flowtrain.training.attention import TreeAttention
 from flowtrain.training.forest import Forest
 from flowtrain.training.tree import pack_row
 from flowtrain.types import Sample
@@ -75,9 +74,6 @@ class _Layer:
 class SharedCache:
     """The cache of a batch. Its first forward pass reads `tree`, each later one a token per row."""
 
-    _padding_side = "left"
-    """Where prompts shorter than the longest are filled up: their ends are side by side."""
-
     states: RowStates | None = None
     """Of recurrent layers, if the model has some: they have no keys and values."""
 
@@ -87,17 +83,15 @@ class SharedCache:
         zero = (0.0,)
         self.tree = pack_row([Sample(p, (0,), zero, zero, zero) for p in distinct]).to(device)
         """The distinct prompts; its targets follow their last tokens."""
-        self._forest: TreeAttention = Forest.of(self.tree.subtree_end_N)
+        self._forest = Forest.of(self.tree.subtree_end_N)
         last_Q1, place_N = self.tree.target_row_T[:, None], torch.arange(len(self.tree.input_ids_N))
         is_on_path_QN = (place_N.to(device) <= last_Q1) & (last_Q1 < self.tree.subtree_end_N)
         self.paths = is_on_path_QN.nonzero()[:, 1].split(list(map(len, distinct)))
         """Of each prompt, where its tokens are in the tree."""
-        path_QP = pad_sequence(
-            self.paths, batch_first=True, padding_value=-1, padding_side=self._padding_side
-        )
+        # Filled up on the left: the ends of all prompts are side by side.
+        path_QP = pad_sequence(self.paths, True, padding_value=-1, padding_side="left")
         self._bias_Q11P = torch.where(path_QP < 0, -torch.inf, 0.0)[:, None, None]
         self._path_QP = path_QP.clamp(min=0)
-        self._num_path_Q = (path_QP >= 0).sum(1)
         self._layers: dict[int, _Layer] = {}
         index = {prompt: number for number, prompt in enumerate(distinct)}
         self._place_rows(torch.tensor([index[prompt] for prompt in prompts]))
@@ -114,7 +108,7 @@ class SharedCache:
         """Keep these rows alone, in this order, and the prompts that they need."""
         prompt_Q, prompt_B = self.prompt_B[row_B].unique(return_inverse=True)
         is_smaller = len(prompt_Q) < len(self._bias_Q11P)
-        self._bias_Q11P, self._num_path_Q = self._bias_Q11P[prompt_Q], self._num_path_Q[prompt_Q]
+        self._bias_Q11P = self._bias_Q11P[prompt_Q]
         for layer in self._layers.values():
             layer.own_2BKTD = layer.own_2BKTD[:, row_B]
             if is_smaller:

@@ -20,16 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from flowkernels import SamplingMask, logprobs
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.engines.exact_cache import ExactCache
 from flowtrain.engines.requests import check_request, completion, hits_stop_string, stop_ids
 from flowtrain.engines.row_states import RowStates
 from flowtrain.engines.shared_cache import NAME, SharedCache
 from flowtrain.training import attention, delta_net, experts
-from flowtrain.training.exact import make_exact
 from flowtrain.training.lora import adapter_weights
 from flowtrain.training.model import weights_in_one_dtype
 from flowtrain.training.row_loss import score_row
@@ -76,7 +73,6 @@ class TorchEngine:
         max_batch_size: int = 256,
         verify_every: int = 0,
         records_entropies: bool = False,
-        exact: bool = False,
     ) -> None:
         """
         Args:
@@ -84,14 +80,8 @@ class TorchEngine:
             version: of the weights that the model has now.
             verify_every: see `WeightReader`.
             records_entropies: fill `Completion.entropies`.
-            exact: log-probs are those of an exact trainer (`ShardSpec.exact`), bit for bit.
         """
         self._model = model.eval()
-        self._cache: type[SharedCache] = SharedCache
-        self._tree_attention = attention.NAME
-        if exact:
-            make_exact(model, model.dtype, model.device)
-            self._cache, self._tree_attention = ExactCache, attention.NAMES["exact"]
         experts.equip(model)
         self._routers = experts.routers(model)
         delta_net.equip(model)
@@ -175,7 +165,7 @@ class TorchEngine:
         self, samples: Sequence[Sample], temperature: float
     ) -> tuple[int, list[tuple[float, ...]]]:
         device = self._model.device
-        self._model.set_attn_implementation(self._tree_attention)
+        self._model.set_attn_implementation(attention.NAME)
         try:
             rows = [row.to(device) for row in pack_rows(samples, _SCORED_TOKENS)]
             parts = [score_row(self._model, row, temperature).logprob_T for row in rows]
@@ -221,7 +211,7 @@ class TorchEngine:
         for request in requests:
             request.version = self._version  # a load may come before this, or before the answer
         device = self._model.device
-        cache = self._cache([request.prompt_ids for request in requests], device)
+        cache = SharedCache([request.prompt_ids for request in requests], device)
         if self._is_recurrent:
             cache.states = RowStates(cache.tree, cache.prompt_B)
         tree = cache.tree
@@ -247,8 +237,6 @@ class TorchEngine:
             if any(request.sampling.is_truncated for request in under_way):
                 logprob_BV = _truncate(logprob_BV, under_way)
             ids_B, logprob_B = _choose(logprob_BV, temperature_B[rows] == 0, uniform_BT[rows, step])
-            if self._cache is ExactCache:
-                logprob_B = _trained_logprobs(logits_BV, ids_B, temperature_B[rows], under_way)
             self._append(under_way, ids_B.tolist(), logprob_B.tolist())
             penalties.count(ids_B, rows)
             alive = [k for k, i in enumerate(rows) if requests[i].finish_reason is None]
@@ -380,19 +368,6 @@ def _choose(logprob_BV: Tensor, is_greedy_B: Tensor, uniform_B: Tensor) -> tuple
     sampled_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True)[:, 0]
     ids_B = torch.where(is_greedy_B, logprob_BV.argmax(-1), sampled_B)
     return ids_B, logprob_BV.gather(1, ids_B[:, None])[:, 0]
-
-
-def _trained_logprobs(
-    logits_BV: Tensor, ids_B: Tensor, temperature_B: Tensor, requests: Sequence[_Request]
-) -> Tensor:
-    """Return the log-probs of the sampled ids by the trainer's own function."""
-    mask = None
-    if any(request.kept for request in requests):
-        kept = [request.kept[-1] if request.kept else [] for request in requests]
-        ids_K, offsets = list(itertools.chain(*kept)), [0, *itertools.accumulate(map(len, kept))]
-        mask = SamplingMask(*(torch.tensor(x, device=ids_B.device) for x in (ids_K, offsets)))
-    temperature_B = torch.where(temperature_B == 0, 1.0, temperature_B)
-    return logprobs(logits_BV, ids_B, temperature=temperature_B, sampling_mask=mask).logprob_T
 
 
 def _uniforms(sampling: Sampling, length: int) -> np.ndarray:

@@ -273,14 +273,13 @@ def make_trainer(
         attention=train.attention,
         weight_dtype=KINDS[optim.kind].weight_dtype,
         fp32_logits=has_fp32_logits(train, ranks.device.type == "cuda"),
-        exact=train.exact,
         fused=train.fused_layers,
     )
     reference = None
     if needs_reference and not has_adapter(components.model):
         frozen = skeleton(components.model).requires_grad_(False).eval()
         # In the dtype of its passes, which read nothing more exact of it.
-        of_reference = replace(spec, recompute=False, weight_dtype=dtype, exact=False)
+        of_reference = replace(spec, recompute=False, weight_dtype=dtype)
         if train.offload_reference:
             of_reference = replace(of_reference, offload=True)
         reference = shard(frozen, ranks, of_reference, dict(named_tensors(components.model)))

@@ -150,7 +150,7 @@ def plan_memory(
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
     has_vllm = config.rollout.engine == "vllm"
     num_tokens = train.row_budget
-    is_fused = train.fused_layers and not (train.exact or train.compile)
+    is_fused = train.fused_layers and not train.compile
     how: dict[str, Any] = {"lora": lora, "fused": is_fused}
     at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, **how)
     fp32_logits = has_fp32_logits(train, on_gpu)

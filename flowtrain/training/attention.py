@@ -2,7 +2,7 @@
 
 A row of N tokens is a forest (see `tree.py`). Attention alone looks at its structure; everything
 else in the model runs on the row as it is. On a CPU it falls into segments (`forest.py`); on a GPU
-`flex.py` has a mask; `exact_attention.py` sums in a fixed order.
+`flex.py` has a mask.
 
 H: heads, D: head size.
 """
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from flowtrain.training.exact_attention import KEYS, QUERIES, ExactForest
 from flowtrain.training.flex import FlexTree
 from flowtrain.training.forest import Forest
 from flowtrain.types import UserError
@@ -25,11 +24,9 @@ NAMES = {
     "sdpa": "flowtrain_sdpa",
     "flex": "flowtrain_flex",
     "flash": "flowtrain_fa4",  # transformers takes any name with "flash" in it for its own
-    "exact": "flowtrain_exact",
 }
 """Kinds of attention, as transformers knows them: on segments by torch's SDPA; by FlexAttention,
-with Triton's kernels or with FlashAttention 4's; on segments in fixed blocks (`train.exact`); auto:
-"flex" on a GPU, else "sdpa"."""
+with Triton's kernels or with FlashAttention 4's; auto: "flex" on a GPU, else "sdpa"."""
 NAME = NAMES["auto"]
 _LEFT_OUT = ("softcap", "position_bias", "alibi")
 """What transformers hands to attention in some models, and trees do not compute."""
@@ -39,7 +36,7 @@ RECURRENT = "linear_attention"
 """A layer without attention, in a config's `layer_types`; see `delta_net.py`."""
 
 
-TreeAttention = Forest | FlexTree | ExactForest
+TreeAttention = Forest | FlexTree
 
 
 def name_of(kind: str, device: torch.device) -> str:
@@ -69,8 +66,6 @@ def structure_of(name: str, subtree_end_N: Tensor) -> TreeAttention:
         name = NAMES["flex" if subtree_end_N.is_cuda else "sdpa"]
     if name == NAMES["sdpa"]:
         return Forest.of(subtree_end_N)
-    if name == NAMES["exact"]:
-        return ExactForest(Forest.of(subtree_end_N, QUERIES, KEYS))
     assert name in NAMES.values(), f"{name}: any other attention would build an N x N mask"
     return FlexTree.of(subtree_end_N, flash=name == NAMES["flash"])
 

@@ -45,15 +45,10 @@ class Block:
     key_SK: Tensor
     """int64 [S * K]: ancestors, then the segment itself; padding as above. Last comes the sink, if
     there is one: token N."""
-    place_SQ: Tensor
-    """int64 [S, Q], each query's own place among the keys; padding stays at the last."""
     mask_SQK: Tensor | None
     """bool [S, 1, Q, K]: query sees key. None where no segment has ancestors or a sink: padding
     comes last, so plain causal attention will do."""
-
-    @property
-    def num_segments(self) -> int:
-        return len(self.place_SQ)
+    num_segments: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +66,12 @@ class Forest:
 
     segments: tuple[Segment, ...]
     device: torch.device
-    query_step: int
-    key_step: int
     layouts: dict[tuple[int | None, bool], Layout] = field(default_factory=dict)
     """By window and whether there is a sink; those that a layer has asked for."""
 
     @classmethod
-    def of(cls, subtree_end_N: Tensor, query_step: int = 1, key_step: int = 1) -> Forest:
-        """Queries and keys of a block are padded to multiples of the steps."""
-        found = segments(subtree_end_N.tolist())
-        return cls(tuple(found), subtree_end_N.device, query_step, key_step)
+    def of(cls, subtree_end_N: Tensor) -> Forest:
+        return cls(tuple(segments(subtree_end_N.tolist())), subtree_end_N.device)
 
     def layout(self, window: int | None = None, has_sink: bool = False) -> Layout:
         """Return the layout under a window; under one that hides nothing, that without."""
@@ -96,16 +87,16 @@ class Forest:
         sink = num_tokens if has_sink else None
         alike: dict[tuple[bool, int, int], list[Segment]] = {}
         for segment in self.segments:
-            for piece in [segment] if window is None else _pieces(segment, window, self.key_step):
+            for piece in [segment] if window is None else _pieces(segment, window):
                 alike.setdefault(_shape(piece), []).append(piece)
         slots, blocks, num_slots = [0] * num_tokens, [], 0
         for members in alike.values():
-            most = _up(max(segment.num_queries for segment in members), self.query_step)
+            most = max(segment.num_queries for segment in members)
             for index, segment in enumerate(members):
                 first = num_slots + index * most
                 slots[segment.start : segment.end] = range(first, first + segment.num_queries)
             num_slots += len(members) * most
-            most_keys = _up(max(s.num_keys for s in members), self.key_step)
+            most_keys = max(segment.num_keys for segment in members)
             blocks.append(_block(members, self.device, (most, most_keys), window, sink))
         return Layout(tuple(blocks), torch.tensor(slots, dtype=torch.int64, device=self.device))
 
@@ -150,15 +141,15 @@ class Forest:
         return torch.cat(outs).index_select(0, layout.slot_N).unsqueeze(0)
 
 
-def _pieces(segment: Segment, window: int, step: int) -> Iterator[Segment]:
+def _pieces(segment: Segment, window: int) -> Iterator[Segment]:
     """Cut a segment into pieces of at most `window` tokens, each with the ancestors that its first
-    token sees; before these, tokens are left off in whole steps.
+    token sees.
     """
     num_before = segment.num_keys - segment.num_queries
     for start in range(segment.start, segment.end, window):
         ancestors = (*segment.ancestors, (segment.start, start))
         position = num_before + start - segment.start
-        hidden = max(0, position - (window - 1)) // step * step
+        hidden = max(0, position - (window - 1))
         yield Segment(start, min(start + window, segment.end), _without_first(ancestors, hidden))
 
 
@@ -195,11 +186,6 @@ def _size_class(length: int) -> int:
     return math.ceil(math.log(length, _SIMILAR))
 
 
-def _up(number: int, step: int) -> int:
-    """The next multiple of `step`."""
-    return -(-number // step) * step
-
-
 def _block(
     members: Sequence[Segment],
     device: torch.device,
@@ -222,21 +208,19 @@ def _block(
     num_keys_S, num_queries_S = torch.tensor(
         [(s.num_keys, s.num_queries) for s in members], device=device
     ).T
-    place_SQ = num_keys_S[:, None] - (num_queries_S[:, None] - place_Q).clamp(min=1)
     if members[0].ancestors or sink is not None:
-        mask_SQK = sees(place_SQ, place_K, window)[:, None]
+        # Each query's own place among the keys; padding stays at the last.
+        place_SQ = num_keys_S[:, None] - (num_queries_S[:, None] - place_Q).clamp(min=1)
+        ahead_SQK = place_SQ[..., None] - place_K
+        is_seen_SQK = ahead_SQK >= 0
+        if window is not None:
+            is_seen_SQK &= ahead_SQK < window
+        mask_SQK = is_seen_SQK[:, None]
         mask_SQK = mask_SQK if sink is None else F.pad(mask_SQK, (0, 1), value=True)
     query_SQ, key_SK = (
         torch.tensor(tokens, dtype=torch.int64, device=device) for tokens in (queries, keys)
     )
-    return Block(query_SQ, key_SK, place_SQ, mask_SQK)
-
-
-def sees(place_SQ: Tensor, place_K: Tensor, window: int | None) -> Tensor:
-    """bool [S, Q, K]: the query at a place of a path sees the key at another."""
-    ahead_SQK = place_SQ[..., None] - place_K
-    is_seen_SQK = ahead_SQK >= 0
-    return is_seen_SQK if window is None else is_seen_SQK & (ahead_SQK < window)
+    return Block(query_SQ, key_SK, mask_SQK, len(members))
 
 
 def _side_by_side(x_NHD: Tensor, token: Tensor, block: Block) -> Tensor:

@@ -28,15 +28,8 @@ class FusedLMHead(nn.Linear):
     """A linear output layer that calls the function it is given in place of its product."""
 
     head_fn: HeadFn | None = None
-    batch_invariant = False
-    """Functions of the hidden states give a row the same bits in any batch (`exact.py`)."""
     fp32_logits = False
     """Logits of a 16-bit head are not rounded to 16 bits before they are read."""
-
-    @property
-    def options(self) -> dict[str, bool]:
-        """Options that the kernels of the head take."""
-        return {"batch_invariant": self.batch_invariant, "fp32_logits": self.fp32_logits}
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (

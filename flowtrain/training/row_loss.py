@@ -50,7 +50,7 @@ def _score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> Lo
 
     def score_at_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         ids_T = row.target_ids_T
-        every = options | head.options
+        every = options | {"fp32_logits": head.fp32_logits}
         found.append(linear_logprobs(hidden_TD, weight_VD, ids_T, bias_V=bias_V, **every))
         return found[0].logprob_T
 
@@ -86,7 +86,7 @@ def row_loss(
 
     def loss_at_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         ids_T = row.target_ids_T
-        every = tokens | head.options | {"compact": _compacts(row, spec)}
+        every = tokens | {"fp32_logits": head.fp32_logits, "compact": _compacts(row, spec)}
         found.append(linear_policy_loss(hidden_TD, weight_VD, ids_T, bias_V=bias_V, **every))
         return found[0].loss
 

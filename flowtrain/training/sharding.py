@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from flowtrain.config import Train
 from flowtrain.training import attention, delta_net, experts, lm_head
-from flowtrain.training.exact import make_exact
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.world import World
 
@@ -51,10 +50,8 @@ class ShardSpec:
     """The dtype of master weights, and of their gradients once they are reduced."""
     fp32_logits: bool = False
     """The head's logits stay in fp32, whatever `dtype` is, until log-probs are taken of them."""
-    exact: bool = False
-    """A token's log-prob has the same bits whatever shares its row; `attention` has no say then."""
     fused: bool = True
-    """Layers are those of `fused_layers`, unless they are compiled or exact."""
+    """Layers are those of `fused_layers`, unless they are compiled."""
 
 
 def has_fp32_logits(train: Train, on_gpu: bool) -> bool:
@@ -84,9 +81,7 @@ def shard(
     experts.equip(model)
     delta_net.equip(model)
     model.set_attn_implementation(attention.name_of(spec.attention, world.device))
-    if spec.exact:
-        make_exact(model, spec.dtype, world.device)
-    elif spec.fused and not spec.compile:
+    if spec.fused and not spec.compile:
         fuse_layers(model)
     if spec.recompute:
         recompute_layers(model)

@@ -56,7 +56,7 @@ def _scores_backward(ctx: Any, dscore_3T: Tensor) -> tuple[Any, ...]:
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
     flat = (*tensors, ctx.softcap, mask_ids, mask_offsets)
     found = _linear_gradient_op(*flat, dscore_3T.contiguous(), needs, *ctx.options)
-    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 10)
+    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 9)
 
 
 _linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores)
@@ -70,8 +70,8 @@ _linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores
 )
 def _linear_gradient_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by hidden, weight and bias; an empty tensor for each that is not needed."""
-    weight, bias, *flat, dscore, needs = arguments[:-5]
-    head, impl = LMHead(weight, bias, *arguments[-5:-1]), arguments[-1]
+    weight, bias, *flat, dscore, needs = arguments[:-4]
+    head, impl = LMHead(weight, bias, *arguments[-4:-1]), arguments[-1]
     gradients = Gradients.empty(hidden, head, needs)
     slopes = Slopes(*dscore.unbind())
     walk_gradient(head, hidden, unflatten(*flat), slopes, gradients=gradients, impl=impl)
@@ -80,8 +80,8 @@ def _linear_gradient_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor
 
 @_linear_gradient_op.register_fake
 def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    weight, bias, *_, needs = arguments[:-5]
-    head = LMHead(weight, bias, *arguments[-5:-1])
+    weight, bias, *_, needs = arguments[:-4]
+    head = LMHead(weight, bias, *arguments[-4:-1])
     return Gradients.empty(hidden, head, needs).as_outputs(head)
 
 
@@ -104,7 +104,6 @@ def linear_logprobs(
     sampling_mask: SamplingMask | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
-    batch_invariant: bool = False,
     differentiable: bool = False,
     impl: str = "auto",
 ) -> LogProbs:
@@ -121,14 +120,6 @@ def linear_logprobs(
             the operands alone.
         memory_budget: bytes for logits; by default 4096 rows on a GPU and 2^23 logits on a CPU, or
             all rows if the head is trained and its loss takes no more memory in one chunk.
-        batch_invariant: a row's results shall depend neither on the other rows nor on how many
-            there are. Each product then takes a chunk of one size, filled up with zeros: 4096 rows
-            on a GPU, 256 on a CPU, or the fewer that `memory_budget` holds; a row alone pays for
-            all of them. Compare only what was computed with one budget and one number of threads.
-            It holds as far as the library's order of summation depends on the shape and not on
-            where in it a row stands. That is so for fp32, bf16 and fp16 with MKL and oneDNN on x86;
-            not for fp64, which is refused; not measured on a GPU. Sums over rows (the loss, the
-            gradients of weight and bias) do depend on the batch.
         differentiable: let gradients of `logprob_T` and `entropy_T` reach hidden, weight and bias,
             by computing the logits once more.
         target_ids_T, temperature, softcap, sampling_mask, impl: as for `logprobs`.
@@ -143,7 +134,6 @@ def linear_logprobs(
         bias_V,
         fp32_logits=fp32_logits,
         memory_budget=memory_budget,
-        batch_invariant=batch_invariant,
     )
     targets = check_targets(
         hidden_TD, len(weight_VD), target_ids_T, temperature, softcap, sampling_mask

@@ -45,8 +45,8 @@ from flowkernels.token_loss import (
 )
 def _linear_loss_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """(loss, gradients by hidden, weight and bias or empty tensors, columns, statistics)."""
-    weight, bias, *flat, needs, compact = arguments[:-5]
-    *options, impl = arguments[-5:]
+    weight, bias, *flat, needs, compact = arguments[:-4]
+    *options, impl = arguments[-4:]
     head, (spec, inputs) = LMHead(weight, bias, *options), unflatten_inputs(*flat[5:])
     walk = LossWalk(head, hidden, unflatten(*flat[:5]), inputs, spec, impl, compact)
     loss, gradients, column_7T, stats = walk.run(needs)
@@ -55,8 +55,8 @@ def _linear_loss_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 @_linear_loss_op.register_fake
 def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    weight, bias, *_, needs, _compact = arguments[:-5]
-    head = LMHead(weight, bias, *arguments[-5:-1])
+    weight, bias, *_, needs, _compact = arguments[:-4]
+    head = LMHead(weight, bias, *arguments[-4:-1])
     loss, *results = fake_results(hidden)
     return loss, *Gradients.empty(hidden, head, needs).as_outputs(head), *results
 
@@ -82,7 +82,6 @@ def linear_policy_loss(
     sampling_mask: SamplingMask | None = None,
     fp32_logits: bool = False,
     memory_budget: int | None = None,
-    batch_invariant: bool = False,
     compact: bool | Literal["call", "chunks"] = True,
     impl: str = "auto",
 ) -> PolicyLoss:
@@ -90,7 +89,7 @@ def linear_policy_loss(
     weight and bias formed chunk by chunk.
 
     Args:
-        hidden_TD, weight_VD, bias_V, fp32_logits, memory_budget, batch_invariant: as for
+        hidden_TD, weight_VD, bias_V, fp32_logits, memory_budget: as for
             `linear_logprobs`. A gradient that none of the three tensors needs costs nothing: a
             frozen head spares the third product. The gradient of the weight is summed in fp32 and
             rounded once.
@@ -114,7 +113,6 @@ def linear_policy_loss(
         whole_V,
         fp32_logits=fp32_logits,
         memory_budget=memory_budget,
-        batch_invariant=batch_invariant,
     )
     targets = check_targets(
         hidden_TD, len(whole_VD), target_ids_T, temperature, softcap, sampling_mask

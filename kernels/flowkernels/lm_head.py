@@ -17,21 +17,17 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flowkernels.arguments import check_head
 from flowkernels.logprobs import Score, compute_scores, write_gradient
 from flowkernels.targets import Slopes, Targets
 
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
-OPTIONS = "bool fp32_logits, SymInt chunk_rows, SymInt whole_rows, bool batch_invariant, str impl"
+OPTIONS = "bool fp32_logits, SymInt chunk_rows, SymInt whole_rows, str impl"
 """Hidden states and their head, and how to walk over it, in the schema of an operator."""
 DENSE = 0.9
 """A chunk with a larger share of active rows is not compacted: copying would cost more than it
 spares."""
-INVARIANT_STEP = 16
-"""Products of fewer rows sum in an order that depends on where a row stands (seen in MKL with 3 and
-5 rows)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +41,6 @@ class LMHead:
     chunk_rows: int
     whole_rows: int
     """Up to so many rows are one chunk."""
-    batch_invariant: bool = False
-    """All products that a row's results come from have `chunk_rows` rows, whatever the number of
-    those that count."""
 
     def over(self, num_rows: int) -> LMHead:
         """The head for a walk over so many rows in all: in one chunk if they are few enough."""
@@ -60,15 +53,14 @@ class LMHead:
         size = max(1, -(-num_rows // num_chunks))
         return (slice(i, min(i + size, stop)) for i in range(start, stop, size))
 
-    def options(self, impl: str) -> tuple[bool, int, int, bool, str]:
+    def options(self, impl: str) -> tuple[bool, int, int, str]:
         """The values of `OPTIONS`."""
-        return self.fp32_logits, self.chunk_rows, self.whole_rows, self.batch_invariant, impl
+        return self.fp32_logits, self.chunk_rows, self.whole_rows, impl
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """[C, V], in fp32 if asked for, else in the dtype of the hidden states. Rows begin at
         multiples of 16 bytes: a kernel then sums each alike, whatever its place.
         """
-        num_rows, hidden_CD = len(hidden_CD), self.padded(hidden_CD)
         dtype = accumulator_dtype(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
         num_vocab, width = len(self.weight_VD), max(1, 16 // dtype.itemsize)
         stride = -(-num_vocab // width) * width
@@ -78,18 +70,9 @@ class LMHead:
         out_CV = whole[:, :num_vocab]
         if self.bias_V is None or dtype != hidden_CD.dtype:
             _product(hidden_CD, self.weight_VD.t(), out_CV)
-            return out_CV[:num_rows] if self.bias_V is None else out_CV[:num_rows].add_(self.bias_V)
+            return out_CV if self.bias_V is None else out_CV.add_(self.bias_V)
         torch.addmm(self.bias_V, hidden_CD, self.weight_VD.t(), out=out_CV)  # rounds the sum once
-        return out_CV[:num_rows]
-
-    def padded(self, rows_CX: Tensor) -> Tensor:
-        """Add rows of zeros up to `chunk_rows` if the head is batch-invariant: a library picks its
-        kernel, and with it the order in which it sums, by the shape.
-        """
-        missing = self.chunk_rows - len(rows_CX)
-        if self.batch_invariant and (missing or not rows_CX.is_contiguous()):
-            return pad(rows_CX, (0, 0, 0, missing))
-        return rows_CX
+        return out_CV
 
 
 def new_head(
@@ -99,37 +82,23 @@ def new_head(
     *,
     fp32_logits: bool,
     memory_budget: int | None,
-    batch_invariant: bool,
 ) -> LMHead:
     """Check the arguments of a head, and choose the size of its chunks."""
     check_head(hidden_TD, weight_VD, bias_V)
-    if batch_invariant and hidden_TD.dtype == torch.float64:
-        raise ValueError(
-            "batch_invariant works with float32, bfloat16 and float16, got hidden_TD of float64"
-        )
     num_vocab, size, is_cuda = len(weight_VD), hidden_TD.element_size(), hidden_TD.is_cuda
     row_bytes = bytes_per_row(num_vocab, size, fp32_logits)
     num_rows, more_rows = default_rows(num_vocab, is_cuda), 0
     if memory_budget is not None:
         num_rows = memory_budget // row_bytes
-    elif weight_VD.requires_grad and not batch_invariant:
+    elif weight_VD.requires_grad:
         # One chunk has dW in the head's dtype where several have it in fp32.
         more_rows = max(0, 4 - size) * weight_VD.numel() // row_bytes
-    if batch_invariant and num_rows < INVARIANT_STEP:
-        raise ValueError(
-            f"memory_budget={memory_budget} bytes must hold at least {INVARIANT_STEP} rows of "
-            f"logits for batch_invariant, which take {INVARIANT_STEP * row_bytes}"
-        )
     if num_rows < 1:
         raise ValueError(
             f"memory_budget={memory_budget} bytes must hold at least one row of logits, which "
             f"takes {row_bytes}"
         )
-    if batch_invariant:
-        num_rows = min(num_rows, 4096 if is_cuda else 256)
-        num_rows -= num_rows % INVARIANT_STEP
-    whole_rows = num_rows + more_rows
-    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, whole_rows, batch_invariant)
+    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, num_rows + more_rows)
 
 
 def bytes_per_row(num_vocab: int, size: int, fp32_logits: bool) -> int:
@@ -201,7 +170,12 @@ class Gradients:
         if len(hidden_CD) == 0:
             return
         if self.hidden_TD is not None:
-            self._add_hidden(self.hidden_TD, head, dlogits_CV, row_C)
+            if isinstance(row_C, slice):
+                _product(dlogits_CV, head.weight_VD, self.hidden_TD[row_C])
+            else:
+                dhidden_CD = torch.empty_like(hidden_CD)
+                _product(dlogits_CV, head.weight_VD, dhidden_CD)
+                self.hidden_TD[row_C] = dhidden_CD
         if self.weight_VD is not None:
             _accumulate(dlogits_CV.t(), hidden_CD, self.weight_VD)
         elif self.needs_weight:
@@ -211,17 +185,6 @@ class Gradients:
             _product(dlogits_CV.t(), hidden_CD, self.weight_VD)
         if self.bias_V is not None:
             self.bias_V += dlogits_CV.sum(0, dtype=self.bias_V.dtype)
-
-    def _add_hidden(
-        self, total_TD: Tensor, head: LMHead, dlogits_CV: Tensor, row_C: Tensor | slice
-    ) -> None:
-        if isinstance(row_C, slice) and not head.batch_invariant:
-            _product(dlogits_CV, head.weight_VD, total_TD[row_C])
-            return
-        padded_CV = head.padded(dlogits_CV)
-        dhidden_CD = total_TD.new_empty(len(padded_CV), total_TD.shape[1])
-        _product(padded_CV, head.weight_VD, dhidden_CD)
-        total_TD[row_C] = dhidden_CD[: len(dlogits_CV)]
 
     def as_outputs(self, head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
         """The three gradients in the head's dtype; an empty tensor for each that is not needed."""

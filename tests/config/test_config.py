@@ -5,7 +5,6 @@ wrong ones.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import tomllib
 from collections.abc import Callable
@@ -549,23 +548,3 @@ def test_check_allowed_refuses_all_other_options(words: list[str]) -> None:
         r"vllm.\*",
     ):
         check_allowed(words, allowed)
-
-
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [
-        ({"lora": {"rank": 4}, "model": {"path": "x"}}, "lora.rank=4"),
-        ({"train": {"compile": True}}, "train.compile=True"),
-        ({"train": {"attention": "sdpa"}}, "train.attention='sdpa'"),
-        (
-            {"rollout": {"frequency_penalty": 0.5}, "train": {"rescore": True}},
-            "rollout.frequency_penalty=0.5",
-        ),
-    ],
-)
-def test_what_cannot_be_exact_is_refused(options: dict[str, Any], refused: str) -> None:
-    Config.model_validate(options)
-    options = {**options, "train": {**options.get("train", {}), "exact": True}}
-    message = f"{refused} does not go with train.exact"
-    with pytest.raises(ValidationError, match=re.escape(message)):
-        Config.model_validate(options)

@@ -233,26 +233,6 @@ def test_what_cannot_be_cut_for_several_devices_is_refused(
         make_engine(config, policy, torch.device(device))
 
 
-def test_an_exact_policy_has_a_batch_invariant_vllm(
-    tiny_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU that has one; the environment is all that is tested here."""
-    made: list[VllmModel] = []
-    monkeypatch.setattr(factory, "VllmEngine", lambda model, *rest: made.append(model))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    options = {"rollout": {"engine": "vllm"}, "train": {"exact": True}}
-    config, policy = toy(options), ModelSpec.load("model.path", tiny_path)
-    store = WeightStore(tmp_path)
-    make_engine(config, policy, torch.device("cuda:0"), store)
-    assert made[0].environment["VLLM_BATCH_INVARIANT"] == "1"
-    with pytest.raises(UserError, match=r"train\.exact=true with .* needs a GPU: on a CPU"):
-        make_engine(config, policy, CPU, store)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(UserError, match=r"capability 8\.0 or higher, and cuda:0 has 7\.5"):
-        make_engine(config, policy, torch.device("cuda:0"), store)
-
-
 def test_vllm_sees_its_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpu_environment(1) == {"CUDA_VISIBLE_DEVICES": "1"}

@@ -20,7 +20,7 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.vllm import engine as vllm_engine
 from flowtrain.engines.vllm import runner as vllm_runner
 from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
-from flowtrain.engines.vllm.process import INVARIANT, VllmModel
+from flowtrain.engines.vllm.process import VllmModel
 from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
 from flowtrain.weights import StoreError
 from flowtrain.weights.format.adapters import AdapterSpec
@@ -464,12 +464,12 @@ def test_an_engine_that_sleeps_wakes_for_a_load_and_for_a_request(llms: list[Fak
 
 
 @pytest.mark.parametrize(
-    ("is_v2", "is_cpu", "environment", "is_seeded"),
+    ("is_v2", "is_cpu", "invariant", "is_seeded"),
     [
-        (True, False, {}, True),
-        (False, True, {}, True),
-        (False, False, INVARIANT, True),
-        (False, False, {}, False),
+        (True, False, "", True),
+        (False, True, "", True),
+        (False, False, "1", True),
+        (False, False, "", False),
     ],
 )
 def test_a_seed_per_request_is_left_out_where_it_costs_a_kernel_per_request(
@@ -477,13 +477,12 @@ def test_a_seed_per_request_is_left_out_where_it_costs_a_kernel_per_request(
     monkeypatch: pytest.MonkeyPatch,
     is_v2: bool,
     is_cpu: bool,
-    environment: dict[str, str],
+    invariant: str,
     is_seeded: bool,
 ) -> None:
     monkeypatch.setattr(FakeLLM, "is_v2", is_v2)
-    model = VllmModel(
-        "folder", "float32", 64, frozenset({1}), is_cpu=is_cpu, environment=environment
-    )
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
+    model = VllmModel("folder", "float32", 64, frozenset({1}), is_cpu=is_cpu)
     engine = VllmEngine(model, tokenizer=None, options=OPTIONS)  # type: ignore[arg-type]
     asyncio.run(engine.generate((5, 6), Sampling(3, seed=7)))
     assert llms[0].seeds[-1] == (7 if is_seeded else None)

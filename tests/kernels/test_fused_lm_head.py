@@ -114,7 +114,6 @@ def test_gspo_of_sequences_shorter_and_longer_than_a_chunk(has_holes: bool, num_
         (torch.bfloat16, {"fp32_logits": True}, 16 + 40 // 3),
         (torch.bfloat16, {"memory_budget": 2**20 * 2 * 16}, 16),
         (torch.bfloat16, {"frozen": True}, 16),
-        (torch.float16, {"batch_invariant": True}, 16),
         (torch.float32, {}, 16),
     ],
 )
@@ -125,7 +124,7 @@ def test_one_chunk_where_it_takes_no_more_memory_else_equal_ones(
     has dW in 16 bits instead, which spares as much as 40 rows of logits in 16 bits take.
     """
     weight = torch.empty(2**20, 40, dtype=dtype, requires_grad="frozen" not in options)
-    given = {"fp32_logits": False, "memory_budget": None, "batch_invariant": False}
+    given = {"fp32_logits": False, "memory_budget": None}
     given |= {name: value for name, value in options.items() if name != "frozen"}
     head = new_head(weight[:1].detach(), weight, None, **given)
 

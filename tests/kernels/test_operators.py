@@ -192,8 +192,7 @@ def head_arguments(
         if has_much
         else (torch.ones(1).expand(7), None, None, None)
     )
-    is_invariant = has_much and dtype != torch.float64
-    options = (dtype == torch.bfloat16, 3, 3, is_invariant, "torch")
+    options = (dtype == torch.bfloat16, 3, 3, "torch")
     first = (*(x if x is None or name != "linear_gradient" else x.detach() for x in head),)
     first = (*first, batch["target_ids_T"], *of_rows)
     if name == "linear_scores":

@@ -30,7 +30,6 @@ from flowtrain.run.memory_plan import activations
 from flowtrain.training import attention, experts, lm_head, sharding
 from flowtrain.training import model as models
 from flowtrain.training.cost import ForwardCost
-from flowtrain.training.exact import make_exact
 from flowtrain.training.flex import padded
 from flowtrain.training.lora import add_adapter
 from flowtrain.training.row_loss import row_loss, score_row
@@ -348,9 +347,7 @@ def test_other_routers_are_refused(family: str, problem: str) -> None:
     assert experts.problem(router_of(family)) == problem
 
 
-def test_exact_passes_and_adapters_of_experts_are_refused() -> None:
-    with pytest.raises(UserError, match=r"train.exact=true: .* mixture"):
-        make_exact(trained(config("qwen3_moe")), torch.float32, torch.device("cpu"))
+def test_adapters_of_experts_are_refused() -> None:
     with pytest.raises(UserError, match=r"'gate_up_proj' is no linear layer .* q_proj, v_proj"):
         add_adapter(trained(config("olmoe")), Lora(rank=2, targets=["gate_up_proj"]), "BASE")
 

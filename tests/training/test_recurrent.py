@@ -39,7 +39,6 @@ from flowtrain.training import model as models
 from flowtrain.training.attention import NAME, structure_of
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.delta_net import DeltaTree
-from flowtrain.training.exact import make_exact
 from flowtrain.training.flex import padded
 from flowtrain.training.model_check import check_config
 from flowtrain.training.row_loss import score_row
@@ -158,12 +157,6 @@ def test_only_layers_that_hear_where_tokens_come_are_trained(
 def test_a_layer_that_was_not_equipped_reads_no_row() -> None:
     with pytest.raises(AssertionError, match="was not equipped"):
         delta_net.recurrence_of(model_of(FAMILY), torch.tensor([1]))
-
-
-def test_exact_passes_are_refused() -> None:
-    model = model_of(FAMILY)
-    with pytest.raises(UserError, match="recurrent layers have no exact sums"):
-        make_exact(model, torch.float32, torch.device("cpu"))
 
 
 def test_a_recurrent_layer_costs_its_weights_and_its_state() -> None:

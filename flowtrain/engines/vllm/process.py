@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from flowtrain.config import Vllm
@@ -26,9 +25,6 @@ from flowtrain.weights.format.adapters import AdapterSpec
 
 ERROR_FILE = "FLOWTRAIN_VLLM_ERRORS"
 """Environment variable that names the file where vLLM's processes write their errors."""
-INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-"""Environment of a vLLM whose log-probs do not depend on the batch."""
-_LEAST_CAPABILITY = (8, 0)
 OLDEST = (0, 25)
 INSTALL = (
     "pip install 'flowtrain[vllm]' on a machine with a GPU, `make setup ENGINE=vllm` on one without"
@@ -87,22 +83,6 @@ def check_installed(key: str = "rollout.engine") -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"{key}='vllm' needs vLLM, which is not installed: {INSTALL}")
-
-
-def check_invariant(device: torch.device) -> None:
-    """Raises UserError where vLLM has no batch-invariant mode."""
-    asked = "train.exact=true with rollout.engine='vllm'"
-    if device.type != "cuda":
-        raise UserError(
-            f"{asked} needs a GPU: on a {device.type.upper()} vLLM has no batch-invariant mode; "
-            "rollout.engine = 'torch' has one"
-        )
-    found = torch.cuda.get_device_capability(device)
-    if found < _LEAST_CAPABILITY:
-        raise UserError(
-            f"{asked} needs a GPU of compute capability 8.0 or higher, and {device} has "
-            f"{found[0]}.{found[1]}"
-        )
 
 
 def check_version(version: str) -> None:

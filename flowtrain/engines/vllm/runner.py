@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import logging
+import os
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,7 +22,6 @@ from flowtrain.config import Vllm
 from flowtrain.engines.requests import Decodes, completion, kept_sets, stop_place
 from flowtrain.engines.vllm.process import (
     ERROR_FILE,
-    INVARIANT,
     VllmModel,
     check_version,
     children,
@@ -170,8 +170,8 @@ class AsyncLLMRunner:
                 self._processes, self._others = children() - self._others, None
         self._weights = policies(self._llm, self._model)
         # For every token of a seeded request vLLM's older runner starts a kernel of its own.
-        config, is_invariant = self._llm.vllm_config, INVARIANT.items() <= variables.items()
-        is_v2 = getattr(config, "use_v2_model_runner", False)
+        is_v2 = getattr(self._llm.vllm_config, "use_v2_model_runner", False)
+        is_invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
         self._has_seeds = is_v2 or is_invariant or self._model.is_cpu
         if self._model.records_entropies:
             await self._llm.collective_rpc("record_entropies")
