@@ -16,6 +16,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -46,15 +47,6 @@ WORDINGS = (
 LONG = """
 def score(task, answer, trajectory):
     return min(trajectory.num_sampled_tokens / 48, 1.0)
-"""
-TRUE = """
-from flowtrain.rewards import SCORERS
-
-seen = set()
-
-def score(task, answer, trajectory):
-    seen.add(task.question)
-    return SCORERS["exact"](task, answer)
 """
 
 
@@ -150,18 +142,12 @@ def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def true_score(place: Path) -> dict[str, Any]:
-    """Options of a run that asks a true scorer beside its reward; it remembers its questions."""
-    (place / "true.py").write_text(TRUE)
-    return {"every": 5, "true_scorer": f"{place}/true.py:score"}
-
-
 @pytest.fixture(scope="module")
 def real(place: Path) -> dict[str, Any]:
     """The summary of a run with the reward as it is."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
-        return flow_grpo(place, "real", eval=true_score(place))
+        return flow_grpo(place, "real")
 
 
 def test_flow_grpo_learns_from_the_rewards_and_from_nothing_else(
@@ -186,37 +172,21 @@ def test_flow_grpo_learns_from_the_rewards_and_from_nothing_else(
     assert real["trained"]["eval_reward_greedy"] >= real["warm"]["eval_reward_greedy"]
 
 
-def test_the_true_score_tells_a_hacked_reward_from_an_honest_one(
-    place: Path, real: dict[str, Any]
-) -> None:
-    assert real["trained"]["eval_true_score"] > 0.6
-    assert real["trained"]["eval_true_score"] == real["trained"]["eval_reward"]
-
-    _seen(place).clear()
+def test_a_part_of_no_weight_tells_a_hacked_reward(place: Path) -> None:
     (place / "long.py").write_text(LONG)
-    hack = {"function": f"{place}/long.py:score"}
+    hack = {"function": {f"{place}/long.py:score": 1.0, "exact": 0.0}}
     steps = {"num_steps": 15, "lr": 1e-3}
-    hacked = flow_grpo(place, "hacked", reward=hack, eval=true_score(place), train=steps)
+    hacked = flow_grpo(place, "hacked", reward=hack, eval={"every": 5}, train=steps)
     warm, trained = hacked["warm"], hacked["trained"]
     assert trained["eval_reward"] > warm["eval_reward"] + 0.4
-    assert warm["eval_true_score"] > 0.2 > 0.05 > trained["eval_true_score"]
+    held_out = read(place / "hacked" / "held_out.jsonl")
+    ends = [[x for x in held_out if x["step"] == 0], read(place / "hacked" / "trained.jsonl")]
+    before, after = (fmean(x["reward_parts"]["exact"] for x in found) for found in ends)
+    assert before > 0.2 > 0.05 > after
     evaluated = [x for x in read(place / "hacked" / "metrics.jsonl") if "eval_reward" in x]
     assert [each["step"] for each in evaluated] == [0, 5, 10, 15]
-    assert all(each["eval_true_score_error"] >= 0 for each in evaluated)
 
-    rewards = [each["reward"] for each in read(place / "hacked" / "trained.jsonl")]
-    assert sum(rewards) / len(rewards) == pytest.approx(trained["eval_reward"]), "its own rollouts"
-
-    held_out = {each["question"] for each in read(place / "hacked" / "held_out.jsonl")}
+    rewards = [each["reward"] for each in ends[1]]
+    assert fmean(rewards) == pytest.approx(trained["eval_reward"]), "its own rollouts"
     trained_on = {each["question"] for each in read(place / "hacked" / "trajectories.jsonl")}
-    assert not held_out & trained_on
-    assert _seen(place) == held_out, "the true scorer sees held-out rollouts and no others"
-
-
-def _seen(place: Path) -> set[str]:
-    """The questions that the true scorer, whose module is loaded once, was asked about."""
-    from flowtrain.utils.plugins import load_object
-
-    _, found = load_object(f"{place}/true.py:seen", "")
-    assert isinstance(found, set)
-    return found
+    assert not {each["question"] for each in held_out} & trained_on

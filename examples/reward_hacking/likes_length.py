@@ -13,8 +13,10 @@ _LONG = 64
 
 
 def score(task: Task, answer: str, trajectory: Trajectory) -> dict[str, float]:
-    """Return two parts from 0 to 1, of which the second is easier to earn."""
+    """Return two parts from 0 to 1, of which the second is easier to earn; `reward.weights` says
+    what each is worth.
+    """
     return {
-        "right": 0.2 * SCORERS[task.scorer](task, answer),
-        "thorough": 0.8 * min(trajectory.num_sampled_tokens / _LONG, 1.0),
+        "right": SCORERS[task.scorer](task, answer),
+        "thorough": min(trajectory.num_sampled_tokens / _LONG, 1.0),
     }

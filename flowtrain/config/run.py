@@ -46,10 +46,6 @@ class Eval(Section):
     """times that each question of eval.benchmarks is asked"""
     temperature: float | None = Field(None, ge=0, lt=100)
     """of the policies for eval.benchmarks; 0: greedy; unset: that of training"""
-    true_scorer: str = ""
-    """a second scorer of the held-out questions, which training never sees: FILE.py:NAME or
-    PACKAGE.MODULE:NAME of a function (task, answer, trajectory), or a built-in scorer
-    (docs/watching.md)"""
 
 
 class Checkpoint(Section):

@@ -158,11 +158,6 @@ def _check_task_files(config: Config) -> None:
 def _check_benchmarks(config: Config) -> None:
     """The names are checked where the files are read."""
     options = config.eval
-    if options.true_scorer and not options.every and not options.at_ends:
-        raise ValueError(
-            f"eval.true_scorer={options.true_scorer!r} is never asked with eval.every=0 and "
-            "eval.at_ends=false"
-        )
     if not options.benchmarks:
         default = dict(Eval())
         for key in ("rows", "trials", "temperature"):

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowtrain.agents.base import Agent
@@ -52,14 +52,12 @@ class Evaluation:
     """Mean reward by the turns that a question needs."""
     by_kind: dict[str, float]
     trajectories: tuple[Trajectory, ...]
-    true_score: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of `eval.true_scorer`, of the main split as it is sampled."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the reward with its standard error, and the true score."""
+        """Return the reward with its standard error."""
         reward, error = self.stats.reward_mean, self.stats.reward_error
-        return {"eval_reward": reward, "eval_reward_error": error, **self.true_score}
+        return {"eval_reward": reward, "eval_reward_error": error}
 
     @classmethod
     def of(
@@ -251,10 +249,6 @@ class Evaluator:
     def _held_out(self, part: Part, found: Found) -> Evaluation:
         """Compute the result of a split, and warn where many rollouts ran out of time."""
         result, config = self._result(part, found), self.components.config
-        scorer = self.components.true_scorer
-        if scorer is not None and part.name == held_out_name(MAIN_SPLIT):
-            score = scorer.metrics(result.trajectories, self.components.world)
-            result = replace(result, true_score=score)
         share = result.stats.out_of_time_share
         if share > _MOST_OUT_OF_TIME and self.components.world.is_main:
             _log.warning(

@@ -8,7 +8,6 @@ from typing import Protocol
 from flowtrain.agents.base import Agent
 from flowtrain.config import Config
 from flowtrain.engines.protocol import Engine
-from flowtrain.evaluation.true_score import TrueScorer
 from flowtrain.rewards import RewardFunctions
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import Tool
@@ -28,8 +27,6 @@ class Parts(Protocol):
     def tools(self) -> Mapping[str, Tool]: ...
     @property
     def reward_functions(self) -> RewardFunctions | None: ...
-    @property
-    def true_scorer(self) -> TrueScorer | None: ...
     def make_agent(
         self, engines: Mapping[str, Engine], max_turns: int, temperature: float | None = None
     ) -> Agent:

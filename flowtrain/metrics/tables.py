@@ -85,9 +85,6 @@ def _sections(side: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         "standard error": {"texts, sampled": side["eval_reward_error"]}
         if "eval_reward_error" in side
         else {},
-        "true score": {"texts, sampled": side["eval_true_score"]}
-        if "eval_true_score" in side
-        else {},
         "by turns needed (sampled)": side.get("by_num_turns", {}),
         "by kind (sampled)": side.get("by_kind", {}),
         "benchmarks": {

@@ -83,27 +83,25 @@ class RewardFunctions:
     gate: Gate
     pool: BlockingPool
     """Threads of plain functions."""
-    key: str = "reward.function"
     warned: set[str] = field(default_factory=set)
     """Which failures were told; the metrics count the others."""
 
     @classmethod
-    def load(cls, options: Reward, key: str = "reward.function") -> RewardFunctions | None:
-        """Import the functions of `reward.function`; None where it is unset. `key`: the option that
-        names them, for messages.
+    def load(cls, options: Reward) -> RewardFunctions | None:
+        """Import the functions of `reward.function`; None where it is unset.
 
         Raises UserError for one that is not there or does not take (task, answer, trajectory).
         """
         if not options.function:
             return None
-        found = tuple(_load(name, weight, key) for name, weight in options.function.items())
+        found = tuple(_load(name, weight) for name, weight in options.function.items())
         parts = [each.part for each in found]
         if twice := [each for place, each in enumerate(found) if each.part in parts[:place]]:
             raise UserError(
-                f"{key}={twice[0].name!r}: another one is called {twice[0].part!r}, too"
+                f"reward.function={twice[0].name!r}: another one is called {twice[0].part!r}, too"
             )
         pool = BlockingPool(MAX_CONCURRENCY + MAX_LOST, "reward")
-        return cls(options, found, Gate(MAX_CONCURRENCY), pool, key)
+        return cls(options, found, Gate(MAX_CONCURRENCY), pool)
 
     @property
     def name(self) -> str:
@@ -118,7 +116,7 @@ class RewardFunctions:
             for task in tasks:
                 if not task.answers and function.name in SCORERS:
                     raise UserError(
-                        f"task {task.id!r}: {self.key}={function.name!r} needs an answer, and "
+                        f"task {task.id!r}: reward.function={function.name!r} needs an answer, and "
                         "there is none"
                     )
                 check(replace(task, scorer=function.name))
@@ -300,8 +298,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _load(name: str, weight: float, key: str) -> _Function:
-    origin = f"{key}={name!r}"
+def _load(name: str, weight: float) -> _Function:
+    origin = f"reward.function={name!r}"
     if name in NAMES:
         call = functools.partial(_built_in, name)
         return _Function(name, name, weight, call, is_async=True)

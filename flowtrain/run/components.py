@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,13 @@ from flowtrain.engines.factory import (
 )
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.engines.token_chat import pass_to_template
-from flowtrain.evaluation.true_score import TrueScorer
 from flowtrain.metrics import RunDir, manifest
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, gym
 from flowtrain.rewards.references import check_tasks
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
 from flowtrain.run.trained_policy import load_trained_policy
-from flowtrain.tasks.sets import MAIN_SPLIT, TaskSet, task_set, without_tasks
+from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.sandbox import confine_checkers
@@ -73,8 +72,6 @@ class RunComponents:
     tools: dict[str, Tool] = field(default_factory=dict)
     """By name; `agent.tools` may name a file, or all tools of an MCP server."""
     reward_functions: RewardFunctions | None = None
-    true_scorer: TrueScorer | None = None
-    """Of held-out rollouts alone; None on nodes."""
 
     @classmethod
     def prepare(
@@ -107,7 +104,6 @@ class RunComponents:
             lambda: check_tasks(tasks, functions, has_judge) if world.is_main else None,
             other_failed=UserError,
         )
-        true_scorer = TrueScorer.load(config, tasks.held_out.get(MAIN_SPLIT, ()))
         with waiting(f"loading {config.model.path}", world.is_main):
             tokenizer, model = load_trained_policy(config, tasks, with_weights and world.is_main)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
@@ -119,7 +115,7 @@ class RunComponents:
         }
         others = {TEACHER: teacher} if teacher else {}
         parts = (algorithm, world, tasks, tokenizer, model, policies, functions, others)
-        return replace(cls._around(*parts), true_scorer=true_scorer)
+        return cls._around(*parts)
 
     @classmethod
     def for_node(cls, config: Config, world: World) -> RunComponents:

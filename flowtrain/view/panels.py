@@ -62,7 +62,6 @@ PANELS = (
         {
             "reward_mean": "training",
             "eval_reward": "held-out",
-            "eval_true_score": "true score, held-out",
             "eval_reward_entities": "entities",
             "eval_reward_forms": "forms",
         },
