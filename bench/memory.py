@@ -101,7 +101,6 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "reference": "device"},
     {"dtype": "bfloat16", "optimizer": "adamw_bf16_sr"},
-    {"dtype": "bfloat16", "optimizer": "adamw_8bit_bf16_sr"},
     {"lora_rank": 16},
     {"dtype": "bfloat16", "lora_rank": 16, "reference": "device"},
 )

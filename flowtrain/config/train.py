@@ -57,10 +57,10 @@ class Train(Section):
     reshard: bool = True
     """layers of models of over 50 M parameters gather their weights again for the backward pass;
     false: they keep them gathered"""
-    optimizer: Literal["adamw", "adamw_8bit", "adamw_bf16_sr", "adamw_8bit_bf16_sr"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_bf16_sr"] = "adamw"
     """adamw: fp32 weights and moments; 8bit: moments of 8 bits; bf16_sr: weights, gradients and
     moments in bf16, with weights rounded stochastically, for model.dtype = "bfloat16"; the last
-    three need torchao (docs/memory.md)"""
+    two need torchao (docs/memory.md)"""
     offload: Literal["none", "all"] = "none"
     """what is kept in the memory of the CPU: all: master weights, gradients, moments and the
     reference, and AdamW steps there"""

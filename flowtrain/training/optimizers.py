@@ -6,7 +6,6 @@ Bytes per parameter of a rank's share:
     adamw                 4        4         8       torch's fused AdamW
     adamw_8bit            4        4         2.03    moments are codes of 8 bits, scales by 256
     adamw_bf16_sr         2        2         4       weights in bf16, rounded stochastically
-    adamw_8bit_bf16_sr    2        2         2.03    both
 
 torchao (and not bitsandbytes) because it has both ideas, in torch alone: bitsandbytes' kernels take
 no DTensor, and it rounds to the nearest only, which loses updates below 2^-9 of a bf16 weight. The
@@ -14,7 +13,8 @@ optimizers see each rank's shard as a plain tensor, because torchao's 8-bit stat
 fails (0.18).
 
 Rounding takes its random bits from (step, rank), so there is no random state to save. Checkpoints
-hold the state itself, codes and scales of each rank; another number of ranks dequantises it.
+hold the state itself, which any number of ranks reads, but for codes and scales: they are each
+rank's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from flowtrain.training.world import World
 from flowtrain.types import UserError
@@ -35,7 +35,6 @@ from flowtrain.utils.seeds import derive_seed
 
 Part = tuple[Tensor, torch.Size | None]
 """This rank's rows of a tensor and the size of the whole; None: there is no more of it."""
-_PIECES = {"codes": torch.uint8, "scale": torch.float32, "plain": torch.float32}
 _BLOCK = 256
 """Numbers that share a scale in torchao's 8-bit state."""
 
@@ -59,7 +58,6 @@ KINDS = {
     "adamw": OptimizerKind(False, torch.float32),
     "adamw_8bit": OptimizerKind(True, torch.float32),
     "adamw_bf16_sr": OptimizerKind(False, torch.bfloat16),
-    "adamw_8bit_bf16_sr": OptimizerKind(True, torch.bfloat16),
 }
 
 
@@ -173,60 +171,23 @@ class ShardOptimizer:
     def load(
         self, saved: Mapping[str, torch.Size], read: Callable[[Mapping[str, Part]], None]
     ) -> None:
-        """Take the state of a checkpoint, of any number of ranks and any kind of optimizer;
-        collective.
+        """Take the state of a checkpoint; collective.
 
         Args:
             saved: the sizes of its tensors by name.
             read: fills parts with what the checkpoint has under their names.
+
+        Raises UserError where that state is laid out otherwise.
         """
         self._make_state()
-        own: dict[str, Part] = {}
-        others: list[tuple[str, str, Any]] = []
-        for name, state in self.state.items():
-            for key, value in state.items():
-                parts = self._parts(name, key, value)
-                size = self._world.size
-                is_alike = len(_ranks_in(saved, f"{name}.{key}")) in (0, size)
-                if is_alike and all(
-                    saved.get(place) == (whole or part.shape)
-                    for place, (part, whole) in parts.items()
-                ):
-                    own |= parts
-                else:
-                    others.append((name, key, value))
+        own = self.tensors()
+        for place, (part, whole) in own.items():
+            if saved.get(place) != (whole or part.shape):
+                raise UserError(
+                    f"the checkpoint has no {place!r} of {tuple(whole or part.shape)}: resume with "
+                    "the train.optimizer that wrote it, 8-bit moments on as many ranks"
+                )
         read(own)
-        for name, key, value in others:
-            self._take(name, key, value, saved, read)
-
-    def _take(
-        self,
-        name: str,
-        key: str,
-        value: Any,
-        saved: Mapping[str, torch.Size],
-        read: Callable[[Mapping[str, Part]], None],
-    ) -> None:
-        """Take a state that was laid out otherwise."""
-        parameter = self._parameters[name]
-        if f"{name}.{key}" in saved:
-            found = torch.empty(value.shape)
-            whole = parameter.shape if isinstance(parameter, DTensor) else None
-            read({f"{name}.{key}": (found, whole)})
-            value.copy_(found)
-            return
-        pieces = _ranks_in(saved, f"{name}.{key}")
-        if not pieces:
-            raise UserError(f"the checkpoint has no {key!r} of the optimizer for {name!r}")
-        flat = []
-        for piece in pieces:
-            found_parts = {
-                part: torch.empty(saved[place], dtype=_PIECES[part])
-                for part, place in piece.items()
-            }
-            read({piece[part]: (found, None) for part, found in found_parts.items()})
-            flat.append(_dequantised(found_parts, key == "exp_avg"))
-        value.copy_(_slice(parameter, torch.cat(flat).view(parameter.shape)))
 
     def _make_state(self) -> None:
         """Step on zeros with a learning rate of 0, which changes no weight."""
@@ -240,8 +201,13 @@ class ShardOptimizer:
 def _make(kind: str, shards: list[nn.Parameter], options: dict[str, Any]) -> torch.optim.Optimizer:
     if kind == "adamw":
         return torch.optim.AdamW(shards, fused=True, **options)
-    with _needs_torchao(f"train.optimizer={kind!r}"):
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it names kernels that are not used here
+    try:
         from torchao.optim import AdamW8bit, _AdamW
+    except ImportError as error:
+        raise UserError(
+            f"train.optimizer={kind!r} needs torchao: pip install 'flowtrain[torchao]'"
+        ) from error
     make = AdamW8bit if KINDS[kind].is_8bit else _AdamW
     rounds = KINDS[kind].weight_dtype == torch.bfloat16
     made: torch.optim.Optimizer = make(shards, bf16_stochastic_round=rounds, **options)
@@ -255,45 +221,3 @@ def part_of(tensor: Tensor) -> Part:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _slice(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a tensor as large as the parameter."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-
-
-def _ranks_in(saved: Mapping[str, torch.Size], place: str) -> list[dict[str, str]]:
-    """List the names of an 8-bit state's pieces, rank by rank."""
-    ranks: list[dict[str, str]] = []
-    while True:
-        names = {part: f"{place}.{len(ranks)}.{part}" for part in _PIECES}
-        piece = {part: name for part, name in names.items() if name in saved}
-        if not piece:
-            return ranks
-        ranks.append(piece)
-
-
-def _dequantised(piece: Mapping[str, Tensor], is_signed: bool) -> Tensor:
-    """A piece as flat fp32."""
-    if "plain" in piece:
-        return piece["plain"].float().flatten()
-    with _needs_torchao("a checkpoint of 8-bit moments"):
-        from torchao.optim.subclass_8bit import OptimState8bit
-    codes, scale = piece["codes"], piece["scale"]
-    state = OptimState8bit.zeros(codes.shape, is_signed, len(codes.flatten()) // len(scale))
-    state.codes.copy_(codes)
-    state.scale.copy_(scale)
-    values: Tensor = state.dequantize().flatten()
-    return values
-
-
-@contextmanager
-def _needs_torchao(what: str) -> Iterator[None]:
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it names kernels that are not used here
-    try:
-        yield
-    except ImportError as error:
-        raise UserError(f"{what} needs torchao: pip install 'flowtrain[torchao]'") from error

@@ -230,7 +230,6 @@ BYTES = {
     "adamw": (4, 8),
     "adamw_8bit": (4, 2.03125),
     "adamw_bf16_sr": (2, 4),
-    "adamw_8bit_bf16_sr": (2, 2.03125),
 }
 
 
