@@ -11,7 +11,7 @@ that were tried, and what is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -
     """
     config = _of_text(config)
     try:
-        problem = next(filter(None, (find(config) for find in _PROBLEMS)), "")
+        problem = next(_problems(config), "")
         if not problem and hasattr(config, "quantization_config"):
             config = copy.deepcopy(config)
             del config.quantization_config
@@ -134,105 +134,55 @@ def _of_text(config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
-# ---- properties known by name
-
-
-def _not_text_alone(config: PreTrainedConfig) -> str:
-    parts = [name for name in _OTHER_PARTS if name in config.sub_configs]
-    return f"is no plain text decoder ({parts[0]} in its config)" if parts else ""
-
-
-def _no_decoder(config: PreTrainedConfig) -> str:
+def _problems(config: PreTrainedConfig) -> Iterator[str]:
+    """What is known by name to go wrong, a sentence each; the next one is looked for only where
+    there was none before.
+    """
+    families, of_type = MODEL_FOR_CAUSAL_LM_MAPPING, f"(model_type={config.model_type!r})"
+    for name in _OTHER_PARTS:
+        if name in config.sub_configs:
+            yield f"is no plain text decoder ({name} in its config)"
     if config.is_encoder_decoder:
-        return f"is an encoder with a decoder (model_type={config.model_type!r})"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return f"is no causal language model (model_type={config.model_type!r})"
-    return ""
+        yield f"is an encoder with a decoder {of_type}"
+    if type(config) not in families:
+        yield f"is no causal language model {of_type}"
+    family, layers = families[type(config)], getattr(config, "layer_types", None) or []
+    num_recurrent = layers.count(attention.RECURRENT)
+    if num_recurrent or family._is_stateful:
+        model = _without_memory(config)
+        delta_net.equip(model)
+        if not num_recurrent or len(delta_net.find_layers(model)) != num_recurrent:
+            yield f"has layers with a recurrent state {of_type}"
+    if others := set(layers) - {"full_attention", attention.SLIDING, attention.RECURRENT}:
+        yield f"has layers other than full and sliding attention ({', '.join(sorted(others))})"
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        yield f"caps its attention logits (attn_logit_softcapping={cap})"
+    if getattr(config, "alibi", False):
+        yield "has ALiBi in the place of position ids (alibi=True)"
+    for name, value in _options(getattr(config, "rope_parameters", None) or {}):
+        if name == "rope_type" and value in _ROW_LENGTH_ROPES:
+            yield f"rotates positions by the length of a sequence (rope_type={value!r})"
+    # Of a hybrid transformers says no, though its attention comes to ours.
+    if not num_recurrent and not family._supports_attention_backend:
+        yield f"has an attention of its own in transformers {of_type}"
+    if found := getattr(config, "quantization_config", None):
+        method = found.get("quant_method") if isinstance(found, Mapping) else found.quant_method
+        if method != MXFP4:
+            yield f"holds quantised weights (quant_method={str(method)!r})"
+    for name, value in _options(config.to_dict()):
+        if name.endswith("experts") and type(value) is int and value > 1:
+            if problem := experts.problem(_without_memory(config)):
+                yield f"is a mixture of experts ({name}={value}): {problem}"
+            break
 
 
-def _experts(config: PreTrainedConfig) -> str:
-    for name, value in _numbers(config.to_dict()):
-        if name.endswith("experts") and value > 1:
-            problem = experts.problem(_without_memory(config))
-            return problem and f"is a mixture of experts ({name}={value}): {problem}"
-    return ""
-
-
-def _numbers(options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every whole number of a config by its name, those of its parts too."""
+def _options(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every option of a config by its name, those of its parts too."""
     for name, value in options.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            yield name, value
-
-
-def _recurrent(config: PreTrainedConfig) -> str:
-    number = (getattr(config, "layer_types", None) or []).count(attention.RECURRENT)
-    if not (number or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful):
-        return ""
-    model = _without_memory(config)
-    delta_net.equip(model)
-    if number and len(delta_net.find_layers(model)) == number:
-        return ""
-    return f"has layers with a recurrent state (model_type={config.model_type!r})"
-
-
-def _other_layers(config: PreTrainedConfig) -> str:
-    kinds = set(getattr(config, "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", attention.SLIDING, attention.RECURRENT})
-    return (
-        f"has layers other than full and sliding attention ({', '.join(others)})" if others else ""
-    )
-
-
-def _capped(config: PreTrainedConfig) -> str:
-    cap = getattr(config, "attn_logit_softcapping", None)
-    return f"caps its attention logits (attn_logit_softcapping={cap})" if cap else ""
-
-
-def _positions(config: PreTrainedConfig) -> str:
-    if getattr(config, "alibi", False):
-        return "has ALiBi in the place of position ids (alibi=True)"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {
-        each.get("rope_type") for each in rope.values() if isinstance(each, Mapping)
-    }
-    found = [kind for kind in _ROW_LENGTH_ROPES if kind in kinds]
-    if found:
-        return f"rotates positions by the length of a sequence (rope_type={found[0]!r})"
-    return ""
-
-
-def _own_attention(config: PreTrainedConfig) -> str:
-    is_hybrid = attention.RECURRENT in (getattr(config, "layer_types", None) or ())
-    if is_hybrid or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
-        return ""  # of a hybrid transformers says no, though its attention comes to ours
-    return f"has an attention of its own in transformers (model_type={config.model_type!r})"
-
-
-def _quantised(config: PreTrainedConfig) -> str:
-    found = getattr(config, "quantization_config", None)
-    if not found:
-        return ""
-    method = found.get("quant_method") if isinstance(found, Mapping) else found.quant_method
-    return "" if method == MXFP4 else f"holds quantised weights (quant_method={str(method)!r})"
-
-
-_PROBLEMS: tuple[Callable[[PreTrainedConfig], str], ...] = (
-    _not_text_alone,
-    _no_decoder,
-    _recurrent,
-    _other_layers,
-    _capped,
-    _positions,
-    _own_attention,
-    _quantised,
-    _experts,
-)
-
-
-# ---- what a family does that nobody has listed
+            yield from _options(value)
+        else:
+            yield str(name), value
 
 
 class _Layers:
