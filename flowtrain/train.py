@@ -73,7 +73,7 @@ def train(config: Config) -> int:
                 rows = learner.balance(prepared.rows)
                 rows = learner.old_logprobs(rows)
                 rows = learner.ref_logprobs(rows)
-                trained = learner.train(step, rows, sampled=prepared.rows)
+                trained = learner.train(step, rows)
             counted = run.count(step, rollouts, prepared, trained)
             with timer("publish"):
                 published = run.publish(step, counted.tokens)

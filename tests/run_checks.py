@@ -41,8 +41,8 @@ def check_trained(run: Path, policy: str = "planner") -> list[dict[str, Any]]:
                 num = len(call["response_ids"])
                 assert call["spans"] == [[0, num, record["version"] if name == policy else 0]]
                 assert len(call["response_logprobs"]) == num
-                if (training := call["training"]) is not None:
-                    assert name == policy and len(training["logprobs"]) == num
+                if call["training"] is not None:
+                    assert name == policy
                     num_trained += num
     assert num_trained == sum(step["num_tokens"] for step in steps_of(run)) > 0
     return records

@@ -80,7 +80,7 @@ def learn(place: Path, num_steps: int, sections: dict[str, dict[str, object]]) -
             seen.append(score(collect(agent, tasks, group_size=8, seed=step)))
             samples = components.algorithm.advantages(seen[-1]).samples
             rows = pack(samples, options.num_minibatches, options.row_budget)
-            learner.train(step + 1, learner.ref_logprobs(learner.old_logprobs(rows)), sampled=[])
+            learner.train(step + 1, learner.ref_logprobs(learner.old_logprobs(rows)))
             learner.publish(step + 1)
     calls = [turn.calls[name] for turn in turns_of(seen[-1]) if name in turn.calls]
     assert {span.version for call in calls for span in call.spans} == {num_steps}

@@ -126,13 +126,7 @@ def test_a_turn_is_logged_with_what_training_made_of_it(full: Path) -> None:
             for record, training in zip(group, trained, strict=True):
                 assert all((each["advantage"] > 0) == (record["reward"] == 1) for each in training)
                 assert {each["minibatch"] for each in training} == {index // 2}
-                for turn, each in zip(record["turns"], training, strict=True):
-                    assert len(each["logprobs"]) == len(turn["response_ids"])
-                    if index // 2 == 0:
-                        assert each["logprobs"] == pytest.approx(
-                            turn["response_logprobs"], abs=1e-4
-                        )
-                    num_trained += len(turn["response_ids"])
+                num_trained += sum(len(turn["response_ids"]) for turn in record["turns"])
     assert (
         num_trained == sum(record["num_tokens"] for record in read(full / "metrics.jsonl")[1:]) > 0
     )

@@ -138,6 +138,7 @@ def make_batch(
                         call.sampling_mask,
                         divisor=divisor,
                         routes=call.routes,
+                        spans=call.spans,
                     )
                 )
     return TrainBatch(tuple(samples), num_dropped, counts, tokens)

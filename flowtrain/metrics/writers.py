@@ -195,9 +195,5 @@ def _call_record(call: Call) -> dict[str, Any]:
         "response_ids": list(call.response_ids),
         "response_logprobs": [round(logprob, 5) for logprob in call.logprobs],
         "training": training
-        and {
-            "advantage": round(training.advantage, 5),
-            "minibatch": training.minibatch,
-            "logprobs": [round(logprob, 5) for logprob in training.logprobs],
-        },
+        and {"advantage": round(training.advantage, 5), "minibatch": training.minibatch},
     }

@@ -117,7 +117,7 @@ class Session:
             return self._differs(f"step {step}: the batch differs: {text}")
         rows = learner.balance(prepared.rows)
         rows = learner.ref_logprobs(learner.old_logprobs(rows))
-        learner.train(step, rows, sampled=prepared.rows)
+        learner.train(step, rows)
         prepared_at = time.monotonic()
         if not self._check_version(step):
             return False

@@ -17,7 +17,7 @@ from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
 from flowtrain.training import checkpoint, experts
-from flowtrain.training.balance import balance, return_logprobs
+from flowtrain.training.balance import balance
 from flowtrain.training.checkpoint import Checkpoints
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lora import has_adapter
@@ -26,7 +26,7 @@ from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.minibatches import split
 from flowtrain.training.model import published_weights
 from flowtrain.training.optimizers import KINDS
-from flowtrain.training.records import Prepared, Rollouts, Trained
+from flowtrain.training.records import Prepared, Rollouts
 from flowtrain.training.sharding import (
     ShardSpec,
     has_fp32_logits,
@@ -34,7 +34,7 @@ from flowtrain.training.sharding import (
     shard,
     skeleton,
 )
-from flowtrain.training.token_scores import TokenScores, attach_logprobs
+from flowtrain.training.token_scores import attach_logprobs
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack
 from flowtrain.training.world import World
@@ -140,21 +140,21 @@ class Learner:
         """Have the reference policy score the rows, where the loss has a KL term."""
         return rows if self.trainer is None else self.trainer.ref_logprobs(rows)
 
-    def train(self, step: int, rows: Rows, sampled: Rows) -> Trained:
+    def train(self, step: int, rows: Rows) -> Mapping[str, float]:
         """Take one optimizer step per mini-batch of rows.
 
-        Returns statistics, and the log-probs of the rows that this rank has `sampled`.
+        Returns statistics of all ranks that train; nothing on the others.
         """
         metrics: Mapping[str, float] = {}
-        scores = TokenScores()
         if self.trainer is not None:
             t = self.config.train
             self.trainer.set_lr(warmed_up(t.lr, step, t.warmup_steps))
-            metrics = self.trainer.optimize(rows, step, scores)
+            # Nodes may sample with older weights; here all tokens are of one version.
+            version = None if self.config.samples_here else step - 1
+            metrics = self.trainer.optimize(rows, step, version)
             if self.config.vllm.sleep:
                 torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps
-        ids = [each for part in sampled for row in part for each in row.sample_ids]
-        return Trained(metrics, return_logprobs(scores.by_sample(), ids, self.placement.world))
+        return metrics
 
     def publish(self, version: int) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics."""

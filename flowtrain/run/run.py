@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.records import Prepared, Rollouts, Trained
+from flowtrain.training.records import Prepared, Rollouts
 from flowtrain.training.world import World
 from flowtrain.types import TokenAccount, Trajectory, UserError
 from flowtrain.utils.files import writing
@@ -124,7 +124,9 @@ class Run:
                 engine.sleep()
             self.components.chats.sleep()
 
-    def count(self, step: int, rollouts: Rollouts, prepared: Prepared, trained: Trained) -> Counted:
+    def count(
+        self, step: int, rollouts: Rollouts, prepared: Prepared, trained: Mapping[str, float]
+    ) -> Counted:
         """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler."""
         policy = self.config.train.policy
         judge = {} if self.judge is None else self.judge.metrics()

@@ -30,7 +30,7 @@ from flowtrain.run.step_counts import Counted
 from flowtrain.run.token_budget import advice
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
-from flowtrain.training.records import Prepared, Rollouts, Trained
+from flowtrain.training.records import Prepared, Rollouts
 from flowtrain.training.token_scores import with_training_stats
 from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable
@@ -102,7 +102,7 @@ class RunLogger:
         rollouts: Rollouts,
         prepared: Prepared,
         *,
-        trained: Trained,
+        trained: Mapping[str, float],
         counted: Counted,
         weights: Mapping[str, float | str],
         kept: Mapping[str, float],
@@ -113,6 +113,7 @@ class RunLogger:
 
         Args:
             rollouts, prepared: this rank's.
+            trained: statistics of the optimizer steps; empty on a rank that does not train.
             weights: metrics of publishing and loading them.
             kept: metrics of the replay log.
             seconds: by stage.
@@ -124,7 +125,7 @@ class RunLogger:
             self.log_held_out(step, evaluation.held_out.trajectories)
             self.evaluated = step
         policy = self._config.train.policy
-        told = with_training_stats(rollouts.groups, batch.samples, trained.logprobs, policy)
+        told = with_training_stats(rollouts.groups, batch.samples, policy)
         self._trajectories.log(step, step - 1, told)
         if self._advises and (text := advice(step, prepared, self._config.train)):
             self._advises = False
@@ -136,8 +137,8 @@ class RunLogger:
                 **counted.metrics,
                 **measured,
                 **rollouts.metrics,
-                **trained.metrics,
-                **self._speed(trained.metrics, seconds["train_s"]),
+                **trained,
+                **self._speed(trained, seconds["train_s"]),
                 **weights,
                 **kept,
                 **seconds,

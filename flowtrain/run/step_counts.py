@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 from flowtrain.config import Config
 from flowtrain.metrics.learning_signal import count_signal
-from flowtrain.metrics.mismatch import Mismatch, compare, merge
 from flowtrain.metrics.parts import count_parts, part_metrics
 from flowtrain.metrics.rollouts import Outcome, RolloutStats, count_rollouts
 from flowtrain.metrics.sums import Tally
 from flowtrain.metrics.tokens import account, count_tokens
-from flowtrain.training.records import Prepared, Rollouts, Trained
+from flowtrain.training.records import Prepared, Rollouts
 from flowtrain.training.world import World
 from flowtrain.types import TokenAccount
 
@@ -22,7 +21,8 @@ class Counted(NamedTuple):
 
     total: Tally
     tokens: TokenAccount
-    mismatch: Mismatch
+    mismatch: Mapping[str, float]
+    """Metrics of trainer and sampler."""
     metrics: Mapping[str, float]
     """All of it for the log."""
 
@@ -31,7 +31,7 @@ def count_step(
     step: int,
     rollouts: Rollouts,
     prepared: Prepared,
-    trained: Trained,
+    trained: Mapping[str, float],
     *,
     config: Config,
     sampled: int | None,
@@ -42,6 +42,7 @@ def count_step(
     """Count this rank's part of a step, and put it together with the others'; collective.
 
     Args:
+        trained: statistics of the optimizer steps; empty on a rank that does not train.
         sampled: tokens that this rank's engine has returned for the rollouts; None: nodes did.
         spent: counts of this rank's requests to other models.
         peak_bytes: most memory that this rank has taken.
@@ -58,21 +59,14 @@ def count_step(
     tally.add(spent)
     tally.highest("peak_bytes", peak_bytes)
     for name in ("num_tokens", "num_tokens_skipped"):  # which only ranks that train know
-        tally.highest(name, trained.metrics.get(name, 0))
-    found = compare(
-        groups,
-        batch.samples,
-        trained.logprobs,
-        policy=policy,
-        version=step - 1,
-        allows_others=not config.samples_here,
-    )
-    tally.say("mismatch", found)
+        tally.highest(name, trained.get(name, 0))
+    if trained:
+        mismatch = {name: x for name, x in trained.items() if name.startswith("mismatch_")}
+        tally.say("mismatch", mismatch)
     total = tally.of_all(world)
     tokens = account(
         total, int(total.maxima["num_tokens"]), int(total.maxima["num_tokens_skipped"])
     )
-    mismatch = merge(total.said["mismatch"])
     left_out = {name: num for name, num in total.sums.items() if name.startswith("num_")}
     metrics = {
         **RolloutStats.of_counts(total.sums, config.agent.tools).metrics(),
@@ -81,6 +75,5 @@ def count_step(
         **{name: total.sums[name] for name in spent},
         "peak_memory_gb": total.maxima["peak_bytes"] / 1e9,
         **tokens.metrics(),
-        **mismatch.metrics(),
     }
-    return Counted(total, tokens, mismatch, metrics)
+    return Counted(total, tokens, total.said["mismatch"][0], metrics)

@@ -54,36 +54,6 @@ def balance(
     ]
 
 
-def return_logprobs(
-    logprobs: Mapping[SampleId, Sequence[float]], sample_ids: Sequence[SampleId], world: World
-) -> dict[SampleId, tuple[float, ...]]:
-    """Return the log-probs of the samples that this rank gave; collective.
-
-    Args:
-        logprobs: those of the samples that this rank trained.
-        sample_ids: the samples that it gave.
-    """
-    if world.size == 1:
-        return {sample_id: tuple(found) for sample_id, found in logprobs.items()}
-    wanted = [
-        [SampleId(*each) for each in json.loads(text)]
-        for text in world.gather_text(json.dumps(sample_ids))
-    ]
-    sent = [
-        {
-            json.dumps(sample_id): torch.tensor(logprobs[sample_id], dtype=torch.float64)
-            for sample_id in of_rank
-            if sample_id in logprobs
-        }
-        for of_rank in wanted
-    ]
-    return {
-        SampleId(*json.loads(key)): tuple(found.tolist())
-        for data in _exchange([save(each) for each in sent], world)
-        for key, found in load(data).items()
-    }
-
-
 def assign(costs: Sequence[Sequence[float]], num_takers: int) -> list[list[tuple[int, int]]]:
     """Return for each rank the rows that it trains, as (rank that gives it, index there).
 

@@ -27,12 +27,3 @@ class Prepared(NamedTuple):
     """After filtering, with the log-probs that are known already."""
     rows: Sequence[Sequence[PackedRow]]
     """What is trained of it, by mini-batch."""
-
-
-class Trained(NamedTuple):
-    """The results of a batch's optimizer steps."""
-
-    metrics: Mapping[str, float]
-    """Statistics of all ranks that train; empty on the others."""
-    logprobs: Mapping[SampleId, tuple[float, ...]]
-    """The trainer's log-probs of the turns that this rank sampled, for the log of rollouts."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flowtrain.training.experts import RouteMetrics
+from flowtrain.training.mismatch import NUM_SUMS, mismatch_metrics, mismatch_sums
 from flowtrain.training.tree import PackedRow
 from flowtrain.training.world import World
 
@@ -15,28 +16,37 @@ from flowtrain.training.world import World
 class StepMetrics:
     """Statistics of one batch, summed on the device and brought to the host once."""
 
-    def __init__(self, has_reference: bool = False, routes: RouteMetrics | None = None) -> None:
-        """`has_reference`: the KL is that to a reference policy, else to the old policy."""
-        self.routes = routes
+    def __init__(
+        self,
+        has_reference: bool = False,
+        routes: RouteMetrics | None = None,
+        version: int | None = None,
+    ) -> None:
+        """
+        Args:
+            has_reference: the KL is that to a reference policy, else to the old policy.
+            version: see `mismatch_sums`.
+        """
+        self.routes, self._version = routes, version
         self._kl = "kl_ref" if has_reference else "kl_old"
         self.grad_norms: list[float] = []
         self.ratio_bounds: list[float] = []
         self.num_skipped = 0
         self._open: list[dict[str, Tensor]] = []
         self._stats: list[dict[str, Tensor]] = []
+        self._mismatch: list[Tensor] = []
         self._skipped: list[Tensor] = []
         self._num_packed = self._num_repeated = self._num_unshared = self._num_rows = 0
         self.num_flops = 0.0
 
     def add(
-        self, stats: dict[str, Tensor], loss: Tensor, mismatch: Tensor, row: PackedRow | None
+        self, stats: dict[str, Tensor], loss: Tensor, logprob_T: Tensor, row: PackedRow | None
     ) -> None:
         """Add a row; None: one that only kept step with other ranks."""
-        is_first_step = not self.grad_norms
-        first = {"first_tokens_sum": stats["num_tokens_sum"], "first_mismatch_sum": mismatch}
-        zeros = {name: torch.zeros_like(value) for name, value in first.items()}
-        self._open.append({**stats, "loss_sum": loss, **(first if is_first_step else zeros)})
+        self._open.append({**stats, "loss_sum": loss})
         if row is not None:
+            if not self.grad_norms:
+                self._mismatch.append(mismatch_sums(logprob_T.detach(), row, self._version))
             self._num_packed += len(row.input_ids_N)
             self._num_repeated += row.num_repeated_tokens
             self._num_unshared += row.num_unshared_tokens
@@ -47,6 +57,7 @@ class StepMetrics:
         if grad_norm is None:
             self.num_skipped += 1
             self._skipped += [stats["num_tokens_sum"] for stats in self._open]
+            self._mismatch = self._mismatch if self.grad_norms else []
         else:
             self.grad_norms.append(grad_norm)
             self._stats += self._open
@@ -56,12 +67,17 @@ class StepMetrics:
         sums, maxima = self._to_host()
         names = sorted(sums)
         num_skipped = float(torch.stack(self._skipped).double().sum()) if self._skipped else 0.0
+        mismatch = [0.0] * NUM_SUMS
+        if self._mismatch:
+            mismatch = torch.stack(self._mismatch).sum(0).tolist()
         counts = [self._num_packed, self._num_repeated, self._num_unshared, self._num_rows]
         (
             (num_packed, num_repeated, num_unshared, num_rows, num_flops, num_skipped, *summed),
             (ratio_max, negative_ratio_min),
-        ) = world.reduce([*counts, self.num_flops, num_skipped, *(sums[n] for n in names)], maxima)
-        sums = dict(zip(names, summed, strict=True))
+        ) = world.reduce(
+            [*counts, self.num_flops, num_skipped, *(sums[n] for n in names), *mismatch], maxima
+        )
+        sums = dict(zip(names, summed, strict=False))
         has_tokens = sums["num_tokens_sum"] > 0
         num_steps, num_tokens = max(len(self.grad_norms), 1), max(sums["num_tokens_sum"], 1)
         return {
@@ -84,7 +100,7 @@ class StepMetrics:
             "ratio_mean": sums["ratio_sum"] / num_tokens if has_tokens else 1.0,
             "ratio_max": ratio_max if has_tokens else 1.0,
             "ratio_min": -negative_ratio_min if has_tokens else 1.0,
-            "logprob_mismatch": sums["first_mismatch_sum"] / max(sums["first_tokens_sum"], 1),
+            **mismatch_metrics(summed[len(names) :]),
             **({"num_tokens_skipped": num_skipped} if num_skipped else {}),
             **(
                 {"ratio_bound": sum(self.ratio_bounds) / len(self.ratio_bounds)}
@@ -116,6 +132,4 @@ _SUMS = (
     "clipped_low_sum",
     "clipped_high_sum",
     "loss_sum",
-    "first_tokens_sum",
-    "first_mismatch_sum",
 )

@@ -35,7 +35,6 @@ from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.row_loss import row_loss, score_row
 from flowtrain.training.sharding import is_sharded_by_layer
 from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.tree import PackedRow, empty_row
 from flowtrain.training.world import World
 from flowtrain.types import UserError
@@ -157,21 +156,15 @@ class Trainer:
                 for rows in minibatches
             ]
 
-    def step(
-        self,
-        minibatches: Sequence[Sequence[PackedRow]],
-        number: int = 0,
-        scores: TokenScores | None = None,
-    ) -> dict[str, float]:
+    def step(self, minibatches: Sequence[Sequence[PackedRow]], number: int = 0) -> dict[str, float]:
         """Score rows as the loss asks, and `optimize` on them; collective."""
-        rows = self.ref_logprobs(self.old_logprobs(minibatches))
-        return self.optimize(rows, number, scores)
+        return self.optimize(self.ref_logprobs(self.old_logprobs(minibatches)), number)
 
     def optimize(
         self,
         minibatches: Sequence[Sequence[PackedRow]],
         number: int = 0,
-        scores: TokenScores | None = None,
+        version: int | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return statistics of all ranks; collective.
 
@@ -179,12 +172,13 @@ class Trainer:
             minibatches: the rows that this rank trains, as `balance` returns them, with the
                 log-probs of other policies that the loss asks for.
             number: of the training step, for messages.
-            scores: collects the log-probs of the trained tokens.
+            version: of the weights that the step begins with, if tokens of others are not compared
+                with the sampler's.
 
         Raises UserError when MOST_SKIPPED optimizer steps in a row were skipped.
         """
         has_kl, routes = self._loss.kl_coef > 0, RouteMetrics(self.model)
-        step_metrics = StepMetrics(has_reference=has_kl, routes=routes)
+        step_metrics = StepMetrics(has_reference=has_kl, routes=routes, version=version)
         step_metrics.num_flops = self._needed_flops(minibatches)
         has_stepped = False
         for rows in [self._prepare(rows) for rows in minibatches]:
@@ -205,7 +199,6 @@ class Trainer:
                 normaliser,
                 step_metrics,
                 num_rows=int(num_rows),
-                scores=scores,
                 token_loss=token_loss,
             )
             step_metrics.close_step(self.optim_step(loss, number))
@@ -218,7 +211,6 @@ class Trainer:
         step_metrics: StepMetrics,
         *,
         num_rows: int | None = None,
-        scores: TokenScores | None = None,
         token_loss: LossSpec | TokenLossFn | None = None,
     ) -> Tensor:
         """Accumulate the gradient of all rows and return this rank's part of the loss; collective.
@@ -240,11 +232,9 @@ class Trainer:
                     self.model, row, token_loss or self._token_loss, scale, self._temperature
                 )
                 out.loss.backward()
-            if scores is not None:
-                scores.add(row, out.logprob_T)
             losses.append(out.loss.detach() / self._world.size)
-            mismatch, own = _mismatch(out.logprob_T, row), row if index < len(rows) else None
-            step_metrics.add(out.stats, losses[-1], mismatch, own)
+            own = row if index < len(rows) else None
+            step_metrics.add(out.stats, losses[-1], out.logprob_T, own)
             if step_metrics.routes is not None and own is not None:
                 step_metrics.routes.add(own, self._optim.replays_routes)
         return torch.stack(losses).sum()
@@ -354,10 +344,3 @@ def _weight(rows: Sequence[PackedRow]) -> float:
     """
     sums = [(row.loss_weight_T if row.divisor_S is None else row.divisor_S).sum() for row in rows]
     return sum(torch.stack(sums).tolist()) if sums else 0.0
-
-
-def _mismatch(logprob_T: Tensor, row: PackedRow) -> Tensor:
-    """Sum over trained tokens of |trainer - sampler|; before the first optimizer step of a batch it
-    is the engines' disagreement.
-    """
-    return torch.where(row.loss_weight_T != 0, (logprob_T - row.sampler_logprob_T).abs(), 0.0).sum()

@@ -85,6 +85,9 @@ class PackedRow:
     """uint8, or int16 of wide `Routes`: the experts that the sampler chose for each token, in each
     layer with a router; of samples that share a token those of the first in the order of packing.
     None where a sample has none: the tokens of the row go where the routers send them."""
+    version_T: Tensor | None = None
+    """int32, the version of the weights that sampled each target, -1 where it is unknown; None
+    where no sample knows its versions."""
     num_route_conflicts: int = 0
     """How often a sample would have had other experts for a token that it shares."""
 
@@ -276,9 +279,22 @@ def _pack_row(
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         sample_ids=sample_ids,
         divisor_S=targets(divisors) if divisors else None,
+        version_T=_versions(samples),
         **_mask_tensors(samples),
         **_route_fields(samples, layout),
     )
+
+
+def _versions(samples: Sequence[Sample]) -> Tensor | None:
+    """The versions of all targets."""
+    if not any(sample.spans for sample in samples):
+        return None
+    parts = []
+    for sample in samples:
+        parts.append(torch.full((len(sample.response_ids),), -1, dtype=torch.int32))
+        for span in sample.spans:
+            parts[-1][span.start : span.end] = span.version
+    return torch.cat(parts)
 
 
 def _mask_tensors(samples: Sequence[Sample]) -> dict[str, Any]:

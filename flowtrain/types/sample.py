@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flowtrain.types.sampling import Routes, SamplingMask
+from flowtrain.types.sampling import Routes, SamplingMask, VersionSpan
 
 
 class SampleId(NamedTuple):
@@ -50,6 +50,8 @@ class Sample:
     sum of its loss weights. All samples of a batch have one, or none has."""
     routes: Routes | None = None
     """The sampler's; None for a dense model, and where nobody recorded them."""
+    spans: tuple[VersionSpan, ...] = ()
+    """The versions of the weights that sampled the response; () where nobody says so."""
 
 
 class FilterReason(enum.StrEnum):

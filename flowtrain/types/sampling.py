@@ -140,8 +140,6 @@ class TurnTraining:
     """Mean over the response's tokens."""
     minibatch: int
     """Its optimizer step in the batch: so many steps older were the sampler's weights."""
-    logprobs: tuple[float, ...]
-    """The trainer's at that step, one per token; NaN where a token did not count."""
 
 
 @dataclass(frozen=True, slots=True)

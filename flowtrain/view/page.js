@@ -45,8 +45,6 @@ const list = h("nav", { class: "list", "aria-label": "Rollouts" });
 const count = h("span", { class: "num" });
 const filters = {};
 let matches = [];
-let chosenColor = "";
-const colorBy = () => chosenColor || (D.rollouts.some((rollout) => rollout.turns.some((turn) => turn.training)) ? "by-diff" : "by-odd");
 let items = new Map();
 
 const isRight = (rollout) => rollout.outcomes.includes("right");
@@ -148,10 +146,9 @@ function drawRollout(rollout) {
         row("Branch", rollout.branch && leftAt(rollout)),
         row("Ended", `${ENDS[rollout.truncated] ?? visible(rollout.truncated)}, after ${plural(rollout.turns.length, "turn")}`),
         row("Time", rollout.seconds != null && seconds(rollout.seconds)))),
-    h("div", { class: "split tools" }, colorSwitch(), colorScale(),
+    h("div", { class: "split tools" }, colorScale(),
       h("span", { class: "soft small" }, rollout.split === "train" ? "" : "Held-out rollouts are not trained.")),
     ...rollout.turns.map((turn, index) => drawTurn(rollout, turn, index)));
-  one.className = `one ${colorBy()}`;
 }
 
 const turnTime = (turn) => seconds(turn.seconds) + (turn.plan_s == null ? "" : `: planner ${seconds(turn.plan_s)}, tool ${seconds(turn.tool_s)}`);
@@ -203,14 +200,11 @@ function promptText(rollout, index) {
 // ---- tokens
 
 function tokenLine(turn) {
-  const scores = turn.training?.logprobs ?? [];
   return h("div", { class: "tokens", onpointerover: (event) => tokenTip(event.target, turn), onpointerleave: hideTip },
     turn.response_ids.map((id, index) => {
-      const difference = scores[index] == null || turn.response_logprobs[index] == null ? 0 : scores[index] - turn.response_logprobs[index];
-      const strength = Math.min(Math.max((Math.log10(Math.abs(difference) || 1e-9) + 4) / 4, 0), 1);
       const surprise = turn.response_logprobs[index] == null ? 0 : Math.min(-turn.response_logprobs[index] / 6, 1);
       const text = turn.texts ? turn.texts[index] : null;
-      return h("span", { class: `${difference > 0 ? "up" : "down"}${text ? "" : " id"}`, "--d": strength.toFixed(3), "--s": surprise.toFixed(3), "data-index": index },
+      return h("span", { class: text ? "" : "id", "--s": surprise.toFixed(3), "data-index": index },
         text ? visible(text).replaceAll("\n", "↵\n") : turn.texts ? "▫" : `${id} `);
     }));
 }
@@ -218,27 +212,15 @@ function tokenLine(turn) {
 function tokenTip(target, turn) {
   if (!target.dataset.index) return hideTip();
   const index = Number(target.dataset.index);
-  const [sampler, trainer] = [turn.response_logprobs[index], turn.training?.logprobs[index]];
+  const sampler = turn.response_logprobs[index];
   const span = turn.spans.find(([start, end]) => start <= index && index < end);
   const text = turn.texts && (turn.texts[index] || "(part of a character)");
   const rows = [tipRow("id", String(turn.response_ids[index])), tipRow("sampler", sampler == null ? "−∞" : `${signed(sampler, 5)}  (${share(Math.exp(sampler))})`)];
-  if (trainer != null) rows.push(tipRow("trainer", `${signed(trainer, 5)}  (${share(Math.exp(trainer))})`));
-  if (trainer != null && sampler != null) rows.push(tipRow("difference", signed(trainer - sampler, 5)), tipRow("ratio", Math.exp(trainer - sampler).toFixed(5)));
-  if (trainer == null) rows.push(tipRow("trainer", turn.training ? "did not count" : "not trained"));
   if (span) rows.push(tipRow("weights", `version ${span[2]}, tokens ${span[0]} to ${span[1] - 1}`));
   return showTip(target, ...(text == null ? [] : [h("b", {}, visible(JSON.stringify(text)))]), ...rows);
 }
 
-function colorSwitch() {
-  const button = (name, label) => h("button", { type: "button", "aria-pressed": String(colorBy() === name), onclick: () => {
-    chosenColor = name;
-    route();
-  } }, label);
-  return h("div", { class: "switch", role: "group", "aria-label": "Colour tokens by" }, button("by-diff", "Trainer − sampler"), button("by-odd", "Surprisal"));
-}
-
-const colorScale = () => h("span", { class: "scale num" }, ...(colorBy() === "by-diff"
-  ? ["−1", h("i"), "+1", h("span", {}, "nats, on a log scale from 0.0001")] : ["0", h("i"), "6", h("span", {}, "nats")]));
+const colorScale = () => h("span", { class: "scale num" }, "0", h("i"), "6", h("span", {}, "nats of surprisal"));
 
 // ---- a group side by side
 

@@ -295,19 +295,19 @@ def test_of_a_prompt_what_is_new_is_written(tmp_path: Path, trajectory: Trajecto
 
 
 def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
-    training = TurnTraining(-0.5, 1, (-0.25, float("nan")))
+    training = TurnTraining(-0.5, 1)
     turn = with_call(trajectory.turns[1], training=training)
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0, name="held_out")
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
     (record,) = read(tmp_path / "held_out.jsonl")
-    expected = {"advantage": -0.5, "minibatch": 1, "logprobs": [-0.25, None]}
+    expected = {"advantage": -0.5, "minibatch": 1}
     assert record["turns"][0]["training"] == expected
 
 
 def test_what_the_verifier_sampled_is_written_where_it_is_a_policy(
     tmp_path: Path, trajectory: Trajectory
 ) -> None:
-    training = TurnTraining(0.5, 0, (-0.2, -1.0))
+    training = TurnTraining(0.5, 0)
     call = make.call((4, 5), (1, 2, 3), (-0.123456, -1.0), version=9, training=training)
     first = trajectory.turns[0]
     turns = (first, dataclasses.replace(first, calls={**first.calls, "verifier": call}))
@@ -321,7 +321,7 @@ def test_what_the_verifier_sampled_is_written_where_it_is_a_policy(
         "num_prompt_tokens": 3,
         "response_ids": [4, 5],
         "response_logprobs": [-0.12346, -1.0],
-        "training": {"advantage": 0.5, "minibatch": 0, "logprobs": [-0.2, -1.0]},
+        "training": {"advantage": 0.5, "minibatch": 0},
     }
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowtrain.training import balance as balancing
-from flowtrain.training.balance import assign, balance, return_logprobs
+from flowtrain.training.balance import assign, balance
 from flowtrain.training.tree import PackedRow, empty_row, pack_row, pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, SampleId, SamplingMask
@@ -93,8 +93,3 @@ def test_one_rank_keeps_its_rows(random_samples: Callable[..., list[Sample]], al
     rows = pack_rows(random_samples(9), 20)
     (found,) = balance([rows], lambda row: pytest.fail("nothing to weigh"), alone, num_takers=1)
     assert all(a is b for a, b in zip(found, rows, strict=True))
-
-
-def test_one_rank_keeps_its_logprobs(alone: World) -> None:
-    logprobs = {SampleId(0, 1, 2): (-0.5, -1.0)}
-    assert return_logprobs(logprobs, [SampleId(0, 1, 2)], alone) == logprobs

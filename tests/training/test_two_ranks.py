@@ -25,15 +25,14 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
 from bench.families import SHAPE
 from flowtrain.training import checkpoint, sharding
 from flowtrain.training import model as models
-from flowtrain.training.balance import balance, return_logprobs
+from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.token_scores import TokenScores
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Sample, SampleId, UserError
+from flowtrain.types import Sample, SampleId, UserError, VersionSpan
 
 pytestmark = pytest.mark.dist
 
@@ -118,6 +117,7 @@ def group_samples(step: int, index: int) -> list[Sample]:
                 index // 2,
                 SampleId(index, 0, len(samples)),
                 divisor=0.25 * (index + 1) if step == len(GROUPS) - 1 else None,
+                spans=(VersionSpan(0, len(response), step),),
             )
         )
     return samples
@@ -192,15 +192,10 @@ class Ranks:
         samplers = self.samplers
         return rows_of(step, samplers.rank, samplers.size) if samplers.is_member else [[], []]
 
-    def train(
-        self, trainer: Trainer | None, rows: list[list[PackedRow]]
-    ) -> tuple[dict[str, float], dict[SampleId, tuple[float, ...]]]:
-        """A step of all ranks: the statistics, and the log-probs of what this rank sampled."""
+    def train(self, trainer: Trainer | None, rows: list[list[PackedRow]]) -> dict[str, float]:
+        """A step of all ranks; returns its statistics."""
         balanced = balance(rows, self.cost, self.world, num_takers=self.trainers.size)
-        scores = TokenScores()
-        stats = {} if trainer is None else trainer.step(balanced, scores=scores)
-        sample_ids = [each for part in rows for row in part for each in row.sample_ids]
-        return stats, return_logprobs(scores.by_sample(), sample_ids, self.world)
+        return {} if trainer is None else trainer.step(balanced)
 
 
 def run(path: str, out: Path, num_samplers: int) -> None:
@@ -213,7 +208,7 @@ def run(path: str, out: Path, num_samplers: int) -> None:
         world = ranks.world
         sharding._SMALL = 0
         trainer = make_trainer(path, world, LossSpec(), {"grad_clip": 0.0}, torch.bfloat16)
-        stats, _ = ranks.train(trainer, ranks.rows_of(0))
+        stats = ranks.train(trainer, ranks.rows_of(0))
         write(out / "bf16.safetensors", trainer, world)
         (out / f"bf16.{world.rank}.json").write_text(json.dumps([stats]))
         skipped = skip(make_trainer(path, world, LossSpec(), {}), ranks)
@@ -226,7 +221,7 @@ def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
     sharding._SMALL = 50_000_000 if name == "whole" else 0
     trainer, tokenizer = None, models.load_tokenizer(path)
     stats: list[dict[str, float]] = []
-    passes, scores = [0] * len(GROUPS), []
+    passes = [0] * len(GROUPS)
     if ranks.trainers.is_member:
         how = HOW.get(name, {})
         trainer = make_trainer(path, ranks.trainers, loss, options, factor=FACTORS.get(name), **how)
@@ -237,15 +232,12 @@ def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
         if trainer is not None and step == len(GROUPS) - 1:
             folder, state = out / f"{name}.checkpoints", {"cursor": 7}
             save(folder, step, trainer, tokenizer, ranks.trainers, state=state, keep=1)
-        told, found = ranks.train(trainer, ranks.rows_of(step))
-        stats.append(told)
-        scores.append(sorted(found.items()))
+        stats.append(ranks.train(trainer, ranks.rows_of(step)))
     if trainer is not None:
         write(out / f"{name}.safetensors", trainer, ranks.trainers)
     rank = ranks.world.rank
     (out / f"{name}.{rank}.json").write_text(json.dumps(stats))
     (out / f"{name}.{rank}.passes").write_text(json.dumps(passes))
-    (out / f"{name}.{rank}.scores").write_text(json.dumps(scores))
 
 
 def skip(trainer: Trainer, ranks: Ranks) -> list[bool | float]:
@@ -258,7 +250,7 @@ def skip(trainer: Trainer, ranks: Ranks) -> list[bool | float]:
     first, _ = ranks.rows_of(0)
     factor = math.nan if is_last else 1.0
     spoiled = [replace(row, advantage_T=row.advantage_T * factor) for row in first]
-    stats, _ = ranks.train(trainer, [spoiled])
+    stats = ranks.train(trainer, [spoiled])
     told: list[bool | float] = [
         stats["num_steps_skipped"],
         stats["num_optim_steps"],
@@ -363,21 +355,6 @@ def test_ranks_that_only_train_get_the_weights_of_one(
     ]
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (3, 1)])
-def test_the_rank_that_samples_gets_the_log_probs(
-    places: dict[tuple[int, int], Path], layout: tuple[int, int]
-) -> None:
-    def scores_of(layout: tuple[int, int], rank: int) -> Any:
-        return json.loads((places[layout] / f"by_layer.{rank}.scores").read_text())
-
-    *training_ranks, sampling_rank = range(layout[0])
-    assert all(scores_of(layout, rank) == [[]] * len(GROUPS) for rank in training_ranks)
-    for ours, truth in zip(scores_of(layout, sampling_rank), scores_of((1, 0), 0), strict=True):
-        assert [sample_id for sample_id, _ in ours] == [sample_id for sample_id, _ in truth]
-        for (_, found), (_, expected) in zip(ours, truth, strict=True):
-            assert found == pytest.approx(expected, abs=1e-3)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_report_the_statistics_of_one(results: dict[int, Path], name: str) -> None:
     one, two = stats_of(results, 1, name), stats_of(results, 2, name)
@@ -416,24 +393,6 @@ def test_ranks_take_the_same_number_of_passes_and_no_more_than_it_takes(
     assert taken[0] == taken[1] == needed
     as_they_were = [sum(map(max, *step)) for step in rows]
     assert sum(needed) < sum(as_they_were), "the case is one in which rows move"
-
-
-def test_ranks_get_the_scores_of_what_they_gave_whoever_trained_it(
-    results: dict[int, Path],
-) -> None:
-    one, *two = (
-        json.loads((results[size] / f"by_layer.{rank}.scores").read_text())
-        for size, rank in ((1, 0), (2, 0), (2, 1))
-    )
-    for step, expected in enumerate(one):
-        assert [len(scores) for scores in (each[step] for each in two)] == [
-            sum(GROUPS[step][rank::2]) for rank in range(2)
-        ]
-        for rank, scores in enumerate(each[step] for each in two):
-            theirs = [(origin, logprobs) for origin, logprobs in expected if origin[0] % 2 == rank]
-            assert [origin for origin, _ in scores] == [origin for origin, _ in theirs]
-            for (_, ours), (_, truth) in zip(scores, theirs, strict=True):
-                assert ours == pytest.approx(truth, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", CASES)

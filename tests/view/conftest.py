@@ -82,9 +82,6 @@ class RunMaker:
     ) -> Turn:
         prompt = self.ids(f"Question: {text}{memory}\nSub-Goal:")
         response = (*self.ids(f" {text}\nTool Name: Search"), 0)
-        if training is not None:
-            logprobs = tuple(-0.02 * n for n in range(len(response)))
-            training = replace(training, logprobs=logprobs)
         said = make.call(
             response,
             prompt,
@@ -109,7 +106,7 @@ class RunMaker:
     def trajectory(
         self, text: str, reward: float | None, member: int, is_trained: bool = True
     ) -> Trajectory:
-        training = TurnTraining((reward or 0) - 0.5, 0, ()) if is_trained else None
+        training = TurnTraining((reward or 0) - 0.5, 0) if is_trained else None
         first, both = f"\n1. {text}", f"\n1. {text}\n2. more"
         turns = (
             self.turn(text, "", training),
