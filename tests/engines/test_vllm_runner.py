@@ -19,6 +19,7 @@ from flowtrain.config import Vllm
 from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.vllm import engine as vllm_engine
 from flowtrain.engines.vllm import runner as vllm_runner
+from flowtrain.engines.vllm import updates as vllm_updates
 from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
 from flowtrain.engines.vllm.process import VllmModel
 from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
@@ -90,22 +91,15 @@ class FakeLLM:
                 return [str(self.errors[name])]
             self.version = self.version if info["stage"] else info["version"]
             return [""]
-        if kwargs is not None:
-            return [self.adapter_call(name, **kwargs)]
+        if name == "unadapted_layers":
+            return [["model.layers.0.mlp.gate"] if name in self.errors else []]
         return [True] if name == "staged_weights" else [{"version": self.version, "weights_x": 1.0}]
 
-    def adapter_call(self, name: str, number: int, **arguments: Any) -> Any:
-        """Stand in for `WorkerAdapters`."""
-        if name in self.errors:
-            if name == "staged_adapter":
-                return str(self.errors[name])
-            raise self.errors[name]
-        if name == "stage_adapter":
-            self.staged[number] = arguments["version"]
-        if name == "activate_adapter":
-            self.adapters[number] = self.staged[number]
-            return {"weights_y": 1.0}
-        return self.adapters.get(number) if name == "held_adapter" else ""
+    async def add_lora(self, request: Any) -> None:
+        self.called.append("add_lora")
+        if "add_lora" in self.errors:
+            raise self.errors["add_lora"]
+        self.adapters[request.number] = self.staged[request.number]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         async def call(*args: Any, **options: Any) -> None:
@@ -137,7 +131,7 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
         monkeypatch.setitem(sys.modules, name, module)
 
     fake("vllm", TokensPrompt=record, SamplingParams=record)
-    fake("vllm.lora.request", LoRARequest=lambda _, number, lora_path: record(number=number))
+    fake("vllm.lora.request", LoRARequest=lambda _, number, path, **how: record(number=number))
     fake("vllm.sampling_params", RequestOutputKind=SimpleNamespace(DELTA=0, FINAL_ONLY=1))
     fake("vllm.distributed.weight_transfer.base", WeightTransferInitRequest=record)
     monkeypatch.setattr(vllm_engine, "check_installed", lambda: None)
@@ -279,7 +273,18 @@ def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
 
 
 @pytest.fixture
-def adapters(llms: list[FakeLLM]) -> Iterator[dict[str, AdapterEngine]]:
+def adapters(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, AdapterEngine]]:
+    def read(updates: Any, version: int) -> Any:
+        """Stand in for a store."""
+        if "read" in updates.llm.errors:
+            raise updates.llm.errors["read"]
+        updates.llm.staged[updates.number] = version
+        updates._path("staged").touch()
+        return SimpleNamespace(metrics=lambda: {"weights_y": 1.0})
+
+    monkeypatch.setattr(vllm_updates.AdapterUpdates, "_read", read)
     model = VllmModel(
         "folder",
         "float32",
@@ -341,15 +346,22 @@ def test_an_adapter_that_cannot_be_staged_leaves_the_version_before(
     """And generation was never paused; one that fails later is repeated on the next vLLM."""
     adapters["planner"].load(2)
     llms[0].called.clear()
-    llms[0].errors["staged_adapter"] = RuntimeError("it is damaged")
+    llms[0].errors["read"] = StoreError("it is damaged")
     with pytest.raises(StoreError, match="vLLM stays at version 2: it is damaged"):
         adapters["planner"].load(3)
     assert adapters["planner"].version == 2 and "pause_generation" not in llms[0].called
-    del llms[0].errors["staged_adapter"]
-    llms[0].errors["activate_adapter"] = RuntimeError("no memory")
-    llms[0].adapters[1] = None  # type: ignore[assignment]
+    del llms[0].errors["read"]
+    llms[0].errors["add_lora"] = RuntimeError("no memory")
     adapters["planner"].load(3)
     assert len(llms) == 2 and ids_of(adapters)["planner"] == (3, 3)
+
+
+def test_a_layer_without_a_slot_is_refused(
+    adapters: dict[str, AdapterEngine], llms: list[FakeLLM]
+) -> None:
+    llms[0].errors["unadapted_layers"] = RuntimeError()
+    with pytest.raises(UserError, match=r"no LoRA slot for 'model\.layers\.0\.mlp\.gate'"):
+        adapters["planner"].load(1)
 
 
 def test_vllm_ends_with_the_last_of_its_policies(

@@ -6,14 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+import json
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from flowtrain.engines.vllm.process import VllmModel
+from flowtrain.net.serving import TOKEN_VARIABLE
+from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.weights.format.adapters import AdapterSpec
-from flowtrain.weights.format.manifest import StoreError
+from flowtrain.weights.load.reader import Loaded, WeightReader
+from flowtrain.weights.stores.http import open_source
 
 _POLL_S = 0.01
 
@@ -101,8 +111,8 @@ class SparseUpdates:
 
 @dataclass(slots=True)
 class AdapterUpdates:
-    """The adapter of one policy, by `adapters`; it raises what is wrong with a version
-    in `stage`.
+    """The adapter of one policy: read and checked in this process, and taken by vLLM from a folder
+    as peft writes it. It raises what is wrong with a version in `stage`.
     """
 
     llm: Any
@@ -115,50 +125,71 @@ class AdapterUpdates:
     verify_every: int = 0
     """See `WeightReader`."""
     adapter: Any = None
-    _is_connected: bool = False
-    _metrics: Mapping[str, float] | None = None
+    _folder: TemporaryDirectory[str] = field(
+        default_factory=lambda: TemporaryDirectory(prefix="flowtrain-adapter-")
+    )
+    _tensors: dict[str, Tensor] = field(default_factory=dict)
+    """At the version of the reader."""
+    _reader: WeightReader | None = None
+    _loaded: Loaded | None = None
+    _held: int | None = None
 
     def __post_init__(self) -> None:
-        from vllm.lora.request import LoRARequest
-
-        # vLLM would look at the path for an adapter that is in no slot.
-        path = f"the slot of {self.policy}"
-        self.adapter = LoRARequest(self.policy, self.number, lora_path=path)
+        config = {"r": self.spec.rank, "lora_alpha": self.spec.alpha, "bias": "none"}
+        config |= {"peft_type": "LORA", "target_modules": self.spec.targets}
+        self._path("adapter_config.json").write_text(json.dumps(config))
+        self.adapter = self._request()
 
     async def stage(self, version: int) -> None:
-        await self._connect()
-        await self._call("stage_adapter", version=version)
-        while None in (problems := await self._call("staged_adapter")):
-            await asyncio.sleep(_POLL_S)
-        if any(problems):
-            raise StoreError(next(filter(None, problems)))
+        if self._reader is None:
+            call = self.llm.collective_rpc("unadapted_layers", kwargs={"layers": self.spec.modules})
+            if missing := [name for names in await call for name in names]:
+                raise UserError(
+                    f"vLLM has no LoRA slot for {missing[0]!r} of this model: leave it out of "
+                    "lora.targets, or use lora.sync = 'merged'"
+                )
+        self._loaded = await asyncio.to_thread(self._read, version)
 
     async def apply(self, version: int) -> None:
-        self._metrics, *_ = await self._call("activate_adapter")
+        self._held = None
+        self._path("staged").replace(self._path("adapter_model.safetensors"))
+        await self.llm.add_lora(self._request(load_inplace=True))
+        self._held = version
 
     async def held(self) -> list[int | None]:
-        return list(await self._call("held_adapter"))
+        return [self._held]
 
     async def finish(self, version: int) -> None:
         """Do nothing: a version of vLLM's own is that of all its weights."""
 
     async def metrics(self) -> dict[str, float]:
-        return dict(self._metrics or {})
+        return {} if self._loaded is None else self._loaded.metrics()
 
-    async def _connect(self) -> None:
-        layout = {name: (spec.dtype, spec.shape) for name, spec in self.spec.layout.items()}
-        record = {"location": self.location, "verify_every": self.verify_every, "layout": layout}
-        record |= {"rank": self.spec.rank, "alpha": self.spec.alpha}
-        if not self._is_connected:
-            with user_error("vLLM cannot take adapters from the store", Exception):
-                await self._call("connect_adapter", record=record)
-            self._is_connected = True
+    def _request(self, **options: Any) -> Any:
+        """Requests that sample name the slot without `load_inplace`, which would load it anew at
+        every step.
+        """
+        from vllm.lora.request import LoRARequest
 
-    async def _call(self, method: str, **arguments: Any) -> list[Any]:
-        answers: list[Any] = await self.llm.collective_rpc(
-            method, kwargs={"number": self.number, **arguments}
-        )
-        return answers
+        return LoRARequest(self.policy, self.number, self._folder.name, **options)
+
+    def _read(self, version: int) -> Loaded:
+        """Bring the tensors here to a version, and write them down for `apply`."""
+        if self._reader is None:
+            token = os.environ.get(TOKEN_VARIABLE, "")
+            with user_error("vLLM cannot take adapters from the store", OSError):
+                source = open_source(self.location, self._path("cache"), token)
+            self._tensors = {
+                name: torch.empty(spec.shape, dtype=spec.torch_dtype)
+                for name, spec in self.spec.layout.items()
+            }
+            self._reader = WeightReader(source, self._tensors, verify_every=self.verify_every)
+        loaded = self._reader.load(version)
+        save_file(self._tensors, self._path("staged"))
+        return loaded
+
+    def _path(self, name: str) -> Path:
+        return Path(self._folder.name) / name
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ import sys
 from typing import Any
 
 from flowtrain.engines.vllm import plugin
-from flowtrain.engines.vllm.adapters import WorkerAdapters
 from flowtrain.engines.vllm.process import ERROR_FILE
 from flowtrain.engines.vllm.routes import RouteTable, Sizes, sizes_of
 from flowtrain.engines.vllm.sampler_entropies import record
@@ -23,10 +22,22 @@ from flowtrain.engines.vllm.sampler_entropies import record
 _PR_SET_PDEATHSIG = 1
 
 
-class Worker(plugin.WeightReports, WorkerAdapters):
+class Worker(plugin.WeightReports):
     """Methods that vLLM's worker gets, called through `collective_rpc`."""
 
     model_runner: Any
+
+    def unadapted_layers(self, layers: list[str]) -> list[str]:
+        """List those of a model's layers that have no LoRA slot; vLLM would leave them without
+        their adapter.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        if mapper is not None:
+            renames = mapper.get_rename_mapper()
+            layers = [renames._map_name(layer) or layer for layer in layers]
+        parts = {name for names in manager.packed_modules.values() for name in names}
+        return sorted({*layers} - parts - manager.modules.keys())
 
     def record_entropies(self) -> None:
         """Let the sampler tell the entropy of every token that it draws."""
