@@ -8,11 +8,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from flowtrain.metrics.jsonl import append_lines, cut_lines, json_value, read_lines
 from flowtrain.metrics.loggers import Logger, open_tensorboard
-from flowtrain.types import Call, Group, ToolCall, ToolResult, Trajectory, Turn
+from flowtrain.types import (
+    Call,
+    Group,
+    PolicyName,
+    Sample,
+    SampleId,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
 from flowtrain.utils.prefixes import num_shared
 
 
@@ -88,16 +99,34 @@ class TrajectoryLog:
                 if path.name not in current:
                     cut_lines(path, resume_step)
 
-    def log(self, step: int, version: int, groups: Sequence[Group]) -> None:
-        """Appends the trajectories of `groups`; `version` is the weight version current when the
-        step's rollouts began.
+    def log(
+        self,
+        step: int,
+        version: int,
+        groups: Sequence[Group],
+        samples: Sequence[Sample] = (),
+        policy: PolicyName = "planner",
+    ) -> None:
+        """Appends the trajectories of `groups`.
+
+        Args:
+            version: the weight version current when the step's rollouts began.
+            samples: what is trained of the calls of `policy`.
         """
-        head = {"step": step, "version": version}
-        lines = [
-            {**head, **trajectory_record(item, group.index)}
-            for group in groups
-            for item in group.trajectories
-        ]
+        trained = {sample.sample_id: sample for sample in samples}
+        lines = []
+        for group in groups:
+            for member, item in enumerate(group.trajectories):
+                record = trajectory_record(item, group.index)
+                for number, turn in enumerate(record["turns"]):
+                    sample = trained.get(SampleId(group.index, member, number))
+                    if sample is not None:
+                        call = turn if policy == "planner" else turn[policy]
+                        call["training"] = {
+                            "advantage": round(fmean(sample.advantages), 5),
+                            "minibatch": sample.minibatch,
+                        }
+                lines.append({"step": step, "version": version, **record})
         if lines:
             append_lines(self.path, lines)
 
@@ -187,13 +216,11 @@ def _code_seconds(result: ToolResult) -> dict[str, float]:
 
 def _call_record(call: Call) -> dict[str, Any]:
     """Convert a call, without its texts."""
-    training = call.training
     return {
         "spans": [[span.start, span.end, span.version] for span in call.spans],
         "finish_reason": call.finish_reason.value,
         "num_prompt_tokens": len(call.prompt_ids),
         "response_ids": list(call.response_ids),
         "response_logprobs": [round(logprob, 5) for logprob in call.logprobs],
-        "training": training
-        and {"advantage": round(training.advantage, 5), "minibatch": training.minibatch},
+        "training": None,
     }

@@ -31,7 +31,6 @@ from flowtrain.run.token_budget import advice
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.records import Prepared, Rollouts
-from flowtrain.training.token_scores import with_training_stats
 from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable
 
@@ -124,9 +123,8 @@ class RunLogger:
             measured = evaluation.metrics
             self.log_held_out(step, evaluation.held_out.trajectories)
             self.evaluated = step
-        policy = self._config.train.policy
-        told = with_training_stats(rollouts.groups, batch.samples, policy)
-        self._trajectories.log(step, step - 1, told)
+        trained_of = (batch.samples, self._config.train.policy)
+        self._trajectories.log(step, step - 1, rollouts.groups, *trained_of)
         if self._advises and (text := advice(step, prepared, self._config.train)):
             self._advises = False
             _log.warning("%s", text)

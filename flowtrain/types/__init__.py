@@ -26,7 +26,6 @@ from flowtrain.types.sampling import (
     Routes,
     Sampling,
     SamplingMask,
-    TurnTraining,
     VersionSpan,
 )
 from flowtrain.types.task import Outage, PlanStep, SubGoal, Task, UserError
@@ -58,7 +57,6 @@ __all__ = [
     "TrainBatch",
     "Trajectory",
     "Turn",
-    "TurnTraining",
     "UserError",
     "Verdict",
     "VersionSpan",

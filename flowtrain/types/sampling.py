@@ -133,16 +133,6 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnTraining:
-    """Statistics of a trained call, for the log."""
-
-    advantage: float
-    """Mean over the response's tokens."""
-    minibatch: int
-    """Its optimizer step in the batch: so many steps older were the sampler's weights."""
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
     """Tokens that one module read and sampled in one turn."""
 
@@ -162,8 +152,6 @@ class Call:
     """The engine's; a branch has none of the turn that it leaves."""
     prompt_text: str = ""
     """The prompt of a module without tokens of its own, whose ids are empty; "" otherwise."""
-    training: TurnTraining | None = None
-    """Filled by `token_scores.with_training_stats`; None for a call that was not trained."""
     routes: Routes | None = None
     """The engine's, as for `Completion`."""
 

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 
 from flowtrain.metrics import MetricsLog, TrajectoryLog, trajectory_record
 from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.types import Group, ToolCall, ToolResult, Trajectory, Turn, TurnTraining, UserError
+from flowtrain.types import (
+    Group,
+    Sample,
+    SampleId,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    UserError,
+)
 
 FULL = "No space left on device; free some space and continue with --resume auto"
 
@@ -294,25 +303,28 @@ def test_of_a_prompt_what_is_new_is_written(tmp_path: Path, trajectory: Trajecto
     assert [(turn["prompt_shared"], turn["prompt_ids"]) for turn in logged] == expected
 
 
+def trained(advantages: tuple[float, ...], minibatch: int, *place: int) -> Sample:
+    weights = (1.0,) * len(advantages)
+    return Sample((1,), (4, 5), weights, advantages, weights, minibatch, SampleId(*place))
+
+
 def test_what_training_made_of_a_turn_is_written(tmp_path: Path, trajectory: Trajectory) -> None:
-    training = TurnTraining(-0.5, 1)
-    turn = with_call(trajectory.turns[1], training=training)
-    log = TrajectoryLog(tmp_path, rank=0, resume_step=0, name="held_out")
-    log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
-    (record,) = read(tmp_path / "held_out.jsonl")
-    expected = {"advantage": -0.5, "minibatch": 1}
-    assert record["turns"][0]["training"] == expected
+    """Of the second of two members, in the group of this index."""
+    log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
+    one = dataclasses.replace(trajectory, turns=trajectory.turns[:2])
+    log.log(1, 1, [Group(7, (one, one))], [trained((-1.0, 0.0), 1, 7, 1, 1)])
+    found = [[turn["training"] for turn in record["turns"]] for record in read(log.path)]
+    assert found == [[None, None], [None, {"advantage": -0.5, "minibatch": 1}]]
 
 
 def test_what_the_verifier_sampled_is_written_where_it_is_a_policy(
     tmp_path: Path, trajectory: Trajectory
 ) -> None:
-    training = TurnTraining(0.5, 0)
-    call = make.call((4, 5), (1, 2, 3), (-0.123456, -1.0), version=9, training=training)
+    call = make.call((4, 5), (1, 2, 3), (-0.123456, -1.0), version=9)
     first = trajectory.turns[0]
     turns = (first, dataclasses.replace(first, calls={**first.calls, "verifier": call}))
-    log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
-    log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=turns),))])
+    log, one = TrajectoryLog(tmp_path, rank=0, resume_step=0), [trained((0.5, 0.5), 0, 0, 0, 1)]
+    log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=turns),))], one, "verifier")
     rule, policy = read(log.path)[0]["turns"]
     assert "verifier" not in rule and policy["training"] is None
     assert policy["verifier"] == {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from flowtrain.types import (
     BranchPoint,
     FinishReason,
     Group,
+    Sample,
+    SampleId,
     Task,
     ToolResult,
     Trajectory,
     Turn,
-    TurnTraining,
     Verdict,
     VersionSpan,
 )
@@ -66,6 +67,17 @@ def tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def samples_of(groups: Sequence[Group]) -> list[Sample]:
+    """What a step trains: every turn of the groups whose rewards differ."""
+    return [
+        Sample((1,), (2,), (-1.0,), (each.reward - 0.5,), (1.0,), 0, SampleId(group.index, n, turn))
+        for group in groups
+        if len({each.reward for each in group.trajectories}) > 1
+        for n, each in enumerate(group.trajectories)
+        for turn in range(len(each.turns))
+    ]
+
+
 class RunMaker:
     """Writes runs; `text` is what the planner, the tools and the task say."""
 
@@ -76,7 +88,6 @@ class RunMaker:
         self,
         text: str,
         memory: str = "",
-        training: TurnTraining | None = None,
         finish_reason: FinishReason = FinishReason.STOP,
         **changes: Any,
     ) -> Turn:
@@ -89,7 +100,6 @@ class RunMaker:
             reason=finish_reason,
             spans=(VersionSpan(0, 3, 6), VersionSpan(3, len(response), 7)),
             text=text,
-            training=training,
         )
         fields = {
             "command": f'search("{text}")',
@@ -103,15 +113,12 @@ class RunMaker:
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text.encode(errors="replace").decode()).ids)
 
-    def trajectory(
-        self, text: str, reward: float | None, member: int, is_trained: bool = True
-    ) -> Trajectory:
-        training = TurnTraining((reward or 0) - 0.5, 0) if is_trained else None
+    def trajectory(self, text: str, reward: float | None, member: int) -> Trajectory:
         first, both = f"\n1. {text}", f"\n1. {text}\n2. more"
         turns = (
-            self.turn(text, "", training),
-            self.turn(text, first, training),
-            self.turn(text, both, training, verdict=Verdict.STOP),
+            self.turn(text),
+            self.turn(text, first),
+            self.turn(text, both, verdict=Verdict.STOP),
         )
         task = Task(f"t-{text}", text, (text, "other"), "lookup", 2)
         number = 2**63 - 1 - member
@@ -121,8 +128,7 @@ class RunMaker:
         rewards = [
             float(member < (step + index) % (GROUP_SIZE + 1)) for member in range(GROUP_SIZE)
         ]
-        is_trained = len(set(rewards)) > 1
-        made = [self.trajectory(text, each, n, is_trained) for n, each in enumerate(rewards)]
+        made = [self.trajectory(text, each, n) for n, each in enumerate(rewards)]
         return make.group(*made, index=index)
 
     def branched(self, text: str) -> Group:
@@ -132,10 +138,7 @@ class RunMaker:
         roots = [self.trajectory(text, reward, n) for n, reward in enumerate((1.0, 0.0))]
         points = [BranchPoint(0, 1, 2, 2.5), BranchPoint(1, 0, 5, 1.25), BranchPoint(1, 0, 0, 3.0)]
         rewards = (0.0, 1.0, 0.0)
-        made = [
-            self.trajectory(text, reward, n, is_trained=False)
-            for n, reward in enumerate(rewards, 2)
-        ]
+        made = [self.trajectory(text, reward, n) for n, reward in enumerate(rewards, 2)]
         branches = [
             replace(each, branch=point, answer=f"branch {n}")
             for n, (each, point) in enumerate(zip(made, points, strict=True), 2)
@@ -150,11 +153,8 @@ class RunMaker:
         metrics = MetricsLog(run.path, tensorboard=False)
         log, held_out = TrajectoryLog(run.path, 0, 0), TrajectoryLog(run.path, 0, 0, "held_out")
         for step in range(1, NUM_STEPS + 1):
-            log.log(
-                step,
-                step - 1,
-                [self.group(index, step, f"{text} {step}") for index in range(NUM_GROUPS)],
-            )
+            groups = [self.group(index, step, f"{text} {step}") for index in range(NUM_GROUPS)]
+            log.log(step, step - 1, groups, samples_of(groups))
             metrics.log(
                 {
                     "step": step,
@@ -165,7 +165,7 @@ class RunMaker:
                     "kl_ref": 1e-9,
                 }
             )
-        held_out.log(4, 4, [Group(n, (self.trajectory(text, n % 2, 0, False),)) for n in range(6)])
+        held_out.log(4, 4, [Group(n, (self.trajectory(text, n % 2, 0),)) for n in range(6)])
         (run.path / "summary.json").write_text(
             json.dumps(
                 {

@@ -64,7 +64,7 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
             assert "".join(turn["texts"]) == runs.tokenizer.decode(
                 call.response_ids, skip_special_tokens=False
             )
-            assert turn["training"]["advantage"] == call.training.advantage
+            assert turn["training"]["advantage"] == trajectory.reward - 0.5
             assert turn["spans"] == [[0, 3, 6], [3, len(turn["response_ids"]), 7]]
             assert (turn["seconds"], turn["plan_s"], turn["tool_s"]) == (0.5, 0.25, 0.1)
             assert turn["verdict"] == original.verdict.value
