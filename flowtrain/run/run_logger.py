@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,14 +26,11 @@ from flowtrain.run.components import RunComponents
 from flowtrain.run.memory_plan import MemoryPlan
 from flowtrain.run.placement import Placement
 from flowtrain.run.step_counts import Counted
-from flowtrain.run.token_budget import advice
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.records import Prepared, Rollouts
 from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable
-
-_log = logging.getLogger(__name__)
 
 
 class RunLogger:
@@ -60,7 +56,6 @@ class RunLogger:
         self._memory = memory
         tflops = _known_tflops(config, placement.world.device)
         self._peak_flops = 1e12 * tflops * placement.trainers.size
-        self._advises = placement.samplers.rank == 0  # once
         self._cleanup = ExitStack()
         with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
             self._open(start_step, cleanup)
@@ -117,17 +112,13 @@ class RunLogger:
             kept: metrics of the replay log.
             seconds: by stage.
         """
-        batch = prepared.batch
         measured = {}
         if evaluation is not None:
             measured = evaluation.metrics
             self.log_held_out(step, evaluation.held_out.trajectories)
             self.evaluated = step
-        trained_of = (batch.samples, self._config.train.policy)
+        trained_of = (prepared.batch.samples, self._config.train.policy)
         self._trajectories.log(step, step - 1, rollouts.groups, *trained_of)
-        if self._advises and (text := advice(step, prepared, self._config.train)):
-            self._advises = False
-            _log.warning("%s", text)
         self.write(
             {
                 "step": step,

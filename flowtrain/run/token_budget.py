@@ -6,17 +6,13 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
-from flowtrain.config import Config, Train
+from flowtrain.config import Config
 from flowtrain.run.components import RunComponents
 from flowtrain.run.placement import Placement
 from flowtrain.training.devices import memory_per_rank
-from flowtrain.training.records import Prepared
-from flowtrain.training.tree import pack, repeated_share
 
 _FEWEST, _MOST = 1024, 65536
 """Bounds in tokens. 8 rollouts of AgentFlow's 10 turns are 64,460."""
-_MUCH, _LITTLE = 0.15, 0.05
-"""Shares of tokens that cuts repeat: a person is told of the one, and how to come to the other."""
 
 
 def with_token_budget(components: RunComponents, placement: Placement) -> RunComponents:
@@ -44,23 +40,6 @@ def largest_budget(few_room: float, most_room: float) -> int:
     share = few_room / max(few_room - most_room, 1)
     num_tokens = int(_FEWEST + share * (_MOST - _FEWEST))
     return min(max(num_tokens, _FEWEST), _MOST) // _FEWEST * _FEWEST
-
-
-def advice(step: int, prepared: Prepared, train: Train) -> str:
-    """Say which budget would cut the trees of this rank little; "" where they are cut little."""
-    budget, rows = train.row_budget, prepared.rows
-    share = repeated_share(rows)
-    if share <= _MUCH:
-        return ""
-    while repeated_share(rows) > _LITTLE:
-        budget *= 2
-        rows = pack(prepared.batch.samples, prepared.batch.num_minibatches, budget)
-    room = "" if train.recompute else "; train.recompute = true makes room for it"
-    return (
-        f"{share:.0%} of the tokens of step {step} are repeated, because rows of "
-        f"{train.row_budget} tokens cut trees: train.token_budget = {budget} would leave "
-        f"{repeated_share(rows):.0%}{room}"
-    )
 
 
 def _room(components: RunComponents, placement: Placement, budget: int) -> float:

@@ -163,13 +163,6 @@ def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) 
     ]
 
 
-def repeated_share(minibatches: Sequence[Sequence[PackedRow]]) -> float:
-    """Return the share of all rows' tokens that they have only because trees were cut."""
-    rows = [row for rows in minibatches for row in rows]
-    num_tokens = sum(len(row.input_ids_N) for row in rows)
-    return sum(row.num_repeated_tokens for row in rows) / max(num_tokens, 1)
-
-
 def _row_starts(lengths: Sequence[int], shared: Sequence[int], token_budget: int) -> list[int]:
     """Choose the samples that begin a row, so that rows repeat few tokens, are few, and even.
 

@@ -18,11 +18,8 @@ from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.run import token_budget
 from flowtrain.run.memory_plan import MemoryPlan
-from flowtrain.run.token_budget import advice, largest_budget, with_token_budget
-from flowtrain.training.records import Prepared
-from flowtrain.training.tree import pack
+from flowtrain.run.token_budget import largest_budget, with_token_budget
 from flowtrain.training.world import World
-from flowtrain.types import Sample, TrainBatch
 
 
 @pytest.mark.parametrize(
@@ -93,22 +90,3 @@ def test_a_number_is_found_once_for_all_ranks_and_for_all_of_a_run(
     assert with_token_budget(anew, trains).config.train.token_budget == 20_480
     with pytest.raises(AssertionError):
         assert config.train.row_budget
-
-
-def test_advice_names_the_least_doubling_that_cures() -> None:
-    """Eight chains of 100 tokens with 91 in common."""
-    prompts = [(1,) * 90 + (2, n) * 5 for n in range(8)]
-    samples = tuple(Sample(prompt, (3,), *[(0.0,)] * 3) for prompt in prompts)
-
-    def advised(budget: int, **options: bool) -> str:
-        train = settings(train={"token_budget": budget, **options}).train
-        batch = TrainBatch(samples, num_minibatches=1)
-        return advice(7, Prepared(batch, pack(samples, 1, budget)), train)
-
-    text = advised(102)
-    assert text == (
-        "80% of the tokens of step 7 are repeated, because rows of 102 tokens cut trees: "
-        "train.token_budget = 204 would leave 0%; train.recompute = true makes room for it"
-    )
-    assert advised(102, recompute=True) == text.partition(";")[0]
-    assert advised(150) and not advised(204)
