@@ -198,8 +198,7 @@ class Evaluator:
     @staticmethod
     def logged(compared: Mapping[str, Any]) -> dict[str, float]:
         """Return what the log gets of a comparison."""
-        names = [name for name in compared if name in _LOGGED or name.startswith("eval_true_")]
-        own = {name: compared[name] for name in names}
+        own = {name: compared[name] for name in _LOGGED if name in compared}
         return {**own, **compared.get("benchmarks", {}), **compared.get("versions", {})}
 
     def _split(self, split: str, step: int, temperature: float | None = None) -> Part:
