@@ -40,7 +40,7 @@ WARM ?= $(filter vllm,$(ENGINE))
 PLANNER := $(if $(WARM),$(RUN)/warm/model,quickstart)
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-all durations test-environments test-harbor test-loggers test-optional test-ray test-vllm attack dist try-dist rehearse-gpu lint typecheck bench docs docs-serve
+.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-all durations test-environments test-loggers test-optional test-ray test-vllm attack dist try-dist rehearse-gpu lint typecheck bench docs docs-serve
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -156,17 +156,6 @@ $(VENV)/ray/.done: $(VENV)/.done
 test-ray: $(VENV)/ray/.done
 	PYTHONPATH=.:kernels:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 		$(VENV)/ray/bin/python -m pytest tests/deploy/test_ray_pool.py
-
-# Harbor in an environment of its own: it wants Python 3.12, and packages that those of vLLM exclude.
-HARBOR_PYTHON ?= >=3.12
-$(VENV)/harbor/.done: $(VENV)/.done
-	$(BIN)/pip install --quiet uv
-	$(BIN)/uv venv --quiet --clear --python '$(HARBOR_PYTHON)' $(VENV)/harbor
-	$(BIN)/uv pip install --quiet --python $(VENV)/harbor 'harbor>=0.26,<0.27' dockerfile-parse
-	touch $@
-
-test-harbor: $(VENV)/harbor/.done
-	FLOWTRAIN_HARBOR=$(abspath $(VENV)/harbor/bin/python) $(BIN)/python -m pytest -n $(JOBS) tests/agents/test_harbor.py
 
 # In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm

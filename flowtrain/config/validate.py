@@ -134,20 +134,17 @@ def _check_task_files(config: Config) -> None:
             f"tasks.gym={list(tasks.gym)} goes with tasks.name = 'reasoning-gym', which is "
             f"{tasks.name!r}"
         )
-    for name, given in (("verifiers", tasks.verifiers), ("harbor", tasks.harbor)):
-        if (tasks.name == name) != bool(given):
-            raise ValueError(
-                f"tasks.{name}={given} goes with tasks.name = {name!r}, which is {tasks.name!r}"
-            )
-        if given and config.agent.name != "gateway":
-            raise ValueError(
-                f"tasks.name={name!r}: its environments drive their rollouts themselves; set "
-                "agent.name = 'gateway'"
-                + " and gateway.function = 'flowtrain.agents.gateway.verifiers:solve'"
-                * (name == "verifiers")
-            )
-    if tasks.harbor and (config.gateway.command or config.gateway.function):
-        raise ValueError("tasks.name='harbor' has a program of its own; leave out that of gateway")
+    if (tasks.name == "verifiers") != bool(tasks.verifiers):
+        raise ValueError(
+            f"tasks.verifiers={tasks.verifiers} goes with tasks.name = 'verifiers', which is "
+            f"{tasks.name!r}"
+        )
+    if tasks.verifiers and config.agent.name != "gateway":
+        raise ValueError(
+            "tasks.name='verifiers': its environments drive their rollouts themselves; set "
+            "agent.name = 'gateway' and gateway.function = "
+            "'flowtrain.agents.gateway.verifiers:solve'"
+        )
     if tasks.path and tasks.mixture:
         raise ValueError(
             f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: name files in one of "
@@ -167,10 +164,8 @@ def _check_benchmarks(config: Config) -> None:
     named = f"eval.benchmarks={list(options.benchmarks)}"
     if not options.every and not options.at_ends:
         raise ValueError(f"{named} is never asked with eval.every=0 and eval.at_ends=false")
-    if config.tasks.name in ("verifiers", "harbor"):
-        raise ValueError(
-            f"{named} does not go with tasks.name={config.tasks.name!r}, whose environment asks"
-        )
+    if config.tasks.verifiers:
+        raise ValueError(f"{named} does not go with tasks.name='verifiers', whose environment asks")
     in_folder = [name for name in options.benchmarks if "=" not in name]
     if in_folder and not config.tasks.benchmarks:
         raise ValueError(

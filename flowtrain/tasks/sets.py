@@ -16,7 +16,6 @@ from flowtrain.tasks.fiction import fictional_entities
 from flowtrain.tasks.files import TaskSource, load_configured
 from flowtrain.tasks.gameof24 import gameof24_tasks
 from flowtrain.tasks.gym import gym_tasks
-from flowtrain.tasks.harbor import harbor_tasks
 from flowtrain.tasks.mixture import MixedCursor, shares
 from flowtrain.tasks.overlap import benchmark_tasks, without_overlaps
 from flowtrain.tasks.verifiers import verifiers_tasks
@@ -85,13 +84,9 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
             held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, seed=0)[:num_held_out])}
         case "reasoning-gym":
             return _from_gym(config, texts)
-        case "verifiers" | "harbor":
-            origin = f"tasks.{tasks.name}={getattr(tasks, tasks.name)}"
-            found = (
-                harbor_tasks(tasks.harbor)
-                if tasks.name == "harbor"
-                else verifiers_tasks(tasks.verifiers, tasks.num_train + num_held_out)
-            )
+        case "verifiers":
+            origin = f"tasks.verifiers={tasks.verifiers}"
+            found = verifiers_tasks(tasks.verifiers, tasks.num_train + num_held_out)
             train, kept = _split(found, tasks.held_out_share, origin)
             train = _not_held_out(train, kept, origin)
             held_out = {MAIN_SPLIT: tuple(kept[:num_held_out])}

@@ -20,8 +20,6 @@ from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
 from flowtrain.agents.talking.dialect import Dialect
 from flowtrain.config import Config
 from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.tasks.harbor import COLUMN as HARBOR
-from flowtrain.tasks.harbor import harbor_command
 from flowtrain.tasks.verifiers import COLUMN as VERIFIERS
 from flowtrain.types import BranchStart, Task, Trajectory, UserError
 from flowtrain.utils.per_loop import Gate
@@ -82,7 +80,7 @@ class GatewayAgent(SessionAgent):
 
     async def answer(self, session: Session) -> str:
         gateway = self.gateway
-        session.must_report = bool({VERIFIERS, HARBOR} & session.task.extra.keys())
+        session.must_report = VERIFIERS in session.task.extra
         recorder = Recorder(session, self._dialect, self.context.config.agent.max_result_chars)
         rollout = Rollout(
             session,
@@ -130,9 +128,6 @@ class GatewayAgent(SessionAgent):
 
 def _program(config: Config) -> Program:
     options = config.gateway
-    if config.tasks.harbor:
-        command = harbor_command(config.tasks.harbor)
-        options = options.model_copy(update={"command": command, "columns": (HARBOR,)})
     if options.command:
         return Command(options)
     if options.function:

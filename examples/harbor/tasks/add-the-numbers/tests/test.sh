@@ -1,3 +1,0 @@
-#!/bin/bash
-[ "$(cat sum.txt)" = 42 ]
-if [ $? = 0 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt

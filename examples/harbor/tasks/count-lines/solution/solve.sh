@@ -1,2 +1,0 @@
-#!/bin/bash
-grep -c error log.txt > count.txt

@@ -1,2 +1,0 @@
-#!/bin/bash
-sed -i 's/ecco/echo/' hello.sh

@@ -1,2 +1,0 @@
-#!/bin/bash
-mkdir -p out && mv in/*.txt out/

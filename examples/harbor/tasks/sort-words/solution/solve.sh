@@ -1,2 +1,0 @@
-#!/bin/bash
-sort -u -o words.txt words.txt

@@ -1,2 +1,0 @@
-#!/bin/bash
-tar -xOf pack.tar note.txt > answer.txt

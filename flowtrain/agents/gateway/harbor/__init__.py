@@ -1,1 +1,0 @@
-"""The Python of Harbor runs this package by path; nothing here imports flowtrain."""
