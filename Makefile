@@ -134,7 +134,7 @@ $(VENV)/openenv/.done $(VENV)/verifiers/.done: $(VENV)/.done
 	touch $@
 
 test-environments: $(VENV)/openenv/.done $(VENV)/verifiers/.done
-	$(VENV)/openenv/bin/python -m pytest tests/agents/test_openenv.py
+	$(VENV)/openenv/bin/python -m pytest tests/agents/test_openenv_example.py
 	$(VENV)/verifiers/bin/python -m pytest tests/agents/test_verifiers.py
 
 # Loggers with the real wandb, trackio and mlflow, offline, in an environment that sees this one.

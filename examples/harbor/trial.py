@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-AGENT = ("--agent", "terminus-2", "--model", "openai/policy", "--ak", "max_turns=16")
-"""An option that is given again takes the place of one of these."""
+AGENT = ("--agent", "terminus-2", "--model", "openai/policy")
 
 
 def row(folder: Path) -> dict[str, str]:

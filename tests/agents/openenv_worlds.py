@@ -25,8 +25,6 @@ from starlette.responses import Response
 
 EVENTS: list[str] = []
 """What has become of all worlds."""
-GO_ON = threading.Event()
-"""Set when worlds that hang may go on."""
 
 
 class Guess(Action):
@@ -47,8 +45,6 @@ class Numbers(Environment[Guess, Hint, State]):
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **row: Any) -> Hint:
         EVENTS.append(f"reset {seed} {row}")
-        if row.get("split") == "none":
-            raise ValueError("no such split")
         self.wanted = (seed or 0) % 100 + 1
         return Hint(hint=f"It is {'even' if self.wanted % 2 == 0 else 'odd'}.")
 
@@ -56,8 +52,6 @@ class Numbers(Environment[Guess, Hint, State]):
         EVENTS.append(f"guess {action.number} {action.metadata}")
         if action.number > 100:
             raise ValueError("it is at most 100")
-        if action.number == 50:
-            GO_ON.wait(60)
         if action.number == self.wanted:
             return Hint(hint="Yes.", reward=0.75, done=True)
         hint = "Too low." if action.number < self.wanted else "Too high."
@@ -69,11 +63,6 @@ class Numbers(Environment[Guess, Hint, State]):
 
     def close(self) -> None:
         EVENTS.append("closed")
-
-
-class Unrewarded(Numbers):
-    def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Hint:
-        return Hint(hint="Yes.", done=True)
 
 
 class Bench(MCPEnvironment):
@@ -146,12 +135,10 @@ def _behind(token: str, app: Any) -> Any:
 
 
 @contextlib.contextmanager
-def serving(
-    world: type = Numbers, sessions: int = 16, port: int = 0, token: str = ""
-) -> Iterator[Served]:
+def serving(world: type = Numbers, token: str = "") -> Iterator[Served]:
     types = (CallToolAction, CallToolObservation) if world is Bench else (Guess, Hint)
-    app = _behind(token, create_fastapi_app(world, *types, max_concurrent_envs=sessions))
-    listener = socket.create_server(("127.0.0.1", port))
+    app = _behind(token, create_fastapi_app(world, *types, max_concurrent_envs=16))
+    listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -160,6 +147,5 @@ def serving(
     try:
         yield served
     finally:
-        GO_ON.set()
         served.die()
         listener.close()
