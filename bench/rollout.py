@@ -5,7 +5,7 @@ on vLLM against its `AsyncLLM` alone. All rivals get the same prompts: distinct 
 8 that share one, as in the first turn of a GRPO batch. End-of-sequence is switched off, so that all
 sample the same number of tokens.
 
---model takes the model of a folder, in fp32, and questions of reasoning-gym through its chat
+--model takes the model of a folder, in fp32, and sums through its chat
 template, 16 at a time with 16 new tokens each: 3 minutes of one core for SmolLM2-135M with
 --repeats 3.
 """

@@ -12,7 +12,7 @@ layout needs. One thread on a CPU; on a GPU: --shape 0.5b --scale 1.
 --shape hybrid has Gated DeltaNet, 20 rollouts of a single turn in place of the main job, and one
 path more: a chain, one sample of as many tokens as the tree.
 
---model takes one batch in place of these: 8 rollouts of that model on a question of reasoning-gym,
+--model takes one batch in place of these: 8 rollouts of that model on a sum,
 with responses of at most 24 tokens. Every path has a model and moments of its own: SmolLM2-135M
 takes 8 GB, and 2 minutes of one core with --repeats 2.
 """

@@ -2,7 +2,7 @@
 
 AgentFlow's shape is a group of 8 rollouts of random tokens (`bench/agentflow_shape.py`). The main
 job's batch is recorded from its own flow, with the rewards that its rollouts get. A model in a
-folder answers questions of reasoning-gym itself (`bench/model_folder.py`).
+folder answers sums itself (`bench/model_folder.py`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Head to head with TRL's GRPOTrainer on a CPU:  python -m bench.trl [--full] [--config C]
 
-Both train the model of a config of flowtrain's on its questions of reasoning-gym, in the same order
-and with the same prompts, token for token (the run ends if they differ). Equal are also questions
-and rollouts per step, temperature, tokens per response, the checkers that give rewards, fp32,
-AdamW (betas 0.9 and 0.95, no weight decay, gradient norm at most 1, one step per batch), learning
-rate, clip, KL coefficient 0 and CPU threads. Advantages are (R - mean) / (std + eps) with the std
-of N - 1, and the loss is the mean over all tokens of the batch, groups of one reward included:
-TRL's `dapo`, its default, and flowtrain's `algorithm.mode = "released"`. What differs: eps is 1e-4
-in TRL and 1e-6 here; TRL takes ratios against the trainer's own log-probs, flowtrain against the
-sampler's (both are 1, up to rounding, in a batch of one step); each has its own random numbers.
-Given the same rollouts, both end with the same weights (`tests/test_bench_trl.py`).
+Both train the model of a config of flowtrain's on its questions, in the same order and with the
+same prompts, token for token (the run ends if they differ). Equal are also questions and rollouts
+per step, temperature, tokens per response, the reward function, fp32, AdamW (betas 0.9 and 0.95, no
+weight decay, gradient norm at most 1, one step per batch), learning rate, clip, KL coefficient 0
+and CPU threads. Advantages are (R - mean) / (std + eps) with the std of N - 1, and the loss is the
+mean over all tokens of the batch, groups of one reward included: TRL's `dapo`, its default, and
+flowtrain's `algorithm.mode = "released"`. What differs: eps is 1e-4 in TRL and 1e-6 here; TRL takes
+ratios against the trainer's own log-probs, flowtrain against the sampler's (both are 1, up to
+rounding, in a batch of one step); each has its own random numbers. Given the same rollouts, both
+end with the same weights (`tests/test_bench_trl.py`).
 
 Sides take turns, a process each, round after round; a round has a seed of its own. Each side has
 what makes it fastest on a CPU. TRL: transformers' `generate` with a growing cache (a static cache

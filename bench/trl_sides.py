@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse
+from flowtrain.rewards import RewardFunctions, score
 from flowtrain.types import Group, Task, Trajectory, UserError
 
 STAGES = ("sampling", "reward", "training", "publish", "load", "rest")
@@ -103,14 +104,14 @@ def digest(prompts: Iterable[Sequence[int]]) -> str:
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
 
-def rewards_of(tasks: Sequence[Task], answers: Sequence[str]) -> list[float]:
+def rewards_of(
+    tasks: Sequence[Task], answers: Sequence[str], functions: RewardFunctions | None
+) -> list[float]:
     """Score responses as flowtrain scores rollouts."""
-    from flowtrain.rewards import score
-
     rollouts = [
         Trajectory(task, (), answer, 0.0, 0) for task, answer in zip(tasks, answers, strict=True)
     ]
-    (group,) = score([Group(0, tuple(rollouts))])
+    (group,) = score([Group(0, tuple(rollouts))], functions=functions)
     return [float(trajectory.reward or 0.0) for trajectory in group.trajectories]
 
 
@@ -122,7 +123,6 @@ def peak_bytes() -> int:
 
 def run_flowtrain(job: Job) -> Result:
     """Train with `flowtrain.train` itself; only its timer and its scoring have a clock added."""
-    from flowtrain.rewards import score
     from flowtrain.train import train
     from flowtrain.training.checkpoint import place
     from flowtrain.utils.step_timer import StepTimer

@@ -16,6 +16,7 @@ from bench.trl_sides import Job, Result, Stopwatch, digest, peak_bytes, rewards_
 from flowtrain.agents.policy import Moment
 from flowtrain.agents.talking.single_turn import QuestionPrompt
 from flowtrain.config import Config
+from flowtrain.rewards import RewardFunctions
 from flowtrain.tasks.sets import task_set
 from flowtrain.training.devices import keep_freed_memory
 from flowtrain.training.model import load_tokenizer
@@ -88,11 +89,12 @@ def run_trl(job: Job) -> Result:
 
 def make_trainer(job: Job) -> TimedTrainer:
     config = job.config
-    tasks = questions(config)
+    tasks, functions = questions(config), RewardFunctions.load(config.reward)
 
     def reward(completions: list[Any], task: list[int], **_: Any) -> list[float]:
         texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
-        return rewards_of([tasks[number] for number in task], list(map(final_answer, texts)))
+        asked = [tasks[number] for number in task]
+        return rewards_of(asked, list(map(final_answer, texts)), functions)
 
     clock = _Clock()
     clock.trainer = TimedTrainer(

@@ -17,7 +17,6 @@ from bench import memory, model_folder, rollout, step
 from bench.model_folder import ModelFolder
 from bench.step_batches import agentflow
 from bench.step_paths import work
-from flowtrain.rewards import gym
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.model import load_tokenizer
 from flowtrain.training.tree import pack_rows
@@ -42,11 +41,11 @@ def folder(tiny_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
     asked = [Task(f"t-{n}", f"{n} + {n} =", (str(2 * n),)) for n in range(40)]
     monkeypatch.setattr(model_folder, "questions", lambda number: asked[:number])
     monkeypatch.setattr(rollout, "questions", lambda number: asked[:number])
-    monkeypatch.setattr(model_folder, "checked", by_number)
+    monkeypatch.setattr(ModelFolder, "_rewards", by_number)
     return str(path)
 
 
-def by_number(task: Task, answers: Sequence[str]) -> list[float]:
+def by_number(folder: ModelFolder, task: Task, answers: Sequence[object]) -> list[float]:
     """Equal rewards for the first question, different ones for the others."""
     return [0.0 if task.id == "t-0" else number / len(answers) for number in range(len(answers))]
 
@@ -82,7 +81,7 @@ def test_rollouts_are_groups_whose_rewards_differ(folder: str) -> None:
 def test_a_model_that_always_gets_the_same_reward_is_refused(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_folder, "checked", lambda task, answers: [0.5] * len(answers))
+    monkeypatch.setattr(ModelFolder, "_rewards", lambda *given: [0.5] * len(given[-1]))
     with pytest.raises(UserError, match="0 of 10 questions have rollouts with different rewards"):
         ModelFolder.load(folder).rollouts(1, group_size=2, max_new_tokens=2)
 
@@ -90,20 +89,6 @@ def test_a_model_that_always_gets_the_same_reward_is_refused(
 def test_a_folder_without_a_chat_template_is_refused(tiny_path: str) -> None:
     with pytest.raises(UserError, match="has no chat template"):
         ModelFolder.load(tiny_path)
-
-
-def test_questions_are_of_reasoning_gym_and_its_checker_scores_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("reasoning_gym", reason="needs pip install 'flowtrain[gym]'")
-    tasks = model_folder.questions(6)
-    assert [task.kind for task in tasks] == ["chain_sum"] * 6
-
-    async def score(task: Task, answer: str) -> tuple[float, str]:
-        return float(answer in task.answers), gym.NAME
-
-    monkeypatch.setattr(gym, "score", score)
-    assert model_folder.checked(tasks[0], [tasks[0].answers[0], "none"]) == [1.0, 0.0]
 
 
 # ---- step

@@ -17,10 +17,8 @@ from safetensors.torch import load_file
 from bench import trl as bench
 from bench import trl_sides as sides
 from flowtrain import toy
-from flowtrain.rewards import gym
-from flowtrain.tasks.gym import Draw
 from flowtrain.training import model as models
-from flowtrain.types import Task
+from flowtrain.types import Task, Trajectory
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|user|>' + message['content'] + '<|end|>' }}{% endfor %}"
@@ -30,8 +28,13 @@ SMALL = (
     *("--rollout.num_questions", "2", "--rollout.group_size", "4", "--rollout.max_new_tokens", "6"),
     *("--agent.instructions", "Be brief.", "--train.lr", "1e-3"),
     *("--threads", "1", "--steps", "1", "--rounds", "1"),
-    *("--agent.sandbox", "limits"),  # nothing runs in it, so no bubblewrap is needed
+    *("--reward.function", f"{__file__}:by_length"),
 )
+
+
+def by_length(task: Task, answer: str, trajectory: Trajectory) -> float:
+    """A reward in place of the config's: a random model gives no right answers."""
+    return len(answer) % 5 / 4
 
 
 def result(*steps: float, prompts: Sequence[str] = ()) -> sides.Result:
@@ -127,14 +130,19 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = toy.new_model(tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=256)
     models.export(model, tokenizer, models.full_weights(model), path)
+    rows = [{"question": f"{n} + {n % 7} =", "answer": "a"} for n in range(60)]
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def taught(path: Path) -> list[str]:
+    """The words that name a model, and the questions beside it."""
+    return ["--model.path", str(path), "--tasks.path", str(path / "rows.jsonl"), *SMALL]
 
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sides run in this process, which has imported everything. Questions are numbers, and an
-    answer's length is its reward, as a random model gives no right ones.
-    """
+    """Sides run in this process, which has imported everything."""
 
     def run(job: sides.Job, threads: int) -> sides.Result:
         out = Path(job.out)
@@ -143,16 +151,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         sides.main([str(out / "job.json")])
         return sides.Result(**json.loads((out / "result.json").read_text()))
 
-    def made(draws: Sequence[Draw]) -> list[dict[str, Any]]:
-        numbers = [draw.seed + index for draw in draws for index in range(draw.size)]
-        return [{"question": f"{n} + {n % 7} =", "answer": "a", "entry": "{}"} for n in numbers]
-
-    async def score(task: Task, answer: str) -> tuple[float, str]:
-        return len(answer) % 5 / 4, gym.NAME
-
     monkeypatch.setattr(bench, "run", run)
-    monkeypatch.setattr("flowtrain.tasks.gym._made", made)
-    monkeypatch.setattr(gym, "score", score)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_both_sides_take_a_step_on_the_same_prompts(
     """The command ends with an error where the prompts' ids differ; the instructions are among
     them.
     """
-    words = ["--model.path", str(model_path), *SMALL, "--agent.prompt", prompt]
+    words = [*taught(model_path), "--agent.prompt", prompt]
     words += ["--held-out", "3", "--rivals", "TRL", "flowtrain"]
     bench.main([*words, "--dir", str(tmp_path), "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -193,7 +192,7 @@ def test_the_same_rollouts_move_the_weights_alike(
     model_path: Path, tmp_path: Path, trl_trainer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL trains on what flowtrain has sampled: advantages, loss and optimizer are the same."""
-    words = ["--model.path", str(model_path), *SMALL, "--rollout.max_new_tokens", "60"]
+    words = [*taught(model_path), "--rollout.max_new_tokens", "60"]
     args = bench._arguments(words)
     ours = bench.run(bench.job_of(args, "flowtrain", 0, tmp_path), 1)
     run = tmp_path / "2-0" / "run"

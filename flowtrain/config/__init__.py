@@ -33,7 +33,7 @@ from flowtrain.config.rollout import Rollout, Vllm
 from flowtrain.config.run import Checkpoint, Eval, Log, Run, Weights
 from flowtrain.config.search import Corpus, WebReader, WebSearch, Wikipedia
 from flowtrain.config.section import Section
-from flowtrain.config.tasks import GymSet, Tasks
+from flowtrain.config.tasks import Tasks
 from flowtrain.config.train import Rft, Train
 from flowtrain.config.validate import validate
 from flowtrain.types import PolicyName
@@ -138,7 +138,6 @@ __all__ = [
     "Dataflow",
     "Eval",
     "Gateway",
-    "GymSet",
     "Infoflow",
     "Judge",
     "Log",

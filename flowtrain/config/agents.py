@@ -70,8 +70,8 @@ class Agent(Section):
     """seconds per tool command (AgentFlow: 120); of Python_Coder it bounds the model's reply and
     code_timeout_s, not the wait for a process and a core"""
     sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
-    """confinement of the code of Python_Coder, and of answers that a checker runs (docs/tools.md);
-    auto: seccomp, or for packages bubblewrap"""
+    """confinement of the code of Python_Coder (docs/tools.md); auto: seccomp, or for packages
+    bubblewrap"""
     python_packages: tuple[str, ...] = ()
     """installed packages that the code may import, with all that is installed beside them:
     ["numpy", "sympy"]"""

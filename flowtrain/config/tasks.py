@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from flowtrain.config.section import Section
 
 
-class GymSet(Section):
-    name: str = ""
-    """data set of reasoning-gym; empty: the table's own name"""
-    weight: PositiveFloat = 1.0
-    """share of this set in questions and in every step, against those of the others"""
-    seed: int | None = None
-    """decides on the training questions; unset: run.seed"""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """options of the data set, without seed and size"""
-
-    @field_validator("options")
-    @classmethod
-    def _ours(cls, options: dict[str, Any]) -> dict[str, Any]:
-        if taken := {"seed", "size"} & options.keys():
-            raise ValueError(f"{min(taken)!r} is not set here: see seed and tasks.num_train")
-        return options
-
-
 class Tasks(Section):
-    name: Literal["facts", "gameof24", "reasoning-gym", "verifiers", "file"] = "facts"
+    name: Literal["facts", "gameof24", "verifiers", "file"] = "facts"
     """facts: 1 to 3 turn questions over the shipped corpus; gameof24: all solvable puzzles;
-    reasoning-gym: its data sets (pip install 'flowtrain[gym]'); verifiers: an environment of that
-    package (docs/agents/environments.md); file: questions of your own"""
-    gym: dict[str, GymSet] = Field(default_factory=dict)
-    """name = "reasoning-gym": a table per data set, each with name, weight, seed and options:
-    [tasks.gym.leg_counting]"""
+    verifiers: an environment of that package (docs/agents/environments.md); file: questions of your
+    own"""
     verifiers: dict[str, Any] = Field(default_factory=dict)
     """name = "verifiers": the environment, as the table [env] of verifiers describes it:
     tasks.verifiers.taskset = {id = "gsm8k"}"""
@@ -79,8 +58,7 @@ class Tasks(Section):
     )
     """name = "facts": kinds of questions, in equal parts; sum4 and sum5 take four and five turns"""
     num_train: PositiveInt = 16000
-    """training questions to generate; gameof24, file and verifiers use all they have;
-    reasoning-gym divides them among its sets"""
+    """training questions to generate; gameof24, file and verifiers use all they have"""
     benchmarks: str = ""
     """folder of benchmark files; training leaves out questions that nearly repeat one of theirs"""
     held_out_share: float = Field(0.1, gt=0, lt=1)

@@ -129,11 +129,6 @@ def _check_task_files(config: Config) -> None:
     if (tasks.name == "file") != bool(tasks.path or tasks.mixture):
         key = f"tasks.mixture={tasks.mixture}" if tasks.mixture else f"tasks.path={tasks.path!r}"
         raise ValueError(f"{key} goes with tasks.name = 'file', which is {tasks.name!r}")
-    if (tasks.name == "reasoning-gym") != bool(tasks.gym):
-        raise ValueError(
-            f"tasks.gym={list(tasks.gym)} goes with tasks.name = 'reasoning-gym', which is "
-            f"{tasks.name!r}"
-        )
     if (tasks.name == "verifiers") != bool(tasks.verifiers):
         raise ValueError(
             f"tasks.verifiers={tasks.verifiers} goes with tasks.name = 'verifiers', which is "

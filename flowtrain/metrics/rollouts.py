@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flowtrain.rewards import gym
 from flowtrain.training.world import World
 from flowtrain.types import Trajectory, Turn
 
@@ -16,7 +15,6 @@ _COUNTS = (
     *("turns", "malformed", "tool_errors", "stragglers"),
     *("response_tokens", "sampled_tokens", "prompt_tokens", "sub_goals", "hinted"),
     *("out_of_turns", "out_of_time", "segments", "read", "reread"),
-    *gym.FAILURES,
 )
 _RATIOS = {
     "reward_mean": ("reward", "finished"),
@@ -64,8 +62,6 @@ class Outcome:
     """Response tokens, without what a branch took over."""
     sub_goals: float = 0.0
     is_hinted: bool = False
-    checker_failure: str = ""
-    """Why the checker of reasoning-gym could not score the answer; "" where it could."""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Outcome:
@@ -81,7 +77,6 @@ class Outcome:
             trajectory.num_sampled_tokens,
             sub_goals,
             is_hinted,
-            gym.failure_of(trajectory.scored_by),
         )
 
     @classmethod
@@ -96,7 +91,6 @@ class Outcome:
             num_tokens,
             record.get("sub_goals", 0.0),
             "hint_turn" in record,
-            gym.failure_of(record.get("scored_by", "")),
         )
 
 
@@ -140,8 +134,6 @@ class RolloutStats:
     """Rollouts that time or the model's positions ended."""
     tool_shares: dict[str, float]
     """Calls of each tool by turn; what is missing to 1 was malformed or an answer."""
-    checker_failures: dict[str, int] = field(default_factory=dict)
-    """Answers over all ranks that the checker of reasoning-gym could not score, by reason."""
 
     @property
     def reward_error(self) -> float:
@@ -177,25 +169,18 @@ class RolloutStats:
             num_sampled_tokens=int(total["sampled_tokens"]),
             reward_density=1000 * total["reward"] / max(total["response_tokens"], 1),
             tool_shares={name: total[name] / max(total["turns"], 1) for name in tool_names},
-            checker_failures={name: int(total[name]) for name in gym.FAILURES if total[name]},
             **ratios,
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return flat metrics for the log; tools as tool_share/<name>, answers that could not be
-        checked as checker_failures/<reason>, where there are some.
-        """
+        """Return flat metrics for the log; tools as tool_share/<name>."""
         plain = {
             name: getattr(self, name)
             for name in self.__slots__
-            if name not in ("tool_shares", "checker_failures", "num_rollouts")
+            if name not in ("tool_shares", "num_rollouts")
         }
         shares = {f"tool_share/{name}": share for name, share in self.tool_shares.items()}
-        failures = {
-            f"checker_failures/{name.replace(' ', '_')}": float(number)
-            for name, number in self.checker_failures.items()
-        }
-        return plain | shares | failures
+        return plain | shares
 
 
 def count_rollouts(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, float]:
@@ -213,8 +198,6 @@ def count_rollouts(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> di
         counts["out_of_turns"] += outcome.truncated == "turns"
         counts["out_of_time"] += outcome.truncated in ("time", "prompt", "straggler")
         counts["stragglers"] += outcome.truncated == "straggler"
-        if outcome.checker_failure in gym.FAILURES:
-            counts[outcome.checker_failure] += 1
         for place, each in enumerate(outcome.passes):
             begins = not each.num_known_tokens
             counts["segments"] += begins

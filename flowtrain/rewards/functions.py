@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
 from flowtrain.config import Reward
-from flowtrain.rewards.scorers import NAMES, SCORERS, by_rule, check
+from flowtrain.rewards.scorers import SCORERS, by_rule, check
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.types import Task, Trajectory, UserError
@@ -111,10 +111,10 @@ class RewardFunctions:
     def check(self, tasks: Sequence[Task]) -> None:
         """Raise UserError for a task that a built-in scorer among the functions cannot score."""
         for function in self.functions:
-            if function.name not in NAMES:
+            if function.name not in SCORERS:
                 continue
             for task in tasks:
-                if not task.answers and function.name in SCORERS:
+                if not task.answers:
                     raise UserError(
                         f"task {task.id!r}: reward.function={function.name!r} needs an answer, and "
                         "there is none"
@@ -300,13 +300,13 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _load(name: str, weight: float) -> _Function:
     origin = f"reward.function={name!r}"
-    if name in NAMES:
+    if name in SCORERS:
         call = functools.partial(_built_in, name)
         return _Function(name, name, weight, call, is_async=True)
     if not plugins.names_object(name):
         raise UserError(
             f"{origin} may be {plugins.OBJECT} of a function, or a built-in scorer: "
-            f"{', '.join(NAMES)}"
+            f"{', '.join(SCORERS)}"
         )
     attribute, found = plugins.load_object(name, origin)
     if not callable(found):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flowtrain.rewards import choice, exact, gameof24, gym, math_answer, squad, symbolic
+from flowtrain.rewards import choice, exact, gameof24, math_answer, squad, symbolic
 from flowtrain.types import Task, UserError
 
 Rule = Callable[[Task, str], float]
@@ -21,20 +21,15 @@ SCORERS: dict[str, Rule] = {
     "gameof24": gameof24.gameof24,
 }
 """The rule of each scorer, by its name in `Task.scorer`; the rule gets the final answer."""
-NAMES = (*SCORERS, gym.NAME)
-"""All scorers; that of reasoning-gym is no rule, but a checker in a sandbox."""
 
 
 def check(task: Task) -> None:
     """Raise UserError for a scorer that does not exist, or that cannot use the task's answers."""
-    if task.scorer == gym.NAME:
-        gym.check(task)
-    elif task.scorer in SCORERS:
-        SCORERS[task.scorer](task, "")
-    else:
+    if task.scorer not in SCORERS:
         raise UserError(
             f"task {task.id!r}: scorer {task.scorer!r} is unknown; known: {', '.join(SCORERS)}"
         )
+    SCORERS[task.scorer](task, "")
 
 
 async def by_rule(task: Task, answer: str) -> tuple[float, str]:
@@ -43,7 +38,6 @@ async def by_rule(task: Task, answer: str) -> tuple[float, str]:
     """
     if task.scorer not in SCORERS:
         check(task)
-        return await gym.score(task, answer)
     if not answer:
         return 0.0, task.scorer
     read = answer[-MAX_CHARS:]

@@ -13,7 +13,6 @@ from itertools import islice
 
 from flowtrain.config import Reward
 from flowtrain.config.agents import JudgeMode
-from flowtrain.rewards import gym
 from flowtrain.rewards.functions import RewardFunctions
 from flowtrain.rewards.judge import Judge
 from flowtrain.rewards.scorers import MAX_CHARS, by_rule
@@ -32,8 +31,8 @@ _REFUSALS = {
 
 REPORTED = "reported"
 """`scored_by` of a reward that the rollout's environment or program reported."""
-FINAL_SCORERS = ("f1", "gameof24", gym.NAME)
-"""Scorers that no judge overrules: one grades, the others prove."""
+FINAL_SCORERS = ("f1", "gameof24")
+"""Scorers that no judge overrules: one grades, the other proves."""
 
 
 def score(
@@ -65,12 +64,12 @@ async def score_one(
 ) -> Trajectory:
     """Return the rollout with `reward` and `scored_by` filled.
 
-    A task's rule, or the checker of reasoning-gym, scores the final answer (`final_answer`). Where
-    a rule gives 0 (or always, by `judge.mode`), the judge is asked, unless there is no answer;
-    without a judgement the rule's reward stands, or the rollout fails where the judge alone
-    decides. A reward that the rollout's environment or program reported, within `low` to `high` of
-    `bounds` (0 to 1), takes the rule's place, and reward functions that of all of it. A failed
-    rollout gets no reward, and one whose reward lies outside of the bounds fails.
+    A task's rule scores the final answer (`final_answer`). Where it gives 0 (or always, by
+    `judge.mode`), the judge is asked, unless there is no answer; without a judgement the rule's
+    reward stands, or the rollout fails where the judge alone decides. A reward that the rollout's
+    environment or program reported, within `low` to `high` of `bounds` (0 to 1), takes the rule's
+    place, and reward functions that of all of it. A failed rollout gets no reward, and one whose
+    reward lies outside of the bounds fails.
 
     Raises UserError when a task names an unknown scorer, or one that cannot use its answers.
     """

@@ -121,4 +121,4 @@ def _sandbox() -> ProcessSandbox:
     with warnings.catch_warnings():
         # Of a weak sandbox; the answers are parsed here, by a grammar, and never run.
         warnings.simplefilter("ignore", RuntimeWarning)
-        return make_checker_sandbox("math_verify", TIME_LIMIT_S, MEMORY_MB, only_parses=True)
+        return make_checker_sandbox("math_verify", TIME_LIMIT_S, MEMORY_MB)

@@ -33,7 +33,7 @@ from flowtrain.engines.factory import (
 from flowtrain.engines.protocol import Engine, NoEngine
 from flowtrain.engines.token_chat import pass_to_template
 from flowtrain.metrics import RunDir, manifest
-from flowtrain.rewards import Judge, JudgeCache, RewardFunctions, gym
+from flowtrain.rewards import Judge, JudgeCache, RewardFunctions
 from flowtrain.rewards.references import check_tasks
 from flowtrain.run.memory_plan import MemoryPlan, plan_memory
 from flowtrain.run.placement import Placement
@@ -172,8 +172,6 @@ class RunComponents:
         """Build what stands around the policies; `others` as for `make_chat_engines`."""
         config = algorithm.config
         confine_checkers(config.agent)
-        if config.tasks.gym:
-            gym.start()
         agent_kind = load_kind(config)
         algorithm.check_agent(agent_kind)
         for name, policy in policies.items():

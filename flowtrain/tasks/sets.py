@@ -15,7 +15,6 @@ from flowtrain.tasks.facts import SPLITS, facts_tasks
 from flowtrain.tasks.fiction import fictional_entities
 from flowtrain.tasks.files import TaskSource, load_configured
 from flowtrain.tasks.gameof24 import gameof24_tasks
-from flowtrain.tasks.gym import gym_tasks
 from flowtrain.tasks.mixture import MixedCursor, shares
 from flowtrain.tasks.overlap import benchmark_tasks, without_overlaps
 from flowtrain.tasks.verifiers import verifiers_tasks
@@ -82,8 +81,6 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
         case "gameof24":
             train = gameof24_tasks("train", config.run.seed)
             held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, seed=0)[:num_held_out])}
-        case "reasoning-gym":
-            return _from_gym(config, texts)
         case "verifiers":
             origin = f"tasks.verifiers={tasks.verifiers}"
             found = verifiers_tasks(tasks.verifiers, tasks.num_train + num_held_out)
@@ -98,18 +95,6 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
 def without_tasks(config: cfg.Config) -> TaskSet:
     """Return a set without tasks, for a node that gets its tasks one by one."""
     return TaskSet((), {}, passages(load_corpus(config.tasks.corpus)))
-
-
-def _from_gym(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
-    """Generate the questions of `tasks.gym`; every step draws from each data set by weight."""
-    tasks = config.tasks
-    weights = {key: each.weight for key, each in tasks.gym.items()}
-    shares(weights, config.rollout.num_questions, "tasks.gym")  # refuses one that is too small
-    train, held_out = gym_tasks(tasks.gym, tasks.num_train, config.eval.num_tasks, config.run.seed)
-    asked = _asked(config)
-    mixture = {key: (weights[key], tuple(_new(train[key], asked, config))) for key in weights}
-    joined = tuple(task for _, found in mixture.values() for task in found)
-    return TaskSet(joined, {MAIN_SPLIT: tuple(held_out)}, texts, mixture)
 
 
 def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
@@ -178,7 +163,7 @@ def _not_held_out(train: Sequence[Task], held_out: Sequence[Task], origin: str) 
 
 
 def _repeated(task: Task) -> tuple[object, ...]:
-    return " ".join(task.prompt.casefold().split()), task.answers, task.columns, task.entry
+    return " ".join(task.prompt.casefold().split()), task.answers, task.columns
 
 
 def _split(

@@ -64,8 +64,6 @@ class Task:
     """Steps of a perfect planner, for the scripted expert; the policy never sees them."""
     choices: tuple[str, ...] = ()
     """Options of a multiple-choice question, A first; () where the answer is free."""
-    entry: str = ""
-    """What a checker of reasoning-gym reads, as a Python literal; the policy never sees it."""
     sub_goals: tuple[SubGoal, ...] = ()
     """Rewarded findings (InfoFlow), in the order of need; the policy never sees them."""
     columns: str = ""

@@ -383,10 +383,6 @@ def test_a_built_in_scorer_needs_answers_that_it_can_use() -> None:
     ):
         with pytest.raises(UserError, match=text):
             given.check([task])
-    gym_alone = RewardFunctions.load(Reward.model_validate({"function": "reasoning-gym"}))
-    assert gym_alone is not None
-    with pytest.raises(UserError, match=r"tasks of tasks.name=.reasoning-gym. alone"):
-        gym_alone.check([TASK])
 
 
 def test_options_that_need_a_function_or_exclude_one() -> None:

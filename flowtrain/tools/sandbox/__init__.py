@@ -47,16 +47,11 @@ def make_checker_sandbox(
     package: str,
     time_limit_s: float,
     memory_mb: int,
-    *,
-    only_parses: bool,
     max_output_chars: int = 4000,
 ) -> ProcessSandbox:
     """Make the sandbox for a package that checks answers, or reads pages, on which hostile ones may
-    hang.
-
-    Args:
-        only_parses: the package runs no answer as code, and so gets limits where
-            agent.sandbox = "auto" finds nothing better.
+    hang. It runs none of them as code, and so gets limits where agent.sandbox = "auto" finds
+    nothing better.
     """
     agent = Agent(
         sandbox=_of_checkers["sandbox"],
@@ -64,7 +59,7 @@ def make_checker_sandbox(
         tool_timeout_s=time_limit_s,
         code_timeout_s=time_limit_s,
     )
-    return make_sandbox(agent, max_output_chars, memory_mb=memory_mb, only_parses=only_parses)
+    return make_sandbox(agent, max_output_chars, memory_mb=memory_mb, only_parses=True)
 
 
 def _backend(agent: Agent, only_parses: bool) -> Backend:

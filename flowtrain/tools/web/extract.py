@@ -35,9 +35,7 @@ class Extractor:
         with warnings.catch_warnings():
             # Of a weak sandbox; pages are parsed here, and never run.
             warnings.simplefilter("ignore", RuntimeWarning)
-            self._sandbox = make_checker_sandbox(
-                "trafilatura", timeout_s, MEMORY_MB, only_parses=True, max_output_chars=MAX_CHARS
-            )
+            self._sandbox = make_checker_sandbox("trafilatura", timeout_s, MEMORY_MB, MAX_CHARS)
 
     async def text(self, page: Page) -> str:
         """Return the main text; raises ToolError when there is none, or none in time."""
