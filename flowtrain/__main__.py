@@ -19,7 +19,6 @@ COMMANDS = {
     "node": "a rollout node: follows weights, leases work, pushes groups",
     "weights": "inspect, verify, serve and clean versions of weights",
     "view": "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
-    "tasks.annotate": "questions with sub-goals, by a language model",
 }
 """Modules below `flowtrain` that are commands, and what each does."""
 _OF_A_RUN = ("train", "rft")

@@ -263,8 +263,6 @@ FORBIDDEN = {
 """Imports that the order would allow and a package still does without."""
 WITHIN_A_FUNCTION = {("flowtrain.tools.function_tool", "transformers.utils")}
 """Those that only who calls a function pays for."""
-COMMANDS = {"flowtrain.tasks.annotate": ("flowtrain.engines",)}
-"""What a command that stands in such a package may import all the same; nothing imports it."""
 VLLM = "flowtrain.engines.vllm"
 """The package that may import vLLM."""
 
@@ -306,13 +304,8 @@ def test_never_imports(package: str) -> None:
             if is_in(e.importer, package)
             and is_in(e.target, *FORBIDDEN[package])
             and (e.is_top_level or (e.importer, e.target) not in WITHIN_A_FUNCTION)
-            and not is_in(e.target, *COMMANDS.get(e.importer, ()))
         ]
     ), offenders(bad)
-
-
-def test_nothing_imports_a_command() -> None:
-    assert not (bad := [e for e in edges() if e.target in COMMANDS]), offenders(bad)
 
 
 def test_vllm_is_imported_in_its_package_only() -> None:

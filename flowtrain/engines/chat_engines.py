@@ -97,22 +97,6 @@ def make_chat_engines(
     return ChatEngines(started, {role: started[name] for role, name in named.items()})
 
 
-def start_engine(config: Config, name: str, option: str) -> Endpoint | TokenChat:
-    """Start one model of [engines] for a command that needs nothing else; close it when done.
-
-    Raises UserError, which begins with `option`, for a name that is not there, and where it cannot
-    start.
-    """
-    if name not in config.engines:
-        known = ", ".join(config.engines) or "nothing yet"
-        raise UserError(f"{option} {name!r} must be a name in [engines], which holds {known}")
-    import torch
-
-    has_gpu = config.run.device == "auto" and torch.cuda.is_available()
-    kind = "cuda" if has_gpu else config.run.device.replace("auto", "cpu")
-    return _start(name, config, torch.device(kind))
-
-
 def _check(config: Config, named: Mapping[str, str]) -> None:
     reserved = [name for name in config.engines if name in (*NO_ENGINE, POLICY)]
     if reserved:

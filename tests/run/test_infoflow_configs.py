@@ -20,9 +20,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from test_agentflow_configs import CONFIGS, HERE, config_of, model
 
+from examples import sub_goals
 from flowtrain.config.command import run_command
 from flowtrain.rft.loop import rft
-from flowtrain.tasks.annotate import main as annotate
 from flowtrain.train import train
 
 __all__ = ["model"]
@@ -34,7 +34,7 @@ OURS = (*HERE[2:], "--checkpoint.every", "0")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a small Wikipedia, and with questions that the command annotated."""
+    """A working folder with a small Wikipedia, and with questions that the example annotated."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tmp").mkdir()
     (tmp_path / "data").mkdir()
@@ -60,9 +60,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for n in range(20)
     ]
     write("data/InfoSeek.jsonl", rows)
-    keys = ("--tasks.question_key", "root.question", "--tasks.answer_key", "root.entity")
+    keys = ("--question_key", "root.question", "--answer_key", "root.entity")
     files = ("--in", "data/InfoSeek.jsonl", "--out", "data/infoseek-annotated.jsonl")
-    assert annotate([*files, *keys, "--tasks.scorer", "qa"]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    assert sub_goals.main([*files, *keys, "--scorer", "qa"]) == 0
     return tmp_path
 
 
