@@ -20,7 +20,6 @@ from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
-from flowtrain.agents.tool_states import NoSession, tool_sessions
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, run_tool
 from flowtrain.types import (
@@ -89,7 +88,6 @@ class Session:
         self._places: dict[int, int] = {}
         self._reported: dict[str, float] = {}
         self._turn_rewards: tuple[float, ...] = ()
-        self._sessions: Mapping[str, Tool] = {}
 
     @property
     def policy(self) -> Policy:
@@ -243,16 +241,10 @@ class Session:
     async def _repeat(
         self, wanted: Sequence[tuple[str, Mapping[str, object], str]], results: list[ToolResult]
     ) -> None:
-        """Call tools as the parent did, but those whose sessions have begun with those calls."""
-        mine = [n for n, (name, _, _) in enumerate(wanted) if name not in self._sessions]
-        again = await self._run_tools([wanted[n] for n in mine])
-        if [each.text for each in again] != [results[n].text for n in mine]:
+        """Call tools as the parent did."""
+        again = await self._run_tools(wanted)
+        if [each.text for each in again] != [each.text for each in results]:
             raise ValueError("it cannot branch: a tool gave another result than to its parent")
-
-    def with_sessions(self, sessions: Mapping[str, Tool]) -> Session:
-        """Use these tools of this rollout alone."""
-        self.tools, self._sessions = {**self.tools, **sessions}, sessions
-        return self
 
     async def _run_tool(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
         tool = self.tools.get(name)
@@ -287,19 +279,14 @@ class SessionAgent(ABC):
         session = Session(task, seed, self.context, start=start)
         answer, truncated, error = "", "", ""
         try:
-            async with (
-                tool_sessions(session.tools.values(), start) as sessions,
-                (cutoff or Cutoff())(),
-            ):
-                answer = await self._answer_in_time(session.with_sessions(sessions))
+            async with (cutoff or Cutoff())():
+                answer = await self._answer_in_time(session)
         except RolloutEnded as ended:
             answer, truncated = session.answer_so_far, ended.reason
         except TurnsEnded:
             answer, truncated = session.answer_so_far, "straggler"
         except UserError:
             raise
-        except NoSession as missing:
-            error = f"tool state: {missing}"
         # A program is foreign code, whose crash costs one rollout: it is counted, not trained.
         except Exception as failed:  # noqa: BLE001
             if session.engine_error is not None:

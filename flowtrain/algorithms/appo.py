@@ -21,7 +21,6 @@ from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler, Values
 from flowtrain.config import Algorithm as Options
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import Tool
-from flowtrain.tools.base import rewinds
 from flowtrain.types import BranchPoint, Group, UserError
 
 if TYPE_CHECKING:
@@ -219,10 +218,10 @@ class Appo(Algorithm):
             )
 
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
-        if stuck := [name for name, tool in tools.items() if not rewinds(tool)]:
+        if stuck := [name for name, tool in tools.items() if tool.card.is_stateful]:
             raise UserError(
                 f"algorithm.name='appo' rewinds rollouts; {stuck[0]!r} of agent.tools has a state "
-                "and cannot be rewound: it would need open_session (docs/tools.md)"
+                "and cannot be rewound (docs/tools.md)"
             )
 
 

@@ -81,9 +81,6 @@ class Agent(Section):
     search_cache_mb: int = Field(64, ge=0)
     """MiB of hits, and of pages, that Web_Search, Wikipedia_Search and Web_Reader each keep in a
     process, so that equal queries get equal results and are paid for once; 0: off"""
-    python_session: bool = False
-    """keep the variables of Python_Coder from turn to turn of a rollout (docs/tools.md); needs that
-    no model is inside the tool"""
     max_result_chars: PositiveInt = 8000
     """characters of a tool result that memory, or the conversation, keeps"""
     memory_tokens: int = Field(0, ge=0)

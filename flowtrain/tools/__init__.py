@@ -5,11 +5,9 @@ A tool of another package imports the names below (docs/tools.md).
 
 from flowtrain.tools.base import (
     Parameter,
-    StatefulTool,
     Tool,
     ToolCard,
     ToolError,
-    ToolSession,
     run_tool,
     schema_of,
 )
@@ -19,12 +17,10 @@ from flowtrain.tools.registry import ToolContext
 __all__ = [
     "BlockingPool",
     "Parameter",
-    "StatefulTool",
     "Tool",
     "ToolCard",
     "ToolContext",
     "ToolError",
-    "ToolSession",
     "run_tool",
     "schema_of",
 ]

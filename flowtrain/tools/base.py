@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from flowtrain.types import ToolCall, ToolResult
+from flowtrain.types import ToolResult
 from flowtrain.utils.text import encodable, printable
 
 _KINDS: Mapping[object, type] = {
@@ -79,8 +79,7 @@ class ToolCard:
     aliases: tuple[str, ...] = ()
     """Other names that planners call it by, AgentFlow's for example."""
     is_stateful: bool = False
-    """A call may change the results of later calls: rollouts that use such a tool can branch only
-    where it can be rewound (`StatefulTool`)."""
+    """A call may change the results of later calls: rollouts that use such a tool cannot branch."""
     keeps_time: bool = False
     """It ends each call in bounded time by limits of its own, which do not depend on what else the
     machine does as wall time does; `agent.tool_timeout_s` leaves it alone."""
@@ -140,38 +139,6 @@ class Tool(Protocol):
     def close(self) -> None:
         """Release the tool's resources, if it has any; may be called twice."""
         return
-
-
-class ToolSession(Protocol):
-    """The state of a tool in one rollout, which calls it one at a time."""
-
-    @property
-    def execute(self) -> Callable[..., Coroutine[Any, Any, str | ToolResult]]:
-        """As `Tool.execute`."""
-        ...
-
-    def close(self) -> None:
-        """End the session, also in the middle of a call; may be called twice."""
-
-
-@runtime_checkable
-class StatefulTool(Tool, Protocol):
-    """A tool with a session per rollout, in which a branch goes on from its parent's calls.
-
-    `execute` of the tool itself is for callers without a rollout: it starts from nothing each time.
-    """
-
-    async def open_session(self, history: Sequence[ToolCall]) -> ToolSession:
-        """Begin a session in the state after these calls, without touching that in which they were
-        made; a rollout that is no branch has none. One that is never called should cost next to
-        nothing.
-        """
-        ...
-
-
-def rewinds(tool: Tool) -> bool:
-    """Return whether the tool can be rewound to an earlier turn."""
-    return not tool.card.is_stateful or isinstance(tool, StatefulTool)
 
 
 async def run_tool(

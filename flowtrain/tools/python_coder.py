@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError, schema_of
@@ -14,7 +12,7 @@ from flowtrain.tools.base_generator import ask_model
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.sandbox import make_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
-from flowtrain.types import ToolCall, ToolResult, UserError
+from flowtrain.types import ToolResult
 
 FENCE = re.compile(
     r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE
@@ -32,8 +30,6 @@ is, and nothing else.
 Reply with the program in one ```python block."""
 
 _NOTHING = "the code ran and printed nothing"
-_RAISED = re.compile(r"\w+(:| \(line |\Z)")
-"""How the error of code begins that has raised an exception, and no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,52 +46,20 @@ class PythonCoder:
     )
 
     async def execute(self, query: str) -> ToolResult:
-        """Return what the code prints, without trailing space, or its error, and its times."""
-        result = await _run(self.sandbox, query)
-        if result.error is None and not result.output:
-            return replace(result, error=_NOTHING)
-        return result
+        """Return what the code prints, without trailing space, or its error, and its times; raises
+        ToolError where there is none.
+        """
+        code = strip_fence(query)
+        if not code.strip():
+            raise ToolError("no code given")
+        ran = await self.sandbox.run(code)
+        output = ran.output.rstrip()
+        error = _NOTHING if ran.error is None and not output else ran.error
+        return ToolResult(output, error, wall_s=ran.wall_s, cpu_s=ran.cpu_s)
 
     def close(self) -> None:
         """End the processes of the sandbox."""
         self.sandbox.close()
-
-
-@dataclass(frozen=True, slots=True)
-class PythonSession:
-    """The programs of one rollout, which run again before each new one."""
-
-    sandbox: ProcessSandbox
-    before: list[str]
-
-    async def execute(self, query: str) -> ToolResult:
-        """As `PythonCoder.execute`; code that only sets variables need not print."""
-        result = await _run(self.sandbox, query, self.before)
-        if _lasts(result):
-            self.before.append(strip_fence(query))
-        if result.error is None and not result.output:
-            return replace(result, output=_NOTHING)
-        return result
-
-    def close(self) -> None:
-        """Release nothing: between two calls there is no process."""
-
-
-class SessionCoder(PythonCoder):
-    """Runs the query as Python in the session of its rollout, whose variables last."""
-
-    card = ToolCard(
-        "Python_Coder",
-        "Runs Python code or evaluates an expression; prints the result. Variables, functions and "
-        "imports of earlier calls are still there.",
-        is_stateful=True,
-        keeps_time=True,
-        aliases=("Python_Code_Generator_Tool",),
-    )
-
-    async def open_session(self, history: Sequence[ToolCall]) -> PythonSession:
-        done = [json.loads(call.arguments)["query"] for call in history if _lasts(call.result)]
-        return PythonSession(self.sandbox, [strip_fence(query) for query in done])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +106,6 @@ class ModelCoder:
 
 def make(context: ToolContext) -> Tool:
     agent = context.config.agent
-    if agent.python_session:
-        if context.chat is not None:
-            raise UserError(
-                "agent.python_session=true runs code that the policy writes itself; leave "
-                "roles.tools and agent.tool_engines of Python_Coder unset"
-            )
-        return SessionCoder(make_sandbox(agent, agent.max_result_chars))
     coder = PythonCoder(make_sandbox(agent, agent.max_result_chars))
     if context.chat is None:
         return coder
@@ -158,22 +115,6 @@ def make(context: ToolContext) -> Tool:
         timeout_s=agent.tool_timeout_s,
         code_timeout_s=min(agent.code_timeout_s, agent.tool_timeout_s),
     )
-
-
-async def _run(sandbox: ProcessSandbox, query: str, before: Sequence[str] = ()) -> ToolResult:
-    """Run the code in a query; raises ToolError where there is none."""
-    code = strip_fence(query)
-    if not code.strip():
-        raise ToolError("no code given")
-    ran = await sandbox.run(code, before)
-    return ToolResult(ran.output.rstrip(), ran.error, wall_s=ran.wall_s, cpu_s=ran.cpu_s)
-
-
-def _lasts(result: ToolResult) -> bool:
-    """Return whether a session goes on with what the code has set: not where it met a limit or took
-    its process down, which it would do again.
-    """
-    return result.error is None or _RAISED.match(result.error) is not None
 
 
 def strip_fence(text: str) -> str:

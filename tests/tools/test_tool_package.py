@@ -50,37 +50,3 @@ def test_installed_tool_runs_in_flow_with_its_options(site: Path) -> None:
     assert wrong.startswith("Error: write '3 mile to km', with units of mm, cm")
     assert right == answer == "4.83 km"
     assert description == "Converts a length from one unit to another."
-
-
-REGISTERS = """
-import asyncio, json
-from flowtrain.agents.tool_states import tool_sessions
-from flowtrain.config.options import parse
-from flowtrain.tasks.sets import TaskSet
-from flowtrain.tools.registry import make_tools
-from flowtrain.types import (
-    BranchPoint, BranchStart, Task, ToolCall, ToolResult, Trajectory, Turn, Verdict
-)
-
-tools = make_tools(parse(["--agent.tools", '["Registers"]']), TaskSet((), {}, ()))
-told = []
-
-async def rollout(start, adds):
-    turns = []
-    async with tool_sessions(tools.values(), start) as own:
-        for add in adds:
-            arguments = {"name": "r", "add": add}
-            told.append(await own["Registers"].execute(**arguments))
-            calls = (ToolCall("Registers", json.dumps(arguments), ToolResult(told[-1])),)
-            turns.append(Turn({}, None, "", ToolResult(), Verdict.CONTINUE, 0.0, tool_calls=calls))
-    return Trajectory(Task("t", "", ()), tuple(turns), "", 0.0, 1)
-
-root = asyncio.run(rollout(None, (1, 10)))
-for turn in (1, 1, 2):
-    asyncio.run(rollout(BranchStart(root, BranchPoint(0, turn, 0, 0.0)), (100,)))
-print(json.dumps(told))
-"""
-
-
-def test_the_installed_tool_with_a_state_is_rewound(site: Path) -> None:
-    assert printed(REGISTERS, site) == [f"r is {n}" for n in (1, 11, 101, 101, 111)]

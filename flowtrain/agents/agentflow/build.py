@@ -29,7 +29,7 @@ from flowtrain.agents.registry import AgentKind
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.tools import StatefulTool, Tool
+from flowtrain.tools import Tool
 from flowtrain.types import PolicyName, UserError
 
 MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
@@ -178,5 +178,4 @@ def make_flow(
         analyst=analyse,
         refiner=refine,
         passage_tools=frozenset(name for name, tool in tools.items() if tool.card.finds_passages),
-        stateful_tools={n: tool for n, tool in tools.items() if isinstance(tool, StatefulTool)},
     )

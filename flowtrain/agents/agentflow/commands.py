@@ -84,11 +84,6 @@ def read_command(reply: str, card: ToolCard) -> Command:
     raise ValueError("no tool command")
 
 
-def written_calls(command: str, card: ToolCard) -> list[dict[str, object]]:
-    """Return the arguments of all calls in a command that `write_command` wrote."""
-    return _commands(command, card)[0]
-
-
 def fitted(given: Mapping[str, object], card: ToolCard) -> dict[str, object]:
     """Fit arguments to a tool that takes one: under another name, or as a list of that one text."""
     required = [parameter for parameter in card.parameters if parameter.is_required]

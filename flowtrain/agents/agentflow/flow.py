@@ -14,7 +14,7 @@ Verifier and refiner can be policies of their own and be trained too.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -29,9 +29,7 @@ from flowtrain.agents.agentflow.refiner import Refiner
 from flowtrain.agents.agentflow.verifier import Verifier
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
-from flowtrain.agents.tool_states import NoSession, tool_sessions
 from flowtrain.engines.protocol import EngineError
-from flowtrain.tools import Tool
 from flowtrain.types import (
     Action,
     BranchStart,
@@ -84,8 +82,6 @@ class _Rollout:
     seed: int
     deadline: Deadline
     budget: Budget
-    executor: Executor
-    """The flow's, with the rollout's own tools."""
     memory: Memory = field(default_factory=Memory)
     """All that was found."""
     shown: Memory = field(default_factory=Memory)
@@ -114,8 +110,6 @@ class Flow:
     refiner: Refiner | None = None
     passage_tools: frozenset[str] = frozenset()
     """Tools whose results the refiner reads before the memory gets them."""
-    stateful_tools: Mapping[str, Tool] = field(default_factory=dict)
-    """Tools of which each rollout has a session."""
 
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
@@ -128,7 +122,7 @@ class Flow:
         """
         started = time.monotonic()
         deadline = Deadline(self.limits.timeout_s)
-        rollout = _Rollout(task, seed, deadline, self._budget(), self.executor)
+        rollout = _Rollout(task, seed, deadline, self._budget())
         if start is not None:
             parent, point = start.parent, start.point
             rollout.turns = list(parent.turns[: point.turn])
@@ -137,11 +131,7 @@ class Flow:
             rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
         truncated, answer, error = "", Answer(""), ""
         try:
-            async with tool_sessions(self.stateful_tools.values(), start) as own:
-                if own:
-                    tools = {**self.executor.tools, **own}
-                    rollout.executor = replace(self.executor, tools=tools)
-                truncated = await self._turns(rollout, cutoff or Cutoff())
+            truncated = await self._turns(rollout, cutoff or Cutoff())
             with _role("generator"):
                 answer = await self.generator.answer(
                     task,
@@ -151,8 +141,6 @@ class Flow:
                 )
         except _RoleFailed as failed:
             error = str(failed)
-        except NoSession as missing:
-            error = f"tool state: {missing}"
         return Trajectory(
             task=task,
             turns=tuple(rollout.turns),
@@ -213,7 +201,7 @@ class Flow:
         plan_s = time.monotonic() - started
         executed = Executed(NO_COMMAND, ToolResult(error=MALFORMED))
         if plan.action is not None:
-            executed = await rollout.executor.execute(
+            executed = await self.executor.execute(
                 rollout.task.prompt,
                 plan.action,
                 seed=rollout.module_seed("executor"),

@@ -5,11 +5,8 @@ It is a script for an interpreter with an environment and open files of its own.
 length and a JSON object:
 
     <-  {}                        the server is ready
-    ->  {"code": str, "before": [str], "timeout_s": float, "wall_s": float, "memory_mb": int,
-         "max_chars": int}
+    ->  {"code": str, "timeout_s": float, "wall_s": float, "memory_mb": int, "max_chars": int}
     <-  {"output": str, "error": str | null, "is_clean": bool, "wall_s": float, "cpu_s": float}
-
-The programs of "before" run first, in the same process, and what they print is not in the output.
 
 The kernel confines the code, not Python: before its first line runs, the process has no file open
 but an empty stdin and one pipe, cannot gain privileges, has caps on memory, time and files, and a
@@ -48,7 +45,7 @@ SECCOMP_MODE_FILTER = 2
 
 EXIT_RAISED, EXIT_MEMORY, EXIT_UNLOCKED = 101, 102, 103
 MAX_ERROR_CHARS, MAX_FILE_BYTES, MAX_OUTPUT_MB = 1000, 64 << 20, 16
-SOURCE, BEFORE = "<code>", "<earlier code>"
+SOURCE = "<code>"
 CPU_ERROR, WALL_ERROR = "CPU time limit of {:g} s exceeded", "wall time limit of {:g} s exceeded"
 LOOK_MS = 50
 """Milliseconds between two looks at the clocks of a run that prints nothing."""
@@ -137,24 +134,24 @@ def set_caps(limits: Limits, **caps: int) -> None:
             resource.setrlimit(kind, (cap, cap))
 
 
-def run_as_main(code: str, source: str) -> None:
+def run_as_main(code: str) -> None:
     """Print the value of an expression, or run a program as the module `__main__`."""
     variables = sys.modules["__main__"].__dict__
     try:
-        expression = compile(code.strip(), source, "eval")
+        expression = compile(code.strip(), SOURCE, "eval")
     except SyntaxError:
-        exec(compile(code, source, "exec"), variables)
+        exec(compile(code, SOURCE, "exec"), variables)
         return
     if (value := eval(expression, variables)) is not None:
         print(value)
 
 
-def execute(code: str, source: str = SOURCE) -> int:
+def execute(code: str) -> int:
     """Run the code and return the exit status; an exception becomes the last line of the output."""
     stdout = sys.stdout
     try:
         try:
-            run_as_main(code, source)
+            run_as_main(code)
         finally:
             stdout.flush()
     except MemoryError:
@@ -185,12 +182,8 @@ def location(error: BaseException, code: str) -> str:
     return f" (line {number}: {lines[number - 1].strip()[:80]})"
 
 
-def become_child(
-    codes: list[str], mark: bytes, setup: Setup, limits: Limits, output_fd: int, server_pid: int
-) -> int:
-    """Run the programs in the forked process; return the exit status of the last one, whose output
-    comes after the mark.
-    """
+def become_child(code: str, setup: Setup, limits: Limits, output_fd: int, server_pid: int) -> int:
+    """Run the program in the forked process; return its exit status."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)
@@ -202,29 +195,19 @@ def become_child(
             del sys.modules[name]
     gc.enable()
     random.seed(0)
-    for code in codes[:-1]:
-        execute(code, BEFORE)
-    os.write(1, mark)
-    return execute(codes[-1])
+    return execute(code)
 
 
 class Output:
-    """The beginning and the end of what a run prints after a mark."""
+    """The beginning and the end of what a run prints."""
 
-    def __init__(self, mark: bytes, max_chars: int) -> None:
-        self.mark, self.max_chars = mark, max_chars
+    def __init__(self, max_chars: int) -> None:
+        self.max_chars = max_chars
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self._unread, self._head, self._tail = b"", "", ""
+        self._head, self._tail = "", ""
         self._num_chars = 0
 
     def add(self, chunk: bytes) -> None:
-        if self.mark:
-            before = self._unread + chunk
-            _, found, chunk = before.partition(self.mark)
-            if not found:
-                self._unread = before[-len(self.mark) :]
-                return
-            self.mark = b""
         text = self._decode(chunk)
         self._num_chars += len(text)
         room = self.max_chars - len(self._head)
@@ -288,23 +271,20 @@ def explain(status: int, output: Output, limits: Limits) -> str:
         return f"memory limit of {limits.memory_mb} MiB exceeded"
     if code == EXIT_RAISED and (line := output.last_line()):
         return line
-    if code:
-        return f"exited with status {code}"
-    return "an earlier call has ended the process" if output.mark else ""
+    return f"exited with status {code}" if code else ""
 
 
-def answer(codes: list[str], setup: Setup, limits: Limits) -> dict[str, object]:
+def answer(code: str, setup: Setup, limits: Limits) -> dict[str, object]:
     """Run one request in a process of its own."""
     server_pid = os.getpid()
     changed = change_time(setup.scratch)
     reader, writer = os.pipe()
-    mark = os.urandom(16)
-    output = Output(mark, limits.max_chars)
+    output = Output(limits.max_chars)
     started = time.monotonic()
     pid = os.fork()
     if pid == 0:
         try:
-            os._exit(become_child(codes, mark, setup, limits, writer, server_pid))
+            os._exit(become_child(code, setup, limits, writer, server_pid))
         finally:
             os._exit(EXIT_RAISED)
     os.close(writer)
@@ -379,8 +359,7 @@ def main() -> None:
     prepare(setup)
     send({})
     while (request := receive()) is not None:
-        codes = [*request.pop("before"), request.pop("code")]
-        send(answer(codes, setup, Limits(**request)))
+        send(answer(request.pop("code"), setup, Limits(**request)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -65,15 +64,13 @@ class ProcessSandbox:
         self._workers = _Workers(backend, num_workers, limits)
         weakref.finalize(self, self._workers.close)
 
-    async def run(self, code: str, before: Sequence[str] = ()) -> Ran:
+    async def run(self, code: str) -> Ran:
         """Run the code; raises ToolError only when the sandbox is closed.
 
-        The programs of `before` run first, in the same process and within the same limits; what
-        they print is not shown, and where one raises, the next goes on.
         It takes at most the limit's wall time and a few START_S, from when a worker is free.
         A run whose awaiting task is cancelled holds one worker until its time limit.
         """
-        return await asyncio.wrap_future(self._workers.submit(code, before))
+        return await asyncio.wrap_future(self._workers.submit(code))
 
     def close(self) -> None:
         """Kill all processes; runs under way and later ones raise ToolError.
@@ -101,11 +98,11 @@ class _Workers:
         self._lock = threading.RLock()
         self._owner_pid = os.getpid()
 
-    def submit(self, code: str, before: Sequence[str]) -> Future[Ran]:
+    def submit(self, code: str) -> Future[Ran]:
         """Queue the code for the next free thread."""
         with self._lock:
             self._check_open()
-            return self._executor.submit(self._run, code, before)
+            return self._executor.submit(self._run, code)
 
     def close(self) -> None:
         """Kill the servers and let the threads end, but not in a forked copy of the process."""
@@ -120,8 +117,8 @@ class _Workers:
         for server in servers:
             server.kill()
 
-    def _run(self, code: str, before: Sequence[str]) -> Ran:
-        request = {"code": code, "before": before, **self.limits}
+    def _run(self, code: str) -> Ran:
+        request = {"code": code, **self.limits}
         error = ""
         for _ in range(ATTEMPTS):
             server = self._take()
