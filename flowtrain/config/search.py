@@ -1,4 +1,4 @@
-"""Options of the tools that search and read: the web, Wikipedia, and a corpus in their place."""
+"""Options of the tools that search and read: the web, Wikipedia, and passages of a corpus."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from flowtrain.config.section import Section
 
 
 class WebSearch(Section):
-    provider: Literal["serper", "searxng", "corpus"] = "serper"
-    """serper: Google by serper.dev; searxng: an instance of yours; corpus: the passages of
-    [corpus], offline"""
+    provider: Literal["serper", "searxng"] = "serper"
+    """serper: Google by serper.dev; searxng: an instance of yours"""
     base_url: str = ""
     """address of the service; empty: the provider's own (an instance of SearXNG has to be named)"""
     api_key_env: str = "SERPER_API_KEY"
@@ -25,8 +24,6 @@ class WebSearch(Section):
 
 
 class Wikipedia(Section):
-    provider: Literal["mediawiki", "corpus"] = "mediawiki"
-    """mediawiki: the API of Wikipedia or another wiki; corpus: the passages of [corpus], offline"""
     language: str = Field("en", pattern="^[a-z][a-z0-9-]*$")
     """language of Wikipedia: en, de, ..."""
     base_url: str = ""
@@ -38,8 +35,6 @@ class Wikipedia(Section):
 
 
 class WebReader(Section):
-    provider: Literal["http", "corpus"] = "http"
-    """http: pages of the web; corpus: the passages of [corpus] by their URL, offline"""
     max_bytes: PositiveInt = 5_000_000
     """a longer page is refused; counted after decompression"""
     allow_private: bool = False
@@ -58,12 +53,10 @@ class Corpus(Section):
     """address of a server that finds passages by Search-R1's protocol, POST /retrieve, in place of
     BM25 over path"""
     path: str = ""
-    """.jsonl, .json or .parquet file of passages, for tools whose provider is corpus"""
+    """.jsonl, .json or .parquet file of passages, for the tool Search"""
     text_key: str = "text"
     """key or column of the passage"""
     title_key: str = "title"
     """key or column of its title, where there is one"""
-    url_key: str = "url"
-    """key or column of its address, where there is one"""
     index: str = ""
     """folder of the search index, which is built once; empty: path with .index behind it"""

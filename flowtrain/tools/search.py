@@ -81,7 +81,7 @@ def make(context: ToolContext) -> Tool:
     if config.tasks.name == "file" and not config.tasks.corpus:
         if config.corpus.path or config.corpus.retriever:
             agent = config.agent
-            corpus = open_search(config, "agent.tools")
+            corpus = open_search(config.corpus)
             return CorpusSearch(
                 corpus, agent.num_passages, agent.tool_timeout_s, agent.max_result_chars
             )
@@ -89,7 +89,6 @@ def make(context: ToolContext) -> Tool:
             f"agent.tools={list(config.agent.tools)} with tasks.name='file': Search would look "
             "through the shipped sentences about countries and elements. Give it passages of yours "
             "(corpus.path, corpus.retriever, tasks.corpus), or take Web_Search or "
-            "Wikipedia_Search instead, which search offline with provider = 'corpus'; "
-            "tasks.corpus='shipped' if these sentences are meant"
+            "Wikipedia_Search instead; tasks.corpus='shipped' if these sentences are meant"
         )
     return Search(context.passages, context.config.agent.num_passages)

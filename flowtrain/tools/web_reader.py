@@ -1,20 +1,18 @@
-"""The tool that reads a page of the web, or of a corpus, for an answer."""
+"""The tool that reads a page of the web for an answer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from flowtrain.config.search import WebReader as Options
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
-from flowtrain.tools.base import Parameter, ToolCard, ToolError, schema_of
+from flowtrain.tools.base import Parameter, ToolCard, schema_of
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.retrieval.bm25 import Bm25
-from flowtrain.tools.retrieval.corpus import Corpus, open_corpus
 from flowtrain.tools.retrieval.dense import Embedder, embedder
 from flowtrain.tools.retrieval.text import check_query, chunks, cut, fit, split_words
 from flowtrain.tools.web.addresses import Resolver, Rules
@@ -28,20 +26,11 @@ _OVERLAP = 10
 """A chunk shares one word in so many with the chunk before it (AgentFlow: 20 of 200)."""
 
 
-class Pages(Protocol):
-    """A source of pages."""
-
-    async def text(self, url: str, deadline_s: float) -> tuple[str, str]:
-        """Return (URL after redirects, main text); raises ToolError when there is none in time."""
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class WebReader:
     """Returns the chunks of a page that fit the query best, or a model's answer from them."""
 
-    pages: Pages
+    pages: HttpPages
     options: Options
     embedder: Embedder | None
     chat: ChatEngine | None
@@ -141,6 +130,7 @@ class HttpPages:
     cache: Cache[tuple[str, str]]
 
     async def text(self, url: str, deadline_s: float) -> tuple[str, str]:
+        """Return (URL after redirects, main text); raises ToolError when there is none in time."""
         return await self.cache.get(url, lambda: self._read(url, deadline_s))
 
     async def _read(self, url: str, deadline_s: float) -> tuple[str, str]:
@@ -152,36 +142,12 @@ class HttpPages:
         self.resolver.close()
 
 
-@dataclass(frozen=True, slots=True)
-class CorpusPages:
-    """Pages of a corpus: the passages with the same URL."""
-
-    corpus: Corpus
-
-    async def text(self, url: str, deadline_s: float) -> tuple[str, str]:
-        passages = await self.corpus.read(url)
-        if not passages:
-            raise ToolError(
-                f"no page with the address {url[:200]!r} is in the corpus; take one from a search "
-                "result"
-            )
-        parts = (part for passage in passages for part in (passage.title, passage.text) if part)
-        return url, "\n".join(dict.fromkeys(parts))
-
-    def close(self) -> None:
-        """Release nothing: the corpus goes with its last user."""
-
-
 def make(context: ToolContext) -> WebReader:
     options = context.config.web_reader
     agent = context.config.agent
-    pages: Pages
-    if options.provider == "corpus":
-        pages = CorpusPages(open_corpus(context.config, "web_reader.provider"))
-    else:
-        resolver = Resolver()
-        fetcher = Fetcher(Rules(allow_private=options.allow_private), resolver, options.max_bytes)
-        pages = HttpPages(fetcher, Extractor(), resolver, Cache(agent.search_cache_mb))
+    resolver = Resolver()
+    fetcher = Fetcher(Rules(allow_private=options.allow_private), resolver, options.max_bytes)
+    pages = HttpPages(fetcher, Extractor(), resolver, Cache(agent.search_cache_mb))
     vectors = embedder(context.config, "web_reader.embedder", options.embedder)
     return WebReader(
         pages,

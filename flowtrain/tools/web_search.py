@@ -1,4 +1,4 @@
-"""The tool that searches the web through a service, or a corpus offline.
+"""The tool that searches the web through a service.
 
 With a model in it the tool answers from the hits and names its sources, as AgentFlow's released
 Ground_Google_Search_Tool does with Gemini; without one it lists the hits.
@@ -15,8 +15,6 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.retrieval.corpus import open_search
-from flowtrain.tools.retrieval.index import page_url
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
 from flowtrain.tools.web.cache import cached
@@ -105,10 +103,6 @@ def _with_sources(reply: str, hits: Sequence[Passage], max_chars: int) -> str:
 def make(context: ToolContext) -> WebSearch:
     options = context.config.web_search
     agent = context.config.agent
-    if options.provider == "corpus":
-        corpus = open_search(context.config, "web_search.provider")
-        source = corpus.pages(lambda passage: page_url(passage.url), options.num_results)
-    else:
-        source = cached(online(options), agent.search_cache_mb)
+    source = cached(online(options), agent.search_cache_mb)
     chat = context.chat if options.summarise else None
     return WebSearch(source, agent.tool_timeout_s, agent.max_result_chars, chat)

@@ -1,4 +1,4 @@
-"""The tool that searches a wiki through MediaWiki's API, or a corpus offline."""
+"""The tool that searches a wiki through MediaWiki's API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
-from flowtrain.tools.retrieval.corpus import open_search
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
 from flowtrain.tools.web.api import Api, Request
@@ -38,7 +37,7 @@ class WikipediaSearch(Tool):
     """Finds pages; a model, where there is one, chooses the relevant ones, else the first are."""
 
     source: Source
-    """Finds the beginnings of pages; in a corpus, their best passages."""
+    """Finds the beginnings of pages."""
     chat: ChatEngine | None
     deadline_s: float
     """Seconds for a query, the model included."""
@@ -104,7 +103,7 @@ def parse_choice(reply: str, num_pages: int) -> list[int]:
 
 
 def _title(page: Passage) -> str:
-    """Return the name of a page; passages with the same one are one page."""
+    """Return the name of a page."""
     return page.title or cut(page.text, 60)
 
 
@@ -126,11 +125,7 @@ Answer with nothing but the numbers of the pages, the best first, separated by c
 def make(context: ToolContext) -> WikipediaSearch:
     options = context.config.wikipedia
     agent = context.config.agent
-    if options.provider == "corpus":
-        corpus = open_search(context.config, "wikipedia.provider")
-        source = corpus.pages(_title, options.num_pages)
-    else:
-        source = cached(from_mediawiki(options), agent.search_cache_mb)
+    source = cached(from_mediawiki(options), agent.search_cache_mb)
     return WikipediaSearch(source, context.chat, agent.tool_timeout_s, agent.max_result_chars)
 
 

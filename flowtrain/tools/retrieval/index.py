@@ -1,7 +1,7 @@
 """The index of a corpus on disk. A folder is complete: it is built under another name and renamed.
 
 stamp.json        the source of the index, which is built again when the stamp does not match
-passages.sqlite   the passages, by their numbers and by the URLs of their pages
+passages.sqlite   the passages, by their numbers
 bm25/             the scores of bm25s
 """
 
@@ -24,7 +24,7 @@ from flowtrain.utils.files import sync, sync_tree
 from flowtrain.utils.terminal import bar
 from flowtrain.utils.text import printable
 
-_FORMAT = 2
+_FORMAT = 3
 DATABASE = "passages.sqlite"
 
 Stamp = dict[str, str | int]
@@ -48,11 +48,6 @@ def ensure_index(corpus: Corpus) -> tuple[Path, Stamp]:
     return folder, stamp
 
 
-def page_url(url: str) -> str:
-    """Strip the fragment, so that all parts of a page have one URL."""
-    return url.partition("#")[0]
-
-
 def _stamp(corpus: Corpus) -> Stamp:
     with user_error(f"corpus.path={corpus.path!r} cannot be read", OSError):
         file = Path(corpus.path).stat()
@@ -61,7 +56,7 @@ def _stamp(corpus: Corpus) -> Stamp:
         "path": str(Path(corpus.path).resolve()),
         "num_bytes": file.st_size,
         "mtime_ns": file.st_mtime_ns,
-        **corpus.model_dump(include={"text_key", "title_key", "url_key"}),
+        **corpus.model_dump(include={"text_key", "title_key"}),
     }
 
 
@@ -94,18 +89,13 @@ def _build(folder: Path, corpus: Corpus, stamp: Stamp) -> None:
 
 
 def _write_passages(database: sqlite3.Connection, passages: Iterable[Passage]) -> None:
-    rows = (
-        (number, passage.text, passage.title, passage.url, page_url(passage.url) or None)
-        for number, passage in enumerate(passages)
-    )
+    rows = ((number, passage.text, passage.title) for number, passage in enumerate(passages))
     with database:
         database.execute(
-            "CREATE TABLE passages "
-            "(number INTEGER PRIMARY KEY, text TEXT, title TEXT, url TEXT, page TEXT)"
+            "CREATE TABLE passages (number INTEGER PRIMARY KEY, text TEXT, title TEXT)"
         )
-        if not database.executemany("INSERT INTO passages VALUES (?, ?, ?, ?, ?)", rows).rowcount:
+        if not database.executemany("INSERT INTO passages VALUES (?, ?, ?)", rows).rowcount:
             raise UserError("corpus.path: the file holds no passages; at least one is needed")
-        database.execute("CREATE INDEX pages ON passages (page) WHERE page IS NOT NULL")
 
 
 def _write_bm25(folder: Path, database: sqlite3.Connection, corpus: Corpus) -> None:

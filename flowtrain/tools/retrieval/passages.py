@@ -35,24 +35,13 @@ class Searchable(ABC):
     async def search(self, query: str, k: int, deadline_s: float) -> list[Passage]:
         """Return at most `k` passages, best first; raises ToolError when the search fails."""
 
-    def pages(self, page_of: Callable[[Passage], str], num_pages: int) -> Source:
-        """Make the source whose hits are pages, each with its best passage."""
-
-        async def search(query: str, deadline_s: float) -> list[Passage]:
-            pages: dict[str, Passage] = {}
-            for passage in await self.search(query, 3 * num_pages, deadline_s):
-                pages.setdefault(page_of(passage), passage)
-            return list(pages.values())[:num_pages]
-
-        return search
-
 
 def read_passages(corpus: Corpus) -> Iterator[Passage]:
     """Yield the passages of a .jsonl, .json or .parquet file, in file order.
 
     Raises UserError, which names the file, the line or row, the keys and what is wrong.
     """
-    keys = {"text": corpus.text_key, "title": corpus.title_key, "url": corpus.url_key}
+    keys = {"text": corpus.text_key, "title": corpus.title_key}
     named = ", ".join(f"corpus.{name}_key={key!r}" for name, key in keys.items())
     for _, where, row in read_rows(Path(corpus.path), tuple(keys.values())):
         found = {name: row[key] for name, key in keys.items() if row.get(key) is not None}

@@ -62,5 +62,4 @@ class Retriever(Searchable):
         first, _, rest = text.partition("\n")
         if not title and rest and first.startswith('"') and first.endswith('"'):
             title, text = first.strip('"'), rest
-        url = document.get(options.url_key) or f"corpus:{document.get('id', '')}"
-        return Passage(text, title, str(url))
+        return Passage(text, title)
