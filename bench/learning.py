@@ -44,7 +44,6 @@ STUDIES: Mapping[str, Mapping[str, Sequence[str]]] = {
         "appo, no future": [*_SCORE, "score", "--appo.future_coef", "0"],
         "appo, single group": [*_SCORE, "score", "--appo.advantage_groups", "single"],
         "entropy": [*_SCORE, "entropy"],
-        "arpo": [*_SCORE, "arpo"],
     },
     "relatives": {
         "flow_grpo": _STEPS,

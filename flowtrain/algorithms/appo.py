@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from flowtrain.algorithms.advantages import Credits, broadcast, normalise, reward_of
+from flowtrain.algorithms.advantages import Credits, normalise, reward_of
 from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler, Values
 from flowtrain.config import Algorithm as Options
 from flowtrain.tasks.sets import TaskSet
@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 
 class Appo(Algorithm):
-    """APPO: some rollouts of a question branch off others, and the objective is a mean over tokens.
-
-    With `appo.rule = "arpo"` it is ARPO (arXiv 2507.19849), which has one group of M and trains
-    branches like roots.
-    """
+    """APPO: some rollouts of a question branch off others; the objective is a mean over tokens."""
 
     average = "token"
 
@@ -61,8 +57,7 @@ class Appo(Algorithm):
 
     @property
     def has_old_logprobs(self) -> bool:
-        # ARPO trains branches too, which nobody has scored.
-        has_scored = self.config.appo.rule != "arpo" and not self.records_entropies
+        has_scored = not self.records_entropies
         return has_scored and self.config.train.rescore and not self.config.dataflow.url
 
     @property
@@ -92,8 +87,6 @@ class Appo(Algorithm):
         return await node_points(self.config, roots, seed, sampler)
 
     def token_credit(self, group: Group) -> Credits:
-        if self.config.appo.rule == "arpo":
-            return broadcast(group, normalise([reward_of(each) for each in group.finished]))
         return _dual(group, is_one_group=self.config.appo.advantage_groups == "single")
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
@@ -128,7 +121,7 @@ class Appo(Algorithm):
 
     @property
     def _is_future_aware(self) -> bool:
-        return self.config.appo.rule != "arpo" and self.config.appo.future_coef != 0
+        return self.config.appo.future_coef != 0
 
     @property
     def _needs_minibatch(self) -> bool:

@@ -3,8 +3,7 @@
 
 One scoring pass over the roots gives exact entropies and log-probs of every generated token;
 `flowkernels.branching_score` turns them into scores. A rollout is one sequence here: its turns one
-after the other, without prompts and tool results. ARPO's rule (arXiv 2507.19849), the rise of
-entropy after a tool result, is there to compare with, and so are places drawn at random.
+after the other, without prompts and tool results. Places drawn at random are a control.
 
 Suffixes: T generated tokens of all roots, S roots.
 """
@@ -13,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, cycle, islice, pairwise
+from itertools import accumulate, cycle, islice
 from typing import NamedTuple
 
 import torch
@@ -35,9 +33,6 @@ from flowtrain.training.tree import in_order, pack_rows
 from flowtrain.types import BranchPoint, Call, Group, Sample, SampleId
 from flowtrain.utils.seeds import derive_seed, derive_uniform
 
-_ARPO_TOKENS = 20
-_ARPO_BASE = 0.5
-_ARPO_SLOPE = 0.2
 _ROUNDING = 1e-5
 """Nats by which two ways to compute an fp32 log-prob may differ."""
 
@@ -250,7 +245,7 @@ def find_points(
     is_blank_V: Tensor,
 ) -> list[list[BranchPoint]]:
     """Return `num_branches` points per group, best first: candidates, then other tokens, then the
-    same points again; fewer by ARPO's rule, or without tokens.
+    same points again; fewer without tokens.
 
     Args:
         groups: the roots; nothing branches from one that failed.
@@ -259,36 +254,32 @@ def find_points(
     """
     roots, calls = _root_calls(groups)
     turns = [0, *accumulate(len(call.response_ids) for *_, call in calls)]
-    if options.rule == "arpo":
-        places = _after_tools(calls, turns, scores.entropy_T, random.Random(seed))
+    ids = [token for *_, call in calls for token in call.response_ids]
+    allowed_T = ~is_blank_V[torch.tensor(ids, dtype=torch.int64)]
+    if options.keep_token:  # nothing could follow the last token of a turn
+        allowed_T[torch.tensor(turns[1:]) - 1] = False
+    per_root = [0] * len(roots)
+    for root, _, call in calls:
+        per_root[root] += len(call.response_ids)
+    cu_S1 = torch.tensor([0, *accumulate(per_root)], device=scores.logprob_T.device)
+    if options.rule == "random":
+        found = _at_random(calls, seed, cu_S1.device)
     else:
-        ids = [token for *_, call in calls for token in call.response_ids]
-        allowed_T = ~is_blank_V[torch.tensor(ids, dtype=torch.int64)]
-        if options.keep_token:  # nothing could follow the last token of a turn
-            allowed_T[torch.tensor(turns[1:]) - 1] = False
-        per_root = [0] * len(roots)
-        for root, _, call in calls:
-            per_root[root] += len(call.response_ids)
-        cu_S1 = torch.tensor([0, *accumulate(per_root)], device=scores.logprob_T.device)
-        if options.rule == "random":
-            found = _at_random(calls, seed, cu_S1.device)
-        else:
-            found = branching_score(
-                scores.logprob_T,
-                scores.logprob_T if options.rule == "entropy" else scores.baseline_logprob_T,
-                scores.entropy_T,
-                cu_S1,
-                gamma=options.gamma,
-                clip=options.clip,
-            )
-        places = _best(
-            found, allowed_T.to(cu_S1.device), cu_S1, calls, turns, num_branches, options.spacing
+        found = branching_score(
+            scores.logprob_T,
+            scores.logprob_T if options.rule == "entropy" else scores.baseline_logprob_T,
+            scores.entropy_T,
+            cu_S1,
+            gamma=options.gamma,
+            clip=options.clip,
         )
+    places = _best(
+        found, allowed_T.to(cu_S1.device), cu_S1, calls, turns, num_branches, options.spacing
+    )
     points: list[list[BranchPoint]] = []
     for g in range(len(groups)):
         chosen = sorted(place for place in places if roots[place.root][0] == g)[:num_branches]
-        if options.rule != "arpo":
-            chosen = [*islice(cycle(chosen), num_branches)]
+        chosen = [*islice(cycle(chosen), num_branches)]
         shift = int(options.keep_token)
         points.append(
             [BranchPoint(roots[s][1], turn, at + shift, -cost) for *_, cost, s, turn, at in chosen]
@@ -378,23 +369,4 @@ def _best(
                 turn = bisect_right(turns, at) - 1
                 number, token = calls[turn][1].turn, at - turns[turn]
                 places.append(Place(not is_candidate, rank, -score, root, number, token))
-    return places
-
-
-def _after_tools(
-    calls: _Calls, turns: Sequence[int], entropy_T: Tensor, rng: random.Random
-) -> list[Place]:
-    """Return ARPO's places: the beginning of a turn that read a tool's result, with probability
-    clip(0.5 + 0.2 dH), dH the rise of entropy since turn 1.
-    """
-    bounds = pairwise(turns)
-    starts = [entropy_T[start : min(end, start + _ARPO_TOKENS)].mean() for start, end in bounds]
-    means = torch.stack(starts).tolist() if starts else []
-    by_turn = [(root, at.turn, mean) for (root, at, _), mean in zip(calls, means, strict=True)]
-    first = {root: mean for root, turn, mean in by_turn if turn == 0}
-    places = []
-    for root, turn, mean in by_turn:
-        rise = mean - first.get(root, mean)
-        if turn > 0 and rng.random() < _ARPO_BASE + _ARPO_SLOPE * rise:
-            places.append(Place(is_spare=False, rank=0, cost=-rise, root=root, turn=turn, token=0))
     return places

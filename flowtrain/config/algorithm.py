@@ -97,9 +97,9 @@ class Appo(Section):
     num_roots: PositiveInt = 4
     """N: rollouts of a question that begin with it; branches of these fill up the M =
     rollout.group_size"""
-    rule: Literal["score", "entropy", "arpo", "random"] = "score"
-    """where to branch: score: entropy x decayed future ratio; entropy: its first factor; arpo:
-    after tools that raised the entropy; random: anywhere, a control"""
+    rule: Literal["score", "entropy", "random"] = "score"
+    """where to branch: score: entropy x decayed future ratio; entropy: its first factor; random:
+    anywhere, a control"""
     spacing: int = Field(16, ge=0)
     """tokens that two branches of a root are apart, at least"""
     keep_token: bool = False
@@ -107,7 +107,7 @@ class Appo(Section):
     of sampling that one anew"""
     advantage_groups: Literal["dual", "single"] = "dual"
     """dual: the rewards of roots and those of branches are normalised apart; single: together, the
-    paper's ablation. The rule arpo always has one group"""
+    paper's ablation"""
     omega: Literal["reference", "behavior"] = "reference"
     """denominator of the future ratio: the policy that training started from, or the sampler's
     log-probs (for stale rollouts)"""

@@ -157,18 +157,6 @@ def test_whole_rollouts_after_the_branches_are_roots() -> None:
     assert len(appo([Group(0, trajectories)]).samples) == 3
 
 
-def test_arpo_trains_branches_in_one_group() -> None:
-    trajectories = (
-        rollout(1, 2),
-        rollout(0, 1),
-        rollout(0, 3, branch=(0, 0, 1)),
-        rollout(1, 1, branch=(0, 0, 1)),
-    )
-    out = appo([Group(0, trajectories)], appo={"rule": "arpo"})
-    expected = [approx([A] * 2), approx([-A]), approx([-A] * 3), approx([A])]
-    assert [list(s.advantages) for s in out.samples] == expected
-
-
 LOG_RATIOS = torch.tensor([0.3, 0.4, -0.1, 0.3, 1.5, 1.5])
 BOUNDS = torch.tensor([0, 3, 4, 6])
 

@@ -129,13 +129,6 @@ def test_kept_tokens_move_the_place_on_and_never_beyond_the_end() -> None:
     )
 
 
-def test_arpo_branches_where_a_tool_raised_the_entropy() -> None:
-    """dH of 10 makes the chance 1, of -10 makes it 0; the first turn has read no tool."""
-    groups = [Group(0, (rollout(turn([1]), turn([2, 3]), turn([4])), rollout(turn([5]))))]
-    score = scores([10.0, 20.0, 20.0, 0.0, 99.0])
-    assert points(groups, score, Appo(rule="arpo", spacing=16), 3) == [[(0, 1, 0)]]
-
-
 # ---- the budget
 
 
@@ -250,7 +243,7 @@ def test_random_places_of_a_group_do_not_depend_on_its_neighbours() -> None:
     assert len({tuple(each) for each in together}) > 1
 
 
-@pytest.mark.parametrize("kind", ["score", "entropy", "arpo", "random"])
+@pytest.mark.parametrize("kind", ["score", "entropy", "random"])
 def test_every_rule_runs_on_real_scores(
     make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]], kind: str
 ) -> None:
@@ -264,8 +257,7 @@ def test_every_rule_runs_on_real_scores(
     samples, _ = root_samples(groups)
     scores = score_samples(trainer, samples, 40, against_reference=False)
     found = find_points(groups, scores, rule, num_branches=4, seed=0, is_blank_V=NOT_BLANK)
-    assert [len(each) for each in found] == [4, 4] or kind == "arpo"
-    assert all(p.turn > 0 and p.token == 0 for each in found for p in each) or kind != "arpo"
+    assert [len(each) for each in found] == [4, 4]
 
 
 def num_passes(model: PreTrainedModel, do: Callable[[], object]) -> int:
@@ -392,8 +384,6 @@ def test_branching_hands_on_the_logprobs_that_the_loss_asks_for() -> None:
     assert known(*rescore, *bf16, "--algorithm.kl_coef", "0") == (True, False)
     behavior = known(*rescore, *bf16, "--appo.omega", "behavior")
     assert behavior == known(*rescore, *bf16, "--appo.rule", "entropy") == (True, False)
-    arpo = known(*rescore, *bf16, "--appo.rule", "arpo")
-    assert arpo == (False, False), "branches are trained too"
     flow_grpo = algorithm(*rescore, *bf16)
     assert (flow_grpo.has_old_logprobs, flow_grpo.has_ref_logprobs) == (False, False)
     components: Any = SimpleNamespace(
