@@ -76,8 +76,8 @@ def unpack_group(data: bytes) -> Group:
 
 
 def decoded(plain: bytes, max_bytes: int = MAX_GROUP_BYTES) -> Group:
-    """Decode a group without compression, or one with whole prompts, as older nodes and those in
-    other languages send it. Raises Refused when it is none, or would take more than `max_bytes`.
+    """Decode a group without compression, or one with whole prompts, as nodes in other languages
+    send it. Raises Refused when it is none, or would take more than `max_bytes`.
     """
     if not plain.startswith(_PACKED):
         return unpack(plain, Group)

@@ -210,13 +210,10 @@ class Register:
     """Step of the checkpoint from which training resumes. Batches up to it are consumed for good;
     later ones come again unchanged."""
     life: str = ""
-    """Random id of this process; a registration of the same process that arrives twice or late
-    changes nothing."""
+    """Random id of this process, which its later requests name: until the next registration all
+    others are refused. One of the same process that arrives twice or late changes nothing."""
     run: str = ""
     """Identity of the run that the checkpoint was trained from; "": there is none."""
-    is_fenced: bool = False
-    """The later requests of this process name its `life`; until the next registration all others
-    are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +236,7 @@ class BatchRequest:
     wait_s: float = 0.0
     """Seconds that the answer may wait for the batch to fill; at most 30."""
     life: str = ""
-    """As in `Register`, if that was fenced."""
+    """As in `Register`."""
 
 
 @dataclass(frozen=True, slots=True)

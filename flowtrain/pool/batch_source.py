@@ -98,7 +98,7 @@ class BatchSource:
         answer; KeyboardInterrupt when the run is asked to end meanwhile.
         """
         self._life = self._world.gather_text(uuid.uuid4().hex)[0]
-        described = replace(policy, life=self._life, is_fenced=True, run=trained_from)
+        described = replace(policy, life=self._life, run=trained_from)
         asked = self._thread.submit(self._dataflow.register, described)
         registered = self.settle(asked, lambda: "the service does not answer")
         if registered is None:

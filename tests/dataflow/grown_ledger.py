@@ -14,7 +14,7 @@ from flowtrain.config import Config
 from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.contract import Join, LeaseRequest, Register
 from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.ledger.counters import fill_counters
+from flowtrain.dataflow.ledger.counters import recount
 from flowtrain.dataflow.ledger.sql import Transaction, connect
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import PolicyName, Task
@@ -45,7 +45,13 @@ def grown(database: str, size: Size, policies: Sequence[PolicyName] = POLICIES) 
     patient = connect(database, is_patient=True)
     with closing(patient), patient.write() as transaction:
         _add_trained(transaction, size.num_nodes, size.num_committed, policies)
-        fill_counters(transaction)
+        transaction.run(
+            "INSERT INTO sampled SELECT l.node, l.life, t.policy, sum(t.num_tokens - t.num_shared)"
+            " FROM tokens t JOIN leases l ON l.work_item = t.work_item AND l.attempt = t.attempt"
+            " GROUP BY l.node, l.life, t.policy ON CONFLICT DO NOTHING"
+        )
+        for key, num_counted in recount(transaction).items():
+            transaction.count(*key, num_counted)
     ledger = opened(database, policies)
     for number in range(size.num_nodes):
         for num in _parts(size.num_leased // size.num_nodes):

@@ -191,7 +191,7 @@ def run_trainer(
         registered = planner(NUM_GROUPS, MAX_STALENESS, notes.checkpoint)
         # Without a life a registration that comes late would take this trainer's progress back.
         life = f"{rng.getrandbits(64):x}"
-        flow.register(replace(registered, life=life, is_fenced=True))
+        flow.register(replace(registered, life=life))
         for step in range(notes.checkpoint + 1, num_steps + 1):
             notes.served(step, _batch(flow, step, life))
             if rng.random() < 0.5 or step == num_steps:

@@ -65,12 +65,13 @@ def flow(database: str, clock: Clock, request: pytest.FixtureRequest) -> Iterato
     flow.close()
 
 
-def batch(flow: Ledger, step: int, policy: str = "planner") -> list[int]:
-    return [served.work_item for served in flow.batch(BatchRequest(policy, step)).groups]
+def batch(flow: Ledger, step: int, policy: str = "planner", life: str = "") -> list[int]:
+    request = BatchRequest(policy, step, life=life)
+    return [served.work_item for served in flow.batch(request).groups]
 
 
-def trained(flow: Ledger, version: int, checkpoint: int = 0) -> None:
-    flow.progress(Progress("planner", version, checkpoint))
+def trained(flow: Ledger, version: int, checkpoint: int = 0, life: str = "") -> None:
+    flow.progress(Progress("planner", version, checkpoint, life=life))
 
 
 # ---- nodes
@@ -556,10 +557,9 @@ def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -
     flow.register(first)
     for each in lease(flow, 8):
         push(flow, each)
-    batch(flow, 1)
-    trained(flow, 1)
-    batch(flow, 2)
-    trained(flow, 2)
+    for step in (1, 2):
+        batch(flow, step, life="t1")
+        trained(flow, step, life="t1")
     assert flow.register(first).step == 2
     assert flow.status()["policies"]["planner"]["version"] == 2
     assert len(lease(flow, 1)) == 1, "and what is sampled can still be trained in time"
@@ -569,13 +569,13 @@ def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -
     )
 
 
-@pytest.mark.parametrize("life", ["t1", ""], ids=["fenced", "of an older version"])
+@pytest.mark.parametrize("life", ["t1", ""], ids=["named", "nameless"])
 def test_a_trainer_is_not_heard_once_another_has_taken_its_place(flow: Ledger, life: str) -> None:
-    flow.register(replace(planner(), life="t1", is_fenced=bool(life)))
+    flow.register(replace(planner(), life=life))
     for each in lease(flow, 4):
         push(flow, each)
     assert len(flow.batch(BatchRequest("planner", 1, life=life)).groups) == 4
-    flow.register(replace(planner(), life="t2", is_fenced=True))
+    flow.register(replace(planner(), life="t2"))
     with pytest.raises(Refused, match="another process has registered it since, and trains it"):
         flow.progress(Progress("planner", 1, 1, life=life))
     with pytest.raises(Refused, match="another process has registered it since, and trains it"):

@@ -104,7 +104,6 @@ class LedgerMachine(RuleBasedStateMachine):
         trainer.registered = replace(
             planner(NUM_GROUPS[policy], STALENESS[policy], trainer.checkpoint, policy),
             life=str(next(self.keys)),
-            is_fenced=True,
         )
         assert self.flow.register(trainer.registered).step >= trainer.checkpoint
 

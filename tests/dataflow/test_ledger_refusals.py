@@ -13,7 +13,7 @@ from fake_groups import TASKS, Clock, joined, lease, ledger, options, planner, p
 
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import BatchRequest, Join, Progress, Refused, Release, Unavailable
-from flowtrain.dataflow.ledger import Ledger, open_ledger
+from flowtrain.dataflow.ledger import Ledger, audit_database, open_ledger
 from flowtrain.dataflow.ledger.audit import audit
 from flowtrain.dataflow.ledger.sql import Database, connect
 from flowtrain.tasks.cursor import TaskCursor
@@ -27,10 +27,12 @@ def statement(database: str, text: str) -> None:
 
 def test_another_schema_is_refused_by_name(database: str) -> None:
     ledger(database).close()
-    statement(database, "UPDATE meta SET version = 99")
-    told = "is a ledger with schema 99, this flowtrain has 7"
+    statement(database, "UPDATE meta SET version = 7")
+    told = "is a ledger with schema 7, this flowtrain has 8: end its run with the flowtrain that "
     with pytest.raises(UserError, match=told) as refusal:
         ledger(database)
+    with pytest.raises(UserError, match=told):
+        audit_database(database)
     assert database.partition("?")[0] in str(refusal.value)
 
 

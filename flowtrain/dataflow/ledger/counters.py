@@ -117,17 +117,6 @@ def counter_problems(transaction: Transaction) -> Iterator[str]:
             yield f"a counter is wrong ({name}: {kept.get(key, 0)}, not {found.get(key, 0)})"
 
 
-def fill_counters(transaction: Transaction) -> None:
-    """Count what the tables have, where nobody has counted yet."""
-    transaction.run(
-        "INSERT INTO sampled SELECT l.node, l.life, t.policy, sum(t.num_tokens - t.num_shared)"
-        " FROM tokens t JOIN leases l ON l.work_item = t.work_item AND l.attempt = t.attempt"
-        " GROUP BY l.node, l.life, t.policy ON CONFLICT DO NOTHING"
-    )
-    for key, num in recount(transaction).items():
-        transaction.count(*key, num)
-
-
 def recount(transaction: Transaction) -> Counter[Key]:
     """Count everything again, from the tables that have it."""
     found: Counter[Key] = Counter()

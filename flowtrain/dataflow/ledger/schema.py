@@ -28,11 +28,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flowtrain.dataflow.ledger.counters import fill_counters
 from flowtrain.dataflow.ledger.sql import Database, Transaction
 from flowtrain.types import UserError
 
-VERSION = 7
+VERSION = 8
+"""Of the tables: one more with every change of them."""
 
 TABLES = """
 CREATE TABLE meta (
@@ -137,16 +137,8 @@ CREATE TABLE counters (
 """
 
 
-_NEW = (
-    *("settings", "live_leases", "live_leases_until", "live_leases_of_node", "work_items_drawn"),
-    *("groups_pushed", "batches_made", "counters"),
-)
-"""Tables and indices that schema 6 did not have."""
-
-
 def prepare(database: Database, fixed: str) -> str:
-    """Make the tables if there are none or bring them up to date, and return the identity of the
-    run.
+    """Make the tables if there are none, and return the identity of the run.
 
     `fixed` are the options that may not change during a run, as TOML. UserError when the database
     has other ones, or another schema.
@@ -163,10 +155,6 @@ def prepare(database: Database, fixed: str) -> str:
             run = uuid.uuid4().hex
             transaction.run("INSERT INTO meta VALUES (?, ?, 0, 0, 0, 0)", VERSION, run)
             transaction.run("INSERT INTO settings VALUES (?)", fixed)
-        elif getattr(transaction.one("SELECT * FROM meta"), "version", None) == VERSION - 1:
-            if is_postgres:  # it reads all that there is
-                transaction.run("SET LOCAL statement_timeout = 0")
-            _bring_up_to_date(transaction, fixed)
         meta = meta_row(transaction, database.name)
         old = transaction.one("SELECT fixed FROM settings").fixed
         if old != fixed:
@@ -179,34 +167,6 @@ def prepare(database: Database, fixed: str) -> str:
     return str(meta.run)
 
 
-def _bring_up_to_date(transaction: Transaction, fixed: str) -> None:
-    """Turn the tables of schema 6 into these, with all that is in them."""
-    names = {line.partition(" = ")[0] for line in fixed.splitlines()}
-    lines = transaction.one("SELECT fixed FROM meta").fixed.splitlines()
-    kept = "\n".join(line for line in lines if line.partition(" = ")[0] in names)
-    leased = transaction.all("SELECT id, node, until_s FROM work_items WHERE state = 'leased'")
-    for statement in (
-        *("DROP TABLE audits", "DROP TABLE distrusted"),
-        "UPDATE shares SET state = 'surplus' WHERE state = 'distrusted'",
-        "ALTER TABLE meta DROP COLUMN fixed",
-        *(f"DROP INDEX work_items_{name}" for name in ("leased", "of_node")),
-        *(f"ALTER TABLE work_items DROP COLUMN {name}" for name in ("node", "until_s")),
-        "ALTER TABLE policies ADD COLUMN life TEXT NOT NULL DEFAULT ''",
-        *(each for each in TABLES.split(";") if each.split()[2] in _NEW),
-        # The row of a node's process counts the seconds of those before it, too.
-        *(
-            f"UPDATE nodes SET {name} = (SELECT sum({name}) FROM nodes o WHERE o.name = nodes.name)"
-            " WHERE is_current = 1"
-            for name in ("busy_s", "waited_s")
-        ),
-    ):
-        transaction.run(statement)
-    transaction.run("INSERT INTO settings VALUES (?)", kept)
-    transaction.many("INSERT INTO live_leases VALUES (?, ?, ?)", leased)
-    fill_counters(transaction)
-    transaction.run("UPDATE meta SET version = ?", VERSION)
-
-
 def meta_row(transaction: Transaction, name: str) -> Any:
     """The row of `meta`. UserError, which names the database, unless it is a ledger with this
     schema.
@@ -215,10 +175,9 @@ def meta_row(transaction: Transaction, name: str) -> Any:
     if not hasattr(meta, "version"):
         raise UserError(f"{name} is no ledger: name another database")
     if meta.version != VERSION:
-        before = "start its service once, which brings it up to date"
-        cure = before if meta.version == VERSION - 1 else "use the one it was made with"
         raise UserError(
-            f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: {cure}"
+            f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: end its "
+            "run with the flowtrain that began it, or name another database"
         )
     return meta
 

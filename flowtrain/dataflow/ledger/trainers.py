@@ -83,7 +83,7 @@ class Trainers:
             *(request.layout, request.store, request.num_groups, request.max_staleness),
             *(request.vocab_size, request.max_positions),
         )
-        step, life = request.step, request.life if request.is_fenced else ""
+        step, life = request.step, request.life
         if old is None:
             number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
             state = (step, step, step, step, 0, transaction.now(), 0.0, 0.0, life)
@@ -220,7 +220,7 @@ def heard_policy(
     transaction: Transaction, name: str, timeout_s: float, life: str | None = None
 ) -> Any:
     """The policy's row; notes that its trainer is alive. Raises Refused when another process than
-    `life` registered last and is fenced; None: any may ask.
+    `life` registered last; None: any may ask.
     """
     now = transaction.now()
     policy = transaction.one("SELECT * FROM policies WHERE name = ?", name)
