@@ -232,7 +232,7 @@ def main() -> int:
     checks = [("flowtrain.dataflow", "audit", "--database", database)]
     for policy in ("planner", "verifier"):
         run = str(Path(options.dir) / policy)
-        checks.append(("flowtrain.replay", run, "--ledger", database))
+        checks.append(("flowtrain.replay", run))
     codes = [
         subprocess.run((sys.executable, "-m", *each), check=False).returncode for each in checks
     ]

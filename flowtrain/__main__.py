@@ -15,7 +15,7 @@ COMMANDS = {
     "rft": "rejection-sampling fine-tuning, the warm-up before reinforcement learning",
     "evals": "benchmarks and turn budgets, one table",
     "replay": "make a run again from its log, and compare every version",
-    "dataflow": "the service that hands out leases and collects groups; audit, recheck, status",
+    "dataflow": "the service that hands out leases and collects groups; audit, status",
     "node": "a rollout node: follows weights, leases work, pushes groups",
     "weights": "inspect, verify, serve and clean versions of weights",
     "view": "a run as a page, every rollout turn by turn, also while it trains; runs side by side",

@@ -568,4 +568,4 @@ def test_two_trainers_and_nodes_that_come_and_go(
         assert [record["step"] for record in records] == list(range(1, num_steps + 1))
         assert all(record["dataflow/staleness_max"] <= 3 for record in records)
         assert sum(record["num_tokens"] for record in records) > 0
-        check_equal(server, tmp_path / name, num_steps, "--ledger", tmp_path / "ledger.sqlite")
+        check_equal(server, tmp_path / name, num_steps)

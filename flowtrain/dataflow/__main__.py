@@ -1,7 +1,7 @@
 """The dataflow between rollout nodes and trainers: serve it, look at it, check it.
 
 Nodes and trainers on other machines reach it at the address that `serve` prints, with the token
-FLOWTRAIN_TOKEN. Exit codes: 0 all is well, 1 audit or recheck found something or the service does
+FLOWTRAIN_TOKEN. Exit codes: 0 all is well, 1 the audit found something or the service does
 not answer, 2 the command was not understood.
 """
 
@@ -141,26 +141,6 @@ def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 1 if audit.problems else 0
 
 
-def _recheck(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    from flowtrain.dataflow.ledger import audit_database, open_ledger, recheck
-
-    if problems := audit_database(options.database).problems:
-        print("\n".join(f"problem: {problem}" for problem in problems))
-        return 1
-    ledger = open_ledger(_config(rest), options.database)
-    found = recheck(ledger.history())
-    ledger.close()
-    print(
-        f"{found.num_prompts:,} prompts, {found.num_groups:,} groups, {found.num_batches:,} "
-        "batches decided about"
-    )
-    print(
-        "\n".join(f"differs: {difference}" for difference in found.differences)
-        or "every decision comes out as it was"
-    )
-    return 1 if found.differences else 0
-
-
 def _config(args: Sequence[str]) -> Config:
     config = parse(args)
     assert config is not None, "--help has been answered"
@@ -218,12 +198,6 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_argument("--json", action="store_true", help="print a record for programs")
     text = "dataflow.payloads of the run: read every group there too, and compare its digest"
     audit.add_argument("--payloads", default="", metavar="URL", help=text)
-
-    summary = "make every decision of the rules again, and show the first that differs"
-    again = commands.add("recheck", _recheck, summary, example=run_options)
-    again.usage = f"{_COMMAND} recheck {given}"
-    again.epilog = f"{again.epilog}. The options are those that the service has."
-    _add_database(again, "it may be in use")
     return commands.parser
 
 

@@ -1,6 +1,6 @@
 """Make a run again from what `log.replay` kept, and compare every version with the run's.
 
-Every batch, decision and optimizer step is made once more; nothing is sampled.
+Every batch and optimizer step is made once more; nothing is sampled.
 With several ranks: torchrun --nproc_per_node 2 -m flowtrain.replay RUN. Exit codes: 0 all versions
 are equal, 1 something differs or was changed, 2 the command was not understood.
 """
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.metrics.tables import aligned
-from flowtrain.replay.decisions import check_decisions
-from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.session import Outcome, replay
 from flowtrain.training.world import end_process
 from flowtrain.types import UserError
@@ -40,11 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         outcome = replay(options.run, options.first, options.last, options.tolerance, say)
-        made = outcome.steps[: outcome.num_steps]
-        if options.ledger and is_main:
-            decisions = check_decisions(Recorded.read(options.run), made, options.ledger)
-            say(decisions.text)
-            outcome.problems += decisions.problems
     except UserError as error:
         say(f"{_COMMAND}: {error}")
         return 2
@@ -105,8 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     text += "ranks (default: none does)"
     parser.add_argument("--tolerance", type=float, metavar="X", help=text)
-    text = "database of the service with which the run was trained: make its decisions again, too"
-    parser.add_argument("--ledger", default="", metavar="DATABASE", help=text)
     parser.add_argument("--json", action="store_true", help="print a record for programs")
     return parser
 

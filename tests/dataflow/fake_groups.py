@@ -14,6 +14,7 @@ from flowtrain.config import Config
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register
 from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.ledger.prompts import Event, read_events
 from flowtrain.dataflow.rules import Rules
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import Action, Group, Task, ToolResult, Turn, Verdict, VersionSpan
@@ -133,3 +134,14 @@ def push(flow: Any, lease: Lease, version: int = 0, node: str = "n1", **kind: An
             pack_group(group(lease.task, version=version, **kind)),
         )
     ).status
+
+
+def events(flow: Ledger) -> list[Event]:
+    """All that prompt filters may observe."""
+    with flow.database.read() as transaction:
+        return read_events(transaction, 0, 1 << 62)
+
+
+def rows(flow: Ledger, table: str, order: str) -> list[Any]:
+    with flow.database.read() as transaction:
+        return transaction.all(f"SELECT * FROM {table} ORDER BY {order}")

@@ -111,7 +111,7 @@ def _add_trained(
     )
     step, node = f"(id - 1) / {NUM_GROUPS} + 1", f"'node-' || CAST(id % {num_nodes} AS TEXT)"
     rows = {
-        "decisions": "id - 1, task_id, kind, 1, 0.5, 0",
+        "decisions": "id - 1, task_id, kind, 1",
         "leases": f"id, 1, {node}, '{LIFE}', '', 0.0, ''",
         "groups": f"id, {node}, 1, 0.0, '[0,1,0,1,0,1,0,1]', 300 + id % 400, id",
     }
@@ -126,7 +126,7 @@ def _add_trained(
         for table, values in of_policy.items():
             transaction.run(f"INSERT INTO {table} SELECT {values} FROM work_items")
         transaction.run(
-            f"INSERT INTO batches SELECT '{policy}', {step}, 0.0, {NUM_GROUPS}, 10000, max(id),"
+            f"INSERT INTO batches SELECT '{policy}', {step}, 0.0, {NUM_GROUPS}, 10000,"
             f" '{{}}', '{{}}' FROM work_items GROUP BY {step}"
         )
     transaction.run(

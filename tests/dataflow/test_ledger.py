@@ -4,6 +4,7 @@ service.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from fake_groups import (
     LAYOUT,
     TASKS,
     Clock,
+    events,
     group,
     joined,
     lease,
@@ -23,6 +25,7 @@ from fake_groups import (
     options,
     planner,
     push,
+    rows,
     turn,
 )
 
@@ -226,7 +229,7 @@ def test_whoever_pushes_first_wins(flow: Ledger, clock: Clock) -> None:
     assert push(flow, mine) == "duplicate"
     account = flow.audit().tokens["planner"]
     assert account.sampled == 16 and account.fates == {"waiting": 8, "duplicate": 8}
-    assert [event.outcome.rewards for event in flow.history().events if event.outcome] in (
+    assert [event.outcome.rewards for event in events(flow) if event.outcome] in (
         [],
         [(1.0, 1.0)],
     )
@@ -542,7 +545,7 @@ def test_after_a_crash_the_batches_since_the_checkpoint_come_again(
     assert again.batch(BatchRequest("planner", 2)) == second
     again.progress(Progress("planner", 2, 1))
     assert again.batch(BatchRequest("planner", 3)) == third
-    assert [event.version for event in again.history().events if event.outcome is None] == [1, 2], (
+    assert [event.version for event in events(again) if event.outcome is None] == [1, 2], (
         "a version that comes again is no news"
     )
     assert {each.work_item for each in (*first.groups, *second.groups, *third.groups)} == set(
@@ -708,7 +711,7 @@ def test_progress_that_comes_late_or_twice_changes_nothing(flow: Ledger) -> None
     policy = flow.status()["policies"]["planner"]
     found = (policy["version"], policy["checkpoint"], policy["busy_s"], policy["waited_s"])
     assert found == (2, 1, 10.0, 2.0)
-    assert [event.version for event in flow.history().events if event.outcome is None] == [1, 2]
+    assert [event.version for event in events(flow) if event.outcome is None] == [1, 2]
 
 
 def test_a_node_with_another_model_is_refused_and_the_others_go_on(
@@ -803,7 +806,7 @@ def recording() -> tuple[Callable[[], Rules], list[Recorder]]:
     return make_rules, made
 
 
-def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> None:
+def test_a_prompt_filter_is_told_the_events_on_record_in_their_order(database: str) -> None:
     make_rules, made = recording()
     flow = ledger(database, Clock(), make_rules, max_waiting=8)
     joined(flow)
@@ -817,25 +820,61 @@ def test_decisions_can_be_made_again_from_the_recorded_events(database: str) -> 
         for each in leases[4:]:
             push(flow, each, version=step - 1)
     lease(flow, 4)
-    decided = flow.history().decisions
+    decided = rows(flow, "decisions", "position")
     assert [each.position for each in decided] == list(range(len(decided)))
-    assert all(each.admitted == (each.draw < 0.5) for each in decided)
     assert {each.admitted for each in decided} == {0, 1}
-    assert [each.num_events for each in decided] == sorted(each.num_events for each in decided)
-    assert len({each.num_events for each in decided}) == 3
-    events = flow.history().events
-    assert [event.number for event in events] == list(range(1, len(events) + 1))
-    expected = [
-        event.outcome.work_item if event.outcome else f"v{event.version}"
-        for event in events[: decided[-1].num_events]
+    recorded = events(flow)
+    assert [event.number for event in recorded] == list(range(1, len(recorded) + 1))
+    assert max((each.seen for each in made), key=len) == [
+        event.outcome.work_item if event.outcome else f"v{event.version}" for event in recorded
     ]
-    assert max((each.seen for each in made), key=len) == expected
     flow.close()
     flow = ledger(database, Clock(), make_rules)
     lease(flow, 1)
     joined(flow, "n2")
     flow.lease(LeaseRequest("n2", "a", 1))
     assert flow.audit().problems == ()
+
+
+def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path) -> None:
+    """Every request is answered by a new ledger object: the prompt filter's state comes from the
+    database alone.
+    """
+    rules = {
+        "prompt_filter": "greso",
+        "prompt_filter_options": {"step": 0.1, "floor_easy": 0.3, "floor_hard": 0.2},
+        "group_filter": "mixed",
+        "selector": "weighted",
+        "selector_options": {"weights": {"odd": 3.0}},
+        "replay_share": 0.25,
+    }
+
+    class Restarted:
+        def __getattr__(self, name: str) -> Callable[[object], object]:
+            def ask(request: object) -> object:
+                flow = ledger(tmp_path / "restarted.db", **rules)
+                answer = getattr(flow, name)(request)
+                flow.close()
+                return answer
+
+            return ask
+
+    flows: list[Any] = [Restarted(), ledger(tmp_path / "whole.db", **rules)]
+    for flow in flows:
+        order = random.Random(0)
+        joined(flow)
+        flow.register(planner())
+        for step in range(1, 5):
+            while flow.batch(BatchRequest("planner", step)).num_missing:
+                for each in lease(flow, 3, versions={"planner": step - 1}):
+                    rewards = order.choice([(0.0, 0.0), (1.0, 1.0), (0.0, 1.0)])
+                    version = max(0, step - 1 - order.randrange(2))
+                    push(flow, each, version=version, rewards=rewards)
+            flow.progress(Progress("planner", step, step // 2))
+    flows[0] = ledger(tmp_path / "restarted.db", **rules)
+    for table, key in (("decisions", "position"), ("assignments", "step, position")):
+        again, went_on = (rows(flow, table, key) for flow in flows)
+        assert again == went_on and len(went_on) >= 16
 
 
 def test_a_prompt_filter_observes_each_event_once_whatever_fails(
@@ -1011,7 +1050,7 @@ def test_a_prompt_filter_that_admits_nothing_ends_a_request(database: str) -> No
     answer = flow.lease(LeaseRequest("n1", "a", 2))
     assert (answer.leases, answer.reason) == ((), "filtered")
     assert answer.retry_after_s > 0
-    assert len(flow.history().decisions) == 1002
+    assert len(rows(flow, "decisions", "position")) == 1002
     assert flow.audit().problems == ()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_groups import group, joined, lease, ledger, planner, push
+from fake_groups import events, group, joined, lease, ledger, planner, push
 
 from flowtrain.dataflow.codec import pack_group
 from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Progress, Push, Unavailable
@@ -152,6 +152,6 @@ def test_many_threads_at_once(database: str, monkeypatch: pytest.MonkeyPatch) ->
     audit = flows[0].audit()
     assert audit.problems == ()
     assert (audit.counts["committed"], audit.counts["planner.assigned"]) == (96, 96)
-    assert [event.number for event in flows[0].history().events] == list(range(1, 96 + 24 + 1))
+    assert [event.number for event in events(flows[0])] == list(range(1, 96 + 24 + 1))
     for flow in flows:
         flow.close()

@@ -2,6 +2,5 @@
 
 from flowtrain.dataflow.ledger.audit import Audit, audit_database
 from flowtrain.dataflow.ledger.ledger import Ledger, open_ledger
-from flowtrain.dataflow.ledger.recheck import recheck
 
-__all__ = ["Audit", "Ledger", "audit_database", "open_ledger", "recheck"]
+__all__ = ["Audit", "Ledger", "audit_database", "open_ledger"]

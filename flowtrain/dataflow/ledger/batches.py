@@ -59,7 +59,7 @@ class Batches:
     def _put_together(self, transaction: Transaction, meta: Any, policy: Any, step: int) -> int:
         """Make the batch, or return how many groups it lacks."""
         # What is pushed from here on has no number, and is for a later batch.
-        num_events = number_groups(transaction, meta.num_events)
+        number_groups(transaction, meta.num_events)
         oldest = step - 1 - policy.max_staleness
         close_shares(transaction, policy.name, "stale", step, "min_version < ?", oldest)
         others = [each for each in policy_rows(transaction) if each.name != policy.name]
@@ -96,8 +96,7 @@ class Batches:
             "UPDATE policies SET newest = ?, seen_s = ? WHERE name = ?", step, now, policy.name
         )
         stats = json.dumps(_stats(transaction, policy.name, step))
-        sizes = (policy.num_groups, policy.max_staleness, num_events)
-        row = (policy.name, step, now, *sizes, stats, "{}")
+        row = (policy.name, step, now, policy.num_groups, policy.max_staleness, stats, "{}")
         transaction.run(f"INSERT INTO batches VALUES {marks(row)}", *row)
         return 0
 

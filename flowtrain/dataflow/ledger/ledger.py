@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.nodes import Nodes
 from flowtrain.dataflow.ledger.prompts import Cursor, Prompts, TaskOrder
 from flowtrain.dataflow.ledger.pushes import Pushes
-from flowtrain.dataflow.ledger.recheck import History, read_history
 from flowtrain.dataflow.ledger.report import report
 from flowtrain.dataflow.ledger.schema import prepare
 from flowtrain.dataflow.ledger.sql import connect
@@ -50,11 +48,9 @@ class Ledger:
         names. `clock` stands in for the database's, in tests and simulations.
         """
         self.config = config
-        self._make_rules = make_rules or (lambda: load(config.dataflow))
-        rules = self._make_rules()
+        rules = make_rules() if make_rules else load(config.dataflow)
         order = TaskOrder(tasks, config.rollout.num_questions)
         self._prompts = Prompts(order, rules.prompt_filter, config.run.seed)
-        self._name = database
         self.database = connect(database, clock)
         self.run: str = prepare(self.database, _fixed(config))
         """Identity of the run."""
@@ -123,12 +119,6 @@ class Ledger:
     def audit(self) -> Audit:
         with self.database.read() as transaction:
             return audit(transaction)
-
-    def history(self) -> History:
-        """Everything that the rules have decided until this moment."""
-        offline = connect(self._name, is_patient=True)
-        with closing(offline), offline.read() as transaction:
-            return read_history(transaction, self.config, self._make_rules(), self._prompts)
 
     def close(self) -> None:
         """Close the connections; a later request opens new ones."""

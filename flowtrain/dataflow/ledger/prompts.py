@@ -134,13 +134,6 @@ class TaskOrder:
         return self._batch[index]
 
 
-def observe(prompt_filter: PromptFilter, event: Event) -> None:
-    if event.outcome is None:
-        prompt_filter.on_version(event.version)
-    else:
-        prompt_filter.observe(event.outcome)
-
-
 class Prompts:
     """Draws new work items: the next tasks that the prompt filter admits."""
 
@@ -178,7 +171,10 @@ class Prompts:
 
     def _observe(self, events: list[Event]) -> None:
         for event in events:
-            observe(self._filter, event)
+            if event.outcome is None:
+                self._filter.on_version(event.version)
+            else:
+                self._filter.observe(event.outcome)
             self._num_seen = event.number
 
     def draw(self, transaction: Transaction, meta: Any, num: int) -> None:
@@ -194,13 +190,12 @@ class Prompts:
         while len(drawn) < num and len(decisions) < num + _MAX_DRAWS:
             position = meta.num_positions + len(decisions)
             task = self._tasks[position]
-            draw = draw_of(self._seed, position)
+            draw = derive_uniform(self._seed, "curate", position)
             is_admitted = self._filter.admits(task.id, task.kind, draw)
-            decided = (task.id, task.kind, int(is_admitted), draw, meta.num_events)
-            decisions.append((position, *decided))
+            decisions.append((position, task.id, task.kind, int(is_admitted)))
             if is_admitted:
                 drawn.append((meta.num_work_items + len(drawn) + 1, position, task))
-        transaction.many(f"INSERT INTO decisions VALUES {marks(range(6))}", decisions)
+        transaction.many(f"INSERT INTO decisions VALUES {marks(range(4))}", decisions)
         transaction.many(
             "INSERT INTO work_items VALUES (?, ?, ?, ?, ?, 'drawn', 0, 0, 0)",
             [
@@ -233,12 +228,3 @@ class Prompts:
                 return f"the task at {row.position} was {old.id!r} and is {new.id!r} now"
         self._tasks[position]
         return ""
-
-    def first_tasks(self, num: int) -> tuple[Task, ...]:
-        with self._mutex:
-            return tuple(self._tasks[position] for position in range(num))
-
-
-def draw_of(seed: int, position: int) -> float:
-    """The random number of the decision at `position`, uniform in [0, 1)."""
-    return derive_uniform(seed, "curate", position)

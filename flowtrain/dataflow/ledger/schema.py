@@ -50,7 +50,7 @@ CREATE TABLE nodes (
 
 CREATE TABLE decisions (
     position BIGINT PRIMARY KEY, task_id TEXT NOT NULL, kind TEXT NOT NULL,
-    admitted BIGINT NOT NULL, draw DOUBLE PRECISION NOT NULL, num_events BIGINT NOT NULL);
+    admitted BIGINT NOT NULL);
 
 CREATE TABLE work_items (
     id BIGINT PRIMARY KEY, position BIGINT NOT NULL, task_id TEXT NOT NULL,
@@ -122,7 +122,7 @@ CREATE TABLE trainers (
 
 CREATE TABLE batches (
     policy TEXT NOT NULL, step BIGINT NOT NULL, made_s DOUBLE PRECISION NOT NULL,
-    num_groups BIGINT NOT NULL, max_staleness BIGINT NOT NULL, num_events BIGINT NOT NULL,
+    num_groups BIGINT NOT NULL, max_staleness BIGINT NOT NULL,
     stats TEXT NOT NULL, tokens TEXT NOT NULL, PRIMARY KEY (policy, step));
 CREATE INDEX batches_made ON batches (policy, made_s);
 CREATE TABLE assignments (

@@ -3,7 +3,7 @@ filter which groups are kept, and a selector which groups make a batch.
 
 All three depend on nothing but the ledger: they see `Outcome`s and versions in the order in which
 these were committed, and take their random numbers from it. So a restarted service comes to the
-same state, and every decision can be made again.
+same state.
 """
 
 from __future__ import annotations
