@@ -15,10 +15,6 @@ class Dataflow(Section):
     store: str = ""
     """folder or URL at which nodes find the weights that this run trains; empty: run.dir/weights,
     if all nodes can read it"""
-    payloads: str = ""
-    """folder or bucket (s3://bucket/prefix, gs://, az://) for the groups themselves, of which the
-    database then keeps keys and digests; the service and the trainers must reach it, empty: groups
-    are in the database"""
     max_staleness: int = Field(4, ge=0)
     """versions by which a trained token may be older than the weights that a step trains"""
     max_waiting: int = Field(0, ge=0)

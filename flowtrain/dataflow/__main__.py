@@ -79,8 +79,6 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             seconds = measures.ledger_seconds
             return measures.monitor.watching(Service(ledger, run, token, token_file, seconds))
 
-        if ledger.collector is not None:
-            cleanup.enter_context(ledger.collector.running())
         with suppress(KeyboardInterrupt):  # the normal end
             serving.serve(
                 f"run {run}",
@@ -127,7 +125,7 @@ def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import audit_database
 
     _nothing_else(rest)
-    audit = audit_database(options.database, options.payloads)
+    audit = audit_database(options.database)
     if options.json:
         tokens = {policy: account.metrics() for policy, account in audit.tokens.items()}
         found = {"problems": audit.problems, "counts": audit.counts, "tokens": tokens}
@@ -196,8 +194,6 @@ def _parser() -> argparse.ArgumentParser:
     audit = commands.add("audit", _audit, summary, example=database)
     _add_database(audit, "it may be in use")
     audit.add_argument("--json", action="store_true", help="print a record for programs")
-    text = "dataflow.payloads of the run: read every group there too, and compare its digest"
-    audit.add_argument("--payloads", default="", metavar="URL", help=text)
     return commands.parser
 
 

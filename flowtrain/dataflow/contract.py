@@ -221,8 +221,6 @@ class Registered:
     run: str
     step: int
     """Newest step whose batch exists; the batches after the checkpoint will come again."""
-    payloads: str = ""
-    """Folder or URL of the payloads that batches only name, as the service sees it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,17 +238,6 @@ class BatchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPayload:
-    """A payload in the object store of the run (`dataflow.payloads`)."""
-
-    key: str
-    """`<run>/<work item>-<attempt>-<32 random hexadecimal digits>`."""
-    num_bytes: int
-    sha256: str
-    """Of the payload, as hexadecimal digits."""
-
-
-@dataclass(frozen=True, slots=True)
 class AssignedGroup:
     """A group in the batch of a step."""
 
@@ -260,8 +247,6 @@ class AssignedGroup:
     payload: bytes
     is_replay: bool
     """The group was trained before."""
-    stored: StoredPayload | None = None
-    """Where the trainer finds the payload, which is empty then."""
 
 
 @dataclass(frozen=True, slots=True)

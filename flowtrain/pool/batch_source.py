@@ -30,7 +30,6 @@ from flowtrain.dataflow.contract import (
     Unavailable,
 )
 from flowtrain.dataflow.heartbeat import Heartbeat
-from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.metrics.tokens import versions
 from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.training.records import Rollouts
@@ -73,7 +72,6 @@ class BatchSource:
             config.rollout.num_questions,
         )
         self._run = self._life = ""
-        self._payloads: PayloadStore | None = None
         self._seen, self._heard, self._has_ended = "", time.monotonic(), Event()
         self._thread = ThreadPoolExecutor(1, "batch_source")
         interval_s = config.dataflow.trainer_timeout_s / 4
@@ -104,8 +102,6 @@ class BatchSource:
         if registered is None:
             raise KeyboardInterrupt
         self._run = registered.run
-        if url := self._options.payloads or registered.payloads:
-            self._payloads = PayloadStore(url, registered.run, _ASK_S)
         if self._world.is_main:
             first = Progress(self._policy, policy.step, policy.step, life=self._life)
             self._heartbeat.start(first)
@@ -208,7 +204,7 @@ class BatchSource:
             request = replace(request, wait_s=_ASK_S)
             if self._has_ended.wait(_PAUSE_S):
                 raise Unavailable("nobody waits for this batch any longer")
-        return batch if self._payloads is None else self._payloads.filled(batch)
+        return batch
 
     def _missing(self) -> str:
         silent_s = time.monotonic() - self._heard

@@ -630,7 +630,10 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
     batch(flow, 1)
     trained(flow, 1, 1)
     batch(flow, 2)
+    kept = [row.work_item for row in rows(flow, "payloads", "work_item")]
+    assert kept == [5, 6, 7, 8], "those of step 1 are not needed any more"
     trained(flow, 2, 2)
+    assert rows(flow, "payloads", "work_item") == []
     told = "the batches after step 0 are gone; planner had a checkpoint of step 2"
     with pytest.raises(Refused, match=told):
         flow.register(planner(step=0))

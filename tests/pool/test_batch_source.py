@@ -120,20 +120,6 @@ def test_the_groups_of_a_batch_are_numbered_by_their_places(place: Place) -> Non
     assert metrics["dataflow/num_buffered"] == 1 and metrics["dataflow/waited_s"] >= 0
 
 
-def test_groups_in_an_object_store_are_fetched(place: Place) -> None:
-    folder = place.folder / "payloads"
-    place.ledger = ledger(place.folder / "stored.sqlite", payloads=str(folder))
-    place.url = place.serve(place.ledger)
-    batch_source = place.registered()
-    place.fill(4)
-    assert [each.index for each in batch(batch_source, 1).groups] == [0, 1, 2, 3]
-    for path in (folder / place.ledger.run).iterdir():
-        path.write_bytes(b"others")
-    with pytest.raises(UserError, match="holds other bytes than those that were pushed"):
-        batch_source.next_batch(1)
-    place.ledger.close()
-
-
 class Threads(World):
     """Ranks that are threads of this process."""
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from flowtrain.dataflow.contract import Refused, StoredPayload
 from flowtrain.dataflow.ledger.counters import counter_problems
 from flowtrain.dataflow.ledger.schema import meta_row
-from flowtrain.dataflow.ledger.sql import Database, Transaction, connect
+from flowtrain.dataflow.ledger.sql import Transaction, connect
 from flowtrain.dataflow.ledger.token_accounts import token_account, token_problems
-from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.types import TokenAccount, UserError
 
 
@@ -124,8 +121,6 @@ _QUERIES = {
     "a trainer is ahead of its batches": """
         SELECT newest AS at FROM policies
         WHERE NOT (checkpoint <= version AND version <= newest)""",
-    "an object that is to be deleted is still needed": """
-        SELECT d.work_item AS at FROM payloads d JOIN garbage g ON g.key = d.key""",
     "a group that is still needed is gone": """
         SELECT s.work_item AS at FROM shares s JOIN policies p ON p.name = s.policy
         LEFT JOIN payloads d ON d.work_item = s.work_item
@@ -158,40 +153,14 @@ _QUERIES = {
 }
 
 
-def audit_database(database: str | Path, payloads: str = "") -> Audit:
-    """Audit a ledger that may be in use, with `payloads` also the objects there. UserError if there
-    is none.
-    """
+def audit_database(database: str | Path) -> Audit:
+    """Audit a ledger that may be in use. UserError if there is none."""
     if "://" not in str(database) and not Path(database).is_file():
         raise UserError(f"there is no database {database}")
     offline = connect(database, is_patient=True)
     with closing(offline) as found, found.read() as transaction:
-        run = meta_row(transaction, found.name).run
-        problems = audit_payloads(found, PayloadStore(payloads, run)) if payloads else ()
-        tables = audit(transaction)
-    return replace(tables, problems=(*tables.problems, *problems))
-
-
-def audit_payloads(database: Database, payloads: PayloadStore) -> tuple[str, ...]:
-    """Read every object that a group still has, and compare its size and digest."""
-    with database.read() as transaction:
-        rows = transaction.all("SELECT work_item, key, num_bytes, sha256 FROM payloads")
-    problems = []
-    for row in rows:
-        if row.key and (problem := _payload_problem(payloads, row)):
-            with database.read() as transaction:
-                still = "SELECT key FROM payloads WHERE work_item = ?"
-                if transaction.one(still, row.work_item):  # it may be forgotten meanwhile
-                    problems.append(f"{problem} ({row.work_item})")
-    return tuple(problems)
-
-
-def _payload_problem(payloads: PayloadStore, row: Any) -> str:
-    try:
-        payloads.get(StoredPayload(row.key, row.num_bytes, row.sha256))
-    except Refused as error:
-        return str(error)
-    return ""
+        meta_row(transaction, found.name)
+        return audit(transaction)
 
 
 def audit(transaction: Transaction) -> Audit:

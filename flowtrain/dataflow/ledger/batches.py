@@ -13,7 +13,6 @@ from flowtrain.dataflow.contract import (
     Batch,
     BatchRequest,
     Refused,
-    StoredPayload,
 )
 from flowtrain.dataflow.ledger.counters import close_shares, count_batch
 from flowtrain.dataflow.ledger.prompts import candidate, num_leased, number_groups
@@ -207,8 +206,7 @@ def _read(transaction: Transaction, request: BatchRequest) -> Batch:
         "SELECT stats FROM batches WHERE policy = ? AND step = ?", request.policy, request.step
     )
     rows = transaction.all(
-        "SELECT a.position, a.work_item, a.is_replay, d.payload, d.key, d.num_bytes, d.sha256"
-        " FROM assignments a"
+        "SELECT a.position, a.work_item, a.is_replay, d.payload FROM assignments a"
         " LEFT JOIN payloads d ON d.work_item = a.work_item"
         " WHERE a.policy = ? AND a.step = ? AND a.position % ? = ? ORDER BY a.position",
         request.policy,
@@ -225,7 +223,4 @@ def _read(transaction: Transaction, request: BatchRequest) -> Batch:
 
 
 def _assigned(row: Any) -> AssignedGroup:
-    stored = StoredPayload(row.key, row.num_bytes, row.sha256) if row.key else None
-    return AssignedGroup(
-        row.position, row.work_item, bytes(row.payload), bool(row.is_replay), stored
-    )
+    return AssignedGroup(row.position, row.work_item, bytes(row.payload), bool(row.is_replay))

@@ -13,7 +13,6 @@ from flowtrain.dataflow.ledger.audit import Audit, audit
 from flowtrain.dataflow.ledger.backpressure import Openings, read_openings
 from flowtrain.dataflow.ledger.batches import Batches
 from flowtrain.dataflow.ledger.evaluations import Evaluations
-from flowtrain.dataflow.ledger.garbage import Collector
 from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.nodes import Nodes
 from flowtrain.dataflow.ledger.prompts import Cursor, Prompts, TaskOrder
@@ -22,7 +21,6 @@ from flowtrain.dataflow.ledger.report import report
 from flowtrain.dataflow.ledger.schema import prepare
 from flowtrain.dataflow.ledger.sql import connect
 from flowtrain.dataflow.ledger.trainers import Trainers
-from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import Rules, load
 from flowtrain.tasks.sets import task_set
 from flowtrain.types import UserError
@@ -59,20 +57,11 @@ class Ledger:
                 f"{self.database.name} belongs to a run with other tasks ({changed}): give those "
                 "that it began with, in their order, or name another database"
             )
-        payloads = None
-        if url := config.dataflow.payloads:
-            payloads = PayloadStore(url, self.run)
-            # Nodes, which get these options, and trainers have other working folders.
-            dataflow = config.dataflow.model_copy(update={"payloads": str(payloads)})
-            config = config.model_copy(update={"dataflow": dataflow})
-        self._check_payloads(payloads)
-        self.collector = Collector(self.database, payloads) if payloads else None
-        """Deletes payloads in the object store; None where they are in the database."""
         common = (self.database, config)
         nodes = Nodes(*common)
         leases = LeaseBook(*common, prompts=self._prompts)
-        pushes = Pushes(*common, group_filter=rules.group_filter, payloads=payloads)
-        trainers = Trainers(*common, payloads=config.dataflow.payloads)
+        pushes = Pushes(*common, group_filter=rules.group_filter)
+        trainers = Trainers(*common)
         batches = Batches(*common, selector=rules.selector)
         evaluations = Evaluations(*common)
         # The requests of `Dataflow`, each answered by its part.
@@ -87,16 +76,6 @@ class Ledger:
         self.progress = trainers.progress
         self.evaluate = evaluations.evaluate
         self.evaluation = evaluations.evaluation
-
-    def _check_payloads(self, payloads: PayloadStore | None) -> None:
-        """Raises UserError when groups wait in a store that is not named."""
-        with self.database.read() as transaction:
-            row = transaction.one("SELECT key FROM payloads WHERE key <> '' LIMIT 1")
-        if row is not None and payloads is None:
-            raise UserError(
-                f"dataflow.payloads='': groups of {self.database.name} are in an object store, "
-                f"such as {row.key}; give its folder or URL"
-            )
 
     def openings(self) -> Openings:
         """Read what there is to lease."""

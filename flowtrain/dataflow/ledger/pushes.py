@@ -1,8 +1,5 @@
 """Pushes: the first group that comes for a work item is committed, once; that of a question is a
 result of its evaluation.
-
-A payload is in the object store before its row is committed, and nothing there is waited for inside
-a transaction. Results are in the database: they stay for a few steps.
 """
 
 from __future__ import annotations
@@ -15,10 +12,9 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.dataflow.codec import decoded, inflated, unpack
-from flowtrain.dataflow.contract import Push, Pushed, Refused, StoredPayload, Unavailable
+from flowtrain.dataflow.contract import Push, Pushed, Refused, Unavailable
 from flowtrain.dataflow.ledger.counters import count_groups
 from flowtrain.dataflow.ledger.evaluations import evaluation_of, settings_of
-from flowtrain.dataflow.ledger.garbage import discard, expect, keep
 from flowtrain.dataflow.ledger.group_checks import (
     NO_TOKENS,
     GroupLimits,
@@ -27,7 +23,6 @@ from flowtrain.dataflow.ledger.group_checks import (
 )
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.token_accounts import note_group, note_sampled
-from flowtrain.dataflow.payloads import PayloadStore
 from flowtrain.dataflow.rules import GroupFilter, Outcome
 from flowtrain.types import Task
 
@@ -41,8 +36,6 @@ class Pushes:
     database: Database
     config: Config
     group_filter: GroupFilter
-    payloads: PayloadStore | None
-    """Where payloads go instead of the database."""
 
     def push(self, request: Push) -> Pushed:
         """Commit a group. A lease that has run out still counts if no other node was faster."""
@@ -66,7 +59,6 @@ class Pushes:
         plain = inflated(request.payload, limits.max_bytes)
         with _LARGE if len(plain) > _LARGE_BYTES else nullcontext():
             summary = limits.check(decoded(plain, limits.max_bytes))
-        stored = self._stored(request) if evaluation is None else None
         with self.database.write() as transaction:
             work_item = transaction.one(
                 f"SELECT * FROM work_items WHERE id = ? {transaction.lock('work_items')}",
@@ -79,28 +71,18 @@ class Pushes:
                 )
             is_over = evaluation is not None and evaluation.state != "open"
             if work_item.state == "committed" or is_over:
-                if stored is not None:
-                    discard(transaction, stored.key)
                 if evaluation is None:
                     self._count(transaction, request, lease, summary, is_duplicate=True)
                 return Pushed("duplicate")
             if evaluation is not None:
                 self._keep(transaction, request, summary)
             else:
-                self._commit(transaction, request, lease, work_item, summary, stored)
+                self._commit(transaction, request, lease, work_item, summary)
             transaction.run(
                 "UPDATE work_items SET state = 'committed' WHERE id = ?", request.work_item
             )
             transaction.run("DELETE FROM live_leases WHERE work_item = ?", request.work_item)
         return Pushed("committed")
-
-    def _stored(self, request: Push) -> StoredPayload | None:
-        """Put the payload into the object store, if there is one."""
-        if self.payloads is None:
-            return None
-        key = self.payloads.new_key(request.work_item, request.attempt)
-        expect(self.database, key)
-        return self.payloads.put(key, request.payload)
 
     def _keep(self, transaction: Transaction, request: Push, summary: Summary) -> None:
         """Keep the result of a question, with the (oldest, newest) version of each policy."""
@@ -137,7 +119,6 @@ class Pushes:
         lease: Any,
         work_item: Any,
         summary: Summary,
-        stored: StoredPayload | None,
     ) -> None:
         rewards = json.dumps(summary.rewards)
         committed = (transaction.now(), rewards, summary.num_tokens, None)
@@ -155,14 +136,8 @@ class Pushes:
                 state, num = left[policy]
                 count_groups(transaction, (policy, state), 1, num, found.num_tokens)
         if any(state == "fresh" for _, _, state, *_ in shares):
-            where = (stored.key, stored.num_bytes, stored.sha256) if stored else ("", 0, "")
-            if stored is not None:
-                keep(transaction, stored.key)
-            payload = b"" if stored else request.payload
-            values = (work_item.id, payload, *where)
-            transaction.run(f"INSERT INTO payloads VALUES {marks(values)}", *values)
-        elif stored is not None:
-            discard(transaction, stored.key)
+            values = (work_item.id, request.payload)
+            transaction.run("INSERT INTO payloads VALUES (?, ?)", *values)
 
     def _shares(
         self, transaction: Transaction, work_item: Any, summary: Summary

@@ -5,8 +5,7 @@ A work item (a task to roll out) is drawn, leased, waiting for another lease, co
 Its group, once committed, has a row with what rules look at, a payload, and a share per policy. A
 share is fresh, assigned to a batch, or left out for a reason that stays on record. Keys and unique
 indices alone keep what matters most: one group per work item, and at most one batch of each policy
-that has it fresh. A payload is in the row, or in an object store under the row's key; keys in
-`garbage` are of objects to delete.
+that has it fresh.
 
 What is written again and again is narrow and apart from history: `meta` has the numbers that the
 holder of its lock counts on, `live_leases` until when the leases under way last.
@@ -77,11 +76,7 @@ CREATE TABLE groups (
     event BIGINT UNIQUE);
 CREATE INDEX groups_without_event ON groups (work_item) WHERE event IS NULL;
 CREATE INDEX groups_pushed ON groups (pushed_s);
-CREATE TABLE payloads (
-    work_item BIGINT PRIMARY KEY, payload BYTEA NOT NULL, key TEXT NOT NULL,
-    num_bytes BIGINT NOT NULL, sha256 TEXT NOT NULL);
-CREATE TABLE garbage (
-    key TEXT PRIMARY KEY, since_s DOUBLE PRECISION NOT NULL, is_deleted BIGINT NOT NULL);
+CREATE TABLE payloads (work_item BIGINT PRIMARY KEY, payload BYTEA NOT NULL);
 CREATE TABLE bumps (event BIGINT PRIMARY KEY, policy TEXT NOT NULL, version BIGINT NOT NULL);
 
 CREATE TABLE shares (

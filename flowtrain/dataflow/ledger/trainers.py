@@ -31,8 +31,6 @@ MAX_TEXT = 4096
 class Trainers:
     database: Database
     config: Config
-    payloads: str
-    """`Registered.payloads`."""
 
     def register(self, request: Register) -> Registered:
         self._check(request)
@@ -45,7 +43,7 @@ class Trainers:
             if not self._is_known(transaction, request):
                 self._begin(transaction, request)
             policy = transaction.one("SELECT newest FROM policies WHERE name = ?", request.policy)
-        return Registered(meta.run, policy.newest, self.payloads)
+        return Registered(meta.run, policy.newest)
 
     def _check(self, request: Register) -> None:
         if request.policy not in self.config.policy_names:
@@ -184,17 +182,12 @@ def _forget_payloads(transaction: Transaction, *, has_replays: bool) -> None:
         else ""
     )
     # Counts, because NOT EXISTS may become a join that reads all shares and assignments there are.
-    rows = transaction.all(
+    transaction.run(
         "DELETE FROM payloads"
         " WHERE 0 = (SELECT count(*) FROM shares s JOIN policies p ON p.name = s.policy"
         f" WHERE s.work_item = payloads.work_item AND (s.state = 'fresh'{replays}))"
         " AND 0 = (SELECT count(*) FROM assignments a JOIN policies p ON p.name = a.policy"
-        " WHERE a.work_item = payloads.work_item AND a.step > p.checkpoint) RETURNING key"
-    )
-    now = transaction.now()
-    transaction.many(
-        "INSERT INTO garbage VALUES (?, ?, 0) ON CONFLICT DO NOTHING",
-        [(row.key, now) for row in rows if row.key],
+        " WHERE a.work_item = payloads.work_item AND a.step > p.checkpoint)"
     )
 
 
