@@ -17,7 +17,7 @@ COMMANDS = {
     "replay": "make a run again from its log, and compare every version",
     "dataflow": "the service that hands out leases and collects groups; audit, status",
     "node": "a rollout node: follows weights, leases work, pushes groups",
-    "weights": "inspect, verify, serve and clean versions of weights",
+    "weights": "verify, serve and clean versions of weights",
     "view": "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
 }
 """Modules below `flowtrain` that are commands, and what each does."""

@@ -40,7 +40,7 @@ def test_the_modules_of_the_table_are_there(name: str) -> None:
 
 def test_a_command_runs_as_its_module_would() -> None:
     done, module = (
-        run_program([sys.executable, "-m", *words, "inspect", "--help"])
+        run_program([sys.executable, "-m", *words, "verify", "--help"])
         for words in (("flowtrain", "weights"), ("flowtrain.weights",))
     )
     assert done.returncode == 0 and done.stderr == ""
@@ -48,7 +48,7 @@ def test_a_command_runs_as_its_module_would() -> None:
 
 
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
-    done = run("weights", "inspect", str(tmp_path / "none"))
+    done = run("weights", "verify", str(tmp_path / "none"))
     assert (done.returncode, done.stderr) == (
         2,
         f"python -m flowtrain.weights: {tmp_path / 'none'} is no folder\n",

@@ -1,4 +1,4 @@
-"""Look into a weight store, verify it, serve or mirror it, clean it up.
+"""Verify a weight store, serve it, clean it up.
 
 LOCATION is the folder that holds HEAD, or its URL; FLOWTRAIN_TOKEN is the token for it.
 Exit codes: 0 all is well, 1 something is damaged or missing, 2 the command was not understood.
@@ -7,7 +7,6 @@ Exit codes: 0 all is well, 1 something is damaged or missing, 2 the command was 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -16,19 +15,14 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from flowtrain.net.credentials import TokenFile
-from flowtrain.net.objects import MissingObject, StoreSilent, open_objects
 from flowtrain.types import UserError
 from flowtrain.utils.commands import Commands, add_server, end_on_signals, number
-from flowtrain.utils.files import make_folder
 from flowtrain.utils.json_lines import print_json, say
-from flowtrain.utils.lock import Lock
 from flowtrain.utils.terminal import protect_output
-from flowtrain.weights import show
-from flowtrain.weights.format.manifest import StoreError
+from flowtrain.weights.format.manifest import NotThere, StoreError
 from flowtrain.weights.stores import serve
 from flowtrain.weights.stores.folder import Source, WeightStore
 from flowtrain.weights.stores.http import open_source
-from flowtrain.weights.stores.mirror import Mirror
 
 _COMMAND = "python -m flowtrain.weights"
 
@@ -51,30 +45,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _inspect(options: argparse.Namespace, cache: Path) -> int:
-    path = Path(options.location)
-    if path.is_file():
-        if options.version is not None:
-            raise UserError(f"--version chooses from a store; {path} is a file")
-        print(json.dumps(show.delta_record(path), indent=1))
-        return 0
-    source = _open(options.location, cache)
-    if options.version is not None:
-        record = show.version_record(source, source.manifest(options.version))
-        print(json.dumps(record, indent=1))
-        return 0
-    is_damaged = False
-    versions = _versions(source)
-    print(show.HEADING)
-    for version in versions:
-        try:
-            print(show.version_line(source.manifest(version)))
-        except StoreError as error:
-            print(f"{version:>8}  damaged  {error}")
-            is_damaged = True
-    return int(is_damaged)
-
-
 def _verify(options: argparse.Namespace, cache: Path) -> int:
     from flowtrain.weights.verify import Verifier  # and with it torch
 
@@ -87,7 +57,7 @@ def _verify(options: argparse.Namespace, cache: Path) -> int:
     problems = verifier.run(versions)
     for problem in problems:
         print(f"damaged: {problem}")
-    size = show.human(verifier.num_bytes) or "0 B"
+    size = _human(verifier.num_bytes)
     counts = f"{len(versions)} versions, {verifier.num_files} files, {size}"
     print(f"{len(problems)} problems in {counts}" if problems else f"fine: {counts}")
     return 1 if problems else 0
@@ -112,30 +82,11 @@ def _serve(options: argparse.Namespace, _cache: Path) -> int:
     return 0
 
 
-def _mirror(options: argparse.Namespace, _cache: Path) -> int:
-    store = WeightStore(_folder(options.store))
-    make_folder(store.root)
-    with Lock(store.root / "mirror.lock", f"the mirror of {store}", "end it"):
-        mirror = Mirror(store, open_objects(options.url))
-        if options.once:
-            try:
-                made = mirror.update()
-            except (MissingObject, StoreSilent) as error:
-                raise StoreError(str(error)) from error
-            print(f"put {', '.join(map(str, made)) or 'nothing'}")
-            return 0
-        try:
-            mirror.follow(options.every)
-        except KeyboardInterrupt:
-            print("stopped")  # the normal end
-    return 0
-
-
 def _gc(options: argparse.Namespace, _cache: Path) -> int:
     store = _open_folder(options.store)
     garbage = store.garbage(options.keep)
     files = [path for version in garbage for path in store.folder(version).iterdir()]
-    size = show.human(sum(path.stat().st_size for path in files)) or "0 B"
+    size = _human(sum(path.stat().st_size for path in files))
     if not options.dry_run:
         garbage = store.collect_garbage(options.keep)
     done, rest = ("would delete", "are there") if options.dry_run else ("deleted", "stay")
@@ -172,7 +123,7 @@ def _head(source: Source) -> int:
 
 def _versions(source: Source) -> list[int]:
     head = _head(source)
-    versions = show.list_versions(source)
+    versions = _listed(source)
     if not versions or versions[-1] != head:
         raise StoreError(
             f"HEAD of {source} is {head}, which is not there; publish a new version, or write the "
@@ -181,16 +132,37 @@ def _versions(source: Source) -> list[int]:
     return versions
 
 
+def _listed(source: Source) -> list[int]:
+    """List the versions in order. Other machines have no listing: follow the deltas back from HEAD
+    and, where there are none, go to the number before.
+    """
+    if isinstance(source, WeightStore):
+        return source.versions()
+    found: list[int] = []
+    at = source.head()
+    while at is not None and at >= 0:
+        try:
+            manifest = source.manifest(at)
+        except NotThere:
+            break
+        found.append(at)
+        at = max(manifest.delta_files, default=at - 1)
+    return found[::-1]
+
+
+def _human(num_bytes: float) -> str:
+    """Write a size with its unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
+
+
 def _parser() -> argparse.ArgumentParser:
     commands = Commands(_COMMAND, __doc__)
     count = number(0, 10**17)
     positive = number(1, 10**9)
-
-    summary = "what a store, a version or a delta file holds"
-    inspect = commands.add("inspect", _inspect, summary, example="runs/a/weights --version 12")
-    inspect.add_argument("location", metavar="LOCATION", help="a store, its URL, or a delta file")
-    text = "show this version and its deltas as JSON; default: a line per version"
-    inspect.add_argument("--version", type=count, help=text)
 
     summary = "check files, deltas and digests"
     verify = commands.add("verify", _verify, summary, example="http://trainer:8321 --all")
@@ -206,17 +178,6 @@ def _parser() -> argparse.ArgumentParser:
     text = "the folder that holds HEAD, or will hold it once a trainer has published"
     server.add_argument("store", metavar="STORE", help=text)
     add_server(server, 8321)
-
-    summary = "keep a copy of a store in a bucket, from which nodes load"
-    example = "runs/a/weights s3://bucket/weights"
-    mirror = commands.add("mirror", _mirror, summary, example=example)
-    text = "the folder that holds HEAD, or will hold it once a trainer has published"
-    mirror.add_argument("store", metavar="STORE", help=text)
-    text = "s3://bucket/prefix, gs://, az://, or a folder; credentials are in the environment"
-    mirror.add_argument("url", metavar="URL", help=text)
-    mirror.add_argument("--once", action="store_true", help="end when the copy is complete")
-    text = "seconds between two looks (default: 1)"
-    mirror.add_argument("--every", type=positive, default=1, metavar="S", help=text)
 
     summary = "delete versions that nobody needs"
     clean = commands.add("gc", _gc, summary, example="runs/a/weights --keep 10 --dry-run")

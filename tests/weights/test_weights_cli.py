@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,90 +12,28 @@ from pathlib import Path
 
 import http_stores as hs
 import pytest
-from http_stores import LAST, TOKEN, Run, add_snapshot, delta_path, flip, rewrite, same, weights_at
-from safetensors.numpy import load_file, save_file
+from http_stores import TOKEN, Run, add_snapshot, flip, rewrite, same, weights_at
 
 from flowtrain.net.credentials import Role, issue
 from flowtrain.weights import HttpStore, StoreError, WeightStore, pull
-from flowtrain.weights.format.files import write_delta
 from flowtrain.weights.stores import http
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
-
-# ---- inspect
-
-
-def test_inspect_lists_the_versions(run: Run, filled: WeightStore) -> None:
-    code, out, _ = run("inspect", filled.root)
-    lines = out.splitlines()
-    assert code == 0 and len(lines) == LAST + 2
-    assert lines[0].split()[:3] == ["version", "changed", "density"]
-    assert re.search(r"^ +0 +6,160 +100.000% .* KiB +the publisher has just started$", lines[1])
-    assert re.search(r"^ +4 +\d\d +0\.\d{3}% .* 3, 0$", lines[5])
-
-
-def test_inspect_of_a_version_and_of_a_file(run: Run, filled: WeightStore) -> None:
-    manifest = filled.manifest(4)
-    code, out, _ = run("inspect", filled.root, "--version", 4)
-    record = json.loads(out)
-    deltas = record.pop("deltas")
-    assert code == 0 and record == json.loads(manifest.to_json())
-    assert [(d["base"], d["version"]) for d in deltas] == [(3, 4), (0, 4)]
-    layer = deltas[0]["tensors"]["layer.weight"]
-    found = (layer["first"], layer["num_words"], layer["level"], sum(layer["num_blocks"].values()))
-    assert found == (0, 6144, 1, 1)
-    digests = [
-        f"{a:016x}{b:016x}"
-        for a, b in (filled.manifest(3).digests["layer.weight"], manifest.digests["layer.weight"])
-    ]
-    assert [layer["base_digest"], layer["target_digest"]] == digests
-    code, out, _ = run("inspect", delta_path(filled, 0, 4))
-    assert code == 0 and json.loads(out) == deltas[1]
-
-
-def test_inspect_what_is_damaged(run: Run, copied: WeightStore, tmp_path: Path) -> None:
-    (copied.folder(2) / "manifest.json").write_text("{")
-    code, out, _ = run("inspect", copied.root)
-    assert code == 1
-    assert re.match(r" +2 +damaged +.*/v00000002/manifest.json is damaged", out.splitlines()[3])
-    for arguments, message in (
-        (("--version", 2), "v00000002/manifest.json is damaged"),
-        (("--version", 77), "version 77 is not in"),
-    ):
-        code, out, err = run("inspect", copied.root, *arguments)
-        assert (code, out) == (1, "")
-        assert message in err
-        assert err.startswith("python -m flowtrain.weights: ")
-
-    blobs = load_file(delta_path(copied, 2, 3))
-    blobs["layer.weight"][8] ^= 255
-    save_file(blobs, tmp_path / "odd.safetensors")
-    write_delta(tmp_path / "bad.safetensors", blobs, copied.manifest(3).layout, 2, 3)
-    (tmp_path / "text").write_text("hello")
-    snapshot = copied.folder(0) / "anchor-r0.safetensors"
-    for path, message in (
-        (snapshot, "is not a delta"),
-        (tmp_path / "odd.safetensors", "is not a delta"),
-        (tmp_path / "bad.safetensors", "the delta of 'layer.weight' is damaged"),
-        (tmp_path / "text", "is no safetensors file"),
-    ):
-        code, out, err = run("inspect", path)
-        assert (code, out) == (1, "") and message in err and path.name in err
 
 
 def test_a_store_without_versions_or_with_a_wrong_head(
     run: Run, copied: WeightStore, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    for command in (("inspect",), ("verify",), ("verify", "--all")):
+    for command in (("verify",), ("verify", "--all")):
         code, _, err = run(command[0], tmp_path / "empty", *command[1:])
         assert code == 1 and "holds no version" in err
     (copied.root / "HEAD").write_text("9\n")
     code, _, err = run("verify", copied.root, "--all")
     assert code == 1 and "HEAD of" in err and "is 9, which is not there" in err
     (copied.root / "HEAD").write_bytes(b"\xff\xff")
-    code, _, err = run("inspect", copied.root)
+    code, _, err = run("verify", copied.root)
     assert code == 1 and "not a version" in err
 
 
@@ -123,7 +60,7 @@ def test_gc(run: Run, copied: WeightStore) -> None:
 # ---- usage
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "serve", "gc"])
+@pytest.mark.parametrize("command", ["verify", "serve", "gc"])
 def test_help_has_an_example(run: Run, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0 and f"example: python -m flowtrain.weights {command} " in " ".join(out.split())
@@ -134,22 +71,21 @@ def test_help_has_an_example(run: Run, command: str) -> None:
 WRONG = f"""
 
 polish
-inspect
-inspect S --version x
-inspect S --version -1
+inspect S
+verify
+verify S --version x
+verify S --version -1
 verify S --all --version 1
 gc S
 gc S --keep 0
 serve S --port 99999
-inspect /nowhere/at/all
 verify /nowhere
 gc /nowhere --keep 1
 serve {__file__}
 gc http://host --keep 1
 serve http://host
-inspect ftp://host
+verify ftp://host
 verify {__file__}
-inspect {__file__} --version 1
 """
 """Command lines, S being a store."""
 
@@ -179,11 +115,9 @@ def test_commands_work_on_a_url(
 ) -> None:
     monkeypatch.setenv("FLOWTRAIN_TOKEN", TOKEN)
     with hs.serving(filled) as url:
-        for arguments in ((), ("--version", 4)):
-            assert run("inspect", url, *arguments) == run("inspect", filled.root, *arguments)
         assert run("verify", url, "--all") == run("verify", filled.root, "--all")
         monkeypatch.setenv("FLOWTRAIN_TOKEN", "another")
-        code, _, err = run("inspect", url)
+        code, _, err = run("verify", url)
         assert code == 1 and "the server refuses the token" in err
 
 
@@ -195,8 +129,7 @@ def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.Monkey
         assert code == 1
         assert f"damaged: {server.url}/v00000000/anchor-r0.safetensors came damaged twice" in out
         shutil.rmtree(copied.folder(0))
-        lines = run("inspect", server.url)[1].splitlines()
-        assert [line.split()[0] for line in lines] == ["version", "1", "2", "3", "4", "5"]
+        assert " in 5 versions, " in run("verify", server.url, "--all")[1]
         (copied.root / "HEAD").unlink()
         code, _, err = run("verify", server.url)
         assert code == 1 and f"{server.url} holds no version" in err

@@ -63,7 +63,7 @@ def _explained() -> Iterator[None]:
         yield
     except MissingObject as error:
         raise NotThere(
-            f"{error}: the version was never mirrored or was collected, or the address is wrong"
+            f"{error}: the version was never copied there or was collected, or the address is wrong"
         ) from error
     except StoreSilent as error:
         raise StoreError(str(error)) from error

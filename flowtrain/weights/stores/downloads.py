@@ -42,7 +42,7 @@ class Downloads:
             _log.warning("%s/%s came damaged: %s", self, key, damage)
         raise StoreError(
             f"{self}/{key} came damaged twice: {damage}; it is not the file of its manifest, "
-            "publish a full snapshot, or mirror the store again"
+            "publish a full snapshot, or copy the store again"
         )
 
     def loaded(self, version: int) -> None:
