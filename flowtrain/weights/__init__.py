@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from flowtrain.weights.publish.publisher import Published, Publisher, PublishOptions
     from flowtrain.weights.publish.schedule import SnapshotPolicy
     from flowtrain.weights.stores.folder import Source, WeightStore
-    from flowtrain.weights.stores.http import HttpStore, open_source
+    from flowtrain.weights.stores.remote import RemoteStore, open_source
 
 _HOMES = {
     "format.manifest": ("StoreError",),
@@ -17,16 +17,16 @@ _HOMES = {
     "publish.publisher": ("PublishOptions", "Published", "Publisher"),
     "publish.schedule": ("SnapshotPolicy",),
     "stores.folder": ("Source", "WeightStore"),
-    "stores.http": ("HttpStore", "open_source"),
+    "stores.remote": ("RemoteStore", "open_source"),
 }
 """Names by the module that has them, imported when asked for: a server of files needs no torch."""
 
 __all__ = [
-    "HttpStore",
     "Loaded",
     "PublishOptions",
     "Published",
     "Publisher",
+    "RemoteStore",
     "SnapshotPolicy",
     "Source",
     "StoreError",

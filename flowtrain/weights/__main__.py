@@ -22,7 +22,7 @@ from flowtrain.utils.terminal import protect_output
 from flowtrain.weights.format.manifest import NotThere, StoreError
 from flowtrain.weights.stores import serve
 from flowtrain.weights.stores.folder import Source, WeightStore
-from flowtrain.weights.stores.http import open_source
+from flowtrain.weights.stores.remote import open_source
 
 _COMMAND = "python -m flowtrain.weights"
 

@@ -34,8 +34,8 @@ import torch
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Join, LeaseRequest, Unavailable
-from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
-from flowtrain.weights.stores.http import HttpStore
+from flowtrain.weights import Publisher, PublishOptions, RemoteStore, StoreError, WeightStore
+from flowtrain.weights.stores.http import HttpObjects
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-the-tests"
@@ -238,7 +238,7 @@ def _lease(url: str, number: int, found: Found, is_over: threading.Event) -> Non
 
 
 def _fetch(url: str, cache: Path, found: Found, is_over: threading.Event) -> None:
-    store = HttpStore(url, cache, TOKEN, timeout_s=20.0, retries=2)
+    store = RemoteStore(HttpObjects(url, TOKEN, timeout_s=20.0, retries=2), cache)
     _go_on(lambda: store.manifest(0), found, is_over, random.Random(cache.name))
 
 

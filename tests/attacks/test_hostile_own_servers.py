@@ -11,7 +11,8 @@ import pytest
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Refused, Unavailable
-from flowtrain.weights import HttpStore, StoreError
+from flowtrain.weights import RemoteStore, StoreError
+from flowtrain.weights.stores.http import HttpObjects
 from tests.attacks.hostile_answers import BODIES
 from tests.attacks.raw_server import RawServer
 from tests.attacks.tally import Tally
@@ -21,11 +22,11 @@ SURFACE = "hostile answers of stores and dataflows"
 
 
 def read_head(server: RawServer, _cache: Path) -> object:
-    return HttpStore(server.url, _cache, timeout_s=0.15, retries=0).head()
+    return RemoteStore(HttpObjects(server.url, timeout_s=0.15, retries=0), _cache).head()
 
 
 def read_manifest(server: RawServer, cache: Path) -> object:
-    store = HttpStore(server.url, cache, timeout_s=0.15, retries=0)
+    store = RemoteStore(HttpObjects(server.url, timeout_s=0.15, retries=0), cache)
     store._newest = 5
     return store.manifest(5)
 
@@ -46,7 +47,7 @@ CLIENTS: dict[str, Callable[[RawServer, Path], object]] = {
 def test_no_answer_breaks_a_client(
     client: str, server: RawServer, tally: Tally, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowtrain.weights.stores.http.MAX_MANIFEST", 1 << 20)
+    monkeypatch.setattr("flowtrain.weights.stores.remote.MAX_MANIFEST", 1 << 20)
     monkeypatch.setattr("flowtrain.weights.stores.http.SLOWEST", 16 << 20)
     monkeypatch.setattr("flowtrain.dataflow.client._MAX_BYTES", 1 << 20)
     through = {}

@@ -19,7 +19,7 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.service import Service
 from flowtrain.net import connections, serving
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
-from flowtrain.weights.stores.http import HttpStore
+from flowtrain.weights.stores.remote import open_source
 from flowtrain.weights.stores.serve import make_app
 from tests.attacks.malformed import request
 from tests.attacks.tally import Tally
@@ -120,4 +120,4 @@ def test_the_weight_server_bears_any_request(
             through = besiege(url, seed, token)
             tally.add(name, NUM_REQUESTS, len(through))
             assert not through
-        assert HttpStore(url, tmp_path, TOKEN).head() == 0
+        assert open_source(url, tmp_path, TOKEN).head() == 0

@@ -19,8 +19,15 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Join, LeaseRequest, NotAllowed, Unavailable
 from flowtrain.dataflow.service import Service
 from flowtrain.net.credentials import Role, TokenFile, issue
-from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
-from flowtrain.weights.stores.http import HttpStore
+from flowtrain.weights import (
+    Publisher,
+    PublishOptions,
+    RemoteStore,
+    StoreError,
+    WeightStore,
+    open_source,
+)
+from flowtrain.weights.stores.http import HttpObjects
 from flowtrain.weights.stores.serve import make_app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nginx.conf"
@@ -66,7 +73,7 @@ def test_a_node_joins_and_fetches_weights_through_the_proxy(
             pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"),
         ):
             client.join(Join("eu-1", "a"))
-        remote = HttpStore(f"{url}/weights", tmp_path / "cache", token, retries=0)
+        remote = RemoteStore(HttpObjects(f"{url}/weights", token, retries=0), tmp_path / "cache")
         with pytest.raises(StoreError, match="CERTIFICATE_VERIFY_FAILED"):
             remote.head()
         monkeypatch.setenv("SSL_CERT_FILE", str(authority))
@@ -75,9 +82,9 @@ def test_a_node_joins_and_fetches_weights_through_the_proxy(
             assert client.lease(LeaseRequest("eu-1", "a", 1)).reason == "no trainer"
             with pytest.raises(NotAllowed, match="HTTP 403"):
                 client.join(Join("us-1", "a"))
-        remote = HttpStore(f"{url}/weights", tmp_path / "cache", token)
+        remote = open_source(f"{url}/weights", tmp_path / "cache", token)
         (file,) = (each for each in remote.manifest(0).files)
         assert remote.fetch(0, file).stat().st_size == file.num_bytes > 4 << 20
         with pytest.raises(StoreError, match="refuses the token"):
-            HttpStore(f"{url}/weights", tmp_path / "cache", "wrong").head()
+            open_source(f"{url}/weights", tmp_path / "cache", "wrong").head()
     ledger.close()

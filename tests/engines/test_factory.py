@@ -29,7 +29,7 @@ from flowtrain.training.lora import WEIGHTS, adapter_weights, add_adapter
 from flowtrain.training.model import named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Sampling, UserError
-from flowtrain.weights import HttpStore, Publisher, WeightStore
+from flowtrain.weights import Publisher, WeightStore, open_source
 from flowtrain.weights.format.layout import TensorSpec
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_vllm_gets_the_location_of_the_store(
     for store in (
         None,
         WeightStore(tmp_path / "store"),
-        HttpStore("http://127.0.0.1:9/w", tmp_path / "cache"),
+        open_source("http://127.0.0.1:9/w", tmp_path / "cache"),
     ):
         make_engine(config, policy, CPU, store)
     assert [model.store for model in made] == ["", str(tmp_path / "store"), "http://127.0.0.1:9/w"]

@@ -19,11 +19,12 @@ from http_servers import running
 from torch import Tensor
 
 from flowtrain.net.serving import address
-from flowtrain.weights import Publisher, PublishOptions, WeightStore
+from flowtrain.weights import Publisher, PublishOptions, RemoteStore, WeightStore
 from flowtrain.weights.__main__ import main
 from flowtrain.weights.format.files import seal, write_snapshot
 from flowtrain.weights.format.manifest import File
 from flowtrain.weights.format.tensor_shards import local_shards
+from flowtrain.weights.stores.http import HttpObjects
 from flowtrain.weights.stores.serve import make_app
 
 TOKEN = "a-token-of-the-tests"
@@ -58,6 +59,13 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     )
 
 
+def remote(
+    url: str, cache: Path, token: str = "", *, retries: int = 3, timeout_s: float = 20.0
+) -> RemoteStore:
+    """A store over HTTP that pauses for nothing."""
+    return RemoteStore(HttpObjects(url, token, timeout_s, retries, backoff_s=0.0), cache)
+
+
 def serving(store: WeightStore, token: str = TOKEN) -> contextlib.AbstractContextManager[str]:
     """The URL of a real server."""
     return running(make_app(store, token))
@@ -81,15 +89,14 @@ class Handler(BaseHTTPRequestHandler):
         (answers.pop(0) if answers else honest)(self)
 
     def data(self) -> bytes | None:
-        if self.server.lists and self.path == "/HEAD?manifests":
-            listing = WeightStore(self.server.root).listing()
-            return None if listing is None else listing.to_text().encode()
         path = self.server.root / self.path.partition("?")[0][1:]
         return path.read_bytes() if path.is_file() else None
 
-    def start(self) -> int:
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        return int(asked[1]) if asked else 0
+    def asked(self) -> tuple[int, int]:
+        """The bytes that are asked for, of those that there are."""
+        size = len(self.data() or b"")
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        return (int(asked[1]), min(int(asked[2]) + 1, size)) if asked else (0, size)
 
     def reply(self, status: int, body: bytes = b"", **headers: object) -> None:
         self.send_response(status)
@@ -107,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Misbehaving(ThreadingHTTPServer):
     """`answers`: by file name, what to do with the next requests for it; after them the server is
-    honest. `seen`: every request. `lists`: HEAD has the checksums of manifests.
+    honest. `seen`: every request.
     """
 
     daemon_threads = True
@@ -115,7 +122,6 @@ class Misbehaving(ThreadingHTTPServer):
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
-        self.lists = False
         self.answers: dict[str, list[Answer]] = {}
         self.seen: list[tuple[str, str | None, str | None]] = []
 
@@ -150,34 +156,30 @@ def silent() -> Iterator[str]:
 
 
 def honest(handler: Handler) -> None:
-    data, start = handler.data(), handler.start()
+    data, (start, stop) = handler.data(), handler.asked()
     if data is None:
         handler.reply(404)
     elif start >= len(data) > 0 and handler.headers.get("Range"):
         handler.reply(416, Content_Range=f"bytes */{len(data)}")
-    elif handler.headers.get("Range"):
-        handler.reply(206, data[start:], Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}")
     else:
-        handler.reply(200, data)
+        send_part(handler, data, start, stop)
+
+
+def send_part(handler: Handler, data: bytes, start: int, stop: int, **headers: object) -> None:
+    """A part of a file, as a range where one was asked for."""
+    is_range = bool(handler.headers.get("Range"))
+    if is_range:
+        headers["Content_Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+    handler.reply(206 if is_range else 200, data[start:stop], **headers)
 
 
 def cut_after(num_bytes: int, has_length: bool = True) -> Answer:
     """The right answer up to a byte of the body, then the connection ends."""
 
     def answer(handler: Handler) -> None:
-        data, start = handler.data() or b"", handler.start()
-        announced = len(data) - start if has_length else None
-        extra = (
-            {"Content_Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
-            if handler.headers.get("Range")
-            else {}
-        )
-        handler.reply(
-            206 if extra else 200,
-            data[start : start + num_bytes],
-            Content_Length=announced,
-            **extra,
-        )
+        data, (start, stop) = handler.data() or b"", handler.asked()
+        cut = data[: start + num_bytes]
+        send_part(handler, cut, start, stop, Content_Length=stop - start if has_length else None)
 
     return answer
 
@@ -187,31 +189,27 @@ def without_ranges(handler: Handler) -> None:
 
 
 def another_range(handler: Handler) -> None:
-    """As long as the one that was asked for, a byte earlier."""
-    data, start = handler.data() or b"", handler.start() - 1
-    handler.reply(206, data[start:-1], Content_Range=f"bytes {start}-{len(data) - 2}/{len(data)}")
+    """As long as the one that was asked for, a byte later."""
+    data, (start, stop) = handler.data() or b"", handler.asked()
+    send_part(handler, data, start + 1, stop + 1)
 
 
 def with_status(status: int, **headers: object) -> Answer:
     return lambda handler: handler.reply(status, **headers)
 
 
-def flipped(handler: Handler) -> None:
-    data = bytearray(handler.data() or b"")
-    data[len(data) // 2] ^= 1
-    handler.reply(200, bytes(data))
+def changed(change: Callable[[bytes], bytes]) -> Answer:
+    """The right answer for a file that was changed."""
+
+    def answer(handler: Handler) -> None:
+        data, (start, stop) = change(handler.data() or b""), handler.asked()
+        send_part(handler, data, start, min(stop, len(data)))
+
+    return answer
 
 
-def longer(handler: Handler) -> None:
-    handler.reply(200, (handler.data() or b"") + b"more")
-
-
-def longer_unannounced(handler: Handler) -> None:
-    handler.reply(200, (handler.data() or b"") + b"more", Content_Length=None)
-
-
-def shorter(handler: Handler) -> None:
-    handler.reply(200, (handler.data() or b"")[:-1])
+flipped = changed(lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+shorter = changed(lambda data: data[:-1])
 
 
 def endless(handler: Handler) -> None:

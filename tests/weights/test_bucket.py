@@ -83,5 +83,5 @@ def test_damage_and_what_is_missing_are_said(
 
 
 def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no object store"):
+    with pytest.raises(UserError, match="is no bucket"):
         open_source("s3://", tmp_path)

@@ -21,9 +21,7 @@ from flowtrain.net.credentials import Role, TokenFile, issue, revoke
 from flowtrain.net.serving import address, make_server
 from flowtrain.types import UserError
 from flowtrain.weights import WeightStore
-from flowtrain.weights.format.checksums import checksum_of
 from flowtrain.weights.format.manifest import Manifest
-from flowtrain.weights.stores.listing import Listing
 from flowtrain.weights.stores.serve import make_app
 
 pytest_plugins = ("http_stores",)
@@ -107,23 +105,6 @@ def test_a_file_asked_for_by_its_checksum_never_changes(
     assert ask(connection, f"{SNAPSHOT}?other=1")[2]["cache-control"] == "no-cache"
 
 
-def test_head_lists_the_addresses_at_which_manifests_never_change(
-    connection: HTTPConnection, store: WeightStore
-) -> None:
-    status, body, headers = ask(connection, "/HEAD?manifests")
-    listing = Listing.from_text(body.decode(), "HEAD")
-    assert (status, headers["cache-control"], listing.head) == (200, "no-cache", LAST)
-    assert list(listing.manifests) == list(range(LAST, -1, -1)) and listing == store.listing()
-    for version, checksum in listing.manifests.items():
-        path = f"/v{version:08d}/manifest.json"
-        status, body, headers = ask(connection, f"{path}?xxh3={checksum}")
-        assert (status, body) == (200, (store.root / path[1:]).read_bytes())
-        assert headers["cache-control"] == "max-age=31536000, immutable"
-        assert checksum_of(body) == checksum
-        assert ask(connection, f"{path}?xxh3={'0' * 16}")[0] == 404
-        assert ask(connection, path)[2]["cache-control"] == "no-cache"
-
-
 def test_ranges(connection: HTTPConnection, store: WeightStore) -> None:
     whole = (store.root / SNAPSHOT[1:]).read_bytes()
     size = len(whole)
@@ -170,7 +151,7 @@ from flowtrain.weights.stores.serve import make_app
 from flowtrain.weights.stores.folder import WeightStore
 
 with running(make_app(WeightStore(Path({str(filled.root)!r})), {TOKEN!r})) as url:
-    for path in ("/HEAD?manifests", "/v00000000/manifest.json", "{SNAPSHOT}?xxh3={file.xxh3}"):
+    for path in ("/HEAD", "/v00000000/manifest.json", "{SNAPSHOT}?xxh3={file.xxh3}"):
         request = Request(url + path, headers={{"Authorization": "Bearer {TOKEN}"}})
         assert urlopen(request, timeout=60).read()
 assert "torch" not in sys.modules

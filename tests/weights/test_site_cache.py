@@ -20,7 +20,7 @@ from http_servers import running
 from http_stores import LAST, TOKEN, same, weights_at
 from nginx import needs_nginx, nginx
 
-from flowtrain.weights import HttpStore, Publisher, StoreError, WeightReader, WeightStore
+from flowtrain.weights import Publisher, StoreError, WeightReader, WeightStore, open_source
 from flowtrain.weights.format.manifest import File
 from flowtrain.weights.stores.serve import make_app
 
@@ -81,7 +81,7 @@ def test_readers_at_once_fetch_each_byte_once(filled: WeightStore, tmp_path: Pat
 
     def follow(number: int) -> None:
         tensors = {name: torch.empty_like(tensor) for name, tensor in weights_at(0).items()}
-        reader = WeightReader(HttpStore(site, tmp_path / f"reader-{number}", TOKEN), tensors)
+        reader = WeightReader(open_source(site, tmp_path / f"reader-{number}", TOKEN), tensors)
         for version in (0, 3, LAST):
             start.wait(60)
             reader.load(version)
@@ -98,10 +98,6 @@ def test_readers_at_once_fetch_each_byte_once(filled: WeightStore, tmp_path: Pat
     assert address(0, filled.manifest(0).snapshot_files[0]) in found
     assert max(sizes.values()) > 2 * SLICE, "or no file has several slices"
     assert found == {path: sizes[path] for path in found}
-    manifests = {path: size for path, size in origin.sent.items() if "manifest.json" in path}
-    assert manifests == {
-        path: (filled.root / path[1:].partition("?")[0]).stat().st_size for path in manifests
-    }
 
 
 def test_parts_of_files_come_from_the_cache_too(filled: WeightStore, tmp_path: Path) -> None:
@@ -127,7 +123,7 @@ def test_a_wrong_token_is_refused_by_the_cache_itself(
         for path in ("/HEAD", "/nothing", address(0, file)):
             assert ask(site, path, token)[0] == 401
         with pytest.raises(StoreError, match="refuses the token"):
-            HttpStore(site, tmp_path, token).head()
+            open_source(site, tmp_path, token).head()
 
 
 def test_a_rollback_is_seen_at_once(copied: WeightStore, tmp_path: Path) -> None:
@@ -135,7 +131,7 @@ def test_a_rollback_is_seen_at_once(copied: WeightStore, tmp_path: Path) -> None
     other = {name: tensor * 2 for name, tensor in weights_at(LAST).items()}
     tensors = {name: torch.empty_like(tensor) for name, tensor in other.items()}
     with hs.serving(copied) as url, caching(tmp_path / "nginx", url) as site:
-        source = HttpStore(site, tmp_path / "reader", TOKEN)
+        source = open_source(site, tmp_path / "reader", TOKEN)
         WeightReader(source, tensors).load(LAST)
         copied.rollback(LAST - 1)
         assert source.head() == LAST - 1
@@ -154,6 +150,6 @@ def test_what_was_kept_damaged_is_fetched_anew(filled: WeightStore, tmp_path: Pa
         assert ask(site, address(0, file))[1] != whole
         origin.is_damaged = False
         for number in range(2):
-            source = HttpStore(site, tmp_path / str(number), TOKEN)
+            source = open_source(site, tmp_path / str(number), TOKEN)
             assert source.fetch(0, file).read_bytes() == whole
     assert sum(origin.sent.values()) == 2 * len(whole)

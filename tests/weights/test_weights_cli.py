@@ -15,7 +15,7 @@ import pytest
 from http_stores import TOKEN, Run, add_snapshot, flip, rewrite, same, weights_at
 
 from flowtrain.net.credentials import Role, issue
-from flowtrain.weights import HttpStore, StoreError, WeightStore, pull
+from flowtrain.weights import StoreError, WeightStore, open_source, pull
 from flowtrain.weights.stores import http
 
 pytest_plugins = ("http_stores",)
@@ -157,12 +157,12 @@ def test_a_folder_is_served_from_its_first_version_on_to_the_owners_of_tokens(
         try:
             url = process.stdout.readline().split()[-1]
             assert process.stderr.readline().startswith(f"{root} is not there yet; ")
-            assert HttpStore(url, tmp_path / "cache", token).head() is None
+            assert open_source(url, tmp_path / "cache", token).head() is None
             shutil.copytree(filled.root, root)
-            assert HttpStore(url, tmp_path / "cache", token).head() == hs.LAST
+            assert open_source(url, tmp_path / "cache", token).head() == hs.LAST
             for wrong in ("", "wrong", path.name):
                 with pytest.raises(StoreError, match="token"):
-                    HttpStore(url, tmp_path / "cache", wrong).head()
+                    open_source(url, tmp_path / "cache", wrong).head()
             process.send_signal(signal.SIGINT)
             assert process.stdout.read() == "stopped\n"
         finally:
@@ -183,7 +183,9 @@ def test_serve_until_interrupted(filled: WeightStore, tmp_path: Path, given: str
         try:
             url = process.stdout.readline().split()[-1]
             token = given or process.stdout.readline().split()[0].removeprefix("FLOWTRAIN_TOKEN=")
-            assert len(token) > 20 and same(pull(HttpStore(url, tmp_path, token), 3), weights_at(3))
+            assert len(token) > 20 and same(
+                pull(open_source(url, tmp_path, token), 3), weights_at(3)
+            )
             process.send_signal(signal.SIGINT)
             rest, errors = process.stdout.read(), process.stderr.read()
             assert process.wait(20) == 0, errors

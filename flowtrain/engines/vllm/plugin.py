@@ -61,7 +61,7 @@ from flowtrain.weights.format.layout import Digest, add, digest_hex
 from flowtrain.weights.load.reader import Loaded, WeightReader
 from flowtrain.weights.load.target import HostTensors, Target
 from flowtrain.weights.ranks import Alone, Ranks, together
-from flowtrain.weights.stores.http import open_source
+from flowtrain.weights.stores.remote import open_source
 
 BACKEND = "sparse_delta"
 PATCHED = range(25, 33)

@@ -1,69 +1,108 @@
-"""A weight store in a bucket: the layout of folder.py under keys, see net/objects.py."""
+"""Files in a bucket: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure.
+
+`obstore` takes credentials and addresses from the environment (`AWS_ACCESS_KEY_ID`,
+`AWS_ENDPOINT_URL`, `GOOGLE_SERVICE_ACCOUNT`, `AZURE_STORAGE_ACCOUNT_NAME`, ...), and tries again by
+itself what a network or a server lets fail.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from datetime import timedelta
+from itertools import takewhile
+from typing import Any
+from urllib.parse import urlsplit
 
-from flowtrain.net.objects import MissingObject, Objects, StoreSilent, read_object
-from flowtrain.weights.format.manifest import MAX_MANIFEST, File, Manifest, NotThere, StoreError
-from flowtrain.weights.stores.downloads import Downloads, folder_of
+from flowtrain.types import UserError
+from flowtrain.utils.errors import user_error
+from flowtrain.utils.text import printable
+from flowtrain.weights.format.manifest import NotThere, Silent, StoreError
 
-_MAX_HEAD = 64
+SCHEMES = ("s3", "gs", "az")
+_REQUEST_S = 300.0
+"""Longest request: a piece at 55 KiB per second."""
+_MAX_RETRIES = 8
+_ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 
-class BucketStore(Downloads):
-    """See `Source`."""
+class Bucket:
+    """See `Objects`."""
 
-    def __init__(self, objects: Objects, cache: Path, *, keeps: bool = False) -> None:
-        super().__init__(objects.url, cache, keeps=keeps)
-        self._objects = objects
-
-    def head(self) -> int | None:
-        return read_head(self._objects)
-
-    def manifest(self, version: int) -> Manifest:
-        head = self.head()
-        if head is None or version > head:
-            raise NotThere(
-                f"version {version} is not at {self}; the newest there is "
-                f"{'none' if head is None else head}"
+    def __init__(self, url: str, patience_s: float = 60.0) -> None:
+        """`patience_s`: seconds for which a request that fails is tried again. Nothing is asked
+        yet. UserError when the URL is none of a bucket, and without a package or an account.
+        """
+        self.url = url.rstrip("/")
+        if not urlsplit(url).netloc or set(url) & set("?#@"):
+            raise UserError(
+                f"{printable(url)!r} is no bucket: give s3://bucket/prefix, gs://bucket/prefix or "
+                "az://container/prefix"
             )
-        key = f"{folder_of(version)}/manifest.json"
-        with _explained():
-            data = read_object(self._objects, key, MAX_MANIFEST)
-        return Manifest.of_version(version, data, f"{self}/{key}")
+        try:
+            import obstore
+            from obstore import exceptions
+            from obstore.store import from_url
+        except ImportError as error:
+            raise UserError(
+                f"{self.url}: buckets need obstore; pip install 'flowtrain[objects]'"
+            ) from error
+        self._api, self._errors = obstore, exceptions
+        options: Any = {
+            "timeout": timedelta(seconds=_REQUEST_S),
+            "connect_timeout": timedelta(seconds=min(patience_s, 10.0)),
+            # Options given here take the place of those of the environment.
+            "allow_http": any(os.environ.get(name, "").lower() == "true" for name in _ALLOW_HTTP),
+        }
+        retries: Any = {
+            "max_retries": _MAX_RETRIES,
+            "retry_timeout": timedelta(seconds=patience_s),
+            "backoff": {"max_backoff": timedelta(seconds=min(patience_s, 10.0))},
+        }
+        with user_error(f"{self.url} cannot be opened", exceptions.BaseError, ValueError):
+            try:
+                self._store = from_url(self.url, client_options=options, retry_config=retries)
+            except exceptions.BaseError as error:
+                raise UserError(f"{self.url} cannot be opened: {_line(error)}") from error
 
-    def _complete(self, key: str, part: Path, file: File, is_again: bool) -> str:
-        with _explained(), part.open("ab") as out:
-            held = out.tell()
-            for chunk in self._objects.chunks(key, held, file.num_bytes - held):
-                out.write(chunk)
-        return ""
+    def read(self, key: str, limit: int) -> bytes:
+        data = bytearray()
+        with self._explained(key):
+            for chunk in self._api.get(self._store, key).stream():
+                data += chunk
+                if len(data) > limit:
+                    break
+        if len(data) > limit:
+            raise StoreError(f"{self.url}/{key} is longer than {limit} bytes")
+        return bytes(data)
+
+    def piece(self, key: str, start: int, stop: int, content: str, *, is_again: bool) -> bytes:
+        with self._explained(key):
+            return bytes(self._api.get_range(self._store, key, start=start, end=stop))
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        where = f"{self.url}/{key}"
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise NotThere(
+                f"{where} is not there: the version was never copied there or was collected, or "
+                "the address is wrong"
+            ) from error
+        except (
+            self._errors.PermissionDeniedError,
+            self._errors.UnauthenticatedError,
+            self._errors.InvalidPathError,
+            self._errors.NotSupportedError,
+        ) as error:
+            raise UserError(f"{where}: {_line(error)}") from error
+        except (self._errors.BaseError, OSError, ValueError) as error:
+            raise Silent(f"{where}: {_line(error)}") from error
 
 
-def read_head(objects: Objects) -> int | None:
-    """Return the newest version of a store in a bucket; None in an empty one."""
-    try:
-        with _explained():
-            text = read_object(objects, "HEAD", _MAX_HEAD).decode(errors="replace").strip()
-    except NotThere:
-        return None
-    if not text.isdecimal():
-        raise StoreError(
-            f"{objects.url}/HEAD holds {text!r}, not a version; is this a weight store?"
-        )
-    return int(text)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except MissingObject as error:
-        raise NotThere(
-            f"{error}: the version was never copied there or was collected, or the address is wrong"
-        ) from error
-    except StoreSilent as error:
-        raise StoreError(str(error)) from error
+def _line(error: Exception) -> str:
+    """Return the library's message, without the source of the error, which an empty line parts."""
+    lines = takewhile(str.strip, str(error).splitlines())
+    return printable(" ".join(lines))[:400] or type(error).__name__

@@ -14,13 +14,12 @@ from __future__ import annotations
 import re
 import time
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 from flowtrain.utils.files import make_folder, put_folder, remove, replace_file, sync
 from flowtrain.utils.lock import Lock
-from flowtrain.weights.format.checksums import check, checksum_of
+from flowtrain.weights.format.checksums import check
 from flowtrain.weights.format.manifest import (
     MAX_MANIFEST,
     File,
@@ -28,13 +27,14 @@ from flowtrain.weights.format.manifest import (
     StoreError,
     read_whole,
 )
-from flowtrain.weights.stores.listing import MAX_BYTES, MOST, Listing
 
+MAX_HEAD = 64
+"""Longest HEAD in bytes."""
 _VERSION = re.compile("[0-9]{1,18}")
 
 
 class Source(Protocol):
-    """A store to read from: a `WeightStore`, or an `HttpStore` on another machine."""
+    """A store to read from: a `WeightStore`, or a `RemoteStore` on another machine."""
 
     def head(self) -> int | None:
         """Return the newest complete version; None in an empty store."""
@@ -62,13 +62,7 @@ class WeightStore:
         path = self.root / "HEAD"
         if not path.exists():
             return None
-        text = read_whole(path, MAX_BYTES).decode(errors="replace").strip()
-        if not _VERSION.fullmatch(text):
-            raise StoreError(
-                f"{path} holds {text[:40]!r}, not a version; write the number of the newest folder "
-                "v… into it"
-            )
-        return int(text)
+        return read_version(read_whole(path, MAX_HEAD), str(path))
 
     def versions(self) -> list[int]:
         """List the versions up to HEAD, in order; a folder beyond HEAD was never published."""
@@ -76,19 +70,6 @@ class WeightStore:
         names = [path.name[1:] for path in self.root.glob("v[0-9]*")]
         versions = [int(name) for name in names if _VERSION.fullmatch(name)]
         return sorted(version for version in versions if head is not None and version <= head)
-
-    def listing(self) -> Listing | None:
-        """Return HEAD with the checksums of the newest manifests; None in an empty store."""
-        head = self.head()
-        if head is None:
-            return None
-        checksums = {}
-        for version in self.versions()[-MOST:]:
-            path = self.folder(version) / "manifest.json"
-            with suppress(FileNotFoundError):  # rolled back, or collected, just now
-                stat = path.stat()
-                checksums[version] = _checksum_at(path, stat.st_ino, stat.st_mtime_ns)
-        return Listing(head, checksums)
 
     def manifest(self, version: int) -> Manifest:
         path = self.folder(version) / "manifest.json"
@@ -199,7 +180,12 @@ class WeightStore:
         replace_file(self.root / "HEAD", f"{version}\n".encode())
 
 
-@lru_cache(4 * MOST)
-def _checksum_at(path: Path, _inode: int, _mtime_ns: int) -> str:
-    """Take the checksum of a file that is as it was when it was last asked for."""
-    return checksum_of(read_whole(path, MAX_MANIFEST))
+def read_version(data: bytes, path: str) -> int:
+    """Read the text of HEAD. Raises StoreError, which names `path`."""
+    text = data.decode(errors="replace").strip()
+    if not _VERSION.fullmatch(text):
+        raise StoreError(
+            f"{path} holds {text[:40]!r}, not a version; is this a weight store? HEAD holds the "
+            "number of the newest folder v…"
+        )
+    return int(text)

@@ -2,8 +2,7 @@
 ranges would do as well.
 
 A file that is asked for with its checksum (`?xxh3=...`) never changes at that address, so that
-caches between may keep it. `HEAD?manifests` has the checksums of manifests (listing.py),
-and those have the ones of data files: HEAD alone is asked for anew.
+caches between may keep it; manifests have the checksums of data files.
 
 Only HEAD and the manifests and safetensors files of published versions are served, and only to
 clients that have the token.
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING
 from flowtrain.net import serving
 from flowtrain.net.credentials import Access, TokenFile
 from flowtrain.net.monitoring import OTHER, Cached, Monitor, gauge
-from flowtrain.weights.format.checksums import checksum_of
 from flowtrain.weights.format.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
 from flowtrain.weights.stores.folder import WeightStore
 
@@ -125,20 +123,7 @@ def _answer(store: WeightStore, request: Request) -> Response:
         data = read_whole(path, MAX_MANIFEST)
     except StoreError as error:
         return PlainTextResponse(f"{error}\n", 404)
-    if not path.suffix and "manifests" in request.query_params:
-        data = _listing(store) or data
-    if path.suffix and checksum and checksum_of(data) != checksum:
-        return PlainTextResponse("there is no such file\n", 404)
     return Response(data, headers=headers, media_type=media_type)
-
-
-def _listing(store: WeightStore) -> bytes:
-    """Return HEAD with the checksums of manifests; empty when it is damaged, which it shows."""
-    try:
-        listing = store.listing()
-    except StoreError:
-        return b""
-    return b"" if listing is None else listing.to_text().encode()
 
 
 def _find(store: WeightStore, path: str) -> Path | None:
@@ -154,9 +139,7 @@ def _find(store: WeightStore, path: str) -> Path | None:
 
 
 def _has(path: Path, checksum: str) -> bool:
-    """Tell whether the manifest gives the file that checksum; its own is checked when read."""
-    if path.name == "manifest.json":
-        return True
+    """Tell whether the manifest gives the file that checksum."""
     manifest = path.with_name("manifest.json")
     try:
         stat = manifest.stat()

@@ -1,0 +1,141 @@
+"""Weight stores on other machines: the layout of folder.py behind any static file server that knows
+byte ranges, or in a bucket.
+
+Their files are copied to a folder before they are read. A download that was cut continues, in this
+process or the next one, and is checked against its manifest before it gets its name. Several pieces
+of a file come at a time, each over a connection of its own: far away, one alone is slow.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from flowtrain.weights.format.checksums import mismatch
+from flowtrain.weights.format.manifest import MAX_MANIFEST, File, Manifest, NotThere, StoreError
+from flowtrain.weights.stores.bucket import SCHEMES, Bucket
+from flowtrain.weights.stores.folder import MAX_HEAD, Source, WeightStore, read_version
+from flowtrain.weights.stores.http import HttpObjects
+
+_log = logging.getLogger(__name__)
+
+_PIECE = 16 << 20
+_CONNECTIONS = 4
+"""Pieces under way or in memory at a time."""
+
+
+class Objects(Protocol):
+    """Files by key, a path below `url`. Threads may share it."""
+
+    url: str
+
+    def read(self, key: str, limit: int) -> bytes:
+        """Return a file whole. Raises StoreError: NotThere, Silent, or longer than `limit`."""
+
+    def piece(self, key: str, start: int, stop: int, content: str, *, is_again: bool) -> bytes:
+        """Return the bytes from `start` to `stop`; fewer where the file ends. `content`: checksum
+        of the file, so that what lies between may keep it. `is_again`: what came before was
+        damaged. Raises StoreError.
+        """
+
+
+def open_source(
+    location: str | Path, cache: Path, token: str = "", *, keeps: bool = False
+) -> Source:
+    """Open the store at a path or URL, also of a bucket; see `RemoteStore`. `token`: for HTTP.
+    UserError when the URL or the token cannot be used.
+    """
+    if "://" not in str(location):
+        return WeightStore(Path(location))
+    is_bucket = str(location).partition("://")[0] in SCHEMES
+    objects = Bucket(str(location)) if is_bucket else HttpObjects(str(location), token)
+    return RemoteStore(objects, cache, keeps=keeps)
+
+
+class RemoteStore:
+    """See `Source`."""
+
+    def __init__(self, objects: Objects, cache: Path, *, keeps: bool = False) -> None:
+        """`cache`: folder for downloads of one reader; files that it has loaded are deleted, unless
+        it `keeps` them.
+        """
+        self._objects, self._cache, self._keeps = objects, cache, keeps
+        self._newest: int | None = None
+
+    def __str__(self) -> str:
+        return self._objects.url
+
+    def head(self) -> int | None:
+        try:
+            data = self._objects.read("HEAD", MAX_HEAD)
+        except NotThere:
+            self._newest = None
+        else:
+            self._newest = read_version(data, f"{self}/HEAD")
+        return self._newest
+
+    def manifest(self, version: int) -> Manifest:
+        if self._newest is None or version > self._newest:
+            head = self.head()
+            if head is None or version > head:
+                raise NotThere(
+                    f"version {version} is not at {self}; the newest there is "
+                    f"{'none' if head is None else head}"
+                )
+        key = f"{_folder_of(version)}/manifest.json"
+        return Manifest.of_version(version, self._objects.read(key, MAX_MANIFEST), f"{self}/{key}")
+
+    def fetch(self, version: int, file: File) -> Path:
+        key = f"{_folder_of(version)}/{file.name}"
+        path = self._cache / key
+        part = path.with_name(f"{file.name}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(part)  # checked again as if it had just come
+        for is_again in (False, True):
+            with part.open("ab") as out:
+                for piece in self._pieces(key, out.tell(), file, is_again):
+                    out.write(piece)
+            if not (damage := mismatch(part, file)):
+                return part.replace(path)
+            part.unlink()
+            _log.warning("%s/%s came damaged: %s", self, key, damage)
+        raise StoreError(
+            f"{self}/{key} came damaged twice: {damage}; it is not the file of its manifest, "
+            "publish a full snapshot, or copy the store again"
+        )
+
+    def _pieces(self, key: str, at: int, file: File, is_again: bool) -> Iterator[bytes]:
+        """Yield the bytes of a file from `at` on."""
+
+        def get(start: int) -> bytes:
+            stop = min(start + _PIECE, file.num_bytes)
+            return self._objects.piece(key, start, stop, file.xxh3, is_again=is_again)
+
+        under_way: deque[Future[bytes]] = deque()
+        pool = ThreadPoolExecutor(_CONNECTIONS, "pieces")
+        try:
+            for start in range(at, file.num_bytes, _PIECE):
+                under_way.append(pool.submit(get, start))
+                if len(under_way) == _CONNECTIONS:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def loaded(self, version: int) -> None:
+        self._newest = None  # by the next load, versions may have been rolled back
+        for folder in () if self._keeps else self._cache.glob("v[0-9]*"):
+            if folder.name[1:].isdecimal() and int(folder.name[1:]) <= version:
+                shutil.rmtree(folder)
+
+
+def _folder_of(version: int) -> str:
+    """Return the folder of a version, in every kind of store."""
+    return f"v{version:08d}"
