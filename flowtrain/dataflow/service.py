@@ -248,7 +248,6 @@ class Service:
         caller = self._access.caller(request.headers.get("authorization", ""))
         if caller is None:
             raise Rejected(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
-        request.scope["admit"]()
         return caller
 
     def _method(self, request: Request, caller: Caller) -> str:

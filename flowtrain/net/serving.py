@@ -1,6 +1,7 @@
 """HTTP servers: token, address, start and end; and the checks that their clients share.
 
-All of it is plain HTTP: outside a trusted network put a proxy with TLS in front.
+All of it is plain HTTP, and bounds only what one request may cost: where strangers reach it put a
+proxy in front, with TLS and with limits to connections (examples/nginx.conf).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -29,8 +31,12 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _GRACE_S = 3
 """Time for answers under way when a server is asked to end."""
 _KEEP_ALIVE_S = 60
-_ACCEPTS = 16
-"""Connections accepted at a time: two thousand at once would keep all others waiting."""
+_MAX_HEAD_BYTES = 16 << 10
+"""Longest request line with its headers, unless they come at once."""
+_MOST = 4096
+"""Connections; who comes when there are as many is told to come back."""
+_OTHER_FILES = 128
+"""Descriptors for the database, for modules, for the event loop."""
 BODY_S = 20.0
 """Seconds to receive a body, plus the time that its length may take."""
 
@@ -58,9 +64,6 @@ def serve(
     printed. Where the application `has_tokens` of its own none is made, and it may be empty.
     """
     require("starlette.responses", "uvicorn")
-    from flowtrain.net.connections import allow_files
-
-    allow_files()
     given = os.environ.get(TOKEN_VARIABLE, "")
     token = given or ("" if has_tokens else secrets.token_urlsafe(24))
 
@@ -93,8 +96,7 @@ def make_server(
     connections from now on. Port 0 is any free one. `on_start` is called once the server runs and a
     signal ends it: before, the exception of a signal may get lost in what is being imported.
 
-    In the scope of a request, `is_ending()` tells a slow answer whether the server waits for it,
-    and `admit()` tells the server that the request has a valid token.
+    In the scope of a request, `is_ending()` tells a slow answer whether the server waits for it.
 
     Raises:
         UserError: a package is missing, or the address is not available.
@@ -102,7 +104,7 @@ def make_server(
     require("starlette.responses", "uvicorn")
     import uvicorn
 
-    from flowtrain.net.connections import MAX_HEAD_BYTES, Room, places, protocol
+    from flowtrain.net.protocol import Protocol
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with user_error(f"cannot listen at {host} port {port}", OSError, OverflowError):
@@ -114,12 +116,9 @@ def make_server(
     async def with_end(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "is_ending": lambda: server.should_exit}, receive, send)
 
-    most, backlog = places()
-
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            listener.listen(backlog)
             on_start()
 
     options = uvicorn.Config(
@@ -130,14 +129,27 @@ def make_server(
         use_colors=False,  # which would be escaped, see terminal.py
         access_log=False,
         server_header=False,
-        http=protocol(Room(most)),
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        backlog=_ACCEPTS,  # to asyncio, also how many it accepts before it serves the others again
+        http=Protocol,
+        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+        limit_concurrency=_places(),
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
     server = Server(options)
     return server, listener
+
+
+def _places() -> int:
+    """Let this process open as many files as `_MOST` connections need, as far as it may. Return how
+    many it may have: each may need a file beside itself, for its answer.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MOST
+    wanted = 2 * _MOST + _OTHER_FILES
+    soft = max(soft, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(_MOST, (soft - _OTHER_FILES) // 2))
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -17,7 +17,6 @@ from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.gateway import agent as agent_module
 from flowtrain.agents.gateway.agent import GatewayAgent
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
-from flowtrain.net import connections
 from flowtrain.types import Trajectory
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -158,23 +157,6 @@ def test_the_rollout_of_a_reader_that_stops_ends_by_its_deadline(
 
     with agent_of(monkeypatch, rollout_timeout_s=2.0) as agent:
         asyncio.run(run(agent))
-
-
-def test_a_reader_that_stops_loses_its_connection_and_its_program_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "_PATIENCE_S", 0.1)
-
-    async def stop(rollout: Rollout, base_url: str) -> str:
-        async with streaming(rollout, base_url, "chat/completions"):
-            await is_left(agent, num_rollouts=1)
-        monkeypatch.setattr(connections, "_PATIENCE_S", 30.0)
-        return await asked(rollout, base_url, "chat/completions")
-
-    with agent_of(monkeypatch) as agent:
-        play(agent, stuck=stop)
-        trajectory = asyncio.run(roll_out(agent, "stuck"))
-    assert (trajectory.answer, trajectory.error, len(trajectory.turns)) == ("True", "", 2)
 
 
 def test_a_reader_that_leaves_amid_a_stream_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from http_servers import running
 
 from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.service import Service
-from flowtrain.net import connections, serving
+from flowtrain.net import protocol, serving
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.stores.remote import open_source
 from flowtrain.weights.stores.serve import make_app
@@ -35,8 +35,7 @@ BOUND_S = 30.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(connections, "_HEAD_S", 0.3)
-    monkeypatch.setattr(connections, "_LINGER_S", 0.2)
+    monkeypatch.setattr(protocol, "_HEAD_S", 0.3)
     monkeypatch.setattr(serving, "BODY_S", 0.3)
     monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 1)
 

@@ -433,7 +433,6 @@ async def _asgi(service: Service, method: str, body: bytes) -> int:
         "headers": headers,
         "query_string": b"",
         "is_ending": lambda: True,
-        "admit": lambda: None,
     }
     await service(scope, receive, send)  # type: ignore[arg-type]
     return found[0]

@@ -97,7 +97,6 @@ def make_app(store: WeightStore, token: str, tokens: TokenFile | None = None) ->
             headers = {"WWW-Authenticate": "Bearer"}
             response: ASGIApp = PlainTextResponse("the token is missing or wrong\n", 401, headers)
         else:
-            scope["admit"]()
             if request.method in ("GET", "HEAD"):
                 response = await run_in_threadpool(_answer, store, request)
             else:
