@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,8 @@ from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.records import Prepared, Rollouts
 from flowtrain.types import Group, TokenAccount, Trajectory
 from flowtrain.utils.text import printable
+
+_log = logging.getLogger(__name__)
 
 
 class RunLogger:

@@ -23,7 +23,7 @@ from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.weights.format.adapters import AdapterSpec
 from flowtrain.weights.load.reader import Loaded, WeightReader
-from flowtrain.weights.stores.http import open_source
+from flowtrain.weights.stores.remote import open_source
 
 _POLL_S = 0.01
 
