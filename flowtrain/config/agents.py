@@ -78,9 +78,6 @@ class Agent(Section):
     code_timeout_s: PositiveFloat = Field(10.0, le=3600)
     """CPU seconds of the code, tool_timeout_s at most; ten times as many of wall time end what
     sleeps (AgentFlow: 10 of wall time)"""
-    search_cache_mb: int = Field(64, ge=0)
-    """MiB of hits, and of pages, that Web_Search, Wikipedia_Search and Web_Reader each keep in a
-    process, so that equal queries get equal results and are paid for once; 0: off"""
     max_result_chars: PositiveInt = 8000
     """characters of a tool result that memory, or the conversation, keeps"""
     memory_tokens: int = Field(0, ge=0)

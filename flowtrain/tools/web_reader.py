@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flowtrain.config.search import WebReader as Options
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import Parameter, ToolCard, schema_of
@@ -16,12 +15,17 @@ from flowtrain.tools.retrieval.bm25 import Bm25
 from flowtrain.tools.retrieval.dense import Embedder, embedder
 from flowtrain.tools.retrieval.text import check_query, chunks, cut, fit, split_words
 from flowtrain.tools.web.addresses import Resolver, Rules
-from flowtrain.tools.web.cache import Cache
+from flowtrain.tools.web.cache import CACHE_MB, Cache
 from flowtrain.tools.web.extract import Extractor
 from flowtrain.tools.web.fetch import Fetcher
 
 MAX_EMBEDDED = 512
 """Chunks of a page that are embedded, from its beginning; more cost more than they are worth."""
+MAX_BYTES = 5_000_000
+"""A longer page is refused; counted after decompression."""
+CHUNK_WORDS = 200
+NUM_CHUNKS = 10
+"""Words per chunk of a page, and the chunks that are kept, as in AgentFlow."""
 _OVERLAP = 10
 """A chunk shares one word in so many with the chunk before it (AgentFlow: 20 of 200)."""
 
@@ -31,7 +35,6 @@ class WebReader:
     """Returns the chunks of a page that fit the query best, or a model's answer from them."""
 
     pages: HttpPages
-    options: Options
     embedder: Embedder | None
     chat: ChatEngine | None
     deadline_s: float
@@ -81,30 +84,26 @@ class WebReader:
 
     async def _best(self, query: str, text: str, deadline_s: float) -> list[str]:
         """Return the chunks that fit the query best, best first."""
-        num_chunks = self.options.num_chunks
         if self.embedder is None:
-            return await self.threads.run(
-                lambda: _rank(query, _cut_up(text, self.options), num_chunks)
-            )
-        pieces = (await self.threads.run(lambda: _cut_up(text, self.options)))[:MAX_EMBEDDED]
-        best = await self.embedder.rank(query, pieces, num_chunks, deadline_s)
+            return await self.threads.run(lambda: _rank(query, _cut_up(text)))
+        pieces = (await self.threads.run(lambda: _cut_up(text)))[:MAX_EMBEDDED]
+        best = await self.embedder.rank(query, pieces, NUM_CHUNKS, deadline_s)
         return [pieces[index] for index in best]
 
 
-def _cut_up(text: str, options: Options) -> list[str]:
+def _cut_up(text: str) -> list[str]:
     return [
-        " ".join(chunk)
-        for chunk in chunks(split_words(text), options.chunk_words, options.chunk_words // _OVERLAP)
+        " ".join(chunk) for chunk in chunks(split_words(text), CHUNK_WORDS, CHUNK_WORDS // _OVERLAP)
     ]
 
 
-def _rank(query: str, pieces: list[str], num_chunks: int) -> list[str]:
+def _rank(query: str, pieces: list[str]) -> list[str]:
     """Rank by BM25; the first chunks where none shares a word with the query."""
     try:
-        best = Bm25.build(pieces).rank(query, num_chunks)
+        best = Bm25.build(pieces).rank(query, NUM_CHUNKS)
     except ValueError:  # a page of dots and dashes
         best = []
-    return [pieces[index] for index in best or range(min(num_chunks, len(pieces)))]
+    return [pieces[index] for index in best or range(min(NUM_CHUNKS, len(pieces)))]
 
 
 def _summary_prompt(url: str, query: str, best: Sequence[str]) -> str:
@@ -146,12 +145,11 @@ def make(context: ToolContext) -> WebReader:
     options = context.config.web_reader
     agent = context.config.agent
     resolver = Resolver()
-    fetcher = Fetcher(Rules(allow_private=options.allow_private), resolver, options.max_bytes)
-    pages = HttpPages(fetcher, Extractor(), resolver, Cache(agent.search_cache_mb))
+    fetcher = Fetcher(Rules(allow_private=options.allow_private), resolver, MAX_BYTES)
+    pages = HttpPages(fetcher, Extractor(), resolver, Cache(CACHE_MB))
     vectors = embedder(context.config, "web_reader.embedder", options.embedder)
     return WebReader(
         pages,
-        options,
         embedder=vectors,
         chat=context.chat,
         deadline_s=agent.tool_timeout_s,

@@ -103,6 +103,5 @@ def _with_sources(reply: str, hits: Sequence[Passage], max_chars: int) -> str:
 def make(context: ToolContext) -> WebSearch:
     options = context.config.web_search
     agent = context.config.agent
-    source = cached(online(options), agent.search_cache_mb)
-    chat = context.chat if options.summarise else None
-    return WebSearch(source, agent.tool_timeout_s, agent.max_result_chars, chat)
+    source = cached(online(options))
+    return WebSearch(source, agent.tool_timeout_s, agent.max_result_chars, context.chat)

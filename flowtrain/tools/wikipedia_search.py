@@ -28,6 +28,7 @@ MAX_RELEVANT = 3
 ABSTRACT_CHARS = 150
 """Characters of a page that the choosing model reads (AgentFlow: 100)."""
 PASSAGE_CHARS = 1500
+_NUM_PAGES = 10
 MAX_WIKI_QUERY = 300
 """Characters that MediaWiki's search takes."""
 
@@ -125,7 +126,7 @@ Answer with nothing but the numbers of the pages, the best first, separated by c
 def make(context: ToolContext) -> WikipediaSearch:
     options = context.config.wikipedia
     agent = context.config.agent
-    source = cached(from_mediawiki(options), agent.search_cache_mb)
+    source = cached(from_mediawiki(options))
     return WikipediaSearch(source, context.chat, agent.tool_timeout_s, agent.max_result_chars)
 
 
@@ -134,7 +135,7 @@ def from_mediawiki(options: Wikipedia) -> Source:
 
     www.mediawiki.org/wiki/API:Search and Extension:TextExtracts.
     """
-    url = options.base_url or f"https://{options.language}.wikipedia.org/w/api.php"
+    url = options.base_url or "https://en.wikipedia.org/w/api.php"
     if not url.startswith(("http://", "https://")):
         raise UserError(
             f"wikipedia.base_url={options.base_url!r} must be the address of an api.php, such as "
@@ -147,7 +148,7 @@ def from_mediawiki(options: Wikipedia) -> Source:
         "format": "json",
         "formatversion": 2,
         "generator": "search",
-        "gsrlimit": options.num_pages,
+        "gsrlimit": _NUM_PAGES,
         "prop": "extracts|info",
         "exintro": 1,
         "explaintext": 1,

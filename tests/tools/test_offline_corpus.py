@@ -96,9 +96,9 @@ def test_parquet_and_jsonl_are_equal(corpus: Callable[..., str]) -> None:
 
 
 def test_other_names_of_the_columns(corpus: Callable[..., str]) -> None:
-    rows = [{"contents": "The capital of Mali is Bamako.", "heading": "Mali", "id": 3}]
+    rows = [{"contents": "The capital of Mali is Bamako.", "title": "Mali", "id": 3}]
     for name in ("x.jsonl", "x.parquet"):
-        tool = made(corpus(rows, name), text_key="contents", title_key="heading")
+        tool = made(corpus(rows, name), text_key="contents")
         assert ask(tool, "Bamako") == "Mali: The capital of Mali is Bamako."
 
 
@@ -276,7 +276,7 @@ def test_a_retriever_has_an_address() -> None:
         (
             "x.jsonl",
             b'{"body": "a", "id": 1}\n',
-            r"line 1 \(corpus\.text_key='text', .*missing required field `text`",
+            r"line 1 \(corpus\.text_key='text'.*missing required field `text`",
         ),
         ("x.jsonl", b'{"text": "a"}\n{"body": "a"}\n', r"line 2 .*missing required field `text`"),
         ("x.jsonl", b'{"text": null}\n', r"line 1 .*missing required field `text`"),
@@ -284,7 +284,7 @@ def test_a_retriever_has_an_address() -> None:
         (
             "x.jsonl",
             b'{"text": "a", "title": ["b"]}\n',
-            r"line 1 .*corpus\.title_key='title'.*Expected `str`, got `array` - at `\$\.title`",
+            r"line 1 .*Expected `str`, got `array` - at `\$\.title`",
         ),
         ("x.jsonl", b'{"text": "\\ud800"}\n', r"line 1: cannot be read as JSON"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: is not UTF-8 text"),

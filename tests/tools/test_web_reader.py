@@ -17,14 +17,14 @@ from web_servers import PUBLIC, Answer, Internet, Server, drip, html, redirect, 
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
-from flowtrain.tools import run_tool
+from flowtrain.tools import run_tool, web_reader
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.retrieval.dense import embedder
 from flowtrain.tools.web.addresses import Resolver, Rules
 from flowtrain.tools.web.cache import Cache
 from flowtrain.tools.web.extract import Extractor
 from flowtrain.tools.web.fetch import Fetcher
-from flowtrain.tools.web_reader import HttpPages, WebReader
+from flowtrain.tools.web_reader import MAX_BYTES, HttpPages, WebReader
 from flowtrain.types import ToolResult, UserError
 
 URL = "http://site.example/river"
@@ -76,10 +76,10 @@ def reading(
             {"site.example": [[PUBLIC]], "inside.example": [["10.0.0.7"]]},
             {PUBLIC: server, "10.0.0.7": server},
         )
-        fetcher = Fetcher(Rules(), internet.resolve, config.web_reader.max_bytes, internet)
+        fetcher = Fetcher(Rules(), internet.resolve, MAX_BYTES, internet)
         vectors = embedder(config, "web_reader.embedder", config.web_reader.embedder)
         pages = HttpPages(fetcher, EXTRACTOR, Resolver(), Cache(64))
-        reader = WebReader(pages, config.web_reader, vectors, chat, deadline_s, max_chars)
+        reader = WebReader(pages, vectors, chat, deadline_s, max_chars)
         try:
             yield reader, server
         finally:
@@ -111,9 +111,10 @@ def test_the_chunk_that_fits_best_comes_first() -> None:
     assert all(text.startswith(f"{URL}\n") and "Home" not in text for text in first.values())
 
 
-def test_chunks_have_the_words_the_options_say() -> None:
-    config = Config.model_validate({"web_reader": {"chunk_words": 30, "num_chunks": 4}})
-    with reading(html(PAGE), config=config) as (reader, _):
+def test_chunks_have_so_many_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_reader, "CHUNK_WORDS", 30)
+    monkeypatch.setattr(web_reader, "NUM_CHUNKS", 4)
+    with reading(html(PAGE)) as (reader, _):
         chunks = read(reader, "length").text.partition("\n")[2].split("\n\n")
         beginning = read(reader, "zebra").text.partition("\n")[2].split("\n\n")
     assert all("length" in chunk for chunk in chunks), "only what shares a word with the query"
@@ -189,10 +190,10 @@ def test_a_page_of_dots_is_shown_as_it_begins() -> None:
         assert read(reader).text == f"{URL}\n. . . - - -"
 
 
-def test_a_result_fits_the_memory() -> None:
-    config = Config.model_validate({"web_reader": {"chunk_words": 40}})
+def test_a_result_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_reader, "CHUNK_WORDS", 40)
     for chat in (None, Chat("word " * 1000)):
-        with reading(html(PAGE), chat=chat, max_chars=700, config=config) as (reader, _):
+        with reading(html(PAGE), chat=chat, max_chars=700) as (reader, _):
             assert 500 < len(read(reader, "banks people length").output) <= 700
 
 

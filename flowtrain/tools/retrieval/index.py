@@ -56,7 +56,7 @@ def _stamp(corpus: Corpus) -> Stamp:
         "path": str(Path(corpus.path).resolve()),
         "num_bytes": file.st_size,
         "mtime_ns": file.st_mtime_ns,
-        **corpus.model_dump(include={"text_key", "title_key"}),
+        "text_key": corpus.text_key,
     }
 
 

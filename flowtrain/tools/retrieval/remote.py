@@ -58,7 +58,7 @@ class Retriever(Searchable):
         document = found.get("document", found)
         options = self._options
         text = document.get(options.text_key) or document["contents"]
-        title = str(document.get(options.title_key) or "")
+        title = str(document.get("title") or "")
         first, _, rest = text.partition("\n")
         if not title and rest and first.startswith('"') and first.endswith('"'):
             title, text = first.strip('"'), rest

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 from flowtrain.tools.retrieval.passages import Passage, Source
 
 T = TypeVar("T")
+CACHE_MB = 64
+"""MiB of hits, or of pages, that a tool keeps in a process."""
 _Asked = tuple[asyncio.AbstractEventLoop, str]
 
 
@@ -20,9 +22,8 @@ class Cache(Generic[T]):
     """Keeps results by key; the least recently used go first. For one event loop after another."""
 
     def __init__(self, max_mb: int) -> None:
-        """Keep about `max_mb` MiB of text; with 0 nothing, and nothing is shared."""
+        """Keep about `max_mb` MiB of text."""
         self._room = max_mb << 20
-        self._is_on = max_mb > 0
         self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
         self._asked: dict[_Asked, asyncio.Task[T]] = {}
         self._waiting: Counter[asyncio.Task[T]] = Counter()
@@ -31,8 +32,6 @@ class Cache(Generic[T]):
         """Return what is kept, or else what `ask` returns, which all who wait for it share: its
         errors too, which are not kept. It is cancelled with the last of them.
         """
-        if not self._is_on:
-            return await ask()
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key][0]
@@ -63,9 +62,9 @@ class Cache(Generic[T]):
             self._room += self._kept.popitem(last=False)[1][1]
 
 
-def cached(source: Source, max_mb: int) -> Source:
+def cached(source: Source) -> Source:
     """Return the source behind a cache."""
-    cache: Cache[Sequence[Passage]] = Cache(max_mb)
+    cache: Cache[Sequence[Passage]] = Cache(CACHE_MB)
 
     async def search(query: str, deadline_s: float) -> Sequence[Passage]:
         return await cache.get(query, lambda: source(query, deadline_s))

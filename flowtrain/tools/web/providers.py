@@ -10,6 +10,7 @@ from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.web.api import Api, Request, key_from_env
 from flowtrain.types import UserError
 
+_NUM_RESULTS = 10
 HITS = {
     "serper": ("organic", ("snippet", "title", "link")),
     # docs.searxng.org/dev/search_api.html; with `json` among `search.formats` of its settings
@@ -33,13 +34,13 @@ def online(options: WebSearch) -> Source:
 
     def request(query: str) -> Request:
         if is_serper:
-            body = {"q": query, "num": options.num_results}
+            body = {"q": query, "num": _NUM_RESULTS}
             return Request(url, headers={"X-API-KEY": key}, body=body)
         return Request(url, {"q": query, "format": "json"})
 
     async def search(query: str, deadline_s: float) -> list[Passage]:
         answer = await api.ask(request(query), deadline_s)
-        found = hits(answer, *HITS[options.provider])[: options.num_results]
+        found = hits(answer, *HITS[options.provider])[:_NUM_RESULTS]
         if not found and (silent := answer.get("unresponsive_engines")):
             raise ToolError(f"no engine behind SearXNG answered: {str(silent)[:200]}")
         return found
