@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from chat_servers import ChatServer, chat_server, reply
-from cli_runs import KILL, SMALL, TINY, Server, read
+from cli_runs import KILL, SMALL, Server, read
 from starlette.responses import JSONResponse
 
 from flowtrain.config.options import parse
@@ -289,29 +289,6 @@ def test_max_tokens_leaves_out_longer_turns(
     facts = facts_of(run)
     assert facts["num_excluded"]["too_long"] == sum(length > most for length in lengths) > 0
     assert facts["num_turns"] == sum(length <= most for length in lengths)
-
-
-def test_a_teacher_calls_tools(server: Server, tmp_path: Path) -> None:
-    config = ("--config", Path("configs/tools.toml").resolve(), *TINY)
-
-    def calls(body: dict[str, Any]) -> str:
-        prompt = body["messages"][0]["content"]
-        found = re.findall(r'"role": "tool".*?"content": "([^"]*)"', prompt)
-        if found:
-            return found[-1].rpartition(" is ")[2].strip(".")
-        question = re.search(r'"role": "user", "content": ".*?the (.*?)[?.]?"', prompt)
-        assert question is not None
-        return f'<tool name="Search">{{"query": "{question[1]}"}}'
-
-    run = tmp_path / "run"
-    options = ("--rft.num_rollouts", 30, "--rft.num_epochs", 1, "--rft.num_steps", 0)
-    lookups = ("--tasks.kinds", '["lookup"]', "--rft.fictional", "false")
-    with chat_server(calls) as chat:
-        argv = (*config, *engine(chat.base_url), *options, *lookups, "--rft.keep", "scored")
-        code, lines, _ = server.run("rft", *argv, "--run.dir", run)
-    assert code == 0, lines
-    right = [r for r in read(run / "trajectories.jsonl") if r["reward"] == 1]
-    assert facts_of(run)["num_turns"] == sum(len(r["turns"]) for r in right) == 2 * len(right) > 4
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ tools, a program behind the gateway, an agent of one's own, and the agent of one
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,12 @@ RELEASED = (*TWO_STEPS, "--algorithm.mode", "released")
 @pytest.fixture(scope="module")
 def caller(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has learnt to call tools."""
-    warm = tmp_path_factory.mktemp("caller") / "warm"
-    code, lines, _ = server.run("rft", *TOOLS, *RFT, "--run.dir", warm)
+    folder = tmp_path_factory.mktemp("caller")
+    shown, warm = folder / "shown.jsonl", folder / "warm"
+    words = [sys.executable, "-m", "examples.tool_calls", str(shown), "300"]
+    subprocess.run(words, cwd=ROOT, check=True)
+    imitated = (*TOOLS, *RFT, "--rft.conversations", shown)
+    code, lines, _ = server.run("rft", *imitated, "--run.dir", warm)
     assert code == 0, lines
     return warm / "model"
 

@@ -1,8 +1,9 @@
 """Write conversations in which a harness's shell solves sums, for a warm-up of a tiny policy. The
 harness is run once, for what it asks first; that begins them all.
 
+python -m examples.tool_calls runs/shown.jsonl 12000
 python -m flowtrain.rft --config configs/tools.toml --run.dir runs/warm --tiny.max_positions 512 \
-    --rft.num_steps 3000 --rft.num_rollouts 12000
+    --rft.num_steps 3000
 python -m examples.gateway.questions runs/arithmetic.jsonl
 python -m examples.gateway.shell_demonstrations runs/shell.jsonl examples/gateway/claude_code.sh \
     --bare --tools Bash --system-prompt "You work in a shell."

@@ -123,7 +123,7 @@ class Session:
         Raises RolloutEnded when the turns, the time or the model's positions are used up. A call
         that its caller cancels, or that fails, is no turn.
         """
-        number = self.next_call()
+        number = self._next_call()
         if self._start is not None and number < self._start.point.turn:
             return self._record(number, _again(self._start.parent.turns[number], prompt_ids))
         prefix = None
@@ -147,10 +147,9 @@ class Session:
             raise
         return self._record(number, _turn_of(call, time.monotonic() - started))
 
-    def next_call(self) -> int:
-        """Return the number of the next response, from 0; whoever writes one without `sample` asks.
-
-        Raises RolloutEnded when the turns or the time are used up.
+    def _next_call(self) -> int:
+        """Return the number of the next response, from 0. Raises RolloutEnded when the turns or the
+        time are used up.
         """
         if self._num_calls >= self._max_turns:
             raise RolloutEnded("turns")
@@ -158,10 +157,6 @@ class Session:
             raise RolloutEnded("time")
         self._num_calls += 1
         return self._num_calls - 1
-
-    def record(self, call: Call, seconds: float = 0.0) -> Call:
-        """Record a response as the next turn; `sample` does so with its own."""
-        return self._record(len(self._turns), _turn_of(call, seconds))
 
     async def use_tool(
         self, call: Call, name: str, arguments: Mapping[str, object], id: str = ""

@@ -9,7 +9,6 @@ from flowtrain.agents.agentflow.expert import scripted
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.agentflow.teacher import taught
 from flowtrain.agents.base import Agent
-from flowtrain.agents.talking.tool_calling import ToolCallingAgent
 from flowtrain.config import Config
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY, TEACHER
@@ -31,10 +30,10 @@ def make_expert(components: RunComponents, agent: Agent) -> Agent:
         return taught(agent, teacher, config, components.tools) if teacher else agent
     if config.rft.expert == "policy":
         return agent
-    if not isinstance(agent, Flow | ToolCallingAgent):
+    if not isinstance(agent, Flow):
         raise UserError(
-            "rft.expert='scripted' plays the planner of agent.name='agentflow' or the policy of "
-            f"'tools', and it is {config.agent.name!r}, so use 'policy'"
+            "rft.expert='scripted' plays the planner of agent.name='agentflow', and it is "
+            f"{config.agent.name!r}, so use 'policy', or rft.conversations"
         )
     unplanned = next((task for task in components.tasks.train if not task.plan), None)
     if unplanned is not None:

@@ -19,7 +19,6 @@ from flowtrain.agents.agentflow.expert import scripted
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
-from flowtrain.agents.talking.tool_calling import ToolCallingAgent
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.engines.vllm.process import check_installed
@@ -169,9 +168,7 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
     if missing:
         made = components.make_agent(components.make_no_engines(), config.agent.max_turns)
         cleanup.callback(made.close)
-        if not isinstance(made, Flow | ToolCallingAgent) or not all(
-            task.plan for task in components.tasks.train
-        ):
+        if not isinstance(made, Flow) or not all(task.plan for task in components.tasks.train):
             raise UserError(f"{missing}; and no scripted expert knows how to do these tasks")
         _say(f"rollouts of a scripted expert, because there is no engine: {missing}")
         return scripted(made, 0.0)

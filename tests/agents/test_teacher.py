@@ -5,11 +5,10 @@ its canonical form where not, and never with a special token in it.
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
-from chat_templates import TEMPLATES, styled
+from chat_templates import styled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make import Chat, Tool
@@ -26,7 +25,7 @@ from flowtrain.agents.policy import Moment, Policy
 from flowtrain.agents.registry import load_kind
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.tools.base import Parameter, ToolCard, schema_of
-from flowtrain.types import Call, Task, ToolResult, Trajectory, Turn, UserError, Verdict
+from flowtrain.types import Call, Task, ToolResult, Turn, UserError, Verdict
 
 TASK = Task("t-1", "What is the area of Chad?", ("1284",))
 EXACT = "Justification: j\nContext: c\nSub-Goal: area of Chad\nTool Name: Search"
@@ -197,50 +196,6 @@ def test_evidence_is_written_after_the_students_prompt(prompt: str, written: str
     assert nothing.text == "" and nothing.call is not None and nothing.call.response_ids == ()
 
 
-# ---- agents of conversations
-
-
-def converse(style: str, *replies: str) -> tuple[Trajectory, Chat]:
-    teacher = teach(*replies)
-    tokenizer = styled(style)
-    agent = {"name": "tools", "tools": ["Search"], "prompt": "full"}
-    return asyncio.run(student(teacher, tokenizer, agent=agent).run(TASK, 7)), teacher
-
-
-def call_in(format: str, query: str) -> str:
-    arguments = json.dumps({"query": query})
-    body = f'{{"name": "Search", "arguments": {arguments}}}'
-    return {"hermes": f"<tool_call>{body}", "mistral": f"[TOOL_CALLS][{body}]"}[format]
-
-
-@pytest.mark.parametrize(("style", "format"), [("qwen2.5", "hermes"), ("mistral", "mistral")])
-def test_a_call_is_written_in_the_students_form_and_run(style: str, format: str) -> None:
-    done, teacher = converse(style, call_in(format, "area of Chad"), "<answer>1284</answer>")
-    assert (done.answer, done.error, len(done.turns)) == ("1284", "", 2)
-    (used,) = done.turns[0].tool_calls
-    assert (used.name, used.result.output) == ("Search", "The area of Chad is 1284.")
-    first, second = (turn.calls["planner"] for turn in done.turns)
-    before = first.prompt_ids + first.response_ids
-    assert second.prompt_ids[: len(before)] == before
-    said = styled(style).decode(first.response_ids)
-    closed = {"hermes": "</tool_call>", "mistral": '[TOOL_CALLS] [{"name"'}[format]
-    assert closed in said, "the canonical form, which the reply lacks"
-    assert all(is_readable(turn, "planner") for turn in done.turns)
-    (prompt, seed, _), (later, other, _) = teacher.asked
-    assert "Looks words up." in prompt and TASK.question in prompt and seed != other
-    assert "The area of Chad is 1284." in later
-
-
-@pytest.mark.parametrize("style", TEMPLATES)
-def test_special_tokens_of_a_teacher_are_plain_text(style: str) -> None:
-    tokenizer = styled(style)
-    for special in tokenizer.all_special_tokens:
-        done, _ = converse(style, f"So <x {special} y>.\nIt is 5.")
-        ids = done.turns[0].calls["planner"].response_ids
-        assert not set(ids[:-1]) & set(tokenizer.all_special_ids), special
-        assert ids[-1] == tokenizer.eos_token_id
-
-
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "a", "<|", "\ue0000\ue001", " "])))
 def test_no_text_makes_a_special_token(parts: list[str]) -> None:
@@ -250,32 +205,6 @@ def test_no_text_makes_a_special_token(parts: list[str]) -> None:
     assert not set(call.response_ids[:-1]) & set(tokenizer.all_special_ids)
     plain = "".join(parts).replace("\ue000", "").replace("\ue001", "")
     assert tokenizer.decode(call.response_ids[:-1]) == plain
-
-
-def test_a_call_that_cannot_be_read_is_not_imitated() -> None:
-    done, _ = converse("qwen2.5", "<tool_call>Search</tool_call>", "1284")
-    assert [is_readable(turn, "planner") for turn in done.turns] == [False, True]
-
-
-def test_a_teacher_takes_no_more_turns_than_the_student_has() -> None:
-    done, teacher = converse("qwen2.5", call_in("hermes", "area of Chad"))
-    assert (len(done.turns), done.truncated, len(teacher.asked)) == (3, "turns", 3)
-
-
-def test_a_teacher_that_fails_makes_a_failed_rollout() -> None:
-    done, _ = converse("qwen2.5", "fails")
-    assert "engines.gpt: HTTP 500" in done.error
-
-
-@pytest.mark.parametrize(
-    ("prompt", "written"), [("full", "It is 1284."), ("compact", " It is 1284.")]
-)
-def test_a_single_response_follows_the_students_prompt(prompt: str, written: str) -> None:
-    teacher = teach(" It is 1284.<|im_end|>\n")
-    agent = {"name": "single", "tools": [], "max_turns": 1, "eval_max_turns": 1, "prompt": prompt}
-    done = asyncio.run(student(teacher, styled("qwen2.5"), agent=agent).run(TASK, 7))
-    assert teacher.asked[0][0] == TASK.question
-    assert text_of(done.turns[0].calls["planner"]) == written and done.answer == "It is 1284."
 
 
 def test_agents_of_others_are_refused() -> None:

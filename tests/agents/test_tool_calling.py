@@ -8,11 +8,10 @@ from itertools import chain, pairwise, repeat
 
 import pytest
 from chat_templates import R1, SMOLLM2, TEMPLATES, styled, tokenizer_of
-from make import Engine, Tool
+from make import Engine
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.agentflow.build import make_policy
-from flowtrain.agents.agentflow.expert import ScriptedCaller
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.registry import load_kind
@@ -24,7 +23,6 @@ from flowtrain.types import (
     BranchPoint,
     BranchStart,
     FinishReason,
-    PlanStep,
     Task,
     Trajectory,
     UserError,
@@ -235,54 +233,6 @@ def test_a_branch_takes_over_calls_and_results() -> None:
     assert left.prompt_ids == taken.prompt_ids
     assert left.response_ids[:3] == taken.response_ids[:3]
     assert branch.engine.prompts[0] == taken.prompt_ids + taken.response_ids[:3]
-
-
-# ---- the expert
-
-PLANNED = Task(
-    "t-2",
-    "What is the area of Chad?",
-    ("1284",),
-    plan=(PlanStep("area of Chad", "Search"), PlanStep("area of Mali", "Search")),
-)
-
-
-def demonstrated(error: float) -> Trajectory:
-    tokenizer = tokenizer_of(CHAT_TEMPLATE, "<|end|>")
-    config = Config.model_validate(
-        {"agent": {"name": "tools", "tools": ["Search", "Base_Generator"]}}
-    )
-    engine = Engine(lambda *_: ())
-    policy = make_policy(config, "planner", engine, tokenizer)  # type: ignore[arg-type]
-    tools = {
-        "Search": Search(),
-        "Base_Generator": Tool(ToolCard("Base_Generator", "Guesses."), lambda query: "17"),
-    }
-    agent = ToolCallingAgent(AgentContext(config, {"planner": policy}, tools, {}, 4))
-    expert = ScriptedCaller(agent, error)
-    done = asyncio.run(expert.run(PLANNED, 7))
-    assert engine.prompts == [] and done.error == ""
-    for one, after in pairwise([turn.calls["planner"] for turn in done.turns]):
-        before = one.prompt_ids + one.response_ids
-        assert after.prompt_ids[: len(before)] == before
-    assert all(
-        turn.calls["planner"].response_ids[-1] == tokenizer.eos_token_id for turn in done.turns
-    )
-    return done
-
-
-def test_the_expert_follows_the_plan_and_answers_with_the_last_result() -> None:
-    done = demonstrated(0.0)
-    used = [(each.name, each.arguments) for turn in done.turns for each in turn.tool_calls]
-    assert used == [("Search", f'{{"query": "{step.sub_goal}"}}') for step in PLANNED.plan]
-    assert done.answer == "nothing about area of Mali"
-    assert [turn.verdict for turn in done.turns][-1] is Verdict.STOP
-
-
-def test_the_expert_answers_with_its_guess() -> None:
-    done = demonstrated(1.0)
-    assert [each.name for each in done.turns[0].tool_calls] == ["Base_Generator"]
-    assert (len(done.turns), done.answer) == (2, "17")
 
 
 # ---- what is refused

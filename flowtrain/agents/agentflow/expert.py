@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from flowtrain.agents.agentflow.flow import Flow
-from flowtrain.agents.agentflow.generator import last_result
-from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
+from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.agentflow.planner import ModelPlanner
 from flowtrain.agents.agentflow.refiner import ModelRefiner, best_passage
 from flowtrain.agents.agentflow.verifier import ModelVerifier
 from flowtrain.agents.policy import Moment, Policy, Prompt
-from flowtrain.agents.session import Session
-from flowtrain.agents.talking.conversation import Conversation
-from flowtrain.agents.talking.tool_calling import ToolCallingAgent
-from flowtrain.agents.talking.tool_formats import WrittenCall
-from flowtrain.engines.special_tokens import Rendered
 from flowtrain.tasks.gameof24 import random_expression
 from flowtrain.types import Action, Call, PlanStep, Task, Verdict
-from flowtrain.utils.seeds import derive_seed
 
 T = TypeVar("T")
 
@@ -95,55 +87,17 @@ def passage_script(error: float) -> Script:
     return passage
 
 
-class ScriptedCaller(ToolCallingAgent):
-    """Calls the tools of `task.plan` one by one, then answers with the last result.
-
-    With probability `error` per call it asks the base generator instead, and answers with that.
-    Its tokens are those of the agent that learns from it.
-    """
-
-    def __init__(self, like: ToolCallingAgent, error: float) -> None:
-        super().__init__(like.context)
-        self._error = error
-
-    async def respond(self, session: Session, conversation: Conversation) -> Call:
-        task = session.task
-        assert task.plan, f"task {task.id} has no plan to follow"
-        memory = _memory(session)
-        left = steps_left(task, memory)
-        if not left or (memory.entries and memory.entries[-1].tool_name == "Base_Generator"):
-            text = last_result(memory)
-        else:
-            rng = random.Random(derive_seed(session.seed, len(session.turns)))
-            tool = "Base_Generator" if rng.random() < self._error else left[0].tool_name
-            arguments = json.dumps({"query": left[0].sub_goal}, ensure_ascii=False)
-            text = self.dialect.format.write([WrittenCall(tool, arguments)])
-        # A format may begin calls with a special token of its own.
-        return session.record(session.policy.imitate(conversation.prompt_ids, Rendered(text)))
-
-
-def _memory(session: Session) -> Memory:
-    """Return the results so far as the steps of a plan."""
-    memory = Memory()
-    for used in (used for turn in session.turns for used in turn.tool_calls):
-        query = str(json.loads(used.arguments).get("query", ""))
-        memory = memory.add(MemoryEntry(used.name, query, used.arguments, used.result.text))
-    return memory
-
-
-def scripted(agent: Flow | ToolCallingAgent, error: float) -> Flow | ToolCallingAgent:
-    """Return the agent with scripts in the place of its policies; its tasks must have plans.
+def scripted(flow: Flow, error: float) -> Flow:
+    """Return the flow with scripts in the place of its policies; its tasks must have plans.
 
     Args:
-        error: see `plan_script` and `ScriptedCaller`.
+        error: see `plan_script`.
     """
-    if isinstance(agent, ToolCallingAgent):
-        return ScriptedCaller(agent, error)
     return replace(
-        agent,
-        planner=with_script(agent.planner, plan_script(error)),
-        verifier=with_script(agent.verifier, verdict_script(EARLY_STOP)),
-        refiner=with_script(agent.refiner, passage_script(WRONG_PASSAGE)),
+        flow,
+        planner=with_script(flow.planner, plan_script(error)),
+        verifier=with_script(flow.verifier, verdict_script(EARLY_STOP)),
+        refiner=with_script(flow.refiner, passage_script(WRONG_PASSAGE)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Agents whose trained policy is played by a teacher: a stronger model, behind a chat engine.
+"""Flows whose trained policy is played by a teacher: a stronger model, behind a chat engine.
 
 The teacher reads its own prompt and writes text. What it wrote becomes a response in the student's
 tokens, after the prompt that the student would have read, so that the student can imitate it; its
@@ -15,7 +15,6 @@ first phase of InfoFlow (arXiv 2510.26575).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,17 +30,10 @@ from flowtrain.agents.agentflow.verifier import ModelVerifier
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
 from flowtrain.agents.policy import Moment, Policy, Prompt
-from flowtrain.agents.session import Session
-from flowtrain.agents.talking.conversation import Conversation
-from flowtrain.agents.talking.single_turn import QuestionPrompt, SingleTurn
-from flowtrain.agents.talking.tool_calling import ToolCallingAgent
-from flowtrain.agents.talking.tool_formats import WrittenCall
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.special_tokens import Rendered, special_tokens
 from flowtrain.tools import Tool
 from flowtrain.types import Action, Call, FinishReason, PolicyName, Turn, UserError, Verdict
-from flowtrain.utils.seeds import derive_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,81 +67,20 @@ class TeacherVoice:
         return self.policy.measure(text)
 
 
-class TaughtSingleTurn(SingleTurn):
-    """The agent of one turn, whose response a teacher writes."""
-
-    def __init__(self, like: SingleTurn, teacher: ChatVoice) -> None:
-        super().__init__(like.context)
-        asked = QuestionPrompt(like.context.config.agent.instructions, is_message=True)
-        policy = like.context.policies["planner"]
-        self._voice = TeacherVoice(teacher, asked, policy, lambda reply: (reply, False))
-
-    async def respond(self, session: Session, moment: Moment) -> Call:
-        seed = derive_seed(session.seed, session.next_call())
-        left_s = session.left_s()
-        return session.record(
-            await self._voice.reply(self.prompt, moment, seed=seed, deadline_s=left_s)
-        )
-
-
-class TaughtCaller(ToolCallingAgent):
-    """The agent that calls tools, whose messages a teacher writes.
-
-    The teacher reads the conversation as JSON in one message, and writes calls as the student does.
-    """
-
-    def __init__(self, like: ToolCallingAgent, teacher: ChatVoice) -> None:
-        super().__init__(like.context)
-        self._teacher = teacher
-
-    async def respond(self, session: Session, conversation: Conversation) -> Call:
-        reply = await self._reply(session, self._message(conversation))
-        said, calls = self.dialect.format.parse(reply)
-        text = reply
-        if calls and not any(call.problem for call in calls):
-            # Marked apart, because a format may begin calls with a special token of its own.
-            marked = special_tokens(session.policy.tokenizer).marked
-            plain = [WrittenCall(marked(each.name), marked(each.arguments)) for each in calls]
-            text = Rendered(marked(said) + self.dialect.format.write(plain))
-        call = session.policy.imitate(conversation.prompt_ids, text)
-        return session.record(replace(call, text=reply))
-
-    async def _reply(self, session: Session, message: str) -> str:
-        seed = derive_seed(session.seed, session.next_call())
-        timeout_s = min(self._teacher.timeout_s, session.left_s())
-        reply = await self._teacher.engine.ask(message, seed=seed, deadline_s=timeout_s)
-        return cut_end_of_turn(reply).strip()
-
-    def _message(self, conversation: Conversation) -> str:
-        lines = [json.dumps(message, ensure_ascii=False) for message in conversation.messages]
-        parts = ["You are the assistant of a conversation."]
-        if conversation.tools:
-            parts.append(self.dialect.format.describe(conversation.tools))
-        parts += [
-            "The conversation so far, a JSON object per message:\n" + "\n".join(lines),
-            "Write the assistant's next message, as plain text and nothing else.",
-        ]
-        return "\n\n".join(parts)
-
-
 def taught(agent: Agent, teacher: ChatEngine, config: Config, tools: Mapping[str, Tool]) -> Agent:
-    """Return the agent with a teacher in the place of the policy that `config` trains.
+    """Return the flow with a teacher in the place of the policy that `config` trains.
 
     Args:
         tools: those of the agent, by name.
 
-    Raises UserError for an agent that no teacher can play.
+    Raises UserError for another agent.
     """
-    voice = ChatVoice(teacher, config.rollout.request_timeout_s)
-    if isinstance(agent, SingleTurn):
-        return TaughtSingleTurn(agent, voice)
-    if isinstance(agent, ToolCallingAgent):
-        return TaughtCaller(agent, voice)
     if not isinstance(agent, Flow):
         raise UserError(
-            f"rft.expert={config.rft.expert!r} plays the policy of agent.name='agentflow', 'tools' "
-            f"or 'single', and it is {config.agent.name!r}, so use 'policy'"
+            f"rft.expert={config.rft.expert!r} plays a policy of agent.name='agentflow', and it is "
+            f"{config.agent.name!r}, so use 'policy', or rft.conversations"
         )
+    voice = ChatVoice(teacher, config.rollout.request_timeout_s)
     role = config.train.policy
     make, read = _ROLES[role]
     module = getattr(agent, role)
@@ -187,12 +118,9 @@ _ROLES: Mapping[PolicyName, tuple[Callable[..., Any], Callable[..., tuple[object
 def is_readable(turn: Turn, policy: PolicyName) -> bool:
     """Tell whether what a teacher wrote in a turn as that policy could be read and obeyed.
 
-    It could not where the reply names no action, a call that cannot be read, or a tool that is not
-    there.
+    It could not where the reply names no action, or a tool that is not there.
     """
     call = turn.calls.get(policy)
     if call is None or policy != "planner":
         return call is not None and bool(call.response_ids)
-    if turn.action is None:
-        return turn.result.error is None
-    return not turn.action.tool_name.startswith(NO_TOOL)
+    return turn.action is not None and not turn.action.tool_name.startswith(NO_TOOL)

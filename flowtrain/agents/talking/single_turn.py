@@ -9,7 +9,6 @@ from __future__ import annotations
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.policy import Moment, check_prompt
 from flowtrain.agents.session import Session, SessionAgent
-from flowtrain.types import Call
 from flowtrain.utils.text import final_answer
 
 
@@ -45,9 +44,5 @@ class SingleTurn(SessionAgent):
         self.prompt = QuestionPrompt(config.agent.instructions, config.agent.prompt == "full")
 
     async def answer(self, session: Session) -> str:
-        call = await self.respond(session, Moment(session.task))
-        return final_answer(call.text)
-
-    async def respond(self, session: Session, moment: Moment) -> Call:
-        """Sample the response; a teacher writes it instead."""
-        return await session.sample(session.policy.read(self.prompt, moment))
+        prompt_ids = session.policy.read(self.prompt, Moment(session.task))
+        return final_answer((await session.sample(prompt_ids)).text)

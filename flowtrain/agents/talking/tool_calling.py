@@ -13,7 +13,7 @@ from typing import Any
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
-from flowtrain.agents.talking.conversation import Conversation, Message, TemplateRewrites
+from flowtrain.agents.talking.conversation import Message, TemplateRewrites
 from flowtrain.agents.talking.dialect import Dialect
 from flowtrain.agents.talking.environment import Environment, load_maker, opened
 from flowtrain.agents.talking.tool_formats import WrittenCall
@@ -74,7 +74,7 @@ class ToolCallingAgent(SessionAgent):
         messages = with_instructions(self.context.config, first)
         conversation = self.dialect.start(messages, tools)
         while True:
-            call = await self.respond(session, conversation)
+            call = await session.sample(conversation.prompt_ids)
             if call.finish_reason is FinishReason.DEADLINE:
                 raise RolloutEnded("time")
             ended = call.finish_reason is FinishReason.STOP
@@ -93,10 +93,6 @@ class ToolCallingAgent(SessionAgent):
                 message, new = {"role": "assistant", "content": said}, [_user(reply)]
             replied = conversation.add_response(call.response_ids, message, ended)
             conversation = self.dialect.add(replied, new)
-
-    async def respond(self, session: Session, conversation: Conversation) -> Call:
-        """Sample the next message; a scripted expert or a teacher writes it instead."""
-        return await session.sample(conversation.prompt_ids)
 
     async def _results(
         self, session: Session, call: Call, calls: Sequence[WrittenCall], message: Message
