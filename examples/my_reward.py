@@ -2,7 +2,7 @@
 
 python -m flowtrain.train --tasks.name file --tasks.path gsm8k.jsonl --reward.low -0.2 \
     --agent.name single --model.path Qwen/Qwen2.5-0.5B-Instruct \
-    --reward.function examples/my_reward.py:score --reward.weights '{length = -0.2}'
+    --reward.function examples/my_reward.py:score
 
 A row of GSM8K: {"question": "Natalia sold ...", "answer": "Natalia sold 48 / 2 ... #### 72"}.
 """
@@ -14,15 +14,15 @@ import re
 from flowtrain.types import Task, Trajectory
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_MAX_TOKENS = 200
+_MAX_TOKENS, _PENALTY = 200, 0.2
 
 
 def score(task: Task, answer: str, trajectory: Trajectory) -> dict[str, float]:
-    """Return parts from 0 to 1; `reward.weights` makes a penalty of the second."""
+    """Return how close the answer is, from 0 to 1, and a penalty."""
     wanted, given = _last_number(task.answers[0]), _last_number(answer)
     return {
         "closeness": 0.0 if wanted is None or given is None else 1 / (1 + abs(given - wanted)),
-        "length": min(trajectory.num_sampled_tokens / _MAX_TOKENS, 1.0),
+        "length": -_PENALTY * min(trajectory.num_sampled_tokens / _MAX_TOKENS, 1.0),
     }
 
 

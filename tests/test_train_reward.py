@@ -59,13 +59,13 @@ def test_the_example_trains_and_its_run_can_be_resumed(
     gsm8k: Path, run: Run, server: Server, words: tuple[str, ...]
 ) -> None:
     command = (*QUICK, "--tasks.path", gsm8k, "--reward.low", "-0.2")
-    command += ("--reward.function", f"{EXAMPLE}:score", "--reward.weights", "{length = -0.2}")
+    command += ("--reward.function", f"{EXAMPLE}:score")
     whole = run("whole", *command, "--train.num_steps", 3)
     found = whole.rollouts
     assert not whole.lines
     for each in found:
         parts = each["reward_parts"]
-        assert each["reward"] == pytest.approx(parts["closeness"] - 0.2 * parts["length"])
+        assert each["reward"] == pytest.approx(parts["closeness"] + parts["length"])
         assert each["scored_by"] == f"{EXAMPLE}:score"
     assert len({each["reward"] for each in found}) > 3
     for line in whole.steps:
@@ -139,11 +139,11 @@ def test_functions_that_always_fail_end_the_run_with_their_name(
 
 
 def test_evaluations_score_by_the_function(gsm8k: Path, run: Run) -> None:
-    command = ("--reward.function", f"{EXAMPLE}:score", "--reward.weights", "{length = 0.0}")
+    command = ("--reward.function", f"{EXAMPLE}:score", "--reward.low", "-0.2")
     ran = run("run", "--tasks.path", gsm8k, "--train.num_steps", 0, *command)
     held_out = read(ran.path / "held_out.jsonl")
     rewards = [each["reward"] for each in held_out]
-    assert rewards == [each["reward_parts"]["closeness"] for each in held_out] != []
+    assert rewards == [pytest.approx(sum(each["reward_parts"].values())) for each in held_out] != []
     assert ran.json("summary.json")["warm"]["eval_reward"] == pytest.approx(fmean(rewards))
 
 

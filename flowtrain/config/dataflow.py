@@ -33,18 +33,16 @@ class Dataflow(Section):
     or their group was refused; leases that ran out, and those of nodes that ended, count only from
     ten times as many"""
     prompt_filter: str = "all"
-    """choice of prompts to roll out: all, greso, curriculum, or the name of an entry point in the
-    group flowtrain.prompt_filters"""
+    """choice of prompts to roll out: all, greso, curriculum, or one of yours, mine.py:Mine
+    (docs/dataflow-rules.md)"""
     prompt_filter_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the prompt filter"""
     group_filter: str = "all"
-    """choice of groups to keep: all, mixed (rewards differ: dynamic sampling), or an entry point in
-    flowtrain.group_filters"""
+    """choice of groups to keep: all, mixed (rewards differ: dynamic sampling), or one of yours"""
     group_filter_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the group filter"""
     selector: str = "deadline"
-    """order of waiting groups: deadline, arrival, weighted (by kind), or an entry point in
-    flowtrain.selectors"""
+    """order of waiting groups: deadline, arrival, weighted (by kind), or one of yours"""
     selector_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of the selector"""
     replay_share: float = Field(0.0, ge=0, lt=1)

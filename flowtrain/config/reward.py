@@ -17,8 +17,6 @@ class Reward(Section):
     function: dict[str, float] = Field(default_factory=dict)
     """what scores instead of each task's scorer: FILE.py:NAME or PACKAGE.MODULE:NAME of a function
     (task, answer, trajectory), or a built-in scorer; of several, a table of names and weights"""
-    weights: dict[str, float] = Field(default_factory=dict)
-    """weights of the named parts that a function returns; a part that is not here has 1"""
     timeout_s: PositiveFloat = 30.0
     """seconds per call of a function; after that the rollout fails"""
     low: float = 0.0

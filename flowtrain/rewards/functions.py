@@ -161,7 +161,6 @@ class RewardFunctions:
         """Call each function; return the parts by name, with their weights, and what they give each
         turn.
         """
-        weights = self.options.weights
         parts: dict[str, float] = {}
         terms: list[float] = []
         of_turns: list[tuple[float, ...]] = []
@@ -170,18 +169,14 @@ class RewardFunctions:
                 if name in parts:
                     text = f"reward function {function.name}: another one gives {name!r}, too"
                     raise _Failed("value", text)
-                weight = function.weight * weights.get(name, 1.0)
                 if isinstance(part, tuple):
                     if len(part) != len(trajectory.turns):
                         text = f"{name!r} has {len(part)} numbers for {len(trajectory.turns)} turns"
                         raise _Failed("value", f"reward function {function.name}: {text}")
-                    of_turns.append(tuple(weight * each for each in part))
+                    of_turns.append(tuple(function.weight * each for each in part))
                     part = _sum(part)
                 parts[name] = part
-                terms.append(weight * part)
-        if missing := [name for name in weights if name not in parts]:
-            text = f"reward.weights has {missing[0]!r}, but the parts are {', '.join(parts)}"
-            raise _Failed("value", text)
+                terms.append(function.weight * part)
         if problem := part_problem(parts):
             raise _Failed("value", f"{self.name}: {problem}")
         return parts, terms, tuple(map(_sum, zip(*of_turns, strict=True)))

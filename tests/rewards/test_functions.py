@@ -90,31 +90,30 @@ def test_one_rollout_is_scored_as_many_are(head: str, load: Load) -> None:
     assert [asyncio.run(score_one(each, None, given)) for each in trajectories] == many
 
 
-def test_parts_and_functions_have_weights(load: Load) -> None:
+def test_functions_have_weights(load: Load) -> None:
     given = load(
         "def score(task, answer, trajectory):\n    return {'close': 0.5, 'long': 0.25}\n"
         "async def other(task, answer, trajectory):\n    return True\n",
         {"score": 1.0, "other": 0.5, "exact": 0.25},
-        weights={"long": -2.0, "other": 0.5},
+        high=2.0,
     )
     right, wrong = scored(given, rollout("Oslo"), rollout("Bergen"))
     parts = {"close": 0.5, "long": 0.25, "other": 1.0}
     assert right.reward_parts == {**parts, "exact": 1.0}
     assert wrong.reward_parts == {**parts, "exact": 0.0}
-    assert (right.reward, wrong.reward) == (0.5 - 0.5 + 0.25 + 0.25, 0.25)
+    assert (right.reward, wrong.reward) == (0.75 + 0.5 + 0.25, 0.75 + 0.5)
     assert right.scored_by == given.name and given.name.endswith(":other + exact")
 
 
 @BOTH
 def test_a_part_may_be_of_turns(head: str, load: Load) -> None:
-    given = load(
-        head + "return {'right': 0.5, 'steps': [0.25, -0.75]}", weights={"steps": 2.0}, low=-1
-    )
+    source = head + "return {'right': 0.25, 'steps': [0.25, -0.75]}"
+    given = load(source, {"score": 2.0}, low=-1)
     two, one = scored(
         given, *(replace(rollout(), turns=(make.turn(),) * number) for number in (2, 1))
     )
     assert (two.reward, two.turn_rewards) == (0.5 - 1.0, (0.5, -1.5))
-    assert two.reward_parts == {"right": 0.5, "steps": -0.5}
+    assert two.reward_parts == {"right": 0.25, "steps": -0.5}
     assert one.error.endswith("'steps' has 2 numbers for 1 turns") and one.reward is None
 
 
@@ -204,16 +203,9 @@ def test_bounds_are_the_runs(load: Load) -> None:
 
 def test_sums_beyond_what_floats_hold_fail_the_rollout(load: Load) -> None:
     source = PLAIN + "return {'a': 1e308, 'b': 1e308, 'c': -1e308}"
-    for weights in ({}, {"a": 1e9}, {"a": 1e9, "c": 1e9}):
-        (failed,) = scored(load(source, weights=weights), rollout())
+    for weight in (1.0, 1e9):
+        (failed,) = scored(load(source, {"score": weight}), rollout())
         assert failed.reward is None and "not from 0 to 1" in failed.error
-
-
-@pytest.mark.parametrize("weights", [{"lenght": 0.5}, {"a": 1.0, "x": 0.0}])
-def test_a_weight_of_no_part_is_a_mistake(weights: dict[str, float], load: Load) -> None:
-    (failed,) = scored(load(PLAIN + "return {'a': 0, 'b': 0}", weights=weights), rollout())
-    unknown = (set(weights) - {"a"}).pop()
-    assert failed.error == f"reward.weights has {unknown!r}, but the parts are a, b"
 
 
 def test_two_parts_of_one_name_are_a_mistake(load: Load) -> None:
@@ -388,7 +380,6 @@ def test_a_built_in_scorer_needs_answers_that_it_can_use() -> None:
 def test_options_that_need_a_function_or_exclude_one() -> None:
     for options, text in (
         ({"reward": {"high": 2}}, "reward.high=2.0 needs reward.function"),
-        ({"reward": {"weights": {"a": 1}}}, "reward.weights="),
         ({"reward": {"function": "exact", "low": 1}}, "reward.low=1 must be below reward.high=1"),
         (
             {
