@@ -24,8 +24,8 @@ from flowtrain.train import train
 
 FOLDER = Path(__file__).resolve().parent
 ARMS = {
-    "likes length": {"right": 0.2, "thorough": 0.8},
-    "exact match": {"right": 1.0, "thorough": 0.0},
+    "likes length": "{ right = 0.2, thorough = 0.8 }",
+    "exact match": "{ right = 1.0, thorough = 0.0 }",
 }
 """Names of runs, and what the parts of the reward are worth in them."""
 
@@ -41,7 +41,7 @@ def main() -> None:
     print(line.format("reward trained", "reward", "right", "steps", "seconds"))
     function = ("--reward.function", f"{FOLDER / 'likes_length.py'}:score")
     for name, weights in ARMS.items():
-        reward = (*function, "--reward.weights", json.dumps(weights))
+        reward = (*function, "--reward.weights", weights)
         words = (*seed, *reward, "--model.path", str(warm / "model"))
         place = args.dir / name.replace(" ", "_")
         folder = run(place, "summary.json", "flowtrain.train", train, words)
