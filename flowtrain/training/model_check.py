@@ -135,8 +135,8 @@ def _of_text(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _problems(config: PreTrainedConfig) -> Iterator[str]:
-    """What is known by name to go wrong, a sentence each; the next one is looked for only where
-    there was none before.
+    """Yield what is known by name to go wrong, a sentence each; the next one is looked for only
+    where there was none before.
     """
     families, of_type = MODEL_FOR_CAUSAL_LM_MAPPING, f"(model_type={config.model_type!r})"
     for name in _OTHER_PARTS:
