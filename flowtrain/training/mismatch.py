@@ -3,7 +3,7 @@
 Compared are the tokens of the batch's first optimizer step, whose forward pass knows the weights
 that the step begins with. The same weights sampled them, so both should agree up to rounding.
 
-T: target tokens of a row, S: its samples, B: buckets.
+T: target tokens of a row, S: its samples.
 """
 
 from __future__ import annotations
@@ -63,10 +63,9 @@ def mismatch_sums(logprob_T: Tensor, row: PackedRow, version: int | None) -> Ten
         "samples": is_compared_S,
         "agreeing": is_compared_S & (size_S < AGREES * num_S),
     }
-    least_B = torch.tensor(list(BUCKETS.values()), device=size_T.device)
-    reaches_B = ((size_T[:, None] >= least_B) & is_ours_T[:, None]).sum(0).double()
-    sums = torch.stack([of_tokens[name].sum().double() for name in _SUMS])
-    return torch.cat([sums, reaches_B])
+    # Bounds are plain numbers, because the host would wait for a GPU to copy a tensor of them.
+    reaches = [(size_T >= least) & is_ours_T for least in BUCKETS.values()]
+    return torch.stack([x.sum().double() for x in (*(of_tokens[n] for n in _SUMS), *reaches)])
 
 
 def _by_sample(row: PackedRow, x_T: Tensor) -> Tensor:
