@@ -70,7 +70,7 @@ def test_a_head_that_is_no_version_is_named(store: WeightStore, text: str) -> No
     publish(store, 1)
     (store.root / "HEAD").write_text(text)
     with pytest.raises(
-        StoreError, match=r"HEAD holds .*, not a version; write the number of the newest folder"
+        StoreError, match=r"HEAD holds .*, not a version; is this a weight store"
     ):
         store.head()
 

@@ -43,10 +43,6 @@ class NotThere(StoreError):
     """The server has no such file."""
 
 
-class Silent(StoreError):
-    """The server does not answer, or never to the end."""
-
-
 @dataclass(frozen=True, slots=True)
 class File:
     """A file of a version."""

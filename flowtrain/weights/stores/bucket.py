@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import printable
-from flowtrain.weights.format.manifest import NotThere, Silent, StoreError
+from flowtrain.weights.format.manifest import NotThere, StoreError
 
 SCHEMES = ("s3", "gs", "az")
 _REQUEST_S = 300.0
@@ -99,7 +99,7 @@ class Bucket:
         ) as error:
             raise UserError(f"{where}: {_line(error)}") from error
         except (self._errors.BaseError, OSError, ValueError) as error:
-            raise Silent(f"{where}: {_line(error)}") from error
+            raise StoreError(f"{where}: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:

@@ -16,7 +16,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from flowtrain.net.bodies import SLOWEST
 from flowtrain.net.retries import may_pass, pause_s, retry_after_s
 from flowtrain.net.serving import check_token, check_url
-from flowtrain.weights.format.manifest import NotThere, Silent, StoreError
+from flowtrain.weights.format.manifest import NotThere, StoreError
 from flowtrain.weights.stores.timed_http import Response, TimedHttp, TimedHttps
 
 _CHUNK = 1 << 20
@@ -96,7 +96,7 @@ class HttpObjects:
     def _pause(self, url: str, cut: _Cut, num_failures: int) -> None:
         """Pause before the next try. Raises StoreError when there is none."""
         if num_failures > self._retries:
-            raise Silent(
+            raise StoreError(
                 f"{url}: {cut}, {num_failures} times; check the address and that the server runs"
             ) from cut
         own_s = pause_s(num_failures, self._backoff_s, _LONGEST_PAUSE_S)

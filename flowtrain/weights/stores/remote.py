@@ -35,7 +35,7 @@ class Objects(Protocol):
     url: str
 
     def read(self, key: str, limit: int) -> bytes:
-        """Return a file whole. Raises StoreError: NotThere, Silent, or longer than `limit`."""
+        """Return a file whole. Raises StoreError: NotThere, no answer, or longer than `limit`."""
 
     def piece(self, key: str, start: int, stop: int, content: str, *, is_again: bool) -> bytes:
         """Return the bytes from `start` to `stop`; fewer where the file ends. `content`: checksum
