@@ -69,9 +69,7 @@ def test_a_missing_version_is_named(store: WeightStore) -> None:
 def test_a_head_that_is_no_version_is_named(store: WeightStore, text: str) -> None:
     publish(store, 1)
     (store.root / "HEAD").write_text(text)
-    with pytest.raises(
-        StoreError, match=r"HEAD holds .*, not a version; is this a weight store"
-    ):
+    with pytest.raises(StoreError, match=r"HEAD holds .*, not a version; is this a weight store"):
         store.head()
 
 
