@@ -22,7 +22,7 @@ from flowtrain.weights.format.manifest import NotThere, StoreError
 
 SCHEMES = ("s3", "gs", "az")
 _REQUEST_S = 300.0
-"""Longest request: a piece at 55 KiB per second."""
+"""Longest request: a piece at 28 KiB per second."""
 _MAX_RETRIES = 8
 _ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 

@@ -24,7 +24,8 @@ from flowtrain.weights.stores.http import HttpObjects
 
 _log = logging.getLogger(__name__)
 
-_PIECE = 16 << 20
+_PIECE = 8 << 20
+"""What a download that was killed may lose, once for each connection."""
 _CONNECTIONS = 4
 """Pieces under way or in memory at a time."""
 
