@@ -1,1 +1,1 @@
-"""Runs as pages, in one HTML file or followed while they go on: `python -m flowtrain.view RUN`."""
+"""A run as a page, in one HTML file or served: `python -m flowtrain.view RUN`."""

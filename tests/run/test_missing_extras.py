@@ -37,6 +37,7 @@ def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     for module in ("search", "web_reader", "retrieval.index", "retrieval.corpus"):
         monkeypatch.delitem(sys.modules, f"flowtrain.tools.{module}", raising=False)
     monkeypatch.delitem(sys.modules, "flowtrain.view.curves", raising=False)
+    monkeypatch.delattr("flowtrain.view.curves", raising=False)
     for module in ("flowtrain.metrics.loggers", "flowtrain.tools.web.extract"):
         monkeypatch.setattr(f"{module}.find_spec", found)
     return name

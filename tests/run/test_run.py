@@ -75,5 +75,5 @@ def test_torch_gives_its_memory_back_to_an_engine_that_sleeps(
         trainer=trainer,
         placement=SimpleNamespace(trainers=world, world=world),
     )
-    Learner.train(learner, 1, [[]], sampled=[])
+    Learner.train(learner, 1, [[]])
     assert called == ["step", "given back"][: 1 + sleep]
