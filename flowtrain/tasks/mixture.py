@@ -44,10 +44,10 @@ class MixedCursor:
         return batch
 
 
-def shares(weights: Mapping[str, float], n: int, option: str = "tasks.mixture") -> dict[str, int]:
+def shares(weights: Mapping[str, float], n: int) -> dict[str, int]:
     """Divide `n` tasks among the sources in proportion to the weights, by largest remainders.
 
-    Raises UserError, which names the `option` of the weights, when a source would get none.
+    Raises UserError when a source would get none.
     """
     exact = {name: n * weight / sum(weights.values()) for name, weight in weights.items()}
     found = {name: int(share) for name, share in exact.items()}
@@ -56,7 +56,7 @@ def shares(weights: Mapping[str, float], n: int, option: str = "tasks.mixture") 
         found[name] += 1
     if none := [name for name, share in found.items() if share == 0]:
         raise UserError(
-            f"{option} gives {none[0]!r} none of the {n} questions of a step; "
+            f"tasks.mixture gives {none[0]!r} none of the {n} questions of a step; "
             f"raise its weight {weights[none[0]]} or rollout.num_questions"
         )
     return found

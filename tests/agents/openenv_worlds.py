@@ -21,7 +21,6 @@ from openenv.core.env_server import (
     State,
     create_fastapi_app,
 )
-from starlette.responses import Response
 
 EVENTS: list[str] = []
 """What has become of all worlds."""
@@ -121,23 +120,10 @@ class Served:
         self.thread.join(30)
 
 
-def _behind(token: str, app: Any) -> Any:
-    """Let nothing through without a token, as a private Space does."""
-
-    async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"").decode()
-        if scope["type"] != "lifespan" and token and given != f"Bearer {token}":
-            await Response(status_code=401)(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return guarded
-
-
 @contextlib.contextmanager
-def serving(world: type = Numbers, token: str = "") -> Iterator[Served]:
+def serving(world: type = Numbers) -> Iterator[Served]:
     types = (CallToolAction, CallToolObservation) if world is Bench else (Guess, Hint)
-    app = _behind(token, create_fastapi_app(world, *types, max_concurrent_envs=16))
+    app = create_fastapi_app(world, *types, max_concurrent_envs=16)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

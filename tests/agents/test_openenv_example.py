@@ -25,7 +25,6 @@ from flowtrain.types import (
     Sampling,
     Task,
     Trajectory,
-    UserError,
     VersionSpan,
 )
 
@@ -141,21 +140,6 @@ def test_tools_of_mcp_are_its_tools(bench: Served) -> None:
     assert outputs == ["42", '{"of": "Chad", "rank": 3}']
 
 
-def test_a_group_sees_one_episode_and_another_task_another(numbers: Served) -> None:
-    config = config_of(numbers.url, reset=["split"], **TEXTS)
-    unseeded = [Task(f"t-{n}", "Guess.", ("-",), columns='{"split": "a"}') for n in range(3)]
-
-    async def groups() -> list[Trajectory]:
-        tasks = [TASK, *unseeded] * 3
-        return await asyncio.gather(*(roll_out(config, Engine(["1"] * 9), task) for task in tasks))
-
-    done = asyncio.run(groups())
-    assert [each.error for each in done] == [""] * 12
-    begun = [each for each in EVENTS if each.startswith("reset")]
-    assert len(begun) == 12 and begun.count("reset 41 {'split': 'train'}") == 3
-    assert sorted(map(begun.count, set(begun))) == [3, 3, 3, 3]
-
-
 def test_what_was_earned_counts_where_a_limit_ends_the_rollout(numbers: Served) -> None:
     done, _ = play(numbers.url, "3", "5", agent={"max_turns": 2}, **TEXTS)
     assert (done.error, done.truncated) == ("", "turns") and done.reported == {"reward": 0.25}
@@ -177,16 +161,6 @@ def test_the_policy_reads_what_the_environment_refuses(numbers: Served, bench: S
     done, engine = play(bench.url, *texts)
     assert "there is no such row" in engine.prompts[1] and done.error == ""
     assert all(turn.tool_calls[0].result.error for turn in done.turns[:2])
-
-
-def test_a_private_server_gets_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_TOKEN", "secret")
-    with serving(token="secret") as served:
-        kept_out, _ = play(served.url)
-        let_in, _ = play(served.url, guess(42), token_env="WORLD_TOKEN")
-    assert "401" in kept_out.error and let_in.reported == {"reward": 0.75}
-    with pytest.raises(UserError, match="token_env='NO_TOKEN'"):
-        play(served.url, token_env="NO_TOKEN")
 
 
 def test_a_server_that_dies_fails_its_rollout() -> None:
