@@ -80,6 +80,13 @@ def test_random_expressions_agree_with_python(expression: str) -> None:
         assert python_value(expression.strip()) == 24
 
 
+@pytest.mark.parametrize(
+    "expression", ["-4 * -6 * 1 * 1", "+4 * 6 * 1 * 1", "4 * 6 + 1 - +1", "-(-4) * 6 * 1 * 1"]
+)
+def test_a_number_has_no_sign_of_its_own(expression: str) -> None:
+    assert python_value(expression) == 24 and not is_right(expression, [4, 6, 1, 1])
+
+
 def test_needless_parentheses_are_fine_up_to_the_limit() -> None:
     assert is_right("(" * 20 + "4 * 6" + ")" * 20, [4, 6])
     assert not is_right("(" * 250 + "4 * 6" + ")" * 250, [4, 6])
