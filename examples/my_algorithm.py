@@ -1,6 +1,6 @@
 """An algorithm of your own: RLOO (arXiv 2402.14740) with an option that bounds its advantages.
 
-python -m flowtrain.train --config configs/quickstart.toml --algorithm.options '{most = 1.0}' \
+python -m flowtrain.train --config configs/quickstart.toml --plugins.BoundedRloo.most 1.0 \
     --algorithm.name examples/my_algorithm.py:BoundedRloo --train.num_steps 4
 """
 
@@ -13,7 +13,7 @@ from flowtrain.config import Section
 
 
 class Options(Section):
-    """The keys of `algorithm.options`."""
+    """The keys of `[plugins.BoundedRloo]`."""
 
     most: float = 10.0
     """advantages are clipped to this size"""

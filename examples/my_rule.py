@@ -11,7 +11,7 @@ class Rest:
     """
 
     def __init__(self, num_versions: int = 3) -> None:
-        self.num_versions = num_versions  # dataflow.prompt_filter_options = {num_versions = 3}
+        self.num_versions = num_versions  # [plugins.Rest] num_versions = 3
         self.version = 0
         self.solved_at: dict[str, int] = {}
 

@@ -41,7 +41,7 @@ class OpenEnv:
 
     def __post_init__(self) -> None:
         """Raises UserError where the token is missing."""
-        option = "agent.environment_options.token_env"
+        option = "plugins.OpenEnv.token_env"
         token = key_from_env(self.token_env, option, self.url) if self.token_env else ""
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = _Client(

@@ -80,7 +80,7 @@ class Algorithm:
     """The interface of an algorithm; subclasses have a `credit`, and override what differs."""
 
     options_type: ClassVar[type[Section]] = Section
-    """Options of its own, which `algorithm.options` holds; by default there are none."""
+    """Options of its own, those of [plugins.NAME]; by default there are none."""
 
     whitens: ClassVar[bool] = False
     """Advantages are normalised over all tokens of the batch."""
@@ -91,7 +91,7 @@ class Algorithm:
         Raises UserError for options that the algorithm does not have or cannot work with.
         """
         chosen = config.algorithm
-        self.options = self._options(chosen)
+        self.options = self._options(config)
         self.own_loss = _own_loss(chosen)
         """What `algorithm.loss` names in a file; None: a loss of flowkernels."""
         self.config = config
@@ -314,12 +314,13 @@ class Algorithm:
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
         """Raise UserError for training tasks or tools that the algorithm cannot work with."""
 
-    def _options(self, chosen: Options) -> Any:
+    def _options(self, config: Config) -> Any:
+        name = config.algorithm.name
         try:
-            return self.options_type.model_validate(chosen.options)
+            return self.options_type.model_validate(config.options_of(name))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            key = ".".join(map(str, ("algorithm.options", *first["loc"])))
+            key = ".".join(map(str, ("plugins", name.rpartition(":")[2], *first["loc"])))
             raise UserError(f"{key}={first['input']!r}: {first['msg']}") from None
 
 

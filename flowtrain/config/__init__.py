@@ -56,7 +56,8 @@ class Config(Section):
     policies: dict[PolicyName, Policy] = Field(default_factory=dict)
     """Models of the policies that are not trained here, and how verifier and refiner sample."""
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Options of tools from other packages, by tool."""
+    """Options of what an option names by NAME or FILE.py:NAME: tools, an environment, an algorithm,
+    loggers, rules of the dataflow."""
     mcp: dict[str, McpServer] = Field(default_factory=dict)
     """MCP servers whose tools agent.tools names (pip install 'flowtrain[mcp]')."""
     reward: Reward = Reward()
@@ -93,6 +94,10 @@ class Config(Section):
     def _validate(self) -> Config:
         validate(self)
         return self
+
+    def options_of(self, name: str) -> dict[str, Any]:
+        """Return the table [plugins.NAME] of what an option names, as NAME or FILE.py:NAME."""
+        return self.plugins.get(name.rpartition(":")[2], {})
 
     @property
     def policy_names(self) -> tuple[PolicyName, ...]:

@@ -48,8 +48,6 @@ class Agent(Section):
     environment: str = ""
     """name = "tools": FILE.py:NAME or PACKAGE.MODULE:NAME of a callable that makes the environment
     of a rollout from its task, with tools and a user of its own (docs/agents/environments.md)"""
-    environment_options: dict[str, Any] = Field(default_factory=dict)
-    """further arguments of that callable, by name"""
     tools: tuple[str, ...] = ("Base_Generator", "Python_Coder", "Wikipedia_Search")
     """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
     environment; also Web_Search, Web_Reader, Search, FILE.py:NAME of a function or class of yours,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
@@ -17,8 +17,6 @@ class Algorithm(Section):
     """flow_grpo: AgentFlow's; appo: rollouts branch where it matters most; infoflow: sub-goals earn
     rewards, stuck rollouts get hints; dr_grpo, dapo, rloo, reinforce_plus_plus: relatives of GRPO;
     FILE.py:CLASS: your own; or an entry point in the group flowtrain.algorithms"""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """options of an algorithm of your own"""
     mode: Literal["paper", "released"] = "paper"
     """paper: nested means, statistics over trajectories; released: token mean, statistics over
     turns, clip 0.2/0.3, dual clip 3"""

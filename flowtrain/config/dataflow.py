@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from flowtrain.config.section import Section
@@ -35,16 +33,10 @@ class Dataflow(Section):
     prompt_filter: str = "all"
     """choice of prompts to roll out: all, greso, curriculum, or one of yours, mine.py:Mine
     (docs/dataflow-rules.md)"""
-    prompt_filter_options: dict[str, Any] = Field(default_factory=dict)
-    """arguments of the prompt filter"""
     group_filter: str = "all"
     """choice of groups to keep: all, mixed (rewards differ: dynamic sampling), or one of yours"""
-    group_filter_options: dict[str, Any] = Field(default_factory=dict)
-    """arguments of the group filter"""
     selector: str = "deadline"
     """order of waiting groups: deadline, arrival, weighted (by kind), or one of yours"""
-    selector_options: dict[str, Any] = Field(default_factory=dict)
-    """arguments of the selector"""
     replay_share: float = Field(0.0, ge=0, lt=1)
     """share of a batch that consists of groups trained before, the latest first; max_staleness
     holds for them too"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt
 
@@ -75,8 +75,6 @@ class Log(Section):
     loggers: tuple[str, ...] = ()
     """further places for the numbers: wandb, trackio, names of entry points flowtrain.loggers, or
     FILE.py:NAME of your own (docs/metrics.md)"""
-    logger_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """options of log.loggers, a table for each by its name: {trackio = {project = "p"}}"""
     format: Literal["plain", "json"] = "plain"
     """of what the run prints: for people, or a JSON object a line"""
     replay: bool = False

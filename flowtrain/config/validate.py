@@ -32,6 +32,7 @@ def validate(config: Config) -> None:
     _check_parallel(config)
     _check_gateway(config)
     _check_rft(config)
+    _check_plugins(config)
     _check_lora(config)
 
 
@@ -273,6 +274,18 @@ def _check_rft(config: Config) -> None:
         raise ValueError(
             f"rft.collect_only=true goes with rft.expert = a name in [engines], not "
             f"{rft.expert!r}, whose demonstrations are not written down"
+        )
+
+
+def _check_plugins(config: Config) -> None:
+    agent, dataflow = config.agent, config.dataflow
+    named = (*agent.tools, agent.environment, config.algorithm.name, *config.log.loggers)
+    named += (dataflow.prompt_filter, dataflow.group_filter, dataflow.selector)
+    names = {name.rpartition(":")[2] for name in named if name}
+    if unknown := sorted(config.plugins.keys() - names):
+        raise ValueError(
+            f"plugins.{unknown[0]}: nothing that the config names is called so; it names "
+            f"{', '.join(sorted(names))}"
         )
 
 

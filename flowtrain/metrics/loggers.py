@@ -54,7 +54,7 @@ class LoggerContext:
     resume_step: int
     """Step of the checkpoint that is resumed; below 1: the run begins."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The logger's own table, log.logger_options.NAME."""
+    """The logger's own table, [plugins.NAME]."""
 
 
 def open_loggers(config: Config, run_dir: Path, resume_step: int) -> list[Logger]:
@@ -65,7 +65,7 @@ def open_loggers(config: Config, run_dir: Path, resume_step: int) -> list[Logger
     made: list[Logger] = [JsonSteps()] if config.log.format == "json" else []
     with ExitStack() as cleanup:
         for name in config.log.loggers:
-            options = config.log.logger_options.get(name.rpartition(":")[2], {})
+            options = config.options_of(name)
             logger = _load(name, LoggerContext(config, run_dir, resume_step, options))
             made.append(Background(name, logger))
             cleanup.callback(made[-1].close)

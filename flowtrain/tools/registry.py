@@ -82,14 +82,13 @@ def make_tools(
     offered = plugins.offered("tool", GROUP, BUILT_IN)
     of_files = {name: name.rpartition(":")[2] for name in names if plugins.names_object(name)}
     of_servers = [name for name in names if name.partition(".")[0] in config.mcp and "." in name]
-    there = {*offered, *of_files, *of_files.values(), *of_servers}
-    for key, asked in (("agent.tools", names), ("plugins", config.plugins)):
-        if unknown := [name for name in asked if name not in there]:
-            known = [*offered, *(f"{server}.*" for server in config.mcp)]
-            raise UserError(
-                f"{key}: no tool {unknown[0]!r}; there are {', '.join(known)}, and {OBJECT} names "
-                "one of your own"
-            )
+    there = {*offered, *of_files, *of_servers}
+    if unknown := [name for name in names if name not in there]:
+        known = [*offered, *(f"{server}.*" for server in config.mcp)]
+        raise UserError(
+            f"agent.tools: no tool {unknown[0]!r}; there are {', '.join(known)}, and {OBJECT} "
+            "names one of your own"
+        )
     with ExitStack() as cleanup:
         tools: dict[str, Tool] = {}
         servers: dict[str, Server] = {}
@@ -165,7 +164,7 @@ def _checked(
 ) -> Tool:
     """Make the tool with its own table of options; its card must have its name."""
     with _extra(name), guard:
-        tool = kind(replace(context, options=context.config.plugins.get(name, {})))
+        tool = kind(replace(context, options=context.config.options_of(name)))
         card_name = tool.card.name
     if card_name != name:
         raise UserError(

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shop
@@ -44,11 +45,10 @@ def no_events() -> Iterator[None]:
     assert made == EVENTS.count("closed"), "each environment is closed"
 
 
-def config_of(maker: str, **agent: object) -> Config:
+def config_of(maker: str, options: dict[str, Any] | None = None, **agent: object) -> Config:
     path = Path(shop.__file__)
-    return Config.model_validate(
-        {"agent": {"name": "tools", "environment": f"{path}:{maker}", "max_turns": 9, **agent}}
-    )
+    agent = {"name": "tools", "environment": f"{path}:{maker}", "max_turns": 9, **agent}
+    return Config.model_validate({"agent": agent, "plugins": {maker: options or {}}})
 
 
 def play(
@@ -56,9 +56,10 @@ def play(
     maker: str = "Shop",
     start: BranchStart | None = None,
     cutoff: Cutoff | None = None,
+    options: dict[str, Any] | None = None,
     **agent: object,
 ) -> tuple[Trajectory, Engine]:
-    config = config_of(maker, **agent)
+    config = config_of(maker, options, **agent)
     ToolCallingAgent.check(config, QWEN)  # type: ignore[arg-type]
     engine = Engine.of(QWEN, *texts)
     policy = make_policy(config, "planner", engine, QWEN)  # type: ignore[arg-type]
@@ -110,12 +111,12 @@ def test_what_was_reached_counts_where_a_limit_ends_the_rollout() -> None:
 
 def test_options_of_the_maker_and_an_environment_that_is_over() -> None:
     options = {"wanted": 1}
-    done, _ = play(call("cancel", 1), maker="Brief", environment_options=options)
+    done, _ = play(call("cancel", 1), maker="Brief", options=options)
     assert (done.error, done.truncated) == ("", "") and done.reported["state"] == 0.9
-    assert load_kind(config_of("Brief", environment_options=options)).can_branch
+    assert load_kind(config_of("Brief", options)).can_branch
     for wrong, reason in ((None, "wanted"), ({"wanted": 1, "colour": "red"}, "colour")):
-        with pytest.raises(UserError, match=rf"^agent\.environment_options for 'Brief'.*{reason}"):
-            load_kind(config_of("Brief", environment_options=wrong or {}))
+        with pytest.raises(UserError, match=rf"^plugins\.Brief: .*{reason}"):
+            load_kind(config_of("Brief", wrong))
 
 
 def test_many_rollouts_do_not_see_each_other() -> None:

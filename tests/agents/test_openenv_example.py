@@ -70,9 +70,7 @@ def guess(number: Any) -> str:
 def config_of(url: str, *, agent: dict[str, Any] | None = None, **options: Any) -> Config:
     name = f"{EXAMPLE}:OpenEnv"
     given = {"name": "tools", "environment": name, "max_turns": 9, **(agent or {})}
-    return Config.model_validate(
-        {"agent": {**given, "environment_options": {"url": url, **options}}}
-    )
+    return Config.model_validate({"agent": given, "plugins": {"OpenEnv": {"url": url, **options}}})
 
 
 async def roll_out(config: Config, engine: Engine, task: Task = TASK) -> Trajectory:

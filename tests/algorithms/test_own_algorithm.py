@@ -30,7 +30,7 @@ TRAIN = (
 def test_an_algorithm_in_a_file_trains_two_steps(
     server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    argv = ("--run.dir", tmp_path / "run", "--algorithm.options", "{most = 0.25}")
+    argv = ("--run.dir", tmp_path / "run", "--plugins.BoundedRloo.most", "0.25")
     code, said, _ = server.run("train", *words, *TRAIN, *argv)
     assert code == 0, said
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -73,12 +73,12 @@ def test_dapo_asks_other_questions_for_those_that_teach_nothing(
     ("words", "problem"),
     [
         (
-            (*TRAIN[:2], "--algorithm.options", "{mos = 1.0}"),
-            r"algorithm\.options\.mos=1\.0: Extra",
+            (*TRAIN[:2], "--plugins.BoundedRloo.mos", "1.0"),
+            r"plugins\.BoundedRloo\.mos=1\.0: Extra",
         ),
         (("--algorithm.name", "grpo"), "name='grpo': there is no such algorithm; there are flow_g"),
         (("--algorithm.name", "json:dumps"), "is no subclass of flowtrain.algorithms.Algorithm"),
-        (("--algorithm.options", "{beta = 1}"), r"algorithm\.options\.beta=1: Extra inputs"),
+        (("--plugins.flow_grpo.beta", "1"), r"plugins\.flow_grpo\.beta=1: Extra inputs"),
     ],
 )
 def test_what_is_no_algorithm_and_options_that_it_lacks_are_refused(

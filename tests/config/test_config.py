@@ -453,7 +453,8 @@ def test_a_mixture_is_a_table_in_the_file_or_an_inline_table(toml: Callable[[str
 
 
 def test_named_tables_come_from_file_and_command_line(toml: Callable[[str], str]) -> None:
-    path = toml('[engines.helper]\nmodel = "small"\n[plugins.My_Tool]\ndepth = 3')
+    tables = '[engines.helper]\nmodel = "small"\n[plugins.My_Tool]\ndepth = 3'
+    path = toml(f'[agent]\ntools = ["my.py:My_Tool"]\n{tables}')
     words = "--engines.helper.temperature 0.5 --engines.other.model 1.5 --plugins.My_Tool.url x.org"
     config = parsed("--config", path, *words.split())
     assert (config.engines["helper"].model, config.engines["helper"].temperature) == ("small", 0.5)

@@ -78,10 +78,13 @@ def _span(num_tokens: int, version: int) -> tuple[VersionSpan, ...]:
     return (VersionSpan(0, num_tokens, version),) if num_tokens else ()
 
 
-def options(both: bool = False, **dataflow: Any) -> Config:
+def options(
+    both: bool = False, plugins: Mapping[str, Any] | None = None, **dataflow: Any
+) -> Config:
     """`both`: the verifier is a policy, too."""
-    own = {"roles": {"verifier": "own"}} if both else {}
+    own: dict[str, Any] = {"roles": {"verifier": "own"}} if both else {}
     rollout = {"group_size": 2, "num_questions": 4}
+    own |= {"plugins": plugins or {}}
     return toy({"rollout": rollout, "train": {"num_minibatches": 1}, "dataflow": dataflow, **own})
 
 

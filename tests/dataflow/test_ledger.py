@@ -845,11 +845,13 @@ def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path) -> None
     """
     rules = {
         "prompt_filter": "greso",
-        "prompt_filter_options": {"step": 0.1, "floor_easy": 0.3, "floor_hard": 0.2},
         "group_filter": "mixed",
         "selector": "weighted",
-        "selector_options": {"weights": {"odd": 3.0}},
         "replay_share": 0.25,
+        "plugins": {
+            "greso": {"step": 0.1, "floor_easy": 0.3, "floor_hard": 0.2},
+            "weighted": {"weights": {"odd": 3.0}},
+        },
     }
 
     class Restarted:

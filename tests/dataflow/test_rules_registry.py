@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.config.dataflow import Dataflow
+from flowtrain.config import Config
 from flowtrain.dataflow.rules import Outcome, load, registry
 from flowtrain.types import UserError
 from tests.packages import check_shown, lay_out
@@ -52,24 +52,28 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(**options: Any) -> str:
+def config(plugins: dict[str, Any] | None = None, **dataflow: Any) -> Config:
+    return Config.model_validate({"dataflow": dataflow, "plugins": plugins or {}})
+
+
+def refused(plugins: dict[str, Any] | None = None, **dataflow: Any) -> str:
     with pytest.raises(UserError) as raised:
-        load(Dataflow(**options))
+        load(config(plugins, **dataflow))
     return str(raised.value)
 
 
 @pytest.mark.parametrize("key", registry.BUILT_IN)
 def test_every_built_in_rule_is_made(key: str) -> None:
     for name, value in registry.BUILT_IN[key].items():
-        options = {"weights": {"sum": 2}} if name == "weighted" else {}
-        rules = load(Dataflow.model_validate({key: name, f"{key}_options": options}))
+        options = {"weighted": {"weights": {"sum": 2}}} if name == "weighted" else {}
+        rules = load(config(options, **{key: name}))
         rule = getattr(rules, key)
         assert type(rule).__name__ == value.partition(":")[2]
         assert all(callable(getattr(rule, method)) for method in registry.METHODS[key])
 
 
 def test_every_run_has_a_new_prompt_filter() -> None:
-    first, second = load(Dataflow(prompt_filter="greso")), load(Dataflow(prompt_filter="greso"))
+    first, second = load(config(prompt_filter="greso")), load(config(prompt_filter="greso"))
     for _ in range(9):
         first.prompt_filter.observe(Outcome(1, "a", "", (1.0, 1.0), 10))
     assert not first.prompt_filter.admits("a", "", 0.9) and second.prompt_filter.admits(
@@ -82,57 +86,56 @@ def test_every_run_has_a_new_prompt_filter() -> None:
     [
         (
             {"prompt_filter": "gresso"},
-            "='gresso': there is no such prompt filter; there are all, greso, curriculum, and ",
+            "dataflow.prompt_filter='gresso': there is no such prompt filter; there are all, "
+            "greso, curriculum, and ",
         ),
         (
             {"group_filter": "greso"},
-            "='greso': there is no such group filter; there are all, mix",
+            "dataflow.group_filter='greso': there is no such group filter; there are all, mix",
         ),
         (
             {"selector": ""},
-            "='': there is no such selector; there are deadline, arrival, weig",
+            "dataflow.selector='': there is no such selector; there are deadline, arrival, weig",
         ),
         (
-            {"group_filter_options": {"x": 1}},
-            ": all: got an unexpected keyword argument 'x'; it takes no options",
+            {"plugins": {"all": {"x": 1}}},
+            "plugins.all: got an unexpected keyword argument 'x'; it takes no options",
         ),
         (
-            {"prompt_filter_options": {"exploraton": 1}, "prompt_filter": "curriculum"},
-            ": curriculum: got an unexpected keyword argument 'exploraton'; it takes exploration, "
-            "memory",
+            {"plugins": {"curriculum": {"exploraton": 1}}, "prompt_filter": "curriculum"},
+            "plugins.curriculum: got an unexpected keyword argument 'exploraton'; it takes "
+            "exploration, memory",
         ),
         (
-            {"prompt_filter_options": {"floor_easy": 0}, "prompt_filter": "greso"},
-            ".floor_easy=0: Input should be greater than 0 (greso)",
+            {"plugins": {"greso": {"floor_easy": 0}}, "prompt_filter": "greso"},
+            "plugins.greso.floor_easy=0: Input should be greater than 0",
         ),
         (
-            {"selector_options": {"weights": {"sum": -1}}, "selector": "weighted"},
-            ".weights.sum=-1: Input should be greater than 0 (weighted)",
+            {"plugins": {"weighted": {"weights": {"sum": -1}}}, "selector": "weighted"},
+            "plugins.weighted.weights.sum=-1: Input should be greater than 0",
         ),
         (
-            {"selector_options": {}, "selector": "weighted"},
-            ": weighted: missing a required argument: 'weights'; it takes weights",
+            {"selector": "weighted"},
+            "plugins.weighted: missing a required argument: 'weights'; it takes weights",
         ),
     ],
 )
 def test_a_bad_name_or_option_is_refused_with_what_there_is(
     options: dict[str, Any], message: str
 ) -> None:
-    assert refused(**options).startswith(f"dataflow.{next(iter(options))}{message}")
+    assert refused(**options).startswith(message)
 
 
 def test_an_installed_rule_gets_its_options(site: Path) -> None:
     install(site, {"half": "halves:Half"})
-    keeps = load(
-        Dataflow(group_filter="half", group_filter_options={"threshold": 0.75})
-    ).group_filter.keeps
+    keeps = load(config({"half": {"threshold": 0.75}}, group_filter="half")).group_filter.keeps
     assert keeps(Outcome(1, "a", "", (1, 1, 1, 0), 10)) and not keeps(
         Outcome(1, "a", "", (1, 1, 0, 0), 10)
     )
-    assert refused(group_filter="half", group_filter_options={"threshold": 2}).startswith(
-        "dataflow.group_filter_options.threshold=2: Input should be less"
+    assert refused({"half": {"threshold": 2}}, group_filter="half").startswith(
+        "plugins.half.threshold=2: Input should be less"
     )
-    assert refused(group_filter="half", group_filter_options={"x": 2}).endswith(
+    assert refused({"half": {"x": 2}}, group_filter="half").endswith(
         "unexpected keyword argument 'x'; it takes threshold"
     )
     found = refused(group_filter="full")
@@ -141,8 +144,7 @@ def test_an_installed_rule_gets_its_options(site: Path) -> None:
 
 def test_a_rule_of_a_file_gets_its_options() -> None:
     path = f"{Path(__file__).parents[2]}/examples/my_rule.py:Rest"
-    options = {"prompt_filter": path, "prompt_filter_options": {"num_versions": 2}}
-    rest = load(Dataflow.model_validate(options)).prompt_filter
+    rest = load(config({"Rest": {"num_versions": 2}}, prompt_filter=path)).prompt_filter
     answers = [rest.admits("a", "", 0.5)]
     rest.observe(Outcome(1, "a", "", (1.0, 1.0), 10))
     rest.observe(Outcome(2, "b", "", (1.0, 0.0), 10))
@@ -174,7 +176,7 @@ def test_a_package_whose_rule_cannot_be_made_is_named(
     site: Path, value: str, options: dict[str, Any], reason: str
 ) -> None:
     install(site, {"half": value})
-    problem = refused(group_filter="half", group_filter_options=options)
+    problem = refused({"half": options}, group_filter="half")
     assert problem == f"dataflow.group_filter='half' {reason}"
 
 

@@ -23,8 +23,8 @@ from flowtrain.types import UserError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def config(**log: Any) -> Config:
-    return Config.model_validate({"log": log})
+def config(plugins: dict[str, Any] | None = None, **log: Any) -> Config:
+    return Config.model_validate({"log": log, "plugins": plugins or {}})
 
 
 class ScriptedRun(types.ModuleType):
@@ -59,7 +59,7 @@ def test_wandb_gets_its_options_and_goes_on_with_its_run(
     wandb: ScriptedRun, tmp_path: Path
 ) -> None:
     table = {"project": "flows", "entity": "us", "group": "seeds", "tags": ["a", "b"]}
-    options = config(loggers=["wandb"], logger_options={"wandb": table})
+    options = config({"wandb": table}, loggers=["wandb"])
     for step in (1, 2):
         log = MetricsLog(tmp_path, step - 1, False, open_loggers(options, tmp_path, step - 1))
         log.log({"step": step, "a": 0.5, "b": float("nan")})
@@ -68,7 +68,7 @@ def test_wandb_gets_its_options_and_goes_on_with_its_run(
     names = ("project", "entity", "group", "tags", "name", "resume", "dir")
     given = ["flows", "us", "seeds", ["a", "b"], tmp_path.name, "allow", str(tmp_path)]
     assert [first[name] for name in names] == given
-    assert first["config"]["log"]["logger_options"] == {"wandb": table}
+    assert first["config"]["plugins"] == {"wandb": table}
     assert second["id"] == first["id"] and len(first["id"]) == 32
     assert metrics == [("step", ""), ("*", "step")]
     assert (line, end) == ({"a": 0.5, "step": 1}, "finish")
@@ -92,7 +92,7 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 def test_trackio_gets_options_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = ScriptedRun("trackio")
     monkeypatch.setitem(sys.modules, "trackio", scripted)
-    options = config(loggers=["trackio"], logger_options={"trackio": {"project": "mine"}})
+    options = config({"trackio": {"project": "mine"}}, loggers=["trackio"])
     (logger,) = open_loggers(options, tmp_path, 0)
     logger.log(2, {"a": 1.0})
     logger.close()
@@ -140,7 +140,7 @@ class Broken:
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OWN)
-    options = config(loggers=[f"{path}:Lines"], logger_options={"Lines": {"name": "lines.txt"}})
+    options = config({"Lines": {"name": "lines.txt"}}, loggers=[f"{path}:Lines"])
     log = MetricsLog(tmp_path, 0, False, open_loggers(options, tmp_path, 0))
     log.log({"step": 1, "a": 0.5, "b": float("inf")})
     log.close()
@@ -236,7 +236,7 @@ def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     table = {"project": "p", "group": "g", "tags": ["t"]}
-    options = config(loggers=["wandb"], logger_options={"wandb": table})
+    options = config({"wandb": table}, loggers=["wandb"])
     for first_step in (1, 2):
         log = MetricsLog(tmp_path, first_step - 1, False, open_loggers(options, tmp_path, 0))
         log.log({"step": first_step, "a": 0.5})
@@ -250,7 +250,7 @@ def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_real_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which it reads when imported
     trackio = pytest.importorskip("trackio")
-    options = config(loggers=["trackio"], logger_options={"trackio": {"project": "p"}})
+    options = config({"trackio": {"project": "p"}}, loggers=["trackio"])
     for step in (1, 2):
         log = MetricsLog(tmp_path, step - 1, False, open_loggers(options, tmp_path, step - 1))
         log.log({"step": step, "a": step / 2})

@@ -88,20 +88,18 @@ def test_an_installed_tool_gets_the_context_and_its_own_options(site: Path) -> N
     assert make_tools(config("Shout"), TASKS)["Shout"].context.options == {}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("asked", "key"),
-    [
-        (config("Search", "Serch"), "agent.tools"),
-        (config("Search", Serch={"volume": 11}), "plugins"),
-    ],
-)
-def test_an_unknown_tool_is_refused_with_those_that_there_are(
-    site: Path, asked: Config, key: str
-) -> None:
+def test_options_of_what_nothing_names_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"plugins\.Serch: nothing .* is called so; it names Search, "
+    ):
+        config("Search", Serch={"volume": 11})
+
+
+def test_an_unknown_tool_is_refused_with_those_that_there_are(site: Path) -> None:
     install(site, "shouting", {"Shout": "shouting:Shout"}, SHOUT)
-    told = rf"^{key}: no tool 'Serch'; there are Search, .*, Web_Reader, Shout, and FILE"
+    told = r"^agent\.tools: no tool 'Serch'; there are Search, .*, Web_Reader, Shout, and FILE"
     with pytest.raises(UserError, match=told):
-        make_tools(asked, TASKS)
+        make_tools(config("Search", "Serch"), TASKS)
 
 
 @pytest.mark.parametrize(

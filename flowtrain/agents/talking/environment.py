@@ -75,11 +75,11 @@ def load_maker(config: Config) -> Maker | None:
     attribute, found = plugins.load_object(name, origin)
     if not callable(found):
         raise UserError(f"{origin}: {attribute!r} makes nothing: it is a {type(found).__name__}")
-    options = config.agent.environment_options
+    options = config.options_of(name)
     try:
         inspect.signature(found).bind(None, **options)
     except (TypeError, ValueError) as error:
-        raise UserError(f"agent.environment_options for {attribute!r}: {error}") from None
+        raise UserError(f"plugins.{attribute}: {error}") from None
     maker: Any = partial(found, **options)
     maker.can_repeat = getattr(found, "can_repeat", False)
     return maker

@@ -46,7 +46,7 @@ class Ledger:
         names. `clock` stands in for the database's, in tests and simulations.
         """
         self.config = config
-        rules = make_rules() if make_rules else load(config.dataflow)
+        rules = make_rules() if make_rules else load(config)
         order = TaskOrder(tasks, config.rollout.num_questions)
         self._prompts = Prompts(order, rules.prompt_filter, config.run.seed)
         self.database = connect(database, clock)
@@ -120,8 +120,9 @@ def _fixed(config: Config) -> str:
         "rollout.group_size",
         "rollout.num_questions",
         "dataflow.prompt_filter",
-        "dataflow.prompt_filter_options",
     ):
         section, name = key.split(".")
         lines.append(f"{key} = {json.dumps(whole[section][name], sort_keys=True)}")
+    given = config.options_of(rule := config.dataflow.prompt_filter)
+    lines.append(f"plugins.{rule.rpartition(':')[2]} = {json.dumps(given, sort_keys=True)}")
     return "\n".join(lines)

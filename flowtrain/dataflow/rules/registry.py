@@ -2,8 +2,8 @@
 `flowtrain.prompt_filters`, `flowtrain.group_filters` and `flowtrain.selectors`, and those of users'
 files, `dataflow.selector = "mine.py:Mine"`.
 
-A name stands for a callable that takes the rule's options as keyword arguments and returns the
-rule.
+A name stands for a callable that takes the rule's options, [plugins.NAME], as keyword arguments and
+returns the rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flowtrain.config.dataflow import Dataflow
+from flowtrain.config import Config
 from flowtrain.dataflow.rules.base import GroupFilter, PromptFilter, Selector
 from flowtrain.types import UserError
 from flowtrain.utils import plugins
@@ -53,39 +53,39 @@ class Rules:
     selector: Selector
 
 
-def load(options: Dataflow) -> Rules:
-    """Make the rules that the options name, with nothing observed yet. UserError for an unknown
+def load(config: Config) -> Rules:
+    """Make the rules that the config names, with nothing observed yet. UserError for an unknown
     name and for a bad option.
     """
     return Rules(
-        _make("prompt_filter", options.prompt_filter, options.prompt_filter_options),
-        _make("group_filter", options.group_filter, options.group_filter_options),
-        _make("selector", options.selector, options.selector_options),
+        _make("prompt_filter", config.dataflow.prompt_filter, config),
+        _make("group_filter", config.dataflow.group_filter, config),
+        _make("selector", config.dataflow.selector, config),
     )
 
 
-def _make(key: str, name: str, given: dict[str, Any]) -> Any:
+def _make(key: str, name: str, config: Config) -> Any:
     origin, group = f"dataflow.{key}={name!r}", f"flowtrain.{key}s"
     built_in = plugins.built_in(group, "flowtrain.dataflow.rules", BUILT_IN[key])
     found: Any = plugins.load(name, origin, key.replace("_", " "), group, built_in)
     with nullcontext() if name in built_in else foreign(f"{origin} cannot be made"):
-        rule = _call(key, name, found, given)
+        rule = _call(name.rpartition(":")[2], found, config.options_of(name))
     if missing := [name for name in METHODS[key] if not callable(getattr(rule, name, None))]:
         raise UserError(f"{origin} has no method {missing[0]}; it needs {', '.join(METHODS[key])}")
     return rule
 
 
-def _call(key: str, name: str, make: Callable[..., Any], given: dict[str, Any]) -> Any:
+def _call(name: str, make: Callable[..., Any], given: dict[str, Any]) -> Any:
     parameters = signature(make)
     try:
         parameters.bind(**given)
     except TypeError as error:
         known = ", ".join(parameters.parameters) or "no options"
-        raise UserError(f"dataflow.{key}_options: {name}: {error}; it takes {known}") from None
+        raise UserError(f"plugins.{name}: {error}; it takes {known}") from None
     try:
         return make(**given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, (f"dataflow.{key}_options", *first["loc"])))
+        where = ".".join(map(str, ("plugins", name, *first["loc"])))
         reason = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"{where}={first['input']!r}: {reason} ({name})") from None
+        raise UserError(f"{where}={first['input']!r}: {reason}") from None
