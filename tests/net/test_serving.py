@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +17,12 @@ from starlette.responses import PlainTextResponse
 
 from flowtrain.net import protocol, serving
 
+began = threading.Event()
+
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answers with what it was sent."""
+    began.set()
     try:
         body, status = await serving.read_body(Request(scope, receive), 1 << 20), 200
     except serving.Rejected as rejected:
@@ -50,6 +54,7 @@ def answer(connection: socket.socket) -> tuple[int, bytes]:
     return response.status, response.read()
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("sent", [b"", b"P", EMPTY[:-1], EMPTY + b"POST"])
 def test_a_head_that_does_not_end_is_not_waited_for(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +68,7 @@ def test_a_head_that_does_not_end_is_not_waited_for(
         assert connection.recv(1) == b""
 
 
+@pytest.mark.clock
 def test_a_head_that_comes_by_bytes_has_no_more_time(port: int) -> None:
     with connected(port) as connection, pytest.raises(ConnectionError):
         for byte in EMPTY * 100:
@@ -70,6 +76,7 @@ def test_a_head_that_comes_by_bytes_has_no_more_time(port: int) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.clock
 def test_the_next_head_has_a_deadline_too(port: int) -> None:
     with connected(port) as connection:
         for _ in range(2):
@@ -81,6 +88,7 @@ def test_the_next_head_has_a_deadline_too(port: int) -> None:
             assert connection.recv(1) == b""
 
 
+@pytest.mark.clock
 def test_a_request_under_way_has_the_time_of_its_body(port: int) -> None:
     with connected(port) as connection:
         connection.sendall(head(b"Content-Length: 2") + b"a")
@@ -103,7 +111,9 @@ def test_who_finds_no_place_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(app) as url:
         port = int(url.rpartition(":")[2])
         with connected(port) as first:
+            began.clear()
             first.sendall(head(b"Content-Length: 1"))
+            assert began.wait(20)
             with connected(port) as second:
                 second.sendall(EMPTY)
                 assert answer(second)[0] == 503
