@@ -76,12 +76,6 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
         file.write(data)
 
 
-def copy_file(source: Path, path: Path) -> None:
-    """Copy a file to `path`, as `replace_file` writes it."""
-    with source.open("rb") as data, _replacing(path, 0o666) as file:
-        shutil.copyfileobj(data, file, 1 << 20)
-
-
 @contextmanager
 def _replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
