@@ -274,7 +274,7 @@ def _value(key: str, text: str) -> Any:
     option = _options().get(_general(key))
     kind = option.kind if option else ""
     value = _toml_value(text)
-    if kind == "LIST" and isinstance(value, str) and text and text[0] not in "[{":
+    if kind == "LIST" and isinstance(value, str) and value and text[0] not in "[{":
         return [_toml_value(word.strip()) for word in text.split(",")]
     return text if kind == "STR" and not isinstance(value, str) else value
 

@@ -240,5 +240,5 @@ def test_open_ledger_takes_tasks_and_rules_from_the_config(tmp_path: Path) -> No
     joined(flow)
     flow.register(planner())
     assert lease(flow, 1)[0].task.id
-    with pytest.raises(UserError, match="no prompt filter 'nobody'"):
+    with pytest.raises(UserError, match="prompt_filter='nobody': there is no such prompt filter"):
         open_ledger(options(prompt_filter="nobody"), tmp_path / "m.db")

@@ -172,9 +172,9 @@ def test_a_node_scores_by_the_function_that_the_run_names(
     home.mkdir()
     (home / "mine.py").write_text(
         "async def score(task, answer, trajectory):\n"
-        "    return {'odd': trajectory.seed % 2, 'turns': len(trajectory.turns)}\n"
+        "    return {'odd': trajectory.seed % 2, 'turns': -len(trajectory.turns)}\n"
     )
-    reward = {"function": "mine.py:score", "low": -2.0, "weights": {"turns": -1.0}}
+    reward = {"function": "mine.py:score", "low": -2.0}
     with serve_dataflow(make_config(model, reward=reward), tmp_path) as dataflow:
         trainer = Trainer(dataflow.ledger, model, tmp_path / "weights")
         trainer.register(num_groups=2)
@@ -184,11 +184,9 @@ def test_a_node_scores_by_the_function_that_the_run_names(
         with node_of(server, dataflow.url, cwd=home):
             scored = [each for group in trainer.step(1) for each in group.trajectories]
         for each in scored:
-            parts = {"odd": each.seed % 2, "turns": len(each.turns)}
+            parts = {"odd": each.seed % 2, "turns": -len(each.turns)}
             assert not each.error and each.reward_parts == parts
-            assert (
-                each.reward == parts["odd"] - parts["turns"] and each.scored_by == "mine.py:score"
-            )
+            assert each.reward == sum(parts.values()) and each.scored_by == "mine.py:score"
 
 
 MINE = """
