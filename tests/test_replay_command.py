@@ -326,7 +326,7 @@ def test_another_advantage_is_named_before_the_weights(server: Server, whole: Pa
 def test_another_optimizer_step_is_named_by_tensor_and_word(server: Server, whole: Path) -> None:
     """Of the newest versions the run has the weights, of the others their digests."""
     body = "real(*a, **k) * (1.5 if a[1] == {} else 1)"
-    name = ("flowtrain.run.learner", "learning_rate")
+    name = ("flowtrain.run.learner", "warmed_up")
     code, record = replayed(server, whole, before=patch(*name, body.format(6)))
     assert (code, record["num_steps"]) == (1, 5)
     [text] = record["problems"]
