@@ -62,7 +62,7 @@ def main() -> None:
         place.install("flowkernels", only_ours=True)
         place.run("python", "-c", ALONE)
         place.run("python", "-c", block)
-        place.install("flowtrain")
+        place.install("flowtrain[search]")  # the tool Search of the quickstart
         place.run("python", "-c", CODEC)
         place.run("flowtrain", "rft", *TRAIN, "--run.dir", "warm")
         place.run("flowtrain", "train", *TRAIN, "--model.path", "warm/model", "--run.dir", "run")

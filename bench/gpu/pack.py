@@ -43,9 +43,6 @@ PINS = ("torch==2.11.0", "triton==3.6.0", "transformers==5.17.0")
 """What the image has, and nothing may replace."""
 _OURS = {"flowkernels", "flowtrain"}
 _UNUSED = {
-    # Web pages are read in a process of its own, and by no plan.
-    "trafilatura", "lxml-html-clean", "courlan", "htmldate", "justext", "babel", "dateparser",
-    "tld", "tzlocal", "pytz",
     # Of vLLM, for other models, GPUs and servers.
     "flashinfer-cubin", "torchcodec", "pynvvideocodec", "tilelang", "z3-solver", "cuda-tile",
     "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl",
@@ -151,7 +148,8 @@ def resolve(plan: str, python: str, scratch: Path) -> tuple[list[str], list[str]
     what it has besides PINS, by name).
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ours = [x for x in project["dependencies"] if name_of(x) not in _OURS | _UNUSED]
+    needed = (*project["dependencies"], *project["optional-dependencies"]["search"])
+    ours = [x for x in needed if name_of(x) not in _OURS | _UNUSED]
     image = image_packages()
     wanted = [x for x in ours if name_of(x) not in image]
     more = (*PINS, *NEEDED[plan]) if NEEDED[plan] else ()
