@@ -177,6 +177,8 @@ def _start(folder: Path, plugged: argparse.Namespace | None) -> Any:
         options["gpu_memory_utilization"] = 0.5  # the trainer's weights have the rest
         # A forked process cannot use the device that this one uses.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    else:
+        options["kv_cache_memory_bytes"] = 1 << 30  # or vLLM wants all memory of the machine
     if plugged is not None:
         options["weight_transfer_config"] = WeightTransferConfig(backend="sparse_delta")
         options["worker_extension_cls"] = "flowtrain.engines.vllm.plugin.WeightReports"

@@ -24,7 +24,7 @@ from bench.measure import extra_bytes, installed_version, seconds_of
 # They collect with torch, Triton and pytest alone.
 _KERNEL_TESTS = (
     "host_reads", "operators", "row_losses", "logprobs", "fused_lm_head",
-    "alignment", "arguments", "batch_invariance", "callers", "future_ratio",
+    "alignment", "arguments", "callers", "future_ratio",
     "layers", "rows_exact", "sparse_delta", "statistics",
 )  # fmt: skip
 _FIRST_TESTS = ("layers", "logprobs", "sparse_delta")
