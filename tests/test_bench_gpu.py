@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from bench import measure
 from bench.gpu import __main__ as gpu
-from bench.gpu import pack, page, plans, report, runner, runs, training
+from bench.gpu import kernels, pack, page, plans, report, runner, runs, training
 from bench.gpu.cases import Cases
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -481,3 +481,9 @@ def test_goals_are_judged_on_a_gpu(tmp_path: Path, ms: float, verdict: str) -> N
     assert line.endswith(f"| {1.1 / ms:.4g} | >= 1 | {verdict} |")
     report.write_report(tmp_path, outcomes, is_judged=False)
     assert "not judged" in (tmp_path / "report.md").read_text()
+
+
+def test_the_kernel_tests_of_a_plan_are_there() -> None:
+    folder = Path(__file__).with_name("kernels")
+    wanted = {*kernels._KERNEL_TESTS, *kernels._FIRST_TESTS}
+    assert not [name for name in wanted if not (folder / f"test_{name}.py").is_file()]
