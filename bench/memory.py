@@ -178,8 +178,7 @@ def _train(case: Case, world: World) -> dict[str, int]:
         "token_budget": case.token_budget,
         "recompute": case.recompute,
         "optimizer": case.optimizer,
-        "offload": case.offload,
-        "offload_reference": case.reference == "cpu",
+        "offload": "frozen" if case.reference == "cpu" else case.offload,
     }
     synced = {"sync": "adapter"} if case.lora_rank else {}
     lora: dict[str, Any] = {"rank": case.lora_rank, **synced}

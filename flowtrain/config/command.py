@@ -15,8 +15,7 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.config.options import help_text, help_topic, parse, shows_config, to_toml
 from flowtrain.types import Outage, UserError
-from flowtrain.utils.json_lines import print_json, say
-from flowtrain.utils.terminal import protect_output
+from flowtrain.utils.terminal import protect_output, say
 
 INTERRUPTED = 130
 OUTAGE = os.EX_TEMPFAIL
@@ -50,15 +49,13 @@ def run_command(
             if is_main:
                 print(to_toml(config), end="")
             return 0
-        if config.log.format == "json":
-            print_json(module)
         code = body(config)
         if code == INTERRUPTED and is_main:
             say(_interrupted(module, goes_on))
         return code
     except UserError as error:
         if is_main:
-            say(f"{module}: {error}", "error")
+            say(f"{module}: {error}")
         _tell_torchrun(f"{module}: {error}")
         return OUTAGE if isinstance(error, Outage) else 2
     except KeyboardInterrupt:

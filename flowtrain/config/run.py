@@ -61,9 +61,6 @@ class Weights(Section):
     level: Literal[1, 2] = 1
     """2 makes deltas about a quarter smaller and several times slower to code (CPU only): for links
     between sites"""
-    baseline: Literal["device", "cpu"] = "device"
-    """where the publisher keeps the weights that it published last: beside the trained weights, or
-    in the memory of the CPU, to which a publish then copies all weights in model.dtype"""
     verify_every: int = Field(10, ge=0)
     """loads between two comparisons of all of an engine's weights with the digests of their
     version; 0: compare only weights that change"""
@@ -75,8 +72,6 @@ class Log(Section):
     loggers: tuple[str, ...] = ()
     """further places for the numbers: wandb, trackio, names of entry points flowtrain.loggers, or
     FILE.py:NAME of your own (docs/metrics.md)"""
-    format: Literal["plain", "json"] = "plain"
-    """of what the run prints: for people, or a JSON object a line"""
     replay: bool = False
     """keep in run.dir/replay what every step was trained from and the digests of every version, so
     that `python -m flowtrain.replay` can make the run again (docs/replay.md)"""

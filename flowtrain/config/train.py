@@ -61,22 +61,14 @@ class Train(Section):
     """adamw: fp32 weights and moments; 8bit: moments of 8 bits; bf16_sr: weights, gradients and
     moments in bf16, with weights rounded stochastically, for model.dtype = "bfloat16"; the last
     two need torchao (docs/memory.md)"""
-    offload: Literal["none", "all"] = "none"
-    """what is kept in the memory of the CPU: all: master weights, gradients, moments and the
-    reference, and AdamW steps there"""
-    offload_reference: bool = False
-    """keep the reference policy's weights in the memory of the CPU, from where each scoring pass
-    fetches them layer by layer"""
-    fp32_logits: Literal["auto", "on", "off"] = "auto"
-    """keep the logits of a 16-bit head in fp32 until log-probs are taken, whose error is then 1e-5
-    and not 0.01 nats, for an eighth more of the head's time (docs/kernels.md); auto: on a GPU"""
+    offload: Literal["none", "frozen", "all"] = "none"
+    """what is kept in the memory of the CPU: frozen: the reference policy, whose layers each
+    scoring pass fetches one by one, and the weights that were published last, to which a publish
+    then copies all weights in model.dtype; all: master weights, gradients and moments too, and
+    AdamW steps there"""
     max_mismatch_kl: float = Field(0.05, ge=0)
     """KL of trainer and sampler in nats per token above which a step warns; three such steps in a
     row, or one of 100 times that, end the run with the likely causes (docs/watching.md); 0: off"""
-    router: Literal["replay", "own"] = "replay"
-    """mixtures of experts: replay: tokens are read by the experts that the sampler chose for them,
-    where it recorded them, by the policy and by its reference; own: by those that the trainer's
-    routers choose (docs/models.md)"""
     rescore: bool = False
     """take ratios against log-probs that the trainer recomputes, instead of the sampler's"""
 

@@ -28,9 +28,8 @@ from flowtrain.net import credentials, serving
 from flowtrain.net.credentials import Access, Role, TokenFile
 from flowtrain.types import UserError
 from flowtrain.utils.commands import Commands, add_server, add_tokens, end_on_signals
-from flowtrain.utils.json_lines import print_json, say
 from flowtrain.utils.lock import Lock
-from flowtrain.utils.terminal import bare, protect_output
+from flowtrain.utils.terminal import bare, protect_output, say
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -48,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options, rest)
         return code
     except (Refused, Unavailable) as error:
-        say(f"{_COMMAND}: {error}", "error")
+        say(f"{_COMMAND}: {error}")
         return 1
     except UserError as error:
-        say(f"{_COMMAND}: {error}", "error")
+        say(f"{_COMMAND}: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -61,8 +60,6 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from flowtrain.dataflow.ledger import open_ledger
 
     config = _config(rest)
-    if "json" in (options.log_format, config.log.format):
-        print_json(_COMMAND.removeprefix("python -m "))
     token_file = TokenFile(options.tokens) if options.tokens else None
     with ExitStack() as cleanup:
         if "://" not in options.database:  # several services may share a PostgreSQL server

@@ -24,7 +24,6 @@ from flowtrain.types import UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import foreign, one_line
 from flowtrain.utils.files import writing
-from flowtrain.utils.json_lines import say
 
 GROUP = "flowtrain.loggers"
 BUILT_IN = plugins.built_in(
@@ -62,7 +61,7 @@ def open_loggers(config: Config, run_dir: Path, resume_step: int) -> list[Logger
 
     Raises UserError where one is unknown, its package is missing, or it cannot begin.
     """
-    made: list[Logger] = [JsonSteps()] if config.log.format == "json" else []
+    made: list[Logger] = []
     with ExitStack() as cleanup:
         for name in config.log.loggers:
             options = config.options_of(name)
@@ -178,16 +177,6 @@ def _run_id(path: Path) -> str:
     if not path.exists():
         atomic_write_text(path, uuid.uuid4().hex)
     return path.read_text()
-
-
-class JsonSteps:
-    """Prints a line per step with all its numbers, for `log.format = "json"`."""
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        say(f"step {step}", fields={"step": step, **numbers})
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class Background:

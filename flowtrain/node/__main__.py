@@ -17,7 +17,6 @@ import re
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -27,8 +26,7 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.net.serving import TOKEN_VARIABLE
 from flowtrain.types import Outage, PolicyName, UserError
 from flowtrain.utils.commands import end_on_signals
-from flowtrain.utils.json_lines import print_json, say
-from flowtrain.utils.terminal import protect_output
+from flowtrain.utils.terminal import protect_output, say
 
 _COMMAND = "python -m flowtrain.node"
 _POLICIES = get_args(PolicyName)
@@ -70,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     protect_output()
     options, args = _parser().parse_known_args(argv)
-    if options.log_format == "json":
-        print_json(_COMMAND.removeprefix("python -m "))
     end_on_signals()
     try:
         check_allowed(args, OWN_KEYS)
@@ -81,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flowtrain.node.main import run
 
         token = os.environ.get(TOKEN_VARIABLE, "")
-        with logging_redirect_tqdm() if options.log_format == "plain" else nullcontext():
+        with logging_redirect_tqdm():
             run(
                 options.dataflow,
                 options.name,
@@ -92,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cache=options.cache,
             )
     except (UserError, Refused, Unavailable, EngineError) as error:
-        say(f"{_COMMAND}: {error}", "error")
+        say(f"{_COMMAND}: {error}")
         if isinstance(error, Outage | Unavailable):
             return os.EX_TEMPFAIL
         return 2 if isinstance(error, UserError) else 1
@@ -148,12 +144,6 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="groups to push before the node ends; default: no end",
-    )
-    parser.add_argument(
-        "--log_format",
-        choices=("plain", "json"),
-        default="plain",
-        help="of what is printed: for people, or a JSON object a line (default: plain)",
     )
     return parser
 

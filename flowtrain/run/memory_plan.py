@@ -27,7 +27,7 @@ from flowtrain.training.experts import IMPLEMENTATION, find_routers
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.lora import add_adapter
 from flowtrain.training.optimizers import KINDS
-from flowtrain.training.sharding import has_fp32_logits, is_sharded_by_layer, recompute_layers
+from flowtrain.training.sharding import is_sharded_by_layer, recompute_layers
 from flowtrain.types import UserError
 
 _TARGET_SHARE = 1 / 3
@@ -139,12 +139,13 @@ def plan_memory(
     lora = config.lora if config.lora.rank else None
     kind = KINDS[train.optimizer]
     is_away = train.offload == "all" and on_gpu
+    keeps_frozen = train.offload == "none" or not on_gpu
     is_sharded = num_ranks > 1 or dtype != torch.float32 or train.offload == "all"
     share = 0 if is_away else num_trained // num_ranks
     own = kind.weight_dtype.itemsize * share
     frozen = 0 if is_away else size * num_frozen // num_ranks
     moments = round(kind.moment_bytes * share)
-    has_reference = has_reference and lora is None and not (train.offload_reference and on_gpu)
+    has_reference = has_reference and lora is None and keeps_frozen
     is_merged = lora is not None and lora.sync == "merged"
     words = 0 if is_away else size * (num_frozen if is_merged else num_trained) // num_ranks
     engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
@@ -153,8 +154,7 @@ def plan_memory(
     is_fused = train.fused_layers and not train.compile
     how: dict[str, Any] = {"lora": lora, "fused": is_fused}
     at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, **how)
-    fp32_logits = has_fp32_logits(train, on_gpu)
-    head_weights, head_transient = head(model, size, num_tokens, on_gpu, fp32_logits)
+    head_weights, head_transient = head(model, size, num_tokens, on_gpu, fp32_logits=on_gpu)
     head_bytes = head_weights + max(0, head_transient - max(0, in_layers - at_head))
     parts = {
         "weights": frozen + own,
@@ -166,7 +166,7 @@ def plan_memory(
         "head": head_bytes,
         # What is merged to be published is there when the activations are not.
         "merged": max(0, words * is_merged - max(at_head, in_layers) - head_bytes),
-        "published": 0 if config.weights.baseline == "cpu" and on_gpu else words,
+        "published": words * keeps_frozen,
         "engine": 0 if has_vllm else sum(engines),
     }
     vllm = (
@@ -210,11 +210,8 @@ def _cures(config: Config, has_vllm: bool) -> list[str]:
     cures = ["start more ranks"] + ["algorithm.kl_coef = 0"] * (config.algorithm.kl_coef > 0)
     train = config.train
     cures += ["train.optimizer = 'adamw_8bit'"] * (train.optimizer == "adamw")
-    cures += ["train.offload = 'all'"] * (train.offload == "none")
-    cures += ["train.offload_reference = true"] * (
-        config.algorithm.kl_coef > 0 and not train.offload_reference and train.offload != "all"
-    )
-    cures += ["weights.baseline = 'cpu'"] * (config.weights.baseline == "device")
+    cures += ["train.offload = 'frozen'"] * (train.offload == "none")
+    cures += ["train.offload = 'all'"] * (train.offload != "all")
     if has_vllm:
         options = config.vllm
         key = "kv_cache_gb" if options.kv_cache_gb else "gpu_memory_utilization"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from flowtrain.config import Train
 from flowtrain.training import attention, delta_net, experts, lm_head
 from flowtrain.training.fused_layers import fuse_layers
 from flowtrain.training.world import World
@@ -52,11 +51,6 @@ class ShardSpec:
     """The head's logits stay in fp32, whatever `dtype` is, until log-probs are taken of them."""
     fused: bool = True
     """Layers are those of `fused_layers`, unless they are compiled."""
-
-
-def has_fp32_logits(train: Train, on_gpu: bool) -> bool:
-    """Tell what `train.fp32_logits` stands for."""
-    return on_gpu if train.fp32_logits == "auto" else train.fp32_logits == "on"
 
 
 def shard(

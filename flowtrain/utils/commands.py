@@ -46,7 +46,7 @@ class Commands:
 
 
 def add_server(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add the options of a server: where it listens (`port` by default), to whom, how it logs."""
+    """Add the options of a server: where it listens (`port` by default), and to whom."""
     text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
     parser.add_argument("--host", default="127.0.0.1", help=text)
     text = f"0: any free one (default: {port})"
@@ -54,8 +54,6 @@ def add_server(parser: argparse.ArgumentParser, port: int) -> None:
     text = "answer /metrics without a token, too"
     parser.add_argument("--open-metrics", action="store_true", help=text)
     add_tokens(parser, required=False)
-    text = "of what is printed: for people, or a JSON object a line (default: plain)"
-    parser.add_argument("--log-format", choices=("plain", "json"), default="plain", help=text)
 
 
 def add_tokens(parser: argparse.ArgumentParser, required: bool) -> None:

@@ -13,14 +13,17 @@ from tqdm import tqdm
 from flowtrain.utils.text import printable
 
 
-class Wrapped:
-    """A stream in front of another one, which is asked whatever is not about text."""
+class Printable:
+    """Writes to a stream what is safe to show: see `printable`. The stream is asked whatever is not
+    about text.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        raise NotImplementedError
+        self.stream.write(printable(text))
+        return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -28,14 +31,6 @@ class Wrapped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
-
-
-class Printable(Wrapped):
-    """Writes to a stream what is safe to show: see `printable`."""
-
-    def write(self, text: str) -> int:
-        self.stream.write(printable(text))
-        return len(text)
 
     def __eq__(self, other: object) -> bool:
         # tqdm asks whether a bar is on the terminal that a line of text goes to.
@@ -53,6 +48,11 @@ def protect_output() -> None:
         sys.stdout = cast(TextIO, Printable(sys.stdout))
     if not isinstance(sys.stderr, Printable):
         sys.stderr = cast(TextIO, Printable(sys.stderr))
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def bare(stream: TextIO) -> TextIO:

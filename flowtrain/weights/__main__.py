@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from flowtrain.net.credentials import TokenFile
 from flowtrain.types import UserError
 from flowtrain.utils.commands import Commands, add_server, end_on_signals, number
-from flowtrain.utils.json_lines import print_json, say
-from flowtrain.utils.terminal import protect_output
+from flowtrain.utils.terminal import protect_output, say
 from flowtrain.weights.format.manifest import NotThere, StoreError
 from flowtrain.weights.stores import serve
 from flowtrain.weights.stores.folder import Source, WeightStore
@@ -32,14 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     protect_output()
     end_on_signals()
     options = _parser().parse_args(arguments)
-    if getattr(options, "log_format", "") == "json":
-        print_json(_COMMAND.removeprefix("python -m "))
     try:
         with tempfile.TemporaryDirectory(prefix="flowtrain-") as cache:
             code: int = options.run(options, Path(cache))
             return code
     except (UserError, OSError, SafetensorError) as error:
-        say(f"{_COMMAND}: {error}", "error")
+        say(f"{_COMMAND}: {error}")
         return 1 if isinstance(error, StoreError | OSError | SafetensorError) else 2
     except KeyboardInterrupt:
         return 130

@@ -169,11 +169,9 @@ def test_the_head_has_all_targets_at_once_while_that_takes_no_more_than_chunks()
     model.requires_grad_(False)
     at_head = dlogits * 4096 + of_states * 5000
     assert memory_plan.head(model, 2, 15000, True) == (0, at_head)
-    for mode, factor in (("auto", 3), ("off", 1)):
-        half = settings(
-            model={"dtype": "bfloat16"}, train={"token_budget": 96, "fp32_logits": mode}
-        )
-        in_plan = plan(half, model, 1, GB_80).parts["head"]
+    half = settings(model={"dtype": "bfloat16"}, train={"token_budget": 96})
+    for gpu_bytes, factor in ((GB_80, 3), (0, 1)):
+        in_plan = plan(half, model, 1, gpu_bytes).parts["head"]
         assert in_plan == factor * 32 * dlogits + 32 * of_states - 10, "10: of layers"
 
 
@@ -246,22 +244,15 @@ def test_bytes_of_each_optimizer(optimizer: str) -> None:
 
 
 @pytest.mark.usefixtures("no_activations")
-@pytest.mark.parametrize(
-    ("options", "gone"),
-    [
-        ({"train": {"token_budget": NUM_TOKENS, "offload_reference": True}}, "reference"),
-        ({"weights": {"baseline": "cpu"}}, "published"),
-    ],
-)
-def test_what_stays_on_the_cpu_takes_nothing_of_the_gpu(options: dict[str, Any], gone: str) -> None:
+def test_what_stays_on_the_cpu_takes_nothing_of_the_gpu() -> None:
     model = build(CONFIGS["Llama"])
     config = settings(model={"dtype": "bfloat16"}, algorithm={"kl_coef": 0.001})
-    before = plan(config, model, 1, GB_80).parts
-    after = plan(changed(config, **options), model, 1, GB_80).parts
-    assert before[gone] == 2 * model.num_parameters() and after[gone] == 0
-    assert {**before, gone: 0} == after
-    on_a_cpu = plan(changed(config, **options), model, 1).parts
-    assert on_a_cpu[gone] == before[gone], "the memory of the CPU is the device's own there"
+    offload = changed(config, train={"token_budget": NUM_TOKENS, "offload": "frozen"})
+    before, after = (plan(each, model, 1, GB_80).parts for each in (config, offload))
+    assert before["reference"] == before["published"] == 2 * model.num_parameters()
+    assert {**before, "reference": 0, "published": 0} == after
+    on_a_cpu = plan(offload, model, 1).parts
+    assert on_a_cpu["reference"] == on_a_cpu["published"] == before["published"], "its own memory"
 
 
 @pytest.mark.usefixtures("no_activations")
@@ -405,13 +396,11 @@ def test_a_refusal_names_the_numbers_the_keys_and_the_cures() -> None:
         "the GPU of a rank has 24 GB and training needs 50 GB before any activation (weights 8, "
         "gradients 8, moments 16, reference 4, "
         "published 2, vLLM 12): start more ranks, or algorithm.kl_coef = 0, or train.optimizer = "
-        "'adamw_8bit', or train.offload = 'all', "
-        "or train.offload_reference = true, or weights.baseline = 'cpu', "
+        "'adamw_8bit', or train.offload = 'frozen', or train.offload = 'all', "
         "or vllm.gpu_memory_utilization < 0.5, or vllm.sleep = true"
     )
     with pytest.raises(UserError, match=r"or vllm.kv_cache_gb < 9.0, or vllm.sleep = true$"):
         MemoryPlan(parts, 12 * BILLION, GB_24).check(changed(config, vllm={"kv_cache_gb": 9.0}))
-    small = {"optimizer": "adamw_8bit"}
-    done = settings(train=small, weights={"baseline": "cpu"})
+    done = settings(train={"optimizer": "adamw_8bit", "offload": "frozen"})
     with pytest.raises(UserError, match=r": start more ranks, or train.offload = 'all'$"):
         MemoryPlan(parts, 0, GB_24).check(done)
