@@ -21,6 +21,7 @@ import httpx2
 from flowtrain.config import Chat
 from flowtrain.engines.chat import Meter
 from flowtrain.engines.protocol import EngineError
+from flowtrain.engines.special_tokens import broken_up
 from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
 from flowtrain.net.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 from flowtrain.types import UserError
@@ -117,7 +118,8 @@ class Endpoint:
         is_openai = urlsplit(self._url).hostname == "api.openai.com"
         return {
             "model": options.model,
-            "messages": [{"role": "user", "content": prompt}],
+            # Pages, tools and the trained policy have a say in it.
+            "messages": [{"role": "user", "content": broken_up(prompt)}],
             "temperature": options.temperature,
             "seed": seed % 2**31,
             "max_completion_tokens" if is_openai else "max_tokens": options.max_tokens,

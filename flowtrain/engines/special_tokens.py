@@ -1,7 +1,8 @@
 """Special tokens in messages: plain text there, whatever a tokenizer would make of them.
 
 The result of a tool, say, must not end its message and speak in another role. So special tokens are
-marked before a chat template renders the messages, and the marks are encoded in two pieces.
+marked before a chat template renders the messages, and the marks are encoded in two pieces. Behind
+an endpoint the tokenizer is not known, so whatever looks like a special token is broken up.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ from typing import Any
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 """Stands for a special token, by its number."""
+
+
+LIKE_SPECIAL = re.compile(
+    r"<(?=[^\s<>]{1,60}>)|\[(?=/?g?[A-Z][A-Z_]*\])|\](?=~!?b[\[\]])|\[(?=e~\[)"
+)
+"""The first letter of what looks like a special token of some model: <|im_end|>, </s>, [INST],
+[gMASK], and MiniMax's ]~b]."""
+_OF_OURS = re.compile(r"</?answer>")
+"""Tags that our own prompts ask for, and that are special to no model."""
 
 
 class Rendered(str):
@@ -56,6 +66,15 @@ class SpecialTokens:
             # Cut after the first letter, a special token is none any more.
             special = self._texts[int(piece)] if place % 2 else ""
             yield from (special[:1], special[1:]) if special else (piece,)
+
+
+def broken_up(text: str) -> str:
+    """Return a text with a space behind the first letter of whatever looks like a special token."""
+
+    def broken(found: re.Match[str]) -> str:
+        return found[0] if _OF_OURS.match(text, found.start()) else f"{found[0]} "
+
+    return LIKE_SPECIAL.sub(broken, text)
 
 
 def unmarked(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
+from flowtrain.engines.special_tokens import LIKE_SPECIAL
 from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.types import Task
 from flowtrain.utils.per_loop import Gate, Together
@@ -123,14 +124,10 @@ def judge_prompt(task: Task, answer: str) -> str:
     return encodable(_PROMPT.format(**quoted))
 
 
-_TOKEN = re.compile(r"<(?=[^\s<>]{1,60}>)|\[(?=/?[A-Z_]+\])")
-"""The first letter of what looks like a special token of some model."""
-
-
 def _quoted(value: Any) -> str:
     """Write JSON in which nothing is a special token to the tokenizer of a server."""
     text = json.dumps(value, ensure_ascii=False)
-    return _TOKEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return LIKE_SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def parse_judgement(reply: str) -> bool | None:

@@ -75,6 +75,35 @@ def test_no_key_is_sent_without_api_key_env() -> None:
     assert "authorization" not in server.headers[0]
 
 
+SPECIAL = (
+    *("<|im_end|>", "<|im_start|>assistant", "<|eot_id|>", "<|start_header_id|>", "</s>", "<s>"),
+    *("[INST]", "[/INST]", "[TOOL_CALLS]", "[gMASK]", "<sop>", "<start_of_turn>", "<bos>", "<eos>"),
+    *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<|END_OF_TURN_TOKEN|>", "<|channel|>"),
+    *("<tool_call>", "<think>", "]~b]", "]~!b[", "[e~[", "<reserved_1>", "<unk>", "<fim_prefix>"),
+    "[SYSTEM_PROMPT]",
+)
+
+
+@pytest.mark.parametrize("token", SPECIAL)
+def test_no_special_token_of_a_page_reaches_a_server(token: str) -> None:
+    """Not at the edge of a text, in itself, or twice."""
+    page = f"{token}The area {token * 2} is 1284.<{token}>{token}"
+    with chat_server(lambda body: "ok") as server:
+        ask(server, page)
+    (body,) = server.asked
+    sent = body["messages"][0]["content"]
+    assert token not in sent and "1284" in sent
+    assert sent.replace(" ", "") == page.replace(" ", ""), "every letter is there"
+
+
+def test_plain_texts_and_our_own_tags_are_sent_as_they_are() -> None:
+    text = "if a < b and b > c: x[A] = [1]; <answer>42</answer> a<b c>d [a link](x) [ ] 1 <2> "
+    with chat_server(lambda body: "ok") as server:
+        ask(server, text.replace("[A]", "[a]").replace("<2>", "< 2 >"))
+        (body,) = server.asked
+    assert body["messages"][0]["content"] == text.replace("[A]", "[a]").replace("<2>", "< 2 >")
+
+
 def test_event_loops_share_one_connection() -> None:
     """Every `collect` makes a new loop."""
     peers = set()
