@@ -84,7 +84,8 @@ async def score_one(
         return trajectory
     reward, scored_by = await by_rule(task, answer)
     if judge is not None and _is_for_judge(task, answer, reward, judge.mode):
-        is_right = await judge.judge(task, answer)
+        # The end, as the rule reads it: else padding would choose who grades.
+        is_right = await judge.judge(task, answer[-MAX_CHARS:])
         if is_right is not None:
             reward, scored_by = float(is_right), "judge"
         elif judge.mode == "judge-only":
@@ -110,8 +111,7 @@ def _scored(trajectory: Trajectory, reward: float, scored_by: str, bounds: Rewar
 def _is_for_judge(task: Task, answer: str, reward: float, mode: JudgeMode) -> bool:
     """Return whether the judge is asked: about a rule's 0 alone, or first, about its 1 too."""
     is_open = reward == 0 or mode != "rules-first"
-    has_answer = not is_refusal(answer) and len(answer) <= MAX_CHARS
-    return is_open and has_answer and task.scorer not in FINAL_SCORERS
+    return is_open and not is_refusal(answer) and task.scorer not in FINAL_SCORERS
 
 
 def is_refusal(answer: str) -> bool:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from make import Chat
 
 from flowtrain.config import Judge as JudgeOptions
+from flowtrain.config.agents import JudgeMode
 from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards import Judge, JudgeCache, score, score_one
 from flowtrain.rewards import judge as rules
@@ -70,8 +71,8 @@ def test_the_judge_decides_only_where_the_rule_says_wrong(cache: JudgeCache) -> 
 def test_no_answer_and_proofs_are_not_judged(cache: JudgeCache) -> None:
     engine = Chat(lambda prompt, seed: RIGHT)
     judge = Judge(engine, cache, JudgeOptions())
-    found = judged(judge, "", "<answer></answer>", "I don't know.", "None", "Oslo is it. " * 1000)
-    assert found == [(0.0, "qa")] * 5
+    found = judged(judge, "", "<answer></answer>", "I don't know.", "None")
+    assert found == [(0.0, "qa")] * 4
     assert judged(
         judge, "8+8+3+3", task=Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")
     ) == [(0.0, "gameof24")]
@@ -94,13 +95,22 @@ def test_a_judge_may_decide_alone(cache: JudgeCache) -> None:
         lambda prompt, seed: "no verdict" if '"oslo"' in prompt else by_answer(prompt, seed)
     )
     judge = Judge(engine, cache, JudgeOptions(mode="judge-only"))
-    answers = "Oslo", "Kristiania", "oslo", "", "x " * 2000
+    answers = "Oslo", "Kristiania", "oslo", ""
     (found,) = score([group(*answers)], judge)
-    expected = [(0.0, ""), (1.0, ""), (None, "judge: no verdict"), (0.0, ""), (0.0, "")]
+    expected = [(0.0, ""), (1.0, ""), (None, "judge: no verdict"), (0.0, "")]
     assert [(each.reward, each.error) for each in found.trajectories] == expected
     assert asyncio.run(score_one(found.trajectories[1], judge)).scored_by == "judge"
     proof = Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")
     assert judged(judge, "8/(3-8/3)", task=proof) == [(1.0, "gameof24")]
+
+
+@pytest.mark.parametrize("mode", ["rules-first", "judge-first", "judge-only"])
+def test_padding_does_not_choose_who_grades(cache: JudgeCache, mode: JudgeMode) -> None:
+    """The judge reads the end of a long answer, as the rule does."""
+    engine = Chat(lambda prompt, seed: RIGHT if ' Kristiania"' in prompt else WRONG)
+    judge = Judge(engine, cache, JudgeOptions(mode=mode))
+    assert judged(judge, "x " * 2000 + "Kristiania") == [(1.0, "judge")]
+    assert len(engine.asked[0]) < 2000 + len(judge_prompt(TASK, ""))
 
 
 def test_judge_prompt_has_question_options_and_answers() -> None:
