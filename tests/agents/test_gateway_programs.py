@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -151,6 +152,27 @@ def test_at_the_deadline_a_command_is_killed_with_its_children(tmp_path: Path) -
 def test_what_a_command_leaves_running_is_killed(tmp_path: Path) -> None:
     source = "import subprocess\nchild = subprocess.Popen(['sleep', '100'])\nprint(child.pid)"
     wait_until_gone(int(run_command(tmp_path, source).answer))
+
+
+def test_a_daemon_of_a_command_holds_no_rollout(tmp_path: Path) -> None:
+    """It left the process group with the pipes of its parent, as servers of MCP and tmux do."""
+    pid = tmp_path / "pid"
+    source = (
+        "import json, os, subprocess\n"
+        "child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "print('text', flush=True)\n"
+        "json.dump({'answer': '42'}, open(os.environ['FLOWTRAIN_OUTCOME'], 'w'))"
+    )
+    try:
+        trajectory = run_command(tmp_path, source, agent={"rollout_timeout_s": 100})
+        assert (trajectory.answer, trajectory.truncated, trajectory.error) == ("42", "", "")
+        printed = run_command(
+            tmp_path, source.rpartition("\n")[0], agent={"rollout_timeout_s": 100}
+        )
+        assert printed.answer == "text"
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def wait_until_gone(pid: int) -> None:

@@ -33,6 +33,8 @@ MAX_OUTCOME = 4 << 20
 """Characters of what a command writes as its outcome."""
 _MAX_ERROR = 200
 _CLOSE_S = 2.0
+_LAST_OUTPUT_S = 1.0
+"""Seconds for what a command has printed to arrive once it has ended."""
 
 
 class ProgramFailed(Exception):
@@ -147,12 +149,16 @@ class Command:
             finally:
                 os.close(output_end)
                 os.close(errors_end)
-            reading = asyncio.gather(_tail(output), _tail(errors))
+            tails = (_Tail(output), _Tail(errors))
+            reading = asyncio.gather(*(tail.read() for tail in tails))
             try:
                 code = await child.wait()
-                # What the command has left running may hold the pipes open.
+                # What the command has left running may hold the pipes open: that of its group is
+                # killed, that of another session, such as a daemon, is not waited for.
                 _kill_group(child.pid)
-                return code, *(await reading)
+                await asyncio.wait([reading], timeout=_LAST_OUTPUT_S)
+                output_text, errors_text = (tail.text for tail in tails)
+                return code, output_text, errors_text
             finally:
                 _kill_group(child.pid)
                 reading.cancel()
@@ -188,11 +194,20 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
         transport.close()
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    kept = b""
-    while part := await stream.read(MAX_OUTPUT):
-        kept = (kept + part)[-MAX_OUTPUT:]
-    return kept.decode(errors="replace")
+class _Tail:
+    """The end of what a stream has brought so far."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream = stream
+        self._kept = b""
+
+    async def read(self) -> None:
+        while part := await self._stream.read(MAX_OUTPUT):
+            self._kept = (self._kept + part)[-MAX_OUTPUT:]
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode(errors="replace")
 
 
 def _kill_group(pid: int) -> None:
