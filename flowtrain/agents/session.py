@@ -83,7 +83,7 @@ class Session:
         self._max_turns = context.max_turns
         self._start = start
         self._deadline = Deadline(self._options.rollout_timeout_s)
-        self._num_calls = 0
+        self._num_calls = self._num_waiting = 0
         self._turns: dict[int, Turn] = {}
         self._places: dict[int, int] = {}
         self._reported: dict[str, float] = {}
@@ -124,6 +124,19 @@ class Session:
         that its caller cancels, or that fails, is no turn.
         """
         number = self._next_call()
+        self._num_waiting += 1
+        try:
+            return await self._sample(number, prompt_ids, max_new_tokens, stop_strings)
+        finally:
+            self._num_waiting -= 1
+
+    async def _sample(
+        self,
+        number: int,
+        prompt_ids: tuple[int, ...],
+        max_new_tokens: int | None,
+        stop_strings: tuple[str, ...],
+    ) -> Call:
         if self._start is not None and number < self._start.point.turn:
             return self._record(number, _again(self._start.parent.turns[number], prompt_ids))
         prefix = None
@@ -151,7 +164,7 @@ class Session:
         """Return the number of the next response, from 0. Raises RolloutEnded when the turns or the
         time are used up.
         """
-        if self._num_calls >= self._max_turns:
+        if len(self._turns) + self._num_waiting >= self._max_turns:
             raise RolloutEnded("turns")
         if not self.left_s():
             raise RolloutEnded("time")
@@ -204,7 +217,7 @@ class Session:
         """Record why a response could not be read, which counts as a malformed action."""
         self._amend(call, result=ToolResult(error=problem))
 
-    def report(self, **parts: float) -> None:
+    def report(self, /, **parts: float) -> None:
         """Report parts of the reward, as an environment does that knows it."""
         self._reported |= parts
 

@@ -132,6 +132,40 @@ def test_seeds_differ_by_call_and_by_rollout() -> None:
     assert seeds[:2] == seeds[2:4] and len(set(seeds)) == 4
 
 
+def test_a_call_that_fails_or_is_cancelled_is_no_turn() -> None:
+    engine = letters()
+
+    async def program(session: Session) -> str:
+        engine.hangs = True
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.sample((1,)), 0)
+        engine.hangs, engine.error = False, ValueError("once")
+        with pytest.raises(ValueError, match="once"):
+            await session.sample((1,))
+        engine.error = None
+        first, second = await asyncio.gather(session.sample((1,)), session.sample((1,)))
+        with pytest.raises(RolloutEnded):
+            await session.sample((1,))
+        return first.text + second.text
+
+    trajectory = run(program, engine, max_turns=2)
+    assert [turn.calls["planner"].text for turn in trajectory.turns] == [
+        trajectory.answer[:2],
+        trajectory.answer[2:],
+    ]
+    assert len({sampling.seed for _, sampling in engine.asked}) == len(engine.asked)
+
+
+def test_only_so_many_calls_are_under_way_as_turns_are_left() -> None:
+    async def program(session: Session) -> str:
+        calls = [session.sample((1,)) for _ in range(3)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        return " ".join(type(each).__name__ for each in found)
+
+    trajectory = run(program, letters(), max_turns=2)
+    assert trajectory.answer == "Call Call RolloutEnded" and len(trajectory.turns) == 2
+
+
 def test_tools_of_one_response_run_at_once_and_are_recorded_in_its_order() -> None:
     tool = Shout()
 
