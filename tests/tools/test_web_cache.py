@@ -98,6 +98,24 @@ def test_one_caller_s_cancellation_is_no_other_s_but_the_last_ends_the_request()
     assert not cache._asked and not cache._waiting
 
 
+def test_who_asks_as_the_last_one_leaves_gets_an_answer_of_his_own() -> None:
+    cache: Cache[str] = Cache(1)
+
+    async def main() -> str:
+        async def ask() -> str:
+            await asyncio.sleep(0)
+            return "found"
+
+        leaving = asyncio.ensure_future(cache.get("q", ask))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        coming = asyncio.ensure_future(cache.get("q", ask))  # in the same tick
+        return await coming
+
+    assert asyncio.run(main()) == "found"
+    assert not cache._asked and not cache._waiting
+
+
 def test_the_least_recently_used_go_first() -> None:
     cache: Cache[str] = Cache(1)
     asked, ask = asking("x" * 400_000)

@@ -48,10 +48,11 @@ class Cache(Generic[T]):
             self._waiting[task] -= 1
             if not self._waiting[task]:
                 del self._waiting[task]
+                self._forget(asked, task)  # whoever asks next gets a task of his own
                 task.cancel()  # which does nothing once it is done
 
     def _keep(self, asked: _Asked, task: asyncio.Task[T]) -> None:
-        del self._asked[asked]
+        self._forget(asked, task)
         if task.cancelled() or task.exception() is not None:
             return
         key, found = asked[1], task.result()
@@ -60,6 +61,10 @@ class Cache(Generic[T]):
         self._room -= size
         while self._room < 0:
             self._room += self._kept.popitem(last=False)[1][1]
+
+    def _forget(self, asked: _Asked, task: asyncio.Task[T]) -> None:
+        if self._asked.get(asked) is task:
+            del self._asked[asked]
 
 
 def cached(source: Source) -> Source:
