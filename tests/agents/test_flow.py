@@ -210,7 +210,7 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
     assert (second.verdict, trajectory.answer) == (Verdict.STOP, "1284")
     assert isinstance(loop.planner, FakePlanner)
     memory = loop.planner.asked[1][0]
-    assert memory.entries == (MemoryEntry("None", "None", NO_COMMAND, f"Error: {MALFORMED}"),)
+    assert memory.entries == (MemoryEntry("None", "None", NO_COMMAND, f"Error: {MALFORMED}", True),)
 
 
 def test_unknown_tool_spends_turn_with_error() -> None:

@@ -131,7 +131,7 @@ def test_no_more_is_cut_than_is_needed() -> None:
 
 
 def test_an_error_is_still_seen_as_one() -> None:
-    memory = Memory((MemoryEntry("Search", "x", "c", "Error: " + "it broke " * 1000),))
+    memory = Memory((MemoryEntry("Search", "x", "c", "Error: " + "it broke " * 1000, True),))
     (entry,) = Budget(1, partial(measure, PROMPTS[0])).bounded(memory).entries
     assert entry.is_error and len(entry.result) < 150
 

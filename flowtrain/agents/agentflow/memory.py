@@ -8,7 +8,7 @@ kept. Every rollout has a memory of its own, so no task can see another's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from flowtrain.tools.base import shorten
 from flowtrain.types import Action, ToolResult
@@ -23,17 +23,16 @@ class MemoryEntry:
     command: str
     result: str
     """Output of the tool, "The area of Chad is 1284.", or "Error: ..."."""
+    is_error: bool = False
+    """The tool failed, or there was none to call; what a page says about errors does not count."""
 
     @classmethod
     def of(cls, action: Action | None, command: str, result: ToolResult) -> MemoryEntry:
         """Make the entry of a turn, whose action is None when it was malformed."""
-        if action is None:
-            return cls("None", "None", command, result.text)
-        return cls(action.tool_name, action.sub_goal, command, result.text)
-
-    @property
-    def is_error(self) -> bool:
-        return self.result.startswith("Error: ")
+        tool_name, sub_goal = ("None", "None")
+        if action is not None:
+            tool_name, sub_goal = action.tool_name, action.sub_goal
+        return cls(tool_name, sub_goal, command, result.text, result.error is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,10 @@ class Memory:
 
     def as_dict(self) -> dict[str, dict[str, str]]:
         """AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command", "result"}}."""
+        names = ("tool_name", "sub_goal", "command", "result")
         return {
-            f"Action Step {number}": asdict(entry) for number, entry in enumerate(self.entries, 1)
+            f"Action Step {number}": {name: getattr(entry, name) for name in names}
+            for number, entry in enumerate(self.entries, 1)
         }
 
 
