@@ -244,7 +244,10 @@ class Node:
             group = await self._group(item)
             item.payload = await asyncio.to_thread(pack_group, group)
             self._to_push.put_nowait(item)
-        except ExceptionGroup as failures:
+        except Exception as failure:
+            failures = (
+                failure if isinstance(failure, ExceptionGroup) else ExceptionGroup("", [failure])
+            )
             if failures.subgroup((EngineError, UserError)) is not None:
                 raise
             _log.exception(

@@ -394,6 +394,20 @@ def test_a_failing_rollout_costs_its_work_item_alone(
     )
 
 
+def test_a_branching_score_that_fails_costs_its_work_item_alone(
+    ledger: Ledger, nodes: Nodes
+) -> None:
+    async def points(roots: Group, seed: int) -> list[BranchPoint]:
+        if roots.index < 2:
+            raise ValueError("a bad score")
+        return []
+
+    node = nodes.make(soon, num_groups=3)
+    node._branching = Branching(2, points)
+    run(node)
+    assert work_items(ledger)["committed"] == 3
+
+
 def test_a_node_ends_after_many_failures_in_a_row(ledger: Ledger, nodes: Nodes) -> None:
     async def rollout(task: Task, seed: int) -> Trajectory:
         raise KeyError("a bug of ours")
