@@ -75,7 +75,7 @@ def _work(status: Mapping[str, Any]) -> Iterator[Metric]:
     text = "Work items by state; failed: given up after dataflow.max_attempts failures."
     yield gauge(f"{_NAME}_work_items", text, status["work_items"], ("state",))
     lost = {ending.replace(" ", "_"): num for ending, num in status["lost_leases"].items()}
-    text = "Leases that ended without a group, by reason; a group that still comes takes one back."
+    text = "Leases that ended before their group came, by reason; a renewal takes one back."
     yield gauge(f"{_NAME}_lost_leases", text, lost, ("reason",))
     tasks = status["tasks"]
     text = "Questions that the prompt filter was asked about."

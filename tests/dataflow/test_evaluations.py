@@ -27,8 +27,10 @@ from flowtrain.dataflow.contract import (
     Release,
 )
 from flowtrain.dataflow.ledger import Ledger
+from flowtrain.dataflow.ledger.group_checks import GroupLimits, Summary
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.show import status_text
+from flowtrain.types import Group
 
 SETTINGS = EvalSettings(max_turns=3, temperature=0.5, trials=1)
 NODE = {"planner": 0}
@@ -198,6 +200,26 @@ def test_results_go_once_the_log_of_a_checkpoint_has_them(either: Ledger) -> Non
     (each,) = lease(flow, 1, versions={"planner": 1})
     answer(flow, each, version=1)
     assert state(flow, step=1).results
+
+
+def test_a_result_that_comes_while_they_are_collected_is_not_kept(
+    either: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow = either
+    train(flow, 1)
+    ask(flow, 1)
+    for _ in range(2):
+        (each,) = lease(flow, 1, versions=NODE)
+        flow.release(Release("n1", ((each.work_item, each.attempt),), "no", is_failure=True))
+    check = GroupLimits.check
+
+    def collected_meanwhile(limits: GroupLimits, group: Group) -> Summary:
+        assert state(flow).num_left == 0
+        flow.progress(Progress("planner", 1, 1, evaluated=0))
+        return check(limits, group)
+
+    monkeypatch.setattr(GroupLimits, "check", collected_meanwhile)
+    assert answer(flow, each) == "duplicate"  # and the audit finds nothing wrong
 
 
 @pytest.mark.parametrize(

@@ -457,6 +457,36 @@ def test_none_begins_while_a_whole_batch_waits(database: str, max_waiting: int, 
     assert lease(flow, 1), "none waits any more"
 
 
+def test_groups_that_the_next_step_may_not_take_stop_no_rollout(database: str) -> None:
+    flow = ledger(database, Clock())
+    joined(flow)
+    flow.register(planner(num_groups=2, max_staleness=1))
+    *early, late, last = lease(flow, 4, versions={"planner": 0})
+    for step in (1, 2):
+        for each in early:
+            push(flow, each, version=step - 1)
+        assert batch(flow, step)
+        trained(flow, step)
+        early = lease(flow, 2, versions={"planner": step})
+    for each in (late, last):
+        push(flow, each, version=0)
+    flow.release(Release("n1", tuple((each.work_item, each.attempt) for each in early), ""))
+    assert len(lease(flow, 9, versions={"planner": 2})) == 4, "a whole batch waits, but it is stale"
+
+
+def test_nodes_that_are_long_gone_are_forgotten(database: str) -> None:
+    """Each of a pool's machines comes by a name of its own."""
+    clock = Clock()
+    flow = ledger(database, clock, wait_s=1800.0)
+    flow.register(planner())
+    for number in range(20):
+        joined(flow, f"machine-{number}")
+        clock.now += 1000
+    names = set(flow.status()["nodes"])
+    assert names == {f"machine-{number}" for number in range(16, 20)}
+    assert flow.audit().problems == ()
+
+
 def test_max_waiting_bounds_what_waits_and_is_under_way(database: str) -> None:
     flow = ledger(database, Clock(), max_waiting=5)
     joined(flow)

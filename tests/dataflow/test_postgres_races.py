@@ -200,3 +200,25 @@ def test_a_reader_of_the_whole_history_may_take_as_long_as_it_needs(postgres: st
         with closing(database), database.read() as transaction:
             for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
                 assert transaction.one(f"SHOW {name}")[0] == limit
+
+
+def test_leases_run_out_behind_a_proxy_that_cuts_connections(postgres: str) -> None:
+    clock = fakes.Clock()
+    flow = fakes.ledger(postgres, clock, max_waiting=64)
+    flow.register(fakes.planner())
+    fakes.joined(flow)
+    fakes.joined(flow, "n2")
+    (held_lease,) = fakes.lease(flow)
+    taken = []
+    for _ in range(8):  # more often than a lease of 60 s lasts
+        with psycopg.connect(postgres, autocommit=True) as other:
+            other.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+            )
+        with pytest.raises(Unavailable, match="did not answer"):
+            fakes.lease(flow, node="n2")
+        taken += fakes.lease(flow, node="n2")
+        clock.now += 20
+        flow.progress(Progress("planner", 0, 0))
+    assert held_lease.work_item in {each.work_item for each in taken}

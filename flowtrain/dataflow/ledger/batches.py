@@ -113,8 +113,8 @@ def _drop_surplus(transaction: Transaction, policies: Sequence[Any], options: Da
                 "surplus",
                 policy.newest + 1,
                 "work_item IN (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
-                " ORDER BY min_version, work_item LIMIT ?)",
-                *(policy.name, policy.num_fresh - most),
+                " AND min_version >= ? ORDER BY min_version, work_item LIMIT ?)",
+                *(policy.name, policy.newest - policy.max_staleness, policy.num_fresh - most),
             )
 
 

@@ -154,12 +154,13 @@ def question(row: Any, attempt: int, evaluation: Any) -> Lease:
     return Lease(row.id, attempt, task, evaluation.seed, row.position, settings)
 
 
-def evaluation_of(transaction: Transaction, work_item: int) -> Any:
+def evaluation_of(transaction: Transaction, work_item: int, *, is_locked: bool = False) -> Any:
     """The evaluation's row that a work item is a question of; None for any other."""
     if work_item >= 0:
         return None
     return transaction.one(
-        "SELECT e.* FROM evaluations e JOIN work_items w ON w.evaluation = e.id WHERE w.id = ?",
+        "SELECT e.* FROM evaluations e JOIN work_items w ON w.evaluation = e.id WHERE w.id = ?"
+        f" {transaction.lock('e') if is_locked else ''}",
         work_item,
     )
 

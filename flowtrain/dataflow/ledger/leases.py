@@ -81,6 +81,8 @@ class LeaseBook:
     database: Database
     config: Config
     prompts: Prompts
+    _steady_since: float | None = None
+    """Time of the first request since the service began, or since its database was away last."""
     _checked_s: float = -inf
     """When leases that have run out were ended last, on the database's clock."""
 
@@ -189,14 +191,14 @@ class LeaseBook:
 
     def ends_overdue(self, now: float) -> bool:
         """Tell whether the next request ends the leases that have run out. None does for the length
-        of a lease after the service began or its database came back: nodes could not renew theirs
-        while it was away.
+        of a lease after the service began, or its database came back that was away for half as
+        long: nodes could not renew theirs.
         """
-        if (since := self.database.steady_since) is None:
-            since = self.database.steady_since = now
         lease_s = self.config.dataflow.lease_s
+        if self._steady_since is None or self.database.take_outage_s() > lease_s / 2:
+            self._steady_since = now
         # Seldom, because a reader of the whole history keeps every row that a renewal left behind.
-        return now >= max(since + lease_s, self._checked_s + _CHECK * lease_s)
+        return now >= max(self._steady_since + lease_s, self._checked_s + _CHECK * lease_s)
 
     def _end_overdue(self, transaction: Transaction, now: float) -> None:
         if not self.ends_overdue(now):

@@ -14,8 +14,8 @@ from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import check_layouts, known_policies, policy_states
 
 _RETIRED_S = 3600.0
-"""Seconds without a sign of life after which an earlier process of a node is forgotten; no request
-takes as long, so that none of it comes later."""
+"""Seconds without a sign of life after which a node is forgotten, at least; no request takes as
+long, so that none of it comes later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,16 @@ class Nodes:
 
     def _begin(self, transaction: Transaction, request: Join) -> None:
         """Note a new process of the node, which goes on with the seconds of its last one, and end
-        the leases of that. Rows of processes that were not heard for long go.
+        the leases of that. Nodes that were not heard for longer than one waits for the service go:
+        pools that come and go give each node a name of its own.
         """
         now = transaction.now()
         last = transaction.one(
             "SELECT busy_s, waited_s FROM nodes WHERE name = ? AND is_current = 1", request.node
         )
         seconds = (0.0, 0.0) if last is None else (last.busy_s, last.waited_s)
-        transaction.run(
-            "DELETE FROM nodes WHERE name = ? AND is_current = 0 AND seen_s < ?",
-            *(request.node, now - _RETIRED_S),
-        )
+        silent_s = max(_RETIRED_S, 2 * self.config.dataflow.wait_s)
+        transaction.run("DELETE FROM nodes WHERE seen_s < ?", now - silent_s)
         transaction.run(
             "UPDATE nodes SET is_current = 0 WHERE name = ? AND is_current = 1", request.node
         )

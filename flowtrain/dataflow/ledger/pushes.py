@@ -69,6 +69,8 @@ class Pushes:
                     f"work item {work_item.id} is of task {work_item.task_id!r}, the group of "
                     f"another: {summary.task.id[:100]!r}"
                 )
+            # Again, for it may have been collected while the group was read.
+            evaluation = evaluation_of(transaction, request.work_item, is_locked=True)
             is_over = evaluation is not None and evaluation.state != "open"
             if work_item.state == "committed" or is_over:
                 if evaluation is None:

@@ -123,9 +123,6 @@ class Database:
     has_row_locks: bool
     errors: tuple[type[Exception], ...]
     """What the database's library raises."""
-    steady_since: float | None = None
-    """Time of the first lease request since a connection broke last, on the database's clock; None:
-    there has been none."""
 
     def __init__(self, name: str, clock: Callable[[], float] | None) -> None:
         """`name`: path or URL for messages, without a password."""
@@ -133,6 +130,24 @@ class Database:
         self._clock = clock
         self._idle: SimpleQueue[Any] = SimpleQueue()
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._reached_s = 0.0
+        self._has_failed = False
+        self._outage_s = 0.0
+
+    def take_outage_s(self) -> float:
+        """Return the longest time without a transaction in which the connection to the database
+        failed, in seconds, since this was asked last. A proxy that cuts connections makes none of
+        note: the next transaction follows at once.
+        """
+        outage_s, self._outage_s = self._outage_s, 0.0
+        return outage_s
+
+    def _note_reached(self) -> None:
+        now = (self._clock or time.monotonic)()
+        if self._has_failed:
+            self._has_failed = False
+            self._outage_s = max(self._outage_s, now - self._reached_s)
+        self._reached_s = now
 
     @contextmanager
     def _connection(self) -> Iterator[Any]:
@@ -168,6 +183,7 @@ class Database:
             with self._connection() as connection:
                 cursor = connection.cursor()
                 cursor.execute(begin)
+                self._note_reached()
                 transaction = Transaction(cursor, self.has_row_locks, self._clock)
                 yield transaction
                 transaction.write_counts()
@@ -318,8 +334,7 @@ class PostgresDatabase(Database):
         return None
 
     def _abandon(self, connection: Any) -> None:
-        if connection.broken:
-            self.steady_since = None
+        self._has_failed |= connection.broken
         connection.close()
 
     def _connect(self) -> Any:
@@ -334,13 +349,17 @@ class PostgresDatabase(Database):
         options = " ".join(
             [str(given), *(f"-c {name}={value}" for name, value in settings.items())]
         )
-        return self._psycopg.connect(
-            self._url,
-            autocommit=True,
-            connect_timeout=10,
-            options=options,
-            row_factory=self._rows.namedtuple_row,
-        )
+        try:
+            return self._psycopg.connect(
+                self._url,
+                autocommit=True,
+                connect_timeout=10,
+                options=options,
+                row_factory=self._rows.namedtuple_row,
+            )
+        except self._psycopg.Error:
+            self._has_failed = True
+            raise
 
 
 def _without_password(url: str) -> str:

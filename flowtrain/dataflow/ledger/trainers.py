@@ -193,17 +193,19 @@ def _forget_payloads(transaction: Transaction, *, has_replays: bool) -> None:
 
 def _forget_results(transaction: Transaction, policy: str, evaluated: int) -> None:
     """Delete the groups of complete evaluations up to a step."""
-    own = ("complete", policy, evaluated)
-    transaction.run(
-        "UPDATE results SET payload = NULL WHERE work_item IN"
-        " (SELECT w.id FROM work_items w JOIN evaluations e ON e.id = w.evaluation"
-        " WHERE e.state = ? AND e.policy = ? AND e.step <= ?)",
-        *own,
+    complete = transaction.all(
+        "SELECT id FROM evaluations WHERE state = 'complete' AND policy = ? AND step <= ?"
+        f" ORDER BY id {transaction.lock('evaluations')}",
+        *(policy, evaluated),
     )
-    transaction.run(
-        "UPDATE evaluations SET state = 'collected' WHERE state = ? AND policy = ? AND step <= ?",
-        *own,
-    )
+    # Only now, when a late push waits for this transaction: it would leave its group behind.
+    for evaluation in complete:
+        transaction.run(
+            "UPDATE results SET payload = NULL WHERE work_item IN"
+            " (SELECT id FROM work_items WHERE evaluation = ?)",
+            evaluation.id,
+        )
+        transaction.run("UPDATE evaluations SET state = 'collected' WHERE id = ?", evaluation.id)
 
 
 # ---- rows of policies
@@ -228,10 +230,11 @@ def heard_policy(
 
 def policy_rows(transaction: Transaction) -> list[Any]:
     """The policies in the order of their registration, with num_fresh: the number of their waiting
-    groups.
+    groups that the next step may take.
     """
     return transaction.all(
-        "SELECT p.*, (SELECT count(*) FROM shares s WHERE s.policy = p.name AND s.state = 'fresh')"
+        "SELECT p.*, (SELECT count(*) FROM shares s WHERE s.policy = p.name AND s.state = 'fresh'"
+        " AND s.min_version >= p.newest - p.max_staleness)"
         " AS num_fresh FROM policies p ORDER BY p.number"
     )
 
