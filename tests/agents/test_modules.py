@@ -26,7 +26,10 @@ def memory(*entries: tuple[str, str] | tuple[str, str, str]) -> Memory:
     """Make a memory of (tool, result) or (tool, sub-goal, result)."""
     return Memory(
         tuple(
-            MemoryEntry(entry[0], entry[1] if len(entry) == 3 else "x", "command", entry[-1])
+            MemoryEntry(
+                *(entry[0], entry[1] if len(entry) == 3 else "x", "command", entry[-1]),
+                is_error=entry[-1].startswith("Error: "),
+            )
             for entry in entries
         )
     )
