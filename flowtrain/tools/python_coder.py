@@ -15,7 +15,12 @@ from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import ToolResult
 
 FENCE = re.compile(
-    r"^[ \t]*```(?:python\b|py\b)?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE
+    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*"
+    # A tag ends its line, with a file or attributes behind it, or is a name of Python.
+    r"(?:(?:\{[^}\n]*\}|[a-z][\w.+#-]*(?::\S+)?(?:[ \t]+[\w-]+=\S[^\n]*)?)?[ \t]*(?=\r?\n|\Z)"
+    r"|(?:python|py)\b)?"
+    r"(?P<code>.*?)(?:(?P=fence)|\Z)",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
 )
 
 PROMPT = """Write a short Python program that does the task below and prints what it finds.
@@ -46,8 +51,8 @@ class PythonCoder:
     )
 
     async def execute(self, query: str) -> ToolResult:
-        """Return what the code prints, without trailing space, or its error, and its times; raises
-        ToolError where there is none.
+        """Return what the code prints, without trailing space, its error, and its times; raises
+        ToolError where there is no code.
         """
         code = strip_fence(query)
         if not code.strip():
@@ -118,6 +123,6 @@ def make(context: ToolContext) -> Tool:
 
 
 def strip_fence(text: str) -> str:
-    """Return the code of the first ``` or ```python fence, or the whole text, dedented."""
+    """Return the code of the first fence, whatever its tag is, or the whole text, dedented."""
     fence = FENCE.search(text)
-    return textwrap.dedent(fence[1] if fence else text).strip("\n")
+    return textwrap.dedent(fence["code"] if fence else text).strip("\r\n")

@@ -30,7 +30,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one tool command: an output, or an error that says why there is none."""
+    """The result of one tool command: an output, or an error, behind what there was before it."""
 
     output: str = ""
     error: str | None = None
@@ -42,7 +42,9 @@ class ToolResult:
     @property
     def text(self) -> str:
         """The text that the memory keeps and the planner reads next."""
-        return self.output if self.error is None else f"Error: {self.error}"
+        if self.error is None:
+            return self.output
+        return "\n".join([*([self.output] if self.output else ()), f"Error: {self.error}"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,21 @@ FENCED: Mapping[str, str] = {
     "```Python\nprint('```')\n```": "print('",
     "say ```6*7``` inline": "say ```6*7``` inline",
     "```python\n```": "",
+    "```\r\nprint(1)\r\n```": "print(1)",
+    "~~~python\nprint(1)\n~~~": "print(1)",
+    "````python\nprint('```')\n````": "print('```')",
+    "```6*7```": "6*7",
+    "```python 6*7```": "6*7",
+    "```print(1)\nprint(2)\n```": "print(1)\nprint(2)",
+    "```x = 1\nprint(x)\n```": "x = 1\nprint(x)",
+    "```import os\nprint(2)\n```": "import os\nprint(2)",
+    **{
+        f"```{tag}\nprint(1)\n```": "print(1)"
+        for tag in (
+            *("python3", "Python3", " python", "python ", "ipython", "py3", "tool_code", "repl"),
+            *("python:main.py", "{python}", "{.python .numberLines}", 'python title="x"', "text"),
+        )
+    },
 }
 
 
@@ -93,12 +108,12 @@ def test_the_code_is_what_the_first_fence_holds(text: str) -> None:
         ("x = 1", "", "the code ran and printed nothing"),
         (
             "print('before')\nx = [1]\nx[2]",
-            "",
+            "before",
             "IndexError: list index out of range (line 3: x[2])",
         ),
         (
             "def f(n):\n  return 1 / n\n\nprint(f(1))\nprint(f(0))",
-            "",
+            "1.0",
             "ZeroDivisionError: division by zero (line 2: return 1 / n)",
         ),
         (
@@ -108,6 +123,14 @@ def test_the_code_is_what_the_first_fence_holds(text: str) -> None:
             "(char 1) (line 2: json.loads('{'))",
         ),
         ("x = 1\ny = = 2", "", "SyntaxError: invalid syntax (<code>, line 2)"),
+        ("print(42)\nexit()\nprint(43)", "42", None),
+        ("print(42)\nquit(3)", "42", "SystemExit: 3 (line 2: quit(3))"),
+        ("print('a', end='')\n1/0", "a", "ZeroDivisionError: division by zero (line 2: 1/0)"),
+        (
+            "print('1\\n2')\nraise KeyboardInterrupt",
+            "1\n2",
+            "KeyboardInterrupt (line 2: raise KeyboardInterrupt)",
+        ),
     ],
 )
 def test_without_a_model_the_query_is_the_program(
@@ -115,6 +138,8 @@ def test_without_a_model_the_query_is_the_program(
 ) -> None:
     result = run(coder, query)
     assert (result.output, result.error) == (output, error)
+    told = [output] * bool(output) + [f"Error: {error}"] * (error is not None)
+    assert result.text == "\n".join(told)
 
 
 def test_model_coder_runs_program_of_reply(coder: PythonCoder) -> None:

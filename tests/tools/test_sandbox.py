@@ -303,5 +303,32 @@ def test_an_error_after_a_long_output_is_whole() -> None:
     ran = asyncio.run(box.run("print('x' * 10_000)\nraise ValueError('why ' * 1000)"))
     box.close()
     assert ran.error is not None and ran.error.startswith("ValueError: why why")
-    assert ran.error.endswith("(line 2: raise ValueError('why ' * 1000))") and not ran.output
+    assert ran.error.endswith("(line 2: raise ValueError('why ' * 1000))")
     assert len(ran.error) == 1000
+    assert ran.output == "xxx\n... 9996 characters left out ...\nx\n"
+
+
+def test_what_is_printed_before_an_error_is_clipped_as_without_one() -> None:
+    box = ProcessSandbox(seccomp.backend(), num_workers=1, max_output_chars=60)
+    for num_chars in (0, 1, 30, 59, 60, 61, 100, 1000, 3000):
+        program = f"import sys\nsys.stdout.write('abc' * 1000 and ('abc' * 1000)[:{num_chars}])\n"
+        whole = asyncio.run(box.run(program))
+        for end in ("1 / 0", "raise ValueError('why ' * 300)"):
+            assert asyncio.run(box.run(program + end)).output == whole.output, num_chars
+    box.close()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\nprint(sys.argv, sys.orig_argv, repr(sys.executable))",
+        "import sys\nframe = sys._getframe()\n"
+        "while frame:\n  print(frame.f_code.co_filename)\n  frame = frame.f_back",
+        "import __main__\nprint(vars(__main__))",
+    ],
+)
+def test_a_program_does_not_learn_where_flowtrain_lies(code: str) -> None:
+    box = ProcessSandbox(seccomp.backend(), num_workers=1)
+    ran = asyncio.run(box.run(code))
+    box.close()
+    assert ran.output and "flowtrain" not in ran.output and "child.py" not in ran.output

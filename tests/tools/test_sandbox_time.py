@@ -29,12 +29,12 @@ def run(box: ProcessSandbox, code: str) -> Ran:
     return asyncio.run(box.run(code))
 
 
-@pytest.mark.parametrize("code", [LOOP, f"print('x', flush=True)\n{LOOP}"])
-def test_a_loop_ends_at_its_limit_of_computing(code: str) -> None:
+@pytest.mark.parametrize(("code", "printed"), [(LOOP, ""), (f"print('x')\n{LOOP}", "x\n")])
+def test_a_loop_ends_at_its_limit_of_computing(code: str, printed: str) -> None:
     box = ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=0.1)
     ran = run(box, code)
     box.close()
-    assert (ran.output, ran.error) == ("", "CPU time limit of 0.1 s exceeded")
+    assert (ran.output, ran.error) == (printed, "CPU time limit of 0.1 s exceeded")
     assert 0.1 <= ran.cpu_s < 1.0
 
 
@@ -43,7 +43,7 @@ def test_what_it_computed_counts_to_the_end() -> None:
     box = ProcessSandbox(backend("seccomp"), num_workers=1, timeout_s=0.01)
     ran = run(box, "import time\nwhile time.process_time() < 0.03: pass\nprint(1)")
     box.close()
-    assert (ran.output, ran.error) == ("", "CPU time limit of 0.01 s exceeded")
+    assert (ran.output, ran.error) == ("1\n", "CPU time limit of 0.01 s exceeded")
 
 
 @pytest.mark.parametrize("kind", KINDS)

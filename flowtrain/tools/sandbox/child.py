@@ -8,6 +8,8 @@ length and a JSON object:
     ->  {"code": str, "timeout_s": float, "wall_s": float, "memory_mb": int, "max_chars": int}
     <-  {"output": str, "error": str | null, "is_clean": bool, "wall_s": float, "cpu_s": float}
 
+The output is what was printed before the error, too.
+
 The kernel confines the code, not Python: before its first line runs, the process has no file open
 but an empty stdin and one pipe, cannot gain privileges, has caps on memory, time and files, and a
 seccomp filter (`filters.py`) refuses every system call that is not on a list. So Python's own
@@ -20,6 +22,7 @@ and the wording of its own exception.
 
 from __future__ import annotations
 
+import builtins
 import codecs
 import ctypes
 import functools
@@ -217,13 +220,18 @@ class Output:
     def last_line(self) -> str:
         return (self._head + self._tail).rpartition("\n")[2]
 
-    def text(self) -> str:
-        """Return all, or with a note in its middle as much as there is room for."""
-        if self._num_chars <= self.max_chars:
-            return self._head
-        room = max(2, self.max_chars - len(LEFT_OUT.format(self._num_chars)))
-        note = LEFT_OUT.format(self._num_chars - room)
-        return self._head[: room - room // 2] + note + (self._head + self._tail)[-(room // 2) :]
+    def text(self, num_dropped: int = 0) -> str:
+        """Return all but its last characters, or with a note in its middle as much as there is room
+        for.
+        """
+        num_chars = self._num_chars - num_dropped
+        kept = self._head + self._tail
+        kept = kept[: len(kept) - num_dropped]
+        if num_chars <= self.max_chars:
+            return kept
+        room = max(2, self.max_chars - len(LEFT_OUT.format(num_chars)))
+        note = LEFT_OUT.format(num_chars - room)
+        return self._head[: room - room // 2] + note + kept[-(room // 2) :]
 
 
 def watch(pid: int, output_fd: int, output: Output, limits: Limits) -> str:
@@ -295,8 +303,10 @@ def answer(code: str, setup: Setup, limits: Limits) -> dict[str, object]:
     if not reason and cpu_s >= limits.timeout_s:
         reason = CPU_ERROR.format(limits.timeout_s)
     error = reason or explain(status, output, limits)
+    # The line of an exception is its program's last, behind a line break.
+    has_raised = not reason and os.WIFEXITED(status) and os.WEXITSTATUS(status) == EXIT_RAISED
     return {
-        "output": "" if error else output.text(),
+        "output": output.text(len(error) + 1 if has_raised and error == output.last_line() else 0),
         "error": error or None,
         "is_clean": change_time(setup.scratch) == changed,
         "wall_s": wall_s,
@@ -347,7 +357,14 @@ def prepare(setup: Setup) -> None:
     os.environ.clear()
     if not setup.scratch:
         sys.path.clear()
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    # What says where things are on this machine.
+    sys.argv[:] = sys.orig_argv[:] = ["main.py"]
+    sys.executable = ""
+    builtins.exit = builtins.quit = sys.exit  # which only the module `site` would add
+    # By lines, so that what was printed is there when a limit ends the run.
+    sys.stdout.reconfigure(  # type: ignore[union-attr]
+        errors="backslashreplace", line_buffering=True
+    )
     gc.disable()
     gc.collect()
     gc.freeze()

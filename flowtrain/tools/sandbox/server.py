@@ -21,6 +21,8 @@ from flowtrain.tools.sandbox.filters import filter_program
 
 PYTHON = os.path.realpath(sys.executable)
 CHILD = Path(__file__).with_name("child.py")
+_MAIN = "import sys; exec(compile(open(sys.argv.pop(1)).read(), '<sandbox>', 'exec'))"
+"""Runs the file under a name that tells the code nothing about where it lies."""
 START_S = 60.0
 """Wall time that a fork server may take to start; 0.1 s is usual, a cold disk takes longer. It may
 take as long to answer, beyond the wall time of the run.
@@ -87,7 +89,7 @@ class Server:
             self._process = subprocess.Popen(
                 # Nothing of the host's environment, folder and site-packages gets in. Not -I, which
                 # would ignore the hash seed too.
-                [*backend.argv, *command, str(CHILD), json.dumps(setup)],
+                [*backend.argv, *command, "-c", _MAIN, str(CHILD), json.dumps(setup)],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
