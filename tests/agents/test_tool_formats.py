@@ -13,6 +13,8 @@ from flowtrain.agents.talking.tool_formats import FORMATS, MAX_CALLS, WrittenCal
 
 ARGUMENTS = {"query": "area of Chad"}
 JSON = json.dumps(ARGUMENTS)
+TEXT = json.dumps(JSON)
+"""As Granite 4 writes arguments."""
 OBJECT = f'{{"name": "Search", "arguments": {JSON}}}'
 CALL = WrittenCall("Search", JSON)
 
@@ -93,6 +95,10 @@ def test_what_is_written_is_read(name: str, calls: list[WrittenCall], said: str)
         ("llama3", f'{{"type": "function", "name": "Search", "parameters": {JSON}}}', "", 1),
         ("llama3", f'{{"name": "Search", "parameters": {JSON}}}; ' * 2, "", 2),
         ("llama3", 'It is {"name": 1}.', 'It is {"name": 1}.', 0),
+        ("llama3", f'<|python_tag|>{{"name": "Search", "parameters": {JSON}}}' * 2, "", 2),
+        ("llama3", f'A.<|python_tag|>{{"name": "Search", "parameters": {JSON}}}', "A.", 1),
+        ("mistral", f"[TOOL_CALLS]Search[CALL_ID]123456789[ARGS]{JSON}" * 2, "", 2),
+        ("hermes", f'<tool_call>{{"name": "Search", "arguments": {TEXT}}}</tool_call>', "", 1),
         ("mistral", f'[TOOL_CALLS] [{OBJECT[:-1]}, "id": "abc"}}]', "", 1),
         ("mistral", f"I look.[TOOL_CALLS]Search{JSON}[TOOL_CALLS]Search{JSON}", "I look.", 2),
         ("mistral", f"[TOOL_CALLS]Search[ARGS]{JSON}", "", 1),
@@ -113,6 +119,8 @@ def test_calls_as_models_write_them(name: str, text: str, content: str, num_call
         ("hermes", '<tool_call>{"name": "Search"}</tool_call>', 'no "arguments"'),
         ("hermes", '<tool_call>{"name": "Search", "arguments": 3}</tool_call>', "no JSON object"),
         ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', "a call is"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{} x"}</tool_call>', "no JSON object"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "3"}</tool_call>', "no JSON object"),
         ("hermes", '<tool_call>["Search"]</tool_call>', "a call is"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}} x</tool_call>', "follows"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN"),
@@ -132,6 +140,12 @@ def test_malformed_calls_stay_calls_with_a_problem(name: str, text: str, problem
     assert problem in call.problem and not call.name
 
 
+def test_a_tag_of_llama_in_an_argument_is_text() -> None:
+    text = '<|python_tag|>{"name": "f", "parameters": {"query": "what is <|python_tag|>?"}}'
+    (call,) = FORMATS["llama3"].parse(text)[1]
+    assert call.values == {"query": "what is <|python_tag|>?"}
+
+
 def test_a_broken_call_does_not_hide_the_next() -> None:
     text = f'<tool_call>{{oh</tool_call><tool_call>{{"name": "Search", "arguments": {JSON}}}'
     _, (broken, good) = FORMATS["hermes"].parse(text)
@@ -149,6 +163,61 @@ def test_calls_within_a_thinking_do_not_count() -> None:
     assert hermes.parse(f"{thought}It is 12.") == (f"{thought}It is 12.", ())
     assert hermes.parse(thought + hermes.write([CALL])) == (thought, (CALL,))
     assert hermes.parse("<think>\nI write <tool_call>{}</tool_call>")[1] == ()
+
+
+CALL_ID = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[CALL_ID]"
+    "{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}{{ tools | tojson }}"
+)
+"""As Mistral Small 3.2's."""
+WRITTEN = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+AS_TEXT = WRITTEN.replace("| tojson", "| tojson | tojson")
+
+
+def written(before: str, call: str = WRITTEN, after: str = "") -> str:
+    """A template that writes calls in these words."""
+    return (
+        f"{{{{ tools | tojson }}}} say CALL"
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{% for c in m.tool_calls %}"
+        f"{before}{call}{after}{{% endfor %}}{{% else %}}{{{{ m.content }}}}{{% endif %}}<|end|>"
+        "{% endfor %}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (written("<tool_call>", after="</tool_call>"), "hermes"),
+        (written("<tool_call>", AS_TEXT, "</tool_call>"), "hermes"),
+        (written("<tool_call>", WRITTEN.replace('"arguments"', '"input"')), ""),
+        (CALL_ID, "mistral"),
+        (CALL_ID.replace("[CALL_ID]{{ c.id }}", ""), "mistral"),
+        (CALL_ID.replace("[TOOL_CALLS]", "[CALLS]"), ""),
+        (written("<|python_tag|>"), "llama3"),
+        (written(""), "llama3"),
+        (written("", after=";"), "llama3"),
+        (written("<function_call> "), ""),
+        (written("functools[", after="]"), ""),
+        (written("<tool_calls>[", after="]</tool_calls>"), ""),
+        (written("<tool_call>", "<invoke name='{{ c.function.name }}'>", "</tool_call>"), ""),
+        (written("<tool_call>", "<function={{ c.function.name }}>", "</function></tool_call>"), ""),
+        (
+            written(
+                '<tool name="{{ c.function.name }}">',
+                "{{ c.function.arguments | tojson }}",
+                "</tool>",
+            ),
+            "xml",
+        ),
+        ("{{ tools | tojson }}<tool_call></tool_call>", ""),
+        ("{% for m in messages %}{{ m.content }}{{ nobody.knows }}{% endfor %}<tool_call>", ""),
+        ("{% if", ""),
+    ],
+)
+def test_auto_is_the_format_that_reads_what_the_template_writes(template: str, name: str) -> None:
+    assert format_of(template) == name
 
 
 def test_the_format_is_read_off_the_template() -> None:

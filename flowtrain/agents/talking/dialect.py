@@ -41,13 +41,15 @@ class Dialect:
             template = ChatTemplate(tokenizer)
             name: str = config.agent.tool_format
             if name == "auto":
-                name = format_of(template.source) if template.takes_tools else "xml"
+                tokens = getattr(tokenizer, "special_tokens_map", {})
+                name = format_of(template.source, tokens) if template.takes_tools else "xml"
         except TemplateRewrites as error:
             raise UserError(f"{key}={path!r} does not go with {needed_by}: {error}") from None
         if not name:
             raise UserError(
-                f"agent.tool_format='auto': how calls are written is not to be seen from the chat "
-                f"template of {key}={path!r}; say one of {', '.join(FORMATS)}"
+                f"agent.tool_format='auto': the chat template of {key}={path!r} writes calls of "
+                f"tools in none of the formats that are read here ({', '.join(FORMATS)}); if the "
+                "model writes one of them all the same, name it"
             )
         return cls(template, FORMATS[name])
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from flowtrain.utils.text import THINK_END, encodable
 
+_PYTHON_TAG = "<|python_tag|>"
 MAX_CALLS = 16
 """Calls of one response that are read; a response with more is malformed."""
 
@@ -69,17 +72,73 @@ class ToolFormat:
         )
 
 
-def format_of(chat_template: str) -> str:
-    """Name the format that a chat template with tools itself writes calls in; "": none of ours."""
-    if "<function=" in chat_template or "<arg_key>" in chat_template:
+def format_of(chat_template: str, tokens: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Name the format that reads what a chat template writes: one call of a tool, and two where it
+    takes two; "": none of ours does.
+
+    Args:
+        tokens: the special tokens that the template writes, by name, such as bos_token.
+    """
+    calls = [_probe(0), _probe(1)]
+    try:
+        replies = [(calls[:1], _rendered(chat_template, calls[:1], tokens))]
+    except Exception:  # noqa: BLE001 - a template is a program of somebody else's
         return ""
-    if "<tool_call>" in chat_template:
-        return "hermes"
-    if "[TOOL_CALLS]" in chat_template:
-        return "mistral"
-    if '<tool name="' in chat_template:
-        return "xml"
-    return "llama3" if re.search(r'\\?"parameters\\?":', chat_template) else ""
+    with suppress(Exception):  # some take one call at a time, and say so in their own way
+        replies.append((calls, _rendered(chat_template, calls, tokens)))
+    for name, each in FORMATS.items():
+        if name != "json" and all(each.parse(reply)[1] == tuple(of) for of, reply in replies):
+            return name
+    return ""
+
+
+def _probe(number: int) -> WrittenCall:
+    values = {"city": 'The "Hague"', "numbers": [number, 2], "more": {"is_new": True}}
+    return WrittenCall(f"find_{number}", json.dumps(values))
+
+
+def _rendered(
+    chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[str, str]
+) -> str:
+    """Return a reply of these calls as the template writes it, without the message's end."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": call.name,
+                "description": "Finds.",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        }
+        for call in calls
+    ]
+    asked = [
+        {
+            "id": f"{number:09}",  # strict templates want nine letters or digits
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.values},
+        }
+        for number, call in enumerate(calls)
+    ]
+    user, mark = {"role": "user", "content": "Find."}, "pQ7xZ"
+    replies = (
+        {"role": "assistant", "content": "", "tool_calls": asked},
+        {"role": "assistant", "content": mark},
+    )
+    given = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": "", **tokens}
+
+    def render(*messages: Mapping[str, Any]) -> str:
+        texts, _ = render_jinja_template(
+            [list(messages)], tools=tools, chat_template=chat_template, **given
+        )
+        return str(texts[0])
+
+    whole, plain = (render(user, reply) for reply in replies)
+    # A prompt may describe calls in the same words, and the reply begins behind it.
+    begins = next(i for i, (a, b) in enumerate(zip(whole, plain, strict=False)) if a != b)
+    return whole[begins:].removesuffix(plain.rpartition(mark)[2])
 
 
 # ---- readers
@@ -123,11 +182,11 @@ def _read_tags(
 
 
 def _read_llama3(text: str) -> tuple[str, list[WrittenCall]]:
-    content, tag, body = text.rpartition("<|python_tag|>")
-    body = body.strip()
-    if not tag:
-        return _read_objects(text, body)
-    return content, _objects(body)
+    content, calls = _read_objects(text, text.strip())
+    if calls:
+        return content, calls
+    content, tag, body = text.partition(_PYTHON_TAG)
+    return (content, _objects(body.strip())) if tag else (text, [])
 
 
 def _read_json(text: str) -> tuple[str, list[WrittenCall]]:
@@ -145,7 +204,7 @@ def _read_objects(text: str, body: str) -> tuple[str, list[WrittenCall]]:
 
 
 def _objects(body: str) -> list[WrittenCall]:
-    """Read JSON objects one after the other, with nothing but ";" between them."""
+    """Read JSON objects one after the other, with nothing but ";" or Llama's tag between them."""
     calls: list[WrittenCall] = []
     place = 0
     while (place < len(body) or not calls) and len(calls) <= MAX_CALLS:
@@ -154,6 +213,8 @@ def _objects(body: str) -> list[WrittenCall]:
             return [*calls, _broken(body[place:], problem)]
         calls.append(_named(None, value, body[place:end]))
         place = _skip(body, end, " \t\r\n;")
+        while body.startswith(_PYTHON_TAG, place):
+            place = _skip(body, place + len(_PYTHON_TAG))
     return calls
 
 
@@ -178,7 +239,9 @@ def _read_mistral(text: str) -> tuple[str, list[WrittenCall]]:
 
 def _mistral_calls(text: str, place: int) -> tuple[list[WrittenCall], int]:
     """Read a list of calls, or the name and the arguments of one; return the end, -1 if broken."""
-    name = re.compile(r"\s*([^\s\[\]{}]*)\s*(?:\[ARGS\])?").match(text, place)
+    name = re.compile(
+        r"\s*([^\s\[\]{}]*)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?"
+    ).match(text, place)
     assert name is not None, "it matches any text"
     value, end, problem = _decode(text, name.end())
     if problem:
@@ -225,6 +288,9 @@ def _named(found: object, value: Any, raw: str) -> WrittenCall:
 
 
 def _call(name: str, arguments: Any, raw: str) -> WrittenCall:
+    if isinstance(arguments, str):  # Granite 4 writes the object as a text
+        arguments, end, _ = _decode(text := arguments, 0)
+        arguments = arguments if _skip(text, end) == len(text) else None
     if not isinstance(arguments, dict):
         return _broken(raw, "the arguments are no JSON object")
     # JSON can spell half a surrogate pair, which no tokenizer takes.
