@@ -17,7 +17,9 @@ from openai import AsyncOpenAI
 from examples.gateway import tools
 
 MAX_TURNS = 5
-_TOOLS = [function_tool(tool, name_override=name) for name, tool in tools.TOOLS.items()]
+_TOOLS = [
+    function_tool(tool, name_override=name, strict_mode=False) for name, tool in tools.TOOLS.items()
+]
 
 
 async def solve(task: Any, base_url: str, api_key: str) -> str:

@@ -131,7 +131,6 @@ messages.append(message.model_dump(exclude_none=True))
 for call in reversed(message.tool_calls):
     query = json.loads(call.function.arguments)["query"]
     messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{query}: 1284"})
-messages.append({"role": "tool", "tool_call_id": "nobodys", "content": "made up"})
 return ask(messages, tools=TOOLS).choices[0].message.content
 """)
     engine = logging_engine(call_text("area of Chad", "Chad"), "1284")
@@ -144,13 +143,13 @@ return ask(messages, tools=TOOLS).choices[0].message.content
 
 
 def test_calls_without_a_result_are_recorded(tmp_path: Path) -> None:
-    """A program may end before it calls, or bring only some of the results."""
+    """A program may end before it calls."""
     source = program("""
 messages = [{"role": "user", "content": task.question}]
 message = ask(messages, tools=TOOLS).choices[0].message
 messages.append(message.model_dump(exclude_none=True))
-call = message.tool_calls[1]
-messages.append({"role": "tool", "tool_call_id": call.id, "content": "1284"})
+for call in message.tool_calls:
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "1284"})
 message = ask(messages, tools=TOOLS).choices[0].message
 return str(len(message.tool_calls))
 """)
@@ -162,7 +161,7 @@ return str(len(message.tool_calls))
         [(each.arguments, each.result.output) for each in turn.tool_calls]
         for turn in trajectory.turns
     ] == [
-        [('{"query": "area"}', ""), ('{"query": "Chad"}', "1284")],
+        [('{"query": "area"}', "1284"), ('{"query": "Chad"}', "1284")],
         [('{"query": "size"}', ""), ('{"query": "land"}', "")],
     ]
 

@@ -285,22 +285,46 @@ except APIStatusError as error:
     return json.dumps([error.status_code, error.param, error.message])
 """,
 }
-IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
 HI = [{"role": "user", "content": "Hi"}]
+USE = {"type": "tool_use", "id": "t1", "name": "s", "input": {}}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+
 BODY: dict[str, dict[str, Any]] = {
     "tool_choice": {"tool_choice": {"type": "any"}, "tools": [{"name": "s", "input_schema": {}}]},
-    "messages.0.user.content": {"messages": [{"role": "user", "content": [IMAGE]}]},
+    'messages.0.content.0: "image"': {"messages": [{"role": "user", "content": [IMAGE]}]},
+    "messages.0.content: List": {"messages": [{"role": "user", "content": []}]},
+    "the last message is the assistant's": {
+        "messages": [*HI, {"role": "assistant", "content": "The answer is ("}]
+    },
+    "the call 't1' has no result": {
+        "messages": [*HI, {"role": "assistant", "content": [USE]}, *HI]
+    },
+    "a result of 't2'": {
+        "messages": [
+            *HI,
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t2"}]},
+        ]
+    },
+    "'defer_loading'": {"tools": [{"name": "s", "input_schema": {}, "defer_loading": True}]},
     "messages": {"messages": []},
     "tools.0.type": {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
     "mcp_servers": {"mcp_servers": [{"url": "http://x"}]},
     "output_config.format": {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-    "stop_sequences": {"stop_sequences": [*"abcde"]},
+    "stop_sequences": {"stop_sequences": [f"{n}" for n in range(257)]},
     "container": {"container": "x"},
 }
 ITEMS: dict[str, dict[str, Any]] = {
     "tool_choice": {"tool_choice": "required"},
-    "input": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-    "tools": {"tools": [{"type": "web_search"}]},
+    'input.0.content.0.type: "input_image"': {
+        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+    },
+    'input.1: "reasoning"': {"input": [*HI, {"type": "reasoning", "id": "r", "summary": []}]},
+    "input.0.arguments": {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]},
+    "the last message": {"input": [*HI, {"role": "assistant", "content": "The"}]},
+    "a result of 'c'": {"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
+    'tools.0.type: "web_search"': {"tools": [{"type": "web_search"}]},
+    "'strict'": {"tools": [{"type": "function", "name": "f", "strict": True}]},
     "text": {"text": {"format": {"type": "json_object"}}},
     "background": {"background": True},
     "previous_response_id": {"previous_response_id": "resp_other"},
@@ -327,7 +351,30 @@ def test_what_is_not_supported_is_refused_by_name(
     if wire == "messages":
         assert kind == "invalid_request_error" and named in message
     else:
-        assert kind == named
+        assert kind == named or named in message
+
+
+@WIRES
+def test_parts_of_a_text_are_told_apart(tmp_path: Path, wire: str) -> None:
+    kind = "text" if wire == "messages" else "input_text"
+    parts = [{"type": kind, "text": each} for each in ("One.", "Two.")]
+    source = f"return text(ask([{{'role': 'user', 'content': {parts}}}]))"
+    _, engine = run(tmp_path, program(wire, source), "Yes.")
+    assert "One.\nTwo." in engine.tokenizer.decode(engine.log[0][0])
+
+
+@ANTHROPIC
+def test_a_tool_that_failed_is_told(tmp_path: Path) -> None:
+    source = f"""
+for content in ([], "no such file"):
+    result = {{"type": "tool_result", "tool_use_id": "t1", "content": content, "is_error": True}}
+    use = {{"role": "assistant", "content": [{USE}]}}
+    reply = ask([*{HI}, use, {{"role": "user", "content": [result]}}])
+return text(reply)
+"""
+    _, engine = run(tmp_path, program("messages", source), "Yes.", "Yes.")
+    prompts = [engine.tokenizer.decode(prompt) for prompt, _ in engine.log]
+    assert "Error: the tool failed" in prompts[0] and "Error: no such file" in prompts[1]
 
 
 @WIRES

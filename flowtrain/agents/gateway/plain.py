@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +11,9 @@ PREFIX = "/v1"
 """Paths of both vendors begin with it; OpenAI's clients have it in their URL."""
 Message = Mapping[str, Any]
 """Plain: role and content, which is text; tool_calls, tool_call_id and name where there are any."""
+
+
+_PLACE = "messages"
 
 
 class Refusal(Exception):
@@ -28,6 +31,30 @@ class Refusal(Exception):
         super().__init__(text)
         self.status, self.param, self.code = status, param, code
         self.headers = {"x-should-retry": "false"} if headers is None else headers
+
+
+def check_history(messages: Sequence[Message]) -> None:
+    """Raise Refusal unless the messages end where a reply begins, and each call of a tool in them
+    has one result, before the next message of the user or the assistant.
+    """
+    waiting: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            if (named := message["tool_call_id"]) not in waiting:
+                raise Refusal(
+                    f"there is a result of {named!r}, but no call before it", param=_PLACE
+                )
+            waiting.remove(named)
+        elif waiting and message["role"] != "system":
+            break
+        waiting += [call["id"] for call in message.get("tool_calls", ())]
+    if waiting:
+        raise Refusal(f"the call {waiting[0]!r} has no result", param=_PLACE)
+    if not messages:
+        raise Refusal("there is no message to reply to", param=_PLACE)
+    if messages[-1]["role"] == "assistant":
+        text = "the last message is the assistant's, and to go on with it is not supported"
+        raise Refusal(text, param=_PLACE)
 
 
 @dataclass(frozen=True, slots=True)

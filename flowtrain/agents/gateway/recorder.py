@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flowtrain.agents.gateway.plain import Asked, AskedCall, Message, Refusal, Reply
+from flowtrain.agents.gateway.plain import Asked, AskedCall, Message, Refusal, Reply, check_history
 from flowtrain.agents.session import Session
 from flowtrain.agents.talking.conversation import Conversation, TemplateRewrites
 from flowtrain.agents.talking.dialect import Dialect
@@ -68,6 +68,7 @@ class Recorder:
     async def chat(self, asked: Asked) -> Reply:
         """Sample the next message of a conversation. Raises Refusal and what the session raises."""
         messages = self._messages(asked)
+        check_history(messages)
         path = _digests(messages, asked.tools)
         conversation = self._find(messages, asked, path)
         self._prompts.keep(path[-1], conversation)

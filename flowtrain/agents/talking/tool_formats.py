@@ -97,9 +97,7 @@ def _probe(number: int) -> WrittenCall:
     return WrittenCall(f"find_{number}", json.dumps(values))
 
 
-def _rendered(
-    chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[str, str]
-) -> str:
+def _rendered(chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[str, str]) -> str:
     """Return a reply of these calls as the template writes it, without the message's end."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -239,9 +237,9 @@ def _read_mistral(text: str) -> tuple[str, list[WrittenCall]]:
 
 def _mistral_calls(text: str, place: int) -> tuple[list[WrittenCall], int]:
     """Read a list of calls, or the name and the arguments of one; return the end, -1 if broken."""
-    name = re.compile(
-        r"\s*([^\s\[\]{}]*)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?"
-    ).match(text, place)
+    name = re.compile(r"\s*([^\s\[\]{}]*)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?").match(
+        text, place
+    )
     assert name is not None, "it matches any text"
     value, end, problem = _decode(text, name.end())
     if problem:

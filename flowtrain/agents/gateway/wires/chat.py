@@ -13,10 +13,12 @@ from flowtrain.agents.gateway.wires.forms import (
     MAX_SHOWN,
     MAX_STOPS,
     STRICT,
+    Form,
     Limit,
     Schema,
     Stop,
     ToolName,
+    between,
     plain_call,
     plain_text,
     plain_tool,
@@ -82,26 +84,35 @@ def error(refusal: Refusal) -> bytes:
 # ---- their form
 
 
-class _Part(BaseModel):
-    type: Literal["text", "refusal"]
-    text: str = ""
-    refusal: str = ""
+class _Part(Form):
+    ignored = ("cache_control", "annotations")
+    type: Literal["text"]
+    text: str
 
 
-class _CalledFunction(BaseModel):
+class _RefusalPart(Form):
+    type: Literal["refusal"]
+    refusal: str
+
+
+_PartOrRefusal = Annotated[_Part | _RefusalPart, Field(discriminator="type")]
+
+
+class _CalledFunction(Form):
     name: str
     arguments: str
 
 
-class _Call(BaseModel):
+class _Call(Form):
+    ignored = ("index",)  # of streams that a client has put together
     id: str
     type: Literal["function"]
     function: _CalledFunction
 
 
-class _Message(BaseModel):
+class _Message(Form):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: str | list[_PartOrRefusal] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[_Call] | None = None
@@ -117,18 +128,20 @@ class _Message(BaseModel):
         return self
 
 
-class _Function(BaseModel):
+class _Function(Form):
     name: ToolName
     description: str | None = None
     parameters: Schema | None = None
 
 
-class _Tool(BaseModel):
+class _Tool(Form):
+    ignored = ("cache_control",)
     type: Literal["function"]
     function: _Function
 
 
-class _StreamOptions(BaseModel):
+class _StreamOptions(Form):
+    ignored = ("include_obfuscation",)
     include_usage: bool = False
 
 
@@ -148,9 +161,10 @@ class _Request(BaseModel):
 
 def _message(given: _Message) -> Message:
     content = given.content or ""
-    if not isinstance(content, str):
-        content = "".join(part.text or part.refusal for part in content)
     role = "system" if given.role == "developer" else given.role
+    if not isinstance(content, str):
+        parts = (each.text if isinstance(each, _Part) else each.refusal for each in content)
+        content = between(role).join(parts)
     message: dict[str, Any] = {"role": role, "content": plain_text(content)}
     if role == "assistant" and given.tool_calls:
         message["tool_calls"] = [

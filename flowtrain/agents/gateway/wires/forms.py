@@ -6,9 +6,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from flowtrain.agents.gateway.plain import Asked, Message, Refusal, Reply
 
@@ -32,6 +40,25 @@ class Wire(Protocol):
 
 STRICT = ConfigDict(strict=True)
 F = TypeVar("F", bound=BaseModel)
+
+
+class Form(BaseModel):
+    """An object within a request. A key that it does not know is refused, unless it says nothing:
+    null, false or empty.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    ignored: ClassVar[Collection[str]] = ()
+    """Keys that change nothing here."""
+
+    @model_validator(mode="after")
+    def _refuse_others(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value and name not in self.ignored:
+                told = {"name": repr(name[:MAX_SHOWN])}
+                raise PydanticCustomError("unsupported", "{name} is not supported", told)
+        return self
 
 
 def _printable(name: str) -> str:
@@ -83,7 +110,7 @@ def read_form(
     try:
         return form.model_validate(given)
     except ValidationError as error:
-        raise _refusal_of(error) from None
+        raise _refusal_of(error, given) from None
 
 
 def plain_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Message:
@@ -98,6 +125,13 @@ def plain_tool(name: str, description: str | None, parameters: dict[str, Any] | 
 def plain_call(id: str, name: str, arguments: str) -> Message:
     named = {"name": plain_text(name), "arguments": plain_text(arguments)}
     return {"id": plain_text(id), "type": "function", "function": named}
+
+
+def between(role: str) -> str:
+    """Return what stands between the parts of a message: a new line, but nothing in a reply, which
+    is what was sampled.
+    """
+    return "" if role == "assistant" else "\n"
 
 
 def plain_text(text: str) -> str:
@@ -121,11 +155,34 @@ def _parameters(body: bytes) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _refusal_of(error: ValidationError) -> Refusal:
-    """Tell the first problem."""
-    first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return Refusal(f"{place}: {first['msg']}"[:MAX_SHOWN], param=str(first["loc"][0]))
+def _refusal_of(error: ValidationError, given: Mapping[str, Any]) -> Refusal:
+    """Tell the innermost problem: of forms that a value might have, that of the likeliest."""
+    found = max(
+        error.errors(include_url=False),
+        key=lambda each: (len(_place(each, given)), not each["type"].endswith("_type")),
+    )
+    place, text = ".".join(map(str, _place(found, given))), found["msg"]
+    if found["type"] in ("literal_error", "union_tag_invalid"):
+        value = found["input"]
+        if isinstance(value, dict):
+            value = value.get("type", value.get("role"))
+        text = f"{json.dumps(value)[:MAX_SHOWN]} is not supported"
+    return Refusal(f"{place}: {text}"[: 2 * MAX_SHOWN], param=str(found["loc"][0]))
+
+
+def _place(problem: ErrorDetails, given: Any) -> list[int | str]:
+    """Return the place of a problem in the request, without the names of forms in it."""
+    found: list[int | str] = []
+    lacks = problem["loc"][-1] if problem["type"] == "missing" else None
+    for step in problem["loc"]:
+        if isinstance(given, list) and isinstance(step, int) and step < len(given):
+            given = given[step]
+        elif isinstance(given, dict) and (step in given or step == lacks):
+            given = given.get(str(step))
+        else:
+            continue
+        found.append(step)
+    return found
 
 
 def _depth(value: Any) -> int:

@@ -16,12 +16,13 @@ from pydantic import BaseModel, Field
 from flowtrain.agents.gateway.plain import Asked, Message, Refusal, Reply
 from flowtrain.agents.gateway.wires.forms import (
     MAX_SHOWN,
-    MAX_STOPS,
     STRICT,
+    Form,
     Limit,
     Schema,
     Stop,
     ToolName,
+    between,
     event,
     plain_call,
     plain_text,
@@ -45,6 +46,8 @@ _ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_MAX_STOPS = 256
+"""Stop strings of a request; Anthropic has no small limit."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _THINK = "<think>"
 _PLAIN_THINKING = (f"{_THINK}\n", f"\n{THINK_END}\n\n")
@@ -54,7 +57,7 @@ _PLAIN_THINKING = (f"{_THINK}\n", f"\n{THINK_END}\n\n")
 def read(body: bytes) -> Asked:
     given = read_form(_Request, body, _IGNORED, _DEFAULTS)
     messages = [plain for each in given.messages for plain in _messages(each)]
-    if system := _joined(given.system):
+    if system := _joined(given.system, "system"):
         messages.insert(0, {"role": "system", "content": system})
     return Asked(
         model=given.model[:MAX_SHOWN],
@@ -86,55 +89,65 @@ def error(refusal: Refusal) -> bytes:
 # ---- their form
 
 
-class _Text(BaseModel):
+class _Text(Form):
+    ignored = ("cache_control", "citations")
     type: Literal["text"]
     text: str
 
 
-class _Thinking(BaseModel):
+class _Thinking(Form):
+    ignored = ("cache_control",)
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class _Use(BaseModel):
+class _Use(Form):
+    ignored = ("cache_control", "caller")
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class _Result(BaseModel):
+class _Result(Form):
+    ignored = ("cache_control",)
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[_Text] = ""
+    is_error: bool = False
 
 
-class _User(BaseModel):
+class _User(Form):
     role: Literal["user", "system"]
-    content: str | list[Annotated[_Text | _Result, Field(discriminator="type")]]
+    content: (
+        str
+        | Annotated[
+            list[Annotated[_Text | _Result, Field(discriminator="type")]], Field(min_length=1)
+        ]
+    )
 
 
-class _Assistant(BaseModel):
+class _Assistant(Form):
     role: Literal["assistant"]
     content: str | list[Annotated[_Text | _Thinking | _Use, Field(discriminator="type")]]
 
 
-class _Tool(BaseModel):
+class _Tool(Form):
+    ignored = ("cache_control", "eager_input_streaming")
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str | None = None
     input_schema: Schema
 
 
-class _Choice(BaseModel):
+class _Choice(Form):
     type: Literal["auto", "none"] = "auto"
     disable_parallel_tool_use: Literal[False] = False
 
 
-class _Output(BaseModel):
-    """Its effort is ignored."""
-
+class _Output(Form):
+    ignored = ("effort",)
     format: None = None
 
 
@@ -147,7 +160,7 @@ class _Request(BaseModel):
     tools: list[_Tool] = []
     tool_choice: _Choice = Field(default_factory=_Choice)
     max_tokens: Limit | None = None
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stop_sequences: Annotated[list[Stop], Field(max_length=_MAX_STOPS)] = []
     stream: bool = False
     output_config: _Output = Field(default_factory=_Output)
 
@@ -161,7 +174,10 @@ def _messages(given: _User | _Assistant) -> Iterator[Message]:
     for block in blocks:
         if isinstance(block, _Result):
             named = {"role": "tool", "tool_call_id": plain_text(block.tool_use_id)}
-            yield {**named, "content": _joined(block.content)}
+            content = _joined(block.content, "tool")
+            if block.is_error:
+                content = f"Error: {content or 'the tool failed'}"
+            yield {**named, "content": content}
     texts = [each for each in blocks if not isinstance(each, _Result | _Use)]
     calls = [
         plain_call(each.id, each.name, json.dumps(each.input))
@@ -169,15 +185,15 @@ def _messages(given: _User | _Assistant) -> Iterator[Message]:
         if isinstance(each, _Use)
     ]
     if calls:
-        yield {"role": given.role, "content": _joined(texts), "tool_calls": calls}
+        yield {"role": given.role, "content": _joined(texts, given.role), "tool_calls": calls}
     elif texts or given.role == "assistant":
-        yield {"role": given.role, "content": _joined(texts)}
+        yield {"role": given.role, "content": _joined(texts, given.role)}
 
 
-def _joined(content: str | Sequence[_Text | _Thinking]) -> str:
+def _joined(content: str | Sequence[_Text | _Thinking], role: str) -> str:
     if isinstance(content, str):
         return plain_text(content)
-    return plain_text("".join(_shown(block) for block in content))
+    return plain_text(between(role).join(_shown(block) for block in content))
 
 
 def _shown(block: _Text | _Thinking) -> str:

@@ -6,16 +6,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from flowtrain.agents.gateway.plain import Asked, Message, Reply
 from flowtrain.agents.gateway.wires.chat import error
 from flowtrain.agents.gateway.wires.forms import (
     MAX_SHOWN,
     STRICT,
+    Form,
     Limit,
     Schema,
     ToolName,
+    between,
     event,
     plain_call,
     plain_text,
@@ -69,52 +71,68 @@ def write(asked: Asked, reply: Reply) -> bytes:
 # ---- their form
 
 
-class _Part(BaseModel):
+class _Part(Form):
+    ignored = ("annotations", "logprobs")
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class _Item(BaseModel):
+class _Item(Form):
+    ignored = ("id", "status", "phase")
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Part]
 
 
-class _Call(BaseModel):
+class _Call(Form):
+    ignored = ("id", "status")
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class _Result(BaseModel):
+class _Result(Form):
+    ignored = ("id", "status")
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[_Part]
 
 
-class _Tool(BaseModel):
+class _Tool(Form):
     type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: Schema | None = None
 
 
-class _Format(BaseModel):
+class _Format(Form):
     type: Literal["text"] = "text"
 
 
-class _Output(BaseModel):
-    """Its verbosity is ignored."""
-
+class _Output(Form):
+    ignored = ("verbosity",)
     format: _Format = Field(default_factory=_Format)
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else item.type
+    return str(kind)
+
+
+_Input = Annotated[
+    Annotated[_Call, Tag("function_call")]
+    | Annotated[_Result, Tag("function_call_output")]
+    | Annotated[_Item, Tag("message")],
+    Discriminator(_kind),
+]
 
 
 class _Request(BaseModel):
     model_config = STRICT
 
     model: str = ""
-    input: str | Annotated[list[_Call | _Result | _Item], Field(min_length=1)]
+    input: str | Annotated[list[_Input], Field(min_length=1)]
     instructions: str = ""
     previous_response_id: str = ""
     tools: list[_Tool] = []
@@ -130,10 +148,10 @@ def _messages(items: Sequence[_Call | _Result | _Item]) -> list[Message]:
     for number, item in enumerate(items):
         if isinstance(item, _Result):
             named = {"role": "tool", "tool_call_id": plain_text(item.call_id)}
-            messages.append({**named, "content": _joined(item.output)})
+            messages.append({**named, "content": _joined(item.output, "tool")})
         elif isinstance(item, _Item):
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _joined(item.content)})
+            messages.append({"role": role, "content": _joined(item.content, role)})
         else:
             if not number or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -142,9 +160,10 @@ def _messages(items: Sequence[_Call | _Result | _Item]) -> list[Message]:
     return list(messages)
 
 
-def _joined(content: str | Sequence[_Part]) -> str:
-    whole = content if isinstance(content, str) else "".join(part.text for part in content)
-    return plain_text(whole)
+def _joined(content: str | Sequence[_Part], role: str) -> str:
+    if isinstance(content, str):
+        return plain_text(content)
+    return plain_text(between(role).join(part.text for part in content))
 
 
 # ---- our answers
