@@ -53,7 +53,11 @@ so."""
 
 ENVIRONMENT = ("pyproject.toml", "kernels/pyproject.toml", "uv.lock", "Makefile")
 PACKAGE = (*ENVIRONMENT, "setup.py", "MANIFEST.in", "csrc", "kernels", "README.md")
-TRAINED = ("kernels", "csrc", "flowtrain/training", "flowtrain/weights", "flowtrain/run")
+TRAINED = (
+    "kernels",
+    "csrc",
+    *(f"flowtrain/{room}" for room in ("training", "weights", "setup", "run")),
+)
 REHEARSAL = ("bench", "flowtrain/engines", "flowtrain/train.py", ".ci/rehearse_gpu.sh")
 GPU = (*REHEARSAL, *TRAINED, "tests/kernels", *ENVIRONMENT)
 VLLM = ("flowtrain/engines", "flowtrain/weights", "flowtrain/config", "csrc", *ENVIRONMENT)

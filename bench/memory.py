@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from bench import model_folder
 from bench.measure import new_parser, report
 from flowtrain.config import Config, Lora
-from flowtrain.run.memory_plan import plan_memory
+from flowtrain.setup.memory_plan import plan_memory
 from flowtrain.training import attention
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.lora import add_adapter

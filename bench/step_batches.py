@@ -22,8 +22,8 @@ from flowtrain.agents.collect import collect
 from flowtrain.algorithms import filter_samples, load_algorithm
 from flowtrain.config.options import parse
 from flowtrain.rewards import score
-from flowtrain.run.components import RunComponents
-from flowtrain.run.learner import publish_start
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.learner import publish_start
 from flowtrain.training.world import World
 from flowtrain.types import Sample
 from flowtrain.weights.stores.folder import WeightStore

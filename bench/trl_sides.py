@@ -182,7 +182,7 @@ def _own_digest(rollouts: Sequence[Mapping[str, Any]], step: int) -> str:
 def run_held_out(job: Job) -> Result:
     """Sample a response to every held-out question with the torch engine, and score it."""
     from flowtrain.evaluation.evaluator import roll_out
-    from flowtrain.run.components import RunComponents
+    from flowtrain.setup.components import RunComponents
     from flowtrain.tasks.sets import MAIN_SPLIT
     from flowtrain.training.world import World
 

@@ -1,5 +1,5 @@
-"""The commands of flowtrain by their short names: `flowtrain evals ...` is
-`python -m flowtrain.evals ...`.
+"""The commands of flowtrain by their short names: `flowtrain evaluation ...` is
+`python -m flowtrain.evaluation ...`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ COMMANDS = {
     "train": "train a policy",
     "torchrun": "a command on several devices: torchrun --nproc_per_node 8 -m flowtrain.train ...",
     "rft": "rejection-sampling fine-tuning, the warm-up before reinforcement learning",
-    "evals": "benchmarks and turn budgets, one table",
+    "evaluation": "benchmarks and turn budgets, one table",
     "replay": "make a run again from its log, and compare every version",
     "dataflow": "the service that hands out leases and collects groups; audit, status",
     "node": "a rollout node: follows weights, leases work, pushes groups",

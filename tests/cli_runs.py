@@ -70,7 +70,7 @@ AFTER_STEP_3 = KILL.format(
 SERVER = """
 import atexit, contextlib, gc, json, os, resource, runpy, sys, threading, traceback
 import flowtrain.run.run, flowtrain.agents.agentflow.expert, flowtrain.view.curves
-import flowtrain.evals.run, flowtrain.run.memory_plan, flowtrain.run.run_logger
+import flowtrain.evaluation.benchmarks, flowtrain.setup.memory_plan, flowtrain.run.run_logger
 import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.metrics.mismatch
 import bm25s, flowtrain.tools.search, flowtrain.utils.waiting
 import encodings.utf_8_sig, numpy.ctypeslib
@@ -81,7 +81,7 @@ with contextlib.suppress(ImportError):
     import peft
 
 get_checkpoint_conversion_mapping("qwen3")  # which is made once, out of 700 patterns
-flowtrain.run.memory_plan.activations = lambda *_, **__: (0, 0)
+flowtrain.setup.memory_plan.activations = lambda *_, **__: (0, 0)
 flowtrain.utils.waiting.PATIENCE_S = 3600.0  # tests compare what is printed, on any machine
 draw = flowtrain.view.curves.plot_curves
 flowtrain.view.curves.plot_curves = lambda *_: None

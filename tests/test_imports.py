@@ -90,7 +90,7 @@ def test_a_service_of_the_dataflow_needs_no_trainer() -> None:
     )
     assert not loaded_by(code) & {"torch", "transformers", "flowkernels", "vllm"}
     code += "\nimport json, sys; print(json.dumps([*sys.modules]))"
-    assert not {"flowtrain.algorithms", "flowtrain.training", "flowtrain.run"} & set(python(code))
+    assert not {"flowtrain.algorithms", "flowtrain.training", "flowtrain.setup"} & set(python(code))
 
 
 def test_the_records_load_the_standard_library_alone() -> None:
@@ -239,10 +239,10 @@ ORDER = (
     ("rewards", "algorithms", "toy"),
     ("metrics",),
     ("dataflow", "view"),
-    ("evaluation",),
     ("pool",),
-    ("run",),
-    ("node", "evals", "replay"),
+    ("setup",),
+    ("evaluation",),
+    ("run", "node", "replay"),
     ("train", "rft"),
     ("torchrun",),
 )

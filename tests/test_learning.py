@@ -26,7 +26,7 @@ from toy_options import toy
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.rft.loop import _run as fine_tune
-from flowtrain.run.components import RunComponents
+from flowtrain.setup.components import RunComponents
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.train import train
 from flowtrain.training.world import World

@@ -17,9 +17,9 @@ from flowtrain.agents.agentflow.expert import plan_script, with_script
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.collect import collect
 from flowtrain.rewards import score
-from flowtrain.run.components import RunComponents
-from flowtrain.run.learner import Learner
-from flowtrain.run.placement import Placement
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.learner import Learner
+from flowtrain.setup.placement import Placement
 from flowtrain.training.tree import pack
 from flowtrain.training.world import World
 from flowtrain.types import Group, Turn, Verdict

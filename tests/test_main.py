@@ -81,10 +81,10 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys, "argv", ["flowtrain", "evals"])
+    monkeypatch.setattr(sys, "argv", ["flowtrain", "evaluation"])
     monkeypatch.setattr(runpy, "run_module", interrupted)
     assert main() == 130
-    assert capsys.readouterr().err == "flowtrain evals: interrupted\n"
+    assert capsys.readouterr().err == "flowtrain evaluation: interrupted\n"
 
 
 @pytest.mark.parametrize(

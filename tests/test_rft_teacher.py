@@ -179,7 +179,7 @@ def test_a_killed_run_asks_for_nothing_twice_and_ends_as_if_it_had_not_been(
     run, whole = tmp_path / "run", tmp_path / "whole"
     made(server, chat, whole)
     chat.asked.clear()
-    append = ("flowtrain.rft.demonstrations", "append_lines")
+    append = ("flowtrain.evaluation.rollout_log", "append_lines")
     killed = KILL.format(module=append[0], path=append[1], number=15, after=True)
     code, _, _ = server.run("rft", *words(chat.base_url, run), before=killed)
     first = read(run / "trajectories.jsonl")

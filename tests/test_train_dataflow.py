@@ -356,7 +356,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
 ) -> None:
     """The dataflow still has the batches and the answers that came after it."""
     run, often, num = tmp_path / "run", ("--eval.every", "2"), 8
-    waiting = "from flowtrain.pool.evaluations import PoolEvaluations as P; P.complete = P.wait\n"
+    waiting = "from flowtrain.evaluation.nodes import PoolEvaluations as P; P.complete = P.wait\n"
     kill = KILL.format(
         module="flowtrain.run.run_logger", path="RunLogger.log", number=6, after=True
     )

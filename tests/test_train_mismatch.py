@@ -24,7 +24,7 @@ from flowtrain import toy
 from flowtrain.config import Config
 from flowtrain.config.rollout import TOP_P_CAP
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.run import learner
+from flowtrain.setup import learner
 from flowtrain.train import train
 from flowtrain.training import model as models
 from flowtrain.training import tree

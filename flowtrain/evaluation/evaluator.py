@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
-from flowtrain.config import Config, Reward
+from flowtrain.config import Reward
 from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.protocol import Engine
-from flowtrain.evaluation.benchmark_metrics import mean_metrics, pass_metrics
-from flowtrain.evaluation.parts import Parts
-from flowtrain.metrics.rollouts import RolloutStats
+from flowtrain.evaluation.metrics import count_passes, short_metrics
+from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
+from flowtrain.metrics.sums import Tally
 from flowtrain.rewards import Judge, RewardFunctions, score
-from flowtrain.rewards.scorers import check
-from flowtrain.tasks.benchmarks import parse_benchmarks
+from flowtrain.setup.components import RunComponents
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.training.world import World
 from flowtrain.types import Task, Trajectory
@@ -48,49 +46,58 @@ class Evaluation:
     """Results over all ranks; `trajectories` are this rank's."""
 
     stats: RolloutStats
-    by_num_turns: dict[str, float]
-    """Mean reward by the turns that a question needs."""
-    by_kind: dict[str, float]
+    means: Mapping[str, float]
+    """Mean reward by the turns that a question needs ("num_turns/2") and by kind ("kind/sum");
+    "pass_at_2" and the like of several trials, "em" and "f1" of short answers.
+    """
     trajectories: tuple[Trajectory, ...]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return the reward with its standard error."""
-        reward, error = self.stats.reward_mean, self.stats.reward_error
-        return {"eval_reward": reward, "eval_reward_error": error}
 
     @classmethod
     def of(
         cls,
-        tasks: Sequence[Task],
+        part: Part,
         trajectories: tuple[Trajectory, ...],
         tool_names: Sequence[str],
         world: World,
     ) -> Evaluation:
-        """Compute the results from this rank's scored rollouts of all `tasks`; collective."""
-        return cls(
-            RolloutStats.of(trajectories, tool_names, world),
-            _mean_by(lambda task: str(task.num_turns), tasks, trajectories, world),
-            _mean_by(lambda task: task.kind, tasks, trajectories, world),
-            trajectories,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Findings of an evaluation in training, over all ranks."""
-
-    held_out: Evaluation
-    """Of the main split."""
-    benchmarks: Mapping[str, float]
-    """Metrics of `Evaluator.benchmark_metrics`."""
-    versions: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of `version_metrics`, where nodes sampled."""
+        """Compute the results from this rank's scored rollouts of a part; collective."""
+        tally = Tally()
+        tally.add(count_rollouts(trajectories, tool_names))
+        for task in part.tasks:  # a label without a finished rollout counts as 0
+            for label in _labels(task):
+                tally.mean(label, 0.0, 0)
+        for trajectory in trajectories:
+            if trajectory.reward is not None:
+                rewards = dict.fromkeys(_labels(trajectory.task), trajectory.reward)
+                for name, value in {**rewards, **short_metrics(trajectory)}.items():
+                    tally.mean(name, value, 1)
+        count_passes(tally, trajectories, part.settings.trials)
+        total = tally.of_all(world)
+        stats = RolloutStats.of_counts(total.sums, tool_names)
+        return cls(stats, total.all_means(), trajectories)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return what the log of a step gets."""
-        return {**self.held_out.metrics, **self.benchmarks, **self.versions}
+        """Return the reward with its standard error."""
+        return {"eval_reward": self.stats.reward_mean, "eval_reward_error": self.stats.reward_error}
+
+    def by(self, label: str) -> dict[str, float]:
+        """Return the mean reward by "num_turns" or "kind"."""
+        found = {name.partition("/"): value for name, value in sorted(self.means.items())}
+        return {value: mean for (name, _, value), mean in found.items() if name == label}
+
+
+def _labels(task: Task) -> tuple[str, str]:
+    return f"num_turns/{task.num_turns}", f"kind/{task.kind}"
+
+
+class Measured(NamedTuple):
+    """Findings of an evaluation in training, over all ranks."""
+
+    metrics: dict[str, float]
+    """For the log of a step."""
+    held_out: tuple[Trajectory, ...]
+    """This rank's rollouts of the main split."""
 
 
 Found = Mapping[str, tuple[Trajectory, ...]]
@@ -101,7 +108,7 @@ Found = Mapping[str, tuple[Trajectory, ...]]
 class Evaluator:
     """Measures the policy on the held-out splits; collective over `world`."""
 
-    components: Parts
+    components: RunComponents
     engines: Mapping[str, Engine]
     judge: Judge | None
     samplers: World
@@ -142,57 +149,68 @@ class Evaluator:
     def measured(
         self, step: int, found: Found, versions: Mapping[str, float] | None = None
     ) -> Measured:
-        """Compute what rollouts of `parts(step)` show; `versions` as in `Measured`."""
-        held_out = self._held_out(self._split(MAIN_SPLIT, step), found)
-        benchmarks = self.benchmark_metrics(self.benchmark_parts(step), found)
-        return Measured(held_out, benchmarks, versions or {})
+        """Compute what rollouts of `parts(step)` show; `versions`: metrics of `version_metrics`,
+        where nodes sampled.
+        """
+        results = self.results(self.parts(step), found)
+        main = results[held_out_name(MAIN_SPLIT)]
+        metrics = {**main.metrics, **self.benchmark_metrics(results), **(versions or {})}
+        return Measured(metrics, main.trajectories)
 
-    def benchmark_metrics(self, parts: Sequence[Part], found: Found) -> dict[str, float]:
+    def results(self, parts: Sequence[Part], found: Found) -> dict[str, Evaluation]:
+        """Compute the result of each part, by its name."""
+        tool_names, world = tuple(self.components.tools), self.components.world
+        results = {
+            part.name: Evaluation.of(part, found[part.name], tool_names, world) for part in parts
+        }
+        for part in parts:
+            if not part.settings.is_benchmark:
+                self._warn_of_time(part.name, results[part.name].stats.out_of_time_share)
+        return results
+
+    def benchmark_metrics(self, results: Mapping[str, Evaluation]) -> dict[str, float]:
         """Compute metrics by name, "eval_accuracy/aime24": the mean reward, pass@k of several
         trials, EM and F1 of short answers (`published_metrics`), turns of a rollout, and failed
         rollouts, where there are some.
         """
         metrics: dict[str, float] = {}
-        world = self.components.world
-        for part in parts:
-            result = self._result(part, found)
-            own, stats = result.trajectories, result.stats
-            several = pass_metrics(own, part.settings.trials, world)
-            short = mean_metrics(own, world)
-            named = {"accuracy": stats.reward_mean, **several, **short, "turns": stats.turns_mean}
+        for name in self.benchmarks:
+            stats = results[name].stats
+            means = {n: mean for n, mean in results[name].means.items() if "/" not in n}
+            named = {"accuracy": stats.reward_mean, **means, "turns": stats.turns_mean}
             if stats.failed_rollouts:
                 named["failed"] = float(stats.failed_rollouts)
-            metrics |= {f"eval_{key}/{part.name}": value for key, value in named.items()}
+            metrics |= {f"eval_{key}/{name}": value for key, value in named.items()}
         return metrics
 
     def compared(self, found: Found) -> dict[str, Any]:
         """Compute the comparison for summary.json from rollouts of `parts_of_ends`, with the
         benchmarks' metrics where there are some.
         """
-        splits = self.components.tasks.held_out
+        results = self.results(self.parts_of_ends(), found)
         sampled, greedy = (
-            {split: self._held_out(self._split(split, -1, t), found) for split in splits}
+            {split: results[held_out_name(split, t)] for split in self.components.tasks.held_out}
             for t in (None, 0.0)
         )
         main = sampled[MAIN_SPLIT]
         summary = {
             **main.metrics,
             "eval_reward_greedy": greedy[MAIN_SPLIT].stats.reward_mean,
-            "by_num_turns": main.by_num_turns,
-            "by_kind": main.by_kind,
+            "by_num_turns": main.by("num_turns"),
+            "by_kind": main.by("kind"),
             "tool_shares": main.stats.tool_shares,
             "turns_mean": main.stats.turns_mean,
             "splits": {
                 split: {
-                    "sampled": sampled[split].stats.reward_mean,
+                    "sampled": result.stats.reward_mean,
                     "greedy": greedy[split].stats.reward_mean,
-                    "by_num_turns": sampled[split].by_num_turns,
+                    "by_num_turns": result.by("num_turns"),
                 }
-                for split in splits
+                for split, result in sampled.items()
             },
         }
         if self.benchmarks:
-            summary["benchmarks"] = self.benchmark_metrics(self.benchmark_parts(-1), found)
+            summary["benchmarks"] = self.benchmark_metrics(results)
         return summary
 
     @staticmethod
@@ -212,54 +230,39 @@ class Evaluator:
         times, scored by its own rule and the judge.
         """
         config = self.components.config
+        limit, options = config.agent.eval_max_turns, config.eval
+        settings = EvalSettings(limit, options.temperature, options.trials, is_benchmark=True)
         return [
-            Part(
-                name,
-                tasks,
-                derive_seed(config.run.seed, "eval", name, step),
-                EvalSettings(
-                    config.agent.eval_max_turns,
-                    config.eval.temperature,
-                    config.eval.trials,
-                    is_benchmark=True,
-                ),
-            )
+            Part(name, tasks, derive_seed(config.run.seed, "eval", name, step), settings)
             for name, tasks in self.benchmarks.items()
         ]
 
     def _roll_out(self, part: Part) -> tuple[Trajectory, ...]:
-        with closing(make_agent(self.components, self.engines, part.settings)) as agent:
+        components, settings = self.components, part.settings
+        made = components.make_agent(self.engines, settings.max_turns, settings.temperature)
+        with closing(made) as agent:
             return roll_out(
                 agent,
                 part.tasks,
                 part.seed,
                 self.samplers,
-                self.components.config.rollout.max_in_flight,
+                components.config.rollout.max_in_flight,
                 judge=self.judge,
-                scoring=scoring_of(self.components, part.settings),
-                trials=part.settings.trials,
+                scoring=scoring_of(components, settings),
+                trials=settings.trials,
                 name=part.name,
             )
 
-    def _result(self, part: Part, found: Found) -> Evaluation:
-        tool_names, world = tuple(self.components.tools), self.components.world
-        return Evaluation.of(part.tasks, found[part.name], tool_names, world)
-
-    def _held_out(self, part: Part, found: Found) -> Evaluation:
-        """Compute the result of a split, and warn where many rollouts ran out of time."""
-        result, config = self._result(part, found), self.components.config
-        share = result.stats.out_of_time_share
+    def _warn_of_time(self, name: str, share: float) -> None:
+        """Warn where many rollouts of a split ran out of time."""
+        rollout = self.components.config.rollout
         if share > _MOST_OUT_OF_TIME and self.components.world.is_main:
             _log.warning(
                 "%s: %.0f%% of the rollouts ran out of time, or of the model's positions, "
                 "which lowers the reward: see rollout.request_timeout_s=%g, in which a response "
                 "also waits its turn, and rollout.max_in_flight=%d",
-                part.name,
-                100 * share,
-                config.rollout.request_timeout_s,
-                config.rollout.max_in_flight,
+                *(name, 100 * share, rollout.request_timeout_s, rollout.max_in_flight),
             )
-        return result
 
 
 def held_out_name(split: str, temperature: float | None = None) -> str:
@@ -267,13 +270,8 @@ def held_out_name(split: str, temperature: float | None = None) -> str:
     return f"held-out {split}" if temperature is None else f"held-out {split}, greedy"
 
 
-def make_agent(components: Parts, engines: Mapping[str, Engine], settings: EvalSettings) -> Agent:
-    """Build the agent of an evaluation; close it when done."""
-    return components.make_agent(engines, settings.max_turns, settings.temperature)
-
-
 def scoring_of(
-    components: Parts, settings: EvalSettings
+    components: RunComponents, settings: EvalSettings
 ) -> tuple[RewardFunctions | None, Reward | None]:
     """Return the reward functions and the bounds of rewards of an evaluation; benchmarks have rules
     instead.
@@ -281,21 +279,6 @@ def scoring_of(
     if settings.is_benchmark:
         return None, None
     return components.reward_functions, components.config.reward
-
-
-def load_benchmarks(config: Config) -> dict[str, tuple[Task, ...]]:
-    """Load the questions of `eval.benchmarks`, by name.
-
-    Raises UserError for what is unknown or missing, and for a scorer that does not exist or cannot
-    use a task's answers.
-    """
-    found = {}
-    for benchmark in parse_benchmarks(config.eval.benchmarks):
-        tasks = benchmark.load(config.tasks.benchmarks)
-        found[benchmark.name] = tuple(tasks[: config.eval.rows or benchmark.num_rows])
-        for task in found[benchmark.name]:
-            check(task)
-    return found
 
 
 def roll_out(
@@ -328,27 +311,3 @@ def roll_out(
         )
         scored = score(groups, judge, *scoring)
     return tuple(trajectory for group in scored for trajectory in group.trajectories)
-
-
-def _mean_by(
-    label: Callable[[Task], str],
-    tasks: Sequence[Task],
-    trajectories: Sequence[Trajectory],
-    world: World,
-) -> dict[str, float]:
-    """Mean reward per label of rollouts that did not fail; collective.
-
-    The labels come from all tasks, so that every rank reduces the same ones.
-    """
-    labels = sorted({label(task) for task in tasks})
-    rewards: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for trajectory in trajectories:
-        if trajectory.reward is not None:
-            rewards[label(trajectory.task)] += trajectory.reward
-            counts[label(trajectory.task)] += 1
-    totals = world.sum([*(rewards[name] for name in labels), *(counts[name] for name in labels)])
-    return {
-        name: total / max(count, 1)
-        for name, total, count in zip(labels, totals, totals[len(labels) :], strict=False)
-    }

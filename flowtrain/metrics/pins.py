@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from flowtrain.config import Config
 from flowtrain.types import UserError
 
 _SHOWN = 3
@@ -30,6 +31,14 @@ def check_same(
             f"{folder} was begun with other settings: {shown}; go back to them or choose another "
             f"{key}"
         )
+
+
+def pinned(config: Config, sections: Collection[str], but: Collection[str]) -> dict[str, Any]:
+    """Return the options of some sections as JSON, by dotted key, without those that decide
+    nothing.
+    """
+    values = flat(config.model_dump(mode="json", include=set(sections)))
+    return {key: value for key, value in values.items() if key not in but}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

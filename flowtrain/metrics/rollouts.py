@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flowtrain.training.world import World
 from flowtrain.types import Trajectory, Turn
 
 _COUNTS = (
@@ -48,50 +47,6 @@ class Pass(NamedTuple):
     """The prompt begins with so many that an earlier turn has read and sampled, all of it."""
     has_own_tools: bool = False
     """Its tools may be those of an environment or a program, which no list names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The counts of one rollout."""
-
-    reward: float | None
-    """None when it failed."""
-    truncated: str
-    passes: tuple[Pass, ...]
-    num_sampled_tokens: int
-    """Response tokens, without what a branch took over."""
-    sub_goals: float = 0.0
-    is_hinted: bool = False
-
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> Outcome:
-        assert trajectory.reward is not None or trajectory.error
-        calls = [turn.calls["planner"] for turn in trajectory.turns]
-        known = _known_tokens([(call.prompt_ids, call.response_ids) for call in calls])
-        passes, sub_goals = tuple(map(_pass, trajectory.turns, known)), trajectory.sub_goals or 0.0
-        is_hinted = trajectory.hint_turn is not None
-        return cls(
-            trajectory.reward,
-            trajectory.truncated,
-            passes,
-            trajectory.num_sampled_tokens,
-            sub_goals,
-            is_hinted,
-        )
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> Outcome:
-        """Read the counts from a record of `report.trajectory_record`."""
-        passes = tuple(map(_pass_of_record, record["turns"], _known_of_record(record["turns"])))
-        num_tokens = sum(each.num_response_tokens for each in passes)
-        return cls(
-            record["reward"],
-            record["truncated"],
-            passes,
-            num_tokens,
-            record.get("sub_goals", 0.0),
-            "hint_turn" in record,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +96,6 @@ class RolloutStats:
         return self.reward_std / math.sqrt(max(self.num_rollouts - self.failed_rollouts, 1))
 
     @classmethod
-    def of(
-        cls, trajectories: Iterable[Trajectory], tool_names: Sequence[str], world: World
-    ) -> RolloutStats:
-        """Compute the statistics of the rollouts of all ranks; collective."""
-        counts = count_rollouts(map(Outcome.of, trajectories), tool_names)
-        total = dict(zip(counts, world.sum(list(counts.values())), strict=True))
-        return cls.of_counts(total, tool_names)
-
-    @classmethod
-    def of_outcomes(cls, outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> RolloutStats:
-        """Compute the statistics of rollouts that this process has."""
-        return cls.of_counts(count_rollouts(outcomes, tool_names), tool_names)
-
-    @classmethod
     def of_counts(cls, total: Mapping[str, float], tool_names: Sequence[str]) -> RolloutStats:
         """Compute the statistics from the sums of `count_rollouts`."""
         num_finished = max(total["finished"], 1)
@@ -183,22 +124,27 @@ class RolloutStats:
         return plain | shares
 
 
-def count_rollouts(outcomes: Iterable[Outcome], tool_names: Sequence[str]) -> dict[str, float]:
+def count_rollouts(
+    trajectories: Iterable[Trajectory], tool_names: Sequence[str]
+) -> dict[str, float]:
     """Count what adds up over rollouts and over ranks."""
     counts = dict.fromkeys([*_COUNTS, *tool_names], 0.0)
-    for outcome in outcomes:
+    for rollout in trajectories:
+        assert rollout.reward is not None or rollout.error
         counts["rollouts"] += 1
-        counts["finished"] += outcome.reward is not None
-        counts["reward"] += outcome.reward or 0.0
-        counts["squared_reward"] += (outcome.reward or 0.0) ** 2
-        counts["turns"] += len(outcome.passes)
-        counts["sampled_tokens"] += outcome.num_sampled_tokens
-        counts["sub_goals"] += outcome.sub_goals
-        counts["hinted"] += outcome.is_hinted
-        counts["out_of_turns"] += outcome.truncated == "turns"
-        counts["out_of_time"] += outcome.truncated in ("time", "prompt", "straggler")
-        counts["stragglers"] += outcome.truncated == "straggler"
-        for place, each in enumerate(outcome.passes):
+        counts["finished"] += rollout.reward is not None
+        counts["reward"] += rollout.reward or 0.0
+        counts["squared_reward"] += (rollout.reward or 0.0) ** 2
+        counts["turns"] += len(rollout.turns)
+        counts["sampled_tokens"] += rollout.num_sampled_tokens
+        counts["sub_goals"] += rollout.sub_goals or 0.0
+        counts["hinted"] += rollout.hint_turn is not None
+        counts["out_of_turns"] += rollout.truncated == "turns"
+        counts["out_of_time"] += rollout.truncated in ("time", "prompt", "straggler")
+        counts["stragglers"] += rollout.truncated == "straggler"
+        calls = [turn.calls["planner"] for turn in rollout.turns]
+        known_tokens = _known_tokens([(call.prompt_ids, call.response_ids) for call in calls])
+        for place, each in enumerate(map(_pass, rollout.turns, known_tokens)):
             begins = not each.num_known_tokens
             counts["segments"] += begins
             counts["read"] += each.num_prompt_tokens - each.num_known_tokens
@@ -225,17 +171,6 @@ def _pass(turn: Turn, num_known: int) -> Pass:
     return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)
 
 
-def _pass_of_record(turn: Mapping[str, Any], num_known: int) -> Pass:
-    is_error = turn["is_error"]
-    lengths = turn["num_prompt_tokens"], len(turn["response_ids"]), num_known
-    if turn["action"] is not None:
-        return Pass((turn["action"]["tool_name"],), False, is_error, *lengths)
-    used = turn.get("tool_calls", ())
-    names = tuple(each["name"] for each in used)
-    has_failed = any(each["is_error"] for each in used)
-    return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)
-
-
 def _known_tokens(calls: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
     """Return for each (prompt, response) the tokens of the longest earlier pair that the prompt
     begins with.
@@ -248,12 +183,3 @@ def _known_tokens(calls: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[
         found.append(max((len(each) for each in ends if ids[: len(each)] == each), default=0))
         before.append((*ids, *response))
     return found
-
-
-def _known_of_record(turns: Sequence[Mapping[str, Any]]) -> list[int]:
-    """As `_known_tokens`; 0 for turns that were recorded without the ids of their prompts."""
-    calls, prompt = [], list[int]()
-    for turn in turns:
-        prompt = [*prompt[: turn.get("prompt_shared", 0)], *turn.get("prompt_ids", ())]
-        calls.append((prompt, turn["response_ids"]))
-    return _known_tokens(calls)

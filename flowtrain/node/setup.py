@@ -23,10 +23,10 @@ from flowtrain.engines.endpoint_scorer import EndpointScorer
 from flowtrain.engines.factory import make_engine
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine, Scorer
-from flowtrain.evaluation import evaluator as evaluation
+from flowtrain.evaluation.evaluator import scoring_of
 from flowtrain.node.node import Answer, Branching, Rollout
 from flowtrain.rewards import Judge, score_one
-from flowtrain.run.components import RunComponents
+from flowtrain.setup.components import RunComponents
 from flowtrain.training.world import World
 from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.utils.lock import Lock
@@ -142,11 +142,12 @@ def _make_answer(
     async def answer(task: Task, seed: int, settings: EvalSettings) -> Trajectory:
         async with making:
             if settings not in agents:
-                made = await asyncio.to_thread(evaluation.make_agent, components, engines, settings)
+                limits = settings.max_turns, settings.temperature
+                made = await asyncio.to_thread(components.make_agent, engines, *limits)
                 cleanup.callback(made.close)
                 agents[settings] = made
         trajectory = await agents[settings].run(task, seed)
-        return await score_one(trajectory, judge, *evaluation.scoring_of(components, settings))
+        return await score_one(trajectory, judge, *scoring_of(components, settings))
 
     return answer
 

@@ -32,7 +32,7 @@ from flowtrain.dataflow.contract import Refused
 from flowtrain.metrics import RunDir
 from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
 from flowtrain.replay.batch_digests import digests_of
-from flowtrain.run.placement import Placement
+from flowtrain.setup.placement import Placement
 from flowtrain.training.records import Rollouts
 from flowtrain.training.token_scores import Scored
 from flowtrain.types import Group, SampleId, TrainBatch, UserError

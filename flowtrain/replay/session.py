@@ -15,9 +15,9 @@ import torch
 from flowtrain.replay.batch_digests import difference, left_out, missing
 from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.weights import Difference, compare, differing, recorded_weights, unknown
-from flowtrain.run.components import RunComponents
-from flowtrain.run.learner import Learner
-from flowtrain.run.placement import Placement
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.learner import Learner
+from flowtrain.setup.placement import Placement
 from flowtrain.training import checkpoint
 from flowtrain.training.model import whole
 from flowtrain.training.records import Prepared

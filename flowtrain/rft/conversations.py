@@ -23,7 +23,7 @@ from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.token_chat import ChatTokenizer, pass_to_template
 from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
-from flowtrain.run.components import RunComponents
+from flowtrain.setup.components import RunComponents
 from flowtrain.tasks.rows import Row, read_rows
 from flowtrain.types import Call, Completion, FinishReason, UserError
 from flowtrain.utils.waiting import waiting

@@ -13,7 +13,7 @@ from flowtrain.config import Config
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY, TEACHER
 from flowtrain.evaluation.evaluator import roll_out
-from flowtrain.run.components import RunComponents
+from flowtrain.setup.components import RunComponents
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.types import PolicyName, Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed

@@ -15,8 +15,8 @@ from flowkernels import LossSpec
 from flowtrain.algorithms import filter_samples
 from flowtrain.config.command import INTERRUPTED, Interrupt
 from flowtrain.metrics import MetricsLog, Progress, RunDir
-from flowtrain.run.components import RunComponents
-from flowtrain.run.learner import make_trainer
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.learner import make_trainer
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
 from flowtrain.training.lr_schedule import linear

@@ -12,6 +12,7 @@ for the others alone, and begins the training anew.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,22 +29,18 @@ from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt
 from flowtrain.config.train import EXPERTS
 from flowtrain.engines.chat_engines import POLICY
+from flowtrain.evaluation.rollout_log import Question, ask, cost_text
 from flowtrain.metrics import ProgressLine, RunDir, atomic_write_text
 from flowtrain.rewards.shortcuts import REASONS, shortcut
 from flowtrain.rft.conversations import imitate_file
-from flowtrain.rft.demonstrations import (
-    DemonstrationLog,
-    collect_demonstrations,
-    cost_text,
-    open_log,
-)
+from flowtrain.rft.demonstrations import DemonstrationLog, open_log
 from flowtrain.rft.experts import asked_policies, demonstrate, draw_tasks, make_expert
 from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
 from flowtrain.run.banner import rft_banner
-from flowtrain.run.components import RunComponents, lock_run_dir
-from flowtrain.run.learner import publish_start
-from flowtrain.run.placement import Placement
-from flowtrain.run.token_budget import with_token_budget
+from flowtrain.setup.components import RunComponents, lock_run_dir
+from flowtrain.setup.learner import publish_start
+from flowtrain.setup.placement import Placement
+from flowtrain.setup.token_budget import with_token_budget
 from flowtrain.training.world import World
 from flowtrain.types import (
     Sample,
@@ -52,6 +49,7 @@ from flowtrain.types import (
     UserError,
 )
 from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.text import printable
 from flowtrain.weights import WeightStore
 
 REJECTIONS = ("failed", "reward", *REASONS)
@@ -248,11 +246,12 @@ def _learn_from_teacher(
     log.check(tasks)
     if missing:
         num_done = len(tasks) - len(missing)
-        collect_demonstrations(
-            agent,
-            {number: tasks[number] for number in missing},
+        seed = derive_seed(config.run.seed, "rft")
+        # A number has a seed of its own, so that it does not matter which others are asked for.
+        seeds = {number: derive_seed(seed, number, tasks[number].id) for number in missing}
+        ask(
+            [Question(n, n, agent, tasks[n], seeds[n]) for n in missing],
             log,
-            seed=derive_seed(config.run.seed, "rft"),
             max_in_flight=config.rollout.max_in_flight,
             progress=ProgressLine(len(tasks), num_done, True, unit="rollout"),
             is_over=lambda: interrupt.requested,
@@ -260,4 +259,7 @@ def _learn_from_teacher(
             functions=components.reward_functions,
             bounds=components.config.reward,
         )
+        if failed := log.failures:
+            text = f"{len(failed)} rollouts failed ({failed[0]}); --resume auto asks them again"
+            print(printable(text), file=sys.stderr)
     return list(log.read(range(world.rank, len(tasks), world.size)))

@@ -1,1 +1,1 @@
-"""A run put together: components, policy trainer, placement, evaluation, logging, checkpoints."""
+"""A run put together: the loop's verbs, the dry run, logging, checkpoints."""

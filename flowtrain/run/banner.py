@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from flowtrain import __version__
-from flowtrain.run.components import RunComponents
-from flowtrain.run.placement import Placement
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.placement import Placement
 from flowtrain.training.fused_layers import fused_text
 
 

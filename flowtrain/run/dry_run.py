@@ -18,15 +18,14 @@ from typing import Any
 from flowtrain.agents.agentflow.expert import scripted
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.base import Agent
-from flowtrain.agents.collect import collect
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.engines.vllm.process import check_installed
-from flowtrain.evaluation.evaluator import load_benchmarks
-from flowtrain.rewards import score
-from flowtrain.run.components import RunComponents
-from flowtrain.run.placement import Placement
-from flowtrain.run.token_budget import with_token_budget
+from flowtrain.evaluation.evaluator import roll_out
+from flowtrain.evaluation.metrics import load_benchmarks
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.placement import Placement
+from flowtrain.setup.token_budget import with_token_budget
 from flowtrain.training.model import export, named_weights
 from flowtrain.training.world import World
 from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory, Turn, UserError
@@ -148,15 +147,16 @@ def _roll_out(
     agent = _agent(components, folder, cleanup)
     tasks = components.tasks.cursor(config.run.seed, 0).take(NUM_ROLLOUTS)
     with user_error("the rollouts failed", EngineError):
-        groups = collect(
+        return roll_out(
             agent,
             tasks,
-            group_size=1,
-            seed=derive_seed(config.run.seed, "train", 1),
-            max_in_flight=config.rollout.max_in_flight,
+            derive_seed(config.run.seed, "train", 1),
+            components.world,
+            config.rollout.max_in_flight,
+            judge=components.make_judge(),
+            scoring=(components.reward_functions, config.reward),
+            name="a dry run",
         )
-        groups = score(groups, components.make_judge(), components.reward_functions, config.reward)
-    return tuple(trajectory for group in groups for trajectory in group.trajectories)
 
 
 def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent:

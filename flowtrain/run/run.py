@@ -18,27 +18,22 @@ from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
-from flowtrain.evaluation.evaluator import (
-    Evaluator,
-    Found,
-    Measured,
-    held_out_name,
-    load_benchmarks,
-)
+from flowtrain.evaluation.evaluator import Evaluator, Found, Measured, held_out_name
+from flowtrain.evaluation.metrics import load_benchmarks
+from flowtrain.evaluation.nodes import PoolEvaluations
 from flowtrain.metrics import RunDir, atomic_write_text
 from flowtrain.metrics.learning_signal import LearningSignal
 from flowtrain.metrics.profiler import profiled
 from flowtrain.pool.batch_source import BatchSource, open_batch_source
-from flowtrain.pool.evaluations import PoolEvaluations
 from flowtrain.rewards import Judge
 from flowtrain.run.banner import train_banner
-from flowtrain.run.components import RunComponents, lock_run_dir
-from flowtrain.run.learner import Learner
-from flowtrain.run.memory_plan import MemoryPlan
-from flowtrain.run.placement import Placement
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.step_counts import Counted, count_step
-from flowtrain.run.token_budget import with_token_budget
+from flowtrain.setup.components import RunComponents, lock_run_dir
+from flowtrain.setup.learner import Learner
+from flowtrain.setup.memory_plan import MemoryPlan
+from flowtrain.setup.placement import Placement
+from flowtrain.setup.token_budget import with_token_budget
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT

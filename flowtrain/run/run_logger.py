@@ -23,10 +23,10 @@ from flowtrain.metrics import (
 )
 from flowtrain.metrics.loggers import open_loggers
 from flowtrain.metrics.series import Series, read_series, total_seconds, total_tokens
-from flowtrain.run.components import RunComponents
-from flowtrain.run.memory_plan import MemoryPlan
-from flowtrain.run.placement import Placement
 from flowtrain.run.step_counts import Counted
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.memory_plan import MemoryPlan
+from flowtrain.setup.placement import Placement
 from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak, peak_tflops
 from flowtrain.training.records import Prepared, Rollouts
@@ -118,7 +118,7 @@ class RunLogger:
         measured = {}
         if evaluation is not None:
             measured = evaluation.metrics
-            self.log_held_out(step, evaluation.held_out.trajectories)
+            self.log_held_out(step, evaluation.held_out)
             self.evaluated = step
         trained_of = (prepared.batch.samples, self._config.train.policy)
         self._trajectories.log(step, step - 1, rollouts.groups, *trained_of)
@@ -141,7 +141,7 @@ class RunLogger:
         """Write down what nodes have answered about the weights after `step`, when later steps may
         be in the log already.
         """
-        self.log_held_out(step, found.held_out.trajectories)
+        self.log_held_out(step, found.held_out)
         metrics = {"step": step, "version": step, **found.metrics}
         self._log(metrics)
         self.evaluated = step

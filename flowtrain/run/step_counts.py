@@ -8,7 +8,7 @@ from typing import NamedTuple
 from flowtrain.config import Config
 from flowtrain.metrics.learning_signal import count_signal
 from flowtrain.metrics.parts import count_parts, part_metrics
-from flowtrain.metrics.rollouts import Outcome, RolloutStats, count_rollouts
+from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
 from flowtrain.metrics.sums import Tally
 from flowtrain.metrics.tokens import account, count_tokens
 from flowtrain.training.records import Prepared, Rollouts
@@ -50,7 +50,7 @@ def count_step(
     groups, batch, policy = rollouts.groups, prepared.batch, config.train.policy
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     tally = Tally()
-    tally.add(count_rollouts(map(Outcome.of, trajectories), config.agent.tools))
+    tally.add(count_rollouts(trajectories, config.agent.tools))
     tally.add({"num_groups_dropped": batch.num_groups_dropped})
     tally.add({f"num_excluded/{reason}": number for reason, number in batch.num_filtered.items()})
     count_parts(tally, trajectories, config)

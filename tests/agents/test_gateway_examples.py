@@ -13,7 +13,7 @@ import pytest
 from gateway_runs import call_text, calls_of, logging_engine, make_agent, roll_out
 
 from examples.gateway import shell_demonstrations, tools
-from flowtrain.metrics.rollouts import Outcome, RolloutStats
+from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gateway"
 PROGRAMS = {
@@ -51,7 +51,7 @@ def test_a_program_that_rewrites_its_history_is_trained_in_segments() -> None:
     agent.close()
     assert (trajectory.error, trajectory.answer) == ("", "42")
     assert calls_of(trajectory) == engine.log, "what was sampled is trained once"
-    stats = RolloutStats.of_outcomes([Outcome.of(trajectory)], ())
+    stats = RolloutStats.of_counts(count_rollouts([trajectory], ()), ())
     assert stats.segments_mean == 3.0 and 0.4 < stats.reread_share < 0.8
     last = engine.tokenizer.decode(engine.log[-1][0])
     assert "Chad" in last and "Mali" in last and last.count('"query": "') == 1

@@ -16,7 +16,7 @@ from flowtrain.agents.talking.conversation import ChatTemplate
 from flowtrain.config.options import parse
 from flowtrain.engines.token_chat import chat_text, pass_to_template
 from flowtrain.rewards import score
-from flowtrain.run.components import RunComponents
+from flowtrain.setup.components import RunComponents
 from flowtrain.training.world import World
 from flowtrain.types import Group, Task
 from flowtrain.utils.text import final_answer

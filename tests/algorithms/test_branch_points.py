@@ -28,7 +28,7 @@ from flowtrain.algorithms.branching import (
 )
 from flowtrain.config import Appo
 from flowtrain.config.options import parse
-from flowtrain.run.learner import optim_spec
+from flowtrain.setup.learner import optim_spec
 from flowtrain.training import model as models
 from flowtrain.training.token_scores import attach_logprobs
 from flowtrain.training.trainer import Trainer

@@ -21,7 +21,7 @@ from flowtrain.dataflow.codec import inflated, pack_group, unpack_group
 from flowtrain.dataflow.contract import BatchRequest, Push, Refused
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.group_checks import GroupLimits
-from flowtrain.metrics.rollouts import RolloutStats
+from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.training import model as models
 from flowtrain.training.trainer import OptimSpec, Trainer
@@ -277,7 +277,7 @@ def digest(tiny_path: str) -> Callable[[Group], None]:
     trainer = Trainer(model, ALONE, LossSpec(), OptimSpec(lr=1e-3))
 
     def digest(whole: Group) -> None:
-        RolloutStats.of(whole.trajectories, ("Search",), ALONE)
+        RolloutStats.of_counts(count_rollouts(whole.trajectories, ("Search",)), ("Search",))
         for name in ("flow_grpo", "infoflow"):
             made = batch(name, [replace(whole, index=0)], algorithm={"mode": "released"})
             kept = filter_samples(made, MAX_POSITIONS, VOCAB_SIZE)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from flowtrain.config.command import run_command
 from flowtrain.dataflow.__main__ import main as dataflow
-from flowtrain.evals.__main__ import main as evals
+from flowtrain.evaluation.__main__ import main as evaluation
 from flowtrain.metrics.progress import ProgressLine
 from flowtrain.metrics.tables import aligned
 from flowtrain.node.__main__ import main as node
@@ -106,9 +106,9 @@ def refused(main: Callable[[list[str]], int], *arguments: str) -> Callable[[str]
 
 
 def evaluate(arguments: list[str]) -> int:
-    before, sys.argv = sys.argv, ["evals", *arguments]
+    before, sys.argv = sys.argv, ["evaluation", *arguments]
     try:
-        return evals()
+        return evaluation()
     finally:
         sys.argv = before
 
@@ -131,7 +131,7 @@ WAYS: dict[str, Callable[[str], None]] = {
     "arguments of weights": refused(weights, "verify", "/nowhere/{}"),
     "version of weights": refused(weights, "verify", "x", "--version", "{}"),
     "arguments of node": refused(node, "--dataflow", "ftp://x/{}"),
-    "arguments of evals": refused(evaluate, "--benchmarks", "{}", "--trials", "{}"),
+    "arguments of evaluation": refused(evaluate, "--benchmarks", "{}", "--trials", "{}"),
     "arguments of viewer": refused(viewer, "/nowhere/{}"),
 }
 

@@ -23,7 +23,7 @@ from flowtrain.engines import factory
 from flowtrain.engines.factory import ModelSpec, make_engine
 from flowtrain.engines.protocol import NoEngine
 from flowtrain.engines.vllm.process import VllmModel, engine_args, gpu_environment
-from flowtrain.run.components import RunComponents
+from flowtrain.setup.components import RunComponents
 from flowtrain.training import model as models
 from flowtrain.training.lora import WEIGHTS, adapter_weights, add_adapter
 from flowtrain.training.model import named_weights

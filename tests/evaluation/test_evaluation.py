@@ -20,9 +20,10 @@ from flowtrain.agents.agentflow.planner import NO_TOOL
 from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Policy, Prompt
 from flowtrain.config import Config
-from flowtrain.evaluation.evaluator import Evaluation, Evaluator, load_benchmarks, roll_out
-from flowtrain.metrics import trajectory_record
-from flowtrain.metrics.rollouts import Outcome, RolloutStats
+from flowtrain.dataflow.contract import EvalSettings
+from flowtrain.evaluation.evaluator import Evaluation, Evaluator, Part, roll_out
+from flowtrain.evaluation.metrics import load_benchmarks
+from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
@@ -59,9 +60,13 @@ ROLLOUTS = (
 # ---- statistics
 
 
+def stats_of(trajectories: Sequence[Trajectory], tools: Sequence[str] = TOOLS) -> RolloutStats:
+    return RolloutStats.of_counts(count_rollouts(trajectories, tools), tools)
+
+
 def test_statistics_by_hand() -> None:
     """4 rollouts, 6 turns, 95 - 15 = 80 prompt tokens, 24 response tokens."""
-    stats = RolloutStats.of(ROLLOUTS, TOOLS, WORLD)
+    stats = stats_of(ROLLOUTS)
     assert stats == RolloutStats(
         num_rollouts=4,
         failed_rollouts=0,
@@ -92,14 +97,13 @@ def test_segments_are_turns_that_go_on_with_no_earlier_one() -> None:
     pairs = [((1, 2), (3,)), ((1, 2, 3, 4), (5,)), ((1, 2, 9), (7,)), ((1, 2, 3, 6), (8,))]
     turns = [make.turn(call(said, prompt)) for prompt, said in pairs]
     trajectory = rollout(1.0, *turns)
-    for outcome in (Outcome.of(trajectory), Outcome.of_record(trajectory_record(trajectory, 0))):
-        stats = RolloutStats.of_outcomes([outcome], ())
-        assert (stats.segments_mean, stats.reread_share) == (2.0, 3 / (2 + 1 + 3 + 1))
+    stats = stats_of([trajectory], ())
+    assert (stats.segments_mean, stats.reread_share) == (2.0, 3 / (2 + 1 + 3 + 1))
 
 
 def test_an_answer_without_tools_is_not_malformed() -> None:
     answer = replace(turn(None, 10, 2), result=ToolResult())
-    stats = RolloutStats.of([rollout(1.0, answer)], (), WORLD)
+    stats = stats_of([rollout(1.0, answer)], ())
     assert (stats.malformed_share, stats.tool_error_share, stats.turns_mean) == (0.0, 0.0, 1.0)
     assert stats.tool_shares == {}
 
@@ -109,8 +113,8 @@ def test_a_branch_sampled_only_what_its_root_had_not() -> None:
     root's.
     """
     branch = replace(ROLLOUTS[0], branch=BranchPoint(0, 1, 2, 1.0))
-    assert RolloutStats.of([branch], TOOLS, WORLD).num_sampled_tokens == 4
-    assert RolloutStats.of([ROLLOUTS[0], branch], TOOLS, WORLD).num_sampled_tokens == 14
+    assert stats_of([branch]).num_sampled_tokens == 4
+    assert stats_of([ROLLOUTS[0], branch]).num_sampled_tokens == 14
 
 
 def test_sub_goals_and_hints_are_means_over_rollouts() -> None:
@@ -119,31 +123,31 @@ def test_sub_goals_and_hints_are_means_over_rollouts() -> None:
         replace(ROLLOUTS[1], sub_goals=1.0, hint_turn=0),
         ROLLOUTS[3],
     )
-    stats = RolloutStats.of(trajectories, TOOLS, WORLD)
+    stats = stats_of(trajectories)
     assert (stats.sub_goal_mean, stats.hinted_share) == (0.5, 1 / 3)
 
 
 def test_statistics_of_nothing_are_zeros() -> None:
-    stats = RolloutStats.of([], TOOLS, WORLD)
+    stats = stats_of([])
     found = (stats.num_rollouts, stats.reward_mean, stats.turns_mean, stats.tool_shares["Search"])
     assert found == (0, 0, 0, 0)
 
 
 def test_a_rollout_that_was_not_scored_is_our_mistake() -> None:
     with pytest.raises(AssertionError):
-        RolloutStats.of([rollout(None)], TOOLS, WORLD)
+        stats_of([rollout(None)])
 
 
 def test_a_rollout_that_failed_is_counted_and_has_no_part_in_the_mean_reward() -> None:
     failed = replace(rollout(None, turn("Search", 10, 4)), error="generator: no reply")
     cut = rollout(0.0, truncated="straggler")
-    stats = RolloutStats.of([rollout(1.0), failed, cut], TOOLS, WORLD)
+    stats = stats_of([rollout(1.0), failed, cut])
     assert (stats.num_rollouts, stats.failed_rollouts, stats.straggler_rollouts) == (3, 1, 1)
     assert (stats.reward_mean, stats.out_of_time_share, stats.turns_mean) == (1 / 2, 1 / 3, 1 / 3)
 
 
 def test_metrics_are_flat() -> None:
-    metrics = RolloutStats.of(ROLLOUTS, TOOLS, WORLD).metrics()
+    metrics = stats_of(ROLLOUTS).metrics()
     assert metrics["reward_mean"] == 0.375 and metrics["tool_share/Search"] == 0.5
     assert set(metrics) == {
         *("reward_mean", "reward_std", "turns_mean", "malformed_share", "tool_error_share"),
@@ -161,14 +165,16 @@ class FakeWorld:
     rank: int
     size: int = 2
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return [2 * value for value in values]
+    def gather_text(self, text: str) -> list[str]:
+        return [text, text]
 
 
 def test_statistics_are_over_all_ranks() -> None:
-    alone, both = (RolloutStats.of(ROLLOUTS, TOOLS, world) for world in (WORLD, FakeWorld(0)))  # type: ignore[arg-type]
+    part = Part("dev", (), 0, EvalSettings(3))
+    both = Evaluation.of(part, ROLLOUTS, TOOLS, FakeWorld(0)).stats  # type: ignore[arg-type]
     assert (both.num_rollouts, both.num_sampled_tokens) == (8, 48)
-    assert replace(both, num_sampled_tokens=24).metrics() == pytest.approx(alone.metrics())
+    alone = stats_of(ROLLOUTS).metrics()
+    assert replace(both, num_sampled_tokens=24).metrics() == pytest.approx(alone)
 
 
 # ---- evaluation with the real tools on the real questions
@@ -212,7 +218,7 @@ def run(
     world: World = WORLD,
 ) -> Evaluation:
     found = roll_out(make_flow(config, planner, tools, max_turns=3), tasks, 0, world, 512)
-    return Evaluation.of(tasks, found, TOOLS, world)
+    return Evaluation.of(Part("dev", tasks, 0, EvalSettings(3)), found, TOOLS, world)
 
 
 @pytest.mark.parametrize("split", ["texts", "entities", "forms"])
@@ -226,15 +232,15 @@ def test_a_planner_that_follows_the_plans_is_always_right(
     ]
     assert not wrong
     assert (result.stats.reward_mean, result.stats.num_rollouts) == (1.0, 60)
-    assert set(result.by_num_turns) == {"1", "2", "3"} and set(result.by_num_turns.values()) == {
-        1.0
-    }
+    assert set(result.by("num_turns")) == {"1", "2", "3"} and set(
+        result.by("num_turns").values()
+    ) == {1.0}
     assert (
         {"lookup", "chain", "sum"}
-        <= set(result.by_kind)
+        <= set(result.by("kind"))
         <= {"lookup", "chain", "sum", "arithmetic"}
     )
-    assert set(result.by_kind.values()) == {1.0}
+    assert set(result.by("kind").values()) == {1.0}
     assert [len(t.turns) for t in result.trajectories] == [
         t.task.num_turns for t in result.trajectories
     ]
@@ -276,9 +282,9 @@ def test_rewards_are_told_apart_by_kind_and_by_turns(
 ) -> None:
     held_out = tasks.held_out["texts"]
     result = run(config, FakePlanner("chain", expert(tasks, 0.0)), tools, held_out)
-    counts = {kind: sum(task.kind == kind for task in held_out) for kind in result.by_kind}
-    assert result.by_kind == {"arithmetic": 0.0, "chain": 1.0, "lookup": 0.0, "sum": 0.0}
-    assert result.by_num_turns == {"1": 0.0, "2": 1.0, "3": 0.0}
+    counts = {kind: sum(task.kind == kind for task in held_out) for kind in result.by("kind")}
+    assert result.by("kind") == {"arithmetic": 0.0, "chain": 1.0, "lookup": 0.0, "sum": 0.0}
+    assert result.by("num_turns") == {"1": 0.0, "2": 1.0, "3": 0.0}
     assert result.stats.reward_mean == pytest.approx(counts["chain"] / 60)
     others = 60 - counts["chain"]
     assert result.stats.out_of_turns_share == pytest.approx(others / 60)
@@ -297,9 +303,8 @@ def test_a_rank_evaluates_its_share_and_counts_all_tasks(
     held_out = [by_kind["sum"][0], *by_kind["chain"][:4], *by_kind["lookup"][:6]]
     result = run(config, expert(tasks, 0.0), tools, held_out, FakeWorld(1))  # type: ignore[arg-type]
     assert [t.task for t in result.trajectories] == list(held_out[1::2])
-    # The other rank reports the same sums for the same labels, also for "sum", of which this rank
-    # has none.
-    assert result.by_kind == {"sum": 0.0, "chain": 2 * 2 / 4, "lookup": 2 * 3 / 6}
+    # The other rank reports the same; of "sum" neither has any.
+    assert result.by("kind") == {"sum": 0.0, "chain": 1.0, "lookup": 1.0}
 
 
 def test_evaluation_repeats(config: Config, tasks: TaskSet, tools: dict[str, Tool]) -> None:
@@ -372,7 +377,8 @@ def make_evaluator(folder: Path, **options: object) -> tuple[FakeComponents, Eva
 def asked(folder: Path, **options: object) -> tuple[FakeComponents, dict[str, float]]:
     components, evaluator = make_evaluator(folder, **options)
     parts = evaluator.benchmark_parts(10)
-    return components, evaluator.benchmark_metrics(parts, evaluator.roll_out(parts))
+    results = evaluator.results(parts, evaluator.roll_out(parts))
+    return components, evaluator.benchmark_metrics(results)
 
 
 def test_benchmarks_are_asked_as_the_options_say(tmp_path: Path) -> None:

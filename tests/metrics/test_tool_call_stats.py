@@ -7,8 +7,7 @@ from dataclasses import replace
 import make
 from make import rollout
 
-from flowtrain.metrics import trajectory_record
-from flowtrain.metrics.rollouts import Outcome, RolloutStats
+from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
 from flowtrain.types import ToolCall, ToolResult, Turn
 
 
@@ -35,7 +34,7 @@ TOOLS = ("Search", "Python_Coder", "Base_Generator")
 
 
 def test_calls_are_counted_by_tool_and_what_could_not_be_read_is_malformed() -> None:
-    stats = RolloutStats.of_outcomes([Outcome.of(TRAJECTORY)], TOOLS)
+    stats = RolloutStats.of_counts(count_rollouts([TRAJECTORY], TOOLS), TOOLS)
     assert stats.tool_shares == {"Search": 4 / 8, "Python_Coder": 1 / 8, "Base_Generator": 0.0}
     assert stats.malformed_share == 4 / 8
     assert stats.tool_error_share == 2 / 8
@@ -43,10 +42,5 @@ def test_calls_are_counted_by_tool_and_what_could_not_be_read_is_malformed() -> 
 
 def test_tools_that_no_list_names_are_an_environments() -> None:
     trajectory = replace(TRAJECTORY, turns=(turn(used("cancel")), turn(used("cancel", "sent"))))
-    stats = RolloutStats.of_outcomes([Outcome.of(trajectory)], ())
+    stats = RolloutStats.of_counts(count_rollouts([trajectory], ()), ())
     assert (stats.malformed_share, stats.tool_error_share) == (0.0, 1 / 2)
-
-
-def test_a_logged_rollout_gives_the_same_numbers() -> None:
-    record = trajectory_record(TRAJECTORY, 0)
-    assert Outcome.of_record(record) == Outcome.of(TRAJECTORY)

@@ -16,8 +16,9 @@ from loopback_dataflow import TOKEN, keep_exit_code, make_config, make_model, se
 
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
-from flowtrain.evaluation.evaluator import Evaluator, load_benchmarks
-from flowtrain.run.components import RunComponents
+from flowtrain.evaluation.evaluator import Evaluator
+from flowtrain.evaluation.metrics import load_benchmarks
+from flowtrain.setup.components import RunComponents
 from flowtrain.training.world import World
 from flowtrain.weights import WeightStore
 

@@ -38,11 +38,11 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.heartbeat import Heartbeat
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.service import Service
+from flowtrain.evaluation import nodes as evaluations
 from flowtrain.evaluation.evaluator import Part
+from flowtrain.evaluation.nodes import PoolEvaluations
 from flowtrain.pool import batch_source as feeds
-from flowtrain.pool import evaluations
 from flowtrain.pool.batch_source import BatchSource, connect, versions
-from flowtrain.pool.evaluations import PoolEvaluations
 from flowtrain.training.records import Rollouts
 from flowtrain.training.world import World
 from flowtrain.types import Group, Outage, UserError, VersionSpan

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import threading
 from pathlib import Path
 
 import make
@@ -14,14 +12,8 @@ from make import call
 
 from flowtrain.config import Config
 from flowtrain.engines.chat import Usage
-from flowtrain.metrics import ProgressLine
-from flowtrain.rft.demonstrations import (
-    PINS,
-    DemonstrationLog,
-    collect_demonstrations,
-    open_log,
-    pins,
-)
+from flowtrain.evaluation.rollout_log import Question
+from flowtrain.rft.demonstrations import PINS, DemonstrationLog, open_log, pins
 from flowtrain.types import Action, Task, ToolCall, ToolResult, Trajectory, UserError, Verdict
 
 TASKS = [Task(f"t-{n}", f"What is {n} plus 1?", (str(n + 1),)) for n in range(5)]
@@ -45,65 +37,31 @@ def log_of(folder: Path, resumes: bool = True) -> DemonstrationLog:
     return DemonstrationLog(folder, {}, resumes=resumes)
 
 
+def put(log: DemonstrationLog, number: int, done: Trajectory) -> None:
+    question = Question(number, number, None, done.task, done.seed)  # type: ignore[arg-type]
+    log.append(question, done, Usage())
+
+
 def test_rollouts_come_back_as_they_were(tmp_path: Path) -> None:
     log = log_of(tmp_path)
     for number in (3, 1, 0):
-        log.append(number, rollout(number), Usage(7, 3, 0.5))
+        put(log, number, rollout(number))
     assert list(log_of(tmp_path).read([0, 1, 2])) == [rollout(0), rollout(1)]
 
 
 def test_failed_and_missing_ones_are_asked_for(tmp_path: Path) -> None:
     log = log_of(tmp_path)
-    log.append(0, rollout(0), Usage(10, 1, 0.5))
-    log.append(2, rollout(2, reward=None, error="planner: no"), Usage(20, 2, 0.25))
+    put(log, 0, rollout(0))
+    put(log, 2, rollout(2, reward=None, error="planner: no"))
     for each in (log, log_of(tmp_path)):
         assert each.missing(4, num_ranks=1) == [1, 2, 3] and each.num_done == 1
-        assert each.usage == Usage(30, 3, 0.75)
-        assert each.state() == "reward 1.000, 1 failed, 30 + 3 tokens, cost 0.7500"
         assert each.missing(1, num_ranks=2) == []
         with pytest.raises(UserError, match=r"has 2 of rft.num_rollouts=4 .* --resume auto"):
             each.missing(4, num_ranks=2)
-    log.append(2, rollout(2, reward=0.0), Usage(1, 1, 0.25))
+    put(log, 2, rollout(2, reward=0.0))
     for each in (log, log_of(tmp_path)):
         assert each.missing(3, num_ranks=1) == [1] and each.num_done == 2
-        assert each.state() == "reward 0.500, 31 + 4 tokens, cost 1.0000"
     assert [t.reward for t in log.read(range(5))] == [1.0, 0.0]
-
-
-class Answers:
-    """An agent that answers at once."""
-
-    def __init__(self, third_began: threading.Event) -> None:
-        self.third_began = third_began
-
-    async def run(self, task: Task, seed: int) -> Trajectory:
-        if task.id == "t-2":
-            self.third_began.set()
-        return rollout(int(task.id[2:]), reward=None)
-
-
-def test_a_slow_disk_holds_no_other_rollout_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    third_began = threading.Event()
-    waited: list[bool] = []
-    sync = os.fsync
-
-    def slow(file: int) -> None:
-        waited.append(third_began.wait(60))
-        sync(file)
-
-    monkeypatch.setattr(os, "fsync", slow)
-    collect_demonstrations(
-        Answers(third_began),  # type: ignore[arg-type]
-        dict(enumerate(TASKS)),
-        log_of(tmp_path),
-        seed=0,
-        max_in_flight=2,
-        progress=ProgressLine(5, 0, enabled=False),
-        is_over=lambda: False,
-    )
-    assert waited[0] and log_of(tmp_path).num_done == 5
 
 
 def test_a_run_that_begins_reads_nothing_of_another(tmp_path: Path) -> None:
@@ -111,22 +69,10 @@ def test_a_run_that_begins_reads_nothing_of_another(tmp_path: Path) -> None:
     assert log_of(tmp_path, resumes=False).num_done == 0
 
 
-def test_a_torn_last_line_is_dropped_before_more_is_written(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
-    log.append(0, rollout(0), Usage())
-    whole = log.path.read_bytes()
-    log.path.write_bytes(whole + whole[: len(whole) // 2])
-    again = log_of(tmp_path)
-    assert again.missing(2, num_ranks=1) == [1]
-    again.repair()
-    again.append(1, rollout(1), Usage())
-    assert [t.task.id for t in log_of(tmp_path).read([0, 1])] == ["t-0", "t-1"]
-
-
 @pytest.mark.parametrize("packed", ["", "x", "eNoDAAAAAAE="])
 def test_a_damaged_rollout_is_told_by_its_number(tmp_path: Path, packed: str) -> None:
     log = log_of(tmp_path)
-    log.append(0, rollout(0), Usage())
+    put(log, 0, rollout(0))
     record = json.loads(log.path.read_text())
     log.path.write_text(json.dumps({**record, "group": packed}) + "\n")
     with pytest.raises(UserError, match="demonstration 0 is damaged"):
@@ -135,7 +81,7 @@ def test_a_damaged_rollout_is_told_by_its_number(tmp_path: Path, packed: str) ->
 
 def test_rollouts_of_other_tasks_are_refused(tmp_path: Path) -> None:
     log = log_of(tmp_path)
-    log.append(1, rollout(1), Usage())
+    put(log, 1, rollout(1))
     log.check(TASKS)
     log.check(TASKS[:1])
     with pytest.raises(UserError, match="'t-1' as demonstration 1, and it is 't-0' now"):

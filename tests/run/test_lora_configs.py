@@ -21,8 +21,8 @@ from transformers import (
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
-from flowtrain.run import memory_plan
-from flowtrain.run.memory_plan import MemoryPlan, plan_memory
+from flowtrain.setup import memory_plan
+from flowtrain.setup.memory_plan import MemoryPlan, plan_memory
 from flowtrain.training.lora import add_adapter
 from flowtrain.types import UserError
 

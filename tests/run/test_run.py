@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flowtrain.config import Config
-from flowtrain.run.learner import Learner
 from flowtrain.run.run import Run
+from flowtrain.setup.learner import Learner
 from flowtrain.training.world import World
 
 

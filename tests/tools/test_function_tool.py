@@ -14,7 +14,7 @@ from flowtrain.agents.agentflow.commands import write_command
 from flowtrain.agents.agentflow.executor import arguments_of
 from flowtrain.agents.agentflow.prompts import tool_text
 from flowtrain.config import Config
-from flowtrain.run.components import RunComponents
+from flowtrain.setup.components import RunComponents
 from flowtrain.tools import Parameter, Tool, ToolCard, run_tool, schema_of
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World

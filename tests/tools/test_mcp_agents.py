@@ -18,7 +18,7 @@ from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.talking.tool_calling import ToolCallingAgent
 from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
-from flowtrain.run.components import RunComponents
+from flowtrain.setup.components import RunComponents
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World
 from flowtrain.types import Task, UserError

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from bench.families import build, config_of
 from flowtrain.config import Lora
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.run import memory_plan
-from flowtrain.run.memory_plan import activations
+from flowtrain.setup import memory_plan
+from flowtrain.setup.memory_plan import activations
 from flowtrain.training import attention, experts, lm_head, sharding
 from flowtrain.training import model as models
 from flowtrain.training.cost import ForwardCost

@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, GraniteMoeConfig, LlamaConfig, MistralC
 from bench.families import REFUSED, SHAPE, TRAINED, config_of, refusal
 from flowtrain.config import Config
 from flowtrain.engines.factory import ModelSpec
-from flowtrain.run.components import RunComponents
-from flowtrain.run.memory_plan import activations
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.memory_plan import activations
 from flowtrain.training import attention
 from flowtrain.training import model as models
 from flowtrain.training.attention import forest_attention, windows_of

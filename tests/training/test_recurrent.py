@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 
 from bench.families import samples
 from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.run import memory_plan
-from flowtrain.run.memory_plan import activations
+from flowtrain.setup import memory_plan
+from flowtrain.setup.memory_plan import activations
 from flowtrain.toy import new_model
 from flowtrain.training import delta_net, sharding
 from flowtrain.training import model as models

@@ -14,8 +14,8 @@ from flowkernels import LossSpec, TokenLossFn
 from flowtrain.algorithms import filter_samples
 from flowtrain.algorithms.advantages import whitened
 from flowtrain.config import Config
-from flowtrain.run.components import RunComponents
-from flowtrain.run.placement import Placement
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.placement import Placement
 from flowtrain.training import checkpoint, experts
 from flowtrain.training.balance import balance
 from flowtrain.training.checkpoint import Checkpoints

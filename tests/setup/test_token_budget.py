@@ -16,9 +16,9 @@ from test_memory_plan import CONFIGS, build, changed, plan, settings
 
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
-from flowtrain.run import token_budget
-from flowtrain.run.memory_plan import MemoryPlan
-from flowtrain.run.token_budget import largest_budget, with_token_budget
+from flowtrain.setup import token_budget
+from flowtrain.setup.memory_plan import MemoryPlan
+from flowtrain.setup.token_budget import largest_budget, with_token_budget
 from flowtrain.training.world import World
 
 

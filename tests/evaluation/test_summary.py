@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import make
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.evals.paper import PAPER
-from flowtrain.evals.records import Entry
-from flowtrain.evals.summary import Rows, Score, as_json, summarise, table, wilson
+from flowtrain.engines.chat import Usage
+from flowtrain.evaluation.paper import PAPER
+from flowtrain.evaluation.rollout_log import Entry
+from flowtrain.evaluation.summary import Key, Rows, Score, as_json, summarise, table, wilson
 from flowtrain.metrics import aligned
+from flowtrain.metrics.rollouts import count_rollouts
+from flowtrain.types import ToolResult
 
 TOOLS = ("Search", "Python_Coder")
-USAGE = {"prompt_tokens": 1000, "reply_tokens": 50, "cost": 0.25}
+
+
+Entries = list[tuple[Key, Entry]]
 
 
 def record(
@@ -27,38 +33,23 @@ def record(
     seconds: float = 2.0,
     system: tuple[str, int] = ("policy", 3),
     metrics: Mapping[str, float] | None = None,
-) -> Entry:
-    """Two turns; as it is read back from a line of the log."""
-    action = {"justification": "", "context": "", "sub_goal": "1", "tool_name": "Search"}
-    turns = [
-        {"action": action, "is_error": False, "num_prompt_tokens": 10, "response_ids": [1, 2]},
-        {"action": None, "is_error": True, "num_prompt_tokens": 20, "response_ids": [1, 2, 3, 4]},
-    ]
-    return Entry.of(
-        {
-            "planner": system[0],
-            "max_turns": system[1],
-            "metrics": metrics or {},
-            "benchmark": benchmark,
-            "pid": str(pid),
-            "trial": trial,
-            "step": trial,
-            "reward": reward,
-            "error": error,
-            "scored_by": "math",
-            "truncated": "",
-            "seconds": seconds,
-            "turns": turns,
-            "usage": USAGE,
-        }
+) -> tuple[Key, Entry]:
+    """A rollout of two turns."""
+    turns = (
+        make.turn(make.call(2, 10), "Search"),
+        make.turn(make.call(4, 20), result=ToolResult("", "malformed")),
     )
+    counts = count_rollouts([make.rollout(*turns, reward=1.0)], TOOLS)
+    usage = Usage(1000, 50, 0.25)
+    entry = Entry(str(pid), error, reward, "math", seconds, usage, counts, metrics or {})
+    return Key(*system, benchmark, str(pid), trial), entry
 
 
-def one_system(entries: list[Entry], *benchmarks: str) -> Rows:
-    return summarise(entries, [("policy", 3)], benchmarks or ("aime24",), TOOLS)
+def one_system(entries: Entries, *benchmarks: str) -> Rows:
+    return summarise(dict(entries), [("policy", 3)], benchmarks or ("aime24",), TOOLS)
 
 
-def score_of(entries: list[Entry]) -> Score:
+def score_of(entries: Entries) -> Score:
     ((score,),) = one_system(entries).values()
     return score
 
@@ -184,7 +175,7 @@ def sweep() -> Rows:
         for trial, right in enumerate(by_trial, 1)
         for metrics in ([{"em": right, "f1": 0.5 + right / 2}] if name == "nq" else [{}])
     ]
-    return summarise(entries, [("gpt", 3), ("gpt", 10)], ("nq", "aime24"), TOOLS)
+    return summarise(dict(entries), [("gpt", 3), ("gpt", 10)], ("nq", "aime24"), TOOLS)
 
 
 def test_the_average_s_spread_is_that_of_the_trials_averages() -> None:

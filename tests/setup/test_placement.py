@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowtrain.config import Config
-from flowtrain.run.placement import Placement
+from flowtrain.setup.placement import Placement
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 

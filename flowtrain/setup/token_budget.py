@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flowtrain.config import Config
-from flowtrain.run.components import RunComponents
-from flowtrain.run.placement import Placement
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.placement import Placement
 from flowtrain.training.devices import memory_per_rank
 
 _FEWEST, _MOST = 1024, 65536

@@ -15,7 +15,7 @@ from ranks import fork, launch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from flowtrain.config import Config
-from flowtrain.run.memory_plan import plan_memory
+from flowtrain.setup.memory_plan import plan_memory
 from flowtrain.training import attention, sharding
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.sharding import ShardSpec, named_tensors, shard, skeleton

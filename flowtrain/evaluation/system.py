@@ -12,12 +12,10 @@ from flowtrain.agents.agentflow.build import make_flow
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
 from flowtrain.config import OWN, Config
-from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.engines.chat_engines import POLICY, make_chat_engines
-from flowtrain.evaluation.evaluator import make_agent
 from flowtrain.rewards import Judge
-from flowtrain.run.components import RunComponents, make_judge
-from flowtrain.run.learner import publish_start
+from flowtrain.setup.components import RunComponents, make_judge
+from flowtrain.setup.learner import publish_start
 from flowtrain.tasks.sets import task_set
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World
@@ -98,10 +96,7 @@ def _with_policy(
         cleanup.callback(engine.close)
     publish_start(components, store)
     engines[trained].load(0)
-    agents = {
-        limit: make_agent(components, engines, EvalSettings(limit, temperature))
-        for limit in max_turns
-    }
+    agents = {limit: components.make_agent(engines, limit, temperature) for limit in max_turns}
     for agent in agents.values():
         cleanup.callback(agent.close)
     tokenizer = components.policies["planner"].tokenizer

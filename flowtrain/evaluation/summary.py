@@ -9,16 +9,30 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from flowtrain.evals.records import Entry
-from flowtrain.metrics.rollouts import RolloutStats
+from flowtrain.evaluation.rollout_log import Entry
+from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
+from flowtrain.metrics.sums import Tally
 
 CONFIDENCE = 0.95
+_SHORT = ("em", "f1")
 _HEADING = (
     *("planner", "budget", "benchmark", "questions", "mean %", "spread", "95% interval"),
     *("failed", "EM", "F1", "turns"),
 )
+
+
+class Key(NamedTuple):
+    """The name of a rollout within an evaluation; its line has these fields."""
+
+    planner: str
+    max_turns: int
+    benchmark: str
+    pid: str
+    """Place in the benchmark's file, from 0; for files of the user's own the row's id."""
+    trial: int
+    """From 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,8 @@ class Mean:
         if not trials:
             return None
         by_trial = [statistics.fmean(trials[trial]) for trial in sorted(trials)]
-        return cls(statistics.fmean(by_trial), tuple(by_trial), _spread(by_trial))
+        spread = statistics.stdev(by_trial) if len(by_trial) > 1 else None
+        return cls(statistics.fmean(by_trial), tuple(by_trial), spread)
 
     @classmethod
     def of_all(cls, means: Sequence[Mean | None]) -> Mean | None:
@@ -91,19 +106,22 @@ class Score:
         cls,
         system: tuple[str, int],
         benchmark: str,
-        entries: Sequence[Entry],
+        entries: Mapping[Key, Entry],
         tool_names: Sequence[str],
     ) -> Score:
-        scored = [entry for entry in entries if not entry.error]
-        num_questions = len({entry.key.pid for entry in scored})
-        accuracy = Mean.of((entry.key.trial, entry.outcome.reward or 0.0) for entry in scored)
+        scored = {key: entry for key, entry in entries.items() if not entry.error}
+        num_questions = len({key.pid for key in scored})
+        accuracy = Mean.of((key.trial, entry.reward or 0.0) for key, entry in scored.items())
         low, high = wilson(accuracy.mean, num_questions) if accuracy else (None, None)
         em, f1 = (
-            Mean.of((e.key.trial, e.metrics[name]) for e in scored if name in e.metrics)
-            for name in ("em", "f1")
+            Mean.of((key.trial, e.metrics[n]) for key, e in scored.items() if n in e.metrics)
+            for n in _SHORT
         )
-        stats = RolloutStats.of_outcomes((entry.outcome for entry in scored), tool_names)
-        frozen = [entry.usage.prompt_tokens + entry.usage.reply_tokens for entry in scored]
+        tally = Tally()
+        for counts in (count_rollouts((), tool_names), *(e.counts for e in scored.values())):
+            tally.add(counts)
+        usages = [entry.usage for entry in scored.values()]
+        num = max(len(scored), 1)
         return cls(
             *system,
             benchmark,
@@ -114,11 +132,11 @@ class Score:
             high,
             em,
             f1,
-            seconds_mean=statistics.fmean(e.seconds for e in scored) if scored else 0.0,
-            frozen_tokens_mean=statistics.fmean(frozen) if scored else 0.0,
-            cost=math.fsum(entry.usage.cost for entry in entries),
-            scored_by=dict(Counter(entry.scored_by for entry in scored)),
-            stats=stats,
+            seconds_mean=sum(entry.seconds for entry in scored.values()) / num,
+            frozen_tokens_mean=sum(u.prompt_tokens + u.reply_tokens for u in usages) / num,
+            cost=math.fsum(entry.usage.cost for entry in entries.values()),
+            scored_by=dict(Counter(entry.scored_by for entry in scored.values())),
+            stats=RolloutStats.of_counts(tally.sums, tool_names),
         )
 
 
@@ -127,38 +145,33 @@ Rows = Mapping[tuple[str, int], Sequence[Score]]
 
 
 def summarise(
-    entries: Iterable[Entry],
+    entries: Mapping[Key, Entry],
     systems: Sequence[tuple[str, int]],
     benchmarks: Sequence[str],
     tool_names: Sequence[str],
 ) -> Rows:
     """Sum the entries up by planner and budget of turns (`systems`), and by benchmark."""
-    found: dict[tuple[str, int, str], list[Entry]] = defaultdict(list)
-    for entry in entries:
-        found[entry.key.planner, entry.key.max_turns, entry.key.benchmark].append(entry)
+    found: dict[tuple[str, int, str], dict[Key, Entry]] = defaultdict(dict)
+    for key, entry in entries.items():
+        found[key.planner, key.max_turns, key.benchmark][key] = entry
     return {
         system: [Score.of(system, name, found[*system, name], tool_names) for name in benchmarks]
         for system in systems
     }
 
 
-def wilson(share: float, num_questions: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson(share: float, num_questions: int) -> tuple[float, float]:
     """Compute Wilson's score interval of a mean of `num_questions` numbers from 0 to 1.
 
     It says how far the accuracy may be from that over all questions of the kind. The questions are
     the sample, however many trials each had: several trials, or partial credit, make the mean more
     exact than the interval says, never less.
     """
-    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     shrink = 1 + z * z / num_questions
     centre = (share + z * z / (2 * num_questions)) / shrink
-    half = (
-        z
-        / shrink
-        * math.sqrt(
-            share * (1 - share) / num_questions + z * z / (4 * num_questions * num_questions)
-        )
-    )
+    variance = share * (1 - share) / num_questions + (z / (2 * num_questions)) ** 2
+    half = z / shrink * math.sqrt(variance)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
@@ -186,30 +199,20 @@ def table(rows: Rows, references: Mapping[str, Mapping[str, float]]) -> list[lis
     for (planner, limit), scores in rows.items():
         system = [planner, f"{limit} turn{'' if limit == 1 else 's'}"]
         for score in scores:
+            cells = [
+                *(score.benchmark, str(score.num_questions), *_with_spread(score.accuracy)),
+                f"{_percent(score.low)} to {_percent(score.high)}",
+                *(str(score.num_failed), _mean(score.em), _mean(score.f1)),
+                f"{score.stats.turns_mean:.2f}",
+            ]
             others = [_percent(named.get(score.benchmark)) for named in references.values()]
-            lines.append([*system, *_cells(score), *others])
+            lines.append([*system, *cells, *others])
         if len(scores) > 1:
-            average = [*_with_spread(_average(scores)), "", ""]
-            em, f1 = (
-                _mean(Mean.of_all([getattr(score, name) for score in scores]))
-                for name in ("em", "f1")
-            )
+            em, f1 = (Mean.of_all([getattr(score, name) for score in scores]) for name in _SHORT)
+            cells = ["average", "", *_with_spread(_average(scores)), "", ""]
             others = [_percent(_mean_of(named, scores)) for named in references.values()]
-            lines.append([*system, "average", "", *average, em, f1, "", *others])
+            lines.append([*system, *cells, _mean(em), _mean(f1), "", *others])
     return lines
-
-
-def _cells(score: Score) -> list[str]:
-    return [
-        score.benchmark,
-        str(score.num_questions),
-        *_with_spread(score.accuracy),
-        f"{_percent(score.low)} to {_percent(score.high)}",
-        str(score.num_failed),
-        _mean(score.em),
-        _mean(score.f1),
-        f"{score.stats.turns_mean:.2f}",
-    ]
 
 
 def _average(scores: Sequence[Score]) -> Mean | None:
@@ -220,10 +223,6 @@ def _mean_of(named: Mapping[str, float], scores: Sequence[Score]) -> float | Non
     """Average a reference's accuracies; None unless it has all of the benchmarks."""
     known = [named[score.benchmark] for score in scores if score.benchmark in named]
     return statistics.fmean(known) if len(known) == len(scores) else None
-
-
-def _spread(by_trial: Sequence[float]) -> float | None:
-    return statistics.stdev(by_trial) if len(by_trial) > 1 else None
 
 
 def _with_spread(mean: Mean | None) -> list[str]:

@@ -1,5 +1,5 @@
-"""`python -m flowtrain.evals` as a person runs it, against a real server on loopback that plays the
-frozen planner and generator.
+"""`python -m flowtrain.evaluation` as a person runs it, against a real server on loopback that
+plays the frozen planner and generator.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_an_evaluation_leaves_its_records_and_numbers(
     lookups: list[Task],
     tmp_path: Path,
 ) -> None:
-    code, lines, out = server.run("evals", *words, "--out", tmp_path / "run", "--paper")
+    code, lines, out = server.run("evaluation", *words, "--out", tmp_path / "run", "--paper")
     assert code == 0, lines
     records = read(tmp_path / "run" / "trajectories.jsonl")
     keys = [(record["benchmark"], record["pid"], record["trial"]) for record in records]
@@ -184,10 +184,11 @@ def test_an_evaluation_leaves_its_records_and_numbers(
 def test_the_config_that_is_left_gives_the_same_records(
     server: Server, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert server.run("evals", *words, "--out", tmp_path / "one")[0] == 0
+    assert server.run("evaluation", *words, "--out", tmp_path / "one")[0] == 0
     flags = words[: words.index("--engines.gpt.model")]
     code, lines, _ = server.run(
-        "evals", "--config", tmp_path / "one" / "config.toml", *flags, "--out", tmp_path / "two"
+        *("evaluation", "--config", tmp_path / "one" / "config.toml", *flags),
+        *("--out", tmp_path / "two"),
     )
     assert code == 0, lines
     assert without_clock(tmp_path / "one") == without_clock(tmp_path / "two")
@@ -211,12 +212,12 @@ def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
     """By SIGTERM; test_sweeps.py kills one."""
     log = tmp_path / "run" / "trajectories.jsonl"
     gate.open_for = 21
-    process = server.start("evals", *words, "--out", tmp_path / "run")
+    process = server.start("evaluation", *words, "--out", tmp_path / "run")
     process.wait_for(lambda: gate.num_held == 4)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 130
     assert re.search(
-        r"stopped; go on with: python -m flowtrain.evals --benchmarks .* --resume",
+        r"stopped; go on with: python -m flowtrain.evaluation --benchmarks .* --resume",
         process.err.read_text(),
     )
     finished = read(log)
@@ -226,14 +227,14 @@ def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
     num_asked = len(endpoint.asked)
     gate.open_for = float("inf")
 
-    code, lines, out = server.run("evals", *words, "--out", tmp_path / "run", "--resume")
+    code, lines, out = server.run("evaluation", *words, "--out", tmp_path / "run", "--resume")
     assert code == 0, lines
     records = read(log)
     assert records[: len(finished)] == finished and len(records) == NUM_ROLLOUTS == len(
         without_clock(tmp_path / "run")
     )
     assert len(endpoint.asked) - num_asked == 2 * (NUM_ROLLOUTS - len(finished))
-    code, _, whole = server.run("evals", *words, "--out", tmp_path / "whole")
+    code, _, whole = server.run("evaluation", *words, "--out", tmp_path / "whole")
     assert code == 0 and without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), (
         "the same as without the interruption"
     )
@@ -249,7 +250,7 @@ def test_failed_rollouts_stand_apart_and_are_asked_again(
     tmp_path: Path,
 ) -> None:
     script.refused = {lookups[0].question}
-    code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run")
+    code, lines, _ = server.run("evaluation", *words, "--out", tmp_path / "run")
     assert code == 0
     assert any(
         "2 rollouts failed" in line and "HTTP 400" in line and "--resume" in line for line in lines
@@ -263,7 +264,7 @@ def test_failed_rollouts_stand_apart_and_are_asked_again(
     ] * 2
 
     script.refused, num_asked = set(), len(endpoint.asked)
-    code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run", "--resume")
+    code, lines, _ = server.run("evaluation", *words, "--out", tmp_path / "run", "--resume")
     assert (code, lines) == (0, []) and len(endpoint.asked) - num_asked == 2 * 2
     summary = scores(tmp_path / "run")
     expected = (0, NUM_ROWS)
@@ -279,7 +280,7 @@ def test_another_evaluation_is_not_gone_on_with(
     own, log = tmp_path / "data", tmp_path / "run" / "trajectories.jsonl"
     shutil.copytree(data, own)
     words = (*words, "--data", str(own), "--rows", "1", "--out", str(tmp_path / "run"))
-    assert server.run("evals", *words)[0] == 0
+    assert server.run("evaluation", *words)[0] == 0
     before = log.read_bytes()
     engine = ("--engines.gpt.temperature", "0.5")
     for more, said in (
@@ -294,7 +295,7 @@ def test_another_evaluation_is_not_gone_on_with(
             rows = json.loads((own / "hotpotqa.json").read_text())
             rows[0]["query"] += " Really?"
             (own / "hotpotqa.json").write_text(json.dumps(rows))
-        code, lines, _ = server.run("evals", *words, *more)
+        code, lines, _ = server.run("evaluation", *words, *more)
         assert code == 2 and len(lines) == 1 and said in lines[0], lines
         assert log.read_bytes() == before
 
@@ -325,27 +326,27 @@ def test_another_evaluation_is_not_gone_on_with(
 def test_mistakes_are_named_in_one_line(
     server: Server, words: tuple[str, ...], tmp_path: Path, more: tuple[str, ...], said: str
 ) -> None:
-    code, lines, _ = server.run("evals", *words, "--out", tmp_path / "run", *more)
+    code, lines, _ = server.run("evaluation", *words, "--out", tmp_path / "run", *more)
     assert code == 2 and len(lines) == 1 and said in lines[0], lines
     assert not (tmp_path / "run").exists()
 
 
 def test_without_a_folder_it_says_where_to_name_one(server: Server, tmp_path: Path) -> None:
-    code, lines, _ = server.run("evals", "--benchmarks", "gaia")
+    code, lines, _ = server.run("evaluation", "--benchmarks", "gaia")
     assert code == 2 and "needs tasks.benchmarks, the folder with gaia.json" in lines[0]
 
 
 def test_a_folder_in_use_is_refused(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
     with Lock.of_folder(tmp_path / "out", "end it"):
-        code, lines, _ = server.run("evals", *words, "--out", tmp_path / "out")
+        code, lines, _ = server.run("evaluation", *words, "--out", tmp_path / "out")
     assert code == 2 and len(lines) == 1
-    assert lines[0].startswith(f"flowtrain.evals: {tmp_path / 'out'} is in use by ")
+    assert lines[0].startswith(f"flowtrain.evaluation: {tmp_path / 'out'} is in use by ")
     assert f"process {os.getpid()}, since" in lines[0] and lines[0].endswith("another --out")
 
 
 def test_it_is_one_process(server: Server, words: tuple[str, ...], tmp_path: Path) -> None:
     code, lines, _ = server.run(
-        "evals",
+        "evaluation",
         *words,
         "--out",
         tmp_path / "run",
@@ -368,8 +369,8 @@ def test_the_policy_plans_and_two_runs_are_the_same(
     Publisher(left, PublishOptions(torch.float32), World(0, 1, torch.device("cpu"))).publish(
         {"x": torch.ones(4)}, 0
     )
-    assert server.run("evals", *words, "--out", tmp_path / "one")[0] == 0
-    code, lines, _ = server.run("evals", *words, "--out", tmp_path / "two")
+    assert server.run("evaluation", *words, "--out", tmp_path / "one")[0] == 0
+    code, lines, _ = server.run("evaluation", *words, "--out", tmp_path / "two")
     assert code == 0, lines
     assert without_clock(tmp_path / "one") == without_clock(tmp_path / "two")
     records = read(tmp_path / "two" / "trajectories.jsonl")
@@ -387,5 +388,5 @@ def test_the_policy_plans_and_two_runs_are_the_same(
     assert re.fullmatch("[0-9a-f]{32}", written["evaluation"]["weights"])
     written["evaluation"]["weights"] = "0" * 32
     path.write_text(json.dumps(written))
-    code, lines, _ = server.run("evals", *words, "--out", tmp_path / "two", "--resume")
+    code, lines, _ = server.run("evaluation", *words, "--out", tmp_path / "two", "--resume")
     assert code == 2 and len(lines) == 1 and "weights was" in lines[0]

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
-from flowtrain.run import memory_plan
-from flowtrain.run.learner import make_trainer
-from flowtrain.run.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
+from flowtrain.setup import memory_plan
+from flowtrain.setup.learner import make_trainer
+from flowtrain.setup.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
 from flowtrain.training import attention, sharding
 from flowtrain.training.forest import Forest
 from flowtrain.training.fused_layers import fuse_layers, fused_text

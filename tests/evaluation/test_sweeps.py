@@ -114,7 +114,7 @@ def without_clock(path: Path) -> dict[tuple[Any, ...], Any]:
 def test_a_sweep_has_a_row_for_each_planner_and_budget(
     server: Server, words: tuple[str, ...], endpoint: ChatServer, tmp_path: Path
 ) -> None:
-    code, lines, out = server.run("evals", *words, "--out", tmp_path / "run")
+    code, lines, out = server.run("evaluation", *words, "--out", tmp_path / "run")
     assert (code, lines) == (0, [])
     assert len(endpoint.asked) == NUM_REQUESTS
     found = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -147,7 +147,7 @@ def test_a_sweep_has_a_row_for_each_planner_and_budget(
     assert {len(each) for each in seeds.values()} == {1}, "all planners and budgets share them"
     assert len(set().union(*seeds.values())) == len(seeds)
 
-    code, lines, again = server.run("evals", *words, "--out", tmp_path / "run", "--resume")
+    code, lines, again = server.run("evaluation", *words, "--out", tmp_path / "run", "--resume")
     assert (code, lines, again) == (0, [], out) and len(endpoint.asked) == NUM_REQUESTS
 
 
@@ -156,7 +156,7 @@ def test_a_sweep_that_was_killed_asks_nothing_twice(
 ) -> None:
     """While the second planner is asked."""
     gate.open_for = NUM_REQUESTS - 30
-    process = server.start("evals", *words, "--out", tmp_path / "run")
+    process = server.start("evaluation", *words, "--out", tmp_path / "run")
     process.wait_for(lambda: gate.num_held == 4)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -166,13 +166,13 @@ def test_a_sweep_that_was_killed_asks_nothing_twice(
     before = len(endpoint.asked)
     gate.open_for = float("inf")
 
-    code, lines, out = server.run("evals", *words, "--out", tmp_path / "run", "--resume")
+    code, lines, out = server.run("evaluation", *words, "--out", tmp_path / "run", "--resume")
     assert (code, lines) == (0, [])
     records = read(tmp_path / "run" / "trajectories.jsonl")
     assert records[: len(finished)] == finished and len(records) == NUM_ROLLOUTS
     left = records[len(finished) :]
     assert len(endpoint.asked) - before == sum(len(record["turns"]) + 1 for record in left)
-    code, _, whole = server.run("evals", *words, "--out", tmp_path / "whole")
+    code, _, whole = server.run("evaluation", *words, "--out", tmp_path / "whole")
     assert code == 0 and without_clock(tmp_path / "run") == without_clock(tmp_path / "whole")
     assert out.splitlines()[:14] == whole.splitlines()[:14]
 
@@ -181,13 +181,13 @@ def test_what_is_refused(
     server: Server, words: tuple[str, ...], endpoint: ChatServer, tmp_path: Path
 ) -> None:
     words = (*words, "--rows", "1", "--trials", "1")
-    assert server.run("evals", *words, "--out", tmp_path / "one")[0] == 0
+    assert server.run("evaluation", *words, "--out", tmp_path / "one")[0] == 0
     num_asked = len(endpoint.asked)
     for more, said in (
         (("--paper",), "--paper: AgentFlow's paper has none of nq, mine; it has bamboogle"),
         (("--resume", "--turns", "1,2"), "max_turns was [1, 3], is [1, 2]"),
         (("--resume", "--planner", "lost,steady"), 'planners was ["steady", "lost"], is ["lost"'),
     ):
-        code, lines, _ = server.run("evals", *words, "--out", tmp_path / "one", *more)
+        code, lines, _ = server.run("evaluation", *words, "--out", tmp_path / "one", *more)
         assert code == 2 and len(lines) == 1 and said in lines[0], lines
     assert len(endpoint.asked) == num_asked

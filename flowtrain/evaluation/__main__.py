@@ -1,4 +1,4 @@
-"""Evaluate planners on public benchmarks:  python -m flowtrain.evals --config C --benchmarks
+"""Evaluate planners on public benchmarks:  python -m flowtrain.evaluation --config C --benchmarks
 gameof24,bamboogle --trials 3 --turns 3,5,7,10
 
 `docs/evals.md` says what the numbers mean.
@@ -15,7 +15,7 @@ from pathlib import Path
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, run_command
 from flowtrain.engines.chat_engines import POLICY
-from flowtrain.evals.run import Request, evaluate_benchmarks
+from flowtrain.evaluation.benchmarks import Request, evaluate_benchmarks
 from flowtrain.tasks.benchmarks import BENCHMARKS
 from flowtrain.types import UserError
 from flowtrain.utils.commands import end_on_signals
@@ -43,15 +43,12 @@ def main() -> int:
         try:
             return evaluate_benchmarks(config, _request(arguments, config))
         except KeyboardInterrupt:
-            words = [word for word in sys.argv[1:] if word != "--resume"]
-            print(
-                f"\nstopped; go on with: python -m flowtrain.evals {shlex.join(words)} --resume",
-                file=sys.stderr,
-            )
+            words = shlex.join([*(word for word in sys.argv[1:] if word != "--resume"), "--resume"])
+            print(f"\nstopped; go on with: python -m flowtrain.evaluation {words}", file=sys.stderr)
             return INTERRUPTED
 
     return run_command(
-        "flowtrain.evals",
+        "flowtrain.evaluation",
         body,
         [*(["--config", arguments.config] if arguments.config else []), *_words(arguments), *rest],
     )
@@ -59,7 +56,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m flowtrain.evals",
+        prog="python -m flowtrain.evaluation",
         description="Ask planners the questions of public benchmarks.",
         epilog="Every --section.key of a training run goes too (python -m flowtrain.train --help "
         "all): --model.path runs/x/model, ...",

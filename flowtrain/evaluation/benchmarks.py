@@ -13,12 +13,11 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
-from flowtrain.evals.ask import ask, questions
-from flowtrain.evals.paper import PAPER
-from flowtrain.evals.records import Entry, RecordLog
-from flowtrain.evals.summary import as_json, summarise, table
-from flowtrain.evals.system import System, check_planner, open_system
-from flowtrain.evaluation.evaluator import load_benchmarks
+from flowtrain.evaluation.metrics import load_benchmarks, short_metrics
+from flowtrain.evaluation.paper import PAPER
+from flowtrain.evaluation.rollout_log import Question, RolloutLog, ask
+from flowtrain.evaluation.summary import Key, as_json, summarise, table
+from flowtrain.evaluation.system import System, check_planner, open_system
 from flowtrain.metrics import (
     ProgressLine,
     RunDir,
@@ -26,12 +25,15 @@ from flowtrain.metrics import (
     atomic_write_text,
     manifest,
     markdown,
+    trajectory_record,
     write_summary,
 )
-from flowtrain.metrics.pins import check_same, flat
+from flowtrain.metrics.pins import check_same, pinned
+from flowtrain.metrics.rollouts import count_rollouts
 from flowtrain.metrics.run_dir import is_used
 from flowtrain.tasks.benchmarks import AGENTFLOW, parse_benchmarks
-from flowtrain.types import Task, UserError
+from flowtrain.types import Task, Trajectory, UserError
+from flowtrain.utils.seeds import derive_seed
 
 _DECIDING = (
     *("model", "tiny", "tasks", "agent", "roles", "engines", "policies", "plugins", "rollout"),
@@ -63,13 +65,66 @@ class Request:
         return [(planner, limit) for planner in self.planners for limit in self.max_turns]
 
 
+class EvaluationLog(RolloutLog[Key]):
+    """trajectories.jsonl of an evaluation, where a trial stands for a step.
+
+    Example: {"step": 1, "planner": "policy", "max_turns": 10, "benchmark": "nq", "pid": "3",
+    "trial": 1, "task_id": ..., "question": ..., "turns": [...], "reward": 1.0, "metrics": {"em":
+    1.0, "f1": 1.0}}
+    """
+
+    def __init__(self, folder: Path, tool_names: Sequence[str]) -> None:
+        super().__init__(folder)
+        self._tool_names = tool_names
+
+    def key(self, record: Mapping[str, Any]) -> Key:
+        return Key(*(record[name] for name in Key._fields))
+
+    def fields(self, question: Question[Key], trajectory: Trajectory) -> dict[str, Any]:
+        record = trajectory_record(trajectory, question.index)
+        for turn, written in zip(trajectory.turns, record["turns"], strict=True):
+            if text := turn.calls["planner"].prompt_text:  # of a frozen planner, which has no ids
+                written["prompt_text"] = text
+        head = {"step": question.key.trial, "version": 0, **question.key._asdict()}
+        metrics = {} if trajectory.error else short_metrics(trajectory)
+        counts = count_rollouts([trajectory], self._tool_names)
+        return {**head, **record, "metrics": metrics, "counts": counts}
+
+
+def questions(
+    planner: str, system: System, benchmarks: Mapping[str, Sequence[Task]], trials: int, seed: int
+) -> list[Question[Key]]:
+    """List all questions of the first trial, with each budget of turns, then of the second, so
+    that an interrupted run has whole trials.
+    """
+    every = [(name, task) for name, tasks in benchmarks.items() for task in tasks]
+    keys = [
+        (index, task, Key(planner, limit, name, task.id.removeprefix(f"{name}-"), trial))
+        for trial in range(1, trials + 1)
+        for limit in system.agents
+        for index, (name, task) in enumerate(every)
+    ]
+    # From names alone: a rollout is the same whatever else is asked, before or beside it. All
+    # planners and budgets of turns share a question's seed, so that chance tells them apart less.
+    return [
+        Question(
+            key,
+            index,
+            system.agents[key.max_turns],
+            task,
+            derive_seed(seed, "evals", key.benchmark, key.pid, key.trial),
+        )
+        for index, task, key in keys
+    ]
+
+
 def evaluate_benchmarks(config: Config, request: Request) -> int:
     """Run an evaluation from start to end and return the exit code. An interrupt passes through;
     all rollouts that have ended are on disk.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("an evaluation is one process: start it without torchrun")
-    tasks = load_benchmarks(config)
+    tasks, trials = load_benchmarks(config), config.eval.trials
     if request.paper and not set(tasks) & set(AGENTFLOW):
         raise UserError(
             f"--paper: AgentFlow's paper has none of {', '.join(tasks)}; it has "
@@ -78,20 +133,23 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     for planner in request.planners:  # none is asked before all are known to be there
         check_planner(config, planner)
     pins = _pins(config, request, tasks)
-    total = sum(map(len, tasks.values())) * config.eval.trials * len(request.systems)
+    total = sum(map(len, tasks.values())) * trials * len(request.systems)
     with RunDir.lock(request.out, "--out"):
         _check_begun(config, request, pins)
         scratch = request.out.with_name(f".{request.out.name}.weights")
         for planner in request.planners:
             with open_system(config, request.max_turns, planner, scratch) as system:
                 _begin(config, request.out, pins, system)
-                log = RecordLog(request.out)
-                every = questions(planner, request.max_turns, tasks, config.eval.trials)
-                todo = [question for question in every if question.key not in log.done]
-                progress = ProgressLine(total, len(log.done), enabled=True, unit="rollout")
-                in_flight = config.rollout.max_in_flight
-                ask(system, todo, log, config.run.seed, in_flight, progress)
-        _report(request, list(tasks), list(log.entries.values()), config.agent.tools)
+                log = EvaluationLog(request.out, config.agent.tools)
+                every = questions(planner, system, tasks, trials, config.run.seed)
+                ask(
+                    [question for question in every if not log.is_done(question.key)],
+                    log,
+                    max_in_flight=config.rollout.max_in_flight,
+                    progress=ProgressLine(total, log.num_done, enabled=True, unit="rollout"),
+                    judge=system.judge,
+                )
+        _report(request, list(tasks), log, config.agent.tools)
     return 0
 
 
@@ -110,14 +168,8 @@ def _pins(config: Config, request: Request, tasks: Mapping[str, Sequence[Task]])
         "planners": list(request.planners),
         "max_turns": list(request.max_turns),
         "benchmarks": files,
-        "config": _config_pins(config),
+        "config": pinned(config, _DECIDING, _NOT_DECIDING),
     }
-
-
-def _config_pins(config: Config) -> dict[str, Any]:
-    """Return the options that decide an evaluation's outcome, as JSON, by dotted key."""
-    values = config.model_dump(mode="json", include=set(_DECIDING))
-    return {key: value for key, value in flat(values).items() if key not in _NOT_DECIDING}
 
 
 def _check_begun(config: Config, request: Request, pins: Mapping[str, Any]) -> None:
@@ -162,15 +214,15 @@ def _begin(config: Config, out: Path, pins: Mapping[str, Any], system: System) -
 
 
 def _report(
-    request: Request, names: Sequence[str], entries: Sequence[Entry], tool_names: Sequence[str]
+    request: Request, names: Sequence[str], log: EvaluationLog, tool_names: Sequence[str]
 ) -> None:
     """Print the table, and write it and all numbers."""
-    rows = summarise(entries, request.systems, names, tool_names)
+    rows = summarise(log.entries, request.systems, names, tool_names)
     lines = table(rows, PAPER if request.paper else {})
     write_summary(request.out / "summary.json", as_json(rows))
     atomic_write_text(request.out / "summary.md", markdown(lines))
     print(aligned(lines))
-    if failed := [entry.error for entry in entries if entry.error]:
+    if failed := log.failures:
         print(
             f"{len(failed)} rollouts failed and have no part in the accuracy ({failed[0]}); "
             "--resume asks them again",

@@ -35,9 +35,9 @@ from flowtrain.engines.token_chat import pass_to_template
 from flowtrain.metrics import RunDir, manifest
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions
 from flowtrain.rewards.references import check_tasks
-from flowtrain.run.memory_plan import MemoryPlan, plan_memory
-from flowtrain.run.placement import Placement
-from flowtrain.run.trained_policy import load_trained_policy
+from flowtrain.setup.memory_plan import MemoryPlan, plan_memory
+from flowtrain.setup.placement import Placement
+from flowtrain.setup.trained_policy import load_trained_policy
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools

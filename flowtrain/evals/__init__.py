@@ -1,1 +1,0 @@
-"""Benchmarks: the flow, or a rival, asked every question of a data set."""

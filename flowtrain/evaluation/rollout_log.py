@@ -1,0 +1,182 @@
+"""Rollouts that are asked for once: each is scored and written down as it ends, so that nothing is
+asked twice, not even after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from flowtrain.agents.base import Agent
+from flowtrain.agents.collect import roll_out
+from flowtrain.config import Reward
+from flowtrain.engines.chat import Usage, metered
+from flowtrain.metrics import ProgressLine
+from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.rewards import Judge, RewardFunctions, score_one
+from flowtrain.types import Task, Trajectory
+from flowtrain.utils.loops import run_to_end
+
+FILE = "trajectories.jsonl"
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[Key]):
+    """One rollout to be made."""
+
+    key: Key
+    """Its name in the log."""
+    index: int
+    """`group_index` of its line."""
+    agent: Agent
+    task: Task
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The part of a line that stays in memory."""
+
+    task_id: str
+    error: str
+    """Why the rollout failed; "" when it did not. One that failed may be asked for again."""
+    reward: float | None
+    """None when it failed."""
+    scored_by: str
+    seconds: float
+    usage: Usage
+    """Tokens and cost of all models but the policy."""
+    counts: Mapping[str, float]
+    """Of `count_rollouts`, where the log has them."""
+    metrics: Mapping[str, float]
+    """EM and F1 of a short answer, where the log has them; {} for other answers."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Entry:
+        return cls(
+            record["task_id"],
+            record["error"],
+            record["reward"],
+            record["scored_by"],
+            record["seconds"],
+            Usage(**record["usage"]),
+            record.get("counts", {}),
+            record.get("metrics", {}),
+        )
+
+
+class RolloutLog(ABC, Generic[Key]):
+    """trajectories.jsonl: the lines of a training run's log, for people and the viewer, with the
+    usage of each rollout and what `fields` adds.
+    """
+
+    def __init__(self, folder: Path, *, resumes: bool = True) -> None:
+        """Read what an earlier process has left, if one did; nothing is written."""
+        self.path = Path(folder) / FILE
+        self.entries: dict[Key, Entry] = {}
+        """The last of every rollout."""
+        self.usage = Usage()
+        """Of all rollouts that ended, failed ones and those that were asked for again included."""
+        self.num_done = 0
+        """Rollouts that did not fail."""
+        self._reward = 0.0
+        self._lock = threading.Lock()
+        for record in read_lines(self.path) if resumes and self.path.exists() else ():
+            self._note(record)
+
+    @abstractmethod
+    def key(self, record: Mapping[str, Any]) -> Key:
+        """Return the key of a line."""
+
+    @abstractmethod
+    def fields(self, question: Question[Key], trajectory: Trajectory) -> dict[str, Any]:
+        """Return what a line says of a rollout; "step" must be among it."""
+
+    def is_done(self, key: Key) -> bool:
+        """Whether there is a rollout that did not fail."""
+        return key in self.entries and not self.entries[key].error
+
+    def repair(self) -> None:
+        """Drop a line that a killed process has left unfinished, before anything is added."""
+        cut_lines(self.path, sys.maxsize)
+
+    def append(self, question: Question[Key], trajectory: Trajectory, usage: Usage) -> None:
+        """Append a rollout, from any thread; it is on disk when the call returns."""
+        record = {**self.fields(question, trajectory), "usage": asdict(usage)}
+        with self._lock:
+            append_lines(self.path, [record])
+            self._note(record)
+
+    @property
+    def failures(self) -> list[str]:
+        """Return why the failed rollouts failed."""
+        return [entry.error for entry in self.entries.values() if entry.error]
+
+    def state(self) -> str:
+        """Format the mean reward so far, and what other models cost."""
+        parts = [f"reward {self._reward / max(self.num_done, 1):.3f}"]
+        if num_failed := len(self.entries) - self.num_done:
+            parts.append(f"{num_failed} failed")
+        return ", ".join([*parts, cost_text(self.usage)])
+
+    def _note(self, record: Mapping[str, Any]) -> None:
+        key, entry = self.key(record), Entry.of(record)
+        self.usage.prompt_tokens += entry.usage.prompt_tokens
+        self.usage.reply_tokens += entry.usage.reply_tokens
+        self.usage.cost += entry.usage.cost
+        for each, number in ((self.entries.get(key), -1), (entry, 1)):
+            if each is not None and not each.error:
+                self.num_done += number
+                self._reward += number * (each.reward or 0.0)
+        self.entries[key] = entry
+
+
+def cost_text(usage: Usage) -> str:
+    """Format what some requests cost."""
+    tokens = f"{usage.prompt_tokens:,} + {usage.reply_tokens:,} tokens"
+    return f"{tokens}, cost {usage.cost:.4f}"
+
+
+def ask(
+    questions: Sequence[Question[Key]],
+    log: RolloutLog[Key],
+    *,
+    max_in_flight: int,
+    progress: ProgressLine,
+    judge: Judge | None = None,
+    functions: RewardFunctions | None = None,
+    bounds: Reward | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Roll out and score the questions; an interrupt leaves every rollout that has ended in the
+    log. Once `is_over` says so, no rollout begins any more.
+
+    Raises UserError when an engine refuses all requests.
+    """
+    log.repair()
+    free = asyncio.Semaphore(max_in_flight)
+
+    async def rollout(question: Question[Key]) -> None:
+        async with free:
+            if is_over():
+                return
+            with metered() as usage:
+                trajectory = await roll_out(question.agent, question.task, question.seed)
+                if not trajectory.error:
+                    trajectory = await score_one(trajectory, judge, functions, bounds)
+        await asyncio.to_thread(log.append, question, trajectory, usage)  # which waits for the disk
+        progress.show(log.num_done, log.state())
+
+    async def every_rollout() -> None:
+        async with asyncio.TaskGroup() as running:
+            for question in questions:
+                running.create_task(rollout(question))
+
+    run_to_end(every_rollout())

@@ -1,0 +1,1 @@
+"""The parts that runs, nodes, evaluations and replays are made of."""
