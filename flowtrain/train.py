@@ -168,9 +168,9 @@ def _roll_out(run: Run, step: int, number: int, num_questions: int, timer: StepT
 
 def next_batch(run: Run, step: int, timer: StepTimer) -> Rollouts | None:
     """Take what nodes have rolled out and scored; None when the run is asked to end before."""
-    assert run.batch_source is not None, "without dataflow.url a run samples by itself"
+    assert run.pool is not None, "without dataflow.url a run samples by itself"
     with timer("collect"):
-        rollouts = run.batch_source.next_batch(step)
+        rollouts = run.pool.source.next_batch(step)
     if rollouts is None or not run.config.algorithm.shuffle_rewards:
         return rollouts
     seed = derive_seed(run.config.run.seed, "shuffle", step)

@@ -73,7 +73,7 @@ class PoolEvaluations:
         self, source: BatchSource, config: Config, world: World, note: Callable[[str], None]
     ) -> None:
         """`note` shows a line to the person who watches."""
-        self._source, self._world, self._note = source, world, note
+        self.source, self._world, self._note = source, world, note
         self._policy, self._policies = config.train.policy, config.policy_names
         self._pending: deque[_Asked] = deque()
         self._end: _Asked | None = None
@@ -194,7 +194,7 @@ class PoolEvaluations:
         if self._world.max([not answer.done()])[0]:
             self._note(f"waiting: {asked.text()}")
         moved = (lambda: asked.moved) if self._world.is_main else time.monotonic
-        found = self._source.settle(answer, asked.text, moved)
+        found = self.source.settle(answer, asked.text, moved)
         if found is None:
             raise KeyboardInterrupt
         return found
@@ -217,7 +217,7 @@ class PoolEvaluations:
             if asked.is_known:
                 return False
             if self._world.is_main:
-                self._source.dataflow.evaluate(
+                self.source.dataflow.evaluate(
                     Evaluate(
                         self._policy,
                         asked.step,
@@ -263,7 +263,7 @@ class PoolEvaluations:
         return EvaluationRequest(self._policy, asked.step, name, ranks.rank, ranks.size)
 
     def _state(self, request: EvaluationRequest) -> EvaluationState:
-        return self._source.dataflow.evaluation(request)
+        return self.source.dataflow.evaluation(request)
 
 
 def _rollouts(part: Part, result: EvalResult) -> tuple[Trajectory, ...]:

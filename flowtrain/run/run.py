@@ -24,7 +24,7 @@ from flowtrain.evaluation.nodes import PoolEvaluations
 from flowtrain.metrics import RunDir, atomic_write_text
 from flowtrain.metrics.learning_signal import LearningSignal
 from flowtrain.metrics.profiler import profiled
-from flowtrain.pool.batch_source import BatchSource, open_batch_source
+from flowtrain.pool.batch_source import open_batch_source
 from flowtrain.rewards import Judge
 from flowtrain.run.banner import train_banner
 from flowtrain.run.run_logger import RunLogger
@@ -64,13 +64,11 @@ class Run:
     meter: Meter
     """Counts the tokens that the agent samples."""
     judge: Judge | None
-    batch_source: BatchSource | None
-    """The source of rollouts with `dataflow.url`; None where this run makes them."""
     cursor: TaskCursor | MixedCursor
     signal: LearningSignal
     evaluator: Evaluator
     pool: PoolEvaluations | None
-    """What nodes are asked with `dataflow.url`; None where this run asks by itself."""
+    """The nodes that make and evaluate rollouts with `dataflow.url`; None where this run does."""
     logger: RunLogger
     run_dir: RunDir
     memory_plan: MemoryPlan
@@ -131,7 +129,7 @@ class Run:
             prepared,
             trained,
             config=self.config,
-            sampled=self.meter.take(policy) if self.batch_source is None else None,
+            sampled=self.meter.take(policy) if self.pool is None else None,
             spent={**self.components.chats.metrics(), **judge},
             peak_bytes=self.logger.peak_bytes(),
             world=self.placement.world,
@@ -144,18 +142,18 @@ class Run:
         the step's `tokens`.
         """
         metrics = self.learner.publish(version)
-        if self.batch_source is not None and self.pool is not None:
+        if self.pool is not None:
             checkpoints = self.learner.checkpoints
             oldest = self.start_step if checkpoints is None else checkpoints.oldest_step
             evaluated = self.pool.saved.get(oldest, -1)
-            self.batch_source.report_progress(
+            self.pool.source.report_progress(
                 version, oldest, evaluated=evaluated, tokens=tokens.fates
             )
         return metrics
 
     def load(self, version: int) -> dict[str, float]:
         """Have the engine, if there is one, sample with `version` from now on; its metrics."""
-        if self.batch_source is not None:
+        if self.pool is not None:
             return {}
         return load(self.engines[self.config.train.policy], version, self.placement)
 
@@ -179,9 +177,9 @@ class Run:
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint of `step`, beside what comes next."""
         state: dict[str, int | str] = {"cursor": self.cursor.position, "version": step}
-        if self.batch_source is not None:
-            state["dataflow"] = self.batch_source.run
         pool, evaluated = self.pool, self.logger.evaluated
+        if pool is not None:
+            state["dataflow"] = pool.source.run
         self.learner.save(
             step, state, lambda: pool.on_checkpoint(step, evaluated) if pool else None
         )
@@ -200,19 +198,19 @@ class Run:
         """Save, evaluate the trained policy as the warm one was, and write the report."""
         last_step = self.config.train.num_steps
         self.end(last_step)
-        if self.batch_source is not None and self.pool is not None:
+        if self.pool is not None:
             if self.config.eval.at_ends:
                 self.pool.ask_at_end(last_step, self.evaluator.parts_of_ends())
             self.pool.wait_until_asked()  # or nodes would hear that there is nothing left to do
-            self.batch_source.report_progress(last_step, last_step, is_done=True)
+            self.pool.source.report_progress(last_step, last_step, is_done=True)
             self._log_evaluations(self.pool.wait())
         trained: dict[str, Any] = {}
         if self.config.eval.at_ends:
             trained, trajectories = self._compare(last_step)
             self.logger.log_trained(trajectories)
         tokens = None
-        if self.batch_source is not None and self.placement.world.is_main:
-            tokens = self.batch_source.token_account()
+        if self.pool is not None and self.placement.world.is_main:
+            tokens = self.pool.source.token_account()
         self.logger.report(
             self.memory_plan, warm, trained, signal=self.signal.summary(), tokens=tokens
         )
@@ -313,13 +311,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     if world.is_main:  # now that nothing can be refused any more
         print(train_banner(components, placement, state["step"]), memory_plan.text(), sep="\n")
     components.show_sources()
-    logger = RunLogger(
-        components,
-        placement,
-        run_dir,
-        memory=memory,
-        start_step=state["step"],
-    )
+    logger = RunLogger(components, placement, run_dir, memory=memory, start_step=state["step"])
     cleanup.callback(logger.close)
     evaluator = Evaluator(
         components=components,
@@ -328,9 +320,9 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         samplers=placement.samplers,
         benchmarks=benchmarks,
     )
-    batch_source = pool = None
+    pool = None
     if config.dataflow.url:
-        batch_source = open_batch_source(
+        source = open_batch_source(
             config,
             world,
             components.registration(state["step"]),
@@ -338,8 +330,8 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
             interrupt=interrupt,
             note=logger.progress.note,
         )
-        cleanup.callback(batch_source.close)
-        pool = PoolEvaluations(batch_source, config, world, logger.progress.note)
+        cleanup.callback(source.close)
+        pool = PoolEvaluations(source, config, world, logger.progress.note)
         cleanup.callback(pool.close)
         pool.resume(evaluator, logger.evaluated, state["step"])
     return Run(
@@ -353,7 +345,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         meter=meter,
         judge=judge,
         learner=learner,
-        batch_source=batch_source,
         cursor=components.tasks.cursor(config.run.seed, state["cursor"]),
         signal=LearningSignal(config, world.is_main),
         evaluator=evaluator,
