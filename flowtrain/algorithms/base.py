@@ -8,9 +8,10 @@ new algorithm is a subclass that says where it differs: `algorithm.name = "mine.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, cast
 
 from pydantic import ValidationError
 
@@ -104,6 +105,12 @@ class Algorithm:
         self.config = config.model_copy(update={"algorithm": filled})
         """The config of the run, as it is stored and as every part of the run reads it."""
         self.check()
+
+    def with_config(self, config: Config) -> Self:
+        """Return the algorithm under another config of the run, with its own options as here."""
+        made = copy.copy(self)
+        made.config = config
+        return made
 
     @property
     def average(self) -> Average:

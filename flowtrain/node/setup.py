@@ -89,7 +89,7 @@ def make_sampler(
         }
         world = World.join(config.run.device)
         cleanup.callback(world.leave)
-        components = RunComponents.for_node(config, world)
+        components = RunComponents.prepare(config, world, with_weights=False, with_tasks=False)
         cleanup.callback(components.close)
         layouts: dict[str, str] = {
             name: policy.layout(getattr(torch, config.model.dtype), config.lora)

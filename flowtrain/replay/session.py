@@ -15,7 +15,7 @@ import torch
 from flowtrain.replay.batch_digests import difference, left_out, missing
 from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.weights import Difference, compare, differing, recorded_weights, unknown
-from flowtrain.setup.components import RunComponents
+from flowtrain.setup.components import LearnerComponents
 from flowtrain.setup.learner import Learner
 from flowtrain.setup.placement import Placement
 from flowtrain.training import checkpoint
@@ -269,7 +269,7 @@ def _open(recorded: Recorded, steps: range) -> Iterator[tuple[Learner, list[str]
     start = _start(recorded, steps.start)
     world = World.join(config.run.device)
     try:
-        components = RunComponents.for_replay(config, world)
+        components = LearnerComponents.load(config, world)
         placement, notes = _placement(recorded, components, steps)
         store = WeightStore(recorded.run / "weights")
         learner = Learner.make(components, placement, store, recorded.run / "checkpoints")
@@ -298,7 +298,7 @@ def _start(recorded: Recorded, first: int) -> Path | None:
 
 
 def _placement(
-    recorded: Recorded, components: RunComponents, steps: range
+    recorded: Recorded, components: LearnerComponents, steps: range
 ) -> tuple[Placement, list[str]]:
     """Place the ranks as the run did where there are as many; say why bits cannot be expected."""
     world, notes = components.world, []

@@ -23,7 +23,7 @@ from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.engines.token_chat import ChatTokenizer, pass_to_template
 from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
-from flowtrain.setup.components import RunComponents
+from flowtrain.setup.components import LearnerComponents
 from flowtrain.tasks.rows import Row, read_rows
 from flowtrain.types import Call, Completion, FinishReason, UserError
 from flowtrain.utils.waiting import waiting
@@ -32,7 +32,7 @@ from flowtrain.weights.ranks import together
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
-def imitate_file(components: RunComponents, interrupt: Interrupt) -> int:
+def imitate_file(components: LearnerComponents, interrupt: Interrupt) -> int:
     """Imitate the replies of `rft.conversations`, without an agent, tools or rewards."""
     config, world = components.config, components.world
     started = time.monotonic()

@@ -15,7 +15,7 @@ from flowkernels import LossSpec
 from flowtrain.algorithms import filter_samples
 from flowtrain.config.command import INTERRUPTED, Interrupt
 from flowtrain.metrics import MetricsLog, Progress, RunDir
-from flowtrain.setup.components import RunComponents
+from flowtrain.setup.components import LearnerComponents
 from flowtrain.setup.learner import make_trainer
 from flowtrain.training.balance import balance
 from flowtrain.training.cost import ForwardCost
@@ -45,7 +45,7 @@ def sample_of(call: Call, prompt_weight: float) -> Sample:
     return Sample(prompt, response, logprobs, (1.0,) * len(response), weights)
 
 
-def trainable(components: RunComponents, samples: Sequence[Sample]) -> TrainBatch:
+def trainable(components: LearnerComponents, samples: Sequence[Sample]) -> TrainBatch:
     """Leave out, and count, what cannot be trained or is longer than `rft.max_tokens`."""
     shape = components.model.config
     most = components.config.rft.max_tokens or math.inf
@@ -59,7 +59,7 @@ def trainable(components: RunComponents, samples: Sequence[Sample]) -> TrainBatc
 
 
 def fit(
-    components: RunComponents,
+    components: LearnerComponents,
     batch: TrainBatch,
     counts: dict[str, Any],
     run_dir: RunDir,
@@ -76,7 +76,7 @@ def fit(
 
 
 def _imitate(
-    components: RunComponents,
+    components: LearnerComponents,
     samples: Sequence[Sample],
     num_steps: int,
     run_dir: RunDir,
@@ -126,7 +126,7 @@ def batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[l
         queue = queue[batch_size:]
 
 
-def _export(components: RunComponents, path: Path, facts: dict[str, Any]) -> None:
+def _export(components: LearnerComponents, path: Path, facts: dict[str, Any]) -> None:
     """Write the model for `from_pretrained`, and what it was made from; collective."""
     weights = full_weights(components.model)
     if not components.world.is_main:

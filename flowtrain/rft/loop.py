@@ -37,7 +37,7 @@ from flowtrain.rft.demonstrations import DemonstrationLog, open_log
 from flowtrain.rft.experts import asked_policies, demonstrate, draw_tasks, make_expert
 from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
 from flowtrain.run.banner import rft_banner
-from flowtrain.setup.components import RunComponents, lock_run_dir
+from flowtrain.setup.components import LearnerComponents, RunComponents, lock_run_dir
 from flowtrain.setup.learner import publish_start
 from flowtrain.setup.placement import Placement
 from flowtrain.setup.token_budget import with_token_budget
@@ -70,7 +70,7 @@ def rft(config: Config) -> int:
             )
         if config.rft.conversations:
             interrupt = cleanup.enter_context(Interrupt())
-            components = RunComponents.for_replay(config, world)
+            components = LearnerComponents.load(config, world)
             return imitate_file(with_token_budget(components, placement), interrupt)
         log = None if config.rft.expert in EXPERTS else open_log(config)
         missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)

@@ -105,7 +105,7 @@ def _prompt_lengths(components: RunComponents) -> str:
     if config.agent.name not in _OURS or config.agent.environment:
         return "first prompts: those of the rollouts below, because others' code makes them"
     roles = config.roles.model_copy(update={"analyst": "none"})
-    components = replace(components, config=config.model_copy(update={"roles": roles}))
+    components = components.with_config(config.model_copy(update={"roles": roles}))
     tasks = components.tasks.train[:NUM_PROMPTS]
     agent = components.make_agent(
         {name: _Measure(1 << 40) for name in components.policies}, config.agent.max_turns

@@ -7,11 +7,11 @@ wrong with the input is found out here, before the run folder is made.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -37,109 +37,37 @@ from flowtrain.rewards import Judge, JudgeCache, RewardFunctions
 from flowtrain.rewards.references import check_tasks
 from flowtrain.setup.memory_plan import MemoryPlan, plan_memory
 from flowtrain.setup.placement import Placement
-from flowtrain.setup.trained_policy import load_trained_policy
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.sandbox import confine_checkers
+from flowtrain.toy.policy import new_policy
 from flowtrain.training.devices import keep_freed_memory, threads_per_rank
+from flowtrain.training.lora import add_adapter
+from flowtrain.training.model import load_model
 from flowtrain.training.world import World
 from flowtrain.types import PolicyName, UserError
+from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import Source
 from flowtrain.weights.ranks import together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunComponents:
-    """The parts of a run; close them when done."""
+class LearnerComponents:
+    """The parts of the half of a run that learns."""
 
-    config: Config
-    """With what it leaves to the algorithm filled in."""
     world: World
     algorithm: Algorithm
-    tasks: TaskSet
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
     """The policy that is trained, not sharded yet: on the main rank fp32 master weights on the CPU
     or, with [lora], frozen ones in model.dtype and an adapter in fp32; on others the meta device.
     """
-    agent_kind: AgentKind
-    policies: Mapping[PolicyName, ModelSpec] = field(default_factory=dict)
-    """All policies of the flow."""
-    chats: ChatEngines = field(default_factory=lambda: ChatEngines({}, {}))
-    """The models behind the roles of the flow, the tools and the judge."""
-    tools: dict[str, Tool] = field(default_factory=dict)
-    """By name; `agent.tools` may name a file, or all tools of an MCP server."""
-    reward_functions: RewardFunctions | None = None
 
     @classmethod
-    def prepare(
-        cls,
-        config: Config,
-        world: World,
-        *,
-        fictional: bool = False,
-        scripted: bool = False,
-        with_weights: bool = True,
-        teacher: str = "",
-    ) -> RunComponents:
-        """Load and check everything; write nothing.
-
-        Args:
-            fictional: the questions are about made-up entities.
-            scripted: no policy is asked anything. Policies that are not trained then need no model;
-                their scripts write in the tokens of the one that is.
-            with_weights: the policy is trained or asked; else its shape and tokenizer will do.
-            teacher: the name in [engines] of a model that demonstrates; "": there is none.
-        """
-        algorithm = _begin(config, world)
-        config = algorithm.config
-        functions = RewardFunctions.load(config.reward)
-        with waiting("reading the questions", world.is_main):
-            tasks = task_set(config, fictional)
-        has_judge = config.roles.judge != "none"
-        together(
-            world,
-            lambda: check_tasks(tasks, functions, has_judge) if world.is_main else None,
-            other_failed=UserError,
-        )
-        with waiting(f"loading {config.model.path}", world.is_main):
-            tokenizer, model = load_trained_policy(config, tasks, with_weights and world.is_main)
-        trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
-        policies = {
-            name: trained
-            if scripted or name == config.train.policy
-            else ModelSpec.load(*config.path_of(name))
-            for name in config.policy_names
-        }
-        others = {TEACHER: teacher} if teacher else {}
-        parts = (algorithm, world, tasks, tokenizer, model, policies, functions, others)
-        return cls._around(*parts)
-
-    @classmethod
-    def for_node(cls, config: Config, world: World) -> RunComponents:
-        """Build the components of a rollout node, which gets tasks and weights over the network.
-
-        Tasks are loaded only for model.path = "tiny", whose tokenizer is trained on them.
-        """
-        if config.model.path == "tiny":
-            components = cls.prepare(config, world)
-            components.model.to("meta")
-            return components
-        algorithm = _begin(config, world)
-        config = algorithm.config
-        functions = RewardFunctions.load(config.reward)
-        policies = {name: ModelSpec.load(*config.path_of(name)) for name in config.policy_names}
-        trained = policies[config.train.policy]
-        model = trained.without_weights()  # and without an adapter, which engines have
-        tasks = without_tasks(config)
-        return cls._around(algorithm, world, tasks, trained.tokenizer, model, policies, functions)
-
-    @classmethod
-    def for_replay(cls, config: Config, world: World) -> RunComponents:
-        """Build what training from stored rollouts takes: the algorithm and the policy. Nothing is
-        asked or scored.
+    def load(cls, config: Config, world: World) -> LearnerComponents:
+        """Load what training from stored rollouts takes; nothing can be asked or scored.
 
         Tasks are loaded only for model.path = "tiny", whose tokenizer is trained on them.
         """
@@ -147,83 +75,32 @@ class RunComponents:
         config = algorithm.config
         tasks = task_set(config) if config.model.path == "tiny" else TaskSet((), {}, ())
         tokenizer, model = load_trained_policy(config, tasks, with_weights=world.is_main)
-        return cls(
-            config=config,
-            world=world,
-            algorithm=algorithm,
-            tasks=tasks,
-            tokenizer=tokenizer,
-            model=model,
-            agent_kind=load_kind(config),
-        )
+        return cls(world=world, algorithm=algorithm, tokenizer=tokenizer, model=model)
 
-    @classmethod
-    def _around(
-        cls,
-        algorithm: Algorithm,
-        world: World,
-        tasks: TaskSet,
-        tokenizer: PreTrainedTokenizerFast,
-        model: PreTrainedModel,
-        policies: Mapping[PolicyName, ModelSpec],
-        functions: RewardFunctions | None,
-        others: Mapping[str, str] | None = None,
-    ) -> RunComponents:
-        """Build what stands around the policies; `others` as for `make_chat_engines`."""
-        config = algorithm.config
-        confine_checkers(config.agent)
-        agent_kind = load_kind(config)
-        algorithm.check_agent(agent_kind)
-        for name, policy in policies.items():
-            check_room(config, name, policy.max_positions)
-            pass_to_template(policy.tokenizer, config.model.chat_template_kwargs)
-        with ExitStack() as cleanup:  # frees what has started when a later part cannot
-            planner_tokenizer = policies["planner"].tokenizer
-            chats = make_chat_engines(config, planner_tokenizer, world.device, others)
-            cleanup.callback(chats.close)
-            tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
-            for tool in tools.values():
-                cleanup.callback(tool.close)
-            if tasks.train:  # a node is given its tasks one by one
-                algorithm.check_inputs(tasks, tools)
-            agent_kind.check(config, planner_tokenizer)
-            cleanup.pop_all()
-        return cls(
-            config=config,
-            world=world,
-            algorithm=algorithm,
-            tasks=tasks,
-            tokenizer=tokenizer,
-            model=model,
-            policies=policies,
-            chats=chats,
-            tools=tools,
-            agent_kind=agent_kind,
-            reward_functions=functions,
-        )
+    @property
+    def config(self) -> Config:
+        """The run's, with what it leaves to the algorithm filled in."""
+        return self.algorithm.config
 
-    def show_sources(self) -> None:
-        """Print how the files of questions are read, a line each, on the main rank."""
-        if self.world.is_main:
-            for source in self.tasks.sources:
-                print(source.text())
+    def with_config(self, config: Config) -> Self:
+        """Return the same parts under another config."""
+        return replace(self, algorithm=self.algorithm.with_config(config))
+
+    @property
+    def sampled_sizes(self) -> Sequence[int]:
+        """Numbers of parameters of the models that engines of this run hold."""
+        return ()
 
     def plan_memory(self, placement: Placement) -> MemoryPlan:
         """Predict the memory of a step of a rank that trains."""
-        config, device = self.config, placement.world.device
+        device = placement.world.device
         is_gpu = device.type == "cuda"
-        gpu_bytes = torch.cuda.get_device_properties(device).total_memory if is_gpu else 0
-        sampled = []
-        if config.samples_here:
-            shared = shared_policies(self.config, self.policies)[1:]  # the first has the weights
-            alone = [policy for name, policy in self.policies.items() if name not in shared]
-            sampled = [policy.num_parameters() for policy in alone]
         return plan_memory(
-            config,
+            self.config,
             self.model,
-            sampled,
+            self.sampled_sizes,
             num_ranks=placement.trainers.size,
-            gpu_bytes=gpu_bytes,
+            gpu_bytes=torch.cuda.get_device_properties(device).total_memory if is_gpu else 0,
             has_reference=self.algorithm.needs_reference,
         )
 
@@ -243,6 +120,111 @@ class RunComponents:
 
         together(self.world, create, other_failed=UserError)
         return RunDir.open(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComponents(LearnerComponents):
+    """The parts of a run that samples too, of a node or of an evaluation; close them when done."""
+
+    tasks: TaskSet
+    policies: Mapping[PolicyName, ModelSpec]
+    """All policies of the flow."""
+    chats: ChatEngines
+    """The models behind the roles of the flow, the tools and the judge."""
+    tools: dict[str, Tool]
+    """By name; `agent.tools` may name a file, or all tools of an MCP server."""
+    agent_kind: AgentKind
+    reward_functions: RewardFunctions | None
+
+    @classmethod
+    def prepare(
+        cls,
+        config: Config,
+        world: World,
+        *,
+        fictional: bool = False,
+        scripted: bool = False,
+        with_weights: bool = True,
+        with_tasks: bool = True,
+        teacher: str = "",
+    ) -> RunComponents:
+        """Load and check everything; write nothing.
+
+        Args:
+            fictional: the questions are about made-up entities.
+            scripted: no policy is asked anything. Policies that are not trained then need no model;
+                their scripts write in the tokens of the one that is.
+            with_weights: the policy is trained or asked; else its shape and tokenizer will do.
+            with_tasks: else tasks come one by one, as to a node; they are loaded for
+                model.path = "tiny" alone, whose tokenizer is trained on them.
+            teacher: the name in [engines] of a model that demonstrates; "": there is none.
+        """
+        algorithm = _begin(config, world)
+        config = algorithm.config
+        functions = RewardFunctions.load(config.reward)
+        with waiting("reading the questions", world.is_main):
+            is_given = with_tasks or config.model.path == "tiny"
+            tasks = task_set(config, fictional) if is_given else without_tasks(config)
+        has_judge = config.roles.judge != "none"
+        together(
+            world,
+            lambda: check_tasks(tasks, functions, has_judge) if world.is_main else None,
+            other_failed=UserError,
+        )
+        with waiting(f"loading {config.model.path}", world.is_main):
+            tokenizer, model = load_trained_policy(config, tasks, with_weights and world.is_main)
+        if not with_weights:
+            model.to("meta")  # a "tiny" one has some all the same
+        trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
+        policies = {
+            name: trained
+            if scripted or name == config.train.policy
+            else ModelSpec.load(*config.path_of(name))
+            for name in config.policy_names
+        }
+        confine_checkers(config.agent)
+        agent_kind = load_kind(config)
+        algorithm.check_agent(agent_kind)
+        for name, policy in policies.items():
+            check_room(config, name, policy.max_positions)
+            pass_to_template(policy.tokenizer, config.model.chat_template_kwargs)
+        with ExitStack() as cleanup:  # frees what has started when a later part cannot
+            planner_tokenizer = policies["planner"].tokenizer
+            others = {TEACHER: teacher} if teacher else {}
+            chats = make_chat_engines(config, planner_tokenizer, world.device, others)
+            cleanup.callback(chats.close)
+            tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
+            for tool in tools.values():
+                cleanup.callback(tool.close)
+            if tasks.train:
+                algorithm.check_inputs(tasks, tools)
+            agent_kind.check(config, planner_tokenizer)
+            cleanup.pop_all()
+        return cls(
+            world=world,
+            algorithm=algorithm,
+            tokenizer=tokenizer,
+            model=model,
+            tasks=tasks,
+            policies=policies,
+            chats=chats,
+            tools=tools,
+            agent_kind=agent_kind,
+            reward_functions=functions,
+        )
+
+    def show_sources(self) -> None:
+        """Print how the files of questions are read, a line each, on the main rank."""
+        if self.world.is_main:
+            for source in self.tasks.sources:
+                print(source.text())
+
+    @property
+    def sampled_sizes(self) -> Sequence[int]:
+        if not self.config.samples_here:
+            return ()
+        shared = shared_policies(self.config, self.policies)[1:]  # the first has the weights
+        return [spec.num_parameters() for name, spec in self.policies.items() if name not in shared]
 
     def registration(self, step: int) -> Register:
         """Describe the trained policy to the dataflow, for a run that goes on at `step`."""
@@ -361,6 +343,27 @@ def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     if engine is None:
         return None
     return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
+
+
+def load_trained_policy(
+    config: Config, tasks: TaskSet, with_weights: bool
+) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Load the tokenizer and the model that `[model]` names, or make new ones; with the adapter of
+    `[lora]`, if it asks for one. Without weights, the model is on the meta device, and what it
+    computes in the end is the same.
+    """
+    path = config.model.path
+    if path == "tiny":
+        tokenizer, model = new_policy(config, tasks)
+    else:
+        spec = ModelSpec.load("model.path", path)
+        tokenizer = spec.tokenizer
+        dtype = getattr(torch, config.model.dtype) if config.lora.rank else torch.float32
+        model = load_model(path, dtype) if with_weights else spec.without_weights()
+    if config.lora.rank:
+        torch.manual_seed(derive_seed(config.run.seed, "new adapter"))
+        add_adapter(model, config.lora, path)
+    return tokenizer, model
 
 
 def _begin(config: Config, world: World) -> Algorithm:

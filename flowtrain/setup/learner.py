@@ -14,7 +14,7 @@ from flowkernels import LossSpec, TokenLossFn
 from flowtrain.algorithms import filter_samples
 from flowtrain.algorithms.advantages import whitened
 from flowtrain.config import Config
-from flowtrain.setup.components import RunComponents
+from flowtrain.setup.components import LearnerComponents
 from flowtrain.setup.placement import Placement
 from flowtrain.training import checkpoint, experts
 from flowtrain.training.balance import balance
@@ -50,7 +50,7 @@ Rows = Sequence[Sequence[PackedRow]]
 class Learner:
     """The parts that learn. Methods are collective over all ranks."""
 
-    components: RunComponents
+    components: LearnerComponents
     placement: Placement
     store: WeightStore
     trainer: Trainer | None
@@ -60,7 +60,7 @@ class Learner:
 
     @classmethod
     def make(
-        cls, components: RunComponents, placement: Placement, store: WeightStore, folder: Path
+        cls, components: LearnerComponents, placement: Placement, store: WeightStore, folder: Path
     ) -> Learner:
         """Shard the model of `components` over the ranks that train; checkpoints go to `folder`."""
         trainer = publisher = checkpoints = None
@@ -230,7 +230,7 @@ class Learner:
         together(self.placement.world, wait, other_failed=UserError)
 
 
-def optim_spec(components: RunComponents) -> OptimSpec:
+def optim_spec(components: LearnerComponents) -> OptimSpec:
     """Describe the optimizer as `[train]` and the algorithm ask for it."""
     train, algorithm = components.config.train, components.algorithm
     return OptimSpec(
@@ -245,7 +245,7 @@ def optim_spec(components: RunComponents) -> OptimSpec:
 
 
 def make_trainer(
-    components: RunComponents,
+    components: LearnerComponents,
     ranks: World,
     *,
     loss: LossSpec,
@@ -297,7 +297,7 @@ def make_trainer(
     )
 
 
-def make_publisher(components: RunComponents, store: WeightStore, ranks: Ranks) -> Publisher:
+def make_publisher(components: LearnerComponents, store: WeightStore, ranks: Ranks) -> Publisher:
     """Build the publisher of the ranks that train; it casts to the engines' dtype."""
     config = components.config
     dtype = getattr(torch, config.model.dtype)
@@ -308,7 +308,7 @@ def make_publisher(components: RunComponents, store: WeightStore, ranks: Ranks) 
     return Publisher(store, options, ranks)
 
 
-def publish_start(components: RunComponents, store: WeightStore) -> None:
+def publish_start(components: LearnerComponents, store: WeightStore) -> None:
     """Publish the policy as it was loaded, as version 0: the main rank does; collective."""
     world = components.world
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from flowtrain.config import Config
-from flowtrain.setup.components import RunComponents
+from flowtrain.setup.components import LearnerComponents
 from flowtrain.setup.placement import Placement
 from flowtrain.training.devices import memory_per_rank
+
+Components = TypeVar("Components", bound=LearnerComponents)
 
 _FEWEST, _MOST = 1024, 65536
 """Bounds in tokens. 8 rollouts of AgentFlow's 10 turns are 64,460."""
 
 
-def with_token_budget(components: RunComponents, placement: Placement) -> RunComponents:
+def with_token_budget(components: Components, placement: Placement) -> Components:
     """Put the number into the config: that of the run which goes on in its folder, else the most
     that every rank which trains has memory for; collective, and the same on all ranks.
     """
@@ -28,9 +30,7 @@ def with_token_budget(components: RunComponents, placement: Placement) -> RunCom
     elif placement.trainers.is_member:
         own = largest_budget(*(_room(components, placement, end) for end in (_FEWEST, _MOST)))
     of_run, negative = map(int, world.max([known, -own]))
-    config = _with_number(config, of_run or -negative)
-    components.algorithm.config = config
-    return replace(components, config=config)
+    return components.with_config(_with_number(config, of_run or -negative))
 
 
 def largest_budget(few_room: float, most_room: float) -> int:
@@ -42,9 +42,9 @@ def largest_budget(few_room: float, most_room: float) -> int:
     return min(max(num_tokens, _FEWEST), _MOST) // _FEWEST * _FEWEST
 
 
-def _room(components: RunComponents, placement: Placement, budget: int) -> float:
+def _room(components: LearnerComponents, placement: Placement, budget: int) -> float:
     config = _with_number(components.config, budget)
-    plan = replace(components, config=config).plan_memory(placement)
+    plan = components.with_config(config).plan_memory(placement)
     return plan.room(config, memory_per_rank())
 
 

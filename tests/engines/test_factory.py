@@ -110,9 +110,7 @@ def test_a_policy_without_a_store_has_the_weights_at_its_path(
 def test_each_policy_has_its_own_temperature(components: RunComponents) -> None:
     values = components.config.model_dump()
     values["policies"]["verifier"]["temperature"] = 0.5
-    flow = dataclasses.replace(components, config=toy(values)).make_agent(
-        components.make_no_engines(), 3
-    )
+    flow = components.with_config(toy(values)).make_agent(components.make_no_engines(), 3)
     assert (flow.planner.voice.temperature, flow.verifier.voice.temperature) == (1.0, 0.5)  # type: ignore[attr-defined]
     greedy = components.make_agent(components.make_no_engines(), 3, temperature=0.0)
     assert (greedy.planner.voice.temperature, greedy.verifier.voice.temperature) == (0.0, 0.0)  # type: ignore[attr-defined]
@@ -160,7 +158,7 @@ def test_policies_of_one_model_share_a_vllm(
     stores = {"planner": WeightStore(tmp_path / "store")}
     for lora in ({}, {"rank": 4}, {"rank": 4, "alpha": 8, "sync": "adapter"}):
         config = toy({**values, "lora": lora})
-        dataclasses.replace(components, config=config).make_policy_engines(stores)
+        components.with_config(config).make_policy_engines(stores)
     (model,) = shared
     assert len(alone) == 4 and not any(each.adapters for each in alone)
     assert model.adapter_stores == {"planner": str(tmp_path / "store"), "verifier": ""}
@@ -174,7 +172,8 @@ def test_policies_of_one_model_share_a_vllm(
     assert set(args["lora_target_modules"]) >= {"q_proj", "down_proj"}
     other = dict(components.policies)
     other["verifier"] = dataclasses.replace(other["verifier"], path="elsewhere")
-    dataclasses.replace(components, config=config, policies=other).make_policy_engines(stores)
+    alike = dataclasses.replace(components.with_config(config), policies=other)
+    alike.make_policy_engines(stores)
     assert list(shared[1].adapter_stores) == ["planner"] and alone[-1].source == "elsewhere"
 
 

@@ -5,7 +5,6 @@ rank and after every resumption.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,13 @@ import pytest
 import torch
 from test_memory_plan import CONFIGS, build, changed, plan, settings
 
+from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.setup import token_budget
+from flowtrain.setup.components import LearnerComponents
 from flowtrain.setup.memory_plan import MemoryPlan
+from flowtrain.setup.placement import Placement
 from flowtrain.setup.token_budget import largest_budget, with_token_budget
 from flowtrain.training.world import World
 
@@ -56,16 +58,17 @@ class Peers(World):
         return [max(pair) for pair in zip(values, (0, -7168), strict=True)]
 
 
-@dataclass
-class Parts:
+class Parts(LearnerComponents):
     """Components whose plan takes 1 MB a token."""
 
-    config: Config
-    algorithm: Any
-    world: World = World(0, 1, torch.device("cpu"))  # noqa: RUF009
-
-    def plan_memory(self, _: Any) -> MemoryPlan:
+    def plan_memory(self, placement: Placement) -> MemoryPlan:
         return MemoryPlan({"activations": 10**6 * self.config.train.row_budget})
+
+
+def parts(config: Config, world: World = World(0, 1, torch.device("cpu"))) -> Parts:  # noqa: B008
+    nothing: Any = None
+    algorithm = load_algorithm(config)
+    return Parts(world=world, algorithm=algorithm, tokenizer=nothing, model=nothing)
 
 
 def test_a_number_is_found_once_for_all_ranks_and_for_all_of_a_run(
@@ -74,19 +77,20 @@ def test_a_number_is_found_once_for_all_ranks_and_for_all_of_a_run(
     monkeypatch.setattr(token_budget, "memory_per_rank", lambda: 5 * 20_480 * 10**6)
     run = {"dir": str(tmp_path), "resume": "auto"}
     config = settings(train={"token_budget": "auto"}, run=run)
-    alone: Any = Parts(config, SimpleNamespace(config=config))
+    alone = parts(config)
     trains: Any = SimpleNamespace(trainers=SimpleNamespace(is_member=True))
     found: Any = with_token_budget(alone, trains)
     assert found.config.train.token_budget == 20_480
-    assert found.algorithm.config == found.config, "where branches read it"
+    assert found.algorithm.config is found.config, "where branches read it"
+    assert alone.algorithm.config.train.token_budget == "auto"
     assert with_token_budget(found, trains) is found, "a number stays as it is"
-    together = replace(alone, world=Peers(0, 2, torch.device("cpu")))
+    together = parts(config, Peers(0, 2, torch.device("cpu")))
     assert with_token_budget(together, trains).config.train.token_budget == 7168
     samples: Any = SimpleNamespace(trainers=SimpleNamespace(is_member=False))
     assert with_token_budget(alone, samples).config.train.token_budget == 65_536
     (tmp_path / "config.toml").write_text(to_toml(settings(train={"token_budget": 3000})))
     assert with_token_budget(together, trains).config.train.token_budget == 3000
-    anew = replace(alone, config=changed(config, run={**run, "resume": "never"}))
+    anew = parts(changed(config, run={**run, "resume": "never"}))
     assert with_token_budget(anew, trains).config.train.token_budget == 20_480
     with pytest.raises(AssertionError):
         assert config.train.row_budget

@@ -12,7 +12,7 @@ import pytest
 from flowtrain.config import Config
 from flowtrain.config.options import parse, to_toml
 from flowtrain.config.shipped import PLANNER
-from flowtrain.setup.trained_policy import load_trained_policy
+from flowtrain.setup.components import load_trained_policy
 from flowtrain.tasks.sets import task_set
 from flowtrain.training.model import load_tokenizer
 from flowtrain.types import UserError
