@@ -24,6 +24,7 @@ from flowtrain.dataflow.contract import (
     Unavailable,
 )
 from flowtrain.evaluation.evaluator import Evaluator, Found, Part
+from flowtrain.metrics.sums import Tally
 from flowtrain.metrics.tokens import versions
 from flowtrain.pool.batch_source import BatchSource
 from flowtrain.training.world import World
@@ -147,22 +148,16 @@ class PoolEvaluations:
         """Compute the oldest and the newest version of each policy that sampled, and the share of
         the trained policy's tokens that is newer than `step`.
         """
-        metrics: dict[str, float] = {}
+        tally = Tally()
         group = Group(0, tuple(each for answers in found.values() for each in answers))
         for policy in self._policies:
-            spans = list(versions(group, policy))
-            oldest = min((version for version, _ in spans), default=1 << 40)
-            newest = max((version for version, _ in spans), default=-1)
-            newer = sum(num for version, num in spans if version > step)
-            (total, num_newer), (minus_oldest, last) = self._world.reduce(
-                [sum(num for _, num in spans), newer], [-oldest, newest]
-            )
-            if total:
-                metrics[f"eval_version_min/{policy}"] = abs(minus_oldest)
-                metrics[f"eval_version_max/{policy}"] = last
+            for version, num in versions(group, policy):
+                tally.highest(f"eval_version_min/{policy}", -version)
+                tally.highest(f"eval_version_max/{policy}", version)
                 if policy == self._policy:
-                    metrics["eval_newer_share"] = num_newer / total
-        return metrics
+                    tally.mean("eval_newer_share", num * (version > step), num)
+        total = tally.of_all(self._world)
+        return {name: abs(number) for name, number in total.maxima.items()} | total.all_means()
 
     def close(self) -> None:
         """Look at nothing any more; questions that are asked stay so. A second call does nothing.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from flowtrain.types import Trajectory, Turn
+from flowtrain.types import Call, Trajectory, Turn
 
 _COUNTS = (
     *("rollouts", "finished", "reward", "squared_reward"),
@@ -30,23 +29,6 @@ _RATIOS = {
     "out_of_time_share": ("out_of_time", "rollouts"),
 }
 """Name of a mean or share to the two counts that it divides."""
-
-
-class Pass(NamedTuple):
-    """The counts of one turn."""
-
-    tool_names: tuple[str, ...]
-    """The tools that it asked for."""
-    is_malformed: bool
-    """Its request could not be read."""
-    is_error: bool
-    """A tool gave an error."""
-    num_prompt_tokens: int
-    num_response_tokens: int
-    num_known_tokens: int
-    """The prompt begins with so many that an earlier turn has read and sampled, all of it."""
-    has_own_tools: bool = False
-    """Its tools may be those of an environment or a program, which no list names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,31 +126,38 @@ def count_rollouts(
         counts["stragglers"] += rollout.truncated == "straggler"
         calls = [turn.calls["planner"] for turn in rollout.turns]
         known_tokens = _known_tokens([(call.prompt_ids, call.response_ids) for call in calls])
-        for place, each in enumerate(map(_pass, rollout.turns, known_tokens)):
-            begins = not each.num_known_tokens
-            counts["segments"] += begins
-            counts["read"] += each.num_prompt_tokens - each.num_known_tokens
-            counts["reread"] += each.num_prompt_tokens * (begins and place > 0)
-            counts["prompt_tokens"] += each.num_prompt_tokens
-            counts["response_tokens"] += each.num_response_tokens
-            known = [name for name in each.tool_names if name in tool_names]
-            is_unknown = not each.has_own_tools and len(known) < len(each.tool_names)
-            is_malformed = each.is_malformed or is_unknown
-            counts["malformed"] += is_malformed
-            counts["tool_errors"] += each.is_error and (bool(known) or not is_malformed)
-            for name in known:
-                counts[name] += 1
+        for place, (turn, num_known) in enumerate(zip(rollout.turns, known_tokens, strict=True)):
+            _count_tokens(counts, turn.calls["planner"], num_known, is_first=place == 0)
+            _count_tools(counts, turn, tool_names)
     return counts
 
 
-def _pass(turn: Turn, num_known: int) -> Pass:
-    call, is_error = turn.calls["planner"], turn.result.error is not None
-    lengths = len(call.prompt_ids), len(call.response_ids), num_known
+def _count_tokens(counts: dict[str, float], call: Call, num_known: int, is_first: bool) -> None:
+    """Count a turn's tokens; an earlier turn has read and sampled the first `num_known` of its
+    prompt, as all that it has.
+    """
+    num_prompt, begins = len(call.prompt_ids), not num_known
+    counts["segments"] += begins
+    counts["read"] += num_prompt - num_known
+    counts["reread"] += num_prompt * (begins and not is_first)
+    counts["prompt_tokens"] += num_prompt
+    counts["response_tokens"] += len(call.response_ids)
+
+
+def _count_tools(counts: dict[str, float], turn: Turn, tool_names: Sequence[str]) -> None:
+    """Count the tools that a turn asked for."""
+    has_failed = turn.result.error is not None
     if turn.action is not None:
-        return Pass((turn.action.tool_name,), False, is_error, *lengths)
-    names = tuple(used.name for used in turn.tool_calls)
-    has_failed = any(used.result.error is not None for used in turn.tool_calls)
-    return Pass(names, is_error, has_failed, *lengths, has_own_tools=True)
+        known = [turn.action.tool_name] if turn.action.tool_name in tool_names else []
+        is_malformed, is_error = not known, has_failed
+    else:  # its tools may be those of an environment or a program, which no list names
+        known = [used.name for used in turn.tool_calls if used.name in tool_names]
+        is_malformed = has_failed
+        is_error = any(used.result.error is not None for used in turn.tool_calls)
+    counts["malformed"] += is_malformed
+    counts["tool_errors"] += is_error and (bool(known) or not is_malformed)
+    for name in known:
+        counts[name] += 1
 
 
 def _known_tokens(calls: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
