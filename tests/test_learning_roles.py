@@ -66,8 +66,6 @@ def learn(place: Path, num_steps: int, sections: dict[str, dict[str, object]]) -
         components = prepared(place, "run", cleanup, model=model, **sections)
         name, store = components.config.train.policy, WeightStore(place / "weights")
         engines = components.make_policy_engines({name: store})
-        for engine in engines.values():
-            cleanup.callback(engine.close)
         flow = components.make_agent(engines, components.config.agent.max_turns)
         placement = Placement(*[components.world] * 3)
         learner = Learner.make(components, placement, store, Path("checkpoints"))

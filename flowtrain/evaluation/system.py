@@ -54,6 +54,8 @@ def open_system(
         world = World.join(config.run.device)
         cleanup.callback(world.leave)
         if planner == POLICY:
+            shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+            cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
             components = RunComponents.prepare(config, world)
             cleanup.callback(components.close)
             yield _with_policy(components, max_turns, scratch, cleanup)
@@ -88,12 +90,8 @@ def _with_policy(
 ) -> System:
     temperature = components.config.eval.temperature
     trained = components.config.train.policy
-    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
-    cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
     store = WeightStore(scratch)
     engines = components.make_policy_engines({trained: store})
-    for engine in engines.values():
-        cleanup.callback(engine.close)
     publish_start(components, store)
     engines[trained].load(0)
     agents = {limit: components.make_agent(engines, limit, temperature) for limit in max_turns}

@@ -96,8 +96,6 @@ def make_sampler(
             for name, policy in components.policies.items()
         }
         engines = components.make_policy_engines(stores, branches=components.branches)
-        for engine in engines.values():
-            cleanup.callback(engine.close)
         branching = _make_branching(components, engines["planner"], cleanup)
         max_turns = components.config.agent.max_turns
         meter = Meter.of(engines)

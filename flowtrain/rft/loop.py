@@ -137,8 +137,6 @@ def _open(
     policy, asked = config.train.policy, asked_policies(config)
     store = WeightStore(Path(config.run.dir) / "weights")
     engines = components.make_policy_engines({policy: store}, asked)
-    for engine in engines.values():
-        cleanup.callback(engine.close)
     made = components.make_agent(engines, config.agent.max_turns)
     cleanup.callback(made.close)
     agent = make_expert(components, made)

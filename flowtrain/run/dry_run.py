@@ -181,8 +181,6 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
         for name, spec in components.policies.items()
     }
     engines = replace(components, policies=policies).make_policy_engines({})
-    for engine in engines.values():
-        cleanup.callback(engine.close)
     _say(f"rollouts of {config.model.path} with rollout.engine={config.rollout.engine!r}")
     made = components.make_agent(engines, config.agent.max_turns)
     cleanup.callback(made.close)

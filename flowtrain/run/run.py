@@ -291,8 +291,6 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         if placement.samplers.is_member and config.samples_here
         else components.make_no_engines()
     )
-    for engine in engines.values():
-        cleanup.callback(engine.close)
     judge = components.make_judge()
     meter = Meter.of(engines)
     agent = components.make_agent(meter.engines, config.agent.max_turns)

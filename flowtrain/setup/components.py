@@ -124,7 +124,9 @@ class LearnerComponents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComponents(LearnerComponents):
-    """The parts of a run that samples too, of a node or of an evaluation; close them when done."""
+    """The parts of a run that samples too, of a node or of an evaluation; close them, and with them
+    the engines that they have started, when done.
+    """
 
     tasks: TaskSet
     policies: Mapping[PolicyName, ModelSpec]
@@ -135,6 +137,8 @@ class RunComponents(LearnerComponents):
     """By name; `agent.tools` may name a file, or all tools of an MCP server."""
     agent_kind: AgentKind
     reward_functions: RewardFunctions | None
+    cleanup: ExitStack
+    """Closes what was started, the last first."""
 
     @classmethod
     def prepare(
@@ -199,7 +203,7 @@ class RunComponents(LearnerComponents):
             if tasks.train:
                 algorithm.check_inputs(tasks, tools)
             agent_kind.check(config, planner_tokenizer)
-            cleanup.pop_all()
+            started = cleanup.pop_all()
         return cls(
             world=world,
             algorithm=algorithm,
@@ -211,6 +215,7 @@ class RunComponents(LearnerComponents):
             tools=tools,
             agent_kind=agent_kind,
             reward_functions=functions,
+            cleanup=started,
         )
 
     def show_sources(self) -> None:
@@ -258,8 +263,7 @@ class RunComponents(LearnerComponents):
         asked = list(self.policies if names is None else names)
         shared = [name for name in shared_policies(self.config, self.policies) if name in asked]
         records_entropies = branches or self.algorithm.records_entropies
-        said = waiting(f"starting the engine ({self.config.rollout.engine})", self.world.is_main)
-        with said, ExitStack() as cleanup:  # closes what has started when another cannot
+        with waiting(f"starting the engine ({self.config.rollout.engine})", self.world.is_main):
             if shared:
                 engines |= make_adapter_engines(
                     self.config,
@@ -277,8 +281,7 @@ class RunComponents(LearnerComponents):
                         store=stores.get(name),
                         records_entropies=records_entropies,
                     )
-                cleanup.callback(engines[name].close)
-            cleanup.pop_all()
+                self.cleanup.callback(engines[name].close)
         self.chats.bind(engines["planner"])
         return engines
 
@@ -317,9 +320,7 @@ class RunComponents(LearnerComponents):
         return make_judge(self.config, self.chats)
 
     def close(self) -> None:
-        for tool in self.tools.values():
-            tool.close()
-        self.chats.close()
+        self.cleanup.close()
 
 
 def lock_run_dir(config: Config, world: World) -> ExitStack:
