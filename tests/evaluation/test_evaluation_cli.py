@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,42 +202,7 @@ def test_the_config_that_is_left_gives_the_same_records(
     assert (pins["planners"], pins["max_turns"]) == (["gpt"], [3])
 
 
-# ---- cut short and gone on with
-
-
-def test_an_evaluation_that_was_cut_short_asks_nothing_twice(
-    server: Server, words: tuple[str, ...], endpoint: ChatServer, gate: Gate, tmp_path: Path
-) -> None:
-    """By SIGTERM; test_sweeps.py kills one."""
-    log = tmp_path / "run" / "trajectories.jsonl"
-    gate.open_for = 21
-    process = server.start("evaluation", *words, "--out", tmp_path / "run")
-    process.wait_for(lambda: gate.num_held == 4)
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait() == 130
-    assert re.search(
-        r"stopped; go on with: python -m flowtrain.evaluation --benchmarks .* --resume",
-        process.err.read_text(),
-    )
-    finished = read(log)
-    assert 0 < len(finished) < NUM_ROLLOUTS
-    with log.open("a") as file:
-        file.write('{"step": 1, "benchmark": "bamb')  # as a write that the kill has cut
-    num_asked = len(endpoint.asked)
-    gate.open_for = float("inf")
-
-    code, lines, out = server.run("evaluation", *words, "--out", tmp_path / "run", "--resume")
-    assert code == 0, lines
-    records = read(log)
-    assert records[: len(finished)] == finished and len(records) == NUM_ROLLOUTS == len(
-        without_clock(tmp_path / "run")
-    )
-    assert len(endpoint.asked) - num_asked == 2 * (NUM_ROLLOUTS - len(finished))
-    code, _, whole = server.run("evaluation", *words, "--out", tmp_path / "whole")
-    assert code == 0 and without_clock(tmp_path / "run") == without_clock(tmp_path / "whole"), (
-        "the same as without the interruption"
-    )
-    assert out.splitlines()[:5] == whole.splitlines()[:5]
+# ---- gone on with
 
 
 def test_failed_rollouts_stand_apart_and_are_asked_again(

@@ -151,24 +151,31 @@ def test_a_sweep_has_a_row_for_each_planner_and_budget(
     assert (code, lines, again) == (0, [], out) and len(endpoint.asked) == NUM_REQUESTS
 
 
-def test_a_sweep_that_was_killed_asks_nothing_twice(
+def test_a_sweep_that_was_cut_short_asks_nothing_twice(
     server: Server, words: tuple[str, ...], endpoint: ChatServer, gate: Gate, tmp_path: Path
 ) -> None:
-    """While the second planner is asked."""
+    """By SIGTERM, while the second planner is asked; tests/test_rft_teacher.py kills a process with
+    such a log.
+    """
+    log = tmp_path / "run" / "trajectories.jsonl"
     gate.open_for = NUM_REQUESTS - 30
     process = server.start("evaluation", *words, "--out", tmp_path / "run")
     process.wait_for(lambda: gate.num_held == 4)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    finished = read(tmp_path / "run" / "trajectories.jsonl")
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 130
+    said = r"stopped; go on with: python -m flowtrain.evaluation --benchmarks .* --resume"
+    assert re.search(said, process.err.read_text())
+    finished = read(log)
     assert 0 < len(finished) < NUM_ROLLOUTS
     assert {record["planner"] for record in finished} == {"steady", "lost"}
+    with log.open("a") as file:
+        file.write('{"step": 1, "benchmark": "mi')  # as a write that a kill has cut
     before = len(endpoint.asked)
     gate.open_for = float("inf")
 
     code, lines, out = server.run("evaluation", *words, "--out", tmp_path / "run", "--resume")
-    assert (code, lines) == (0, [])
-    records = read(tmp_path / "run" / "trajectories.jsonl")
+    assert code == 0, lines
+    records = read(log)
     assert records[: len(finished)] == finished and len(records) == NUM_ROLLOUTS
     left = records[len(finished) :]
     assert len(endpoint.asked) - before == sum(len(record["turns"]) + 1 for record in left)
