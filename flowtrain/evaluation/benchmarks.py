@@ -78,6 +78,8 @@ class EvaluationLog(RolloutLog[Key]):
         self._tool_names = tool_names
 
     def key(self, record: Mapping[str, Any]) -> Key:
+        if "counts" not in record:
+            raise UserError(f"{self.path} has lines without counts: choose another --out")
         return Key(*(record[name] for name in Key._fields))
 
     def fields(self, question: Question[Key], trajectory: Trajectory) -> dict[str, Any]:

@@ -279,6 +279,17 @@ def test_a_failed_rollout_is_not_done_and_the_last_line_counts(tmp_path: Path) -
         assert each.state() == "reward 1.000, 140 + 10 tokens, cost 1.0000"
 
 
+def test_lines_without_counts_are_refused(tmp_path: Path) -> None:
+    """Else the table would count rollouts without turns."""
+    log = log_of(tmp_path)
+    append(log)
+    record = json.loads(log.path.read_text())
+    del record["counts"]
+    log.path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(UserError, match="lines without counts: choose another --out"):
+        log_of(tmp_path)
+
+
 @pytest.mark.parametrize("num_bytes", [1, 40, -1])
 def test_a_torn_last_line_is_dropped_and_the_next_one_is_whole(
     tmp_path: Path, num_bytes: int
