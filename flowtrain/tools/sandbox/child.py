@@ -360,7 +360,8 @@ def prepare(setup: Setup) -> None:
     # What says where things are on this machine.
     sys.argv[:] = sys.orig_argv[:] = ["main.py"]
     sys.executable = ""
-    builtins.exit = builtins.quit = sys.exit  # which only the module `site` would add
+    # Only the module `site` would add them.
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     # By lines, so that what was printed is there when a limit ends the run.
     sys.stdout.reconfigure(  # type: ignore[union-attr]
         errors="backslashreplace", line_buffering=True
