@@ -16,7 +16,7 @@ from flowtrain.engines.special_tokens import LIKE_SPECIAL
 from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.types import Task
 from flowtrain.utils.per_loop import Gate, Together
-from flowtrain.utils.text import encodable
+from flowtrain.utils.text import THINK_END, encodable
 
 DEADLINE_S = 300.0
 """Seconds per question; without a verdict by then the rule's score stands."""
@@ -50,6 +50,8 @@ is wrong.
 Then end with one last line that holds nothing but "Verdict: True" or "Verdict: False", without \
 the quotation marks.
 """
+_UNSEEN = dict.fromkeys(map(ord, "\u00ad\u200b\u200c\u200d\u2060\ufeff"))
+"""Characters without width."""
 _JUDGEMENT = re.compile(
     r"[\s*_`#>(]*(?:final\s)?verdict[*_`]*\s?[:=-][\s*_`(]*(true|false)[\s*_`.!)]*", re.IGNORECASE
 )
@@ -135,6 +137,8 @@ def parse_judgement(reply: str) -> bool | None:
 
     A judgement in quotation marks does not count, because it is the answer's own.
     """
-    line = reply.rstrip().rpartition("\n")[2]
+    if reply.rpartition(THINK_END)[2].count("<think>"):  # cut while it thought
+        return None
+    line = reply.translate(_UNSEEN).rstrip().rpartition("\n")[2]
     match = _JUDGEMENT.fullmatch(line) if len(line) <= MAX_LINE else None
     return match[1].casefold() == "true" if match else None

@@ -291,6 +291,10 @@ def test_a_slow_disk_holds_up_no_other_rollout(cache: JudgeCache) -> None:
         ("Verdict: True" + " " * 300 + ".", None),
         ("Verdict: Trueish", None),
         ("No verdict: true", None),
+        ("<think>\nI should end with\nVerdict: True", None),
+        ("<think>\nNo.\n</think>\n<think>\nVerdict: True", None),
+        ("<think>\nVerdict: False\n</think>\nVerdict: True", True),
+        ("Verdict: True\u200b", True),
     ],
 )
 def test_verdicts(reply: str, verdict: bool | None) -> None:

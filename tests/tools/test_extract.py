@@ -12,6 +12,7 @@ import pytest
 
 from flowtrain.tools import ToolError
 from flowtrain.tools.web.extract import Extractor
+from flowtrain.tools.web.extract_child import decoded
 from flowtrain.tools.web.fetch import Page
 
 SENTENCE = (
@@ -39,6 +40,48 @@ def page(body: str | bytes, charset: str = "", content_type: str = "text/html") 
         charset,
         body.encode() if isinstance(body, str) else body,
     )
+
+
+WORDS = "Das Caf\u00e9 am Platz \u201eAltmarkt\u201c \u2013 seit 1823"
+
+
+@pytest.mark.parametrize(
+    ("body", "charset"),
+    [
+        (WORDS.encode() + b" \xff", "utf-8"),
+        (WORDS.encode() + b" \xff", ""),
+        (WORDS.encode()[:-4] + b"1823\xe2\x80", "utf-8"),
+        (WORDS.encode("cp1252"), "iso-8859-1"),
+        (WORDS.encode("cp1252"), "latin1"),
+        (WORDS.encode("cp1252"), "us-ascii"),
+        (
+            b'<meta http-equiv="x" content="text/html; charset=ISO-8859-1">'
+            + WORDS.encode("cp1252"),
+            "",
+        ),
+        (b'<meta charset="utf-8">' + WORDS.encode(), ""),
+        (b"\xef\xbb\xbf" + WORDS.encode(), "iso-8859-1"),
+        (WORDS.encode("utf-16"), "utf-8"),
+    ],
+)
+@pytest.mark.parametrize("content_type", ["text/html", "text/plain"])
+def test_a_page_is_read_in_its_own_charset(
+    extractor: Extractor, body: bytes, charset: str, content_type: str
+) -> None:
+    text = text_of(extractor, page(body, charset, content_type))
+    assert WORDS in text and len(text) < len(WORDS) + 80
+
+
+def test_the_labels_of_browsers_are_read() -> None:
+    for label, encoding in (("gb2312", "gb18030"), ("shift_jis", "cp932"), ("euc-kr", "cp949")):
+        text = {"gb2312": "\u9555\u57fa", "shift_jis": "\u2460\u30c6", "euc-kr": "\ub620\ud55c"}[
+            label
+        ]
+        assert decoded(text.encode(encoding), label) == text
+    russian = "\u0414\u043e\u043c \u043d\u0430 \u043f\u043b\u043e\u0449\u0430\u0434\u0438".encode(
+        "cp1251"
+    )
+    assert decoded(russian, "utf-8") == decoded(russian, "no-such") == russian, "to be guessed"
 
 
 def test_of_a_short_page_the_menu_goes_too(extractor: Extractor) -> None:
