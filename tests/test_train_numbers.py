@@ -43,10 +43,10 @@ IDLE = {
         "all 32 rollouts failed; the first failed because of 'scorer exact: its reward is nan, "
         "not from 0 to 1'",
     ),
-    "answers that are never right": (REWARD.format("0.0"), FOUR, "all 32 rewards are 0; of "),
+    "answers that are never right": (REWARD.format("0.0"), FOUR, "all 32 rewards are 0"),
     "answers that are always right": (
         *(REWARD.format("1.0"), FOUR),
-        "all 32 rewards are above 0; of ",
+        "all 32 rewards are 1",
     ),
     "responses that are empty": (
         *("", ("--rollout.request_timeout_s", "1e-6")),

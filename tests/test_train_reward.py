@@ -153,7 +153,7 @@ def test_equal_rewards_are_told_with_the_bounds_of_the_run(
     (tmp_path / "mine.py").write_text("def score(task, answer, trajectory):\n    return -1\n")
     command = (*QUICK, "--tasks.path", unanswered, "--train.max_idle_steps", 1)
     command += ("--reward.function", "mine.py:score", "--reward.high", 2)
-    for low, told in ((-1, "all 32 rewards are -1; "), (-2, "all 32 rewards are above -2")):
+    for low, told in ((-1, "all 32 rewards are -1"), (-2, "all 32 rewards are -1")):
         ran = run(f"run{low}", *command, "--reward.low", low, cwd=tmp_path, code=2)
         assert told in ran.lines[-1], ran.lines
 

@@ -18,7 +18,11 @@ class Chat:
         self._session = session
         tokenizer = session.policy.tokenizer
         if not tokenizer.chat_template:
-            raise UserError("model.path names a model without a chat template, which a chat needs")
+            raise UserError(
+                "model.path names a model without a chat template, which a chat needs: take a chat "
+                "model (`make smollm2` makes a small one), or write the prompt yourself and call "
+                "session.sample (docs/agents/custom.md)"
+            )
         self._template = ChatTemplate(tokenizer)
         self._news: list[Message] = []
         self._conversation: Conversation | None = None

@@ -25,7 +25,7 @@ from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
 
 _log = logging.getLogger(__name__)
-_MOST_OUT_OF_TIME = 0.1
+_MOST_CUT = 0.1
 """Share of rollouts above which an evaluation warns."""
 _LOGGED = ("eval_reward", "eval_reward_error")
 
@@ -165,7 +165,7 @@ class Evaluator:
         }
         for part in parts:
             if not part.settings.is_benchmark:
-                self._warn_of_time(part.name, results[part.name].stats.out_of_time_share)
+                self._warn_of_limits(part.name, results[part.name].stats)
         return results
 
     def benchmark_metrics(self, results: Mapping[str, Evaluation]) -> dict[str, float]:
@@ -253,16 +253,25 @@ class Evaluator:
                 name=part.name,
             )
 
-    def _warn_of_time(self, name: str, share: float) -> None:
-        """Warn where many rollouts of a split ran out of time."""
+    def _warn_of_limits(self, name: str, stats: RolloutStats) -> None:
+        """Warn where many rollouts of a split ran out of time, or of positions."""
         rollout = self.components.config.rollout
-        if share > _MOST_OUT_OF_TIME and self.components.world.is_main:
-            _log.warning(
-                "%s: %.0f%% of the rollouts ran out of time, or of the model's positions, "
-                "which lowers the reward: see rollout.request_timeout_s=%g, in which a response "
-                "also waits its turn, and rollout.max_in_flight=%d",
-                *(name, 100 * share, rollout.request_timeout_s, rollout.max_in_flight),
-            )
+        cures = {
+            "time": (
+                stats.out_of_time_share,
+                f"see rollout.request_timeout_s={rollout.request_timeout_s:g}, in which a response "
+                f"also waits its turn, and rollout.max_in_flight={rollout.max_in_flight}",
+            ),
+            "the model's positions": (
+                stats.out_of_positions_share,
+                "see max_position_embeddings in its config.json, agent.max_result_chars and "
+                "agent.memory_tokens",
+            ),
+        }
+        for limit, (share, cure) in cures.items():
+            if share > _MOST_CUT and self.components.world.is_main:
+                told = (name, 100 * share, limit, cure)
+                _log.warning("%s: %.0f%% of the rollouts ran out of %s: %s", *told)
 
 
 def held_out_name(split: str, temperature: float | None = None) -> str:

@@ -38,7 +38,7 @@ class LearningSignal:
 
         Raises UserError, with the cause, when steps like this one do not end.
         """
-        cause = _cause(total, self.config.reward.low)
+        cause = _cause(total)
         if cause is None:
             self.num_idle = self.num_broken = 0
             return
@@ -73,11 +73,13 @@ def count_signal(tally: Tally, groups: Sequence[Group], batch: TrainBatch, low: 
         "signals": sum(any(sample.advantages) for sample in batch.samples),
     }
     tally.add(found)
+    if rewards := [each.reward for each in rollouts if each.reward is not None]:
+        tally.say("rewards", [min(rewards), max(rewards)])
     if not found["signals"] and (example := _example(rollouts, low)):
         tally.say("example", example)
 
 
-def _cause(total: Tally, low: float) -> tuple[str, bool] | None:
+def _cause(total: Tally) -> tuple[str, bool] | None:
     """Return why no token is drawn to or from, and whether something is broken, which does not pass
     by itself; None where a token is.
     """
@@ -97,10 +99,13 @@ def _cause(total: Tally, low: float) -> tuple[str, bool] | None:
     for text, holds in broken.items():
         if holds:
             return text, True
-    text = "the rollouts of each question have one reward"
-    if num["right"] in (0, num["finished"]):
-        text = f"all {num['finished']} rewards are {'above ' if num['right'] else ''}{low:g}"
-    text += f"; of {num['turns']} actions {num['malformed']} could not be read or named no tool"
+    rewards = [each for of_rank in total.said["rewards"] for each in of_rank]
+    least, most = min(rewards), max(rewards)
+    text = f"all {num['finished']} rewards are {least:g}"
+    if least < most:
+        text = f"the rollouts of each question have one reward, from {least:g} to {most:g}"
+    if num["malformed"]:
+        text += f"; of {num['turns']} actions {num['malformed']} could not be read or named no tool"
     if num_failed := num["rollouts"] - num["finished"]:
         text += f"; {num_failed} rollouts failed"
     return text if num["right"] else f"{text}; {example}", False

@@ -12,7 +12,7 @@ _COUNTS = (
     *("rollouts", "finished", "reward", "squared_reward"),
     *("turns", "malformed", "tool_errors", "stragglers"),
     *("response_tokens", "sampled_tokens", "prompt_tokens", "sub_goals", "hinted"),
-    *("out_of_turns", "out_of_time", "segments", "read", "reread"),
+    *("out_of_turns", "out_of_time", "out_of_positions", "segments", "read", "reread"),
 )
 _RATIOS = {
     "reward_mean": ("reward", "finished"),
@@ -27,6 +27,7 @@ _RATIOS = {
     "reread_share": ("reread", "read"),
     "out_of_turns_share": ("out_of_turns", "rollouts"),
     "out_of_time_share": ("out_of_time", "rollouts"),
+    "out_of_positions_share": ("out_of_positions", "rollouts"),
 }
 """Name of a mean or share to the two counts that it divides."""
 
@@ -68,7 +69,9 @@ class RolloutStats:
     out_of_turns_share: float
     """Rollouts that the turn limit ended."""
     out_of_time_share: float
-    """Rollouts that time or the model's positions ended."""
+    """Rollouts that time ended."""
+    out_of_positions_share: float
+    """Rollouts that the model's positions ended."""
     tool_shares: dict[str, float]
     """Calls of each tool by turn; what is missing to 1 was malformed or an answer."""
 
@@ -122,7 +125,8 @@ def count_rollouts(
         counts["sub_goals"] += rollout.sub_goals or 0.0
         counts["hinted"] += rollout.hint_turn is not None
         counts["out_of_turns"] += rollout.truncated == "turns"
-        counts["out_of_time"] += rollout.truncated in ("time", "prompt", "straggler")
+        counts["out_of_time"] += rollout.truncated in ("time", "straggler")
+        counts["out_of_positions"] += rollout.truncated == "prompt"
         counts["stragglers"] += rollout.truncated == "straggler"
         calls = [turn.calls["planner"] for turn in rollout.turns]
         known_tokens = _known_tokens([(call.prompt_ids, call.response_ids) for call in calls])

@@ -89,6 +89,7 @@ PANELS = (
             "tool_error_share": "tool errors",
             "out_of_turns_share": "out of turns",
             "out_of_time_share": "out of time",
+            "out_of_positions_share": "out of positions",
         },
         "share",
     ),

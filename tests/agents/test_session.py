@@ -17,6 +17,7 @@ from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
+from flowtrain.agents.chat import Chat
 from flowtrain.agents.collect import collect
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.registry import load_kind
@@ -469,3 +470,13 @@ def test_algorithms_and_policies_ask_what_the_agent_can_do(mine: str) -> None:
         load_algorithm(infoflow).check_agent(load_kind(infoflow))
     with pytest.raises(UserError, match=r"roles\.verifier='own' does not go with agent\.name="):
         load_kind(config(f"{mine}:Echo", roles={"verifier": "own"}))
+
+
+def test_a_chat_without_a_template_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CharTokenizer, "chat_template", None)
+
+    async def program(session: Session) -> str:
+        return await Chat(session).ask("Hi")
+
+    with pytest.raises(UserError, match=r"make smollm2.*session\.sample .docs/agents/custom\.md"):
+        run(program)

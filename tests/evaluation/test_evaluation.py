@@ -85,7 +85,8 @@ def test_statistics_by_hand() -> None:
         segments_mean=6 / 4,
         reread_share=(20 + 15 + 15) / 80,
         out_of_turns_share=1 / 4,
-        out_of_time_share=2 / 4,
+        out_of_time_share=1 / 4,
+        out_of_positions_share=1 / 4,
         tool_shares={"Search": 3 / 6, "Python_Coder": 1 / 6, "Base_Generator": 0.0},
     )
     assert sum(stats.tool_shares.values()) + stats.malformed_share == pytest.approx(1)
@@ -154,6 +155,7 @@ def test_metrics_are_flat() -> None:
         *("response_len_mean", "num_sampled_tokens", "prompt_len_mean", "segments_mean"),
         *("reread_share", "failed_rollouts", "straggler_rollouts", "sub_goal_mean"),
         *("reward_density", "hinted_share", "out_of_turns_share", "out_of_time_share"),
+        "out_of_positions_share",
         *("tool_share/Search", "tool_share/Python_Coder", "tool_share/Base_Generator"),
     }
 

@@ -34,7 +34,7 @@ def signal(max_idle_steps: int = 0) -> LearningSignal:
 
 def watch(signal: LearningSignal, *steps: dict[str, Any]) -> None:
     for step, counts in enumerate(steps, 1):
-        signal.watch(step, Tally(sums={**COUNTS, **counts}))
+        signal.watch(step, Tally(sums={**COUNTS, **counts}, said={"rewards": [[0.0, 0.0]] * 2}))
 
 
 def test_what_is_broken_in_a_row_ends_the_run() -> None:
@@ -55,3 +55,24 @@ def test_idle_steps_end_the_run_after_as_many_as_the_config_says() -> None:
     with pytest.raises(UserError, match=r"step 3 \(3 steps in a row\): all 4 rewards are 0"):
         watch(signal(3), EQUAL, EQUAL, EQUAL)
     watch(signal(0), *[EQUAL] * 200)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "malformed", "told"),
+    [
+        ([[0.1, 0.1], [0.1, 0.1]], 0, "all 4 rewards are 0.1"),
+        (
+            [[0.1, 0.1], [0.5, 0.5]],
+            0,
+            "the rollouts of each question have one reward, from 0.1 to 0.5",
+        ),
+        ([[1.0, 1.0]], 3, "all 4 rewards are 1; of 8 actions 3 could not be read or named no tool"),
+    ],
+)
+def test_equal_rewards_are_told_by_their_value(
+    rewards: list[list[float]], malformed: int, told: str
+) -> None:
+    watched = signal()
+    sums = {**COUNTS, "right": 4, "turns": 8, "malformed": malformed}
+    watched.watch(1, Tally(sums=sums, said={"rewards": rewards}))
+    assert watched.last_cause == told
