@@ -54,7 +54,7 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[M
     for lease in fake_groups.lease(ledger, 2):
         fake_groups.push(ledger, lease)
     store, readers = WeightStore(folder), Access(TOKEN)
-    measures = Measures(ledger, readers, 60.0)
+    measures = Measures(ledger, readers)
     weights = weights_monitor(store, readers)
     service = Service(ledger, ledger.run, TOKEN, seconds=measures.ledger_seconds)
     yield {"dataflow": (measures.monitor, service), "weights": (weights, make_app(store, TOKEN))}

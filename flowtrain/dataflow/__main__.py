@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -68,11 +69,14 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
             cure = "end it or give another --database"
             cleanup.enter_context(Lock(lock, options.database, cure))
         ledger = open_ledger(config, options.database)
-        run, lease_s = ledger.run, ledger.config.dataflow.lease_s
+        run = ledger.run
+        # Who joins, ends or falls silent.
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("flowtrain.dataflow").setLevel(logging.INFO)
 
         def make_app(token: str) -> ASGIApp:
             readers = None if options.open_metrics else Access(token, token_file)
-            measures = Measures(ledger, readers, lease_s)
+            measures = Measures(ledger, readers)
             seconds = measures.ledger_seconds
             return measures.monitor.watching(Service(ledger, run, token, token_file, seconds))
 

@@ -188,6 +188,8 @@ class Release:
     these nobody tries again."""
     sampled: Mapping[str, int] = field(default_factory=dict)
     """As in `LeaseRequest`."""
+    life: str = ""
+    """The node's process that ends with this; "": it goes on."""
 
 
 @dataclass(frozen=True, slots=True)

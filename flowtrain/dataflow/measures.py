@@ -39,14 +39,12 @@ class Measures:
     its database answers.
     """
 
-    def __init__(self, ledger: Ledger, access: Access | None, node_silent_s: float) -> None:
+    def __init__(self, ledger: Ledger, access: Access | None) -> None:
         """
         Args:
             ledger: its `status` is read, and whether its database answers.
             access: whom `/metrics` answers; None: everybody.
-            node_silent_s: seconds after which a node that is not heard counts as silent.
         """
-        self._node_silent_s = node_silent_s
         self._status = Cached(ledger.status, Unavailable, Refused, UserError)
         self.monitor = Monitor(_NAME, access, value_of=_method, is_healthy=ledger.answers)
         text = "Seconds that the ledger, with its database, worked on a request."
@@ -60,7 +58,7 @@ class Measures:
             return
         yield from _work(status)
         yield from _policies(status["policies"])
-        yield from _nodes(status["nodes"], self._node_silent_s)
+        yield from _nodes(status["nodes"])
 
 
 def _method(path: str) -> str:
@@ -129,13 +127,16 @@ def _policies(policies: Mapping[str, Any]) -> Iterator[Metric]:
     yield counter(f"{_NAME}_sampled_tokens", text, sampled, by_policy)
 
 
-def _nodes(nodes: Mapping[str, Any], silent_s: float) -> Iterator[Metric]:
+def _nodes(nodes: Mapping[str, Any]) -> Iterator[Metric]:
     """Nodes are counted, not named: their names are chosen by others, and change."""
     states = Counter({"alive": 0, "silent": 0, "gone": 0})
+    names = {"live": "alive", "silent": "silent", "ended": "gone"}
     for node in nodes.values():
-        ago_s = node["seen_s_ago"]
-        states["alive" if ago_s <= silent_s else "silent" if ago_s <= _GONE_S else "gone"] += 1
-    text = "Nodes by state; silent: not heard for dataflow.lease_s, gone: nor for an hour."
+        is_gone = node["seen_s_ago"] > _GONE_S
+        states["gone" if is_gone else names[node["state"]]] += 1
+    text = (
+        "Nodes by state; silent: not heard for dataflow.lease_s, gone: nor for an hour, or ended."
+    )
     yield gauge(f"{_NAME}_nodes", text, states, ("state",))
     busy_s, waited_s = (sum(node[key] for node in nodes.values()) for key in ("busy_s", "waited_s"))
     text = "Seconds that nodes had rollouts under way."

@@ -177,8 +177,18 @@ class NodeClient:
     async def release(
         self, leases: Iterable[LeaseKey], reason: str, is_failure: bool = False
     ) -> None:
-        why = (reason[:_MAX_REASON], is_failure)
-        request = Release(self._request.node, tuple(leases), *why, sampled=self._sampled())
+        await self._release(leases, reason[:_MAX_REASON], is_failure)
+
+    async def leave(self, leases: Iterable[LeaseKey], reason: str) -> None:
+        """Say that this node ends, and give back what it has left."""
+        await self._release(leases, reason[:_MAX_REASON], life=self._request.life)
+
+    async def _release(
+        self, leases: Iterable[LeaseKey], reason: str, is_failure: bool = False, life: str = ""
+    ) -> None:
+        request = Release(
+            self._request.node, tuple(leases), reason, is_failure, self._sampled(), life
+        )
         await self._ask(self._dataflow.release, request)
 
     def close(self) -> None:

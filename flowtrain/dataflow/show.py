@@ -88,14 +88,15 @@ def _nodes(nodes: Mapping[str, Any]) -> str:
     if not nodes:
         return "no node has joined yet\n"
     rows: list[tuple[str, ...]] = [
-        ("node", "seen", "leases", "groups", "groups/s", "idle", "weights")
+        ("node", "state", "seen", "leases", "groups", "groups/s", "idle", "weights")
     ]
     for name, node in nodes.items():
         versions = (
             ", ".join(f"{policy} {version}" for policy, version in node["versions"].items()) or "-"
         )
         counts = [str(node["num_leased"]), f"{node['num_groups']:,}", f"{node['groups_per_s']:.2f}"]
-        rows.append((name, _ago(node["seen_s_ago"]), *counts, _idle(node), versions))
+        seen = (node["state"], _ago(node["seen_s_ago"]))
+        rows.append((name, *seen, *counts, _idle(node), versions))
     return aligned(rows)
 
 

@@ -37,6 +37,23 @@ def pass_to_template(tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> No
         tokenizer.apply_chat_template = given  # type: ignore[method-assign]
 
 
+def render_template(
+    source: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    tokens: Mapping[str, str],
+) -> str:
+    """Render messages by a chat template, without a tokenizer but with its special tokens by name.
+
+    Raises whatever the template does, which is a program of the model's maker.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    given = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": "", **tokens}
+    texts, _ = render_jinja_template([messages], tools=tools, chat_template=source, **given)
+    return str(texts[0])
+
+
 def chat_text(tokenizer: ChatTokenizer, message: str) -> Rendered:
     """Render one user message, up to where the reply begins; its special tokens are marked."""
     content = special_tokens(tokenizer).marked(message)

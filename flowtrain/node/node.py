@@ -385,5 +385,4 @@ class Node:
                 is_there = pending.done()
                 late = pending.result().leases if is_there else await self._member.late_leases()
                 left += map(key_of, late)
-        if left:
-            await self._member.release(left, reason)
+        await self._member.leave(left, reason)

@@ -72,14 +72,14 @@ def test_the_table(used: Any) -> None:
     (planner,) = [
         line.split()
         for line in lines
-        if (line.startswith("planner") and "live" in line) or "silent" in line
+        if line.startswith("planner") and ("live" in line or "silent" in line)
     ]
     expected = ["planner", "silent", "1", "1", "1", "0.00", "0.0", "0", "0", "10%", "2", "min"]
     assert planner == expected
     states = [line.split() for line in lines if line.startswith("planner")][1:]
     assert states == [["planner", "assigned", "2", "8"], ["planner", "stale", "1", "600"]]
     (node,) = [line.split() for line in lines if line.startswith("n1")]
-    assert node == ["n1", "2", "min", "1", "3", "0.00", "25%", "planner", "1"]
+    assert node == ["n1", "silent", "2", "min", "1", "3", "0.00", "25%", "planner", "1"]
 
 
 def test_status_asks_a_service(used: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +104,7 @@ def test_nothing_has_happened_yet(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_terminal_takes_no_commands_from_nodes() -> None:
     node = {
+        "state": "live",
         "seen_s_ago": 1.0,
         "num_leased": 0,
         "num_groups": 0,

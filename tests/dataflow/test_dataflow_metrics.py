@@ -29,7 +29,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def app(ledger: Any, access: Access | None = None, tokens: TokenFile | None = None) -> Any:
-    measures = Measures(ledger, access or Access(TOKEN, tokens), ledger.config.dataflow.lease_s)
+    measures = Measures(ledger, access or Access(TOKEN, tokens))
     service = Service(ledger, ledger.run, TOKEN, tokens, measures.ledger_seconds)
     return measures.monitor.watching(service)
 
@@ -155,7 +155,7 @@ def test_the_database_is_asked_once_however_often_one_scrapes(
             num_asked += 1
             return used.status()
 
-    measures = Measures(Counting(), None, 60.0)  # type: ignore[arg-type]
+    measures = Measures(Counting(), None)  # type: ignore[arg-type]
     with running(measures.monitor.watching(Service(used, used.run, TOKEN))) as url:
         for _ in range(10):
             httpx2.get(f"{url}/metrics")
@@ -198,7 +198,7 @@ def test_a_report_that_takes_too_long_is_no_illness(used: Any, tmp_path: Path) -
         def status(self) -> Any:
             raise Unavailable("canceling statement due to statement timeout")
 
-    measures = Measures(Slow(), None, 60.0)  # type: ignore[arg-type]
+    measures = Measures(Slow(), None)  # type: ignore[arg-type]
     with running(measures.monitor.watching(Service(used, used.run, TOKEN))) as url:
         assert samples(httpx2.get(f"{url}/metrics").text)[f"{_NAME}_up"] == 0
         assert httpx2.get(f"{url}/health").status_code == 200

@@ -4,6 +4,7 @@ service.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -1114,3 +1115,41 @@ def test_the_run_s_options_cross_to_the_node(flow: Ledger) -> None:
     assert "group_size = 2" in answer.config
     assert answer.policies["planner"].layout == LAYOUT
     assert options().rollout.group_size == 2
+
+
+def test_the_status_tells_who_lives_is_silent_or_has_ended(
+    database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flowtrain.dataflow")
+    clock = Clock()
+    flow = ledger(database, clock, lease_s=60)
+    flow.register(planner())
+    for node in ("lives", "dies", "ends"):
+        joined(flow, node)
+    for node in ("dies", "ends"):
+        (each,) = lease(flow, node=node)
+        push(flow, each, node=node)
+        lease(flow, node=node)
+    (left,) = lease(flow, node="ends")
+    flow.release(Release("ends", ((left.work_item, 1),), "interrupted", life="a"))
+    clock.now += 61
+    lease(flow, node="lives")
+    clock.now += 61  # leases run out once the service has been there for as long
+    lease(flow, node="lives")
+    nodes = flow.status()["nodes"]
+    assert {name: node["state"] for name, node in nodes.items()} == {
+        "lives": "live",
+        "dies": "silent",
+        "ends": "ended",
+    }
+    assert nodes["dies"]["num_groups"] == 1 and nodes["dies"]["groups_per_s"] == 0
+    told = [record.getMessage() for record in caplog.records]
+    assert told[:4] == [
+        *(f"node {node} joined" for node in ("lives", "dies", "ends")),
+        "node ends ended: interrupted",
+    ]
+    assert "node dies is silent for 60 s: 1 work items of it go to others" in told[4:]
+    joined(flow, "ends", "b")
+    joined(flow, "dies", "b")
+    assert {node["state"] for node in flow.status()["nodes"].values()} == {"live"}
+    assert flow.audit().problems == ()

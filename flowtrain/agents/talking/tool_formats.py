@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from flowtrain.engines.token_chat import render_template
 from flowtrain.utils.text import THINK_END, encodable
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -99,8 +100,6 @@ def _probe(number: int) -> WrittenCall:
 
 def _rendered(chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[str, str]) -> str:
     """Return a reply of these calls as the template writes it, without the message's end."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     tools = [
         {
             "type": "function",
@@ -125,15 +124,9 @@ def _rendered(chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[
         {"role": "assistant", "content": "", "tool_calls": asked},
         {"role": "assistant", "content": mark},
     )
-    given = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": "", **tokens}
-
-    def render(*messages: Mapping[str, Any]) -> str:
-        texts, _ = render_jinja_template(
-            [list(messages)], tools=tools, chat_template=chat_template, **given
-        )
-        return str(texts[0])
-
-    whole, plain = (render(user, reply) for reply in replies)
+    whole, plain = (
+        render_template(chat_template, [user, reply], tools, tokens) for reply in replies
+    )
     # A prompt may describe calls in the same words, and the reply begins behind it.
     begins = next(i for i, (a, b) in enumerate(zip(whole, plain, strict=False)) if a != b)
     return whole[begins:].removesuffix(plain.rpartition(mark)[2])

@@ -12,6 +12,8 @@ locked, and need the lock of `meta` only where new ones have to be drawn.
 from __future__ import annotations
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -56,6 +58,7 @@ MAX_WORK_ITEMS = 1024
 """Work items in a request."""
 LEASES_PER_ATTEMPT = 10
 """A work item fails without a failure, too, after so many leases times `max_attempts`."""
+_log = logging.getLogger(__name__)
 _CHECK = 0.05
 """Shortest time between two looks for leases that have run out, as a part of what they last."""
 RAN_OUT = "ran out"
@@ -205,12 +208,15 @@ class LeaseBook:
             return
         self._checked_s = now
         rows = transaction.all(
-            "SELECT w.id, w.attempt FROM live_leases v JOIN work_items w ON w.id = v.work_item"
-            f" WHERE v.until_s < ? ORDER BY w.id {transaction.lock('v, w', skip=True)}",
+            "SELECT w.id, w.attempt, v.node FROM live_leases v JOIN work_items w ON w.id ="
+            f" v.work_item WHERE v.until_s < ? ORDER BY w.id {transaction.lock('v, w', skip=True)}",
             now,
         )
         overdue = [(row.id, row.attempt) for row in rows]
         end_leases(transaction, overdue, RAN_OUT, self.config.dataflow)
+        for node, num in Counter(row.node for row in rows).items():
+            text = "node %s is silent for %g s: %d work items of it go to others"
+            _log.info(text, node, self.config.dataflow.lease_s, num)
 
     def _allowed(
         self,
@@ -312,23 +318,26 @@ class LeaseBook:
         return Renewed(lost, policy_states(policies))
 
     def release(self, request: Release) -> Done:
-        leases = _bounded(request.work_items)
+        leases = _bounded(request.work_items, 0 if request.life else 1)
         with self.database.write() as transaction:
+            ended = transaction.run(
+                "UPDATE nodes SET is_current = 0 WHERE name = ? AND life = ? AND is_current = 1",
+                *(request.node, request.life),
+            )
             _lock_work_items(transaction, leases)
             rows = transaction.all(
                 "SELECT w.id, w.attempt, l.life FROM work_items w JOIN leases l"
                 " ON l.work_item = w.id AND l.attempt = w.attempt"
                 f" WHERE w.state = 'leased' AND l.node = ? AND w.id IN {marks(leases)}",
-                request.node,
-                *(work_item for work_item, _ in leases),
+                *(request.node, *(work_item for work_item, _ in leases)),
             )
             held = [(row.id, row.attempt) for row in rows if (row.id, row.attempt) in leases]
-            ending = f"released: {request.reason[:200]}"
-            end_leases(
-                transaction, held, ending, self.config.dataflow, is_failure=request.is_failure
-            )
+            ending, options = f"released: {request.reason[:200]}", self.config.dataflow
+            end_leases(transaction, held, ending, options, is_failure=request.is_failure)
             for life in sorted({row.life for row in rows}):
                 note_sampled(transaction, self.config, request.node, life, request.sampled)
+        if ended:
+            _log.info("node %s ended: %s", request.node, request.reason[:200] or "its work is done")
         return Done()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import check_layouts, known_policies, policy_states
 
+_log = logging.getLogger(__name__)
 _RETIRED_S = 3600.0
 """Seconds without a sign of life after which a node is forgotten, at least; no request takes as
 long, so that none of it comes later."""
@@ -60,7 +62,8 @@ class Nodes:
         """
         now = transaction.now()
         last = transaction.one(
-            "SELECT busy_s, waited_s FROM nodes WHERE name = ? AND is_current = 1", request.node
+            "SELECT busy_s, waited_s FROM nodes WHERE name = ? ORDER BY seen_s DESC LIMIT 1",
+            request.node,
         )
         seconds = (0.0, 0.0) if last is None else (last.busy_s, last.waited_s)
         silent_s = max(_RETIRED_S, 2 * self.config.dataflow.wait_s)
@@ -72,3 +75,4 @@ class Nodes:
         row = (request.node, request.life, 1, now, now, layouts, "{}", "", *seconds)
         transaction.run(f"INSERT INTO nodes VALUES {marks(row)}", *row)
         end_leases_of(transaction, request.node, "node began anew", self.config.dataflow)
+        _log.info("node %s %s", request.node, "joined" if last is None else "began anew")

@@ -41,7 +41,9 @@ def report(transaction: Transaction, run: str, options: Dataflow) -> dict[str, A
             for policy in policy_rows(transaction)
         },
         "nodes": {
-            row.name: _node(row, pushes.get(row.name, 0), recent.get(row.name), now)
+            row.name: _node(
+                row, pushes.get(row.name, 0), recent.get(row.name), now, options.lease_s
+            )
             for row in _node_rows(transaction)
         },
         "evaluations": _evaluations(transaction),
@@ -125,13 +127,16 @@ def _groups(transaction: Transaction, policy: str) -> dict[str, dict[str, float]
     }
 
 
-def _node(node: Any, num_groups: int, recent: Any, now: float) -> dict[str, Any]:
+def _node(node: Any, num_groups: int, recent: Any, now: float, lease_s: float) -> dict[str, Any]:
+    is_silent = now - node.seen_s > lease_s
+    state = ("silent" if is_silent else "live") if node.is_current else "ended"
     return {
+        "state": state,
         "seen_s_ago": now - node.seen_s,
         "joined_s_ago": now - node.joined_s,
         "num_leased": node.num_leased,
         "num_groups": num_groups,
-        "groups_per_s": recent.num / _RECENT_S if recent else 0.0,
+        "groups_per_s": recent.num / _RECENT_S if recent and state == "live" else 0.0,
         "versions": json.loads(node.versions),
         "busy_s": node.busy_s,
         "waited_s": node.waited_s,
@@ -139,10 +144,12 @@ def _node(node: Any, num_groups: int, recent: Any, now: float) -> dict[str, Any]
 
 
 def _node_rows(transaction: Transaction) -> list[Any]:
-    """The current process of each node, with the seconds of all its processes."""
+    """The newest process of each node, with the seconds of all its processes."""
     return transaction.all(
-        "SELECT n.name, n.seen_s, n.joined_s, n.versions, n.busy_s, n.waited_s,"
+        "SELECT n.name, n.seen_s, n.joined_s, n.versions, n.busy_s, n.waited_s, n.is_current,"
         " coalesce(l.num, 0) AS num_leased FROM nodes n"
         " LEFT JOIN (SELECT node, count(*) AS num FROM live_leases GROUP BY node) l"
-        " ON l.node = n.name WHERE n.is_current = 1 ORDER BY n.name"
+        " ON l.node = n.name WHERE n.is_current = 1 OR NOT EXISTS (SELECT 1 FROM nodes m"
+        " WHERE m.name = n.name AND (m.is_current = 1 OR m.joined_s > n.joined_s))"
+        " ORDER BY n.name"
     )
