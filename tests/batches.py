@@ -1,15 +1,18 @@
-"""What algorithms make of groups that tests write by hand."""
+"""What algorithms make of groups that tests write by hand, and samples of no algorithm."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
-from flowtrain.types import Group, TrainBatch
+from flowtrain.types import Completion, Group, Sample, Sampling, TrainBatch
 
 
 def batch(
@@ -48,3 +51,38 @@ def flow_grpo(
     """Make the samples of Flow-GRPO."""
     own = {"mode": mode, "equal_groups": equal_groups}
     return batch("flow_grpo", groups, num_minibatches, num_groups, policy, algorithm=own)
+
+
+def random_samples(
+    number: int, seed: int = 0, minibatch: int = 0, vocab: int = 280
+) -> list[Sample]:
+    """Samples of 1 to 9 prompt and 1 to 7 response tokens, as of a random policy."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def ids(most: int) -> tuple[int, ...]:
+        length = int(torch.randint(1, most + 1, (1,), generator=rng))
+        return tuple(torch.randint(vocab, (length,), generator=rng).tolist())
+
+    samples = []
+    for _ in range(number):
+        prompt, response = ids(9), ids(7)
+        num = len(response)
+        logprobs = tuple((-5.6 + torch.randn(num, generator=rng)).tolist())
+        advantage, weight = torch.rand(2, generator=rng).tolist()
+        of_tokens = logprobs, (2 * advantage - 1,) * num, (weight,) * num
+        samples.append(Sample(prompt, response, *of_tokens, minibatch))
+    return samples
+
+
+def sampled(engine: Any, prompts: Sequence[tuple[int, ...]], more: int) -> list[Sample]:
+    """A sample of each prompt, `more` tokens longer than the one before."""
+
+    async def together() -> list[Completion]:
+        every = [Sampling(3 + more * n, seed=n, ignore_end=True) for n in range(len(prompts))]
+        return await asyncio.gather(*map(engine.generate, prompts, every))
+
+    return [
+        Sample(p, c.ids, c.logprobs, ones, ones, routes=c.routes)
+        for p, c in zip(prompts, asyncio.run(together()), strict=True)
+        for ones in [(1.0,) * len(c.ids)]
+    ]

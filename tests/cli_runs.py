@@ -240,12 +240,10 @@ class Server:
         return code, lines, process.out.read_text()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
 
     def _ask(self, job: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
@@ -348,9 +346,7 @@ def full(once: Callable[..., Path], server: Server, words: tuple[str, ...]) -> P
 
 @pytest.fixture(scope="session")
 def by_seed(inputs: Path) -> tuple[str, ...]:
-    """Options of a reward that varies within every group, whatever the policy says: every step
-    has something to learn from.
-    """
+    """Options of a reward that varies within every group, whatever the policy says."""
     return ("--reward.function", f"{inputs / 'by_seed.py'}:score")
 
 
@@ -435,9 +431,7 @@ def rows(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def check_same_run(run: Path, full: Path, num_steps: int = NUM_STEPS) -> None:
-    """Apart from the time it took, a run that was resumed is the run that was not: same steps,
-    questions, tokens, rewards and weights.
-    """
+    """Apart from the time it took, a run that was resumed is the run that was not."""
     for name in ("metrics.jsonl", "trajectories.jsonl", "held_out.jsonl"):
         ours, theirs = rows(run, name), rows(full, name)
         assert [record["step"] for record in ours] == [record["step"] for record in theirs], name
@@ -449,9 +443,8 @@ def check_same_run(run: Path, full: Path, num_steps: int = NUM_STEPS) -> None:
         for each in (run, full)
     ]
     assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[1])
-    assert sorted(path.name for path in (run / "weights").iterdir()) == sorted(
-        path.name for path in (full / "weights").iterdir()
-    )
+    found = sorted(path.name for path in (run / "weights").iterdir())
+    assert found == sorted(path.name for path in (full / "weights").iterdir())
 
 
 def replayed(

@@ -1,6 +1,4 @@
-"""Fixtures that several test folders share: one CPU thread, and a tiny tokenizer and model in a
-folder that transformers loads.
-"""
+"""Fixtures of several folders: one CPU thread, and a tiny tokenizer and model in a folder."""
 
 from __future__ import annotations
 
@@ -8,7 +6,9 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +85,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("vllm") and not importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is not installed: make test-vllm")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A run that broke off names no failed tests: CI would take those that pass alone for all."""
@@ -105,11 +111,19 @@ def one_thread() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture
+def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts back the signal handlers that a run in this process sets, and draws no curves."""
+    monkeypatch.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of 2 layers with large random weights, so that its distributions are far from
-    uniform.
-    """
+    """A model of 2 layers whose large weights make its distributions far from uniform."""
     import torch
 
     from flowtrain import toy

@@ -71,7 +71,7 @@ class _Costs:
         if call.when != "teardown" and report.passed:
             return
         own = perf_counter() - self._start - sum(self._made.values())
-        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
         uses = {_name(each[-1]) for each in fixtures if each[-1].scope != "function"}
         cost = {"own": own, "made": self._made, "uses": sorted(uses)}
         report.user_properties.append(("cost", cost))
@@ -112,9 +112,7 @@ def _costs(reports: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _starts_all(item: Any) -> bool:
-    """Whether a test needs a process that imports everything: half a gigabyte, and seconds for the
-    first of many quick tests.
-    """
+    """Whether a test needs a process that imports everything: seconds and half a gigabyte."""
     servers = item._fixtureinfo.name2fixturedefs.get("server", ())
     is_run = any(each.func.__module__ == "cli_runs" for each in servers)
     return is_run or item.get_closest_marker("dist") is not None

@@ -139,9 +139,7 @@ class Engine:
 
 @dataclass
 class Chat:
-    """A frozen model: says a reply, the next of several, or what a function makes of prompt and
-    seed; remembers prompts, seeds and deadlines.
-    """
+    """A frozen model: says a reply, the next of several, or what a function makes of the prompt."""
 
     reply: Any = ""
     name: str = "scripted"

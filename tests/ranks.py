@@ -75,7 +75,6 @@ def launch(script: str, worlds: Sequence[World], timeout_s: float = 240.0) -> No
     it.
     """
     warm = _warm()
-    assert warm.stdin is not None and warm.stdout is not None
     with tempfile.NamedTemporaryFile("r") as out:
         job = {"path": sys.path, "argv": [script, json.dumps(worlds)], "out": out.name}
         print(json.dumps(job), file=warm.stdin, flush=True)

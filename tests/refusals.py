@@ -1,6 +1,4 @@
-"""Refusals as data: TOML tables of what is asked and what the answer says. Between the parts of an
-answer, which come in their order, "…" stands for anything.
-"""
+"""Refusals as data: TOML tables of what is asked and what the answer says; "…" is anything."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the folder of a run shows of training: which calls were trained, with which weights they
-were sampled, and which model is left.
-"""
+"""What the folder of a run shows of training: calls, the weights that sampled them, the model."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ POLICIES = ("planner", "verifier", "refiner")
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The metrics of the steps, every one of which has made a version; the trainer's model is the
-    one that sampled.
-    """
+    """The metrics of the steps, each of which made a version that agrees with the sampler."""
     steps = [line for line in read(run / "metrics.jsonl") if line["step"] > 0]
     assert [line["version"] for line in steps] == [*range(1, len(steps) + 1)]
     assert all(line["logprob_mismatch"] < 1e-4 for line in steps)
@@ -62,9 +58,7 @@ def check_prompts_grow(run: Path) -> int:
 
 
 def check_left(run: Path, model: Path, is_trained: bool = True) -> None:
-    """Check that the newest checkpoint has the model's tokenizer, and other weights if it was
-    trained, else the same to the bit.
-    """
+    """Check that the newest checkpoint has the model's tokenizer, and other weights if trained."""
     saved = max((run / "checkpoints").iterdir()) / "model"
     assert (saved / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
     ours, theirs = (load_file(each / "model.safetensors") for each in (saved, model))

@@ -43,7 +43,6 @@ def s3_server(*buckets: str) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
         text=True,
     ) as server:
-        assert server.stdin is not None and server.stdout is not None
         try:
             found = next(filter(None, (re.match(r"at (\d+)", line) for line in server.stdout)))
             yield f"http://127.0.0.1:{found[1]}"

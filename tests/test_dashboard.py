@@ -1,6 +1,4 @@
-"""The dashboard and the alerts name metrics that the code exports, and Prometheus, where it is
-installed, scrapes real servers and evaluates every expression.
-"""
+"""The dashboard and the alerts name metrics that there are, and a real Prometheus takes them."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule
 def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Monitor, Any]]]:
     """Monitors and applications of a service and a server of weights."""
     folder = tmp_path_factory.mktemp("dashboard")
-    ledger = fake_groups.ledger(folder / "flow.sqlite")
-    ledger.register(fake_groups.planner())
-    fake_groups.joined(ledger)
+    ledger = fake_groups.begun(folder / "flow.sqlite")
     for lease in fake_groups.lease(ledger, 2):
         fake_groups.push(ledger, lease)
     store, readers = WeightStore(folder), Access(TOKEN)

@@ -88,9 +88,7 @@ def whole(run: Run) -> Callable[[int], Path]:
 
 
 def check_same_bits(ours: Path, theirs: Path, size: int) -> None:
-    """Weights, moments, loop state, published weights, rollouts and all metrics but those of a
-    clock.
-    """
+    """Weights, moments, loop state, rollouts, and all metrics but those of a clock."""
     last, before = (each / "checkpoints" / f"step_{NUM_STEPS:08d}" for each in (ours, theirs))
     assert len(list((before / "state").glob("shard-*"))) == size
     check_same(last, before)
@@ -118,9 +116,7 @@ def check_same_bits(ours: Path, theirs: Path, size: int) -> None:
 def test_a_killed_run_goes_on_to_the_same_bits(
     run: Run, whole: Callable[[int], Path], size: int, killed: int, kill: str
 ) -> None:
-    """The state of the random generators is of no account, so there is none to save: seeds come
-    from the run's seed and the place in the run.
-    """
+    """Seeds come from the run's seed and the place in the run: no generator has a state."""
     undisturbed = whole(size)
     steps = read(undisturbed / "metrics.jsonl")[1:]
     assert min(step["grad_norm"] for step in steps) > 0, "every half trains"
@@ -131,30 +127,22 @@ def test_a_killed_run_goes_on_to_the_same_bits(
 
 
 def test_a_step_leaves_no_rollout_behind(run: Run, whole: Callable[[int], Path]) -> None:
-    """Rollouts are trained in their own step: the position among the tasks is the whole state of
-    the loop.
-    """
+    """The position among the tasks is the whole state of the loop."""
     path = whole(1)
     last = path / "checkpoints" / f"step_{NUM_STEPS:08d}" / "state" / "state.json"
     state = json.loads(last.read_text())
     assert set(state) == {"step", "cursor", "version", "files", "xxh3"}
-    assert (state["step"], state["cursor"], state["version"]) == (
-        NUM_STEPS,
-        4 * NUM_STEPS,
-        NUM_STEPS,
-    )
-    assert [record["step"] for record in read(path / "trajectories.jsonl")] == [
-        step for step in range(1, NUM_STEPS + 1) for _ in range(4 * 2)
-    ]
+    found = (state["step"], state["cursor"], state["version"])
+    assert found == (NUM_STEPS, 4 * NUM_STEPS, NUM_STEPS)
+    seen = [record["step"] for record in read(path / "trajectories.jsonl")]
+    assert seen == [step for step in range(1, NUM_STEPS + 1) for _ in range(4 * 2)]
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
 def test_a_run_goes_on_with_another_number_of_ranks(
     run: Run, whole: Callable[[int], Path], first: int, then: int, tmp_path: Path
 ) -> None:
-    """The rollouts are those that the first number would have made; its weights too, up to the
-    order of sums.
-    """
+    """With the same rollouts, and weights up to the order of sums."""
     half, resumed_at = tmp_path / "run", NUM_STEPS - 2
     shutil.copytree(whole(first), half)
     for path in (half / "checkpoints" / f"step_{NUM_STEPS:08d}", half / "summary.json"):

@@ -1,10 +1,7 @@
-"""The examples do what they say: the bare loop learns, and the trainer on top of TRL has TRL's
-loss, gradients and run.
-"""
+"""The bare loop learns, and the trainer on top of TRL has TRL's loss, gradients and run."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_release import loaded
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -19,11 +17,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(EXAMPLES / f"{name}.py")
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])
@@ -71,9 +65,7 @@ def test_trl_example_learns(trl_grpo: ModuleType) -> None:
 
 
 def test_trl_example_runs_as_trl_does(trl_grpo: ModuleType, tmp_path: Path) -> None:
-    """The same seed with TRL's own loss gives the same samples, losses and gradient norms, step by
-    step.
-    """
+    """Samples, losses and gradient norms are those of TRL's own loss, step by step."""
     runs = []
     for trainer_class in (trl_grpo.FlowGRPOTrainer, trl_grpo.GRPOTrainer):
         trainer = trl_grpo.new_trainer(trainer_class, str(tmp_path), max_steps=12)

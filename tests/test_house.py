@@ -1,11 +1,8 @@
-"""The house keeps its order by itself: what docs/design.md says of sizes and of style is counted.
-Imports, files and functions are in test_imports.py.
-"""
+"""What docs/design.md says of sizes and of style is counted; test_imports.py has the rest."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 from collections import Counter
@@ -13,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from test_release import loaded
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("flowtrain/**/*.py"), *ROOT.glob("kernels/**/*.py")])
@@ -35,11 +33,7 @@ _FRAGMENT = re.compile(r"(Of|What|Where)\b")
 
 @pytest.fixture(scope="module")
 def house() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("house", ROOT / ".ci" / "house.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / ".ci" / "house.py")
 
 
 @pytest.fixture

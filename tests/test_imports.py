@@ -1,6 +1,4 @@
-"""Who imports whom, at run time in fresh interpreters and in the text of every file; and the size
-of files and functions.
-"""
+"""Who imports whom, in fresh interpreters and in the text; the size of files and functions."""
 
 from __future__ import annotations
 
@@ -38,10 +36,8 @@ class Edge:
     """Runs when the module is imported."""
 
     def __str__(self) -> str:
-        return (
-            f"{MODULES[self.importer].relative_to(ROOT)}:{self.line}: {self.importer} -> "
-            f"{self.target}"
-        )
+        place = f"{MODULES[self.importer].relative_to(ROOT)}:{self.line}"
+        return f"{place}: {self.importer} -> {self.target}"
 
 
 def python(code: str, cwd: Path = ROOT) -> list[str]:
@@ -53,9 +49,7 @@ def python(code: str, cwd: Path = ROOT) -> list[str]:
 
 @functools.cache
 def loaded_by(statement: str) -> frozenset[str]:
-    """Top-level packages in sys.modules after a statement, without the standard library and what
-    the interpreter's start put there.
-    """
+    """Packages in sys.modules after a statement, but the standard library and the interpreter's."""
     code = (
         f"import sys, json; before = set(sys.modules)\n{statement}\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
@@ -71,69 +65,61 @@ def loaded_by(statement: str) -> frozenset[str]:
 def test_flowkernels_loads_torch_and_triton_and_nothing_else() -> None:
     loaded = loaded_by("import flowkernels")
     torch_loads = loaded_by(
-        "import torch\nimport importlib.util\nif importlib.util.find_spec('triton'): import "
-        "triton.language"
+        "import torch\nimport importlib.util\n"
+        + ("if importlib.util.find_spec('triton'): import triton.language")
     )
-    assert "flowkernels" in loaded and "torch" in loaded
-    assert not loaded - torch_loads - {"flowkernels", "torch", "triton"}
+    assert {"flowkernels", "torch"} <= loaded <= torch_loads | {"flowkernels", "torch", "triton"}
 
 
-def test_a_server_of_weights_needs_no_torch() -> None:
-    loaded = loaded_by("import flowtrain.weights.__main__, flowtrain.weights.stores.serve")
-    assert "numpy" in loaded and not loaded & {"torch", "transformers"}
+LIGHT = {
+    "a server of weights": (
+        "import flowtrain.weights.__main__, flowtrain.weights.stores.serve",
+        *("numpy", "torch transformers"),
+    ),
+    "a service of the dataflow": (
+        "import flowtrain.dataflow.__main__, flowtrain.dataflow.service, flowtrain.dataflow.ledger",
+        *("flowtrain", "torch transformers flowkernels vllm"),
+    ),
+    "the config": (
+        "import flowtrain.config, flowtrain.config.options, flowtrain.config.command",
+        "pydantic",
+        "torch numpy transformers tokenizers safetensors matplotlib bm25s flowkernels",
+    ),
+    "what no model needs": (
+        "import flowtrain.algorithms, flowtrain.tasks, flowtrain.rewards, flowtrain.metrics\n"
+        "import flowtrain.agents.agentflow.flow, flowtrain.agents.agentflow.build\n"
+        "import flowtrain.agents.collect",
+        *("flowtrain", "torch transformers flowkernels vllm"),
+    ),
+    "parsing and help": (
+        "from flowtrain.config.options import help_text, parse\n"
+        "parse(['--train.lr', '1e-4']); help_text('x')",
+        *("flowtrain", "torch"),
+    ),
+}
+"""Statements, a package that each loads, and those that it does without."""
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_needs_no_model_loads_none(name: str) -> None:
+    statement, package, others = LIGHT[name]
+    loaded = loaded_by(statement)
+    assert package in loaded and not loaded & set(others.split())
 
 
 def test_a_service_of_the_dataflow_needs_no_trainer() -> None:
     """Its image is a small one."""
-    code = (
-        "import flowtrain.dataflow.__main__, flowtrain.dataflow.service, flowtrain.dataflow.ledger"
-    )
-    assert not loaded_by(code) & {"torch", "transformers", "flowkernels", "vllm"}
-    code += "\nimport json, sys; print(json.dumps([*sys.modules]))"
-    assert not {"flowtrain.algorithms", "flowtrain.training", "flowtrain.setup"} & set(python(code))
+    statement = LIGHT["a service of the dataflow"][0]
+    loaded = python(f"{statement}\nimport json, sys; print(json.dumps([*sys.modules]))")
+    assert not {"flowtrain.algorithms", "flowtrain.training", "flowtrain.setup"} & set(loaded)
 
 
 def test_the_records_load_the_standard_library_alone() -> None:
     assert loaded_by("import flowtrain, flowtrain.types, flowtrain.utils.seeds") == {"flowtrain"}
 
 
-def test_the_config_loads_neither_torch_nor_numpy_nor_transformers() -> None:
-    loaded = loaded_by(
-        "import flowtrain.config, flowtrain.config.options, flowtrain.config.command"
-    )
-    assert "pydantic" in loaded
-    assert not loaded & {
-        "torch",
-        "numpy",
-        "transformers",
-        "tokenizers",
-        "safetensors",
-        "matplotlib",
-        "bm25s",
-        "flowkernels",
-    }
-
-
-def test_what_no_model_needs_loads_no_torch() -> None:
-    packages = ["algorithms", "tasks", "rewards", "agents.agentflow.flow", "metrics"]
-    packages += ["agents.agentflow.build", "agents.collect"]
-    imports = ", ".join(f"flowtrain.{package}" for package in packages)
-    assert not loaded_by(f"import {imports}") & {"torch", "transformers", "flowkernels", "vllm"}
-
-
-def test_parsing_and_help_load_no_torch_on_their_way() -> None:
-    """A sweep script can check a config in a fraction of a second."""
-    loaded = loaded_by(
-        "from flowtrain.config.options import help_text, parse\nparse(['--train.lr', '1e-4']); "
-        "help_text('x')"
-    )
-    assert "torch" not in loaded
-
-
 def test_the_kernels_folder_does_not_pose_as_the_hub_package(tmp_path: Path) -> None:
-    """transformers probes for a package called `kernels`; our folder of that name must not look
-    like it.
-    """
+    """transformers probes for a package called `kernels`."""
     model = (
         "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
         "Qwen2ForCausalLM(Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, "
@@ -289,29 +275,26 @@ def test_packages_form_a_strict_order() -> None:
 @pytest.mark.parametrize("package", ALLOWED)
 def test_imports_at_most(package: str) -> None:
     outside = [e for e in edges() if is_in(e.importer, package) and not is_stdlib(e.target)]
-    assert not (bad := [e for e in outside if not is_in(e.target, *ALLOWED[package])]), offenders(
-        bad
-    )
+    bad = [e for e in outside if not is_in(e.target, *ALLOWED[package])]
+    assert not bad, offenders(bad)
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_never_imports(package: str) -> None:
     assert any(is_in(name, package) for name in MODULES), f"{package} is gone: rename it here too"
-    assert not (
-        bad := [
-            e
-            for e in edges()
-            if is_in(e.importer, package)
-            and is_in(e.target, *FORBIDDEN[package])
-            and (e.is_top_level or (e.importer, e.target) not in WITHIN_A_FUNCTION)
-        ]
-    ), offenders(bad)
+    bad = [
+        e
+        for e in edges()
+        if is_in(e.importer, package)
+        and is_in(e.target, *FORBIDDEN[package])
+        and (e.is_top_level or (e.importer, e.target) not in WITHIN_A_FUNCTION)
+    ]
+    assert not bad, offenders(bad)
 
 
 def test_vllm_is_imported_in_its_package_only() -> None:
-    assert not (
-        bad := [e for e in edges() if is_in(e.target, "vllm") and not is_in(e.importer, VLLM)]
-    ), offenders(bad)
+    bad = [e for e in edges() if is_in(e.target, "vllm") and not is_in(e.importer, VLLM)]
+    assert not bad, offenders(bad)
 
 
 def test_no_import_cycle() -> None:
@@ -350,17 +333,11 @@ def _cycle(graph: dict[str, dict[str, Edge]]) -> list[Edge]:
 
 
 def test_the_cycle_finder_finds_a_cycle() -> None:
-    def edge(a: str, b: str) -> Edge:
-        return Edge(a, b, 1, True)
+    def cycle(**graph: str) -> list[Edge]:
+        return _cycle({a: {b: Edge(a, b, 1, True) for b in there} for a, there in graph.items()})
 
-    graph = {"a": {"b": edge("a", "b")}, "b": {"c": edge("b", "c")}, "c": {"b": edge("c", "b")}}
-    assert _cycle(graph) == [edge("b", "c"), edge("c", "b")]
-    assert (
-        _cycle(
-            {"a": {"b": edge("a", "b"), "c": edge("a", "c")}, "b": {"c": edge("b", "c")}, "c": {}}
-        )
-        == []
-    )
+    assert cycle(a="b", b="c", c="b") == [Edge("b", "c", 1, True), Edge("c", "b", 1, True)]
+    assert cycle(a="bc", b="c", c="") == []
 
 
 # ---- size
@@ -376,9 +353,7 @@ def test_functions_have_at_most_100_lines() -> None:
     for name in MODULES:
         for node in ast.walk(ast.parse(_text(name))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                is_kernel = any(
-                    "triton" in ast.unparse(decorator) for decorator in node.decorator_list
-                )
+                is_kernel = any("triton" in ast.unparse(each) for each in node.decorator_list)
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 if size > (150 if is_kernel else 100):
                     too_long.append(f"{name}.{node.name}: {size}")
@@ -387,16 +362,10 @@ def test_functions_have_at_most_100_lines() -> None:
 
 def test_the_walk_sees_the_house() -> None:
     """The rules above hold for nothing when nothing is found."""
-    assert {
-        "flowtrain.types",
-        "flowtrain.agents",
-        "flowtrain.tools.base",
-        "flowkernels.policy_loss",
-    } <= set(MODULES)
+    seen = "flowtrain.types flowtrain.agents flowtrain.tools.base flowkernels.policy_loss"
+    assert set(seen.split()) <= set(MODULES)
     found = {(e.importer, e.target) for e in edges()}
     assert ("flowtrain.run.run_logger", "flowtrain.view.curves") in found
-    assert ("flowtrain.tools.registry", "flowtrain.tasks.sets") in found, (
-        "under TYPE_CHECKING, but there"
-    )
+    assert ("flowtrain.tools.registry", "flowtrain.tasks.sets") in found, "under TYPE_CHECKING"
     assert ("flowtrain.engines.torch_engine", "torch") in found
     assert os.path.commonpath([*MODULES.values()]) == str(ROOT)

@@ -12,8 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -32,6 +30,7 @@ from flowtrain.train import train
 from flowtrain.training.world import World
 from flowtrain.types import PlanStep, Task
 
+pytestmark = pytest.mark.usefixtures("no_side_effects")
 ATTRIBUTES = ("area", "height", "age", "rank")
 NAMES = (
     *("Ada", "Bo", "Cy", "Dee", "Eli", "Fay", "Gus", "Hal", "Ida", "Jo", "Kim", "Lee"),
@@ -107,7 +106,7 @@ def with_plans(tasks: TaskSet) -> TaskSet:
 
 def fine_tuned(components: RunComponents, cleanup: ExitStack) -> None:
     """`flowtrain.rft` with the plans put in."""
-    assert fine_tune(components, None, [], Interrupt(), cleanup) == 0  # type: ignore[arg-type]
+    assert fine_tune(components, None, [], Interrupt(), cleanup) == 0
 
 
 @pytest.fixture(scope="module")
@@ -132,16 +131,6 @@ def flow_grpo(place: Path, run: str, **sections: dict[str, Any]) -> dict[str, An
     return json.loads((place / run / "summary.json").read_text())
 
 
-@pytest.fixture(autouse=True)
-def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts back the signal handlers that a run sets, and draws no curves."""
-    monkeypatch.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="module")
 def real(place: Path) -> dict[str, Any]:
     """The summary of a run with the reward as it is."""
@@ -158,9 +147,8 @@ def test_flow_grpo_learns_from_the_rewards_and_from_nothing_else(
     """
     control = flow_grpo(place, "control", algorithm={"shuffle_rewards": True})
     before = real["warm"]["eval_reward"]
-    assert control["warm"]["eval_reward"] == pytest.approx(before, abs=0.05), (
-        "both start from the same planner"
-    )
+    found = control["warm"]["eval_reward"]
+    assert found == pytest.approx(before, abs=0.05), "both start from the same planner"
     assert 0.2 < before < 0.6, "there is something to learn"
     rise, control_rise = (summary["trained"]["eval_reward"] - before for summary in (real, control))
     assert rise > 0.3

@@ -49,10 +49,8 @@ def test_a_command_runs_as_its_module_would() -> None:
 
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     done = run("weights", "verify", str(tmp_path / "none"))
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"python -m flowtrain.weights: {tmp_path / 'none'} is no folder\n",
-    )
+    found = (done.returncode, done.stderr)
+    assert found == (2, f"python -m flowtrain.weights: {tmp_path / 'none'} is no folder\n")
 
 
 def test_without_a_command_they_are_listed(

@@ -96,9 +96,7 @@ def flip(path: Path) -> None:
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_taken(
     server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
 ) -> None:
-    """And set aside, so that it does not count as one of those to keep. What damage is seen is
-    tried in training/test_checkpoint.py.
-    """
+    """And set aside, so that it does not count as one of those to keep."""
     run = tmp_path / "run"
     shutil.copytree(full, run)
     flip(run / "checkpoints" / NEWEST)

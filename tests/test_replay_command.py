@@ -1,7 +1,4 @@
-"""Runs that are made again from their replay log: synchronous, split, resumed, with branches and
-hints; on another number of ranks; and what is said of logs that were changed, and of
-code that was.
-"""
+"""Runs made again from their replay log, and what is said of logs and code that changed."""
 
 from __future__ import annotations
 

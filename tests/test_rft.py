@@ -36,9 +36,7 @@ def imitate(
     spoil: Callable[[int, Turn], list[Turn]],
     *options: str,
 ) -> int:
-    """Fine-tune in `place` on a few rollouts of the expert, of whose turns the first of each goes
-    through `spoil`.
-    """
+    """Fine-tune in `place` on a few rollouts, of which the first turn goes through `spoil`."""
 
     def demonstrate(*args: object) -> list[Trajectory]:
         found = real(*args)
@@ -53,7 +51,6 @@ def imitate(
         *("--tasks.num_train", "100", "--run.device", "cpu", "--run.threads", "1"),
     ]
     config = parse(["--config", "configs/quickstart.toml", "--run.dir", str(place), *few, *options])
-    assert config is not None
     with monkeypatch.context() as patched:
         real = command.demonstrate
         patched.setattr(command, "demonstrate", demonstrate)
@@ -96,9 +93,7 @@ def test_no_turn_left_is_said_with_the_reason(
 def test_a_run_whose_loss_is_no_number_any_more_ends_with_what_to_look_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step throws the weights to where nothing can be computed; the next three are
-    skipped.
-    """
+    """The next three steps are skipped."""
     skipped = "^step 4: 3 optimizer steps in a row were skipped"
     options = ("--rft.num_steps", "9", "--rft.lr", "1e30")
     with pytest.raises(UserError, match=f"{skipped}.* grad_norm, ratio_max and logprob_mismatch"):

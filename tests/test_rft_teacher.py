@@ -39,7 +39,6 @@ class Teacher:
 
     def __init__(self) -> None:
         config = parse([*map(str, TASKS)])
-        assert config is not None
         self.tasks = {task.question: task for task in task_set(config).train}
 
     @staticmethod
@@ -49,7 +48,7 @@ class Teacher:
 
     def __call__(self, body: dict[str, Any]) -> str:
         prompt = body["messages"][0]["content"]
-        task = self.tasks[re.search(r"^Question: (.*)$", prompt, re.MULTILINE)[1]]  # type: ignore[index]
+        task = self.tasks[re.search(r"^Question: (.*)$", prompt, re.MULTILINE)[1]]
         steps = json.loads(prompt.rpartition("Steps so far:\n")[2]).values()
         done = [step for step in steps if not step["result"].startswith("Error")]
         step, kind = task.plan[min(len(done), len(task.plan) - 1)], self.kind(task)

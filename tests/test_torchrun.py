@@ -1,6 +1,4 @@
-"""`flowtrain.torchrun`: the line that a rank ends with is the last one, and signals reach the ranks
-alone, for as long as they need.
-"""
+"""`flowtrain.torchrun`: the line that a rank ends with is the last one; signals reach the ranks."""
 
 from __future__ import annotations
 
@@ -62,9 +60,8 @@ def test_an_interrupted_rank_needs_no_further_word(server: Server, tmp_path: Pat
 def test_other_failures_end_in_the_rank_and_its_code(server: Server, tmp_path: Path) -> None:
     code, said = ended(start(server, tmp_path, "raise RuntimeError('no such thing')", 1, "0"))
     assert code == 1 and "RuntimeError: no such thing" in said
-    assert said[-1] == (
-        "flowtrain.torchrun: rank 0 ended with exit code 1; what it printed is above"
-    )
+    found = said[-1]
+    assert found == "flowtrain.torchrun: rank 0 ended with exit code 1; what it printed is above"
 
 
 def test_a_rank_that_the_system_kills_is_named(tmp_path: Path) -> None:

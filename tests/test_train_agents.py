@@ -1,6 +1,4 @@
-"""Training runs of other agents than AgentFlow's, as a person starts them: the agent that calls
-tools, a program behind the gateway, an agent of one's own, and the agent of one turn.
-"""
+"""Training runs of other agents than AgentFlow's, as a person starts them."""
 
 from __future__ import annotations
 

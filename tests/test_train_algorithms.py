@@ -1,6 +1,4 @@
-"""The shipped configs of APPO and InfoFlow as a person runs them, APPO on two ranks, and what
-fine-tuning makes of a refiner.
-"""
+"""The shipped configs of APPO and InfoFlow as a person runs them, and APPO on two ranks."""
 
 from __future__ import annotations
 
@@ -117,9 +115,8 @@ def test_two_ranks_branch_and_train_like_one(
     appo = (*words, *own.split(), *more.split())
     for size in (1, 2):
         processes = server.start_ranks(size, *appo, "--run.dir", tmp_path / f"{size}")
-        assert [process.wait() for process in processes] == [0] * size, [
-            process.err.read_text()[-1500:] for process in processes
-        ]
+        found = [process.wait() for process in processes]
+        assert found == [0] * size, [process.err.read_text()[-1500:] for process in processes]
     one, two = (tmp_path / "1", tmp_path / "2")
     logs = ("trajectories.jsonl", "trajectories.rank1.jsonl")
     ours = sorted((record for name in logs for record in rows(two, name)), key=_place)
@@ -135,9 +132,8 @@ def test_two_ranks_branch_and_train_like_one(
     metrics = [read(run / "metrics.jsonl")[1:] for run in (two, one)]
     sums = ("reward_mean", "num_tokens", "num_sampled_tokens", "loss", "grad_norm", "kl_ref")
     for name in (*sums, "ratio_max"):
-        assert [step[name] for step in metrics[0]] == pytest.approx(
-            [step[name] for step in metrics[1]], rel=1e-3, abs=1e-6
-        ), name
+        found = [step[name] for step in metrics[0]]
+        assert found == pytest.approx([step[name] for step in metrics[1]], rel=1e-3, abs=1e-6), name
     assert metrics[0][-1]["kl_ref"] > 0 and any(step["num_tokens"] > 0 for step in metrics[0])
     shutil.copytree(one, tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000003")

@@ -1,6 +1,4 @@
-"""Runs that take their batches from a dataflow: a real ledger behind a real service, with groups
-that a script has pushed.
-"""
+"""Runs that take batches from a real ledger behind a real service; a script has pushed them."""
 
 from __future__ import annotations
 
@@ -110,7 +108,6 @@ class Dataflow:
 
     def __init__(self, path: Path, *words: str) -> None:
         config = parse([*WORDS, *words])
-        assert config is not None
         self.path, self.config = path, config
         self.ledger: Ledger = open_ledger(config, path)
 
@@ -183,9 +180,8 @@ def start(server: Server) -> Start:
 def ended(processes: list[Process], code: int = 0) -> str:
     """stderr of the first."""
     codes = [process.wait() for process in processes]
-    assert codes == [code] * len(processes), [
-        process.err.read_text()[-3000:] for process in processes
-    ]
+    expected = [code] * len(processes)
+    assert codes == expected, [process.err.read_text()[-3000:] for process in processes]
     return processes[0].err.read_text()
 
 
@@ -247,9 +243,8 @@ def test_a_run_trains_what_nodes_have_made(whole: tuple[Path, list[tuple[int, in
         for n in range(GROUP_SIZE)
     )
     records = read(run / "metrics.jsonl")
-    assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1)), (
-        "there was no evaluation"
-    )
+    found = [record["step"] for record in records]
+    assert found == list(range(1, NUM_STEPS + 1)), "there was no evaluation"
     for record in records:
         assert (
             record["dataflow/staleness_mean"]
@@ -268,9 +263,8 @@ def test_a_run_trains_what_nodes_have_made(whole: tuple[Path, list[tuple[int, in
         for step in (NUM_STEPS - 2, NUM_STEPS)
     )
     assert any((first[name] != last[name]).any() for name in last)
-    assert WeightStore(run / "weights").versions() == list(range(NUM_STEPS + 1)), (
-        "nodes may still sample with any of them"
-    )
+    found = WeightStore(run / "weights").versions()
+    assert found == list(range(NUM_STEPS + 1)), "nodes may still sample with any of them"
 
 
 def test_evaluations_outlive_a_trainer_that_is_killed(
@@ -295,9 +289,8 @@ def test_evaluations_outlive_a_trainer_that_is_killed(
     assert all(record["eval_reward"] == 1 for record in found)
     assert [record["step"] for record in records if record not in found] == [1, 2, 3, 4, 5, 6]
     rollouts = [each for path in run.glob("held_out*.jsonl") for each in read(path)]
-    assert sorted((each["step"], each["group_index"]) for each in rollouts) == [
-        (step, index) for step in (2, 4, 6) for index in range(num)
-    ]
+    seen = sorted((each["step"], each["group_index"]) for each in rollouts)
+    assert seen == [(step, index) for step in (2, 4, 6) for index in range(num)]
 
 
 def check_alike(run: Path, whole: Path) -> None:
@@ -332,9 +325,7 @@ def test_a_run_that_is_killed_gets_the_same_batches_again_and_ends_with_the_same
     tmp_path: Path,
     size: int,
 ) -> None:
-    """Killed after step 3, it goes on from the checkpoint of step 2; nothing is trained twice, but
-    for what the crash undid.
-    """
+    """From the checkpoint of step 2."""
     run = tmp_path / "run"
     with copied.served() as url:
         killed = start(url, run, size=size, before=AFTER_STEP_3)
@@ -473,9 +464,8 @@ def test_one_policys_trainer_dies_and_the_others_goes_on(
         ended(start(url, tmp_path / "planner", *words["planner"]))
         assert dataflow.ledger.audit().problems == ()
     for name in words:
-        assert [record["step"] for record in read(tmp_path / name / "metrics.jsonl")] == list(
-            range(1, NUM_STEPS + 1)
-        )
+        found = [record["step"] for record in read(tmp_path / name / "metrics.jsonl")]
+        assert found == list(range(1, NUM_STEPS + 1))
     (first, *_), (second, *_) = (read(tmp_path / name / "trajectories.jsonl") for name in words)
     assert first["turns"][0]["training"] is not None and second["turns"][0]["training"] is None
 
@@ -553,9 +543,8 @@ def test_two_trainers_and_nodes_that_come_and_go(
         nodes["four"].wait_for(lambda: pushed(dataflow, "four") > 0, timeout_s=120)
         os.kill(nodes["three"].pid, signal.SIGCONT)
         codes = {name: trainer.wait(120) for name, trainer in trainers.items()}
-        assert codes == {"planner": 0, "verifier": 0}, [
-            trainer.err.read_text()[-3000:] for trainer in trainers.values()
-        ]
+        expected = {"planner": 0, "verifier": 0}
+        assert codes == expected, [trainer.err.read_text()[-3000:] for trainer in trainers.values()]
         ends = [each.wait() for each in nodes.values()]
         assert ends == [0, 0], [
             each.err.read_text()[-2000:] for each in nodes.values()

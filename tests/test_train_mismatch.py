@@ -1,6 +1,4 @@
-"""Causes of a mismatch between trainer and sampler are provoked in whole runs, which end with
-numbers that show them; healthy runs end as ever.
-"""
+"""Causes of a mismatch show in the numbers of whole runs; healthy runs end as ever."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ import json
 import logging
 import math
 import re
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ from flowtrain.training import tree
 from flowtrain.training.trainer import Trainer
 from flowtrain.types import Sample, UserError
 
+pytestmark = pytest.mark.usefixtures("no_side_effects")
 Provoked = Callable[[], contextlib.AbstractContextManager[Any]]
 DIGEST = "zlib.crc32(answer.encode()) % 2"
 """Chance, as far as a policy can tell."""
@@ -52,16 +50,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reward = f"import zlib\n\ndef score(task, answer, trajectory):\n    return float({DIGEST})\n"
     (place / "chance.py").write_text(reward)
     return place
-
-
-@pytest.fixture(autouse=True)
-def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts back the signal handlers that a run sets, and draws no curves."""
-    monkeypatch.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def config(place: Path, run: Path, **sections: dict[str, Any]) -> Config:
@@ -126,7 +114,6 @@ def other_prompts(alter: Callable[[tuple[int, ...]], tuple[int, ...]], every: in
 
     def packed(samples: list[Sample], *args: Any) -> Any:
         def altered(sample: Sample) -> Sample:
-            assert sample.sample_id is not None
             is_hit = sample.sample_id.group % every == 0
             return replace(sample, prompt_ids=alter(sample.prompt_ids)) if is_hit else sample
 

@@ -1,6 +1,4 @@
-"""Runs whose numbers go wrong: what the user is told, when the run ends, and that weights, moments
-and checkpoints stay good.
-"""
+"""Runs whose numbers go wrong: what is told, when they end, and that what is saved is good."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The commands with a second policy, a verifier or a refiner: its warm-up, and the training of
-either policy beside the other one, which stays.
-"""
+"""The commands with a verifier or a refiner as second policy: its warm-up and training."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ Models = dict[str, dict[str, Path]]
 
 @pytest.fixture(scope="session")
 def models(once: Callable[..., Path], server: Server, warm: Path) -> Models:
-    """A warm model of each policy, by the role that is one. A refiner is shown searches that find
-    something.
-    """
+    """A warm model of each policy; a refiner is shown searches that find something."""
 
     def warmed(name: str, *argv: str) -> Path:
         def make(path: Path) -> None:
@@ -135,9 +131,7 @@ def test_a_run_with_two_policies_is_resumed_exactly(
     place: Path,
     tmp_path: Path,
 ) -> None:
-    """Two engines sample at once, and with shared batches roundings would depend on the machine's
-    load: each request is a batch of its own.
-    """
+    """Each request is a batch of its own, so that roundings do not depend on load."""
     alone = ("--rollout.max_batch_size", 1, "--rollout.group_size", 2, *by_seed)
     argv = (*options("verifier", "verifier", models, words, place), *alone)
     argv += ("--checkpoint.every", 1)

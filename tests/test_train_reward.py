@@ -114,9 +114,8 @@ def test_functions_that_fail_fail_their_rollouts_alone(
         elif not each["error"]:
             parts = each["reward_parts"]
             assert set(parts) == {"size", "half", "later", "never"} and each["scored_by"] == names
-            assert each["reward"] == pytest.approx(
-                parts["size"] + parts["half"] + 0.5 * parts["later"]
-            )
+            result = each["reward"]
+            assert result == pytest.approx(parts["size"] + parts["half"] + 0.5 * parts["later"])
     assert seen > {0, 1}
     for line in ran.steps:
         mine = [each for each in found if each["step"] == line["step"]]

@@ -1,6 +1,4 @@
-"""A training run as a person starts it, its frozen roles on an OpenAI-compatible server: what it
-logs, and how it ends when that fails.
-"""
+"""A run whose frozen roles are on a server: what it logs, and how it ends when that fails."""
 
 from __future__ import annotations
 
@@ -61,9 +59,8 @@ def test_a_run_whose_frozen_roles_are_elsewhere(run: Run, tmp_path: Path) -> Non
     )
     text = (ran.path / "config.toml").read_text()
     assert "[engines.local]" in text and json.dumps("local") in text
-    assert [step["failed_rollouts"] for step in steps] == [
-        sum(r["step"] == n for r in failed) for n in (1, 2)
-    ]
+    found = [step["failed_rollouts"] for step in steps]
+    assert found == [sum(r["step"] == n for r in failed) for n in (1, 2)]
     for number, step in enumerate(steps, 1):
         rewards = [
             record["reward"]

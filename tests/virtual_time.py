@@ -55,7 +55,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now
 
-    def run_in_executor(  # type: ignore[override]
+    def run_in_executor(
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
         self._num_working += 1
@@ -80,7 +80,7 @@ class _Loop(asyncio.SelectorEventLoop):
         return True
 
 
-class _Jumping(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _Jumping(selectors.DefaultSelector):
     """Waits for executors alone; they wake the loop through its own pipe."""
 
     def __init__(self, loop: _Loop) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,7 @@ def call_text(*queries: str) -> str:
 
 @dataclass
 class LoggingEngine:
-    """Says its replies in turn, or what a function makes of the prompt, in tokens of its own: never
-    the canonical ones.
-    """
+    """Says replies in turn, or by the prompt, in tokens of its own: never the canonical ones."""
 
     tokenizer: Any
     replies: list[str] = field(default_factory=list)
@@ -119,11 +118,9 @@ def function_agent(
     """The agent of a function `solve` in a file of its own."""
     path = tmp_path / "program.py"
     path.write_text(source)
-    agent = make_agent(engine or logging_engine(), function=f"{path}:solve", **options)
-    try:
+    made = make_agent(engine or logging_engine(), function=f"{path}:solve", **options)
+    with contextlib.closing(made) as agent:
         yield agent
-    finally:
-        agent.close()
 
 
 def logging_engine(*replies: str, style: str = "qwen2.5", **options: Any) -> LoggingEngine:
@@ -143,3 +140,28 @@ def calls_of(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, .
     """What would be trained: prompt and response of each call."""
     calls = [turn.calls["planner"] for turn in trajectory.turns]
     return [(call.prompt_ids, call.response_ids) for call in calls]
+
+
+def solved(
+    tmp_path: Path, source: str, *replies: str, style: str = "qwen2.5"
+) -> tuple[Trajectory, LoggingEngine]:
+    """Roll a function out; what is trained is what the engine read and sampled."""
+    engine = logging_engine(*replies, style=style)
+    with function_agent(tmp_path, source, engine) as agent:
+        trajectory = roll_out(agent)
+    assert trajectory.error == "", trajectory.error
+    assert calls_of(trajectory) == engine.log
+    return trajectory, engine
+
+
+def check_grown(log: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Each prompt begins with the one before it and what was sampled."""
+    for (prompt, said), (later, _) in pairwise(log):
+        assert later[: len(prompt) + len(said)] == prompt + said
+
+
+def check_used(trajectory: Trajectory) -> None:
+    """Both calls of the first response were recorded, with their results."""
+    used = trajectory.turns[0].tool_calls
+    assert [each.arguments for each in used] == ['{"query": "area of Chad"}', '{"query": "Chad"}']
+    assert [each.result.output for each in used] == ["area of Chad: 1284", "Chad: 1284"]

@@ -135,7 +135,7 @@ def plain_number(task: Task) -> Shop:
     async def reward() -> float:
         return 0.5
 
-    shop.reward = reward  # type: ignore[method-assign,assignment]
+    shop.reward = reward
     return shop
 
 

@@ -20,7 +20,7 @@ def leased() -> Task:
 
 def test_a_failure_is_forgotten() -> None:
     async def run() -> str:
-        analyst, task = Analyst(Chat([EngineError("away"), "an area"]), "", 1.0), leased()  # type: ignore[arg-type]
+        analyst, task = Analyst(Chat([EngineError("away"), "an area"]), "", 1.0), leased()
         failed = await asyncio.gather(
             *(analyst.analyse(task) for _ in range(3)), return_exceptions=True
         )
@@ -32,7 +32,7 @@ def test_a_failure_is_forgotten() -> None:
 
 def test_a_later_group_asks_the_newer_weights_and_the_former_ones_leave_nothing() -> None:
     async def run() -> list[str]:
-        analyst, said = Analyst(Chat(["first", "second"]), "", 1.0), []  # type: ignore[arg-type]
+        analyst, said = Analyst(Chat(["first", "second"]), "", 1.0), []
         for _ in range(2):
             task = leased()
             said += [await analyst.analyse(task) for _ in range(4)]
@@ -46,7 +46,7 @@ def test_a_later_group_asks_the_newer_weights_and_the_former_ones_leave_nothing(
 
 def test_a_rollout_that_is_cut_leaves_the_reply_to_the_others() -> None:
     async def run() -> str:
-        analyst, task = Analyst(Chat(["an area", AssertionError("asked twice")]), "", 1.0), leased()  # type: ignore[arg-type]
+        analyst, task = Analyst(Chat(["an area", AssertionError("asked twice")]), "", 1.0), leased()
         cut, other = (asyncio.ensure_future(analyst.analyse(task)) for _ in range(2))
         await asyncio.sleep(0)
         cut.cancel()

@@ -75,7 +75,7 @@ def test_arguments_are_fitted_to_a_tool_of_one(
 
 def execute(reply: str) -> tuple[str, str, tuple[str, ...]]:
     tools = {"Python_Coder": Tool(CARD, lambda query: query.upper())}
-    executor = Executor(tools, 5.0, 100, Chat(reply), 5.0)  # type: ignore[arg-type]
+    executor = Executor(tools, 5.0, 100, Chat(reply), 5.0)
     action = Action("", "", "area", "Python_Coder")
     done = asyncio.run(executor.execute("q", action, 0, 5.0))
     return done.command, done.result.text, done.rescued

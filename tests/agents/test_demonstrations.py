@@ -72,9 +72,8 @@ def test_samples_have_what_the_refiner_read_and_wrote(memory_tokens: int) -> Non
     samples = refinements(flow, [rollout], tokenizer, 1000)
     read = [tokenizer.decode(sample.prompt_ids) for sample in samples]
     assert read == chat.prompts and len(read) == 2
-    assert [tokenizer.decode(sample.response_ids) for sample in samples] == [
-        f"Evidence {n}: {'1284 ' * 60}".strip() + "\0" for n in (1, 2)
-    ]
+    found = [tokenizer.decode(sample.response_ids) for sample in samples]
+    assert found == [f"Evidence {n}: {'1284 ' * 60}".strip() + "\0" for n in (1, 2)]
     assert all(
         set(sample.loss_weights) == {1.0} and len(sample.loss_weights) == len(sample.response_ids)
         for sample in samples

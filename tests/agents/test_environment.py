@@ -28,7 +28,7 @@ from flowtrain.tools import ToolCard
 from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.utils.plugins import load_object
 
-EVENTS: list[str] = load_object(f"{Path(shop.__file__)}:EVENTS", "")[1]  # type: ignore[assignment]
+EVENTS: list[str] = load_object(f"{Path(shop.__file__)}:EVENTS", "")[1]
 TASK = Task("t-1", "", ("2",))
 QWEN = styled("qwen2.5")
 
@@ -60,9 +60,9 @@ def play(
     **agent: object,
 ) -> tuple[Trajectory, Engine]:
     config = config_of(maker, options, **agent)
-    ToolCallingAgent.check(config, QWEN)  # type: ignore[arg-type]
+    ToolCallingAgent.check(config, QWEN)
     engine = Engine.of(QWEN, *texts)
-    policy = make_policy(config, "planner", engine, QWEN)  # type: ignore[arg-type]
+    policy = make_policy(config, "planner", engine, QWEN)
     context = AgentContext(config, {"planner": policy}, {}, {}, config.agent.max_turns)
     done = asyncio.run(ToolCallingAgent(context).run(TASK, 7, cutoff=cutoff, start=start))
     return done, engine
@@ -121,12 +121,12 @@ def test_options_of_the_maker_and_an_environment_that_is_over() -> None:
 
 def test_many_rollouts_do_not_see_each_other() -> None:
     config = config_of("Shop")
-    policy = make_policy(config, "planner", Engine.of(QWEN, *GOOD), QWEN)  # type: ignore[arg-type]
+    policy = make_policy(config, "planner", Engine.of(QWEN, *GOOD), QWEN)
 
     async def many() -> list[Trajectory]:
         agents = []
         for _ in range(5):
-            own = make_policy(config, "planner", Engine.of(QWEN, *GOOD), QWEN)  # type: ignore[arg-type]
+            own = make_policy(config, "planner", Engine.of(QWEN, *GOOD), QWEN)
             agents.append(ToolCallingAgent(AgentContext(config, {"planner": own}, {}, {}, 9)))
         return await asyncio.gather(*(agent.run(TASK, n) for n, agent in enumerate(agents)))
 
@@ -226,7 +226,7 @@ def test_options_that_do_not_go_together() -> None:
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_first_messages_go_through_every_style_of_template(style: str) -> None:
     config = Config.model_validate({"agent": {"name": "tools", "instructions": "Be brief."}})
-    dialect = Dialect.of(config, styled(style), "the test")  # type: ignore[arg-type]
+    dialect = Dialect.of(config, styled(style), "the test")
     tools = [definition(ToolCard("look_up", "Tells."))]
     first = [
         {"role": "system", "content": "You work for a shop."},

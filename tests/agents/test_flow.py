@@ -1,12 +1,9 @@
-"""The turn loop with scripted fakes for the planner and the tools; executor, verifier, generator
-and memory are the real ones.
-"""
+"""The turn loop: planner and tools are scripted, the other modules are the real ones."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import make
@@ -48,16 +45,23 @@ class FakePlanner:
     def __init__(self, script: Script, seconds: float = 0.0) -> None:
         self.script, self.seconds = script, seconds
         self.asked: list[tuple[Memory, int, int, float]] = []
+        self.prefixes: list[tuple[ResponsePrefix, int, int]] = []
+        """Where branches took up."""
 
-    async def plan(
-        self, task: Task, memory: Memory, turn: int, seed: int, deadline_s: float
-    ) -> Plan:
-        self.asked.append((memory, turn, seed, deadline_s))
+    async def plan(self, task: Task, *asked: Any) -> Plan:
+        self.asked.append(asked)
         await asyncio.sleep(self.seconds)
+        turn = asked[1]
         said = self.script[turn % len(self.script)]
         if isinstance(said, Exception):
             raise said
         return Plan(Call.of((turn, 1), completion(turn), f"turn {turn}"), said)
+
+    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
+        self.prefixes.append((prefix, turn, seed))
+        spans, mask = (VersionSpan(0, 2, 5),), SamplingMask.of([(70, 72), (71,)])
+        rest = Completion((70, 71), (-7.0, -7.1), spans, FinishReason.STOP, mask)
+        return Plan(Call.of(prefix.prompt_ids, prefix.joined(rest), "branched"), ECHO)
 
 
 SPANS = (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
@@ -70,12 +74,11 @@ def completion(turn: int) -> Completion:
     return Completion((turn, 8, 9), (-0.1, -0.2, -0.3 * turn), SPANS, FinishReason.LENGTH, MASK)
 
 
-async def _raise(query: str) -> str:
-    raise ZeroDivisionError("the tool has a bug")
+def _raises(error: BaseException) -> Callable[[str], Any]:
+    async def act(query: str) -> str:
+        raise error
 
-
-async def _exit(query: str) -> str:
-    raise SystemExit("no key given")
+    return act
 
 
 async def _hang(query: str) -> str:
@@ -83,19 +86,15 @@ async def _hang(query: str) -> str:
     return "never"
 
 
-async def _halferror(query: str) -> str:
-    raise ValueError("\ude00 is the other half")
-
-
 ACTS: dict[str, Callable[[str], Any]] = {
     "Echo": lambda query: f"The {query} is 1284.",
-    "Raise": _raise,
-    "Exit": _exit,
+    "Raise": _raises(ZeroDivisionError("the tool has a bug")),
+    "Exit": _raises(SystemExit("no key given")),
     "Hang": _hang,
     "Flood": lambda query: "x" * 1_000_000,
     "Silent": lambda query: " \n",
     "Half": lambda query: "half a pair: \ud83d.",
-    "Halferror": _halferror,
+    "Halferror": _raises(ValueError("\ude00 is the other half")),
 }
 TOOLS = {name: make.Tool(ToolCard(name, ""), act) for name, act in ACTS.items()}
 
@@ -108,6 +107,10 @@ def always(task: Task, memory: Memory) -> bool:
     return True
 
 
+def using(tool: str) -> Action:
+    return Action("", "", "x", tool)
+
+
 def flow(
     script: Script,
     is_enough: Callable[[Task, Memory], bool] = never,
@@ -116,11 +119,9 @@ def flow(
     tool_timeout_s: float = 5.0,
     seconds: float = 0.0,
 ) -> Flow:
-    executor = Executor(TOOLS, tool_timeout_s, max_chars=100)
+    planner, executor = FakePlanner(script, seconds), Executor(TOOLS, tool_timeout_s, max_chars=100)
     limits = FlowLimits(max_turns, timeout_s)
-    return Flow(
-        FakePlanner(script, seconds), executor, RuleVerifier(is_enough), Generator(), limits
-    )
+    return Flow(planner, executor, RuleVerifier(is_enough), Generator(), limits)
 
 
 def run(flow: Flow, seed: int = 11) -> Trajectory:
@@ -135,9 +136,7 @@ def results(trajectory: Trajectory) -> list[str]:
 
 
 def test_stop_ends_the_rollout_with_the_answer() -> None:
-    trajectory = run(
-        flow([ECHO], is_enough=lambda task, memory: len(memory.entries) == 2, max_turns=5)
-    )
+    trajectory = run(flow([ECHO], lambda task, memory: len(memory.entries) == 2, max_turns=5))
     assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE, Verdict.STOP]
     assert (trajectory.truncated, trajectory.answer, trajectory.reward) == ("", "1284", None)
     assert (trajectory.task, trajectory.seed) == (TASK, 11)
@@ -164,30 +163,22 @@ def test_the_time_limit_ends_it_between_turns() -> None:
 def test_a_planner_is_told_the_time_that_is_left() -> None:
     loop = flow([ECHO], max_turns=2, timeout_s=60.0, seconds=5.0)
     run(loop)
-    assert isinstance(loop.planner, FakePlanner)
     assert [left_s for *_, left_s in loop.planner.asked] == [60.0, 55.0]
 
 
 def test_a_running_turn_ends_with_the_time_of_the_rollout() -> None:
-    """The planner takes most of it, so the tool that hangs gets what is left, not its own timeout
-    and not the whole time again.
-    """
-    trajectory = run(
-        flow([Action("", "", "x", "Hang")], timeout_s=8.0, tool_timeout_s=60.0, seconds=7.0)
-    )
+    """The tool that hangs gets what the planner leaves of it."""
+    trajectory = run(flow([using("Hang")], timeout_s=8.0, tool_timeout_s=60.0, seconds=7.0))
     assert (len(trajectory.turns), trajectory.truncated) == (1, "time")
     assert results(trajectory) == ["Error: timed out after 1 s"]
     assert trajectory.seconds == 8.0
 
 
-def test_too_long_prompt_truncates_rollout() -> None:
-    trajectory = run(flow([ECHO, PromptTooLong("9999 tokens")]))
-    assert (len(trajectory.turns), trajectory.truncated, trajectory.answer) == (1, "prompt", "1284")
-
-
-def test_too_long_question_gives_rollout_without_turns() -> None:
-    trajectory = run(flow([PromptTooLong("9999 tokens")]))
-    assert (trajectory.turns, trajectory.truncated, trajectory.answer) == ((), "prompt", "")
+@pytest.mark.parametrize("num_turns", [0, 1])
+def test_a_prompt_that_is_too_long_ends_the_rollout(num_turns: int) -> None:
+    trajectory = run(flow([ECHO] * num_turns + [PromptTooLong("9999 tokens")]))
+    assert (len(trajectory.turns), trajectory.truncated) == (num_turns, "prompt")
+    assert trajectory.answer == ("1284" if num_turns else "")
 
 
 def test_what_nobody_foresaw_is_not_swallowed() -> None:
@@ -199,24 +190,19 @@ def test_what_nobody_foresaw_is_not_swallowed() -> None:
 
 
 def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
-    loop = flow([None, ECHO], is_enough=always)
+    loop = flow([None, ECHO], always)
     trajectory = run(loop)
     first, second = trajectory.turns
     expected = (None, NO_COMMAND, MALFORMED, Verdict.CONTINUE)
     assert (first.action, first.command, first.result.error, first.verdict) == expected
-    assert first.calls["planner"].response_ids == completion(0).ids, (
-        "its tokens are trained like any others"
-    )
+    assert first.calls["planner"].response_ids == completion(0).ids, "trained like any others"
     assert (second.verdict, trajectory.answer) == (Verdict.STOP, "1284")
-    assert isinstance(loop.planner, FakePlanner)
     memory = loop.planner.asked[1][0]
     assert memory.entries == (MemoryEntry("None", "None", NO_COMMAND, f"Error: {MALFORMED}", True),)
 
 
 def test_unknown_tool_spends_turn_with_error() -> None:
-    trajectory = run(
-        flow([Action("", "", "1 + 1", NO_TOOL + "Calculator")], is_enough=always, max_turns=1)
-    )
+    trajectory = run(flow([using(NO_TOOL + "Calculator")], always, max_turns=1))
     (turn,) = trajectory.turns
     assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
     expected = (Verdict.CONTINUE, "turns", "")
@@ -230,32 +216,27 @@ def test_unknown_tool_spends_turn_with_error() -> None:
         ("Exit", "Error: SystemExit: no key given"),
         ("Hang", "Error: timed out after 0.1 s"),
         ("Silent", "Error: no output"),
+        # Half a pair of surrogates, which no tokenizer takes, would end the run.
+        ("Halferror", "Error: ValueError: ? is the other half"),
     ],
 )
 def test_tool_failure_becomes_error_in_memory(tool: str, text: str) -> None:
-    loop = flow([Action("", "", "x", tool), ECHO], is_enough=always, tool_timeout_s=0.1)
+    loop = flow([using(tool), ECHO], always, tool_timeout_s=0.1)
     trajectory = run(loop)
     assert results(trajectory) == [text, "The area of Chad is 1284."]
     assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE, Verdict.STOP]
     assert trajectory.answer == "1284"
-    assert isinstance(loop.planner, FakePlanner)
     (entry,) = loop.planner.asked[1][0].entries
     assert (entry.tool_name, entry.result, entry.is_error) == (tool, text, True)
 
 
-@pytest.mark.parametrize(
-    ("tool", "text"),
-    [("Half", "half a pair: ?."), ("Halferror", "Error: ValueError: ? is the other half")],
-)
-def test_half_a_surrogate_pair_becomes_a_question_mark(tool: str, text: str) -> None:
-    """No tokenizer takes it, and the next prompt would end the run."""
-    (turn,) = run(flow([Action("", "", "x", tool)], max_turns=1)).turns
-    assert turn.result.text == text
+def test_half_a_surrogate_pair_becomes_a_question_mark() -> None:
+    assert results(run(flow([using("Half")], max_turns=1))) == ["half a pair: ?."]
 
 
 def test_a_tool_that_floods_leaves_a_memory_of_bounded_size() -> None:
-    (turn,) = run(flow([Action("", "", "x", "Flood")], max_turns=1)).turns
-    assert len(turn.result.output) < 200 and "999900 characters left out" in turn.result.output
+    (text,) = results(run(flow([using("Flood")], max_turns=1)))
+    assert len(text) < 200 and "999900 characters left out" in text
 
 
 QUERIES = [
@@ -289,17 +270,14 @@ def test_the_verifier_judges_the_new_entry() -> None:
         seen.append((task.question, [entry.sub_goal for entry in memory.entries]))
         return False
 
-    run(flow([ECHO, Action("", "", "capital of Chad", "Echo")], is_enough=note, max_turns=2))
-    assert seen == [
-        (TASK.question, ["area of Chad"]),
-        (TASK.question, ["area of Chad", "capital of Chad"]),
-    ]
+    run(flow([ECHO, using("Echo")], note, max_turns=2))
+    goals = ["area of Chad", "x"]
+    assert seen == [(TASK.question, goals[:1]), (TASK.question, goals)]
 
 
 def test_memory_entries_have_agentflows_four_fields() -> None:
-    loop = flow([ECHO, Action("j", "c", "x", "Raise"), None])
+    loop = flow([ECHO, using("Raise"), None])
     run(loop, seed=1)
-    assert isinstance(loop.planner, FakePlanner)
     memory = loop.planner.asked[2][0].as_dict()
     assert memory == {
         "Action Step 1": {
@@ -320,9 +298,8 @@ def test_memory_entries_have_agentflows_four_fields() -> None:
 
 def test_the_same_actions_give_the_same_memory() -> None:
     def memories() -> list[Memory]:
-        loop = flow([ECHO, None, Action("", "", "x", "Hang")], tool_timeout_s=0.05, max_turns=4)
+        loop = flow([ECHO, None, using("Hang")], tool_timeout_s=0.05, max_turns=4)
         run(loop)
-        assert isinstance(loop.planner, FakePlanner)
         return [memory for memory, *_ in loop.planner.asked]
 
     assert memories() == memories()
@@ -346,7 +323,6 @@ def test_turns_carry_exactly_what_the_engine_sampled() -> None:
 def test_planners_hear_turn_and_seed() -> None:
     loop = flow([ECHO])
     run(loop, seed=99)
-    assert isinstance(loop.planner, FakePlanner)
     found = [(turn, seed, len(memory.entries)) for memory, turn, seed, _ in loop.planner.asked]
     assert found == [(0, 99, 0), (1, 99, 1), (2, 99, 2)]
 
@@ -368,13 +344,11 @@ class NotingModule:
     def __init__(self) -> None:
         self.told: list[tuple[str, int, float]] = []
 
-    async def verify(
-        self, task: Task, memory: Memory, seed: int, deadline_s: float
-    ) -> Verification:
+    async def verify(self, task: Any, memory: Any, seed: int, deadline_s: float) -> Verification:
         self.told.append(("verify", seed, deadline_s))
         return Verification(Verdict.CONTINUE, "so far so good")
 
-    async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
+    async def answer(self, task: Any, memory: Any, seed: int, deadline_s: float) -> Answer:
         self.told.append(("answer", seed, deadline_s))
         return Answer("42", "it is 42")
 
@@ -402,28 +376,9 @@ def test_modules_get_own_seeds_and_time_left(
 # ---- branches
 
 
-class Branching(FakePlanner):
-    """Remembers where branches took up."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__(script)
-        self.prefixes: list[tuple[ResponsePrefix, int, int]] = []
-
-    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
-        self.prefixes.append((prefix, turn, seed))
-        said = self.script[turn % len(self.script)]
-        assert not isinstance(said, Exception)
-        spans, mask = (VersionSpan(0, 2, 5),), SamplingMask.of([(70, 72), (71,)])
-        rest = Completion((70, 71), (-7.0, -7.1), spans, FinishReason.STOP, mask)
-        return Plan(Call.of(prefix.prompt_ids, prefix.joined(rest), "branched"), said)
-
-
-def branch(root: Trajectory, turn: int, token: int) -> tuple[Trajectory, Branching]:
-    planner = Branching([ECHO])
-    leaves = replace(flow([ECHO], max_turns=3), planner=planner)
-    return asyncio.run(
-        leaves.run(TASK, 12, start=BranchStart(root, BranchPoint(0, turn, token, 1.5)))
-    ), planner
+def branch(root: Trajectory, turn: int, token: int) -> tuple[Trajectory, FakePlanner]:
+    leaves, start = flow([ECHO]), BranchStart(root, BranchPoint(0, turn, token, 1.5))
+    return asyncio.run(leaves.run(TASK, 12, start=start)), leaves.planner
 
 
 @pytest.mark.parametrize("token", [0, 1, 2])
@@ -431,9 +386,7 @@ def branch(root: Trajectory, turn: int, token: int) -> tuple[Trajectory, Branchi
 def test_branch_keeps_prefix_and_samples_rest(turn: int, token: int) -> None:
     root = run(flow([ECHO], max_turns=3))
     trajectory, planner = branch(root, turn, token)
-    assert trajectory.turns[:turn] == root.turns[:turn], (
-        "tool results included; nothing is run again"
-    )
+    assert trajectory.turns[:turn] == root.turns[:turn], "with results; nothing is run again"
     assert len(trajectory.turns) == 3 and trajectory.branch == BranchPoint(0, turn, token, 1.5)
     left, was = (each.turns[turn].calls["planner"] for each in (trajectory, root))
     assert left.prompt_ids == was.prompt_ids
@@ -451,9 +404,8 @@ def test_branch_memory_equals_parents_at_branch_point() -> None:
     _, planner = branch(root, 1, 1)
     (memory, turn, _, _), *_ = planner.asked
     assert turn == 2 and len(memory.entries) == 2
-    assert memory.entries[0] == MemoryEntry(
-        "Echo", "area of Chad", root.turns[0].command, root.turns[0].result.text
-    )
+    was = root.turns[0]
+    assert memory.entries[0] == MemoryEntry("Echo", "area of Chad", was.command, was.result.text)
 
 
 def test_a_whole_rollout_is_no_branch() -> None:

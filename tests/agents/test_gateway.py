@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from gateway_runs import TASK, call_text, calls_of, function_agent, logging_engine, roll_out
+from gateway_runs import call_text, check_grown, check_used, function_agent, roll_out, solved
 from openai.types.chat import ChatCompletion
 
 from flowtrain.agents.gateway import server
@@ -43,13 +43,9 @@ return message.content
 
 
 def test_the_second_prompt_begins_with_what_was_read_and_sampled(tmp_path: Path) -> None:
-    engine = logging_engine("It is 1284, I think.", "Yes, 1284.")
-    with function_agent(tmp_path, TWO_TURNS, engine) as agent:
-        trajectory = roll_out(agent)
-    assert trajectory.error == "" and trajectory.answer == "Yes, 1284."
-    assert calls_of(trajectory) == engine.log
-    (first, said), (second, _) = engine.log
-    assert second[: len(first) + len(said)] == first + said
+    trajectory, engine = solved(tmp_path, TWO_TURNS, "It is 1284, I think.", "Yes, 1284.")
+    assert trajectory.answer == "Yes, 1284."
+    check_grown(engine.log)
     assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE, Verdict.STOP]
 
 
@@ -58,10 +54,8 @@ def test_an_answer_has_the_shape_of_openais(tmp_path: Path) -> None:
 reply = ask([{"role": "user", "content": "Hi"}])
 return reply.model_dump_json()
 """)
-    engine = logging_engine("Yes.")
-    with function_agent(tmp_path, source, engine) as agent:
-        found = json.loads(roll_out(agent).answer)
-    ((prompt, said),) = engine.log
+    trajectory, engine = solved(tmp_path, source, "Yes.")
+    found, ((prompt, said),) = json.loads(trajectory.answer), engine.log
     ChatCompletion.model_validate(found)
     assert found["object"] == "chat.completion" and found["model"] == "policy"
     (choice,) = found["choices"]
@@ -84,9 +78,8 @@ for chunk in ask([{"role": "user", "content": "Hi"}], **options):
 called = [(call.function.name, call.function.arguments) for call in calls]
 return json.dumps(["".join(texts), called, reasons[-1], usage.completion_tokens])
 """)
-    engine = logging_engine(f"Let me see.\n{call_text('Chad')}")
-    with function_agent(tmp_path, source, engine) as agent:
-        text, calls, reason, num_tokens = json.loads(roll_out(agent).answer)
+    trajectory, engine = solved(tmp_path, source, f"Let me see.\n{call_text('Chad')}")
+    text, calls, reason, num_tokens = json.loads(trajectory.answer)
     assert text == "Let me see." and reason == "tool_calls"
     assert calls == [["search", '{"query": "Chad"}']]
     assert num_tokens == len(engine.log[0][1])
@@ -108,18 +101,12 @@ while True:
 
 
 def test_parallel_calls_of_tools_go_through_and_are_recorded(tmp_path: Path) -> None:
-    engine = logging_engine(call_text("area of Chad", "Chad"), "1284")
-    with function_agent(tmp_path, TOOL_TURNS, engine) as agent:
-        trajectory = roll_out(agent)
-    assert trajectory.error == "" and trajectory.answer == "1284"
-    assert calls_of(trajectory) == engine.log
-    (first, said), (second, _) = engine.log
-    assert second[: len(first) + len(said)] == first + said
-    used = trajectory.turns[0].tool_calls
-    assert [each.arguments for each in used] == ['{"query": "area of Chad"}', '{"query": "Chad"}']
-    assert [each.result.output for each in used] == ["area of Chad: 1284", "Chad: 1284"]
-    assert trajectory.turns[1].tool_calls == ()
-    prompt = engine.tokenizer.decode(second)
+    asks = call_text("area of Chad", "Chad")
+    trajectory, engine = solved(tmp_path, TOOL_TURNS, asks, "1284")
+    assert trajectory.answer == "1284" and trajectory.turns[1].tool_calls == ()
+    check_grown(engine.log)
+    check_used(trajectory)
+    prompt = engine.tokenizer.decode(engine.log[1][0])
     assert "area of Chad: 1284" in prompt and prompt.count("What is the area") == 1
 
 
@@ -133,13 +120,7 @@ for call in reversed(message.tool_calls):
     messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{query}: 1284"})
 return ask(messages, tools=TOOLS).choices[0].message.content
 """)
-    engine = logging_engine(call_text("area of Chad", "Chad"), "1284")
-    with function_agent(tmp_path, source, engine) as agent:
-        trajectory = roll_out(agent)
-    assert trajectory.error == "" and calls_of(trajectory) == engine.log
-    used = trajectory.turns[0].tool_calls
-    assert [each.arguments for each in used] == ['{"query": "area of Chad"}', '{"query": "Chad"}']
-    assert [each.result.output for each in used] == ["area of Chad: 1284", "Chad: 1284"]
+    check_used(solved(tmp_path, source, call_text("area of Chad", "Chad"), "1284")[0])
 
 
 def test_calls_without_a_result_are_recorded(tmp_path: Path) -> None:
@@ -153,17 +134,21 @@ for call in message.tool_calls:
 message = ask(messages, tools=TOOLS).choices[0].message
 return str(len(message.tool_calls))
 """)
-    engine = logging_engine(call_text("area", "Chad"), call_text("size", "land"))
-    with function_agent(tmp_path, source, engine) as agent:
-        trajectory = roll_out(agent)
-    assert trajectory.error == "" and trajectory.answer == "2"
-    assert [
-        [(each.arguments, each.result.output) for each in turn.tool_calls]
-        for turn in trajectory.turns
-    ] == [
+    replies = call_text("area", "Chad"), call_text("size", "land")
+    trajectory, _ = solved(tmp_path, source, *replies)
+    assert trajectory.answer == "2"
+    used = [[(c.arguments, c.result.output) for c in turn.tool_calls] for turn in trajectory.turns]
+    assert used == [
         [('{"query": "area"}', "1284"), ('{"query": "Chad"}', "1284")],
         [('{"query": "size"}', ""), ('{"query": "land"}', "")],
     ]
+
+
+def test_a_long_result_is_recorded_without_its_middle(tmp_path: Path) -> None:
+    source = TOOL_TURNS.replace('f"{query}: 1284"', '"1284" * 9999')
+    trajectory, _ = solved(tmp_path, source, call_text("Chad"), "1284")
+    (used,) = trajectory.turns[0].tool_calls
+    assert 8000 < len(used.result.output) < 8100 and used.result.output.endswith("1284")
 
 
 def test_without_tool_choice_a_call_is_text(tmp_path: Path) -> None:
@@ -171,16 +156,14 @@ def test_without_tool_choice_a_call_is_text(tmp_path: Path) -> None:
 message = ask([{"role": "user", "content": "Hi"}], tools=TOOLS, tool_choice="none").choices[0]
 return json.dumps([message.message.content, message.finish_reason])
 """)
-    with function_agent(tmp_path, source, logging_engine(call_text("Chad"))) as agent:
-        assert json.loads(roll_out(agent).answer) == [call_text("Chad"), "stop"]
+    answer = solved(tmp_path, source, call_text("Chad"))[0].answer
+    assert json.loads(answer) == [call_text("Chad"), "stop"]
 
 
 def test_a_malformed_call_is_text_and_is_counted(tmp_path: Path) -> None:
     broken = '<tool_call>\n{"name": "search", "arg\n</tool_call>'
-    with function_agent(tmp_path, TOOL_TURNS, logging_engine(broken)) as agent:
-        trajectory = roll_out(agent)
-    assert trajectory.answer == broken
-    assert "JSON" in (trajectory.turns[0].result.error or "")
+    trajectory, _ = solved(tmp_path, TOOL_TURNS, broken)
+    assert trajectory.answer == broken and "JSON" in trajectory.turns[0].result.error
 
 
 def test_two_agents_in_one_rollout_are_two_conversations(tmp_path: Path) -> None:
@@ -193,13 +176,9 @@ for turn in range(2):
         history.append(ask(history).choices[0].message.model_dump())
 return "done"
 """)
-    engine = logging_engine("a", "b", "c", "d")
-    with function_agent(tmp_path, source, engine) as agent:
-        trajectory = roll_out(agent)
-    assert calls_of(trajectory) == engine.log
-    for first, second in ((0, 2), (1, 3)):
-        prompt, said = engine.log[first]
-        assert engine.log[second][0][: len(prompt) + len(said)] == prompt + said
+    _, engine = solved(tmp_path, source, "a", "b", "c", "d")
+    check_grown(engine.log[::2])
+    check_grown(engine.log[1::2])
     assert engine.log[0][0] != engine.log[1][0]
 
 
@@ -211,10 +190,8 @@ messages += [{"role": "assistant", "content": f"(summary of {said})"}]
 messages += [{"role": "user", "content": "Go on"}]
 return ask(messages).choices[0].message.content
 """)
-    engine = logging_engine("something long", "fine")
-    with function_agent(tmp_path, source, engine) as agent:
-        trajectory = roll_out(agent)
-    assert trajectory.answer == "fine" and calls_of(trajectory) == engine.log
+    trajectory, engine = solved(tmp_path, source, "something long", "fine")
+    assert trajectory.answer == "fine"
     assert "(summary of something long)" in engine.tokenizer.decode(engine.log[1][0])
 
 
@@ -225,9 +202,7 @@ messages.append(ask(messages).choices[0].message.model_dump())
 messages.append({"role": "user", "content": "Go on"})
 return json.dumps([ask(messages).choices[0].message.content for _ in range(2)])
 """)
-    engine = logging_engine("a b", "c", "d")
-    with function_agent(tmp_path, source, engine) as agent:
-        trajectory = roll_out(agent)
+    trajectory, engine = solved(tmp_path, source, "a b", "c", "d")
     assert json.loads(trajectory.answer) == ["c", "d"] and len(trajectory.turns) == 3
     assert engine.log[1][0] == engine.log[2][0]
     assert engine.asked[1].seed != engine.asked[2].seed
@@ -240,9 +215,8 @@ short = ask(hi, max_tokens=3, stop="x").choices[0]
 ask(hi, max_completion_tokens=100000, temperature=0.1, top_p=0.5, seed=3)
 return json.dumps([short.message.content, short.finish_reason])
 """)
-    engine = logging_engine("abcdef", "y")
-    with function_agent(tmp_path, source, engine) as agent:
-        assert json.loads(roll_out(agent).answer) == ["abc", "length"]
+    trajectory, engine = solved(tmp_path, source, "abcdef", "y")
+    assert json.loads(trajectory.answer) == ["abc", "length"]
     assert [each.max_new_tokens for each in engine.asked] == [3, 300]
     assert engine.asked[0].stop_strings == ("x",)
     assert engine.asked[1].temperature == 1.0 and engine.asked[1].top_p == 1.0
@@ -261,36 +235,40 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
 
 
 @pytest.mark.parametrize(
-    ("options", "param"),
+    ("param", "options"),
     [
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": "TOOLS", "tool_choice": "required"}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"extra_body": {"top_k": 5}}, "top_k"),
-        ({"extra_body": {"stop": ["a", "b", "c", "d", "e"]}}, "stop"),
-        ({"extra_body": {"max_tokens": "3"}}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"extra_body": {"messages": []}}, "messages"),
-        ({"extra_body": {"messages": [{"role": "nobody", "content": ""}]}}, "messages"),
-        ({"extra_body": {"messages": [{"role": "tool", "content": ""}]}}, "messages"),
-        ({"extra_body": {"messages": [{"role": "user"}]}}, "messages"),
-        ({"extra_body": {"messages": ["Hi"]}}, "messages"),
-        ({"extra_body": {"messages": [{"role": "user", "content": [IMAGE]}]}}, "messages"),
-        ({"extra_body": {"messages": [{"role": "assistant", "tool_calls": [{}]}]}}, "messages"),
-        ({"extra_body": {"stream_options": 3}}, "stream_options"),
-        ({"extra_body": {"tools": [{"type": "custom", "custom": {"name": "x"}}]}}, "tools"),
+        ("n", {"n": 2}),
+        ("logprobs", {"logprobs": True}),
+        ("frequency_penalty", {"frequency_penalty": 0.5}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("tool_choice", {"tools": "TOOLS", "tool_choice": "required"}),
+        ("parallel_tool_calls", {"parallel_tool_calls": False}),
+        ("logit_bias", {"logit_bias": {"5": 1}}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("top_k", {"extra_body": {"top_k": 5}}),
+        ("stop", {"extra_body": {"stop": ["a", "b", "c", "d", "e"]}}),
+        ("max_tokens", {"extra_body": {"max_tokens": "3"}}),
+        ("stream_options", {"extra_body": {"stream_options": 3}}),
+        ("tools", {"extra_body": {"tools": [{"type": "custom", "custom": {"name": "x"}}]}}),
+        *(
+            ("messages", {"extra_body": {"messages": messages}})
+            for messages in (
+                [],
+                [{"role": "nobody", "content": ""}],
+                [{"role": "tool", "content": ""}],
+                [{"role": "user"}],
+                ["Hi"],
+                [{"role": "user", "content": [IMAGE]}],
+                [{"role": "assistant", "tool_calls": [{}]}],
+            )
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
     tmp_path: Path, options: dict[str, object], param: str
 ) -> None:
     source = program(REFUSED.replace("OPTIONS", repr(options).replace("'TOOLS'", "TOOLS")))
-    with function_agent(tmp_path, source) as agent:
-        trajectory = roll_out(agent)
+    trajectory, _ = solved(tmp_path, source)
     status, named, message = json.loads(trajectory.answer)
     assert (status, named) == (400, param)
     assert param in message or param == "tools"
@@ -328,12 +306,6 @@ def test_garbage_is_not_looked_for_in_what_is_loaded(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_ids(tmp_path: Path) -> None:
-    found = []
-    for _ in range(2):
-        engine = logging_engine(call_text("area of Chad", "Chad"), "1284", style="mistral")
-        engine.replies[0] = '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "Chad"}}]'
-        with function_agent(tmp_path, TOOL_TURNS, engine) as agent:
-            trajectory = roll_out(agent, seed=3, task=TASK)
-        assert trajectory.error == ""
-        found.append(engine.log)
-    assert found[0] == found[1] and len(found[0]) == 2
+    asks = '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "Chad"}}]'
+    one, two = (solved(tmp_path, TOOL_TURNS, asks, "1284", style="mistral")[1] for _ in range(2))
+    assert one.log == two.log and len(one.log) == 2

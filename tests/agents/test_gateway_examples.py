@@ -1,5 +1,4 @@
-"""The example programs behind the gateway: OpenAI's client, and the Agents SDK and LangGraph if
-they are there."""
+"""The example programs behind the gateway, with the SDKs that are installed."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_templates import TEMPLATES
-from gateway_runs import SEARCH, TASK, logging_engine
+from gateway_runs import SEARCH, TASK, call_text, check_grown, logging_engine
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -54,12 +54,19 @@ class Program:
         self.check()
 
     def check(self) -> None:
-        """Each call that is recorded has the ids of the engine's log, which is in the order of
-        answers; that of calls side by side is another.
-        """
+        """Recorded calls have the ids of the engine's log, whatever the order of answers."""
         calls = [turn.calls["planner"] for turn in self.session.turns]
         recorded = sorted(_digest(call.prompt_ids, call.response_ids) for call in calls)
         assert recorded == sorted(_digest(*each) for each in self.engine.log)
+
+    def go_on(self, change: Callable[[Any], Any] = lambda reply: reply, **options: Any) -> None:
+        """Ask, and ask again with the reply, which the program may change."""
+
+        async def story() -> None:
+            message = await self.ask([user("Hi")])
+            await self.ask([user("Hi"), change(message), user("Sure?")], **options)
+
+        self.run(story)
 
 
 def _digest(*ids: Sequence[int]) -> str:
@@ -70,17 +77,12 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
+def result(name: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": name, "content": text}
+
+
 texts = st.text(st.sampled_from('ab \n{}<>"é中'), max_size=12)
-replies = st.one_of(
-    texts,
-    texts.map(
-        lambda text: (
-            "<tool_call>\n"
-            + json.dumps({"name": "search", "arguments": {"query": text}})
-            + "\n</tool_call>"
-        )
-    ),
-)
+replies = texts | texts.map(lambda text: call_text(json.dumps(text)[1:-1]))
 steps = st.lists(
     st.tuples(st.integers(0, 7), st.sampled_from(["go on", "again", "rewrite", "new"]), replies),
     min_size=1,
@@ -111,10 +113,7 @@ def test_random_histories_are_recorded_as_they_were_sampled(
                     changed = {"role": "assistant", "content": "changed here"}
                     messages, begun = [*messages[:-1], changed], ()
                 calls = messages[-1].get("tool_calls") or []
-                results = [
-                    {"role": "tool", "tool_call_id": call["id"], "content": "1284"}
-                    for call in calls
-                ]
+                results = [result(call["id"], "1284") for call in calls]
                 messages = [*messages, *(results or [user("And?")])]
             program.engine.replies.append(reply)
             message = await program.ask(messages, tools=[SEARCH])
@@ -140,8 +139,7 @@ def test_the_prompt_grows_in_every_style(style: str) -> None:
             messages += [await program.ask(messages), user("Are you sure?")]
 
     program.run(run)
-    for (prompt, said), (later, _) in zip(program.engine.log, program.engine.log[1:], strict=False):
-        assert later[: len(prompt) + len(said)] == prompt + said
+    check_grown(program.engine.log)
 
 
 @pytest.mark.parametrize(
@@ -155,15 +153,8 @@ def test_the_prompt_grows_in_every_style(style: str) -> None:
 )
 def test_a_reply_is_known_again_in_other_clothes(change: Any) -> None:
     program = Program("qwen2.5", "It is 1284.", "Yes.")
-
-    async def run() -> None:
-        messages: list[Any] = [user("Hi")]
-        message = await program.ask(messages)
-        await program.ask([*messages, change(message), user("Sure?")])
-
-    program.run(run)
-    (prompt, said), (later, _) = program.engine.log
-    assert later[: len(prompt) + len(said)] == prompt + said
+    program.go_on(change)
+    check_grown(program.engine.log)
 
 
 def test_the_same_messages_are_the_same_ids_though_a_reply_has_come_again_in_others() -> None:
@@ -201,13 +192,7 @@ def test_a_prompt_that_comes_again_but_for_white_space_is_the_same_ids() -> None
 
 def test_other_tools_begin_another_conversation() -> None:
     program = Program("qwen2.5", "It is 1284.", "Yes.")
-
-    async def run() -> None:
-        messages: list[Any] = [user("Hi")]
-        message = await program.ask(messages)
-        await program.ask([*messages, message, user("Sure?")], tools=[SEARCH])
-
-    program.run(run)
+    program.go_on(tools=[SEARCH])
     assert "search" in program.engine.tokenizer.decode(program.engine.log[1][0])
 
 
@@ -220,10 +205,7 @@ def test_results_under_each_others_ids_are_another_prompt() -> None:
         message = await program.ask(messages, tools=[SEARCH])
         ids = [call["id"] for call in message["tool_calls"]]
         for named in (ids, ids[::-1]):
-            results = [
-                {"role": "tool", "tool_call_id": each, "content": text}
-                for each, text in zip(named, ("one", "two"), strict=True)
-            ]
+            results = map(result, named, ("one", "two"))
             await program.ask([*messages, message, *results], tools=[SEARCH])
 
     program.run(run)
@@ -232,17 +214,9 @@ def test_results_under_each_others_ids_are_another_prompt() -> None:
 
 
 def test_a_history_that_the_template_would_rewrite_begins_anew() -> None:
-    """Qwen 3 takes thinking out of earlier replies; where that cannot be done to the ids, the whole
-    is read as text.
-    """
+    """Where Qwen 3's thinking cannot be cut from the ids, the whole is read as text."""
     program = Program("qwen3", "<think>\nI think\n</think>\n\nIt is 1284.", "Yes.")
-
-    async def run() -> None:
-        messages: list[Any] = [user("Hi")]
-        message = await program.ask(messages)
-        await program.ask([*messages, message, user("Sure?")])
-
-    program.run(run)
+    program.go_on()
     second = program.engine.tokenizer.decode(program.engine.log[1][0])
     assert "I think" not in second and "It is 1284." in second
 

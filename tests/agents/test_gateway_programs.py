@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,17 @@ said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
 """
 
 
-def run_command(
-    tmp_path: Path, source: str, *replies: str, agent: dict[str, Any] | None = None, **options: Any
-) -> Trajectory:
+def running(tmp_path: Path, source: str, *replies: str, **options: Any) -> Any:
+    """The agent of a command, to be closed."""
     path = tmp_path / "program.py"
     path.write_text(source)
     command = [sys.executable, "-S", str(path)]
-    made = make_agent(logging_engine(*replies), command=command, agent=agent, **options)
-    try:
-        return roll_out(made)
-    finally:
-        made.close()
+    return closing(make_agent(logging_engine(*replies), command=command, **options))
+
+
+def run_command(tmp_path: Path, source: str, *replies: str, **options: Any) -> Trajectory:
+    with running(tmp_path, source, *replies, **options) as agent:
+        return roll_out(agent)
 
 
 def test_the_answer_of_a_command_is_its_last_line(tmp_path: Path) -> None:
@@ -66,14 +67,10 @@ def test_a_link_is_run_as_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "bin").mkdir()
     link = tmp_path / "bin" / "python"
     link.symlink_to(sys.executable)
-    program = tmp_path / "program.py"
-    program.write_text("import sys; print(sys.orig_argv[0])")
+    (tmp_path / "program.py").write_text("import sys; print(sys.orig_argv[0])")
     monkeypatch.chdir(tmp_path)
-    agent = make_agent(logging_engine(), command=["bin/python", "program.py"])
-    try:
+    with closing(make_agent(logging_engine(), command=["bin/python", "program.py"])) as agent:
         assert roll_out(agent).answer == str(link)
-    finally:
-        agent.close()
 
 
 def test_a_command_gets_a_folder_and_few_variables(
@@ -109,9 +106,6 @@ def test_the_removal_of_a_folder_holds_nobody_up(
         waited.append(others_went_on.wait(60))
         remove(path, *arguments, **options)
 
-    monkeypatch.setattr(shutil, "rmtree", slow)
-    agent = make_agent(logging_engine(), command=[sys.executable, "-S", "-c", "print(42)"])
-
     async def run() -> Trajectory:
         rolling = asyncio.create_task(agent.run(TASK, 0))
         while not begun.is_set():
@@ -119,8 +113,9 @@ def test_the_removal_of_a_folder_holds_nobody_up(
         others_went_on.set()
         return await rolling
 
-    trajectory = asyncio.run(run())
-    agent.close()
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    with running(tmp_path, "print(42)") as agent:
+        trajectory = asyncio.run(run())
     assert waited == [True] and (trajectory.answer, trajectory.error) == ("42", "")
 
 
@@ -202,17 +197,12 @@ def test_only_so_many_commands_run_at_a_time(tmp_path: Path) -> None:
         "os.remove(mine)\n"
         "print(count)"
     )
-    path = tmp_path / "program.py"
-    path.write_text(source)
-    command = [sys.executable, "-S", str(path)]
-    agent = make_agent(logging_engine(), command=command, max_programs=1)
 
     async def run() -> list[Trajectory]:
         return await asyncio.gather(*(agent.run(TASK, seed) for seed in range(3)))
 
-    found = asyncio.run(run())
-    agent.close()
-    assert [each.answer for each in found] == ["1", "1", "1"]
+    with running(tmp_path, source, max_programs=1) as agent:
+        assert [each.answer for each in asyncio.run(run())] == ["1", "1", "1"]
 
 
 # ---- functions
@@ -298,14 +288,9 @@ async def solve(task, base_url, api_key):
 
 def test_columns_are_shown_where_they_are_named() -> None:
     task = Task("t", "q", ("a", "b"), choices=("x", "y"), columns='{"repo": "r", "gold": 1}')
-    assert task_record(task, ()) == {"id": "t", "question": "q", "choices": ["x", "y"]}
-    shown = task_record(task, ("repo", "answers"))
-    assert shown == {
-        "id": "t",
-        "question": "q",
-        "choices": ["x", "y"],
-        "repo": "r",
-        "answers": ["a", "b"],
-    }
+    shown = {"id": "t", "question": "q", "choices": ["x", "y"]}
+    assert task_record(task, ()) == shown
+    more = {"repo": "r", "answers": ["a", "b"]}
+    assert task_record(task, ("repo", "answers")) == shown | more
     with pytest.raises(UserError, match="'tests'"):
         task_record(task, ("tests",))

@@ -63,10 +63,8 @@ def solving(
 
 def solved(monkeypatch: pytest.MonkeyPatch, engine: Any, solve: Any, **options: Any) -> Trajectory:
     agent, _ = solving(monkeypatch, engine, solve, **options)
-    try:
+    with contextlib.closing(agent):
         return roll_out(agent)
-    finally:
-        agent.close()
 
 
 async def post(client: httpx2.AsyncClient, body: dict[str, Any], **headers: str) -> httpx2.Response:
@@ -78,6 +76,15 @@ def said(response: httpx2.Response) -> str:
     assert response.status_code == 200, response.text
     text: str = response.json()["choices"][0]["message"]["content"]
     return text
+
+
+async def ask_once(client: httpx2.AsyncClient) -> str:
+    return said(await post(client, HI))
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    while not is_so():
+        await asyncio.sleep(0)
 
 
 # ---- retries
@@ -105,21 +112,18 @@ def test_a_retry_joins_the_request_that_is_under_way(monkeypatch: pytest.MonkeyP
 
     async def solve(client: httpx2.AsyncClient) -> str:
         first = asyncio.create_task(post(client, HI))
-        while not engine.asked:
-            await asyncio.sleep(0)
+        await until(lambda: engine.asked)
         again = asyncio.create_task(post(client, HI, x_stainless_retry_count="1"))
         rollout = next(iter(agent.gateway._rollouts.values()))
-        while rollout.num_requests < 2:
-            await asyncio.sleep(0)
+        await until(lambda: rollout.num_requests == 2)
         first.cancel()
-        while rollout.num_requests > 1:
-            await asyncio.sleep(0)
+        await until(lambda: rollout.num_requests == 1)
         both_wait.set()
         return said(await again)
 
     agent, _ = solving(monkeypatch, engine, solve)
-    trajectory = roll_out(agent)
-    agent.close()
+    with contextlib.closing(agent):
+        trajectory = roll_out(agent)
     assert trajectory.error == "" and trajectory.answer == "one" and len(trajectory.turns) == 1
     assert engine.num_cancelled == 0
 
@@ -154,11 +158,9 @@ def test_a_client_that_leaves_cancels_its_request(monkeypatch: pytest.MonkeyPatc
 
     async def solve(client: httpx2.AsyncClient) -> str:
         request = asyncio.create_task(post(client, HI))
-        while not engine.asked:
-            await asyncio.sleep(0)
+        await until(lambda: engine.asked)
         request.cancel()
-        while not engine.num_cancelled:
-            await asyncio.sleep(0)
+        await until(lambda: engine.num_cancelled)
         go_on.set()
         return said(await post(client, HI, x_stainless_retry_count="1"))
 
@@ -171,27 +173,22 @@ def test_a_client_that_leaves_cancels_its_request(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_wrong_key_is_401_and_one_of_the_past_410(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses = []
-
     async def solve(client: httpx2.AsyncClient) -> str:
         for key in ("wrong", "\xe9"):
             bad = {"Authorization": f"Bearer {key}".encode("latin-1")}
             response = await client.post("/chat/completions", json=HI, headers=bad)
+            assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
-            statuses.append(response.status_code)
-        return said(await post(client, HI))
-
-    agent, program = solving(monkeypatch, logging_engine("one"), solve)
-    trajectory = roll_out(agent)
-    assert (trajectory.answer, trajectory.error) == ("one", "")
+        return await ask_once(client)
 
     async def late() -> httpx2.Response:
         async with client_of(program.base_url, program.key) as client:
             return await post(client, HI)
 
-    response = asyncio.run(late())
-    agent.close()
-    assert statuses == [401, 401]
+    agent, program = solving(monkeypatch, logging_engine("one"), solve)
+    with contextlib.closing(agent):
+        trajectory, response = roll_out(agent), asyncio.run(late())
+    assert (trajectory.answer, trajectory.error) == ("one", "")
     assert response.status_code == 410 and response.headers["x-should-retry"] == "false"
 
 
@@ -202,11 +199,11 @@ def test_a_request_that_is_read_while_the_rollout_ends_is_410(
 
     async def solve(client: httpx2.AsyncClient) -> str:
         rollouts.extend(agent.gateway._rollouts.values())
-        return said(await post(client, HI))
+        return await ask_once(client)
 
     agent, _ = solving(monkeypatch, logging_engine("one"), solve)
-    assert roll_out(agent).answer == "one"
-    agent.close()
+    with contextlib.closing(agent):
+        assert roll_out(agent).answer == "one"
     body = json.dumps(HI).encode()
     with pytest.raises(Refusal) as refused:
         rollouts[0].ask(chat.read(body), body, retry_of=None)
@@ -218,15 +215,14 @@ def test_the_keys_of_two_rollouts_differ(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def solve(client: httpx2.AsyncClient) -> str:
         keys.append(client.headers["authorization"])
-        return said(await post(client, HI))
-
-    agent, _ = solving(monkeypatch, logging_engine("one", "two"), solve)
+        return await ask_once(client)
 
     async def both() -> list[Trajectory]:
         return await asyncio.gather(agent.run(TASK, 0), agent.run(TASK, 1))
 
-    found = asyncio.run(both())
-    agent.close()
+    agent, _ = solving(monkeypatch, logging_engine("one", "two"), solve)
+    with contextlib.closing(agent):
+        found = asyncio.run(both())
     assert len(set(keys)) == 2 and [len(each.turns) for each in found] == [1, 1]
 
 
@@ -236,8 +232,7 @@ def test_too_many_requests_at_a_time_are_429(monkeypatch: pytest.MonkeyPatch) ->
 
     async def solve(client: httpx2.AsyncClient) -> str:
         first = asyncio.create_task(post(client, HI))
-        while not engine.asked:
-            await asyncio.sleep(0)
+        await until(lambda: engine.asked)
         second = await post(client, HI)
         assert second.status_code == 429 and second.headers["retry-after"] == "1"
         go_on.set()
@@ -263,8 +258,7 @@ def test_a_program_that_fails_at_the_limit_is_cut_and_not_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def solve(client: httpx2.AsyncClient) -> str:
-        await post(client, HI)
-        return said(await post(client, HI))
+        return await ask_once(client) + await ask_once(client)
 
     one_turn = {"max_turns": 1}
     trajectory = solved(monkeypatch, logging_engine("one"), solve, agent=one_turn)
@@ -283,7 +277,7 @@ def test_a_prompt_that_is_too_long_is_400_and_the_rollout_goes_on(
         response = await post(client, long)
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
-        return said(await post(client, HI))
+        return await ask_once(client)
 
     trajectory = solved(monkeypatch, logging_engine("short"), solve)
     assert (trajectory.answer, trajectory.truncated, len(trajectory.turns)) == ("short", "", 1)
@@ -291,34 +285,25 @@ def test_a_prompt_that_is_too_long_is_400_and_the_rollout_goes_on(
 
 def test_time_ends_the_rollout_and_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = logging_engine(wait=asyncio.Event().wait)
-
-    async def solve(client: httpx2.AsyncClient) -> str:
-        return said(await post(client, HI))
-
-    trajectory = solved(monkeypatch, engine, solve, agent={"rollout_timeout_s": 0.5})
+    trajectory = solved(monkeypatch, engine, ask_once, agent={"rollout_timeout_s": 0.5})
     assert (trajectory.truncated, trajectory.turns) == ("time", ())
     assert engine.num_cancelled == len(engine.asked), "where the request came in time"
 
 
 def test_a_cutoff_ends_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = logging_engine(wait=asyncio.Event().wait)
-
-    async def solve(client: httpx2.AsyncClient) -> str:
-        return said(await post(client, HI))
-
-    agent, _ = solving(monkeypatch, engine, solve)
+    agent, _ = solving(monkeypatch, engine, ask_once)
 
     async def run() -> Trajectory:
         cutoff = Cutoff()
         running = asyncio.create_task(agent.run(TASK, 0, cutoff))
-        while not engine.asked:
-            await asyncio.sleep(0)
+        await until(lambda: engine.asked)
         cutoff.set(asyncio.get_running_loop().time())
         return await running
 
-    trajectory = asyncio.run(run())
-    agent.close()
-    assert trajectory.truncated == "straggler" and engine.num_cancelled == 1
+    with contextlib.closing(agent):
+        assert asyncio.run(run()).truncated == "straggler"
+    assert engine.num_cancelled == 1
 
 
 def test_an_engine_that_fails_for_good_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +342,7 @@ def test_requests_that_are_none_are_refused_in_openais_form(
         response = await client.request(method, path, content=body)
         assert response.status_code == status, response.text
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-        return said(await post(client, HI))
+        return await ask_once(client)
 
     assert solved(monkeypatch, logging_engine("still here"), solve).answer == "still here"
 

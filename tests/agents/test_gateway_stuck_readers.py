@@ -74,9 +74,7 @@ async def roll_out(agent: GatewayAgent, name: str, cutoff: Cutoff | None = None)
 async def streaming(
     rollout: Rollout, base_url: str, wire: str, buffer: int = 1
 ) -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A stream whose head was read and no more, and the bytes of the rest; the client's buffer is
-    small.
-    """
+    """A stream whose head alone was read, and the rest; the client's buffer is small."""
     host, port = base_url.split("/")[2].split(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -128,9 +126,8 @@ def test_a_reader_that_stops_holds_up_nobody_else(
         stuck = asyncio.create_task(roll_out(agent, "stuck", cutoff))
         await is_stuck.wait()
         others = await asyncio.gather(*(roll_out(agent, "other") for _ in range(4)))
-        assert [(each.answer, each.error, len(each.turns)) for each in others] == [
-            ("True", "", 1)
-        ] * 4
+        found = [(each.answer, each.error, len(each.turns)) for each in others]
+        assert found == [("True", "", 1)] * 4
         assert not stuck.done(), "the others did not wait for it"
         cutoff.set(asyncio.get_running_loop().time())
         ended = await stuck

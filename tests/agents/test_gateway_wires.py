@@ -1,19 +1,15 @@
-"""The vendors' own clients behind the gateway, on every wire: what they see, what is recorded, and
-that the ids of the engine's log are those that are trained.
-"""
+"""The vendors' own clients behind the gateway, on every wire: what they see and what is trained."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_runs import SEARCH, TASK, call_text, calls_of, function_agent, logging_engine, roll_out
+from gateway_runs import SEARCH, TASK, call_text, calls_of, check_grown, check_used, solved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gateway_fidelity import Program
@@ -21,7 +17,6 @@ from test_gateway_fidelity import Program
 from flowtrain.agents.gateway.plain import AskedCall, Reply
 from flowtrain.agents.gateway.wires import messages as anthropics
 from flowtrain.agents.gateway.wires import responses as openais
-from flowtrain.types import Trajectory
 
 MESSAGES = """
 import json
@@ -90,21 +85,6 @@ def program(wire: str, body: str, stream: bool = False) -> str:
     return f"STREAM = {stream}\n{HEADS[wire]}{lines}"
 
 
-def run(tmp_path: Path, source: str, *replies: str, style: str = "qwen2.5") -> Any:
-    """(trajectory, the engine); what is trained is what the engine read and sampled."""
-    engine = logging_engine(*replies, style=style)
-    with function_agent(tmp_path, source, engine) as agent:
-        trajectory = roll_out(agent)
-    assert trajectory.error == "", trajectory.error
-    assert calls_of(trajectory) == engine.log
-    return trajectory, engine
-
-
-def check_grown(log: list[Any]) -> None:
-    for (prompt, said), (later, _) in pairwise(log):
-        assert later[: len(prompt) + len(said)] == prompt + said
-
-
 TOOL_TURNS = """
 history = [{"role": "user", "content": task.question}]
 while True:
@@ -123,12 +103,10 @@ def test_parallel_calls_of_tools_go_through_and_are_recorded(
     tmp_path: Path, wire: str, stream: bool
 ) -> None:
     asks = f"Let me see.\n{call_text('area of Chad', 'Chad')}"
-    trajectory, engine = run(tmp_path, program(wire, TOOL_TURNS, stream), asks, "1284")
+    trajectory, engine = solved(tmp_path, program(wire, TOOL_TURNS, stream), asks, "1284")
     assert trajectory.answer == "1284"
     check_grown(engine.log)
-    used = trajectory.turns[0].tool_calls
-    assert [each.arguments for each in used] == ['{"query": "area of Chad"}', '{"query": "Chad"}']
-    assert [each.result.output for each in used] == ["area of Chad: 1284", "Chad: 1284"]
+    check_used(trajectory)
 
 
 @WIRES
@@ -143,7 +121,7 @@ found = [ask(hi, {limit}=3), ask(hi), ask(hi, tools=TOOLS)]
 return json.dumps([each.model_dump(mode="json") for each in found])
 """
     replies = ("abcdef", "Yes.", call_text("Chad"))
-    trajectory, engine = run(tmp_path, program(wire, source, stream), *replies)
+    trajectory, engine = solved(tmp_path, program(wire, source, stream), *replies)
     short, whole, call = json.loads(trajectory.answer)
     if wire == "messages":
         reasons = [each["stop_reason"] for each in (short, whole, call)]
@@ -164,15 +142,11 @@ return json.dumps([each.model_dump(mode="json") for each in found])
 @ANTHROPIC
 @STREAMS
 def test_a_stop_sequence_is_named(tmp_path: Path, stream: bool) -> None:
-    source = program(
-        "messages",
-        """
+    source = """
 reply = ask([{"role": "user", "content": "Hi"}], stop_sequences=["x", "cd"])
 return json.dumps([reply.stop_reason, reply.stop_sequence, text(reply)])
-""",
-        stream,
-    )
-    trajectory, _ = run(tmp_path, source, "abcdefx")
+"""
+    trajectory, _ = solved(tmp_path, program("messages", source, stream), "abcdefx")
     assert json.loads(trajectory.answer) == ["stop_sequence", "cd", "ab"]
 
 
@@ -183,6 +157,7 @@ return json.dumps([reply.stop_reason, reply.stop_sequence, text(reply)])
 def test_thinking_is_a_block_that_is_known_again(
     tmp_path: Path, stream: bool, reply: str, calls: str
 ) -> None:
+    """In a style whose template leaves the thinking where it is."""
     source = """
 history = [{"role": "user", "content": "Hi"}]
 reply = ask(history, tools=TOOLS)
@@ -190,10 +165,8 @@ history += [said(reply), *(results(reply) if calls(reply) else [{"role": "user",
 ask(history, tools=TOOLS)
 return json.dumps([each.thinking for each in reply.content if each.type == "thinking"])
 """
-    style = "qwen2.5"  # whose template leaves the thinking where it is
-    trajectory, engine = run(
-        tmp_path, program("messages", source, stream), reply.format(calls), "Fine.", style=style
-    )
+    source = program("messages", source, stream)
+    trajectory, engine = solved(tmp_path, source, reply.format(calls), "Fine.")
     assert json.loads(trajectory.answer) == ["So."]
     check_grown(engine.log)
 
@@ -242,7 +215,7 @@ second = client.messages.count_tokens(messages=history, **options).input_tokens
 ask(history, system="Be brief.", tools=TOOLS)
 return json.dumps([first, second])
 """
-    trajectory, engine = run(tmp_path, program("messages", source), "Yes.", "Sure.")
+    trajectory, engine = solved(tmp_path, program("messages", source), "Yes.", "Sure.")
     assert json.loads(trajectory.answer) == [len(prompt) for prompt, _ in engine.log]
     check_grown(engine.log)
 
@@ -259,7 +232,7 @@ other = ask("Sure?", previous_response_id=second.id, tools=TOOLS)
 return text(third)
 """
     replies = (call_text("Chad"), "1284.", "Yes.", "No.")
-    trajectory, engine = run(tmp_path, program("responses", source, stream), *replies)
+    trajectory, engine = solved(tmp_path, program("responses", source, stream), *replies)
     assert trajectory.answer == "Yes."
     check_grown(engine.log[:3])
     prompts = [engine.tokenizer.decode(prompt) for prompt, _ in engine.log]
@@ -345,7 +318,7 @@ def test_what_is_not_supported_is_refused_by_name(
     tmp_path: Path, wire: str, named: str, options: dict[str, Any]
 ) -> None:
     source = REFUSED[wire].replace("OPTIONS", repr({"extra_body": options}))
-    trajectory, _ = run(tmp_path, program(wire, source.replace("HISTORY", repr(HI))))
+    trajectory, _ = solved(tmp_path, program(wire, source.replace("HISTORY", repr(HI))))
     status, kind, message = json.loads(trajectory.answer)
     assert status == 400 and trajectory.turns == ()
     if wire == "messages":
@@ -359,7 +332,7 @@ def test_parts_of_a_text_are_told_apart(tmp_path: Path, wire: str) -> None:
     kind = "text" if wire == "messages" else "input_text"
     parts = [{"type": kind, "text": each} for each in ("One.", "Two.")]
     source = f"return text(ask([{{'role': 'user', 'content': {parts}}}]))"
-    _, engine = run(tmp_path, program(wire, source), "Yes.")
+    _, engine = solved(tmp_path, program(wire, source), "Yes.")
     assert "One.\nTwo." in engine.tokenizer.decode(engine.log[0][0])
 
 
@@ -372,7 +345,7 @@ for content in ([], "no such file"):
     reply = ask([*{HI}, use, {{"role": "user", "content": [result]}}])
 return text(reply)
 """
-    _, engine = run(tmp_path, program("messages", source), "Yes.", "Yes.")
+    _, engine = solved(tmp_path, program("messages", source), "Yes.", "Yes.")
     prompts = [engine.tokenizer.decode(prompt) for prompt, _ in engine.log]
     assert "Error: the tool failed" in prompts[0] and "Error: no such file" in prompts[1]
 
@@ -390,7 +363,7 @@ for key in (api_key + "x", api_key):
         found.append([error.status_code, str(error)])
 return json.dumps(found)
 """
-    trajectory, engine = run(tmp_path, program(wire, source))
+    trajectory, engine = solved(tmp_path, program(wire, source))
     assert trajectory.truncated == "turns" and len(engine.log) == 8
     (wrong, text), (over, other) = json.loads(trajectory.answer)
     assert (wrong, over) == (401, 410)
@@ -406,54 +379,43 @@ try:
 except NotFoundError as error:
     return error.body["error"]["message"]
 """
-    trajectory, _ = run(tmp_path, program("messages", source))
+    trajectory, _ = solved(tmp_path, program("messages", source))
     assert trajectory.answer == "there is no such path"
 
 
 def test_wires_share_a_conversation() -> None:
     """A program may speak more than one: what it sends is the same history."""
     program = Program("qwen2.5", call_text("Chad"), "It is 1284.", "Yes.")
+    function = SEARCH["function"]
+    tool = {"name": "search", "description": function["description"]}
+    tool["input_schema"] = function["parameters"]
 
     async def go() -> None:
         message = await program.ask(HI, tools=[SEARCH])
-        (call,) = message["tool_calls"]
-        use = {"type": "tool_use", "id": call["id"], "name": "search", "input": {"query": "Chad"}}
-        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "Chad: 1284"}
-        history = [
-            *HI,
-            {"role": "assistant", "content": [use]},
-            {"role": "user", "content": [result]},
-        ]
-        function = SEARCH["function"]
-        schema = {"input_schema": function["parameters"]}
-        tool = {"name": "search", "description": function["description"], **schema}
-        asked = anthropics.read(_body(messages=history, tools=[tool]))
+        name = message["tool_calls"][0]["id"]
+        use = {"type": "tool_use", "id": name, "name": "search", "input": {"query": "Chad"}}
+        result = {"type": "tool_result", "tool_use_id": name, "content": "Chad: 1284"}
+        roles = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        asked = anthropics.read(_body(messages=[*HI, *roles], tools=[tool]))
         reply = await program.recorder.chat(asked)
+        call = {"call_id": name, "name": "search", "arguments": '{"query":"Chad"}'}
         items = [
             *HI,
-            {
-                "type": "function_call",
-                "call_id": call["id"],
-                "name": "search",
-                "arguments": '{"query":"Chad"}',
-            },
-            {"type": "function_call_output", "call_id": call["id"], "output": "Chad: 1284"},
+            {"type": "function_call", **call},
+            {"type": "function_call_output", "call_id": name, "output": "Chad: 1284"},
             {"role": "assistant", "content": reply.text},
             {"role": "user", "content": "Sure?"},
         ]
         given = {"model": "x", "input": items, "tools": [{"type": "function", **function}]}
         await program.recorder.chat(openais.read(json.dumps(given).encode()))
 
-    asyncio.run(go())
-    program.check()
+    program.run(go)
     check_grown(program.engine.log)
 
 
 @ANTHROPIC
 def test_the_task_is_seen_by_all(tmp_path: Path) -> None:
-    found: list[Trajectory] = []
-    for wire in HEADS:
-        source = program(wire, "return text(ask([{'role': 'user', 'content': task.question}]))")
-        found.append(run(tmp_path, source, "1284")[0])
+    source = "return text(ask([{'role': 'user', 'content': task.question}]))"
+    found = [solved(tmp_path, program(wire, source), "1284")[0] for wire in HEADS]
     assert [each.task for each in found] == [TASK, TASK]
     assert calls_of(found[0]) == calls_of(found[1])

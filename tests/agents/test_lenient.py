@@ -79,7 +79,6 @@ def test_fields_keep_their_text() -> None:
         "3. **Sub-Goal:** x: y\n4. **Tool Name:** Search"
     )
     action = read(text)
-    assert action is not None
     assert (action.justification, action.sub_goal) == ("it is *stated*", "x: y")
     assert action.context.split() == ["a:", "1", "b:", "2"]
 

@@ -1,6 +1,4 @@
-"""The flow with every frozen role on one real server that answers as a script says; the planner's
-engine alone is scripted in process.
-"""
+"""The flow with every frozen role on one real server that answers as a script says."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -74,19 +72,26 @@ def steps(prompt: str) -> int:
     return prompt.count('"Action Step')
 
 
+def by(reply: Response | str) -> Callable[[str], Response | str]:
+    return lambda prompt: reply
+
+
+def command(*calls: str) -> str:
+    lines = "".join(f"execution = tool.execute({call})\n" for call in calls)
+    return f"```python\n{lines}```"
+
+
 SCRIPT: Script = {
-    "analyst": lambda prompt: "1. Summary: an area.\n",
+    "analyst": by("1. Summary: an area.\n"),
     "planner": lambda prompt: (
-        f"Justification: j\nContext: c{steps(prompt)}\nSub-Goal: goal {steps(prompt)}\nTool Name: "
-        "wiki"
+        f"Justification: j\nContext: c{steps(prompt)}\nSub-Goal: goal {steps(prompt)}\n"
+        "Tool Name: wiki"
     ),
-    "executor": lambda prompt: (
-        '```python\nexecution = tool.execute(query="area of Chad", limit=3)\n```'
-    ),
+    "executor": by(command('query="area of Chad", limit=3')),
     "verifier": lambda prompt: (
         f"Do not stop too early.\nConclusion: {'STOP' if steps(prompt) == 2 else 'CONTINUE'}"
     ),
-    "generator": lambda prompt: "Process summary: two look-ups.\nAnswer: <answer>1284</answer>",
+    "generator": by("Process summary: two look-ups.\nAnswer: <answer>1284</answer>"),
 }
 
 
@@ -99,40 +104,29 @@ def llm_flow(
 ) -> Iterator[tuple[Flow, ChatServer, Engine]]:
     """All roles by language models."""
     said = {**SCRIPT, **script}
-    with chat_server(
-        lambda body: said[role_of(body["messages"][0]["content"])](body["messages"][0]["content"]),
-        wait,
-    ) as server:
-        options = {
-            "model": "m",
-            "base_url": server.base_url,
-            "api_key_env": "",
-            "max_retries": 1,
-            **chat,
-        }
+
+    def reply(body: Any) -> Response | str:
+        prompt = body["messages"][0]["content"]
+        return said[role_of(prompt)](prompt)
+
+    with chat_server(reply, wait) as server:
+        options = {"model": "m", "base_url": server.base_url, "api_key_env": "", "max_retries": 1}
         config = toy(
             {
-                "engines": {"local": options},
+                "engines": {"local": {**options, **chat}},
                 "roles": dict.fromkeys(MODULES, "local"),
                 "agent": {"prompt": "full", "max_result_chars": 300, **(agent or {})},
             }
         )
         engine = Engine(
-            lambda prompt, _: map(ord, said["planner"](prompt)),  # type: ignore[arg-type]
+            lambda prompt, _: map(ord, said["planner"](prompt)),
             max_tokens=1_000_000,
             decode=CharTokenizer().decode,
         )
-        tools = {"Wiki": Tool(CARD, find)}
         planner = Policy(engine, CharTokenizer(), 100, 1.0, 30.0)
-        chat_engine = Endpoint("local", config.engines["local"])
-        try:
-            yield (
-                make_flow(config, planner, tools, 3, dict.fromkeys(MODULES, chat_engine)),
-                server,
-                engine,
-            )
-        finally:
-            chat_engine.close()
+        with closing(Endpoint("local", config.engines["local"])) as chats:
+            modules = dict.fromkeys(MODULES, chats)
+            yield make_flow(config, planner, {"Wiki": Tool(CARD, find)}, 3, modules), server, engine
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +136,11 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(flow: Flow, task: Task = TASK, seed: int = 5) -> Trajectory:
     return asyncio.run(flow.run(task, seed))
+
+
+def run_with(**script: Callable[[str], Response | str]) -> tuple[Trajectory, ChatServer]:
+    with llm_flow(script) as (flow, server, _):
+        return run(flow), server
 
 
 # ---- the whole flow
@@ -156,9 +155,8 @@ def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
     assert found == ("1. Summary: an area.", "1284", "", "")
     assert trajectory.output.startswith("Process summary:") and trajectory.reward is None
     first, second = trajectory.turns
-    assert first.action == Action("j", "c0", "goal 0", "Wiki") and second.action == Action(
-        "j", "c1", "goal 1", "Wiki"
-    )
+    seen = [turn.action for turn in trajectory.turns]
+    assert seen == [Action("j", f"c{n}", f"goal {n}", "Wiki") for n in range(2)]
     assert first.command == 'execution = tool.execute(query="area of Chad", limit=3)'
     assert first.result.output == "found area of Chad (3)"
     assert (first.verdict, second.verdict) == (Verdict.CONTINUE, Verdict.STOP)
@@ -171,27 +169,17 @@ def test_every_prompt_holds_what_its_module_must_know() -> None:
     with llm_flow({}) as (flow, server, engine):
         run(flow)
     prompts = {role_of(prompt): prompt for prompt in [*server.prompts, *engine.prompts]}
-    everything = [
-        "Finds facts about countries.",
-        "how many passages",
-        "knows no people",
-        "name the country",
-        'query="capital of Peru", limit=2',
-    ]
+    of_card = ("Finds facts about countries.", "how many passages", "knows no people")
     for role in ("analyst", "planner", "verifier", "executor"):
-        for text in everything:
+        for text in (*of_card, "name the country", 'query="capital of Peru", limit=2'):
             assert text in prompts[role], role
     for role, prompt in prompts.items():
         assert TASK.question in prompt
-        assert ("1. Summary: an area." in prompt) == (
-            role in ("planner", "verifier", "generator")
-        ), role
-        assert ("found area of Chad (3)" in prompt) == (
-            role in ("planner", "verifier", "generator")
-        ), role
-        assert "{" not in re.sub(r"\{[^{}]*\}|\{\s*\"Action[\s\S]*\}", "", prompt), (
-            "no place of a template is left open"
-        )
+        knows_more = role in ("planner", "verifier", "generator")
+        assert ("1. Summary: an area." in prompt) == knows_more, role
+        assert ("found area of Chad (3)" in prompt) == knows_more, role
+        left = re.sub(r"\{[^{}]*\}|\{\s*\"Action[\s\S]*\}", "", prompt)
+        assert "{" not in left, "no place of a template is left open"
     assert "goal 1" in prompts["executor"] and "c1" in prompts["executor"]
     assert '"goal 1"' in prompts["verifier"] and '"goal 1"' not in prompts["planner"]
 
@@ -200,19 +188,15 @@ def test_analysis_is_in_shared_prefix() -> None:
     with llm_flow({}) as (flow, _, engine):
         run(flow)
     first, second = engine.prompts
-    shared = next(
-        place
-        for place in range(len(second))
-        if place >= len(first) or first[place] != second[place]
-    )
-    assert "1. Summary: an area." in second[:shared] and "name the country" in second[:shared]
-    assert shared > len(first) - 10, "the first prompt, but for the end of its empty memory"
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    shared = "".join(letter for letter, _ in alike)
+    assert "1. Summary: an area." in shared and "name the country" in shared
+    assert len(shared) > len(first) - 10, "the first prompt, but for the end of its empty memory"
 
 
 def test_a_group_shares_one_analysis_and_questions_do_not() -> None:
-    with llm_flow(
-        {"analyst": lambda prompt: "about " + ("Mali" if "Mali" in prompt else "Chad")}
-    ) as (flow, server, _):
+    about: Script = {"analyst": lambda prompt: "about " + ("Mali" if "Mali" in prompt else "Chad")}
+    with llm_flow(about) as (flow, server, _):
         tasks = [TASK, Task("m", "What is the area of Mali?", ("1",))]
         groups = collect(flow, tasks, group_size=8, seed=1)
         asked = [role_of(prompt) for prompt in server.prompts].count("analyst")
@@ -220,41 +204,29 @@ def test_a_group_shares_one_analysis_and_questions_do_not() -> None:
         again = [role_of(prompt) for prompt in server.prompts].count("analyst")
     expected = [{"about Chad"}, {"about Mali"}]
     assert [{t.analysis for t in group.trajectories} for group in groups] == expected
-    assert (asked, again) == (2, 3), (
-        "once per question and batch, whether its rollouts overlap or not"
-    )
+    assert (asked, again) == (2, 3), "once per question and batch, overlapping or not"
 
 
 def test_an_endless_analysis_is_shortened() -> None:
-    with llm_flow({"analyst": lambda prompt: "x" * 100_000}) as (flow, *_):
-        assert 8_000 < len(run(flow).analysis) < 8_100
+    assert 8_000 < len(run_with(analyst=by("x" * 100_000))[0].analysis) < 8_100
 
 
 def test_no_task_sees_the_memory_of_another() -> None:
-    """Forty rollouts at once, all modules over real connections, each told a secret that it repeats
-    wherever it can.
-    """
+    """Forty rollouts at once, each told a secret that it repeats wherever it can."""
     order = random.Random(0)
 
-    def secret(prompt: str) -> str:
-        return SECRET.findall(prompt)[0]
+    def telling(form: str) -> Callable[[str], str]:
+        return lambda prompt: form.replace("$", SECRET.findall(prompt)[0])
 
-    script: Script = {
-        "analyst": lambda prompt: f"about {secret(prompt)}",
-        "planner": lambda prompt: (
-            f"Context: {secret(prompt)}\nSub-Goal: ask {secret(prompt)}\nTool Name: Wiki"
-        ),
-        "executor": lambda prompt: (
-            f'```python\nexecution = tool.execute(query="{secret(prompt)}")\n```'
-        ),
-        "verifier": lambda prompt: f"seen {secret(prompt)}\nConclusion: CONTINUE",
-        "generator": lambda prompt: f"<answer>{secret(prompt)}</answer>",
+    script = {
+        "analyst": telling("about $"),
+        "planner": telling("Context: $\nSub-Goal: ask $\nTool Name: Wiki"),
+        "executor": telling(command('query="$"')),
+        "verifier": telling("seen $\nConclusion: CONTINUE"),
+        "generator": telling("<answer>$</answer>"),
     }
-    with llm_flow(script, wait=lambda: asyncio.sleep(order.random() / 50)) as (
-        flow,
-        server,
-        engine,
-    ):
+    late = lambda: asyncio.sleep(order.random() / 50)  # noqa: E731
+    with llm_flow(script, wait=late) as (flow, server, engine):
         tasks = [Task(f"t{i}", f"What is behind SECRET-{i}-END?", ("x",)) for i in range(20)]
         groups = collect(flow, tasks, group_size=2, seed=1)
     assert server.most > 10, "they overlapped"
@@ -262,20 +234,15 @@ def test_no_task_sees_the_memory_of_another() -> None:
     for prompt in (*server.prompts, *engine.prompts):
         assert len(set(SECRET.findall(prompt))) == 1, prompt
     for index, group in enumerate(groups):
-        for trajectory in group.trajectories:
-            told = [
-                trajectory.analysis,
-                trajectory.answer,
-                *(t.command + t.result.output + t.verdict_text for t in trajectory.turns),
-            ]
-            assert all(set(SECRET.findall(text)) == {f"SECRET-{index}-END"} for text in told)
-            assert len(trajectory.turns) == 3
+        for each in group.trajectories:
+            turns = [turn.command + turn.result.output + turn.verdict_text for turn in each.turns]
+            for text in (each.analysis, each.answer, *turns):
+                assert set(SECRET.findall(text)) == {f"SECRET-{index}-END"}
+            assert len(turns) == 3
 
 
 def test_over_a_hundred_rollouts_are_under_way_at_once() -> None:
-    """Nobody is answered before the first 128 requests have come, each of another rollout: more
-    than the connections that an HTTP client has by itself.
-    """
+    """Nobody is answered before 128 requests have come, each of another rollout."""
     all_here, count = asyncio.Event(), itertools.count(1)
 
     async def wait() -> None:
@@ -283,17 +250,12 @@ def test_over_a_hundred_rollouts_are_under_way_at_once() -> None:
             all_here.set()
         await asyncio.wait_for(all_here.wait(), 60)
 
+    tasks = [Task(f"t{i}", f"Question {i}?", ("1284",)) for i in range(128)]
     with llm_flow({}, wait=wait, max_concurrency=128) as (flow, server, _):
-        groups = collect(
-            flow,
-            [Task(f"t{i}", f"Question {i}?", ("1284",)) for i in range(128)],
-            group_size=1,
-            seed=1,
-        )
+        groups = collect(flow, tasks, group_size=1, seed=1)
     assert server.most == 128
-    assert {(t.answer, t.error, len(t.turns)) for group in groups for t in group.trajectories} == {
-        ("1284", "", 2)
-    }
+    found = {(t.answer, t.error, len(t.turns)) for group in groups for t in group.trajectories}
+    assert found == {("1284", "", 2)}
 
 
 def test_rollouts_ask_with_seeds_of_their_own() -> None:
@@ -310,12 +272,7 @@ def test_rollouts_ask_with_seeds_of_their_own() -> None:
 
 
 def test_bad_tool_spends_turn_and_verifier_runs() -> None:
-    with llm_flow({"planner": lambda prompt: "Sub-Goal: x\nTool Name: Calculator"}) as (
-        flow,
-        server,
-        _,
-    ):
-        trajectory = run(flow)
+    trajectory, server = run_with(planner=by("Sub-Goal: x\nTool Name: Calculator"))
     expected = ["analyst", "verifier", "verifier", "generator"]
     assert [role_of(prompt) for prompt in server.prompts] == expected
     turn = trajectory.turns[0]
@@ -324,55 +281,34 @@ def test_bad_tool_spends_turn_and_verifier_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "command", "error"),
+    ("reply", "shown", "error"),
     [
         ("I refuse.", "No command found in: I refuse.", "the executor wrote no command"),
-        (
-            "```python\nexecution = tool.execute(limit=2)\n```",
-            "execution = tool.execute(limit=2)",
-            "Wiki takes (query: str, limit: int (optional)); got",
-        ),
-        (
-            "```python\nexecution = tool.execute(query=7)\n```",
-            "execution = tool.execute(query=7)",
-            "got (query: int)",
-        ),
-        (
-            "```python\nexecution = tool.execute(query='a', x='b')\n```",
-            "x=",
-            "got (query: str, x: str)",
-        ),
+        (command("limit=2"), "(limit=2)", "takes (query: str, limit: int (optional)); got"),
+        (command("query=7"), "(query=7)", "got (query: int)"),
+        (command("query='a', x='b'"), "x=", "got (query: str, x: str)"),
     ],
 )
-def test_a_bad_command_is_an_error_of_its_turn(reply: str, command: str, error: str) -> None:
-    with llm_flow({"executor": lambda prompt: reply}) as (flow, *_):
-        turn = run(flow).turns[0]
-    assert command in turn.command and error in (turn.result.error or "")
+def test_a_bad_command_is_an_error_of_its_turn(reply: str, shown: str, error: str) -> None:
+    turn = run_with(executor=by(reply))[0].turns[0]
+    assert shown in turn.command and error in turn.result.error
     assert turn.verdict is Verdict.CONTINUE
 
 
 def test_reply_without_command_is_kept_shortened() -> None:
-    with llm_flow({"executor": lambda prompt: "no " * 100_000}) as (flow, *_):
-        turn = run(flow).turns[0]
+    turn = run_with(executor=by("no " * 100_000))[0].turns[0]
     assert 300 < len(turn.command) < 400 and "characters left out" in turn.command
 
 
 def test_first_of_several_commands_is_run_with_a_note() -> None:
-    reply = (
-        "```python\nexecution = tool.execute(query='a')\nexecution = tool.execute(query='b')\n```"
-    )
-    with llm_flow({"executor": lambda prompt: reply}) as (flow, server, _):
-        turn = run(flow).turns[0]
-    assert (turn.command, turn.result.output) == (
-        'execution = tool.execute(query="a")  # the first of 2 commands',
-        "found a (1)",
-    )
-    assert "the first of 2 commands" in server.prompts[2]
+    trajectory, server = run_with(executor=by(command("query='a'", "query='b'")))
+    turn, note = trajectory.turns[0], "the first of 2 commands"
+    assert turn.command == f'execution = tool.execute(query="a")  # {note}'
+    assert turn.result.output == "found a (1)" and note in server.prompts[2]
 
 
 def test_a_generator_without_tags_answers_with_all_it_says() -> None:
-    with llm_flow({"generator": lambda prompt: " It is 1284.\n"}) as (flow, *_):
-        trajectory = run(flow)
+    trajectory, _ = run_with(generator=by(" It is 1284.\n"))
     assert (trajectory.answer, trajectory.output) == ("It is 1284.", " It is 1284.\n")
 
 
@@ -384,53 +320,42 @@ def broken(prompt: str) -> Response:
 
 
 def test_an_executor_that_fails_is_an_error_of_its_turn() -> None:
-    with llm_flow({"executor": broken}) as (flow, *_):
-        trajectory = run(flow)
+    trajectory, _ = run_with(executor=broken)
+    told = r"the executor failed: engines\.local: HTTP 500.*out of order"
     for turn in trajectory.turns:
-        assert turn.command == NO_COMMAND
-        assert re.match(
-            r"the executor failed: engines\.local: HTTP 500.*out of order", turn.result.error or ""
-        )
+        assert turn.command == NO_COMMAND and re.match(told, turn.result.error)
     assert (trajectory.error, trajectory.answer) == ("", "1284")
 
 
 def test_a_verifier_that_fails_continues_and_says_why() -> None:
-    with llm_flow({"verifier": broken}) as (flow, *_):
-        trajectory = run(flow)
+    trajectory, _ = run_with(verifier=broken)
     assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE] * 3
     assert "the verifier failed: engines.local: HTTP 500" in trajectory.turns[0].verdict_text
     assert (trajectory.truncated, trajectory.error, trajectory.answer) == ("turns", "", "1284")
 
 
 def test_a_generator_that_fails_for_good_fails_the_rollout() -> None:
-    with llm_flow({"generator": broken}) as (flow, *_):
-        trajectory = run(flow)
-    assert re.match(r"generator: engines\.local: HTTP 500", trajectory.error)
+    trajectory, _ = run_with(generator=broken)
+    assert trajectory.error.startswith("generator: engines.local: HTTP 500")
     assert (trajectory.answer, trajectory.output, len(trajectory.turns)) == ("", "", 2)
 
 
 def test_analyst_failure_fails_group_without_turns() -> None:
     with llm_flow({"analyst": broken}) as (flow, server, _):
         (group,) = collect(flow, [TASK], group_size=3, seed=1)
-    assert {role_of(prompt) for prompt in server.prompts} == {"analyst"} and len(
-        server.prompts
-    ) == 2, "asked by one, tried twice"
-    for trajectory in group.trajectories:
-        assert (
-            trajectory.error.startswith("analyst: engines.local: HTTP 500") and not trajectory.turns
-        )
+    asked = [role_of(prompt) for prompt in server.prompts]
+    assert asked == ["analyst"] * 2, "asked by one, tried twice"
+    for each in group.trajectories:
+        assert each.error.startswith("analyst: engines.local: HTTP 500") and not each.turns
 
 
 def test_a_module_that_hangs_costs_its_deadline_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(build, "MODULE_TIMEOUT_S", 0.3)
-    with llm_flow({}, wait=lambda: asyncio.sleep(60), agent={"rollout_timeout_s": 60.0}) as (
-        flow,
-        *_,
-    ):
-        trajectory = run(flow)
-    assert trajectory.error.startswith("analyst: engines.local: no answer within")
+    agent = {"rollout_timeout_s": 60.0}
+    with llm_flow({}, wait=lambda: asyncio.sleep(60), agent=agent) as (flow, *_):
+        assert run(flow).error.startswith("analyst: engines.local: no answer within")
 
 
 @pytest.mark.clock
@@ -442,19 +367,15 @@ def test_time_that_is_up_still_gets_an_answer() -> None:
 
 
 def test_a_wrong_key_stops_the_run_with_one_line() -> None:
-    refused = llm_flow({"analyst": lambda prompt: JSONResponse({"error": "no such key"}, 401)})
-    with (
-        refused as (flow, *_),
-        pytest.raises(UserError, match=r"engines\.local: .* HTTP 401 .*no such key"),
-    ):
+    told = r"engines\.local: .* HTTP 401 .*no such key"
+    refused = llm_flow({"analyst": by(JSONResponse({"error": "no such key"}, 401))})
+    with refused as (flow, *_), pytest.raises(UserError, match=told):
         collect(flow, [TASK, TASK], group_size=2, seed=1)
 
 
 @pytest.mark.parametrize("mode", ["paper", "released"])
 def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
-    """Real rollouts, some with a broken generator: samples, advantages and weights are those of the
-    group without them.
-    """
+    """Samples, advantages and weights are those of the group without them."""
     answers = iter(["1284", broken, "1", broken, "1284", "2"])
 
     def generator(prompt: str) -> Response | str:
@@ -469,10 +390,8 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
 
     def samples(groups: list[Group]) -> list[Sample]:
         """Drop the position of each trajectory in its group."""
-        return [
-            replace(sample, sample_id=None)
-            for sample in flow_grpo(groups, mode, num_groups=2).samples
-        ]
+        found = flow_grpo(groups, mode, num_groups=2).samples
+        return [replace(sample, sample_id=None) for sample in found]
 
     assert len(alone.trajectories) == 4 and len(samples(groups)) == 4 * 2
     assert samples(groups) == samples([alone])
@@ -486,19 +405,15 @@ def test_rollouts_that_failed_change_nothing_for_the_others(mode: Any) -> None:
 def test_a_role_whose_engine_nobody_started_is_our_mistake() -> None:
     config = toy({"roles": {"verifier": "local"}, "engines": {"local": {"model": "m"}}})
     with pytest.raises(AssertionError, match="verifier"):
-        make_flow(config, None, {}, 1)  # type: ignore[arg-type]
+        make_flow(config, None, {}, 1)
 
 
 def test_results_are_data() -> None:
     """Braces and tags in what a tool found go through templates unharmed."""
-    odd = '{question} {0} {{x}} %s <answer>no</answer> """'
-    memory = Memory((MemoryEntry("Wiki", odd, odd, odd),), odd)
-    assert (
-        FullPrompt([Tool(CARD, find)]).render(Moment(Task("t", odd, ()), memory)).count("{0} {{x}}")
-        == 5
-    )
+    odd, part = '{question} {0} {{x}} %s <answer>no</answer> """', "{0} {{x}}"
+    task, memory = Task("t", odd, ("a",)), Memory((MemoryEntry("Wiki", odd, odd, odd),), odd)
+    assert FullPrompt([Tool(CARD, find)]).render(Moment(task, memory)).count(part) == 5
     with llm_flow({}) as (flow, server, _):
-        task = Task("t", odd, ("a",))
         asyncio.run(flow.generator.answer(task, memory, 0, 5.0))
         asyncio.run(flow.verifier.verify(task, memory, 0, 5.0))
-    assert [prompt.count("{0} {{x}}") for prompt in server.prompts] == [5, 5]
+    assert [prompt.count(part) for prompt in server.prompts] == [5, 5]

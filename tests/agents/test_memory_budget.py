@@ -1,6 +1,4 @@
-"""The memory's budget: what is cut, what never is, and that a planner with the right budget always
-has room.
-"""
+"""The memory's budget: what is cut, what never is, and that a planner always has room."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def at_least(text: str) -> bool:
 
 
 def coarse(memory: Memory) -> int:
-    """Count as a tokenizer whose parts together take more than one by one: seven characters are a
-    token, fewer are none.
-    """
+    """Count as a tokenizer whose parts together take more: seven characters are a token."""
     return len(PROMPTS[0].steps(memory)) // 7
 
 
@@ -89,9 +85,8 @@ def test_the_budget_holds_or_nothing_is_left_to_cut(
         grown.bounded(replace(memory, entries=memory.entries[:number]))
     assert cut == grown.bounded(memory), "the same each time"
     assert cut.analysis == memory.analysis
-    assert [replace(e, result="") for e in cut.entries] == [
-        replace(e, result="") for e in memory.entries
-    ], "names, goals, commands stay"
+    found = [replace(e, result="") for e in cut.entries]
+    assert found == [replace(e, result="") for e in memory.entries], "names, goals, commands stay"
     if (
         measure(memory) <= budget
         and sum(len(entry.result) for entry in memory.entries) <= 8 * budget

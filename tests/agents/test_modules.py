@@ -194,7 +194,7 @@ def test_the_expert_goes_on_where_the_memory_has_got_to(
     assert next_step(SUM, memory(*entries)) == PLAN[step]
 
 
-POLICY = Policy(says(max_tokens=100), CharTokenizer(), 10, 1.0, 1.0)  # type: ignore[arg-type]
+POLICY = Policy(says(max_tokens=100), CharTokenizer(), 10, 1.0, 1.0)
 
 
 def expert(error: float) -> ModelPlanner:
@@ -251,9 +251,8 @@ def test_expert_errs_with_random_expression_in_game_of_24() -> None:
 
     assert sub_goals(0.0) == {"(1 + 2 + 3) * 4"}
     guesses = sub_goals(1.0)
-    assert len(guesses) > 15 and all(
-        sorted(filter(str.isdigit, guess)) == ["1", "2", "3", "4"] for guess in guesses
-    )
+    assert len(guesses) > 15
+    assert all(sorted(filter(str.isdigit, guess)) == ["1", "2", "3", "4"] for guess in guesses)
 
 
 # ---- put together from the config
@@ -282,7 +281,7 @@ def test_an_answer_as_long_as_the_model_leaves_no_prompt() -> None:
     config = toy({"rollout": {"max_new_tokens": 100}})
     told = r"rollout\.max_new_tokens=100 must be below the model's 100 positions"
     with pytest.raises(UserError, match=told):
-        make_policy(config, "planner", says(max_tokens=100), CharTokenizer())  # type: ignore[arg-type]
+        make_policy(config, "planner", says(max_tokens=100), CharTokenizer())
 
 
 @pytest.mark.parametrize(

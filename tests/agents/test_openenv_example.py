@@ -74,7 +74,7 @@ def config_of(url: str, *, agent: dict[str, Any] | None = None, **options: Any) 
 
 
 async def roll_out(config: Config, engine: Engine, task: Task = TASK) -> Trajectory:
-    policy = make_policy(config, "planner", engine, QWEN)  # type: ignore[arg-type]
+    policy = make_policy(config, "planner", engine, QWEN)
     context = AgentContext(config, {"planner": policy}, {}, {}, config.agent.max_turns)
     return await ToolCallingAgent(context).run(task, 7)
 

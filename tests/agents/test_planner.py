@@ -103,9 +103,8 @@ def test_tool_name_matching_ignores_case_and_spaces(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Calculator", "PythonCoder", "Search Base_Generator", "Search."])
 def test_a_tool_that_does_not_exist_keeps_the_turn(name: str) -> None:
-    assert parse(f"Sub-Goal: 1 + 1\nTool Name: {name}") == Action(
-        "", "", "1 + 1", f"No matched tool given: {name}"
-    )
+    found = parse(f"Sub-Goal: 1 + 1\nTool Name: {name}")
+    assert found == Action("", "", "1 + 1", f"No matched tool given: {name}")
 
 
 def test_a_tool_that_is_not_in_this_toolset_is_no_tool() -> None:
@@ -122,7 +121,6 @@ def test_what_follows_the_tool_name_is_ignored(rest: str) -> None:
 
 def test_lone_surrogate_in_json_is_replaced() -> None:
     action = parse('{"sub_goal": "area \\ud800 of Chad", "tool_name": "\\udfff"}')
-    assert action is not None
     (action.sub_goal + action.tool_name).encode()
 
 
@@ -295,7 +293,7 @@ def test_the_prompts_of_a_rollout_share_all_but_the_new_step(prompt: PlannerProm
 
 def policy(engine: Engine, **changes: object) -> ModelPlanner:
     fields = {"max_new_tokens": 40, "temperature": 0.7, "request_timeout_s": 9.0, **changes}
-    return ModelPlanner(Policy(engine, ChatChars(), **fields), CompactPrompt(), TOOLS)  # type: ignore[arg-type]
+    return ModelPlanner(Policy(engine, ChatChars(), **fields), CompactPrompt(), TOOLS)
 
 
 def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
@@ -311,7 +309,7 @@ def test_policy_sampling_uses_seed_temperature_and_nearer_deadline() -> None:
 def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
     engine, config = says(""), toy({"rollout": {"top_k": 20, "top_p": 0.8}})
     asyncio.run(
-        make_planner(config, make_policy(config, "planner", engine, ChatChars(), 0.7), {}).plan(  # type: ignore[arg-type]
+        make_planner(config, make_policy(config, "planner", engine, ChatChars(), 0.7), {}).plan(
             TASK, Memory(), 0, 0, 5.0
         )
     )
@@ -323,9 +321,9 @@ def test_the_policy_is_asked_for_what_the_config_keeps() -> None:
 def test_top_p_alone_is_bounded_by_its_cap() -> None:
     rollout = {"top_p": 0.99, "frequency_penalty": 1.2}
     config = toy({"rollout": rollout, "train": {"rescore": True}})
-    planner = make_policy(config, "planner", says(""), ChatChars())  # type: ignore[arg-type]
+    planner = make_policy(config, "planner", says(""), ChatChars())
     assert (planner.top_k, planner.top_p, planner.frequency_penalty) == (128, 0.99, 1.2)
-    verifier = make_policy(config, "verifier", says(""), ChatChars())  # type: ignore[arg-type]
+    verifier = make_policy(config, "verifier", says(""), ChatChars())
     assert (verifier.top_k, verifier.top_p, verifier.frequency_penalty) == (0, 1.0, 0.0)
 
 
@@ -360,9 +358,7 @@ def test_a_prompt_that_leaves_no_room_for_the_answer_is_too_long() -> None:
 
 
 def test_the_order_of_the_full_prompt_decides_what_turns_share() -> None:
-    """With the memory last a turn's prompt goes on where the one before it stopped, but for the
-    brackets that close the memory.
-    """
+    """With the memory last a prompt goes on where the one before it stopped."""
     texts = {}
     for order in ("shared", "paper"):
         prompt = FullPrompt([], order)
@@ -371,9 +367,8 @@ def test_the_order_of_the_full_prompt_decides_what_turns_share() -> None:
         ]
     for shared, paper in zip(texts["shared"], texts["paper"], strict=True):
         assert sorted(shared) == sorted(paper), "the same parts"
-        assert shared.index("Rules:") < shared.index("Steps so far:") and paper.index(
-            "Steps so far:"
-        ) < paper.index("Rules:")
+        assert shared.index("Rules:") < shared.index("Steps so far:")
+        assert paper.index("Steps so far:") < paper.index("Rules:")
     same = {
         order: [a == b for a, b in zip(*both[-2:], strict=False)] for order, both in texts.items()
     }

@@ -1,6 +1,4 @@
-"""The refiner as a policy: what it reads, what of its reply the memory keeps, its failures, its
-script, and its one call per turn.
-"""
+"""The refiner as a policy: what it reads, what the memory keeps, its failures and its script."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def refiner(
     engine: Engine, tokenizer: CharTokenizer | None = None, **agent: object
 ) -> ModelRefiner:
     config = toy(OWN.model_dump() | {"agent": {"tools": ["Search"], **agent}})
-    policy = make_policy(config, "refiner", engine, tokenizer or CharTokenizer())  # type: ignore[arg-type]
+    policy = make_policy(config, "refiner", engine, tokenizer or CharTokenizer())
     return make_refiner(config, policy, {})
 
 
@@ -184,5 +182,5 @@ def test_a_flow_needs_its_refiner() -> None:
     policy = refiner(says(LINE)).voice
     with pytest.raises(AssertionError, match="no policy for refiner"):
         make_flow(OWN, policy, {}, 2)
-    made = make_flow(OWN, policy, archive_and_clock(), 2, policies={"refiner": policy})  # type: ignore[dict-item]
+    made = make_flow(OWN, policy, archive_and_clock(), 2, policies={"refiner": policy})
     assert isinstance(made.refiner, ModelRefiner) and made.passage_tools == {"Archive"}

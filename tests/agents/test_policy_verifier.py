@@ -1,10 +1,9 @@
-"""The verifier as a policy: what it reads, what it says, every way to get that wrong, and its
-script.
-"""
+"""The verifier as a policy: what it reads and says, every way to get that wrong, its script."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from char_tokenizer import CharTokenizer, ChatChars, says
@@ -31,7 +30,6 @@ from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import (
     Action,
-    Call,
     FinishReason,
     PlanStep,
     Sampling,
@@ -40,7 +38,6 @@ from flowtrain.types import (
     Turn,
     UserError,
     Verdict,
-    VersionSpan,
 )
 
 PLAN = (
@@ -53,46 +50,42 @@ OWN = toy({"roles": {"verifier": "own"}})
 MASK = SamplingMask.of([(1, 2)])
 
 
-def memory(*entries: tuple[str, str]) -> Memory:
-    return Memory(tuple(MemoryEntry(tool, sub_goal, "c", "found") for tool, sub_goal in entries))
+def memory(*entries: str) -> Memory:
+    """Of steps "TOOL: SUB-GOAL"."""
+    steps = (entry.split(": ") for entry in entries)
+    return Memory(tuple(MemoryEntry(tool, sub_goal, "c", "found") for tool, sub_goal in steps))
+
+
+HELD = memory("Search: area of Chad")
 
 
 def verifier(
-    engine: Engine, config: Config = OWN, temperature: float | None = None
+    engine: Engine,
+    config: Config = OWN,
+    temperature: float | None = None,
+    tokenizer: CharTokenizer | None = None,
 ) -> ModelVerifier:
-    return make(config, engine, CharTokenizer(), temperature)
+    own = tokenizer or CharTokenizer()
+    return make_verifier(config, make_policy(config, "verifier", engine, own, temperature), {})
 
 
-def make(
-    config: Config, engine: Engine, tokenizer: CharTokenizer, temperature: float | None = None
-) -> ModelVerifier:
-    policy = make_policy(config, "verifier", engine, tokenizer, temperature)  # type: ignore[arg-type]
-    return make_verifier(config, policy, {})
-
-
-def verify(engine: Engine, deadline_s: float = 5.0) -> Verification:
-    return asyncio.run(
-        verifier(engine).verify(TASK, memory(("Search", "area of Chad")), 3, deadline_s)
-    )
+def verify(engine: Engine, deadline_s: float = 5.0, *how: Any) -> Verification:
+    return asyncio.run(verifier(engine, *how).verify(TASK, HELD, 3, deadline_s))
 
 
 def test_it_reads_the_question_and_the_steps() -> None:
     engine = says(" STOP", mask=MASK)
     verify(engine)
-    assert [prompt for prompt, _ in engine.asked] == [
-        f"Question: {TASK.question}\n1. Search | area of Chad | found\nConclusion:"
-    ]
+    found = [prompt for prompt, _ in engine.asked]
+    assert found == [f"Question: {TASK.question}\n1. Search | area of Chad | found\nConclusion:"]
 
 
 def test_it_keeps_the_tokens_that_were_sampled() -> None:
     engine = says(" CONTINUE", mask=MASK)
     done = verify(engine)
     prompt_ids, ids = tuple(map(ord, engine.asked[0][0])), tuple(map(ord, " CONTINUE"))
-    spans = (VersionSpan(0, len(ids), 7),)
-    assert done.call == Call(
-        prompt_ids, ids, (-0.5,) * len(ids), spans, FinishReason.STOP, " CONTINUE", MASK
-    )
-    assert (done.verdict, done.text) == (Verdict.CONTINUE, "Conclusion: CONTINUE")
+    expected = call(ids, prompt_ids, -0.5, 7, text=" CONTINUE", sampling_mask=MASK)
+    assert done == Verification(Verdict.CONTINUE, "Conclusion: CONTINUE", expected)
 
 
 @pytest.mark.parametrize(
@@ -127,20 +120,11 @@ def test_any_text_has_a_verdict_only_in_its_last_line(text: str) -> None:
 
 
 def test_it_is_told_how_to_sample() -> None:
-    config = toy(
-        {
-            "roles": {"verifier": "own"},
-            "policies": {"verifier": {"temperature": 0.5, "max_new_tokens": 9}},
-            "rollout": {"request_timeout_s": 4},
-        }
-    )
-    engine = says(" STOP", mask=MASK)
+    own = {"verifier": {"temperature": 0.5, "max_new_tokens": 9}}
+    told = {"policies": own, "rollout": {"request_timeout_s": 4}}
+    config, engine = toy({"roles": {"verifier": "own"}, **told}), says(" STOP", mask=MASK)
     for temperature, deadline_s in ((None, 99.0), (0.0, 1.5)):
-        asyncio.run(
-            verifier(engine, config, temperature).verify(
-                TASK, memory(("Search", "x")), 3, deadline_s
-            )
-        )
+        verify(engine, deadline_s, config, temperature)
     assert [sampling for _, sampling in engine.asked] == [
         Sampling(9, 0.5, seed=3, deadline_s=4.0),
         Sampling(9, 0.0, seed=3, deadline_s=1.5),
@@ -148,18 +132,14 @@ def test_it_is_told_how_to_sample() -> None:
 
 
 def test_what_the_deadline_cut_is_kept_and_says_continue() -> None:
-    done = verify(says(" ST", reason=FinishReason.DEADLINE))
-    assert done.verdict is Verdict.CONTINUE and done.call is not None
-    assert (done.call.text, done.call.finish_reason) == (" ST", FinishReason.DEADLINE)
-    none = verify(says("", reason=FinishReason.DEADLINE))
-    assert (
-        none.verdict is Verdict.CONTINUE and none.call is not None and none.call.response_ids == ()
-    )
+    for text in (" ST", ""):
+        done = verify(says(text, reason=FinishReason.DEADLINE))
+        assert done.verdict is Verdict.CONTINUE and len(done.call.response_ids) == len(text)
+        assert (done.call.text, done.call.finish_reason) == (text, FinishReason.DEADLINE)
 
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
-    moment = Moment(TASK, memory(("Search", "area of Chad")))
-    num_tokens = len(CompactVerdictPrompt().render(moment)) + 48
+    num_tokens = len(CompactVerdictPrompt().render(Moment(TASK, HELD))) + 48
     assert verify(says(" STOP", max_tokens=num_tokens)).verdict is Verdict.STOP
     with pytest.raises(PromptTooLong):
         verify(says(max_tokens=num_tokens - 1))
@@ -172,26 +152,17 @@ def test_a_reply_as_long_as_the_model_is_refused() -> None:
 
 
 def test_full_verdict_prompt_needs_chat_template() -> None:
-    full = toy(
-        {
-            "roles": {"verifier": "own"},
-            "agent": {"prompt": "full"},
-            "policies": {"verifier": {"path": "v"}},
-        }
-    )
-    plain = CharTokenizer()
+    own = {"roles": {"verifier": "own"}, "policies": {"verifier": {"path": "v"}}}
+    full, plain = toy({**own, "agent": {"prompt": "full"}}), CharTokenizer()
     plain.chat_template = None
     with pytest.raises(UserError, match=r"policies\.verifier\.path='v' has no chat template"):
-        make(full, says(" STOP", mask=MASK), plain)
+        verifier(says(" STOP", mask=MASK), full, tokenizer=plain)
     engine = says("It is stated.\nConclusion: STOP", max_tokens=9000)
-    made = make(full, engine, ChatChars())
-    found = asyncio.run(made.verify(TASK, memory(("Search", "area of Chad")), 3, 5.0)).verdict
-    assert found is Verdict.STOP
+    assert verify(engine, 5.0, full, None, ChatChars()).verdict is Verdict.STOP
     assert engine.asked[0][0].startswith("<user>You check whether")
     assert '"sub_goal": "area of Chad"' in engine.asked[0][0]
-    assert all(
-        read_verdict(FullVerdictPrompt([]).write(verdict)) == (verdict, ()) for verdict in Verdict
-    )
+    for verdict in Verdict:
+        assert read_verdict(FullVerdictPrompt([]).write(verdict)) == (verdict, ())
 
 
 # ---- in the flow
@@ -244,27 +215,17 @@ def test_a_flow_without_its_verifier_is_our_mistake() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "num_left"),
+    ("num_left", "entries"),
     [
-        ((), 3),
-        ((("Search", "area of Chad"),), 2),
-        ((("Base_Generator", "area of Chad"),), 3),
-        ((("Search", "area of Mali"), ("Search", "area of Chad")), 2),
-        ((("Search", "area of Chad"), ("Base_Generator", "x"), ("Search", "area of Mali")), 1),
-        (
-            (
-                ("Search", "area of Chad"),
-                ("Search", "area of Mali"),
-                ("Python_Coder", "1284 + 1240"),
-                ("Search", "x"),
-            ),
-            0,
-        ),
+        (3, []),
+        (2, ["Search: area of Chad"]),
+        (3, ["Base_Generator: area of Chad"]),
+        (2, ["Search: area of Mali", "Search: area of Chad"]),
+        (1, ["Search: area of Chad", "Base_Generator: x", "Search: area of Mali"]),
+        (0, [*(f"{step.tool_name}: {step.sub_goal}" for step in PLAN), "Search: x"]),
     ],
 )
-def test_the_script_knows_what_is_left_of_the_plan(
-    entries: tuple[tuple[str, str], ...], num_left: int
-) -> None:
+def test_the_script_knows_what_is_left_of_the_plan(num_left: int, entries: list[str]) -> None:
     assert len(steps_left(TASK, memory(*entries))) == num_left
     script = with_script(verifier(says(" STOP", mask=MASK)), verdict_script(0.0))
     done = asyncio.run(script.verify(TASK, memory(*entries), 1, 1.0))
@@ -273,25 +234,13 @@ def test_the_script_knows_what_is_left_of_the_plan(
 
 def test_the_script_says_it_in_the_policys_tokens() -> None:
     like = verifier(says(" STOP", mask=MASK))
-    held = memory(("Search", "area of Chad"))
-    script = with_script(like, verdict_script(0.0))
-    done = asyncio.run(script.verify(TASK, held, 1, 1.0))
-    assert done.call == Call(
-        like.voice.read(like.prompt, Moment(TASK, held)),  # type: ignore[attr-defined]
-        (*map(ord, " CONTINUE"), 0),
-        (0.0,) * 10,
-        (),
-        FinishReason.STOP,
-        text=" CONTINUE",
-    )
+    done = asyncio.run(with_script(like, verdict_script(0.0)).verify(TASK, HELD, 1, 1.0))
+    prompt, said = like.voice.read(like.prompt, Moment(TASK, HELD)), " CONTINUE"
+    assert done.call == call((*map(ord, said), 0), prompt, 0.0, text=said)
     assert read_verdict(done.text) == (done.verdict, ())
 
 
 def test_the_script_stops_early_as_often_as_it_is_told() -> None:
     script = with_script(verifier(says(" STOP", mask=MASK)), verdict_script(0.3))
-    held = memory(("Search", "area of Chad"))
-    stops = [
-        asyncio.run(script.verify(TASK, held, seed, 1.0)).verdict is Verdict.STOP
-        for seed in range(1000)
-    ]
-    assert 0.25 < sum(stops) / 1000 < 0.35
+    verdicts = [asyncio.run(script.verify(TASK, HELD, seed, 1.0)).verdict for seed in range(1000)]
+    assert 0.25 < verdicts.count(Verdict.STOP) / 1000 < 0.35

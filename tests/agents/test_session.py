@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from char_tokenizer import CharTokenizer
-from make import Engine
+from make import Engine, Tool
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_policy
@@ -26,7 +26,7 @@ from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.config import Config, Reward
 from flowtrain.engines.protocol import EngineError
 from flowtrain.rewards import score
-from flowtrain.tools import Tool, ToolCard
+from flowtrain.tools import ToolCard
 from flowtrain.tools.base import Parameter, schema_of
 from flowtrain.types import (
     BranchPoint,
@@ -57,21 +57,17 @@ def letters(max_tokens: int = 500, **options: Any) -> Engine:
     return Engine(two_letters, 2, max_tokens, **options)
 
 
-class Shout:
+def shout(heard: list[str]) -> Tool:
     """A tool that shouts, later for a shorter text."""
 
-    card = ToolCard("Shout", "shouts", schema_of(Parameter("text", "what to shout")))
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-
-    async def execute(self, text: str) -> str:
+    async def act(text: str) -> str:
         for _ in range(10 - len(text)):
             await asyncio.sleep(0)
-        self.heard.append(text)
+        heard.append(text)
         return text.upper()
 
-    def close(self) -> None: ...
+    card = ToolCard("Shout", "shouts", schema_of(Parameter("text", "what to shout")))
+    return Tool(card, act)
 
 
 class Agent(SessionAgent):
@@ -80,15 +76,14 @@ class Agent(SessionAgent):
     program: Program
 
     async def answer(self, session: Session) -> str:
-        answer: str = await self.program(session)
-        return answer
+        return await self.program(session)
 
 
 def make(
     program: Program, engine: Engine, tool: Tool | None = None, **agent: object
 ) -> SessionAgent:
     config = toy({"agent": {"name": "x.py:X", **agent}})
-    policy = make_policy(config, "planner", engine, CharTokenizer())  # type: ignore[arg-type]
+    policy = make_policy(config, "planner", engine, CharTokenizer())
     tools = {} if tool is None else {"Shout": tool}
     made = Agent(AgentContext(config, {"planner": policy}, tools, {}, config.agent.max_turns))
     made.program = program
@@ -111,8 +106,9 @@ async def two_turns(session: Session) -> str:
 
 
 def test_a_turn_holds_the_very_ids_and_the_tools_that_it_asked_for() -> None:
-    engine, tool = letters(), Shout()
-    trajectory = run(two_turns, engine, tool=tool)
+    heard: list[str] = []
+    engine = letters()
+    trajectory = run(two_turns, engine, tool=shout(heard))
     first, second = (turn.calls["planner"] for turn in trajectory.turns)
     assert [call.prompt_ids for call in (first, second)] == [asked for asked, _ in engine.asked]
     assert second.prompt_ids[: len(first.prompt_ids) + 2] == first.prompt_ids + first.response_ids
@@ -120,13 +116,13 @@ def test_a_turn_holds_the_very_ids_and_the_tools_that_it_asked_for() -> None:
     assert trajectory.answer == second.text and not trajectory.truncated and not trajectory.error
     (used,) = trajectory.turns[0].tool_calls
     assert (used.name, json.loads(used.arguments)) == ("Shout", {"text": first.text})
-    assert used.result.output == first.text.upper() and tool.heard == [first.text]
+    assert used.result.output == first.text.upper() and heard == [first.text]
     assert [turn.verdict for turn in trajectory.turns] == [Verdict.CONTINUE, Verdict.STOP]
 
 
 def test_seeds_differ_by_call_and_by_rollout() -> None:
     engine = letters()
-    agent = make(two_turns, engine, Shout())
+    agent = make(two_turns, engine, shout([]))
     for seed in (11, 11, 12):
         asyncio.run(agent.run(TASK, seed))
     seeds = [sampling.seed for _, sampling in engine.asked]
@@ -168,17 +164,15 @@ def test_only_so_many_calls_are_under_way_as_turns_are_left() -> None:
 
 
 def test_tools_of_one_response_run_at_once_and_are_recorded_in_its_order() -> None:
-    tool = Shout()
+    heard: list[str] = []
 
     async def program(session: Session) -> str:
-        call = await session.sample((1, 2))
-        results = await session.use_tools(
-            call, [("Shout", {"text": t}, t) for t in ("a", "bbbb", "cccccc")]
-        )
+        calls = [("Shout", {"text": text}, text) for text in ("a", "bbbb", "cccccc")]
+        results = await session.use_tools(await session.sample((1, 2)), calls)
         return " ".join(result.output for result in results)
 
-    trajectory = run(program, tool=tool)
-    assert tool.heard == ["cccccc", "bbbb", "a"] and trajectory.answer == "A BBBB CCCCCC"
+    trajectory = run(program, tool=shout(heard))
+    assert heard == ["cccccc", "bbbb", "a"] and trajectory.answer == "A BBBB CCCCCC"
     assert [used.id for used in trajectory.turns[0].tool_calls] == ["a", "bbbb", "cccccc"]
 
 
@@ -193,9 +187,11 @@ def test_a_wrong_tool_is_a_result(name: str, arguments: dict[str, object], error
     async def program(session: Session) -> str:
         return (await session.use_tool(await session.sample((1,)), name, arguments)).text
 
-    trajectory = run(program, tool=Shout())
+    trajectory = run(program, tool=shout([]))
     assert trajectory.answer == f"Error: {error}" and not trajectory.error
-    assert trajectory.turns[0].tool_calls[0].result.error == error
+    (turn,) = trajectory.turns
+    assert turn.tool_calls[0].result.error == error
+    assert turn.result.error == ("there is no tool 'Whisper'" if name == "Whisper" else None)
 
 
 def test_tools_that_ran_elsewhere_and_malformed_responses_are_recorded() -> None:
@@ -290,7 +286,7 @@ def test_turns_and_positions_are_limits() -> None:
     by_turns = run(for_ever, max_turns=3)
     assert (by_turns.truncated, by_turns.answer, len(by_turns.turns)) == ("turns", "so far", 3)
     assert all(turn.verdict is Verdict.CONTINUE for turn in by_turns.turns)
-    by_prompt = run(two_turns, letters(max_tokens=48 + len(TASK.question)), tool=Shout())
+    by_prompt = run(two_turns, letters(max_tokens=48 + len(TASK.question)), tool=shout([]))
     assert (by_prompt.truncated, len(by_prompt.turns)) == ("prompt", 1)
 
 
@@ -339,9 +335,9 @@ def test_a_cutoff_ends_it() -> None:
 
 @pytest.mark.parametrize(("turn", "token"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_a_branch_runs_the_program_again_up_to_its_point(turn: int, token: int) -> None:
-    tool = Shout()
+    heard: list[str] = []
+    engine, tool = letters(), shout(heard)
     parent = run(two_turns, tool=tool)
-    engine = letters()
     start = BranchStart(parent, BranchPoint(0, turn, token, 1.0))
     branch = asyncio.run(make(two_turns, engine, tool).run(TASK, 12, start=start))
     assert branch.branch == start.point and not branch.error
@@ -352,7 +348,7 @@ def test_a_branch_runs_the_program_again_up_to_its_point(turn: int, token: int) 
     (asked, _), *_ = engine.asked
     assert asked == before.prompt_ids + before.response_ids[:token]
     assert len(engine.asked) == 2 - turn
-    assert len(tool.heard) == (1 if turn == 1 else 2), "a tool before the point runs once"
+    assert len(heard) == (1 if turn == 1 else 2), "a tool before the point runs once"
 
 
 def test_calls_side_by_side_are_turns_in_the_order_in_which_they_were_asked() -> None:
@@ -418,7 +414,7 @@ def config(name: str, **sections: object) -> Config:
 
 def test_an_agent_of_ones_own_file_makes_rollouts(mine: str) -> None:
     chosen = config(f"{mine}:Echo")
-    policy = make_policy(chosen, "planner", letters(), CharTokenizer())  # type: ignore[arg-type]
+    policy = make_policy(chosen, "planner", letters(), CharTokenizer())
     agent = load_kind(chosen).make(AgentContext(chosen, {"planner": policy}, {}, {}, 3))
     (group,) = collect(agent, [TASK], group_size=4, seed=0)
     assert len({t.answer for t in group.trajectories}) == 4

@@ -42,7 +42,7 @@ def agent(engine: Engine, temperature: float | None = None, **options: object) -
 def make(
     config: Config, engine: Engine, tokenizer: ChatChars, temperature: float | None = None
 ) -> SingleTurn:
-    policy = make_policy(config, "planner", engine, tokenizer, temperature)  # type: ignore[arg-type]
+    policy = make_policy(config, "planner", engine, tokenizer, temperature)
     return SingleTurn(AgentContext(config, {"planner": policy}, {}, {}, max_turns=1))
 
 
@@ -143,7 +143,7 @@ def test_groups_of_one_turn_train_every_token_by_its_rollout() -> None:
     (group,) = score(groups)
     rewards = [trajectory.reward for trajectory in group.trajectories]
     assert {0.0, 1.0} == set(rewards)
-    mean = sum(map(float, rewards)) / 8  # type: ignore[arg-type]
+    mean = sum(map(float, rewards)) / 8
     std = (mean * (1 - mean)) ** 0.5
     for sample, reward in zip(flow_grpo([group]).samples, rewards, strict=True):
         num_tokens = len(sample.response_ids)

@@ -46,10 +46,7 @@ def student(teacher: Chat, tokenizer: PreTrainedTokenizerFast, **sections: dict[
     """An agent with a teacher in the place of its trained policy; nobody samples."""
     config = toy({**OPTIONS, **sections})
     engine = NoEngine(4000)
-    policies = {
-        name: make_policy(config, name, engine, tokenizer)  # type: ignore[arg-type]
-        for name in config.policy_names
-    }
+    policies = {name: make_policy(config, name, engine, tokenizer) for name in config.policy_names}
     tools = {"Search": SEARCH} if config.agent.tools else {}
     context = AgentContext(config, policies, tools, {}, 3)
     made = load_kind(config).make(context)
@@ -62,7 +59,7 @@ def flow(teacher: Chat, prompt: str = "full", **agent: Any) -> Agent:
 
 
 def plan(reply: str, prompt: str = "full", **agent: Any) -> tuple[Plan, ModelPlanner]:
-    planner = flow(teach(reply), prompt, **agent).planner  # type: ignore[attr-defined]
+    planner = flow(teach(reply), prompt, **agent).planner
     return asyncio.run(planner.plan(TASK, Memory(), 0, 7, 50.0)), planner
 
 
@@ -121,7 +118,7 @@ def test_only_what_names_a_tool_of_the_run_is_imitated(reply: str, readable: boo
 
 def test_the_teacher_reads_the_full_prompt_with_its_own_seed_and_deadline() -> None:
     teacher = teach(EXACT)
-    planner = flow(teacher, "compact").planner  # type: ignore[attr-defined]
+    planner = flow(teacher, "compact").planner
     for seed in (1, 2):
         asyncio.run(planner.plan(TASK, Memory(), 0, seed, 5.0))
     (prompt, seed, deadline_s), (_, other, _) = teacher.asked
@@ -140,9 +137,8 @@ def verdict(reply: str, prompt: str = "full") -> tuple[Verdict, Call]:
         roles={"verifier": "own"},
         train={"policy": "verifier"},
     )
-    verifier = agent.verifier  # type: ignore[attr-defined]
+    verifier = agent.verifier
     done = asyncio.run(verifier.verify(TASK, Memory(), 1, 5.0))
-    assert done.call is not None
     assert done.text == verifier.prompt.prefix + done.call.text
     assert done.call.prompt_ids == prompt_ids(verifier, Moment(TASK))
     return done.verdict, done.call
@@ -185,7 +181,7 @@ def test_evidence_is_written_after_the_students_prompt(prompt: str, written: str
         roles={"refiner": "own"},
         train={"policy": "refiner"},
     )
-    refiner = agent.refiner  # type: ignore[attr-defined]
+    refiner = agent.refiner
     moment = Moment(TASK, Memory(), "area of Chad", "The area of Chad is 1284.")
     found = asyncio.run(refiner.refine(moment, 1, 5.0))
     asked = FullRefinerPrompt().render(moment)
@@ -210,4 +206,4 @@ def test_no_text_makes_a_special_token(parts: list[str]) -> None:
 def test_agents_of_others_are_refused() -> None:
     config = toy({**OPTIONS, "agent": {"name": "x.py:Mine"}})
     with pytest.raises(UserError, match=r"rft.expert='gpt' plays .* it is 'x.py:Mine'"):
-        taught(object(), teach(""), config, {})  # type: ignore[arg-type]
+        taught(object(), teach(""), config, {})

@@ -64,7 +64,6 @@ def test_every_policy_of_a_run_has_them(tmp_path: Path) -> None:
     kwargs = "{enable_thinking = false}"
     argv = ["--config", "quickstart", "--model.path", "quickstart"]
     config = parse([*argv, "--model.chat_template_kwargs", kwargs])
-    assert config is not None
     with ExitStack() as cleanup:
         world = World.join("cpu")
         cleanup.callback(world.leave)

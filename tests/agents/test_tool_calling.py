@@ -90,8 +90,8 @@ class Rollout:
         config = Config.model_validate(
             {"agent": {"name": "tools", "tools": ["Search"], "max_turns": 4, **agent}}
         )
-        ToolCallingAgent.check(config, tokenizer)  # type: ignore[arg-type]
-        policy = make_policy(config, "planner", self.engine, tokenizer)  # type: ignore[arg-type]
+        ToolCallingAgent.check(config, tokenizer)
+        policy = make_policy(config, "planner", self.engine, tokenizer)
         context = AgentContext(config, {"planner": policy}, {"Search": self.tool}, {}, 4)
         agent_made = ToolCallingAgent(context)
         self.done: Trajectory = asyncio.run(agent_made.run(TASK, 7, start=start))
@@ -241,7 +241,7 @@ def test_a_branch_takes_over_calls_and_results() -> None:
 def refusal(template: str, end: str = "<|im_end|>", **agent: object) -> str:
     config = Config.model_validate({"agent": {"name": "tools", **agent}})
     with pytest.raises(UserError) as refused:
-        load_kind(config).check(config, tokenizer_of(template, end))  # type: ignore[arg-type]
+        load_kind(config).check(config, tokenizer_of(template, end))
     return str(refused.value)
 
 
@@ -254,7 +254,7 @@ def test_thinking_that_would_have_to_be_encoded_again_is_refused() -> None:
     tokenizer = tokenizer_of(R1, "<|im_end|>", False)
     config = Config.model_validate({"agent": {"name": "tools", "tool_format": "hermes"}})
     with pytest.raises(UserError, match="is no single token"):
-        ToolCallingAgent.check(config, tokenizer)  # type: ignore[arg-type]
+        ToolCallingAgent.check(config, tokenizer)
 
 
 def test_calls_in_words_of_another_kind_need_a_choice() -> None:

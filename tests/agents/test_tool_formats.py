@@ -222,9 +222,8 @@ def test_auto_is_the_format_that_reads_what_the_template_writes(template: str, n
 
 def test_the_format_is_read_off_the_template() -> None:
     templates = (QWEN25, QWEN3, LLAMA31, MISTRAL, SMOLLM2, "<tool_call><function=", "")
-    assert [format_of(each) for each in templates] == [
-        *("hermes", "hermes", "llama3", "mistral", "", "", "")
-    ]
+    found = [format_of(each) for each in templates]
+    assert found == [*("hermes", "hermes", "llama3", "mistral", "", "", "")]
 
 
 @pytest.mark.parametrize("name", FORMATS)

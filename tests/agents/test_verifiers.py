@@ -1,6 +1,4 @@
-"""Environments of the real package `verifiers`, which no other test needs: it pins packages that
-others want newer.
-"""
+"""Environments of the real package `verifiers`, which pins packages that others want newer."""
 
 from __future__ import annotations
 
@@ -86,7 +84,6 @@ def test_a_wrong_answer_gets_what_is_left() -> None:
 def test_the_example_rewards_what_it_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     config = parse(["--config", str(EXAMPLE)])
-    assert config is not None
     tasks = task_set(config)
     assert len(tasks.train) == 48
     assert {task.question for task in tasks.train} == {"digits", "letters"}

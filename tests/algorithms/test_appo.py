@@ -128,9 +128,8 @@ def test_only_roots_are_trained_and_every_token_counts_alike() -> None:
         ),
     )
     out = appo([group], num_minibatches=2, num_groups=4)
-    assert [len(s.response_ids) for s in out.samples] == [4, 2, 2], (
-        "neither branches nor turns without tokens"
-    )
+    found = [len(s.response_ids) for s in out.samples]
+    assert found == [4, 2, 2], "neither branches nor turns without tokens"
     assert out.num_filtered == {"empty": 1}
     assert all(set(s.loss_weights) == {1.0} and s.minibatch == 1 for s in out.samples)
     assert [s.sample_id for s in out.samples] == [(3, 0, 0), (3, 0, 1), (3, 1, 0)]
@@ -179,7 +178,6 @@ def test_what_looks_at_the_mini_batch_has_the_options_of_the_run(
     tokens of the last sequence, of four in six that stay, are dual-clipped.
     """
     config = parse(["--algorithm.name", "appo", *words])
-    assert config is not None
     algorithm = load_algorithm(config)
     factor = algorithm.minibatch_factor()
     assert factor is not None and factor.joins_turns == ("rollout" in words)
@@ -217,9 +215,7 @@ REWARDS = st.sampled_from([0.0, 0.5, 1.0])
 def test_without_its_branches_a_token_has_the_advantage_of_its_rollout(
     roots: Sequence[tuple[float, list[int]]], branches: Sequence[tuple[float, int, int, int]]
 ) -> None:
-    """Against the definition, token by token; the branches' part averages those that share the
-    token.
-    """
+    """Against the definition; the branches' part averages those that share the token."""
     made = [rollout(reward, *lengths) for reward, lengths in roots]
     forks = [
         rollout(r, 1, branch=(n % len(made), t % len(made[n % len(made)].turns), k))
@@ -241,9 +237,8 @@ def test_without_its_branches_a_token_has_the_advantage_of_its_rollout(
                 row.append(plain[number] + (sum(mine) / len(mine) if mine else 0.0))
             wanted.append(row)
     if any(any(row) for row in wanted):
-        assert [list(s.advantages) for s in samples] == [
-            pytest.approx(row, abs=1e-9) for row in wanted
-        ]
+        found = [list(s.advantages) for s in samples]
+        assert found == [pytest.approx(row, abs=1e-9) for row in wanted]
     else:
         assert not list(samples)
 

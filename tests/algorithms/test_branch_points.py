@@ -1,6 +1,4 @@
-"""Branch points: the choice by hand, and the scores of real rollouts against those of one sample at
-a time.
-"""
+"""Branch points: the choice by hand, and scores against those of one sample at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from typing import Any
 import make
 import pytest
 import torch
+from batches import random_samples
 from flowkernels import LossSpec, branching_score
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +32,7 @@ from flowtrain.training import model as models
 from flowtrain.training.token_scores import attach_logprobs
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack
-from flowtrain.types import Group, Sample, SampleId, Turn
+from flowtrain.types import Group, SampleId, Turn
 
 NOT_BLANK = torch.zeros(300, dtype=torch.bool)
 
@@ -79,9 +78,8 @@ def test_turns_without_tokens_shift_nothing() -> None:
 
 
 def test_one_token_is_a_place() -> None:
-    assert points([Group(0, (rollout(turn([1])),))], scores([1.0]), ENTROPY, 2) == [
-        [(0, 0, 0), (0, 0, 0)]
-    ]
+    found = points([Group(0, (rollout(turn([1])),))], scores([1.0]), ENTROPY, 2)
+    assert found == [[(0, 0, 0), (0, 0, 0)]]
 
 
 def test_rollouts_without_tokens_give_no_place() -> None:
@@ -94,9 +92,7 @@ def test_blank_tokens_are_never_chosen_while_others_are_there() -> None:
 
 
 def test_both_factors_must_be_high() -> None:
-    """Token 1 has the entropy, token 3 the future, token 2 both, token 0 neither: two negatives
-    make no candidate.
-    """
+    """Token 1 has the entropy, 3 the future, 2 both, 0 neither: two negatives make none."""
     groups = [Group(0, (rollout(turn([1, 2, 3, 4])),))]
     log_ratio = [-0.5, -0.15, -0.05, 0.2]  # future from each: -0.5, 0.0, 0.15, 0.2
     score = scores([0.0, 2.0, 2.0, 0.0], log_ratio)
@@ -124,9 +120,8 @@ def test_equal_policies_fall_back_to_entropy() -> None:
 def test_kept_tokens_move_the_place_on_and_never_beyond_the_end() -> None:
     groups = [Group(0, (rollout(turn([1, 2, 3])),))]
     rule = Appo(rule="entropy", spacing=1, keep_token=True)
-    assert points(groups, scores([0, 1, 9]), rule, 1) == [[(0, 0, 2)]], (
-        "token 1 is kept; after token 2 there is nothing"
-    )
+    found = points(groups, scores([0, 1, 9]), rule, 1)
+    assert found == [[(0, 0, 2)]], "token 1 is kept; after token 2 there is nothing"
 
 
 # ---- the budget
@@ -174,16 +169,13 @@ def test_there_are_exactly_as_many_as_asked_for_and_all_exist(
 # ---- the scoring pass
 
 
-def test_scores_come_back_in_the_order_of_the_samples(
-    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
-) -> None:
+def test_scores_come_back_in_the_order_of_the_samples(make_trainer: Callable[..., Trainer]) -> None:
     """Rows sort samples by their tokens; each token's scores are those of its own sample."""
     trainer, samples = make_trainer(temperature=0.7), random_samples(9)
     together = score_samples(trainer, samples, 30, against_reference=False)
     alone = [score_samples(trainer, [sample], 1000, against_reference=False) for sample in samples]
-    assert together.baseline_logprob_T.tolist() == [
-        x for s in samples for x in torch.tensor(s.logprobs).tolist()
-    ]
+    found = together.baseline_logprob_T.tolist()
+    assert found == [x for s in samples for x in torch.tensor(s.logprobs).tolist()]
     torch.testing.assert_close(
         together.logprob_T, torch.cat([each.logprob_T for each in alone]), rtol=1e-6, atol=1e-6
     )
@@ -193,9 +185,7 @@ def test_scores_come_back_in_the_order_of_the_samples(
     assert score_samples(trainer, [], 30, against_reference=False).entropy_T.shape == (0,)
 
 
-def test_the_reference_is_the_other_denominator(
-    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
-) -> None:
+def test_the_reference_is_the_other_denominator(make_trainer: Callable[..., Trainer]) -> None:
     samples, reference = random_samples(4), make_trainer().model.eval()
     trainer = make_trainer(reference=reference)
     with torch.no_grad():
@@ -244,16 +234,14 @@ def test_random_places_of_a_group_do_not_depend_on_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize("kind", ["score", "entropy", "random"])
-def test_every_rule_runs_on_real_scores(
-    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]], kind: str
-) -> None:
+def test_every_rule_runs_on_real_scores(make_trainer: Callable[..., Trainer], kind: str) -> None:
     trainer = make_trainer()
     turns = [turn(s.response_ids, s.prompt_ids, s.logprobs) for s in random_samples(12)]
     groups = [
         Group(g, tuple(rollout(*turns[6 * g + 2 * r : 6 * g + 2 * r + 2]) for r in range(3)))
         for g in range(2)
     ]
-    rule = Appo(rule=kind, spacing=1)  # type: ignore[arg-type]
+    rule = Appo(rule=kind, spacing=1)
     samples, _ = root_samples(groups)
     scores = score_samples(trainer, samples, 40, against_reference=False)
     found = find_points(groups, scores, rule, num_branches=4, seed=0, is_blank_V=NOT_BLANK)
@@ -269,36 +257,32 @@ def num_passes(model: PreTrainedModel, do: Callable[[], object]) -> int:
 
 
 def test_what_the_sampler_told_spares_the_policys_pass(
-    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+    make_trainer: Callable[..., Trainer],
 ) -> None:
     samples, reference = random_samples(5), make_trainer().model.eval()
     trainer = make_trainer(reference=reference)
     entropies = [float(n) for n, _ in enumerate(x for s in samples for x in s.response_ids)]
     found: list[ResponseScores] = []
-    assert (
-        num_passes(
-            trainer.model,
-            lambda: found.append(
-                score_samples(trainer, samples, 1000, against_reference=False, entropies=entropies)
-            ),
-        )
-        == 0
+    seen = num_passes(
+        trainer.model,
+        lambda: found.append(
+            score_samples(trainer, samples, 1000, against_reference=False, entropies=entropies)
+        ),
     )
+    assert seen == 0
     assert found[0].entropy_T.tolist() == entropies
     assert (
         found[0].logprob_T.tolist()
         == found[0].baseline_logprob_T.tolist()
         == torch.tensor([x for s in samples for x in s.logprobs]).tolist()
     )
-    assert (
-        num_passes(
-            reference,
-            lambda: found.append(
-                score_samples(trainer, samples, 1000, against_reference=True, entropies=entropies)
-            ),
-        )
-        == 1
+    seen = num_passes(
+        reference,
+        lambda: found.append(
+            score_samples(trainer, samples, 1000, against_reference=True, entropies=entropies)
+        ),
     )
+    assert seen == 1
     assert (
         found[1].logprob_T.tolist()
         == found[0].logprob_T.tolist()
@@ -307,7 +291,7 @@ def test_what_the_sampler_told_spares_the_policys_pass(
 
 
 def test_rounding_between_sampler_and_reference_is_no_difference(
-    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+    make_trainer: Callable[..., Trainer],
 ) -> None:
     """Or the first step, in which both policies are the same, would branch where its noise is."""
     trainer = make_trainer(reference=make_trainer().model.eval())
@@ -320,26 +304,20 @@ def test_rounding_between_sampler_and_reference_is_no_difference(
         trainer, [told], 1000, against_reference=True, entropies=[1.0] * len(truth)
     )
     assert len(truth) > 2 and torch.equal(scored.logprob_T[:-1], scored.baseline_logprob_T[:-1])
-    assert float(scored.logprob_T[-1] - scored.baseline_logprob_T[-1]) == pytest.approx(
-        3e-3, rel=1e-2
-    )
+    found = float(scored.logprob_T[-1] - scored.baseline_logprob_T[-1])
+    assert found == pytest.approx(3e-3, rel=1e-2)
 
 
 def test_what_was_scored_is_not_scored_again_and_trains_the_same(
     make_trainer: Callable[..., Trainer],
-    random_samples: Callable[..., list[Sample]],
     tiny_path: str,
 ) -> None:
-    """Two mini-batches, with ratios to the trainer's own log-probs and a KL term: the same weights
-    as where the update scores anew.
-    """
-    loss, samples = (
-        LossSpec(kl_coef=0.3),
-        [
-            replace(s, minibatch=n % 2, sample_id=SampleId(0, n, 0))
-            for n, s in enumerate(random_samples(8))
-        ],
-    )
+    """Two mini-batches with ratios and a KL term."""
+    loss = LossSpec(kl_coef=0.3)
+    samples = [
+        replace(s, minibatch=n % 2, sample_id=SampleId(0, n, 0))
+        for n, s in enumerate(random_samples(8))
+    ]
     updates = []
     for is_given in (True, False):
         reference = models.load_model(tiny_path, torch.float64).requires_grad_(False).eval()
@@ -357,9 +335,8 @@ def test_what_was_scored_is_not_scored_again_and_trains_the_same(
         updates.append((stats, [p.detach().clone() for p in trainer.model.parameters()]))
     (ours, our_weights), (theirs, their_weights) = updates
     assert ours["kl_ref"] > 1e-3 and ours["ratio_max"] > 1.001
-    assert {k: v for k, v in ours.items() if k != "train_tflop"} == pytest.approx(
-        {k: v for k, v in theirs.items() if k != "train_tflop"}, rel=1e-4
-    )
+    found = {k: v for k, v in ours.items() if k != "train_tflop"}
+    assert found == pytest.approx({k: v for k, v in theirs.items() if k != "train_tflop"}, rel=1e-4)
     for a, b in zip(our_weights, their_weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     assert ours["train_tflop"] == pytest.approx(theirs["train_tflop"] * 3 / 5)
@@ -370,7 +347,6 @@ def test_branching_hands_on_the_logprobs_that_the_loss_asks_for() -> None:
 
     def algorithm(*words: str) -> Algorithm:
         config = parse(["--appo.spacing", "2", *words])
-        assert config is not None
         return load_algorithm(config)
 
     def known(*words: str) -> tuple[bool, bool]:

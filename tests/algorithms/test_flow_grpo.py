@@ -1,6 +1,4 @@
-"""Flow-GRPO on examples worked by hand, from rewards down to the gradient of a policy of three
-parameters.
-"""
+"""Flow-GRPO by hand, from rewards down to the gradient of a policy of three parameters."""
 
 from __future__ import annotations
 
@@ -100,13 +98,11 @@ def test_one_policy_is_trained_as_if_the_other_had_said_something_else(
         turns = [judged(range(planner + n), range(verifier + n)) for n in range(3)]
         return [Group(0, (trajectory(1, *turns), trajectory(0, turns[0])))]
 
-    assert flow_grpo(groups(0, 3), mode, policy="verifier") == flow_grpo(
-        groups(9, 3), mode, policy="verifier"
-    )
+    found = flow_grpo(groups(0, 3), mode, policy="verifier")
+    assert found == flow_grpo(groups(9, 3), mode, policy="verifier")
     assert flow_grpo(groups(2, 1), mode) == flow_grpo(groups(2, 7), mode)
-    assert flow_grpo(groups(1, 3), mode, policy="verifier") != flow_grpo(
-        groups(1, 4), mode, policy="verifier"
-    )
+    found = flow_grpo(groups(1, 3), mode, policy="verifier")
+    assert found != flow_grpo(groups(1, 4), mode, policy="verifier")
 
 
 def test_a_verifier_that_is_no_policy_has_no_samples() -> None:
@@ -133,9 +129,8 @@ def test_paper_mode_by_hand() -> None:
     assert [s.advantages[0] for s in out.samples] == approx([a, a, -a, -a, -a, -a, a])
     # G = 4. T_1 = 2: 1/(4*2*2), 1/(4*2*4); T_2 = 1: 1/(4*1*5);
     # T_3 = 3: 1/(4*3*1) twice, 1/(4*3*3); T_4 = 1: 1/(4*1*10)
-    assert [s.loss_weights[0] for s in out.samples] == approx(
-        [1 / 16, 1 / 32, 1 / 20, 1 / 12, 1 / 12, 1 / 36, 1 / 40]
-    )
+    found = [s.loss_weights[0] for s in out.samples]
+    assert found == approx([1 / 16, 1 / 32, 1 / 20, 1 / 12, 1 / 12, 1 / 36, 1 / 40])
     assert all(s.loss_weights == (s.loss_weights[0],) * len(s.response_ids) for s in out.samples)
     assert all(s.advantages == (s.advantages[0],) * len(s.response_ids) for s in out.samples)
     assert [len(s.response_ids) for s in out.samples] == [2, 4, 5, 1, 1, 3, 10]
@@ -150,9 +145,8 @@ def test_paper_mode_takes_the_population_std() -> None:
     out = flow_grpo([Group(0, (with_lengths(1, 1, 1, 1), with_lengths(0, 1), with_lengths(0, 1)))])
     std = math.sqrt(2) / 3 + 1e-6
     # The three turns of the first trajectory count once in the statistics.
-    assert [s.advantages[0] for s in out.samples] == approx(
-        [(2 / 3) / std] * 3 + [-(1 / 3) / std] * 2
-    )
+    found = [s.advantages[0] for s in out.samples]
+    assert found == approx([(2 / 3) / std] * 3 + [-(1 / 3) / std] * 2)
 
 
 def test_released_mode_by_hand() -> None:
@@ -167,20 +161,16 @@ def test_released_mode_by_hand() -> None:
 def test_rewards_need_not_be_binary() -> None:
     """Rewards 0.2, 0.6: mean 0.4, population std 0.2, std of N - 1 0.2 sqrt(2)."""
     group = Group(0, (with_lengths(0.2, 1), with_lengths(0.6, 1)))
-    assert [s.advantages[0] for s in flow_grpo([group]).samples] == approx(
-        [-0.2 / 0.200001, 0.2 / 0.200001]
-    )
+    found = [s.advantages[0] for s in flow_grpo([group]).samples]
+    assert found == approx([-0.2 / 0.200001, 0.2 / 0.200001])
     std = 0.2 * math.sqrt(2) + 1e-6
-    assert [s.advantages[0] for s in flow_grpo([group], "released").samples] == approx(
-        [-0.2 / std, 0.2 / std]
-    )
+    found = [s.advantages[0] for s in flow_grpo([group], "released").samples]
+    assert found == approx([-0.2 / std, 0.2 / std])
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_groups_of_one_reward(reward: float) -> None:
-    """The paper mode leaves them out and says how many; the released one keeps them for their KL
-    term.
-    """
+    """The paper mode leaves them out and says how many; the released one keeps them."""
     same = Group(0, (with_lengths(reward, 2), with_lengths(reward, 1, 3)))
     mixed = Group(1, (with_lengths(1, 1), with_lengths(0, 1)))
     paper = flow_grpo([same, mixed, same])
@@ -228,9 +218,8 @@ def test_turns_without_tokens_are_not_trained() -> None:
     """
     group = Group(0, (with_lengths(1, 2, 0, 4), with_lengths(0, 0), with_lengths(0, 3)))
     paper = flow_grpo([group]).samples
-    assert [s.loss_weights[0] for s in paper] == approx(
-        [1 / (3 * 2 * 2), 1 / (3 * 2 * 4), 1 / (3 * 1 * 3)]
-    )
+    found = [s.loss_weights[0] for s in paper]
+    assert found == approx([1 / (3 * 2 * 2), 1 / (3 * 2 * 4), 1 / (3 * 1 * 3)])
     std = math.sqrt(2) / 3 + 1e-6  # rewards 1, 0, 0
     assert [s.advantages[0] for s in paper] == approx([(2 / 3) / std] * 2 + [-(1 / 3) / std])
     released = flow_grpo([group], "released").samples  # turn samples 1, 1, 0
@@ -260,16 +249,13 @@ def test_paper_weights_sum_to_the_kept_groups_and_advantages_cancel(
         for i, group in enumerate(batch)
     ]
     out = flow_grpo(groups)
-    assert sum(sum(s.loss_weights) for s in out.samples) == pytest.approx(
-        len(groups) - out.num_groups_dropped
-    )
-    assert sum(sum(s.loss_weights) * s.advantages[0] for s in out.samples) == pytest.approx(
-        0, abs=1e-9
-    )
+    found = sum(sum(s.loss_weights) for s in out.samples)
+    assert found == pytest.approx(len(groups) - out.num_groups_dropped)
+    found = sum(sum(s.loss_weights) * s.advantages[0] for s in out.samples)
+    assert found == pytest.approx(0, abs=1e-9)
     released = flow_grpo(groups, "released")
-    assert sum(sum(s.loss_weights) for s in released.samples) == sum(
-        sum(each) for group in batch for _, each in group
-    )
+    found = sum(sum(s.loss_weights) for s in released.samples)
+    assert found == sum(sum(each) for group in batch for _, each in group)
     assert sum(s.advantages[0] for s in released.samples) == pytest.approx(0, abs=1e-6)
 
 
@@ -319,12 +305,10 @@ def test_minibatches_do_not_depend_on_the_ranks(
     )
     assert set(alone.values()) <= set(range(num_minibatches))
     for num_ranks in (2, 4):
-        assert (
-            assignment(
-                [[g for g in groups if g.index % num_ranks == rank] for rank in range(num_ranks)]
-            )
-            == alone
+        seen = assignment(
+            [[g for g in groups if g.index % num_ranks == rank] for rank in range(num_ranks)]
         )
+        assert seen == alone
     assert assignment([groups[::-1]]) == alone
 
 
@@ -362,9 +346,7 @@ def worked_group() -> Group:
 def loss_and_gradient(
     samples: Sequence[Sample], spec: LossSpec, ref: Tensor | None = None
 ) -> tuple[float, Tensor]:
-    """Compute as the trainer does: the weighted sum of token losses over the sum of the weights, in
-    fp32.
-    """
+    """Compute as the trainer does: token losses over the sum of the weights, in fp32."""
     theta = THETA.float().requires_grad_()
     ids = torch.tensor([i for s in samples for i in s.response_ids])
     out = policy_loss(
@@ -423,9 +405,7 @@ def test_gradient_of_the_released_mode_by_hand() -> None:
 
 
 def random_groups() -> list[Group]:
-    """Five groups of four trajectories with 1 to 3 turns of 1 to 6 tokens and off-policy ratios;
-    the third group has one reward only.
-    """
+    """Groups of four with off-policy ratios; the third has one reward only."""
     rng = torch.Generator().manual_seed(3)
 
     def integer(low: int, high: int) -> int:
@@ -517,7 +497,7 @@ def test_with_groups_of_one_reward_the_gradient_is_that_of_equation_5(kl_coef: f
     for equal_groups in ("keep", "drop"):
         theta = THETA.clone().requires_grad_()
         (-paper_objective(groups, spec, theta, ref_theta, equal_groups == "keep")).backward()
-        samples = flow_grpo(groups, equal_groups=equal_groups).samples  # type: ignore[arg-type]
+        samples = flow_grpo(groups, equal_groups=equal_groups).samples
         _, gradient = loss_and_gradient(samples, spec, ref_theta if kl_coef else None)
         torch.testing.assert_close(gradient, theta.grad, rtol=1e-5, atol=1e-6)
         gradients.append(gradient)

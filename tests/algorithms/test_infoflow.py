@@ -41,9 +41,8 @@ def test_sub_goals_tell_wrong_answers_apart() -> None:
 
 def test_a_right_answer_is_worth_more_than_all_sub_goals() -> None:
     """R = 1.3 and 0.3."""
-    assert advantages(rollout(1, 1), rollout(0, 1)) == pytest.approx(
-        [0.5 / 0.500001, -0.5 / 0.500001]
-    )
+    found = advantages(rollout(1, 1), rollout(0, 1))
+    assert found == pytest.approx([0.5 / 0.500001, -0.5 / 0.500001])
 
 
 def test_without_a_weight_it_is_flow_grpo() -> None:

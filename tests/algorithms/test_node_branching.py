@@ -1,6 +1,4 @@
-"""Branch points on a rollout node: by what the sampler recorded, by a pass of newer weights, and by
-one of the reference policy, in this process or behind an endpoint.
-"""
+"""Branch points on a node: by the sampler's records, newer weights, or the reference policy."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def policy(tiny_path: str) -> PreTrainedModel:
 @pytest.fixture
 def store(start: PreTrainedModel, policy: PreTrainedModel, tmp_path: object) -> WeightStore:
     """Version 0 is the start, version 3 the policy."""
-    made = WeightStore(tmp_path / "weights")  # type: ignore[operator]
+    made = WeightStore(tmp_path / "weights")
     publisher = Publisher(made)
     for version, model in ((0, start), (3, policy)):
         publisher.publish(models.named_weights(model), version)
@@ -82,9 +80,7 @@ def make_engine(path: str, store: WeightStore | None = None) -> TorchEngine:
 def config(*options: str) -> Config:
     every = ["--algorithm.name", "appo", "--appo.num_roots", "2", "--rollout.group_size", "5"]
     every += ["--train.token_budget", "8192"]
-    found = parse([*every, "--appo.spacing", "2", "--appo.gamma", "0.9", *options])
-    assert found is not None
-    return found
+    return parse([*every, "--appo.spacing", "2", "--appo.gamma", "0.9", *options])
 
 
 def roll_out(engine: TorchEngine) -> Group:

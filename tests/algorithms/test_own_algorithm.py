@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from batches import random_samples
 from cli_runs import Server
 
 from flowtrain.algorithms import load_algorithm
@@ -14,7 +15,7 @@ from flowtrain.config import Config
 from flowtrain.config.options import parse
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import pack_rows
-from flowtrain.types import Sample, UserError
+from flowtrain.types import UserError
 from tests.training.gradients import distance, gradient_of
 
 pytest_plugins = ("cli_runs",)
@@ -85,7 +86,6 @@ def test_what_is_no_algorithm_and_options_that_it_lacks_are_refused(
     words: tuple[str, ...], problem: str
 ) -> None:
     config = parse(words)
-    assert config is not None
     with pytest.raises(UserError, match=problem):
         load_algorithm(config)
 
@@ -112,7 +112,6 @@ def test_an_algorithm_of_a_package(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = parse(["--algorithm.name", "half"])
-    assert config is not None
     if not problem:
         assert type(load_algorithm(config)).__name__ == "Whole"
         return
@@ -125,7 +124,7 @@ def test_an_algorithm_of_a_package(
 
 
 def test_a_loss_in_a_file_has_the_gradient_that_autograd_gives_it(
-    make_trainer: Callable[..., Trainer], random_samples: Callable[..., list[Sample]]
+    make_trainer: Callable[..., Trainer],
 ) -> None:
     """Its slope is A r s' (t (r - 1)) 4 / t: that of `clip` where r is 1."""
     path = f"{ROOT}/examples/my_loss.py:soft_clip"

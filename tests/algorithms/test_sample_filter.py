@@ -1,6 +1,4 @@
-"""Samples that cannot be trained are left out, counted and out of the normaliser; the others have
-the gradient that they have alone.
-"""
+"""Samples that cannot be trained are left out and counted; the others are trained as if alone."""
 
 from __future__ import annotations
 
@@ -140,10 +138,8 @@ def group(index: int, *rollouts: tuple[float, list[int]]) -> Group:
 def test_empty_turns_are_counted_and_a_reward_that_is_no_number_spoils_its_group_alone(
     mode: str,
 ) -> None:
-    good, spoiled = (
-        group(0, (1.0, [2, 0]), (0.0, [0, 3, 0])),
-        group(1, (math.nan, [1]), (1.0, [2, 0]), (0.0, [1])),
-    )
+    good = group(0, (1.0, [2, 0]), (0.0, [0, 3, 0]))
+    spoiled = group(1, (math.nan, [1]), (1.0, [2, 0]), (0.0, [1]))
     out = filter_samples(flow_grpo([good, spoiled], mode, num_groups=2), 100, VOCAB_SIZE)
     assert out.samples == flow_grpo([good], mode, num_groups=2).samples and len(out.samples) == 2
     assert out.num_filtered == NONE_LEFT_OUT | {"empty": 4, "advantage": 3}

@@ -50,9 +50,7 @@ def plain_http(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def campaign(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The seeds to attack with: 0 alone, or as many as there is time for, which all tests that use
-    this share equally.
-    """
+    """The seeds to attack with: 0 alone, or as many as there is time for, shared equally."""
     if not MINUTES:
         return iter((0,))
     num = sum("campaign" in getattr(item, "fixturenames", ()) for item in request.session.items)

@@ -8,37 +8,25 @@ from random import Random
 
 from flowtrain.dataflow.codec import pack
 from flowtrain.dataflow.contract import Join, LeaseRequest, Progress, Release, Renewal
+from flowtrain.dataflow.wire import PREFIX
 
-READ_ONLY = (b"/v5/status", b"/HEAD")
+_OURS = PREFIX.encode()
+READ_ONLY = (_OURS + b"status", b"/HEAD")
 """What requests with a valid token ask for; their others have a body that no method takes."""
 _VALID = {
-    b"/v5/join": pack(Join("intruder", "life")),
-    b"/v5/lease": pack(LeaseRequest("intruder", "life", 1)),
-    b"/v5/renew": pack(Renewal("intruder", "life", ((1, 1),))),
-    b"/v5/release": pack(Release("intruder", ((1, 1),))),
-    b"/v5/progress": pack(Progress("planner", 9, 9)),
+    _OURS + b"join": pack(Join("intruder", "life")),
+    _OURS + b"lease": pack(LeaseRequest("intruder", "life", 1)),
+    _OURS + b"renew": pack(Renewal("intruder", "life", ((1, 1),))),
+    _OURS + b"release": pack(Release("intruder", ((1, 1),))),
+    _OURS + b"progress": pack(Progress("planner", 9, 9)),
 }
 _METHODS = (
-    b"GET",
-    b"post",
-    b"CONNECT",
-    b"",
-    b"PRI",
-    b"P\x00ST",
-    b"POST POST",
-    b"\xff",
-    b"X" * 20000,
+    *(b"GET", b"post", b"CONNECT", b"", b"PRI", b"P\x00ST", b"POST POST", b"\xff", b"X" * 20000),
 )
 _PATHS = (
-    *(b"", b"*", b"/", b"//", b"/v5/../v5/status", b"http://evil/v5/join", b"/%00", b"/\x00"),
-    *(
-        b"/v5/join?x",
-        b"/v00000000/%2e%2e/HEAD",
-        b"/\xff",
-        b"/a b",
-        b"/v5/join",
-        b"/" + b"x" * 20000,
-    ),
+    *(b"", b"*", b"/", b"//", b"/v6/../v6/status", b"http://evil/v6/join", b"/%00", b"/\x00"),
+    *(_OURS + b"join?x", b"/v00000000/%2e%2e/HEAD", b"/\xff", b"/a b", _OURS + b"join"),
+    b"/" + b"x" * 20000,
 )
 _VERSIONS = (b"HTTP/0.9", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/1.1 ", b"HTTP/1.\xb9", b"", b"http/1.1")
 _LENGTHS = (
@@ -51,22 +39,12 @@ _LENGTHS = (
     b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
 )
 _HEADERS = (
-    *(
-        b"no colon",
-        b": no name",
-        b"X : y",
-        b" X: y",
-        b"X: a\r\n folded",
-        b"X: \x00",
-        b"X: \xff\xfe",
-    ),
+    *(b"no colon", b": no name", b"X : y", b" X: y", b"X: a\r\n folded", b"X: \x00"),
+    b"X: \xff\xfe",
     *(b"X: " + b"x" * 17000, b"X: " + b"x" * 70000, b"\r\n".join([b"X: y"] * 3000), b"X\x00: y"),
     *(b"Range: bytes=9-1", b"Range: bytes=" + b"0-1," * 200, b"Upgrade: websocket", b"X: a\rY: b"),
-    *(
-        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c",
-        b"Flowtrain-Run: \xc3\xbc",
-        b"Host: i",
-    ),
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c",
+    *(b"Flowtrain-Run: \xc3\xbc", b"Host: i"),
 )
 _CHUNKS = (
     *(b"zz\r\n", b"-1\r\nx\r\n", b"ffffffffffffffffff\r\n", b"5\r\nabcdeX0\r\n\r\n", b"5\nabcde\n"),
@@ -80,12 +58,8 @@ _BODIES = (
 )
 _TOKENS = (
     *(None, b"", b"Bearer", b"Bearer ", b"Bearer wrong", b"Basic eDp5", b"Bearer t\xc3\xb6ken"),
-    *(
-        b"Bearer \x80\xff",
-        b"Bearer " + b"x" * 15000,
-        b"Bearer a\r\nAuthorization: Bearer b",
-        b"\x00",
-    ),
+    *(b"Bearer \x80\xff", b"Bearer " + b"x" * 15000, b"\x00"),
+    b"Bearer a\r\nAuthorization: Bearer b",
 )
 
 

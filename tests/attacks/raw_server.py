@@ -100,9 +100,7 @@ GZIP_HEAD = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"
 
 @cache
 def nothings(levels: int) -> bytes:
-    """Compress 100 MB that unpack to nothing, `levels` times one in the other; each further level
-    is a hundredth of the size.
-    """
+    """Compress 100 MB that unpack to nothing, `levels` times one in the other."""
     if levels > 1:
         return gzip.compress(nothings(levels - 1), 9)
     packer = zlib.compressobj(9, wbits=31)

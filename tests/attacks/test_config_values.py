@@ -1,6 +1,4 @@
-"""Values that no option takes: each ends in one line with the key, exit code 2, and nothing
-written.
-"""
+"""Values that no option takes: one line with the key, exit code 2, and nothing written."""
 
 from __future__ import annotations
 

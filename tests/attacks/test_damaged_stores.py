@@ -1,6 +1,4 @@
-"""Weight stores that were damaged or edited: a reader loads the very weights that were published,
-or refuses in words and knows what it holds.
-"""
+"""Damaged weight stores: a reader loads the weights that were published, or refuses in words."""
 
 from __future__ import annotations
 

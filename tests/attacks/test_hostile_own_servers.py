@@ -1,6 +1,4 @@
-"""A weight store and a dataflow that answer as ours never would: their clients end with the error
-that they document, although the server never does.
-"""
+"""A weight store and a dataflow that answer as ours never would: clients end as documented."""
 
 from __future__ import annotations
 

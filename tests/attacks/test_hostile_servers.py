@@ -1,6 +1,4 @@
-"""Servers that answer as no server should: every client ends, with a value or with the error that
-it documents, in bounded memory, whatever comes and however long.
-"""
+"""Servers that answer as none should: every client ends as it documents, in bounded memory."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ def surface(name: str) -> str:
 
 
 def outcome(ask: Ask, server: RawServer, memory: int = MEMORY) -> str:
-    """Ask once, and return what got through: "" for a value or an error of those documented, within
-    memory.
-    """
+    """Ask once, and return what got through: "" for a documented end within memory."""
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:

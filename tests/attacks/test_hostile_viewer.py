@@ -1,6 +1,4 @@
-"""Rollouts that try to be more than text in the page of a run: markup, scripts, links, and
-characters that are not seen.
-"""
+"""Rollouts that try to be more than text in the page of a run: markup, links, unseen characters."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def test_what_a_rollout_says_is_data(runs: RunMaker, tally: Tally) -> None:  # n
     through = []
     for number, text in enumerate(MARKUP):
         page = build_page(runs.make(text, f"run{number}"), 100)
-        has_data = data_of(page)["rollouts"][0]["question"] == f"{text} 1"  # type: ignore[index]
+        has_data = data_of(page)["rollouts"][0]["question"] == f"{text} 1"
         if Tags(page).found != plain or set(page) & RAW or not has_data:
             through.append(text)
     tally.add(SURFACE, len(MARKUP), len(through))

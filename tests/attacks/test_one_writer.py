@@ -62,12 +62,10 @@ class Racer:
         return self.process.pid
 
     def tell(self, line: object) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
     def answer(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().rstrip("\n")
 
     def take(self, folder: Path) -> str:
@@ -284,9 +282,8 @@ def test_a_holder_without_a_name_is_waited_for_and_then_refused(
     holder, other = start(racers), start(racers)
     assert holder.take(tmp_path) == "held"
     os.truncate(tmp_path / "lock", 0)
-    assert other.take(tmp_path) == (
-        f"{tmp_path} is in use by another process; end it or give another --run.dir"
-    )
+    found = other.take(tmp_path)
+    assert found == f"{tmp_path} is in use by another process; end it or give another --run.dir"
 
 
 def test_a_reader_sees_who_holds_it_and_takes_nothing(racers: list[Racer], tmp_path: Path) -> None:

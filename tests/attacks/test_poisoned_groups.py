@@ -270,10 +270,8 @@ def _poisoned_sequence(value: Any, rng: random.Random) -> Any:
 def digest(tiny_path: str) -> Callable[[Group], None]:
     """Do with a group what a trainer does; raises where it cannot."""
     model = models.load_model(tiny_path, torch.float32)
-    assert (model.config.vocab_size, model.config.max_position_embeddings) == (
-        VOCAB_SIZE,
-        MAX_POSITIONS,
-    )
+    found = (model.config.vocab_size, model.config.max_position_embeddings)
+    assert found == (VOCAB_SIZE, MAX_POSITIONS)
     trainer = Trainer(model, ALONE, LossSpec(), OptimSpec(lr=1e-3))
 
     def digest(whole: Group) -> None:

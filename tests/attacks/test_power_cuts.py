@@ -64,9 +64,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk of these tests is made up, so what is resumed there need not wait for the real
-    one.
-    """
+    """What is resumed on a made-up disk need not wait for the real one."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -140,9 +138,7 @@ def goes_on(run: Path, parts: tuple[object, ...]) -> str:
 
 
 def states(ops: list[Op], root: Path, seed: int) -> Iterator[tuple[int, Tree, Promised]]:
-    """Every state that a cut may leave: of each prefix the extremes, and some by chance; each
-    once.
-    """
+    """Every state that a cut may leave: of each prefix the extremes, and some by chance."""
     rng, disk, promised = random.Random(seed), Disk(root), Promised()
     for number, op in enumerate(ops, 1):
         if op.kind == "mark":
@@ -187,9 +183,7 @@ def problems_in(
     start: int = 0,
     share: float = 1.0,
 ) -> Iterator[str]:
-    """Yield what is wrong in a share of the states that a cut after operation `start` may leave, ""
-    mostly; some are resumed too.
-    """
+    """Yield what is wrong ("" mostly) in a share of the states after operation `start`."""
     parts, rng, before, run = tiny(), random.Random(seed), Tree(), folder / "run"
     folder.mkdir()
     for number, tree, promised in states(ops, root, seed):
@@ -221,9 +215,7 @@ def test_what_was_promised_survives_a_power_cut(
 
 
 def test_without_one_of_the_syncs_it_would_not(played: Played, tmp_path: Path) -> None:
-    """Leaving out those of one kind of file or folder loses something, so the disk of these tests
-    is bad enough, and no sync is in vain.
-    """
+    """The disk of these tests is bad enough, and no sync is in vain."""
 
     def kind(op: Op) -> str:
         path = op.path.removeprefix(str(played.root))
@@ -265,9 +257,8 @@ def test_an_index_is_whole_or_absent(tally: Tally, tmp_path: Path) -> None:
         disk.apply(op)
         if op.kind == "rename" and op.data.decode() == str(root / name):
             built.append(index_of(disk.after_cut(all_of_it), name))
-    assert [tree["stamp.json"] for tree in built] == [
-        (stamps / str(number)).read_bytes() for number in range(2)
-    ]
+    found = [tree["stamp.json"] for tree in built]
+    assert found == [(stamps / str(number)).read_bytes() for number in range(2)]
     for number, tree, _ in states(ops, root, 0):
         num_states += 1
         if name in tree and index_of(tree, name) not in built:

@@ -1,6 +1,4 @@
-"""The sandbox against a list of hostile programs: each run ends, reaches nothing, and leaves the
-next run unharmed.
-"""
+"""Hostile programs in the sandbox: each run ends, reaches nothing, and leaves the next unharmed."""
 
 from __future__ import annotations
 

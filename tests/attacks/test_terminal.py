@@ -1,6 +1,4 @@
-"""Texts of models, tools, servers and nodes on a terminal or in a log file: no control character of
-theirs arrives, whichever way they are printed.
-"""
+"""Foreign texts on a terminal or in a log file: none of their control characters arrives."""
 
 from __future__ import annotations
 

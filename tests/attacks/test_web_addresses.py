@@ -1,6 +1,4 @@
-"""Addresses that lead a reader of pages to where nobody outside may look: every connection that is
-made goes to the public internet, whatever the URL, the names and the redirects say.
-"""
+"""Addresses that lead inside: every connection of a reader goes to the public internet."""
 
 from __future__ import annotations
 

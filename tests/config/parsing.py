@@ -11,9 +11,7 @@ from flowtrain.types import UserError
 
 
 def parsed(*argv: str) -> Config:
-    config = parse(argv)
-    assert config is not None
-    return config
+    return parse(argv)
 
 
 def filled(*argv: str) -> Config:

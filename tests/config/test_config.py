@@ -1,6 +1,4 @@
-"""Options: defaults, the TOML file over them, the command line over that; and the messages about
-wrong ones.
-"""
+"""Options: defaults, the file over them, the command line over that; messages about wrong ones."""
 
 from __future__ import annotations
 
@@ -61,11 +59,8 @@ def toml(tmp_path: Path) -> Callable[[str | bytes], str]:
 def test_without_arguments_every_option_has_its_default() -> None:
     config = parsed()
     assert config == Config()
-    assert (config.agent.max_turns, config.rollout.group_size, config.algorithm.kl_coef) == (
-        3,
-        8,
-        0.001,
-    ), "AgentFlow's numbers"
+    found = (config.agent.max_turns, config.rollout.group_size, config.algorithm.kl_coef)
+    assert found == (3, 8, 0.001), "AgentFlow's numbers"
     assert config.agent.tools == ("Base_Generator", "Python_Coder", "Wikipedia_Search")
     assert (config.agent.prompt, config.rollout.max_new_tokens) == ("full", 2048)
     assert (config.run.resume, config.model.path) == ("never", "tiny")
@@ -120,12 +115,8 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(
 ) -> None:
     path = toml("[train]\nlr = 1e-4\nnum_steps = 7\n[run]\nseed = 3\n")
     config = parsed("--train.lr", "2e-4", "--config", path)
-    assert (config.train.lr, config.train.num_steps, config.run.seed, config.train.beta1) == (
-        2e-4,
-        7,
-        3,
-        0.9,
-    )
+    found = (config.train.lr, config.train.num_steps, config.run.seed, config.train.beta1)
+    assert found == (2e-4, 7, 3, 0.9)
 
 
 @pytest.mark.parametrize("words", [["--run.seed", "5"], ["--run.seed=5"]])
@@ -279,17 +270,14 @@ def test_help_all_lists_every_option_with_type_default_and_meaning() -> None:
     shown = {line.split()[0].removeprefix("--"): line for line in lines if line.startswith("  --")}
     assert [key for key in shown if not key.startswith(("engines.", "mcp.", "policies."))] == KEYS
     for name, kind in (("engines", Chat), ("mcp", McpServer), ("policies", Policy)):
-        assert [key for key in shown if key.startswith(f"{name}.")] == [
-            f"{name}.NAME.{key}" for key in kind.model_fields
-        ]
+        seen = [key for key in shown if key.startswith(f"{name}.")]
+        assert seen == [f"{name}.NAME.{key}" for key in kind.model_fields]
     for key, line in shown.items():
         assert lines[lines.index(line) + 1].startswith("        ")
         assert lines[lines.index(line) + 1].strip(), f"{key} has no meaning"
     assert shown["train.lr"] == "  --train.lr FLOAT = 1e-06"
-    assert (
-        shown["agent.tools"]
-        == '  --agent.tools LIST = ["Base_Generator", "Python_Coder", "Wikipedia_Search"]'
-    )
+    found = shown["agent.tools"]
+    assert found == '  --agent.tools LIST = ["Base_Generator", "Python_Coder", "Wikipedia_Search"]'
     assert shown["algorithm.mode"] == '  --algorithm.mode paper|released = "paper"'
     assert shown["algorithm.dual_clip"] == "  --algorithm.dual_clip FLOAT = unset"
     assert shown["algorithm.clip_high"] == "  --algorithm.clip_high FLOAT = unset"
@@ -489,14 +477,10 @@ def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
     paths = "--model.path m --policies.planner.path p --policies.verifier.path v"
     words = ("--roles.verifier", "own", *paths.split())
     planner, verifier = parsed(*words), parsed(*words, "--train.policy", "verifier")
-    assert (planner.path_of("planner"), planner.path_of("verifier")) == (
-        ("model.path", "m"),
-        ("policies.verifier.path", "v"),
-    )
-    assert (verifier.path_of("planner"), verifier.path_of("verifier")) == (
-        ("policies.planner.path", "p"),
-        ("model.path", "m"),
-    )
+    found = (planner.path_of("planner"), planner.path_of("verifier"))
+    assert found == (("model.path", "m"), ("policies.verifier.path", "v"))
+    found = (verifier.path_of("planner"), verifier.path_of("verifier"))
+    assert found == (("policies.planner.path", "p"), ("model.path", "m"))
 
 
 # ---- batches from nodes
@@ -520,11 +504,8 @@ def test_parse_over_puts_options_over_a_stored_config() -> None:
     ours = parse_over(
         to_toml(config), ["--vllm.max_num_seqs=9", "--policies.verifier.path", "/here"]
     )
-    assert (ours.vllm.max_num_seqs, ours.policies["verifier"].path, ours.tasks) == (
-        9,
-        "/here",
-        config.tasks,
-    )
+    found = (ours.vllm.max_num_seqs, ours.policies["verifier"].path, ours.tasks)
+    assert found == (9, "/here", config.tasks)
     with pytest.raises(UserError, match="the config of the run: not TOML"):
         parse_over("[run", [])
     with pytest.raises(UserError, match=r"unknown key run.speed"):

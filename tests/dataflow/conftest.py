@@ -1,6 +1,4 @@
-"""For the tests: an SQLite file, or a database of a PostgreSQL server that they start for
-themselves; and a service before a ledger.
-"""
+"""An SQLite file, or a database of a PostgreSQL server of the tests; a service before a ledger."""
 
 from __future__ import annotations
 
@@ -22,10 +20,13 @@ from flowtrain.dataflow.wire import METHODS
 _INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 
 
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+
+
 class PostgresServer:
-    """On a Unix socket in a folder of its own. Without fsync: the tests kill processes, not
-    machines.
-    """
+    """On a Unix socket; without fsync, as the tests kill processes, not machines."""
 
     def __init__(self, folder: Path, programs: Path) -> None:
         self.folder = folder
@@ -152,7 +153,6 @@ class Front:
         self.client: Client | None = None
 
     async def __call__(self, *arguments: Any) -> None:
-        assert self._service is not None
         await self._service(*arguments)
 
     def serve(self, ledger: Any) -> Any:

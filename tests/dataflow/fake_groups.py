@@ -52,9 +52,7 @@ def group(
     rewards: tuple[float | None, ...] = (0.0, 1.0),
     verifier: int | None = None,
 ) -> Group:
-    """A reward of None: that rollout failed. `verifier`: the version of its tokens, where it is a
-    policy.
-    """
+    """A reward of None: that rollout failed. `verifier`: the version of its tokens."""
     one = turn(_span(num_tokens, version))
     if verifier is not None:
         call = make.call((3, 4, 5), (1, 2), -0.1, spans=_span(3, verifier))
@@ -96,6 +94,16 @@ def ledger(
     **dataflow: Any,
 ) -> Ledger:
     return Ledger(database, options(both, **dataflow), TaskCursor(TASKS, 0), make_rules, clock)
+
+
+def begun(
+    database: str | Path, *given: Any, trainer: Register | None = None, **options: Any
+) -> Ledger:
+    """A ledger that a trainer, of the planner unless told, and the node n1 have joined."""
+    flow = ledger(database, *given, **options)
+    flow.register(trainer or planner())
+    joined(flow)
+    return flow
 
 
 def planner(

@@ -1,6 +1,4 @@
-"""Fake servers on loopback in place of a dataflow's service: silent, slow, broken, or something
-else.
-"""
+"""Servers in place of a dataflow's service: silent, slow, broken, or something else."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ Answer = Callable[[socket.socket, str], None]
 
 @contextlib.contextmanager
 def peer(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
-    """Its URL and the requests that it was sent. Requests meet the answers one after the other, all
-    further ones the last.
-    """
+    """Its URL and the requests it was sent, which meet the answers in turn, then the last."""
     seen: list[str] = []
 
     def serve(connection: socket.socket, answer: Answer) -> None:

@@ -1,6 +1,4 @@
-"""A TCP proxy between client and service that loses, delays, repeats, cuts and reorders requests
-and answers, by a seed.
-"""
+"""A TCP proxy that loses, delays, repeats, cuts and reorders requests and answers, by a seed."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ async def _request(reader: asyncio.StreamReader) -> bytes:
 
 @contextlib.contextmanager
 def faulty(url: str, seed: int, share: float = 0.4) -> Iterator[tuple[str, Counter[str]]]:
-    """The URL of a proxy before `url`, and the faults so far. When the context is left, nothing is
-    under way any more.
-    """
+    """The URL of a proxy before `url`, and the faults; nothing is under way after it."""
     started: list[tuple[int, FaultyProxy]] = []
     is_up, is_over = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []

@@ -91,9 +91,7 @@ def _lease(ledger: Ledger, node: str, num: int) -> None:
 def _add_trained(
     transaction: Transaction, num_nodes: int, num: int, policies: Sequence[str]
 ) -> None:
-    """Add groups that have been trained, spread over the nodes: rows as leases, pushes, batches and
-    checkpoints leave them.
-    """
+    """Add groups that have been trained: rows as pushes, batches and checkpoints leave them."""
     order = TaskCursor(_TASKS, 0).take(len(_TASKS))  # all epochs have that of the first
     transaction.run(
         "CREATE TEMPORARY TABLE made (id BIGINT PRIMARY KEY, task_id TEXT, kind TEXT, task BYTEA)"

@@ -120,9 +120,7 @@ def _renewing(
 
 
 class Notes:
-    """A trainer's checkpoint and what it was served. With a path they outlive its process, a line
-    each.
-    """
+    """A trainer's checkpoint and what it was served; with a path they outlive its process."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path, self.checkpoint = path, 0
@@ -176,17 +174,14 @@ class Notes:
                     for turn in rollout.turns
                     for span in turn.calls["planner"].spans
                 ]
-                assert versions and all(
-                    step - 1 - MAX_STALENESS <= version <= step - 1 for version in versions
-                )
+                assert versions
+                assert all(step - 1 - MAX_STALENESS <= version <= step - 1 for version in versions)
 
 
 def run_trainer(
     flow: Dataflow, notes: Notes, rng: random.Random, num_steps: int, death: float = 0.2
 ) -> None:
-    """Lives of a trainer up to `num_steps`. `death`: share of steps after which it forgets all but
-    its notes.
-    """
+    """Lives of a trainer; at a share `death` of steps it forgets all but its notes."""
     while True:
         registered = planner(NUM_GROUPS, MAX_STALENESS, notes.checkpoint)
         # Without a life a registration that comes late would take this trainer's progress back.

@@ -1,13 +1,11 @@
-"""Nodes and a trainer in processes of their own, which are killed at random places, also within
-transactions, and begin anew.
+"""The nodes and the trainer of many_nodes.py in processes that are killed, also in transactions.
 
-`python node_processes.py DATABASE...` forks them for one database after the other, prints a line
-for each process that was killed, and a JSON line when the trainer has trained all steps.
+`python node_processes.py DATABASE...` forks them for one database after the other, and prints a
+line for each process that was killed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -20,25 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fake_groups import group, ledger, planner
+from fake_groups import ledger
+from many_nodes import Notes, run_node, run_trainer
 
-from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import (
-    BatchRequest,
-    Join,
-    LeaseRequest,
-    Progress,
-    Push,
-    Release,
-    Renewal,
-    Unavailable,
-)
+from flowtrain.dataflow.contract import Unavailable
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.rules import Rules
 from flowtrain.dataflow.rules.builtin import AllGroups, AllPrompts, EarliestDeadline
 
-NUM_STEPS, NUM_GROUPS, CHECKPOINT_EVERY = 8, 3, 3
+NUM_STEPS = 8
 NUM_LIVES = 6
 """Lifetime of each process; the last one is not killed."""
 LIMIT_S = 90.0
@@ -46,9 +35,7 @@ PARENT = os.getpid()
 
 
 def die_somewhere(rng: random.Random) -> None:
-    """This process kills itself after some statement, mostly with a transaction open, or after some
-    time.
-    """
+    """Kill this process after some statement, mostly within a transaction, or some time."""
     if rng.random() < 0.3:
         signal.setitimer(
             signal.ITIMER_REAL, rng.uniform(0.005, 0.1)
@@ -65,84 +52,38 @@ def die_somewhere(rng: random.Random) -> None:
 
         return run
 
-    Transaction.run, Transaction.many = counted(Transaction.run), counted(Transaction.many)  # type: ignore[method-assign]
+    Transaction.run, Transaction.many = counted(Transaction.run), counted(Transaction.many)
 
 
-def node(database: str, name: str, life: str, rng: random.Random) -> None:
-    """Lease, renew, push some groups twice, release some work items, until the trainer is done."""
-    flow = opened(database)
-    persistent(lambda: flow.join(Join(name, life)))
-    for number in range(10**6):
-        request = LeaseRequest(name, life, 3, key=f"{life}-{number}")
-        answer = persistent(lambda request=request: flow.lease(request))  # type: ignore[misc]
-        if answer.reason == "done":
-            return
-        held = tuple((lease.work_item, lease.attempt) for lease in answer.leases)
-        if held and rng.random() < 0.3:
-            persistent(lambda held=held: flow.renew(Renewal(name, life, held)))  # type: ignore[misc]
-        for lease in answer.leases:
-            versions = {policy: state.version for policy, state in answer.policies.items()}
-            payload = pack_group(group(lease.task, version=versions["planner"]))
-            for _ in range(rng.choice([1, 1, 2])):
-                if rng.random() < 0.1:
-                    persistent(lambda held=held: flow.release(Release(name, held)))  # type: ignore[misc]
-                persistent(partial(flow.push, Push(name, lease.work_item, lease.attempt, payload)))
-        time.sleep(0.002 if answer.leases else 0.02)
+class Persistent:
+    """A ledger that is asked again where the database is down for a moment."""
+
+    def __init__(self, database: str) -> None:
+        self._ledger: Ledger = self._ask(lambda: _opened(database))
+
+    def __getattr__(self, name: str) -> Callable[[Any], Any]:
+        return lambda request: self._ask(partial(getattr(self._ledger, name), request))
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        while os.getppid() == PARENT:
+            try:
+                answer = request()
+            except Unavailable:
+                time.sleep(0.01)
+                continue
+            if getattr(answer, "num_missing", 0):
+                time.sleep(0.01)
+            return answer
+        os._exit(1)  # nobody outlives the process that forked it
 
 
-def trainer(database: str, folder: Path) -> None:
-    """Appends each batch to a log; its checkpoint is a file."""
-    flow = opened(database)
-    saved = folder / "checkpoint"
-    step = int(saved.read_text()) if saved.exists() else 0
-    persistent(lambda: flow.register(planner(NUM_GROUPS, 2, step)))
-    while step < NUM_STEPS:
-        answer = persistent(partial(flow.batch, BatchRequest("planner", step + 1)))
-        if answer.num_missing:
-            time.sleep(0.01)
-            continue
-        step += 1
-        with (folder / "log").open("a") as log:
-            log.write(json.dumps([step, [served.work_item for served in answer.groups]]) + "\n")
-        if step % CHECKPOINT_EVERY == 0:
-            saved.with_suffix(".new").write_text(str(step))
-            saved.with_suffix(".new").replace(saved)
-        checkpoint = step // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-        persistent(
-            partial(flow.progress, Progress("planner", step, checkpoint, is_done=step == NUM_STEPS))
-        )
-    persistent(
-        partial(
-            flow.progress,
-            Progress(
-                "planner", step, NUM_STEPS // CHECKPOINT_EVERY * CHECKPOINT_EVERY, is_done=True
-            ),
-        )
-    )
+def _opened(database: str) -> Ledger:
+    """Without a search for entry points of rules, which would take longer than all else."""
+    rules = Rules(AllPrompts(), AllGroups(), EarliestDeadline())
+    return ledger(database, make_rules=lambda: rules, lease_s=0.5, max_attempts=1000)
 
 
-def opened(database: str) -> Ledger:
-    return persistent(lambda: ledger(database, make_rules=_rules, lease_s=0.5, max_attempts=1000))
-
-
-def _rules() -> Rules:
-    """Without a search for entry points, which would take longer than all else."""
-    return Rules(AllPrompts(), AllGroups(), EarliestDeadline())
-
-
-def persistent(request: Callable[[], Any]) -> Any:
-    """Asks again where there was no answer: the database is down for a moment. Nobody outlives the
-    process that forked it.
-    """
-    while os.getppid() == PARENT:
-        try:
-            return request()
-        except Unavailable:
-            time.sleep(0.01)
-    os._exit(1)
-
-
-def start(name: str, life: int, database: str, folder: Path, seed: str) -> int:
+def start(name: str, life: int, database: str, notes: Path, seed: str) -> int:
     """Process id of a fork."""
     if pid := os.fork():
         return pid
@@ -152,9 +93,9 @@ def start(name: str, life: int, database: str, folder: Path, seed: str) -> int:
         if life < NUM_LIVES:
             die_somewhere(rng)
         if name == "trainer":
-            trainer(database, folder)
+            run_trainer(Persistent(database), Notes(notes), rng, NUM_STEPS, death=0.0)
         else:
-            node(database, name, f"life-{life}", rng)
+            run_node(Persistent(database), name, rng, death=0.0)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -164,11 +105,12 @@ def start(name: str, life: int, database: str, folder: Path, seed: str) -> int:
 
 
 def run(database: str, seed: str) -> None:
-    """Prints the trainer's log and the number of deaths in the end."""
+    """Until every step was trained, each time with the same groups, and no group by two steps."""
     lives = dict.fromkeys(("trainer", "n1", "n2", "n3"), 1)
     end = time.monotonic() + LIMIT_S
     with tempfile.TemporaryDirectory() as folder:
-        running = {start(name, 1, database, Path(folder), seed): name for name in lives}
+        notes = Path(folder) / "notes"
+        running = {start(name, 1, database, notes, seed): name for name in lives}
         while running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -182,19 +124,10 @@ def run(database: str, seed: str) -> None:
             if os.WIFSIGNALED(status):
                 lives[name] += 1
                 print("died", flush=True)
-                running[start(name, lives[name], database, Path(folder), seed)] = name
+                running[start(name, lives[name], database, notes, seed)] = name
             elif os.WEXITSTATUS(status):
                 sys.exit(f"{name} failed")
-        log = (Path(folder) / "log").read_text().splitlines()
-    print(
-        json.dumps(
-            {
-                "log": [json.loads(line) for line in log],
-                "num_deaths": sum(lives.values()) - len(lives),
-            }
-        ),
-        flush=True,
-    )
+        Notes(notes).check(NUM_STEPS)
 
 
 if __name__ == "__main__":

@@ -104,9 +104,7 @@ def num_committed(database: str) -> int:
 
 
 def test_nothing_is_lost_and_nothing_doubled(postgres: str, tmp_path: Path, crew: Crew) -> None:
-    """Each node asks a service of its own, on machines whose clocks differ by minutes: no lease is
-    taken away for that.
-    """
+    """No lease is taken away though the clocks of the services differ by minutes."""
     num_services = len(SKEWS_S)
     ports = [free_port() for _ in SKEWS_S]
     for at, (port, skew_s) in enumerate(zip(ports, SKEWS_S, strict=True)):

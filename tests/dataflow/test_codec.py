@@ -50,7 +50,7 @@ def with_routes(group: Group, seed: int, num_noisy: int = 5) -> Group:
 
 @given(ROLLOUTS, st.integers(0, 9), st.booleans())
 def test_routes_come_out_as_they_went_in(
-    rollouts: list[list[dict]],  # type: ignore[type-arg]
+    rollouts: list[list[dict]],
     seed: int,
     is_partial: bool,
 ) -> None:
@@ -76,7 +76,7 @@ def test_routes_of_tokens_that_were_read_before_take_next_to_nothing() -> None:
 
 
 @given(ROLLOUTS)
-def test_a_group_comes_out_as_it_went_in(rollouts: list[list[dict]]) -> None:  # type: ignore[type-arg]
+def test_a_group_comes_out_as_it_went_in(rollouts: list[list[dict]]) -> None:
     group = group_of(rollouts)
     assert unpack_group(pack_group(group)) == group
     assert unpack_group(zlib.compress(pack(group))) == group, "with whole prompts"

@@ -27,19 +27,16 @@ TOKEN = "a-token-of-the-tests"
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("FLOWTRAIN_TOKEN", TOKEN)
 
 
 @pytest.fixture
 def used(tmp_path: Path) -> Iterator[Any]:
-    """A ledger in which something has happened: a step is trained, a group is stale, one waits, one
-    is under way.
-    """
+    """A ledger of which a step is trained, a group stale, one waits, one is under way."""
     clock = fake_groups.Clock()
-    ledger = fake_groups.ledger(tmp_path / "flow.sqlite", clock)
-    fake_groups.joined(ledger)
-    ledger.register(fake_groups.planner(num_groups=2, max_staleness=0))
+    ledger = fake_groups.begun(
+        tmp_path / "flow.sqlite", clock, trainer=fake_groups.planner(num_groups=2, max_staleness=0)
+    )
     first, second = ledger.lease(LeaseRequest("n1", "a", 2, {"planner": 0}, 3.0, 1.0, "k")).leases
     for lease in (first, second):
         fake_groups.push(ledger, lease)
@@ -218,15 +215,13 @@ def test_a_service_starts_and_ends(tmp_path: Path) -> None:
     with subprocess.Popen(
         start, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().split()[-1]
         token = process.stdout.readline().partition("=")[2].split()[0]
         with Client(url, token, wait_s=60.0) as client:
             joined = client.join(Join("n1", "a"))
             client.register(fake_groups.planner())
-            assert (
-                joined.group_size == 2 and len(client.lease(LeaseRequest("n1", "a", 3)).leases) == 3
-            )
+            assert joined.group_size == 2
+            assert len(client.lease(LeaseRequest("n1", "a", 3)).leases) == 3
         second = subprocess.run(
             start, env=environment, capture_output=True, text=True, timeout=60, check=False
         )

@@ -23,11 +23,6 @@ TOKEN = "a-token-of-the-tests"
 _NAME = "flowtrain_dataflow"
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
-
-
 def app(ledger: Any, access: Access | None = None, tokens: TokenFile | None = None) -> Any:
     measures = Measures(ledger, access or Access(TOKEN, tokens))
     service = Service(ledger, ledger.run, TOKEN, tokens, measures.ledger_seconds)
@@ -44,9 +39,9 @@ def scrape(url: str, token: str = TOKEN) -> dict[str, float]:
 def used(tmp_path: Path) -> Any:
     """A ledger with a trainer, a node, three groups, two of which are trained, and a lost lease."""
     clock = fake_groups.Clock()
-    ledger = fake_groups.ledger(tmp_path / "flow.sqlite", clock)
-    ledger.register(fake_groups.planner(num_groups=2))
-    fake_groups.joined(ledger)
+    ledger = fake_groups.begun(
+        tmp_path / "flow.sqlite", clock, trainer=fake_groups.planner(num_groups=2)
+    )
     *pushed, lost, _ = fake_groups.lease(ledger, 4)
     for lease in pushed:
         fake_groups.push(ledger, lease)
@@ -155,7 +150,7 @@ def test_the_database_is_asked_once_however_often_one_scrapes(
             num_asked += 1
             return used.status()
 
-    measures = Measures(Counting(), None)  # type: ignore[arg-type]
+    measures = Measures(Counting(), None)
     with running(measures.monitor.watching(Service(used, used.run, TOKEN))) as url:
         for _ in range(10):
             httpx2.get(f"{url}/metrics")
@@ -198,7 +193,7 @@ def test_a_report_that_takes_too_long_is_no_illness(used: Any, tmp_path: Path) -
         def status(self) -> Any:
             raise Unavailable("canceling statement due to statement timeout")
 
-    measures = Measures(Slow(), None)  # type: ignore[arg-type]
+    measures = Measures(Slow(), None)
     with running(measures.monitor.watching(Service(used, used.run, TOKEN))) as url:
         assert samples(httpx2.get(f"{url}/metrics").text)[f"{_NAME}_up"] == 0
         assert httpx2.get(f"{url}/health").status_code == 200

@@ -1,6 +1,4 @@
-"""The service answers who has the token, in bounded time and memory, and tells nobody anything
-else.
-"""
+"""The service answers who has the token, in bounded time and memory, and nobody else."""
 
 from __future__ import annotations
 
@@ -47,11 +45,6 @@ TOKEN = "a-token-of-the-tests"
 JOIN = pack(Join("n1", "a"))
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
-
-
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return fake_groups.ledger(tmp_path_factory.mktemp("service") / "flow.sqlite")
@@ -59,7 +52,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def url(ledger: Any) -> Iterator[str]:
-    with running(Service(ledger, ledger.run, TOKEN)) as url:
+    with service_of(ledger) as url:
         yield url
 
 
@@ -80,6 +73,11 @@ def ask(
     response = connection.getresponse()
     with contextlib.closing(connection):
         return response.status, response.read(), response.headers
+
+
+def service_of(ledger: Any) -> contextlib.AbstractContextManager[str]:
+    """The URL of a service of a ledger, or of what answers like one."""
+    return running(Service(ledger, getattr(ledger, "run", "r"), TOKEN))
 
 
 def raw(url: str, *parts: bytes) -> tuple[int, bytes]:
@@ -212,12 +210,12 @@ def test_a_long_body_has_the_time_that_its_length_takes(
         time.sleep(0.8)
         yield JOIN[10:]
 
-    assert ask(url, "/v6/join", parts())[0] == 200  # type: ignore[arg-type]
+    assert ask(url, "/v6/join", parts())[0] == 200
 
 
 def test_a_body_that_is_cut_is_not_taken() -> None:
     scripted = Scripted(lambda: Joined("r", "", 1, 1.0, {}))
-    with running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
+    with service_of(scripted) as url:
         host, port = url.removeprefix("http://").split(":")
         for length in range(0, len(JOIN), 2):
             with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -318,7 +316,7 @@ def raising(error: Exception) -> Any:
 def test_what_passes_may_be_asked_again_and_what_is_ours_is_not_told(
     error: Exception, status: int, told: str
 ) -> None:
-    with running(Service(Scripted(raising(error)), "r", TOKEN)) as url:  # type: ignore[arg-type]
+    with service_of(Scripted(raising(error))) as url:
         found, body, _ = ask(url, "/v6/join", JOIN)
     assert found == status and told.encode() in body and b"secret" not in body
 
@@ -332,7 +330,7 @@ def test_more_at_a_time_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -
         assert is_over.wait(20)
         return Joined("r", "", 1, 1.0, {})
 
-    with running(Service(Scripted(answer), "r", TOKEN)) as url, ThreadPoolExecutor(2) as threads:  # type: ignore[arg-type]
+    with service_of(Scripted(answer)) as url, ThreadPoolExecutor(2) as threads:
         busy = [threads.submit(ask, url, "/v6/join", JOIN) for _ in range(2)]
         for _ in range(2):
             assert is_asked.acquire(timeout=20)
@@ -350,10 +348,10 @@ def test_waiting_for_a_batch_holds_no_thread_and_no_place(monkeypatch: pytest.Mo
     monkeypatch.setattr(service_module, "_OVERHEAD", 12 << 20)
     scripted = Scripted()
     with (
-        running(Service(scripted, "r", TOKEN)) as url,
+        service_of(scripted) as url,
         Client(url, TOKEN, wait_s=60) as client,
         ThreadPoolExecutor(6) as threads,
-    ):  # type: ignore[arg-type]
+    ):
         waiting = [
             threads.submit(client.batch, BatchRequest("planner", 1, wait_s=30.0)) for _ in range(6)
         ]
@@ -366,14 +364,14 @@ def test_waiting_for_a_batch_holds_no_thread_and_no_place(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("wait_s", [0.0, -1.0, float("nan"), float("-inf")])
 def test_who_does_not_wait_is_answered_at_once(wait_s: float) -> None:
     scripted = Scripted()
-    with running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
+    with service_of(scripted) as url:
         status, body, _ = ask(url, "/v6/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))
     assert (status, unpack(body, Batch).num_missing, scripted.num_batches) == (200, 1, 1)
 
 
 def test_an_answer_waits_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "MAX_WAIT_S", 0.3)
-    with running(Service(Scripted(), "r", TOKEN)) as url:  # type: ignore[arg-type]
+    with service_of(Scripted()) as url:
         for wait_s, least_s in ((0.1, 0.1), (float("inf"), 0.3), (1e9, 0.3)):
             began = time.monotonic()
             assert ask(url, "/v6/batch", pack(BatchRequest("planner", 1, wait_s=wait_s)))[0] == 200
@@ -383,7 +381,7 @@ def test_an_answer_waits_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_nobody_is_waited_for_who_has_hung_up() -> None:
     scripted = Scripted()
     body = pack(BatchRequest("planner", 1, wait_s=30.0))
-    with running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
+    with service_of(scripted) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head("/v6/batch", f"Content-Length: {len(body)}") + body)
@@ -399,7 +397,7 @@ def test_nobody_is_waited_for_who_has_hung_up() -> None:
 
 def test_a_server_that_ends_does_not_wait_for_batches() -> None:
     scripted = Scripted()
-    with ThreadPoolExecutor(1) as threads, running(Service(scripted, "r", TOKEN)) as url:  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as threads, service_of(scripted) as url:
         waiting = threads.submit(
             ask, url, "/v6/batch", pack(BatchRequest("planner", 1, wait_s=30.0))
         )
@@ -434,7 +432,7 @@ async def _asgi(service: Service, method: str, body: bytes) -> int:
         "query_string": b"",
         "is_ending": lambda: True,
     }
-    await service(scope, receive, send)  # type: ignore[arg-type]
+    await service(scope, receive, send)
     return found[0]
 
 
@@ -528,8 +526,8 @@ def test_one_ledger_behind_two_services(tmp_path: Path) -> None:
     """Each of which has a connection of its own: what one was told the other one knows."""
     first, second = (fake_groups.ledger(tmp_path / "flow.sqlite") for _ in range(2))
     with (
-        running(Service(first, first.run, TOKEN)) as one,
-        running(Service(second, second.run, TOKEN)) as other,
+        service_of(first) as one,
+        service_of(second) as other,
         Client(one, TOKEN, wait_s=20) as left,
         Client(other, TOKEN, wait_s=20) as right,
         ThreadPoolExecutor(1) as threads,
@@ -541,7 +539,6 @@ def test_one_ledger_behind_two_services(tmp_path: Path) -> None:
         waiting = threads.submit(right.batch, BatchRequest("planner", 1, wait_s=30))
         assert fake_groups.push(left, lease) == "committed"
         assert fake_groups.push(right, lease) == "duplicate"
-        assert [served.work_item for served in waiting.result(timeout=20).groups] == [
-            lease.work_item
-        ]
+        found = [served.work_item for served in waiting.result(timeout=20).groups]
+        assert found == [lease.work_item]
     assert first.audit().problems == ()

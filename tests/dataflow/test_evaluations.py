@@ -1,6 +1,4 @@
-"""Questions of evaluations in the ledger: who gets them when, what becomes of them, and that
-training does not notice.
-"""
+"""Questions of evaluations in the ledger: who gets them, and that training does not notice."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_groups import TASKS, Clock, events, group, joined, lease, ledger, planner, push
+from fake_groups import TASKS, Clock, begun, events, group, joined, lease, planner, push
 
 from flowtrain.dataflow.codec import pack_group, unpack_group
 from flowtrain.dataflow.contract import (
@@ -53,9 +51,13 @@ def either(database: str, clock: Clock) -> Iterator[Ledger]:
 
 
 def opened(database: str | Path, clock: Clock) -> Iterator[Ledger]:
-    made = ledger(database, clock, lease_s=60.0, max_attempts=2)
-    made.register(planner(num_groups=4, max_staleness=1))
-    joined(made)
+    made = begun(
+        database,
+        clock,
+        lease_s=60.0,
+        max_attempts=2,
+        trainer=planner(num_groups=4, max_staleness=1),
+    )
     yield made
     assert made.audit().problems == ()
     made.close()
@@ -281,9 +283,7 @@ def test_the_status_shows_what_is_open(either: Ledger) -> None:
 def test_the_audit_finds_what_is_lost(
     tmp_path: Path, clock: Clock, change: str, problem: str
 ) -> None:
-    made = ledger(tmp_path / "ledger.db", clock)
-    made.register(planner())
-    joined(made)
+    made = begun(tmp_path / "ledger.db", clock)
     ask(made, 2)
     answer(made, lease(made, 1, versions=NODE)[0])
     with made.database.write() as transaction:

@@ -182,9 +182,7 @@ def test_a_report_asks_for_the_leases_of_all_nodes_at_once(tmp_path: Path, count
 
 
 def test_leases_are_what_is_nothing_else(database: str) -> None:
-    ledger = fake.ledger(database, max_waiting=100, max_attempts=1)
-    ledger.register(fake.planner())
-    fake.joined(ledger)
+    ledger = fake.begun(database, max_waiting=100, max_attempts=1)
 
     def check(num: int) -> None:
         with ledger.database.read() as transaction:

@@ -1,6 +1,4 @@
-"""The ledger's answers, one rule after the other: on SQLite by itself, on PostgreSQL through a
-service.
-"""
+"""The ledger's answers, rule by rule: on SQLite by itself, on PostgreSQL through a service."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from fake_groups import (
     LAYOUT,
     TASKS,
     Clock,
+    begun,
     events,
     group,
     joined,
@@ -78,6 +77,16 @@ def trained(flow: Ledger, version: int, checkpoint: int = 0, life: str = "") -> 
     flow.progress(Progress("planner", version, checkpoint, life=life))
 
 
+def lost(flow: Ledger, *held: int, node: str = "n1", life: str = "a") -> tuple[int, ...]:
+    """Renew first attempts at work items, and return those that are lost."""
+    return flow.renew(Renewal(node, life, tuple((each, 1) for each in held))).lost
+
+
+def places(flow: Ledger, num: int, node: str = "n1", **how: Any) -> list[tuple[int, int]]:
+    """Lease, and return work items with their attempts."""
+    return [(each.work_item, each.attempt) for each in lease(flow, num, node, **how)]
+
+
 # ---- nodes
 
 
@@ -85,9 +94,8 @@ def test_units_come_in_the_order_of_the_tasks_with_seeds_of_their_own(flow: Ledg
     leases = lease(flow, 6)
     cursor = TaskCursor(TASKS, 0)
     assert [each.task for each in leases] == [*cursor.take(4), *cursor.take(4)[:2]]
-    assert [(each.work_item, each.attempt, each.index) for each in leases] == [
-        (work_item, 1, work_item - 1) for work_item in range(1, 7)
-    ]
+    found = [(each.work_item, each.attempt, each.index) for each in leases]
+    assert found == [(work_item, 1, work_item - 1) for work_item in range(1, 7)]
     assert [each.seed for each in leases] == [
         *(1077100656669939322, 3958908509897490521, 2742100691126862562, 84581279504704783),
         *(1629593531276950026, 2884233412460747911),
@@ -98,9 +106,8 @@ def test_a_task_order_is_the_same_from_anywhere() -> None:
     cursor = TaskCursor(TASKS, 3)
     in_order = [task for _ in range(10) for task in cursor.take(4)]
     order = TaskOrder(TaskCursor(TASKS, 3), 4)
-    assert [order[place] for place in (39, 0, 17, 16, 23, 5)] == [
-        in_order[place] for place in (39, 0, 17, 16, 23, 5)
-    ]
+    found = [order[place] for place in (39, 0, 17, 16, 23, 5)]
+    assert found == [in_order[place] for place in (39, 0, 17, 16, 23, 5)]
 
 
 def test_a_request_sent_again_gets_the_same_leases(flow: Ledger) -> None:
@@ -123,7 +130,7 @@ def test_a_lease_that_ran_out_goes_to_another_node_first_of_all(flow: Ledger, cl
     joined(flow, "n2")
     old = lease(flow, 2)
     clock.now += 59
-    assert [each.work_item for each in lease(flow, 1, "n2")] == [3]
+    assert places(flow, 1, "n2") == [(3, 1)]
     clock.now += 2
     again = lease(flow, 3, "n2")
     assert [(each.work_item, each.attempt) for each in again] == [(1, 2), (2, 2), (4, 1)]
@@ -132,21 +139,14 @@ def test_a_lease_that_ran_out_goes_to_another_node_first_of_all(flow: Ledger, cl
 
 def test_renewal_keeps_a_lease_and_tells_which_are_lost(flow: Ledger, clock: Clock) -> None:
     joined(flow, "n2")
-    kept, lost, late = lease(flow, 3)
+    kept, taken, late = (each.work_item for each in lease(flow, 3))
     clock.now += 50
-    assert flow.renew(Renewal("n1", "a", ((kept.work_item, 1),))).lost == ()
+    assert lost(flow, kept) == ()
     clock.now += 20
-    assert [each.work_item for each in lease(flow, 1, "n2")] == [lost.work_item]
-    renewed = flow.renew(
-        Renewal("n1", "a", tuple((each.work_item, 1) for each in (kept, lost, late)))
-    )
-    assert renewed.lost == (lost.work_item,), (
-        "nobody has taken the other one that ran out, so it goes on"
-    )
-    assert [each.work_item for each in lease(flow, 1, "n2")] == [4]
-    assert flow.renew(Renewal("n1", "another life", ((kept.work_item, 1),))).lost == (
-        kept.work_item,
-    )
+    assert places(flow, 1, "n2") == [(taken, 2)]
+    assert lost(flow, kept, taken, late) == (taken,), "nobody has taken the other that ran out"
+    assert places(flow, 1, "n2") == [(4, 1)]
+    assert lost(flow, kept, life="another life") == (kept,)
 
 
 def test_a_new_life_of_a_node_ends_the_leases_of_the_last(flow: Ledger) -> None:
@@ -155,16 +155,13 @@ def test_a_new_life_of_a_node_ends_the_leases_of_the_last(flow: Ledger) -> None:
     joined(flow, "n1", "a")
     assert flow.status()["work_items"]["leased"] == 2, "the same life joins again: nothing ends"
     joined(flow, "n1", "b")
-    found = [(each.work_item, each.attempt) for each in lease(flow, 2, "n2")]
-    assert found == [(first[0].work_item, 2), (first[1].work_item, 2)]
+    assert places(flow, 2, "n2") == [(each.work_item, 2) for each in first]
     with pytest.raises(Refused, match="another process has joined by its name"):
         lease(flow, 1, "n1", "a")
     joined(flow, "n1", "a")  # late, from the life that has ended
-    (held,) = lease(flow, 1, "n1", "b")
-    assert flow.renew(Renewal("n1", "a", ((held.work_item, held.attempt),))).lost == (
-        held.work_item,
-    )
-    assert flow.renew(Renewal("n1", "a", ((first[0].work_item, 1),))).lost == (first[0].work_item,)
+    held = places(flow, 1, "n1", life="b")[0][0]
+    for work_item in (held, first[0].work_item):
+        assert lost(flow, work_item) == (work_item,)
     assert push(flow, first[0]) == "committed", "what the old life has done is not thrown away"
 
 
@@ -174,17 +171,14 @@ def test_released_units_go_to_the_next_who_asks(flow: Ledger) -> None:
     flow.release(Release("n2", ((first.work_item, 1),)))
     flow.release(Release("n1", ((first.work_item, 2), (second.work_item, 1)), "no engine"))
     flow.release(Release("n1", ((second.work_item, 1),), "no engine"))
-    found = [(each.work_item, each.attempt) for each in lease(flow, 2, "n2")]
-    assert found == [(second.work_item, 2), (3, 1)]
+    assert places(flow, 2, "n2") == [(second.work_item, 2), (3, 1)]
     flow.release(Release("n1", ((second.work_item, 1),), "sent again, late"))
     assert flow.status()["work_items"]["leased"] == 3
     assert flow.status()["lost_leases"] == {"released": 1}
     joined(flow, "n3")
-    (given_back,) = lease(flow, 1, "n3")
-    flow.release(Release("n3", ((given_back.work_item, 1),)))
-    assert flow.renew(Renewal("n3", "a", ((given_back.work_item, 1),))).lost == (
-        given_back.work_item,
-    ), "sent before, arrived after"
+    [(back, _)] = places(flow, 1, "n3")
+    flow.release(Release("n3", ((back, 1),)))
+    assert lost(flow, back, node="n3") == (back,), "sent before, arrived after"
 
 
 def test_a_task_that_no_node_can_do_fails_and_is_counted(flow: Ledger, clock: Clock) -> None:
@@ -230,72 +224,52 @@ def test_whoever_pushes_first_wins(flow: Ledger, clock: Clock) -> None:
     assert push(flow, mine) == "duplicate"
     account = flow.audit().tokens["planner"]
     assert account.sampled == 16 and account.fates == {"waiting": 8, "duplicate": 8}
-    assert [event.outcome.rewards for event in events(flow) if event.outcome] in (
-        [],
-        [(1.0, 1.0)],
-    )
+    found = [event.outcome.rewards for event in events(flow) if event.outcome]
+    assert found in ([], [(1.0, 1.0)])
     for _ in range(3):
         push(flow, lease(flow)[0])
     served = flow.batch(BatchRequest("planner", 1)).groups
     assert [each.reward for each in unpack_group(served[0].payload).trajectories] == [1.0, 1.0]
 
 
-def _unscored(task: Task) -> Group:
-    whole = group(task)
-    return replace(
-        whole, trajectories=(replace(whole.trajectories[0], reward=None), whole.trajectories[1])
-    )
-
-
-def _with_turn(
-    task: Task,
-    spans: tuple[VersionSpan, ...] = (VersionSpan(0, 4, 0),),
-    logprobs: tuple[float, ...] = (-0.5,) * 4,
+def _changed(
+    task: Task, /, at: int = 1, call: dict[str, Any] | None = None, **fields: Any
 ) -> Group:
+    """A group one rollout of which differs, in itself or in the planner's call of its turn."""
     whole = group(task)
-    one = whole.trajectories[1].turns[0]
-    call = replace(one.calls["planner"], spans=spans, logprobs=logprobs)
-    one = replace(one, calls={"planner": call})
-    return replace(
-        whole, trajectories=(whole.trajectories[0], replace(whole.trajectories[1], turns=(one,)))
-    )
+    rollouts = list(whole.trajectories)
+    if call is not None:
+        (one,) = rollouts[at].turns
+        fields["turns"] = (replace(one, calls={"planner": replace(one.calls["planner"], **call)}),)
+    rollouts[at] = replace(rollouts[at], **fields)
+    return replace(whole, trajectories=tuple(rollouts))
 
 
 def _without_planner(task: Task) -> Group:
-    whole = group(task)
-    turns = (replace(whole.trajectories[0].turns[0], calls={}),)
-    failed = replace(whole.trajectories[0], turns=turns, reward=None, error="generator: down")
-    return replace(whole, trajectories=(failed, whole.trajectories[1]))
-
-
-def _of_two_tasks(task: Task) -> Group:
-    other = next(each for each in TASKS if each != task)
-    return replace(
-        group(task), trajectories=group(task).trajectories[:1] + group(other).trajectories[:1]
-    )
+    (one,) = group(task).trajectories[0].turns
+    turns = (replace(one, calls={}),)
+    return _changed(task, 0, turns=turns, reward=None, error="generator: down")
 
 
 def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(flow: Ledger) -> None:
     (each,) = lease(flow)
-    for make, why in (
-        (lambda task: group(next(each for each in TASKS if each != task)), "the group of another"),
-        (lambda task: group(task, num=3), "has 3 rollouts, this run's have 2"),
-        (lambda task: group(task, rewards=(float("nan"), 1.0)), "reward is nan"),
-        (_unscored, "reward is None, it must be from 0 to 1"),
-        (lambda task: group(task, version=1), "version 1 of planner has not been made"),
-        (
-            lambda task: _with_turn(task, spans=(VersionSpan(0, 2, 0), VersionSpan(3, 4, 0))),
-            "spans must cover",
-        ),
-        (lambda task: _with_turn(task, spans=(VersionSpan(0, 3, 0),)), "spans must cover"),
-        (lambda task: _with_turn(task, spans=(VersionSpan(0, 4, -1),)), "spans must cover"),
-        (lambda task: _with_turn(task, logprobs=(-0.5,) * 3), "needs as many log-probs"),
-        (lambda task: _with_turn(task, logprobs=(float("-inf"),) * 4), "log-prob -inf"),
-        (_of_two_tasks, "rollouts of one group"),
-        (_without_planner, "a turn has no call of the planner"),
+    task, other = each.task, next(one for one in TASKS if one != each.task)
+    uncovered = [[(0, 2, 0), (3, 4, 0)], [(0, 3, 0)], [(0, 4, -1)]]
+    spans = [tuple(VersionSpan(*one) for one in some) for some in uncovered]
+    for wrong, why in (
+        (group(other), "the group of another"),
+        (group(task, num=3), "has 3 rollouts, this run's have 2"),
+        (group(task, rewards=(float("nan"), 1.0)), "reward is nan"),
+        (_changed(task, 0, reward=None), "reward is None, it must be from 0 to 1"),
+        (group(task, version=1), "version 1 of planner has not been made"),
+        *((_changed(task, call={"spans": some}), "spans must cover") for some in spans),
+        (_changed(task, call={"logprobs": (-0.5,) * 3}), "needs as many log-probs"),
+        (_changed(task, call={"logprobs": (float("-inf"),) * 4}), "log-prob -inf"),
+        (_changed(task, task=other), "rollouts of one group"),
+        (_without_planner(task), "a turn has no call of the planner"),
     ):
         with pytest.raises(Refused, match=why):
-            flow.push(Push("n1", each.work_item, 1, pack_group(make(each.task))))
+            flow.push(Push("n1", each.work_item, 1, pack_group(wrong)))
     assert push(flow, each) == "committed"
 
 
@@ -324,9 +298,7 @@ def test_what_cannot_be_trained_never_waits_for_a_batch(flow: Ledger) -> None:
 
 
 def test_filtered_groups_are_counted_with_their_lengths(database: str) -> None:
-    flow = ledger(database, Clock(), group_filter="mixed")
-    joined(flow)
-    flow.register(planner(num_groups=2))
+    flow = begun(database, Clock(), group_filter="mixed", trainer=planner(num_groups=2))
     for each, rewards in zip(
         lease(flow, 4), [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (1.0, 0.0)], strict=True
     ):
@@ -352,21 +324,17 @@ def test_a_batch_is_put_together_once_for_all_ranks(flow: Ledger) -> None:
     assert whole.num_missing == 0
     ranks = [flow.batch(BatchRequest("planner", 1, rank, 3)).groups for rank in range(3)]
     assert [[each.position for each in rank] for rank in ranks] == [[0, 3], [1], [2]]
-    assert sorted(
-        (each for rank in ranks for each in rank), key=lambda each: each.position
-    ) == list(whole.groups)
-    assert [unpack_group(each.payload) for each in whole.groups] == [
-        group(each.task) for each in leases[:4]
-    ]
+    found = sorted((each for rank in ranks for each in rank), key=lambda each: each.position)
+    assert found == list(whole.groups)
+    found = [unpack_group(each.payload) for each in whole.groups]
+    assert found == [group(each.task) for each in leases[:4]]
     for step in (0, 3):
         with pytest.raises(Refused, match="a batch of steps 1 to 2 can be had"):
             flow.batch(BatchRequest("planner", step))
 
 
 def test_the_bound_of_staleness_is_strict(flow: Ledger) -> None:
-    """Step 3 trains version 2; with max_staleness 1 it takes tokens of versions 1 and 2, and none
-    of version 0.
-    """
+    """Step 3 trains version 2; it takes tokens of versions 1 and 2, and none of 0."""
     first = lease(flow, 8)
     for each in first[:4]:
         push(flow, each)
@@ -444,9 +412,7 @@ def test_leases_stop_where_what_they_bring_could_not_be_trained_in_time(flow: Le
 @pytest.mark.parametrize(("max_waiting", "num"), [(0, 0), (8, 4)])
 def test_none_begins_while_a_whole_batch_waits(database: str, max_waiting: int, num: int) -> None:
     """Unless the run says how many may wait."""
-    flow = ledger(database, Clock(), max_waiting=max_waiting)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(database, Clock(), max_waiting=max_waiting)
     *early, fourth = lease(flow, 4)
     for each in early:
         push(flow, each)
@@ -521,9 +487,9 @@ def test_without_a_live_trainer_nothing_is_leased(database: str, clock: Clock) -
 
 
 def test_a_share_of_each_batch_is_trained_again(database: str) -> None:
-    flow = ledger(database, Clock(), replay_share=0.5)
-    joined(flow)
-    flow.register(planner(num_groups=4, max_staleness=2))
+    flow = begun(
+        database, Clock(), replay_share=0.5, trainer=planner(num_groups=4, max_staleness=2)
+    )
     for each in lease(flow, 8):
         push(flow, each)
     assert batch(flow, 1) == [1, 2, 3, 4], "nothing has been trained yet"
@@ -532,25 +498,23 @@ def test_a_share_of_each_batch_is_trained_again(database: str) -> None:
     expected = [(5, False), (6, False), (4, True), (3, True)]
     assert [(each.work_item, each.is_replay) for each in second.groups] == expected
     trained(flow, 2, 2)
-    assert batch(flow, 3) == [7, 8, 6, 5], (
-        "the latest first; the checkpoint of step 2 has not deleted them"
-    )
+    found = batch(flow, 3)
+    assert found == [7, 8, 6, 5], "the latest first; the checkpoint of step 2 has not deleted them"
     trained(flow, 3, 3)
     for each in lease(flow, 4):
         push(flow, each, version=3)
     assert len(batch(flow, 4)) == 4
-    assert {each.is_replay for each in flow.batch(BatchRequest("planner", 4)).groups} == {False}, (
-        "what there is is too old"
-    )
+    found = {each.is_replay for each in flow.batch(BatchRequest("planner", 4)).groups}
+    assert found == {False}, "what there is is too old"
     assert flow.audit().problems == ()
 
 
 @pytest.mark.parametrize(("share", "num"), [(0.0, 12), (0.3, 10), (0.5, 8)])
 def test_replays_leave_room_for_fewer_groups(database: str, share: float, num: int) -> None:
     """The next step may take 4 fresh groups, and the two after it what replays leave of theirs."""
-    flow = ledger(database, Clock(), replay_share=share)
-    joined(flow)
-    flow.register(planner(num_groups=4, max_staleness=2))
+    flow = begun(
+        database, Clock(), replay_share=share, trainer=planner(num_groups=4, max_staleness=2)
+    )
     assert len(lease(flow, 20)) == num
 
 
@@ -576,12 +540,10 @@ def test_after_a_crash_the_batches_since_the_checkpoint_come_again(
     assert again.batch(BatchRequest("planner", 2)) == second
     again.progress(Progress("planner", 2, 1))
     assert again.batch(BatchRequest("planner", 3)) == third
-    assert [event.version for event in events(again) if event.outcome is None] == [1, 2], (
-        "a version that comes again is no news"
-    )
-    assert {each.work_item for each in (*first.groups, *second.groups, *third.groups)} == set(
-        range(1, 13)
-    )
+    found = [event.version for event in events(again) if event.outcome is None]
+    assert found == [1, 2], "a version that comes again is no news"
+    found = {each.work_item for each in (*first.groups, *second.groups, *third.groups)}
+    assert found == set(range(1, 13))
     with pytest.raises(Refused, match="its checkpoint is of step 1"):
         again.batch(BatchRequest("planner", 1))
 
@@ -598,9 +560,8 @@ def test_a_registration_that_comes_again_late_takes_nothing_back(flow: Ledger) -
     assert flow.status()["policies"]["planner"]["version"] == 2
     assert len(lease(flow, 1)) == 1, "and what is sampled can still be trained in time"
     assert flow.register(replace(first, life="t2")).step == 2
-    assert flow.status()["policies"]["planner"]["version"] == 0, (
-        "it has crashed and goes on from step 0"
-    )
+    found = flow.status()["policies"]["planner"]["version"]
+    assert found == 0, "it has crashed and goes on from step 0"
 
 
 @pytest.mark.parametrize("life", ["t1", ""], ids=["named", "nameless"])
@@ -676,29 +637,22 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"policy": "critic"}, "this run's flow has planner"),
-        ({"num_groups": 0}, "num_groups"),
-        ({"num_groups": 2**40}, "num_groups"),
-        ({"max_staleness": -1}, "max_staleness"),
-        ({"step": -1}, "step"),
-        ({"step": 2**62}, "step"),
-        ({"vocab_size": 0}, "vocab_size"),
-        ({"max_positions": 2**62}, "max_positions"),
-        ({"store": "s" * 5000}, "store has 5000 characters"),
-    ],
-)
-def test_a_trainer_that_makes_no_sense_is_refused(
-    flow: Ledger, changes: dict[str, Any], why: str
-) -> None:
-    with pytest.raises(Refused, match=why):
-        flow.register(replace(planner(), **changes))
-
-
-@pytest.mark.parametrize(
     ("ask", "why"),
     [
+        *(
+            (methodcaller("register", replace(planner(), **changes)), why)
+            for changes, why in (
+                ({"policy": "critic"}, "this run's flow has planner"),
+                ({"num_groups": 0}, "num_groups"),
+                ({"num_groups": 2**40}, "num_groups"),
+                ({"max_staleness": -1}, "max_staleness"),
+                ({"step": -1}, "step"),
+                ({"step": 2**62}, "step"),
+                ({"vocab_size": 0}, "vocab_size"),
+                ({"max_positions": 2**62}, "max_positions"),
+                ({"store": "s" * 5000}, "store has 5000 characters"),
+            )
+        ),
         *(
             (partial(lease, versions={"planner": version}), "of 'planner' is none")
             for version in (-1, 2**41, 2**63 - 1)
@@ -770,12 +724,8 @@ def test_a_node_that_came_before_the_trainer_is_checked_when_it_asks(database: s
 
 
 def test_each_policy_has_its_own_share_and_its_own_pace(database: str, clock: Clock) -> None:
-    """The planner is two steps ahead; the verifier's trainer is dead for a while, and nothing of
-    its loses its turn.
-    """
-    flow = ledger(database, clock, both=True)
-    joined(flow)
-    flow.register(planner(num_groups=2))
+    """The verifier's trainer is dead for a while, and nothing of its loses its turn."""
+    flow = begun(database, clock, both=True, trainer=planner(num_groups=2))
     flow.register(planner(num_groups=4, policy="verifier"))
     leases = lease(flow, 8)
     for each in leases:
@@ -792,9 +742,7 @@ def test_each_policy_has_its_own_share_and_its_own_pace(database: str, clock: Cl
 
 
 def test_what_a_slow_trainer_cannot_use_is_counted_as_surplus(database: str, clock: Clock) -> None:
-    flow = ledger(database, clock, both=True)
-    joined(flow)
-    flow.register(planner(num_groups=2, max_staleness=1))
+    flow = begun(database, clock, both=True, trainer=planner(num_groups=2, max_staleness=1))
     flow.register(planner(num_groups=1, max_staleness=1, policy="verifier"))
     for step in (1, 2):
         for each in lease(flow, 2):
@@ -842,9 +790,7 @@ def recording() -> tuple[Callable[[], Rules], list[Recorder]]:
 
 def test_a_prompt_filter_is_told_the_events_on_record_in_their_order(database: str) -> None:
     make_rules, made = recording()
-    flow = ledger(database, Clock(), make_rules, max_waiting=8)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(database, Clock(), make_rules, max_waiting=8)
     for step in (1, 2):
         leases = lease(flow, 8)
         for each in leases[:4]:
@@ -871,9 +817,7 @@ def test_a_prompt_filter_is_told_the_events_on_record_in_their_order(database: s
 
 
 def test_a_restarted_service_decides_as_one_that_went_on(tmp_path: Path) -> None:
-    """Every request is answered by a new ledger object: the prompt filter's state comes from the
-    database alone.
-    """
+    """The prompt filter's state comes from the database alone."""
     rules = {
         "prompt_filter": "greso",
         "group_filter": "mixed",
@@ -917,9 +861,7 @@ def test_a_prompt_filter_observes_each_event_once_whatever_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_rules, made = recording()
-    flow = ledger(tmp_path / "l.db", Clock(), make_rules, max_waiting=8)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(tmp_path / "l.db", Clock(), make_rules, max_waiting=8)
     for each in lease(flow, 4):
         push(flow, each)
     with monkeypatch.context() as patch:
@@ -937,9 +879,7 @@ def test_a_long_history_is_observed_in_portions_and_before_the_lock_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_rules, made = recording()
-    flow = ledger(tmp_path / "l.db", Clock(), make_rules, max_waiting=30)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(tmp_path / "l.db", Clock(), make_rules, max_waiting=30)
     for each in lease(flow, 10):
         push(flow, each)
     batch(flow, 1)
@@ -949,7 +889,7 @@ def test_a_long_history_is_observed_in_portions_and_before_the_lock_is_taken(
 
     def watched(transaction: Any, after: int, to: int) -> Any:
         events = real(transaction, after, to)
-        read.append((len(events), not flow.database._writing.locked()))  # type: ignore[attr-defined]
+        read.append((len(events), not flow.database._writing.locked()))
         return events
 
     monkeypatch.setattr(prompts, "_PORTION", 4)
@@ -960,9 +900,7 @@ def test_a_long_history_is_observed_in_portions_and_before_the_lock_is_taken(
 
 
 def test_a_ledger_is_where_it_was_in_the_order_of_tasks_before_it_is_asked(database: str) -> None:
-    flow = ledger(database, max_waiting=1000)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(database, max_waiting=1000)
     lease(flow, 1)
     again = TaskCursor(TASKS, 0)
     Ledger(database, options(max_waiting=1000), again)
@@ -972,9 +910,7 @@ def test_a_ledger_is_where_it_was_in_the_order_of_tasks_before_it_is_asked(datab
 def test_a_filter_that_admits_all_reads_no_history_and_draws_ahead(
     database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flow = ledger(database, Clock(), max_waiting=1000)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(database, Clock(), max_waiting=1000)
     monkeypatch.setattr(prompts, "read_events", lambda *_: 1 / 0)
     num = prompts._AHEAD
     first = lease(flow, 3)
@@ -990,9 +926,7 @@ def test_a_filter_that_admits_all_reads_no_history_and_draws_ahead(
 
 
 def test_no_lease_runs_out_because_the_service_was_away(database: str, clock: Clock) -> None:
-    flow = ledger(database, clock, max_waiting=64)
-    flow.register(planner())
-    joined(flow)
+    flow = begun(database, clock, max_waiting=64)
     joined(flow, "n2")
     (held,) = lease(flow, 1)
     flow.close()
@@ -1010,9 +944,7 @@ def test_no_lease_runs_out_because_the_service_was_away(database: str, clock: Cl
 def test_a_lease_that_ran_out_is_an_opening_once_the_next_request_ends_it(
     database: str, clock: Clock
 ) -> None:
-    flow = ledger(database, clock, max_waiting=4)
-    flow.register(planner())
-    joined(flow)
+    flow = begun(database, clock, max_waiting=4)
     lease(flow, 4)
     flow.close()
     clock.now += 600
@@ -1028,9 +960,7 @@ def test_leases_that_ran_out_are_looked_for_once_in_a_while(
     database: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever reads the whole history makes that look as long as there have been renewals."""
-    flow = ledger(database, clock, max_waiting=64, lease_s=60)
-    flow.register(planner())
-    joined(flow)
+    flow = begun(database, clock, max_waiting=64, lease_s=60)
     lease(flow, 1)
     looks = []
     real = Transaction.run
@@ -1080,9 +1010,7 @@ def test_a_prompt_filter_that_admits_nothing_ends_a_request(database: str) -> No
         def admits(self, task_id: str, kind: str, draw: float) -> bool:
             return False
 
-    flow = ledger(database, Clock(), lambda: Rules(Nobody(), AllGroups(), EarliestDeadline()))
-    joined(flow)
-    flow.register(planner())
+    flow = begun(database, Clock(), lambda: Rules(Nobody(), AllGroups(), EarliestDeadline()))
     answer = flow.lease(LeaseRequest("n1", "a", 2))
     assert (answer.leases, answer.reason) == ((), "filtered")
     assert answer.retry_after_s > 0

@@ -1,6 +1,4 @@
-"""Any interleaving of what nodes and trainers may ask, late, repeated or reordered, against a model
-of what must hold.
-"""
+"""Any interleaving of requests, late, repeated or reordered, against a model of what must hold."""
 
 from __future__ import annotations
 
@@ -143,9 +141,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def push(self, data: st.DataObject) -> None:
-        """Push for any lease ever granted: in time, late, again, after the work item went to
-        others.
-        """
+        """For any lease ever granted: in time, late, again, after it went to others."""
         if not self.leases:
             return
         node, _, lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
@@ -231,9 +227,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if answer.num_missing:
             assert not answer.groups and step not in trainer.batches
             return
-        assert trainer.batches.setdefault(step, answer) == answer, (
-            "a batch came again as another one"
-        )
+        found = trainer.batches.setdefault(step, answer)
+        assert found == answer, "a batch came again as another one"
         self.check(policy, step, answer)
         trainer.step = step
         if is_checkpoint:
@@ -248,9 +243,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return sum(rollout.num_tokens(policy) for rollout in rollouts)
 
     def check(self, policy: str, step: int, answer: Batch) -> None:
-        """The bound holds for every token; what is served was committed, and is what the first push
-        brought.
-        """
+        """The bound holds for every token; what is served is what the first push brought."""
         assert [each.position for each in answer.groups] == list(range(NUM_GROUPS[policy]))
         for each in answer.groups:
             rollouts = unpack_group(each.payload).trajectories
@@ -322,9 +315,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert len(fresh) == len(set(fresh)), "served twice"
             served = audit.counts.get(f"{policy}.assigned", 0)
             assert served == len(fresh)
-            assert sum(n for name, n in audit.counts.items() if name.startswith(policy)) == len(
-                self.committed
-            )
+            found = sum(n for name, n in audit.counts.items() if name.startswith(policy))
+            assert found == len(self.committed)
 
     def teardown(self) -> None:
         if hasattr(self, "flow"):

@@ -1,6 +1,4 @@
-"""Databases that cannot be used: one line for a person that names the database and the cure, and
-nothing half done.
-"""
+"""Databases that cannot be used: one line with the database and the cure, and nothing half done."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_groups import TASKS, Clock, joined, lease, ledger, options, planner, push
+from fake_groups import TASKS, Clock, begun, joined, lease, ledger, options, planner, push
 
 from flowtrain.config import Config
 from flowtrain.dataflow.contract import BatchRequest, Join, Progress, Refused, Release, Unavailable
@@ -61,9 +59,7 @@ def test_what_units_are_may_not_change_while_a_run_goes_on(
 
 
 def test_the_tasks_may_not_change_either_though_their_file_may_move(database: str) -> None:
-    flow = ledger(database)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(database)
     lease(flow, 1)
     moved = options().model_dump()
     moved["tasks"] |= {"name": "file", "path": "elsewhere/questions.json"}
@@ -97,9 +93,7 @@ def test_a_full_or_readonly_disk_is_named_and_what_was_not_committed_can_be_sent
     tmp_path: Path, pragma: str, why: str
 ) -> None:
     path = tmp_path / "ledger.db"
-    flow = ledger(path)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(path)
     (each,) = lease(flow)
     _limited(flow, pragma)
     with pytest.raises(UserError, match=why) as refusal:
@@ -111,9 +105,7 @@ def test_a_full_or_readonly_disk_is_named_and_what_was_not_committed_can_be_sent
 
 
 def test_a_server_that_is_read_only_is_named(postgres_database: str) -> None:
-    flow = ledger(postgres_database)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(postgres_database)
     (each,) = lease(flow)
     flow.close()
     name = postgres_database.split("/")[3].partition("?")[0]
@@ -154,9 +146,7 @@ def test_a_database_that_is_not_there(postgres_server: Any) -> None:
 
 
 def test_text_that_the_database_does_not_take_is_the_sender_s_fault(database: str) -> None:
-    flow = ledger(database)
-    joined(flow)
-    flow.register(planner())
+    flow = begun(database)
     (each,) = lease(flow)
     try:
         flow.release(Release("n1", ((each.work_item, 1),), "nul \0 inside"))
@@ -197,9 +187,7 @@ def test_the_audit_finds_what_does_not_add_up(database: str) -> None:
         "UPDATE live_leases SET node = 'n2' WHERE work_item = 8": "a lease is of one node and "
         "lasts for another (8)",
     }
-    flow = ledger(database, Clock())
-    joined(flow)
-    flow.register(planner())
+    flow = begun(database, Clock())
     leases = lease(flow, 8)
     for each in leases[:6]:
         push(flow, each)

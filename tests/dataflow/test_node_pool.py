@@ -47,9 +47,8 @@ POOL = Path(__file__).parents[2] / "examples" / "node_pool.py"
     ],
 )
 def test_hand_worked(num: int, busy: float, wait: float, target: int) -> None:
-    assert (
-        target_size(Window(num, busy * 60 * num, (1 - busy) * 60 * num, wait, 8), 1, 100) == target
-    )
+    found = target_size(Window(num, busy * 60 * num, (1 - busy) * 60 * num, wait, 8), 1, 100)
+    assert found == target
 
 
 def test_bounds_hold_and_no_data_changes_nothing() -> None:
@@ -88,9 +87,8 @@ def test_a_window_is_what_came_between_two_reports() -> None:
     after["nodes"]["gone"]["seen_s_ago"] = 1000.0
     assert window_between(before, after) == Window(3, 37.0, 3.0, 0.5, 2 * 4 + 2)
     after["policies"]["verifier"]["state"] = "silent"
-    assert window_between(before, after) == Window(3, 37.0, 3.0, 0.25, 8), (
-        "a trainer that is away waits for nothing"
-    )
+    found = window_between(before, after)
+    assert found == Window(3, 37.0, 3.0, 0.25, 8), "a trainer that is away waits for nothing"
 
 
 # ---- a plant
@@ -98,9 +96,7 @@ def test_a_window_is_what_came_between_two_reports() -> None:
 
 @dataclass
 class Plant:
-    """Nodes that make groups into a buffer of bounded size, of which a filter keeps a share, and a
-    trainer that takes batches.
-    """
+    """Nodes that fill a bounded buffer, a filter, and a trainer that takes batches."""
 
     node_rate: float
     """Groups per second of a node."""
@@ -153,9 +149,8 @@ def test_from_anywhere_it_comes_to_one_size_and_stays(start: int, kept: float) -
     assert plant.enough * 0.9 <= last <= plant.enough * 1.25 + 1
     assert plant.window(last).trainer_wait <= 0.12
     changes = [b - a for a, b in itertools.pairwise(found) if a != b]
-    assert sum((a > 0) != (b > 0) for a, b in itertools.pairwise(changes)) <= 1, (
-        f"turns back once at most: {found}"
-    )
+    seen = sum((a > 0) != (b > 0) for a, b in itertools.pairwise(changes))
+    assert seen <= 1, f"turns back once at most: {found}"
 
 
 def test_noise_moves_it_little() -> None:
@@ -266,7 +261,7 @@ class Sizes:
 
 def test_the_controller_waits_for_new_nodes_and_for_something_to_go_by() -> None:
     processes = Sizes()
-    controller = Controller(processes, 2, 8)  # type: ignore[arg-type]
+    controller = Controller(processes, 2, 8)
 
     def look(*args: Any) -> int:
         assert controller.look(status(*args))
@@ -279,18 +274,15 @@ def test_the_controller_waits_for_new_nodes_and_for_something_to_go_by() -> None
     assert look(1, (1, 90), two) == 2, "from here on it counts"
     busy = {"a": (30.0, 0.0), "b": (30.0, 0.0)}
     assert look(1, (1, 90), busy) == 2, "no step yet"
-    assert look(2, (31, 120), {"a": (60.0, 0.0), "b": (60.0, 0.0)}) == 4, (
-        "half of the time since then a trainer waited"
-    )
+    found = look(2, (31, 120), {"a": (60.0, 0.0), "b": (60.0, 0.0)})
+    assert found == 4, "half of the time since then a trainer waited"
     four = dict.fromkeys("abcd", (60.0, 0.0))
-    assert look(3, (32, 150), {"a": (70.0, 0.0), "b": (70.0, 0.0)}) == 4, (
-        "two of them are still starting"
-    )
+    found = look(3, (32, 150), {"a": (70.0, 0.0), "b": (70.0, 0.0)})
+    assert found == 4, "two of them are still starting"
     assert look(4, (33, 180), four) == 4
     assert look(5, (34, 210), four) == 4
-    assert look(6, (94, 211), dict.fromkeys("abcd", (75.0, 45.0))) == 2, (
-        "they wait most of their time"
-    )
+    found = look(6, (94, 211), dict.fromkeys("abcd", (75.0, 45.0)))
+    assert found == 2, "they wait most of their time"
     assert not controller.look(
         {**status(9, (0, 0), two), "policies": {"planner": {"state": "done"}}}
     )
@@ -298,7 +290,7 @@ def test_the_controller_waits_for_new_nodes_and_for_something_to_go_by() -> None
 
 def test_a_window_begins_once_new_nodes_have_made_something() -> None:
     processes = Sizes()
-    controller = Controller(processes, 2, 8)  # type: ignore[arg-type]
+    controller = Controller(processes, 2, 8)
     before = status(0, (0, 0), dict.fromkeys("ab", (0.0, 0.0)))
     assert controller.look(before) and processes.num == 2
     before["nodes"]["b"]["num_groups"] = 0
@@ -315,7 +307,7 @@ def test_a_window_begins_once_new_nodes_have_made_something() -> None:
 
 def test_nodes_elsewhere_count_and_are_left_alone() -> None:
     processes = Sizes()
-    controller = Controller(processes, 1, 3)  # type: ignore[arg-type]
+    controller = Controller(processes, 1, 3)
     far = [f"far{i}" for i in range(4)]
 
     def look(step: int, trainer: tuple[float, float], own: list[str], *node: float) -> int:

@@ -35,7 +35,7 @@ SELECT pg_advisory_lock(42);
 def held(url: str, event: str, request: Callable[[], Any]) -> Iterator[Any]:
     """Ask `request` on a thread and hold its session after `event`, until the block ends."""
     with psycopg.connect(url, autocommit=True) as own, ThreadPoolExecutor(1) as threads:
-        own.execute(_HOLD.format(event))  # type: ignore[arg-type]
+        own.execute(_HOLD.format(event))
         try:
             asked = threads.submit(request)
             wait_until_blocked(own, asked, "advisory")
@@ -54,9 +54,9 @@ def wait_until_blocked(own: Any, asked: Future[Any], event: str = "transactionid
 
 
 def test_a_group_that_comes_while_a_batch_is_made_is_not_too_old_for_it(postgres: str) -> None:
-    flow = fakes.ledger(postgres, max_staleness=1, max_waiting=64)
-    fakes.joined(flow)
-    flow.register(fakes.planner(max_staleness=1))
+    flow = fakes.begun(
+        postgres, max_staleness=1, max_waiting=64, trainer=fakes.planner(max_staleness=1)
+    )
     late = fakes.lease(flow)[0]
     for step in (1, 2, 3):
         for lease in fakes.lease(flow, 4):
@@ -91,9 +91,7 @@ def test_a_group_that_comes_while_a_batch_is_made_is_not_too_old_for_it(postgres
 def test_a_renewal_and_another_request_of_its_node_do_not_wait_in_a_circle(
     postgres: str, request_of: Any, event: str
 ) -> None:
-    flow = fakes.ledger(postgres, max_waiting=64)
-    flow.register(fakes.planner())
-    fakes.joined(flow)
+    flow = fakes.begun(postgres, max_waiting=64)
     (lease,) = flow.lease(LeaseRequest("n1", "a", 1, sampled={"planner": 1})).leases
     renewal = Renewal("n1", "a", ((lease.work_item, 1),), {"planner": 5})
     with ThreadPoolExecutor(1) as threads:
@@ -106,9 +104,7 @@ def test_a_renewal_and_another_request_of_its_node_do_not_wait_in_a_circle(
 
 def test_a_lease_that_ran_out_a_moment_ago_is_renewed(postgres: str) -> None:
     clock = fakes.Clock()
-    flow = fakes.ledger(postgres, clock, max_waiting=64)
-    flow.register(fakes.planner())
-    fakes.joined(flow)
+    flow = fakes.begun(postgres, clock, max_waiting=64)
     fakes.joined(flow, "n2")
     first, second = fakes.lease(flow, 2)
     clock.now += 61
@@ -127,9 +123,7 @@ def test_a_lease_that_ran_out_a_moment_ago_is_renewed(postgres: str) -> None:
 
 
 def test_a_lease_does_not_wait_for_the_lock_of_batches(postgres: str) -> None:
-    flow = fakes.ledger(postgres, max_waiting=3)
-    flow.register(fakes.planner(num_groups=2))
-    fakes.joined(flow)
+    flow = fakes.begun(postgres, max_waiting=3, trainer=fakes.planner(num_groups=2))
     fakes.lease(flow)  # others are drawn with it
     with psycopg.connect(postgres) as other, ThreadPoolExecutor(1) as threads:
         other.execute("SELECT * FROM meta FOR UPDATE")
@@ -140,9 +134,7 @@ def test_a_lease_does_not_wait_for_the_lock_of_batches(postgres: str) -> None:
 
 
 def test_a_request_for_leases_that_comes_twice_at_once_is_answered_once(postgres: str) -> None:
-    flow = fakes.ledger(postgres, max_waiting=64)
-    flow.register(fakes.planner())
-    fakes.joined(flow)
+    flow = fakes.begun(postgres, max_waiting=64)
     with ThreadPoolExecutor(1) as threads:
         with held(postgres, "INSERT ON leases", lambda: fakes.lease(flow, 3, key="k")) as (
             own,
@@ -156,9 +148,7 @@ def test_a_request_for_leases_that_comes_twice_at_once_is_answered_once(postgres
 
 def test_no_lease_runs_out_because_the_database_was_away(postgres: str) -> None:
     clock = fakes.Clock()
-    flow = fakes.ledger(postgres, clock, max_waiting=64)
-    flow.register(fakes.planner())
-    fakes.joined(flow)
+    flow = fakes.begun(postgres, clock, max_waiting=64)
     fakes.joined(flow, "n2")
     (held_lease,) = fakes.lease(flow)
     clock.now += 100
@@ -190,7 +180,7 @@ def test_a_transaction_that_was_idle_for_too_long_is_an_outage(postgres: str) ->
         transaction.run("SET LOCAL idle_in_transaction_session_timeout = 1")
         pid = transaction.one(own).pid
         there = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s"
-        while other.execute(there, (pid,)).fetchone()[0]:  # type: ignore[index]
+        while other.execute(there, (pid,)).fetchone()[0]:
             time.sleep(0.01)
         transaction.one(own)
 

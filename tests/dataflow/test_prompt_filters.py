@@ -142,9 +142,7 @@ def tell(prompt_filter: PromptFilter, event: Event) -> None:
 @pytest.mark.parametrize("name", PROMPT_FILTERS)
 @given(events=EVENTS)
 def test_being_asked_changes_nothing(name: str, events: list[Event]) -> None:
-    """A restarted service tells a new prompt filter what the ledger holds; it then decides like one
-    that was asked all along.
-    """
+    """One that is told a ledger's history decides like one that was asked all along."""
     make, _ = PROMPT_FILTERS[name]
     asked, told = make(), make()
     for event in events:
@@ -152,9 +150,8 @@ def test_being_asked_changes_nothing(name: str, events: list[Event]) -> None:
             asked.admits(task, "", 0.3)
         tell(asked, event)
         tell(told, event)
-    assert [probability(asked, task) for task in "abcd"] == [
-        probability(told, task) for task in "abcd"
-    ]
+    found = [probability(asked, task) for task in "abcd"]
+    assert found == [probability(told, task) for task in "abcd"]
 
 
 @pytest.mark.parametrize("name", PROMPT_FILTERS)

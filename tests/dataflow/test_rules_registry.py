@@ -1,6 +1,4 @@
-"""Rules by name: those of the package and those of others, which installed packages are made up for
-here by their metadata.
-"""
+"""Rules by name: those of the package, and those of packages made up here by their metadata."""
 
 from __future__ import annotations
 
@@ -76,9 +74,8 @@ def test_every_run_has_a_new_prompt_filter() -> None:
     first, second = load(config(prompt_filter="greso")), load(config(prompt_filter="greso"))
     for _ in range(9):
         first.prompt_filter.observe(Outcome(1, "a", "", (1.0, 1.0), 10))
-    assert not first.prompt_filter.admits("a", "", 0.9) and second.prompt_filter.admits(
-        "a", "", 0.9
-    )
+    assert not first.prompt_filter.admits("a", "", 0.9)
+    assert second.prompt_filter.admits("a", "", 0.9)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +126,8 @@ def test_a_bad_name_or_option_is_refused_with_what_there_is(
 def test_an_installed_rule_gets_its_options(site: Path) -> None:
     install(site, {"half": "halves:Half"})
     keeps = load(config({"half": {"threshold": 0.75}}, group_filter="half")).group_filter.keeps
-    assert keeps(Outcome(1, "a", "", (1, 1, 1, 0), 10)) and not keeps(
-        Outcome(1, "a", "", (1, 1, 0, 0), 10)
-    )
+    assert keeps(Outcome(1, "a", "", (1, 1, 1, 0), 10))
+    assert not keeps(Outcome(1, "a", "", (1, 1, 0, 0), 10))
     assert refused({"half": {"threshold": 2}}, group_filter="half").startswith(
         "plugins.half.threshold=2: Input should be less"
     )

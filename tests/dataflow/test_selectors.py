@@ -63,10 +63,8 @@ def test_weights_that_divide_the_batch_give_whole_shares() -> None:
 
 def test_what_a_kind_lacks_goes_to_the_others_by_their_weights() -> None:
     """12 places, weights 2:1:1, one group of the first: 1, and the other 11 in halves."""
-    sizes, weights = (
-        {"a": 1, "b": 9, "c": 9},
-        {"a": Fraction(2), "b": Fraction(1), "c": Fraction(1)},
-    )
+    sizes = {"a": 1, "b": 9, "c": 9}
+    weights = {"a": Fraction(2), "b": Fraction(1), "c": Fraction(1)}
     assert shares(sizes, weights, 12) == {"a": 1, "b": Fraction(11, 2), "c": Fraction(11, 2)}
     assert shares(sizes, weights, 19) == sizes
     expected = {"a": 1, "b": 2, "c": 5}
@@ -142,9 +140,8 @@ def test_every_selector_fills_the_batch_with_different_groups(
     ]
     for selector in (EarliestDeadline(), Arrival(), Weighted({"a": 0.01, "b": 5.0})):
         work_items = selector.select(candidates, num, seed)
-        assert len(work_items) == len(set(work_items)) == min(num, len(candidates)) and set(
-            work_items
-        ) <= set(range(1, 21))
+        assert len(work_items) == len(set(work_items)) == min(num, len(candidates))
+        assert set(work_items) <= set(range(1, 21))
         assert work_items == selector.select(candidates[::-1], num, seed)
 
 

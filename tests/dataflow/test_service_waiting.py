@@ -1,6 +1,4 @@
-"""Requests for leases that wait for something to lease; and who waits for nobody: signs of life,
-and pushes beside slow uploads.
-"""
+"""Requests for leases that wait; and those that wait for nobody: signs of life and pushes."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from typing import Any
 import fake_groups as fake
 import pytest
 from http_servers import running
-from test_dataflow_service import TOKEN, ask, head
+from test_dataflow_service import TOKEN, ask, head, service_of
 
 from flowtrain.dataflow import service as service_module
 from flowtrain.dataflow.client import Client
@@ -42,7 +40,6 @@ from flowtrain.dataflow.service import Service
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(service_module, "_LOOK_S", 0.05)
 
 
@@ -60,9 +57,7 @@ class Counting:
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Any]:
     """A ledger with a whole batch that waits: nothing is to be leased."""
-    ledger = fake.ledger(tmp_path / "flow.sqlite")
-    ledger.register(fake.planner())
-    fake.joined(ledger)
+    ledger = fake.begun(tmp_path / "flow.sqlite")
     for lease in fake.lease(ledger, 4):
         fake.push(ledger, lease)
     assert ledger.lease(LeaseRequest("n1", "a", 1)).reason == "full"
@@ -93,9 +88,7 @@ def test_who_waits_gets_what_comes_first_who_came_first(full: Any) -> None:
 
 
 class Slow(Counting):
-    """A ledger that leases to w0 only when others have been looked for twice more, or one of them
-    was faster.
-    """
+    """A ledger that leases to w0 after two more looks for others, or one was faster."""
 
     was_overtaken = False
 
@@ -112,7 +105,7 @@ class Slow(Counting):
 def test_what_is_kept_for_one_goes_to_nobody_else(full: Any) -> None:
     slow = Slow(full)
     with (
-        running(Service(slow, full.run, TOKEN)) as url,  # type: ignore[arg-type]
+        service_of(slow) as url,
         Client(url, TOKEN) as client,
         ThreadPoolExecutor(2) as threads,
     ):
@@ -134,7 +127,7 @@ def test_the_database_does_not_notice_how_many_wait(full: Any) -> None:
     for number in range(num):
         fake.joined(full, f"w{number}")
     with (
-        running(Service(counting, full.run, TOKEN)) as url,  # type: ignore[arg-type]
+        service_of(counting) as url,
         Client(url, TOKEN) as client,
         ThreadPoolExecutor(num) as threads,
     ):
@@ -150,7 +143,7 @@ def test_the_database_does_not_notice_how_many_wait(full: Any) -> None:
 
 def test_nothing_is_leased_to_who_has_hung_up(full: Any) -> None:
     counting, body = Counting(full), pack(wanted())
-    with running(Service(counting, full.run, TOKEN)) as url:  # type: ignore[arg-type]
+    with service_of(counting) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head("/v6/lease", f"Content-Length: {len(body)}") + body)
@@ -170,7 +163,7 @@ def test_nothing_is_leased_to_who_has_hung_up(full: Any) -> None:
 def served(ledger: Any) -> Iterator[tuple[Client, ThreadPoolExecutor]]:
     """A client of a service of the ledger, and threads on which it may wait."""
     with (
-        running(Service(ledger, ledger.run, TOKEN)) as url,
+        service_of(ledger) as url,
         Client(url, TOKEN) as client,
         ThreadPoolExecutor(8) as threads,
     ):
@@ -235,9 +228,7 @@ def test_nodes_that_cannot_wait_ask_the_less_often_the_more_they_are(full: Any) 
 
 def test_what_runs_out_is_to_be_leased(database: str) -> None:
     clock = fake.Clock()
-    ledger = fake.ledger(database, clock)
-    ledger.register(fake.planner(num_groups=1, max_staleness=0))
-    fake.joined(ledger)
+    ledger = fake.begun(database, clock, trainer=fake.planner(num_groups=1, max_staleness=0))
     held = fake.lease(ledger, 8)
     assert held and not ledger.openings().take(wanted(1))
     clock.now += 61
@@ -249,9 +240,7 @@ def test_what_runs_out_is_to_be_leased(database: str) -> None:
 
 def test_a_node_without_leases_shows_that_it_lives(database: str) -> None:
     clock = fake.Clock()
-    ledger = fake.ledger(database, clock)
-    ledger.register(fake.planner())
-    fake.joined(ledger)
+    ledger = fake.begun(database, clock)
     clock.now += 50
     assert ledger.renew(Renewal("n1", "a", ())).policies["planner"].version == 0
     assert ledger.status()["nodes"]["n1"]["seen_s_ago"] == 0
@@ -285,7 +274,7 @@ class Stuck:
 def test_signs_of_life_do_not_wait_for_those_who_want_work() -> None:
     stuck = Stuck()
     with (
-        running(Service(stuck, "r", TOKEN)) as url,  # type: ignore[arg-type]
+        service_of(stuck) as url,
         Client(url, TOKEN, wait_s=20) as client,
         ThreadPoolExecutor(40) as threads,
     ):
@@ -300,7 +289,7 @@ def test_signs_of_life_do_not_wait_for_those_who_want_work() -> None:
 
 def test_slow_uploads_take_memory_and_no_place(tmp_path: Path) -> None:
     """Of 4 MB each, from 100 nodes; those of 64 MB are too many much sooner."""
-    with running(Service(Stuck(), "r", TOKEN)) as url:  # type: ignore[arg-type]
+    with service_of(Stuck()) as url:
         host, port = url.removeprefix("http://").split(":")
 
         def begun(num_bytes: int) -> socket.socket:
@@ -326,7 +315,7 @@ def test_the_log_says_once_a_minute_why_nothing_is_answered(
         def lease(self, request: LeaseRequest) -> Leases:
             raise Unavailable("the database is busy")
 
-    with caplog.at_level(logging.WARNING), running(Service(Down(), "r", TOKEN)) as url:  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING), service_of(Down()) as url:
         statuses = {ask(url, "/v6/lease", pack(wanted()))[0] for _ in range(5)}
     assert statuses == {503}
     assert [each.message for each in caplog.records] == ["the database is busy (1 requests)"]

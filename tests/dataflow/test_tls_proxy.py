@@ -1,6 +1,4 @@
-"""Through the proxy of the example a node joins and fetches weights, with a certificate of a CA of
-our own.
-"""
+"""Through the example's proxy a node joins and fetches weights, with a certificate of our CA."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ def proxy(folder: Path, dataflow: str, weights: str) -> Iterator[tuple[str, Path
 def test_a_node_joins_and_fetches_weights_through_the_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("no_proxy", "*")
     store = WeightStore(tmp_path / "weights")
     Publisher(store, PublishOptions()).publish({"weight": torch.arange(1 << 20).float()}, 0)
     ledger = fake_groups.ledger(tmp_path / "flow.sqlite")

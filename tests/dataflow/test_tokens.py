@@ -74,11 +74,6 @@ ALLOWED = {
 """By owner of a token, the methods that answer the requests above."""
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "tokens.json"

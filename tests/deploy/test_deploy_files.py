@@ -1,6 +1,4 @@
-"""The files of deploy/ parse, run commands that exist, and agree with the code's ports, variables,
-exit codes and Python.
-"""
+"""The files of deploy/ parse, run commands that exist, and agree with the code."""
 
 from __future__ import annotations
 
@@ -78,9 +76,8 @@ def test_ports_are_the_defaults_of_the_servers() -> None:
             assert port == str(SERVERS["dataflow"]), name
     ports = {f"127.0.0.1:{port}:{port}" for port in SERVERS.values()}
     assert {port for each in FLOWTRAIN.values() for port in each.get("ports", ())} == ports
-    assert {each["ports"][0]["containerPort"] for each in containers() if "ports" in each} == set(
-        SERVERS.values()
-    )
+    found = {each["ports"][0]["containerPort"] for each in containers() if "ports" in each}
+    assert found == set(SERVERS.values())
     services = [item for item in manifests() if item["kind"] == "Service"]
     assert {item["spec"]["ports"][0]["port"] for item in services} == set(SERVERS.values())
 
@@ -165,9 +162,8 @@ def test_the_image_is_of_this_version_and_its_python_is_new_enough() -> None:
         word for each in re.findall(r"\)\[([\w,]+)\]", DOCKERFILE) for word in each.split(",")
     }
     assert extras <= set(project["optional-dependencies"])
-    assert {each["image"] for each in FLOWTRAIN.values()} == {
-        f"${{FLOWTRAIN_IMAGE:-flowtrain:{__version__}-cpu}}"
-    }
+    found = {each["image"] for each in FLOWTRAIN.values()}
+    assert found == {f"${{FLOWTRAIN_IMAGE:-flowtrain:{__version__}-cpu}}"}
     kustomization = yaml.safe_load((DEPLOY / "kubernetes" / "kustomization.yaml").read_text())
     assert kustomization["images"][0]["newTag"] == __version__
 

@@ -87,9 +87,7 @@ class Shell:
         return done.stdout
 
     def run_or_fork(self, command: str, server: Server) -> str:
-        """Run a command, those of the trainer in a process that has imported it; return what it
-        says.
-        """
+        """Run a command, those of the trainer in a warm process; return what it says."""
         _, is_train, options = command.partition("python -m flowtrain.train ")
         if not is_train:
             return self.run(command)

@@ -1,6 +1,4 @@
-"""The code of README, CONTRIBUTING, docs and examples: Python imports what is there, TOML is a
-config, and every command names a module, a target and options that exist.
-"""
+"""The code of the pages: Python imports what is there, TOML is a config, commands exist."""
 
 from __future__ import annotations
 
@@ -167,9 +165,7 @@ def _in_config(key: str) -> bool:
 
 
 def _value_problem(module: str, words: list[str]) -> str:
-    """Which option of a run has a value that is none for it, or "". What excludes each other is
-    told by the run, which knows the whole config.
-    """
+    """Which option of a run has a value that is none for it alone, or ""."""
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, given, value = word.partition("=")
         key, text = flag.removeprefix("--"), value if given else following
@@ -186,9 +182,7 @@ def _value_problem(module: str, words: list[str]) -> str:
 
 @cache
 def flags(source: Path) -> frozenset[str]:
-    """The options that a file and the files of ours that it imports define; "--{" where the file
-    makes their names.
-    """
+    """Options that a file and our files it imports define; "--{" where it makes names."""
     found = set(re.findall(r"[\"'](--(?:\{|[\w-]+))", source.read_text(encoding="utf-8")))
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -1,6 +1,4 @@
-"""Links and anchors of README, CONTRIBUTING, docs and examples lead to what is there; paths in
-backticks name files that exist.
-"""
+"""Links and anchors of the pages lead to what is there; paths in backticks exist."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The commands of docs/more-than-one-machine.md: in the order of the page, on a fresh folder, they
-make a run; addresses, database and sizes are those of this machine.
-"""
+"""The commands of docs/more-than-one-machine.md, in the order of the page, make a run here."""
 
 from __future__ import annotations
 

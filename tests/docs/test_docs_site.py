@@ -1,6 +1,4 @@
-"""The documentation as a site: it is built without a warning, its links lead somewhere, it needs no
-network, and it has every option.
-"""
+"""The site is built without a warning, its links lead somewhere, and it has every option."""
 
 from __future__ import annotations
 

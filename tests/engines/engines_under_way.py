@@ -1,6 +1,4 @@
-"""What tests of engines share: small models whose versions differ in what they sample, coroutines
-that cannot hang, and requests in the middle of their responses.
-"""
+"""Small models whose versions differ in what they sample, and requests amid their responses."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def loud_model(
     num_heads: int = 2,
     max_positions: int = 256,
 ) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
-    """Make a model of two layers with large random weights; on a CPU vLLM takes no heads but those
-    of the default sizes.
-    """
+    """Make a model of two layers with large random weights, of heads that vLLM's CPU takes."""
     tokenizer = toy.new_tokenizer(texts, vocab_size=vocab_size)
     torch.manual_seed(seed)
     model = toy.new_model(

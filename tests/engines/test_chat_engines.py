@@ -1,11 +1,9 @@
-"""Which models a config starts, and models of tokens behind roles: the policy in all of them, and a
-frozen one, on the torch engine.
-"""
+"""Which models a config starts, and models of tokens behind roles, on the torch engine."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,8 +246,7 @@ def test_frozen_models_sleep_and_the_policy_is_left_to_its_owner() -> None:
     options = toy({"engines": {"a": {"kind": "openai", "model": "m"}}}).engines
     sleepers: Any = {name: Sleeper() for name in ("frozen", "policy")}
     chats: Any = {
-        name: TokenChat(name, options["a"], None, engine)  # type: ignore[arg-type]
-        for name, engine in sleepers.items()
+        name: TokenChat(name, options["a"], None, engine) for name, engine in sleepers.items()
     }
     ChatEngines({**chats, "endpoint": object()}, {}).sleep()
     expected = {"frozen": ["sleep"], "policy": []}
@@ -325,17 +322,16 @@ def test_engine_options_on_the_command_line(tmp_path: Path) -> None:
     assert parsed is not None and parsed.engines["v"].model == str(tmp_path)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
 def test_missing_vllm_is_reported_under_its_option(
-    folder: str, tokenizer: PreTrainedTokenizerFast
+    folder: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
     told = r"engines\.a\.kind='vllm' needs vLLM, which is not installed"
     with pytest.raises(UserError, match=told):
         start(config({"verifier": "a"}, {"a": {"kind": "vllm", "model": folder}}), tokenizer)
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_a_frozen_model_replies_the_same_in_vllm(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = saved(tmp_path_factory)  # with heads that vLLM takes on a CPU
     tokenizer, replies = models.load_tokenizer(path), {}

@@ -1,6 +1,4 @@
-"""The engine factory: engines of policies and of frozen chat models, with weights from stores or
-from paths.
-"""
+"""The engine factory: engines of policies and of frozen models, from stores or from paths."""
 
 from __future__ import annotations
 
@@ -111,9 +109,9 @@ def test_each_policy_has_its_own_temperature(components: RunComponents) -> None:
     values = components.config.model_dump()
     values["policies"]["verifier"]["temperature"] = 0.5
     flow = components.with_config(toy(values)).make_agent(components.make_no_engines(), 3)
-    assert (flow.planner.voice.temperature, flow.verifier.voice.temperature) == (1.0, 0.5)  # type: ignore[attr-defined]
+    assert (flow.planner.voice.temperature, flow.verifier.voice.temperature) == (1.0, 0.5)
     greedy = components.make_agent(components.make_no_engines(), 3, temperature=0.0)
-    assert (greedy.planner.voice.temperature, greedy.verifier.voice.temperature) == (0.0, 0.0)  # type: ignore[attr-defined]
+    assert (greedy.planner.voice.temperature, greedy.verifier.voice.temperature) == (0.0, 0.0)
 
 
 def test_vllm_gets_the_location_of_the_store(
@@ -131,9 +129,8 @@ def test_vllm_gets_the_location_of_the_store(
         make_engine(config, policy, CPU, store)
     assert [model.store for model in made] == ["", str(tmp_path / "store"), "http://127.0.0.1:9/w"]
     assert made[0].source == tiny_path and made[1].source.architectures == ["Qwen3ForCausalLM"]
-    assert {model.max_tokens for model in made} == {64} and made[0].stop_ids == made[
-        1
-    ].stop_ids != frozenset()
+    assert {model.max_tokens for model in made} == {64}
+    assert made[0].stop_ids == made[1].stop_ids != frozenset()
 
 
 def test_policies_of_one_model_share_a_vllm(
@@ -191,7 +188,7 @@ def test_vllm_gets_a_saved_adapter_as_a_whole_model(
     config = toy({"rollout": {"engine": "vllm"}})
     make_engine(config, ModelSpec.load("model.path", str(tmp_path / "saved")), CPU)
     name = "model.layers.0.mlp.up_proj.weight"
-    merged = made[0].source.get_parameter(name)  # type: ignore[union-attr]
+    merged = made[0].source.get_parameter(name)
     bare = models.load_model(tiny_path, torch.float32).get_parameter(name)
     assert torch.allclose(merged - bare, torch.full_like(bare, 32.0), atol=1e-4), "32 / 2 * 2"
 
@@ -268,7 +265,7 @@ def test_a_chat_model_has_its_own_engine_and_capacity(
     assert made[0].max_num_seqs == 5
     for chat, capacity in ((None, 3), (Chat(kind="torch", max_concurrency=7), 7)):
         engine = make_engine(config, model, CPU, chat=chat)
-        assert engine._max_batch_size == capacity  # type: ignore[attr-defined]
+        assert engine._max_batch_size == capacity
         engine.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -83,7 +82,6 @@ def test_another_kind_of_sampler_is_refused() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_vllms_newer_sampler_has_the_methods_that_are_changed() -> None:
     """It runs on a GPU only."""
     from vllm.v1.worker.gpu.sample.output import SamplerOutput

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 from engines_under_way import run
-from flowkernels import logprobs
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.engines.torch_engine import TorchEngine, _choose
 from flowtrain.training import model as models
-from flowtrain.training.row_loss import forward_rows
-from flowtrain.training.tree import pack_rows
+from flowtrain.training.row_loss import score_row
+from flowtrain.training.tree import pack_row
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
@@ -49,11 +48,16 @@ def engine(
 
 def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
     async def together() -> list[Completion]:
-        return await asyncio.gather(
-            *(engine.generate(prompt, sampling) for prompt, sampling in requests)
-        )
+        return await asyncio.gather(*(engine.generate(*request) for request in requests))
 
     return run(together())
+
+
+def sample_of(prompt: Sequence[int], done: Completion) -> Sample:
+    ones = (1.0,) * len(done.ids)
+    return Sample(
+        tuple(prompt), done.ids, done.logprobs, ones, ones, sampling_mask=done.sampling_mask
+    )
 
 
 def trainer_logprobs(
@@ -64,18 +68,10 @@ def trainer_logprobs(
 ) -> Tensor:
     """Log-probs of all sampled tokens by the trainer; a row per sample keeps their order."""
     policy = models.load_model(path, torch.float32)
-    samples = [
-        Sample(tuple(p), c.ids, c.logprobs, (1.0,) * len(c.ids), (1.0,) * len(c.ids))
-        for p, c in zip(prompts, completions, strict=True)
-    ]
-    rows = [row for sample in samples for row in pack_rows([sample], 1)]
+    samples = map(sample_of, prompts, completions)
     with torch.no_grad():
-        return torch.cat(
-            [
-                logprobs(forward_rows(policy, r), r.target_ids_T, temperature=temperature).logprob_T
-                for r in rows
-            ]
-        )
+        scores = [score_row(policy, pack_row([each]), temperature) for each in samples]
+    return torch.cat([each.logprob_T for each in scores])
 
 
 # ---- what is sampled
@@ -85,9 +81,7 @@ def trainer_logprobs(
 def test_the_sampler_reports_the_logprobs_that_the_trainer_computes(
     engine: TorchEngine, tiny_path: str, temperature: float
 ) -> None:
-    """Prompts of mixed lengths in one batch, responses of mixed lengths, fp32. Greedy reports those
-    at temperature 1.
-    """
+    """Of mixed lengths in one batch, fp32; greedy ones at temperature 1."""
     requests = [
         (p, Sampling(4 + 6 * i, temperature, seed=i)) for i, p in enumerate(PROMPTS + PROMPTS)
     ]
@@ -103,30 +97,17 @@ def test_the_sampler_reports_the_logprobs_that_the_trainer_computes(
 def test_the_entropies_are_those_that_the_trainer_computes(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tiny_path: str, top_k: int
 ) -> None:
-    """At temperature 0.7, over all tokens even where few are kept, of responses that end at
-    different steps.
-    """
+    """At temperature 0.7, over all tokens even where few are kept."""
     engine = TorchEngine(model, tokenizer, None, records_entropies=True)
     completions = generate(
         engine, [(p, Sampling(4 + 3 * i, 0.7, top_k, seed=i)) for i, p in enumerate(PROMPTS)]
     )
     policy = models.load_model(tiny_path, torch.float32)
     for prompt, done in zip(PROMPTS, completions, strict=True):
-        ones = (1.0,) * len(done.ids)
-        (row,) = pack_rows(
-            [Sample(prompt, done.ids, done.logprobs, ones, ones, sampling_mask=done.sampling_mask)],
-            1000,
-        )
         with torch.no_grad():
-            truth = logprobs(
-                forward_rows(policy, row),
-                row.target_ids_T,
-                temperature=0.7,
-                sampling_mask=row.sampling_mask,
-            ).entropy_T
-        assert (
-            done.entropies == pytest.approx(truth.tolist(), abs=1e-5) and min(done.entropies) > 0.1
-        )
+            truth = score_row(policy, pack_row([sample_of(prompt, done)]), 0.7).entropy_T
+        assert done.entropies == pytest.approx(truth.tolist(), abs=1e-5)
+        assert min(done.entropies) > 0.1
 
 
 def test_entropies_are_recorded_on_request_only(engine: TorchEngine) -> None:
@@ -146,9 +127,7 @@ def test_greedy_is_what_transformers_generates(engine: TorchEngine, model: PreTr
 
 
 def test_a_completion_does_not_depend_on_its_batch(engine: TorchEngine) -> None:
-    """Neither on the other prompts and their lengths, nor on how long the others go on, nor on
-    their temperatures.
-    """
+    """Neither on other prompts, nor on how long they go on, nor on their temperatures."""
     requests = [(p, Sampling(5 + i, 0.5 + 0.25 * i, seed=1000 + i)) for i, p in enumerate(PROMPTS)]
     together = generate(engine, requests)
     alone = [generate(engine, [request])[0] for request in requests]
@@ -167,9 +146,7 @@ def test_the_seed_decides(engine: TorchEngine) -> None:
 
 
 def chi_square_excess(counts: Tensor, probs: Tensor) -> float:
-    """Standard deviations by which Pearson's statistic exceeds its mean; cells that expect less
-    than 5 are merged into one.
-    """
+    """Standard deviations by which Pearson's statistic, cells below 5 merged, exceeds its mean."""
     expected = probs * counts.sum()
     is_large = expected >= 5
     counts = torch.cat([counts[is_large], counts[~is_large].sum()[None]])
@@ -206,7 +183,6 @@ def test_tokens_are_drawn_from_the_softmax(
 
 def kept_of(completion: Completion) -> list[set[int]]:
     mask = completion.sampling_mask
-    assert mask is not None
     ids = iter(mask.ids)
     sets = [{next(ids) for _ in range(count)} for count in mask.counts]
     assert next(ids, None) is None
@@ -236,9 +212,8 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens(
         0, order_V[:num_kept], best_K[:num_kept] / best_K[:num_kept].sum()
     )
     ids = torch.tensor([c.ids[0] for c in completions])
-    assert (
-        share_V[ids].log() - torch.tensor([c.logprobs[0] for c in completions])
-    ).abs().max() <= 1e-5
+    found = (share_V[ids].log() - torch.tensor([c.logprobs[0] for c in completions])).abs().max()
+    assert found <= 1e-5
     counts = torch.bincount(ids, minlength=280).double()
     if num_kept > 5:
         assert chi_square_excess(counts[share_V > 0], share_V[share_V > 0]) < 4
@@ -252,10 +227,8 @@ def test_top_k_and_top_p_hold_per_request(engine: TorchEngine) -> None:
         for i, p in enumerate(PROMPTS)
     ]
     requests.append((PROMPTS[0], Sampling(4, 0.0, 4, 0.7, ignore_end=True)))
-    together, alone = (
-        generate(engine, requests),
-        [generate(engine, [request])[0] for request in requests],
-    )
+    together = generate(engine, requests)
+    alone = [generate(engine, [request])[0] for request in requests]
     for mine, other in zip(together, alone, strict=True):
         assert mine.ids == other.ids
         assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -274,9 +247,7 @@ def test_top_k_and_top_p_hold_per_request(engine: TorchEngine) -> None:
 def test_a_frequency_penalty_counts_the_response_alone(
     engine: TorchEngine, model: PreTrainedModel
 ) -> None:
-    """Log-probs are those of logits that lose the penalty per earlier occurrence, request by
-    request; a greedy response stops repeating itself.
-    """
+    """Logits lose the penalty per earlier occurrence, request by request."""
     penalties = (0.0, 1.2, -0.5, 2.0, 0.0)
     requests = [
         (prompt, Sampling(24, 0.7, frequency_penalty=penalty, seed=i, ignore_end=True))
@@ -298,9 +269,7 @@ def test_a_frequency_penalty_counts_the_response_alone(
 
 
 def test_the_largest_random_number_draws_a_token_that_is_kept() -> None:
-    """Here the sum rounds up to more than 1 and the threshold with it; the tokens at the end cannot
-    be sampled.
-    """
+    """The sum and the threshold round up to more than 1."""
     logprob_BV = torch.full((64, 280), -torch.inf)
     for row in range(64):
         logprob_BV[row, : row + 1] = (torch.arange(row + 1) * 0.37).sin().log_softmax(-1)
@@ -317,10 +286,8 @@ def test_max_new_tokens(engine: TorchEngine) -> None:
     assert [len(c.ids) for c in completions] == lengths
     assert {c.finish_reason for c in completions} == {FinishReason.LENGTH}
     assert all(c.ids == completions[-1].ids[: len(c.ids)] for c in completions)
-    assert all(
-        len(c.logprobs) == len(c.ids) and c.spans == (VersionSpan(0, len(c.ids), 0),)
-        for c in completions
-    )
+    assert [len(c.logprobs) for c in completions] == lengths
+    assert [c.spans for c in completions] == [(VersionSpan(0, n, 0),) for n in lengths]
 
 
 def greedy_ids(
@@ -336,47 +303,30 @@ def first_new(ids: Sequence[int], start: int) -> int:
     return next(i for i in range(start, len(ids)) if ids[i] not in ids[:i])
 
 
-def test_an_end_token_of_the_tokenizer_ends(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, engine: TorchEngine
+@pytest.mark.parametrize("by", ["tokenizer", "model", "a list of the model"])
+def test_end_tokens_end_unless_they_are_ignored(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, engine: TorchEngine, by: str
 ) -> None:
+    """They are ignored for measurements of a fixed length."""
     ids = greedy_ids(engine)
     place = first_new(ids, 1)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[place])
+    if by == "tokenizer":
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[place])
+    else:
+        end = ids[place] if by == "model" else [279, ids[place]]
+        model.generation_config.eos_token_id = end
     stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
-    (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0))])
-    assert completion.ids == ids[: place + 1], "the end token itself is kept: it is trained"
-    assert completion.finish_reason is FinishReason.STOP and len(completion.logprobs) == place + 1
-
-
-@pytest.mark.parametrize("as_list", [False, True])
-def test_end_tokens_of_the_model_end(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, engine: TorchEngine, as_list: bool
-) -> None:
-    ids = greedy_ids(engine)
-    place = first_new(ids, 1)
-    model.generation_config.eos_token_id = [279, ids[place]] if as_list else ids[place]
-    stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
-    (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0))])
-    assert completion.ids == ids[: place + 1] and completion.finish_reason is FinishReason.STOP
-
-
-def test_end_tokens_can_be_ignored(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, engine: TorchEngine
-) -> None:
-    """For measurements of a fixed length."""
-    ids = greedy_ids(engine)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[1])
-    stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
-    (completion,) = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0, ignore_end=True))])
-    assert completion.ids == ids and completion.finish_reason is FinishReason.LENGTH
+    ignoring = Sampling(12, 0.0, ignore_end=True)
+    ended, whole = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0)), (PROMPTS[2], ignoring)])
+    assert ended.ids == ids[: place + 1], "the end token itself is kept: it is trained"
+    assert ended.finish_reason is FinishReason.STOP and len(ended.logprobs) == place + 1
+    assert whole.ids == ids and whole.finish_reason is FinishReason.LENGTH
 
 
 def test_stop_strings_end_with_the_token_that_completes_them(
     engine: TorchEngine, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Also when they span several tokens; the tokens are kept. Those of one request do not stop
-    another.
-    """
+    """Also across tokens, which are kept; those of one request stop no other."""
     ids = greedy_ids(engine, length=12)
     texts = [tokenizer.decode(ids[: i + 1]) for i in range(12)]
     place = 6
@@ -462,13 +412,9 @@ def test_load_swaps_the_weights_and_the_version(
 def test_a_load_falls_between_batches(
     engine: TorchEngine, model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """A request that waits is sampled by the new weights, one that is being sampled wholly by the
-    old ones.
-    """
-    publisher, request = (
-        Publisher(WeightStore(tmp_path / "weights")),
-        (PROMPTS[1], Sampling(30, 1.0, seed=3, ignore_end=True)),
-    )
+    """One that waits is sampled by the new weights, one under way by the old ones."""
+    publisher = Publisher(WeightStore(tmp_path / "weights"))
+    request = (PROMPTS[1], Sampling(30, 1.0, seed=3, ignore_end=True))
     for version in (1, 2):
         publisher.publish(moved(model, version), version)
     alone = {}
@@ -602,9 +548,7 @@ class Held:
 
 async def begin(engine: TorchEngine, requests: Sequence[Request]) -> list[asyncio.Task[Completion]]:
     """Ask, and come back when all requests have been taken in."""
-    tasks = [
-        asyncio.create_task(engine.generate(prompt, sampling)) for prompt, sampling in requests
-    ]
+    tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
     await asyncio.sleep(0)
     return tasks
 
@@ -635,9 +579,7 @@ def test_requests_that_wait_together_share_a_batch(
 def test_the_next_turn_joins_the_waiting_batch(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next turn of a rollout that was just answered shares the batch of those that came while
-    it was sampled.
-    """
+    """A rollout just answered shares the batch of those that came meanwhile."""
 
     async def two_turns(request: Request) -> list[Completion]:
         return [await engine.generate(*request), await engine.generate(*request)]
@@ -677,7 +619,6 @@ def test_an_expired_queue_leaves_a_working_engine(engine: TorchEngine) -> None:
     async def scenario() -> None:
         completion = await engine.generate(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.0))
         assert completion.finish_reason is FinishReason.DEADLINE
-        assert engine._batcher is not None
         await engine._batcher  # raises what went wrong in it
         assert len((await engine.generate(PROMPTS[1], Sampling(2, 0.0))).ids) == 2
 
@@ -693,9 +634,7 @@ def test_batches_are_bounded(
     async def scenario() -> list[Completion]:
         held = Held(engine, monkeypatch)
         held.release(3)
-        completions = await asyncio.gather(
-            *(engine.generate(prompt, sampling) for prompt, sampling in requests_of(8))
-        )
+        completions = await asyncio.gather(*await begin(engine, requests_of(8)))
         assert held.sizes == [3, 3, 2]
         return completions
 
@@ -705,9 +644,7 @@ def test_batches_are_bounded(
 def test_an_error_reaches_every_request(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the batch and those that wait for the next one; none is left hanging, and the engine
-    works again.
-    """
+    """Those of the batch and those that wait; and the engine works again."""
 
     async def scenario() -> None:
         held = Held(engine, monkeypatch)

@@ -1,12 +1,9 @@
-"""Adapters of several policies on one real vLLM: log-probs against transformers with peft, loads
-under live requests, damaged versions.
-"""
+"""Adapters of several policies on one real vLLM: log-probs, loads under way, damaged versions."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -23,11 +20,7 @@ from flowtrain.engines.vllm.process import VllmModel, cpu_environment
 from flowtrain.types import Completion, FinishReason, Sample, Sampling, VersionSpan
 from flowtrain.weights import Publisher, StoreError, WeightStore
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm"),
-]
+pytestmark = pytest.mark.vllm
 
 RANK, ALPHA = 6, 9
 """Not a rank that vLLM has slots of, and a scaling that is not 1."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import os
 import signal
 import sys
@@ -83,8 +82,6 @@ async def solve(task, base_url, api_key):
             messages.append({"role": "user", "content": "Are you sure?"})
     return reply.choices[0].message.content
 """
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-
 Request = tuple[Sequence[int], Sampling]
 OPTIONS = Vllm(kv_cache_gb=0.125, max_num_seqs=64)
 PROMPTS = [(5,), (9, 8, 7), tuple(range(100, 130)), (9, 8, 7, 6), tuple(range(20, 90))]
@@ -198,7 +195,6 @@ def truth(
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm")
 class TestVllm:
     def test_greedy_tokens_equal_the_torch_engine(self, at_0: Setup) -> None:
         requests = [
@@ -375,9 +371,8 @@ class TestVllm:
         assert (
             mine.ids == other.ids and len(mine.ids) < 30 and mine.finish_reason is FinishReason.STOP
         )
-        assert (
-            mine.logprobs == pytest.approx(other.logprobs, abs=1e-5) and mine.spans == other.spans
-        )
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert mine.spans == other.spans
 
     def test_a_deadline_returns_what_there_is(self, at_0: Setup) -> None:
         completions = generate(

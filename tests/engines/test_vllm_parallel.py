@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import time
@@ -25,12 +24,7 @@ from flowtrain.types import Completion, Sampling, VersionSpan
 from flowtrain.weights import Publisher, StoreError, WeightStore
 from flowtrain.weights.format.layout import digest_hex
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 SIZE = 2
 PROMPTS = [(5,), (9, 8, 7), tuple(range(100, 130)), tuple(range(20, 90))]
@@ -69,7 +63,7 @@ class Setup:
             environment=cpu_environment(1),
         )
         options = Vllm(tensor_parallel_size=SIZE, kv_cache_gb=0.125, max_num_seqs=16)
-        self.engine = VllmEngine(vllm_model, tokenizer=None, options=options)  # type: ignore[arg-type]
+        self.engine = VllmEngine(vllm_model, tokenizer=None, options=options)
 
     @torch.no_grad()
     def truth(self, version: int, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:

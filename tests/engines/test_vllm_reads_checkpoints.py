@@ -1,11 +1,8 @@
-"""Real vLLM loads the model of a checkpoint: as a frozen model, with every token that ends a
-response.
-"""
+"""Real vLLM loads the model of a checkpoint, with every token that ends a response."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -21,13 +18,7 @@ from flowtrain.training.tree import pack_rows
 from flowtrain.training.world import World
 from flowtrain.types import Sample, Sampling
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"
-    ),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 PROMPT = tuple(range(30, 50))
 ENGINES = {"mine": {"kind": "vllm", "model": "unused"}}
 

@@ -5,7 +5,6 @@ transformers. One engine serves the file.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,11 +27,6 @@ from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.format.adapters import AdapterSpec
 from flowtrain.weights.format.layout import digest_hex
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-vllm = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm"),
-]
 SHARED = tuple(range(100, 170))
 PROMPTS = [(5,), (9, 8, 7), SHARED, (*SHARED[:64], 1, 2, 3), (*SHARED, 4), tuple(range(20, 90))]
 LAYERS, CHOSEN = 2, 3
@@ -114,7 +108,7 @@ def check(setup: Setup, prompts: Sequence[Sequence[int]], found: Sequence[Comple
 
 
 class TestVllm:
-    pytestmark = vllm
+    pytestmark = pytest.mark.vllm
 
     def test_routes_are_those_that_transformers_chooses(self, setup: Setup) -> None:
         """In one batch, and with prompts that are in the prefix cache, whole or in part."""

@@ -155,7 +155,7 @@ def be_hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(options: Vllm = OPTIONS) -> VllmEngine:
     model = VllmModel("folder", "float32", max_tokens=64, stop_ids=frozenset({1}), store="store")
-    return VllmEngine(model, tokenizer=None, options=options)  # type: ignore[arg-type]
+    return VllmEngine(model, tokenizer=None, options=options)
 
 
 def sample(engine: VllmEngine, deadline_s: float = 60.0) -> Completion:
@@ -258,7 +258,7 @@ def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
     engine.load(2)
     if problem == "lost":  # the weights are neither those of before nor the new ones
         llms[0].errors["try_update"] = RuntimeError("a full load broke off")
-        llms[0].version = None  # type: ignore[assignment]
+        llms[0].version = None
     elif problem == "error":
         llms[0].errors["start_weight_update"] = RuntimeError("collective failed")
     else:
@@ -293,7 +293,7 @@ def adapters(
         adapters=AdapterSpec(4, 8.0, {}),
         adapter_stores={"planner": "store", "verifier": "other", "refiner": ""},
     )
-    engines = AdapterEngine.start(model, tokenizer=None, options=OPTIONS)  # type: ignore[arg-type]
+    engines = AdapterEngine.start(model, tokenizer=None, options=OPTIONS)
     yield engines
     for engine in engines.values():
         engine.close()
@@ -495,7 +495,7 @@ def test_a_seed_per_request_is_left_out_where_it_costs_a_kernel_per_request(
     monkeypatch.setattr(FakeLLM, "is_v2", is_v2)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     model = VllmModel("folder", "float32", 64, frozenset({1}), is_cpu=is_cpu)
-    engine = VllmEngine(model, tokenizer=None, options=OPTIONS)  # type: ignore[arg-type]
+    engine = VllmEngine(model, tokenizer=None, options=OPTIONS)
     asyncio.run(engine.generate((5, 6), Sampling(3, seed=7)))
     assert llms[0].seeds[-1] == (7 if is_seeded else None)
     engine.close()

@@ -1,6 +1,4 @@
-"""The implementations under test. Triton's kernels run in its interpreter where there is no GPU
-(see tests/conftest.py).
-"""
+"""The implementations under test; where there is no GPU Triton's kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ COMPOSED = ("test_operators.py", "test_rival_parity.py", "test_trl_parity.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave one case of each test of COMPOSED to Triton's interpreter, where an operation takes a
-    tenth of a millisecond; on a GPU all of them run.
-    """
+    """Leave the interpreter one case of each test of COMPOSED; a GPU runs all."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     seen: set[tuple[str, str]] = set()

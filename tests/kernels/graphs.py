@@ -12,9 +12,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 
 class Graphs:
-    """A backend of torch.compile that runs graphs as they are and keeps which of our operators each
-    holds.
-    """
+    """A backend of torch.compile that keeps which of our operators each graph holds."""
 
     def __init__(self) -> None:
         torch._dynamo.reset()

@@ -1,6 +1,4 @@
-"""Shared by the kernel tests: random batches, the losses as plain formulas in fp64 for autograd,
-the device of an implementation, and the memory of a call.
-"""
+"""Random batches, the losses as plain formulas in fp64, the device and the memory of a call."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def random_batch(
     spread: float = 0.5,
     seed: int = 1,
 ) -> Batch:
-    """Logits and tokens whose ratios lie on both sides of every clip. Some weights are 0, some
-    negative, and some targets are -1.
-    """
+    """Logits and tokens with ratios on both sides of every clip, odd weights, targets of -1."""
     rng = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(num_tokens, vocab, generator=rng)
     targets = torch.randint(vocab, (num_tokens,), generator=rng)
@@ -119,9 +115,7 @@ def plain_rows(
     softcap: float | None = None,
     subsets: list[list[int]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse), computed in the dtype of the logits. `subsets`: the ids that log-probs
-    are taken over, row by row.
-    """
+    """(logp, entropy, lse) in the dtype of the logits; `subsets`: ids by row."""
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     z = logits / torch.as_tensor(temperature, dtype=logits.dtype).reshape(-1, 1)
@@ -140,9 +134,7 @@ def plain_rows(
 def plain_tokens(
     spec: LossSpec, logp: Tensor, entropy: Tensor, lse: Tensor, tokens: Batch
 ) -> tuple[Tensor, Tensor]:
-    """(loss, weight) of each token: the formula of each loss as its paper has it. `tokens` holds
-    what is [T], and `sequence_T`.
-    """
+    """(loss, weight) of each token, as each paper has it; `tokens` is [T], and `sequence_T`."""
     old, limit = tokens["old_logprob_T"].to(logp.dtype), spec.log_ratio_limit
     advantage, weight, ref, sampler = (
         tokens.get(name, old).to(logp.dtype)

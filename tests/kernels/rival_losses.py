@@ -284,7 +284,6 @@ def spec_of(setting: Setting) -> LossSpec | TokenLossFn:
 def soft_loss(setting: Setting, tokens: Tokens) -> TokenLoss:
     """SAPO (arXiv 2511.20347) and VESPO, losses without a clip, as functions of one's own."""
     spec, old_T = setting.spec(), tokens.old_logprob_T
-    assert old_T is not None
     log_ratio_T = tokens.logprob_T - old_T
     advantage_T, _ = correct_for_sampler(
         spec, tokens.advantage_T, tokens.weight_T, old_T, tokens.sampler_logprob_T
@@ -305,7 +304,6 @@ def soft_loss(setting: Setting, tokens: Tokens) -> TokenLoss:
 
 def vespo_factor(tokens: Tokens, log_ratio_T: Tensor) -> Tensor:
     """phi = e^lambda w^k e^(-lambda w), w the ratio of the whole sequence."""
-    assert tokens.cu_seqlens_S1 is not None and tokens.old_logprob_T is not None
     if tokens.sampler_logprob_T is not None:
         behind_T = (tokens.old_logprob_T - tokens.sampler_logprob_T).clamp(max=math.log(TIS))
         log_ratio_T = log_ratio_T + behind_T

@@ -49,7 +49,6 @@ def squared(tokens: Tokens) -> TokenLoss:
     """A loss of one's own, of a kind no spec has: (logp - old)^2, three times that where it is
     negative, -A logp and 0.1 H^2 beside it.
     """
-    assert tokens.old_logprob_T is not None
     difference_T = tokens.logprob_T - tokens.old_logprob_T
     factor_T = torch.where(difference_T < 0, 3.0, 1.0)
     return TokenLoss(
@@ -153,9 +152,7 @@ def batch_of(
     softcap: float | None = None,
     masked: bool = False,
 ) -> Batch:
-    """`random_batch` as a form has it: with hidden states, weight and bias where the logits were,
-    and log-probs near those that it gives.
-    """
+    """`random_batch` as a form has it: with hidden states and a head in place of logits."""
     batch = random_batch(num_tokens, vocab, temperature)
     ids = batch["target_ids_T"] % vocab
     before = plain_rows(batch["logits_TV"], ids, temperature)[0]
@@ -185,9 +182,7 @@ def head_batch(num_tokens: int = 19, dim: int = 24, vocab: int = VOCAB, **option
 
 
 def some_subsets(target_ids_T: Tensor, vocab: int = VOCAB, seed: int = 7) -> list[list[int]]:
-    """Masks of every kind: none, the target alone, one other id, few, all; with the target and
-    without. Ids come in any order.
-    """
+    """Masks of every kind, with the target and without, whose ids come in any order."""
     rng = torch.Generator().manual_seed(seed)
     subsets: list[list[int]] = []
     for row, target in enumerate((target_ids_T % vocab).tolist()):
@@ -264,9 +259,7 @@ def ours(
     needs: Collection[str] | None = None,
     **options: Any,
 ) -> tuple[PolicyLoss, Gradients]:
-    """The result of a loss, and the gradients that it times `scale` leaves in the tensors that need
-    one, on the CPU.
-    """
+    """The result of a loss, and the gradients that it times `scale` leaves, on the CPU."""
     moved = on_device(batch, impl)
     leaves = {
         name: moved[name].detach().clone().requires_grad_(needs is None or name in needs)

@@ -53,9 +53,7 @@ class Report:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """`python -m bench.aot` with Triton's compiler in place of its interpreter, and nothing
-    compiled before.
-    """
+    """`python -m bench.aot` with Triton's compiler, and nothing compiled before."""
     folder = tmp_path_factory.mktemp("aot")
     environment = {
         name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"

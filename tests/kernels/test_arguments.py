@@ -1,6 +1,4 @@
-"""An argument that does not fit is refused with the argument's name, what it must be and what it
-is (`refusals.toml`); and nothing that is passed is changed.
-"""
+"""An argument that does not fit is refused by name (`refusals.toml`), and none is changed."""
 
 from __future__ import annotations
 
@@ -180,9 +178,8 @@ def test_values_are_checked_on_the_cpu_and_on_a_gpu_that_is_debugged(
 ) -> None:
     """Reading a value of a GPU waits for it."""
     monkeypatch.delenv("FLOWKERNELS_DEBUG", raising=False)
-    assert arguments.checks_values(torch.device("cpu")) and not arguments.checks_values(
-        torch.device("cuda")
-    )
+    assert arguments.checks_values(torch.device("cpu"))
+    assert not arguments.checks_values(torch.device("cuda"))
     monkeypatch.setenv("FLOWKERNELS_DEBUG", "1")
     assert arguments.checks_values(torch.device("cuda"))
 
@@ -225,9 +222,7 @@ def test_inputs_are_left_as_they_are(impl: str, spec: LossSpec) -> None:
 
 
 def guarded(batch: Batch) -> Tensor:
-    """Puts the logits into the middle of a larger tensor, of 7s, so that a write beyond them can be
-    seen.
-    """
+    """Puts the logits amid a larger tensor of 7s, so that a write beyond them is seen."""
     around = torch.full((NUM + 2, VOCAB + 10), 7.0, device=batch["logits_TV"].device)
     around[1:-1, :VOCAB] = batch["logits_TV"]
     batch["logits_TV"] = around[1:-1, :VOCAB].requires_grad_()

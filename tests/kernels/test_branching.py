@@ -68,9 +68,7 @@ def plain_omega(
 def plain_score(
     omegas: list[float], entropies: list[float], bounds: list[int], mask: list[bool]
 ) -> tuple[list[float], list[bool], list[bool]]:
-    """(score, candidate, whether it is plain which of the two it is: no z-score within rounding of
-    0).
-    """
+    """(score, candidate, whether it is plain which of the two: no z-score is near 0)."""
     scores, candidates, is_plain = [0.0] * len(mask), [False] * len(mask), [True] * len(mask)
     for begin, end in pairwise(bounds):
         tokens = [i for i in range(begin, end) if mask[i]]
@@ -111,10 +109,8 @@ def score(
     dtype: torch.dtype = torch.int64,
 ) -> BranchingScore:
     device = device_of(impl)
-    ratio_T, entropy_T = (
-        torch.tensor(log_ratios, device=device),
-        torch.tensor(entropies, device=device),
-    )
+    ratio_T = torch.tensor(log_ratios, device=device)
+    entropy_T = torch.tensor(entropies, device=device)
     mask_T = None if mask is None else torch.tensor(mask, dtype=torch.bool, device=device)
     cu_seqlens = torch.tensor(bounds_of(lengths), device=device, dtype=dtype)
     out = branching_score(
@@ -146,9 +142,7 @@ def random_mask(num: int) -> list[bool]:
 def assert_scan_is_right(
     scanned: Tensor, x: list[float], lengths: list[int], gamma: float, impl: str, mask: list[bool]
 ) -> None:
-    """Within the rounding of the method: torch sums in fp64 and rounds once, Triton adds in a tree
-    of fp32 with a rounded gamma.
-    """
+    """Within rounding: torch sums in fp64, Triton in fp32 with a rounded gamma."""
     bounds = bounds_of(lengths)
     true_T = torch.tensor(plain_scan(x, bounds, gamma, mask), dtype=torch.float64)
     if impl == "torch":
@@ -222,17 +216,13 @@ def test_scan_propagates_non_finite_values_to_earlier_positions_alone(
 def test_a_sequence_does_not_see_its_neighbours(
     impl: str, lengths: list[int], noise: float
 ) -> None:
-    """Bit for bit, whatever they hold: scan, Omega, score and candidates of each sequence are those
-    it has alone.
-    """
+    """Bit for bit each has the scan, Omega, score and candidates it has alone."""
     x, entropies = normals(sum(lengths), 0.3), normals(sum(lengths), seed=1)
     for begin, end in pairwise(bounds_of(lengths)):
         others = [v if begin <= i < end else noise for i, v in enumerate(x)]
         noisy_entropies = [v if begin <= i < end else noise for i, v in enumerate(entropies)]
-        packed, alone = (
-            score(others, noisy_entropies, lengths, impl),
-            score(x[begin:end], entropies[begin:end], [end - begin], impl),
-        )
+        packed = score(others, noisy_entropies, lengths, impl)
+        alone = score(x[begin:end], entropies[begin:end], [end - begin], impl)
         assert torch.equal(packed.score_T[begin:end], alone.score_T)
         assert torch.equal(packed.omega_T[begin:end], alone.omega_T)
         assert torch.equal(packed.is_candidate_T[begin:end], alone.is_candidate_T)
@@ -303,9 +293,7 @@ def test_score_is_that_of_the_entropy_where_omega_is_flat(
 def test_omega_clipped_everywhere_is_flat_for_any_number_of_blocks(
     impl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small blocks, so that many of them are soon scanned: the mean of equal numbers is that
-    number.
-    """
+    """The mean of equal numbers is that number."""
     monkeypatch.setattr(branching_triton, "LAUNCH", {"BLOCK": 16, "num_warps": 1})
     num = 16 * 200
     entropies = normals(num)
@@ -339,9 +327,8 @@ def test_nan_of_a_generated_token_shows_and_leaves_no_candidates(impl: str, wher
     assert where != "ratio" or (
         out.omega_T[40:601].isnan().all() and not out.omega_T[601:].isnan().any()
     )
-    assert clean.is_candidate_T[others].any() and torch.equal(
-        out.score_T[others], clean.score_T[others]
-    )
+    assert clean.is_candidate_T[others].any()
+    assert torch.equal(out.score_T[others], clean.score_T[others])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -405,18 +392,14 @@ def plain_points(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_points_are_those_of_the_greedy_loop(data: st.DataObject) -> None:
-    """Few scores, so that there are ties; without a mask or an allowance all tokens are generated
-    and allowed.
-    """
+    """Few scores, so that there are ties; with and without a mask or an allowance."""
     lengths = data.draw(st.lists(st.integers(0, 9), max_size=4))
     num = sum(lengths)
     flags = st.lists(st.booleans(), min_size=num, max_size=num)
     scores = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, -1.0]), min_size=num, max_size=num))
-    mask, allowed, flagged = (
-        data.draw(st.none() | flags),
-        data.draw(st.none() | flags),
-        data.draw(flags),
-    )
+    mask = data.draw(st.none() | flags)
+    allowed = data.draw(st.none() | flags)
+    flagged = data.draw(flags)
     candidates = [c and (mask is None or mask[i]) for i, c in enumerate(flagged)]
     num_points, spacing = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 5))
     given_ = BranchingScore(

@@ -1,6 +1,4 @@
-"""Heads whose weight is a DTensor: gathered, with the mean gradient of the ranks. Run as a script
-this file is two ranks.
-"""
+"""Heads whose weight is a DTensor. Run as a script this file is two ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def mean_gradients(seeds: tuple[int, int]) -> dict[str, Tensor]:
 def check_gradients(head: nn.Module, expected: dict[str, Tensor]) -> None:
     for name, parameter in head.named_parameters():
         assert isinstance(parameter.grad, DTensor)
-        assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
+        assert parameter.grad.placements == parameter.placements
         torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
 
 

@@ -1,6 +1,4 @@
-"""The walk over a head's chunks: what it computes, what it holds, and that the results are the same
-for any size of a chunk.
-"""
+"""The walk over a head's chunks: what it computes and holds, the same for any size of a chunk."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def of_kernels(*names: str) -> pytest.MarkDecorator:
 
 
 class Seen:
-    """Keeps the number of rows of each product, forward and backward, and how many chunks of logits
-    were there at one time.
-    """
+    """Keeps the rows of each product, and how many chunks of logits there were at one time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[int] = []
@@ -173,9 +169,7 @@ def test_no_two_chunks_of_logits_are_there_at_one_time(
 
 
 def batch_of_four_kinds() -> tuple[Batch, Tensor]:
-    """(rows of weight 0, of advantage 0, clipped away, and with a gradient; which have one). All in
-    one sequence per kind.
-    """
+    """(rows without weight, advantage, within the clip, with a gradient; which have one)."""
     batch = whole_batch(20)
     kind = torch.arange(20) // 5
     logp = plain_rows(plain_logits(batch), batch["target_ids_T"])[0].float()

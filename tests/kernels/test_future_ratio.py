@@ -1,6 +1,4 @@
-"""Future-aware advantages against the sum over the future, written out; and against autograd
-through the loss they change.
-"""
+"""Future-aware advantages against the sum written out, and autograd through their loss."""
 
 from __future__ import annotations
 
@@ -20,10 +18,7 @@ SPEC = LossSpec(clip_high=0.28, dual_clip=3.0)
 
 
 def advantages_by_hand(tokens: Tokens, spec: LossSpec, future: FutureRatio) -> Tensor:
-    """A (1 + b A_fut), 0 for sequences that are left out: loops over every token and all after it,
-    in fp64.
-    """
-    assert tokens.old_logprob_T is not None and tokens.cu_seqlens_S1 is not None
+    """A (1 + b A_fut), 0 for sequences left out: loops over tokens, in fp64."""
     d = (tokens.logprob_T.double() - tokens.old_logprob_T.double()).tolist()
     base, weight = tokens.advantage_T.double().tolist(), tokens.weight_T.tolist()
     limit = math.log(spec.dual_clip) if spec.dual_clip else math.inf

@@ -1,6 +1,4 @@
-"""The bench's calls of other projects' heads: the same log-probs, loss and gradients as plain
-torch, where they run without a GPU.
-"""
+"""The bench's calls of other projects' heads agree with plain torch, where they need no GPU."""
 
 from __future__ import annotations
 
@@ -82,17 +80,12 @@ def test_peers_that_cannot_run_are_named_with_the_reason(
         "left out: trl: no_such_package cannot be imported: No module named 'no_such_package'"
         in out
     )
-    assert (
-        "left out: liger: its kernels need a GPU" in out
-        and "left out: path: trl: RuntimeError: " in out
-    )
+    assert "left out: liger: its kernels need a GPU" in out
+    assert "left out: path: trl: RuntimeError: " in out
 
 
 def test_heads_are_pairs() -> None:
-    assert [losses._head(text) for text in losses.QWEN.split(",")] == [
-        (896, 151936),
-        (1536, 151936),
-        (3584, 152064),
-    ]
+    found = [losses._head(text) for text in losses.QWEN.split(",")]
+    assert found == [(896, 151936), (1536, 151936), (3584, 152064)]
     with pytest.raises(SystemExit, match="--heads: '896' must be DxV, as 896x151936"):
         losses._head("896")

@@ -1,6 +1,4 @@
-"""How often a linear loss makes the host wait for the device: the walk over the chunks is watched
-on a CPU, a CUDA graph captures it on a GPU.
-"""
+"""How often a linear loss makes the host wait: watched on a CPU, captured as a graph on a GPU."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
-    """What the walk itself reads: kernels read nothing, and values of arguments are checked on a
-    CPU alone.
-    """
+    """What the walk itself reads: kernels read nothing, arguments are checked on a CPU alone."""
     found, tolist = Reads(), Tensor.tolist
 
     def unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,9 +93,8 @@ def test_the_host_reads_once_per_call_or_not_at_all(
 ) -> None:
     batch = head_batch() | ({"sampling_mask": MASK} if has_mask else {})
     for budget in (None, 5 * ROW):
-        assert read_of(reads, SPECS[name], batch, compact="call", memory_budget=budget) == [
-            "tolist"
-        ]
+        found = read_of(reads, SPECS[name], batch, compact="call", memory_budget=budget)
+        assert found == ["tolist"]
         bounds = ["tolist"] if name == "gspo-all" and budget else []
         assert read_of(reads, SPECS[name], batch, compact=False, memory_budget=budget) == bounds
     assert len(read_of(reads, SPECS[name], batch, compact="chunks", memory_budget=5 * ROW)) > 1
@@ -155,9 +150,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_row_of_a_gradient_is_written(
     kind: str, compact: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is filled with zeros first: rows and weights without a gradient get theirs all the
-    same.
-    """
+    """Rows and weights without a gradient get theirs, though nothing is zeroed first."""
     batch, spec = head_batch() if kind == "holes" else whole_batch(), SPECS["clip"]
     if kind == "no-weight":
         batch["weight_T"] = torch.zeros(19)
@@ -182,9 +175,7 @@ def test_every_row_of_a_gradient_is_written(
 def test_a_cuda_graph_captures_loss_and_gradients(
     name: str, dtype: torch.dtype, has_mask: bool
 ) -> None:
-    """Forward and backward in one graph, replayed on other numbers than those it was captured
-    with; in chunks but for GSPO.
-    """
+    """Replayed on other numbers than those it was captured with."""
     mask = {"sampling_mask": MASK} if has_mask else {}
     batch = on_device(head_batch(dtype=dtype) | mask, "triton")
     leaves = {key: batch[key].clone().requires_grad_() for key in HEAD}

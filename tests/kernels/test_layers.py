@@ -1,6 +1,4 @@
-"""RMSNorm, rotary embedding and SwiGLU: the bits of transformers' own, gradients against fp64, and
-what is saved.
-"""
+"""RMSNorm, rotary embedding and SwiGLU: transformers' bits, and gradients against fp64."""
 
 from __future__ import annotations
 

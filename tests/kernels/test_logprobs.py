@@ -39,9 +39,7 @@ def scores_of(logits: Tensor, targets: Tensor, impl: str, **options: Any) -> lis
 def test_scores_and_gradients_match_fp64_autograd(
     setting: str, dtype: torch.dtype, parts: tuple[int, ...], impl: str
 ) -> None:
-    """Holds for any gradients of log-prob, entropy and log-sum-exp that come from above; rows with
-    a negative target have neither, whatever they hold.
-    """
+    """For any gradients from above; rows with a negative target have none."""
     batch = batch_of("logits", dtype=dtype, **SETTINGS[setting])
     batch = {name: batch[name] for name in NAMES if name in batch}
     rows, logits = batch["target_ids_T"] >= 0, batch["logits_TV"].double().requires_grad_()
@@ -89,9 +87,7 @@ def test_nothing_carries_a_gradient_unless_asked(impl: str) -> None:
 
 
 def test_masked_ids_are_as_good_as_absent(impl: str) -> None:
-    """-inf logits, also as a whole block of the vocabulary; an id that is masked has
-    log-probability -inf.
-    """
+    """-inf logits, also a whole block of them; an id that is masked has log-prob -inf."""
     rng = torch.Generator().manual_seed(2)
     logits, targets = torch.randn(4, 20_000, generator=rng), torch.tensor([19_990, 3, 19_999, 7])
     kept = torch.cat([torch.arange(0, 40), torch.arange(19_980, 20_000)])
@@ -142,17 +138,12 @@ def test_kernels_are_deterministic_and_rows_do_not_see_each_other(dtype: torch.d
 
 @pytest.mark.parametrize("vocab", [257, 40_001])
 def test_a_row_alone_is_summed_as_among_others(vocab: int, num_threads: int) -> None:
-    """The sums agree to the bit; torch would spread the sum over a single long row over its
-    threads.
-    """
-    logits, targets = (
-        torch.randn(5, vocab, generator=torch.Generator().manual_seed(0)),
-        torch.arange(5),
-    )
+    """To the bit; torch would spread the sum over a long row over its threads."""
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(5)
     among_all = logprobs(logits, targets, impl="torch")
     for row in range(5):
         alone = logprobs(logits[row : row + 1], targets[row : row + 1], impl="torch")
-        assert torch.equal(alone.logprob_T[0], among_all.logprob_T[row]) and torch.equal(
-            alone.lse_T[0], among_all.lse_T[row]
-        )
+        assert torch.equal(alone.logprob_T[0], among_all.logprob_T[row])
+        assert torch.equal(alone.lse_T[0], among_all.lse_T[row])
         assert torch.equal(alone.entropy_T[0], among_all.entropy_T[row])

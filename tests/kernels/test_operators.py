@@ -86,9 +86,7 @@ def times(batch: Batch, factor: float) -> Batch:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps each call of an operator of ours: its arguments as they were before it ran, and what it
-    gave back.
-    """
+    """Keeps each call of an operator: its arguments before it ran, and what it gave back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,9 +144,7 @@ def recorded(impl: str) -> list[tuple[str, tuple[Any, ...], Any]]:
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_operator_passes_opcheck(impl: str, name: str) -> None:
-    """Schema, autograd registration, shapes of the fake kernel, and AOT dispatch with dynamic
-    shapes.
-    """
+    """Schema, autograd, shapes of the fake kernel, AOT dispatch with dynamic shapes."""
     calls = [args for called, args, _ in recorded(impl) if called == name]
     assert calls
     for args in calls:
@@ -169,11 +165,8 @@ def test_every_operator_is_checked() -> None:
     names = torch._C._dispatch_get_all_op_names()
     ours = (name.partition("::") for name in names)
     elsewhere = {"diff_words", "digest_words", "scatter_words_"}  # see test_sparse_delta.py
-    assert {name for library, _, name in ours if library == "flowkernels"} == {
-        *OPERATORS,
-        *OF_HEAD,
-        *elsewhere,
-    }
+    found = {name for library, _, name in ours if library == "flowkernels"}
+    assert found == {*OPERATORS, *OF_HEAD, *elsewhere}
 
 
 SUBSETS = [[1, 2], [], [3], [0, 5, 7], [], [], [4]]
@@ -201,7 +194,6 @@ def head_arguments(
         return (*first, torch.randn(3, 7)[:2], needs, *options)
     tokens = [batch[f"{key}_T"] for key in ("advantage", "weight", "old_logprob", "ref_logprob")]
     spec = SPECS["gspo" if name.endswith("gspo") else "all" if has_much else "clip"]
-    assert isinstance(spec, LossSpec)
     tokens[3] = tokens[3] if has_much else None
     bounds = batch["cu_seqlens_S1"] if spec.loss_type == "gspo" else None
     how = "chunks" if has_much else "no"
@@ -336,9 +328,7 @@ def test_compiled_loss_of_no_tokens_is_zero() -> None:
 def test_inductor_gives_the_loss_and_gradient_of_eager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process and without vector instructions, each kind of which inductor would first
-    compile a program for.
-    """
+    """In this process and without vector instructions."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", False)
@@ -426,9 +416,7 @@ def test_gradients_of_two_losses_add_up_in_one_leaf(form: str, name: str, impl: 
 @pytest.mark.parametrize("name", ["clip", "all", "gspo"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_autocast_leaves_the_arithmetic_in_fp32(impl: str, name: str) -> None:
-    """bf16 logits of a linear layer: loss and gradient are those of the same logits without
-    autocast.
-    """
+    """Loss and gradient of bf16 logits are those without autocast."""
     device, batch = device_of(impl), new_batch("logits", 6, impl, torch.bfloat16)
     rng = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(n, 4, generator=rng).to(device) for n in (VOCAB, 6))

@@ -1,6 +1,4 @@
-"""What holds of every loss of rows (`rows.SPECS`), whether it gets logits or hidden states
-(`rows.FORMS`), in both implementations.
-"""
+"""What holds of every loss of rows (`rows.SPECS`) in every form (`rows.FORMS`), in both kernels."""
 
 from __future__ import annotations
 
@@ -188,9 +186,7 @@ def test_rows_left_out_are_not_read(name: str, form: str, impl: str) -> None:
 
 @of_cases(cases(("all", "gspo-all"), ("head",)))
 def test_uncompacted_garbage_is_never_silently_wrong(name: str, form: str, impl: str) -> None:
-    """compact=False multiplies with the hidden states of all rows. 0 * NaN may reach the weight's
-    gradient, and then as NaN.
-    """
+    """0 * NaN may reach the weight's gradient, and then as NaN."""
     batch = batch_of(form)
     rows = counted(batch)
     alone, true = ours(SPECS[name], of_rows(batch, rows), impl)
@@ -219,7 +215,6 @@ def test_a_nan_logit_of_a_counted_row_gives_nan(name: str, form: str, impl: str)
     batch["target_ids_T"][3], batch["weight_T"][:] = 0, 1.0
     batch["logits_TV"][3, 12] = math.nan
     spec = SPECS[name]
-    assert isinstance(spec, LossSpec)
     out, (gradient,) = nan = ours(replace(spec, tis=None, mis=None), batch, impl, **FORMS[form])
     gradient = nan[1]["logits_TV"]
     assert out.loss.isnan() and gradient[3].isnan().all()
@@ -307,7 +302,6 @@ def test_operands_may_have_any_strides(name: str, form: str, impl: str) -> None:
     given = {**moved, "hidden_TD": wide[::2, 24:], "weight_VD": across.t()}
     out = loss_of(SPECS[name], given, impl)
     out.loss.backward()
-    assert wide.grad is not None and across.grad is not None
     expected, true = ours(SPECS[name], batch, impl)
     torch.testing.assert_close(out.loss.cpu(), expected.loss, rtol=1e-6, atol=1e-6)
     found = {"hidden_TD": wide.grad[::2, 24:].cpu(), "weight_VD": across.grad.t().cpu()}
@@ -332,7 +326,6 @@ def test_the_gradient_stays_on_the_mask_unless_the_entropy_is_trained(
     rows = gradient.any(1)
     assert rows.sum() >= 4 and (~is_in[rows]).sum() > 30
     spec = SPECS[name]
-    assert isinstance(spec, LossSpec)
     if spec.entropy_coef:
         assert (gradient[rows] != 0).all()
     else:
@@ -417,7 +410,6 @@ def test_extreme_logits(name: str, size: float, impl: str) -> None:
         **{f"{of}_logprob_T": old for of in ("old", "ref", "sampler")},
     }
     spec = SPECS[name]
-    assert isinstance(spec, LossSpec)
     spec = replace(spec, entropy_coef=0.3)
     out, gradients = ours(spec, batch, impl)
     assert out.loss.isfinite() and gradients["logits_TV"].isfinite().all()
@@ -440,9 +432,7 @@ OF_BF16 = {"fused": LossSpec("nll"), "own": partial(token_loss, LossSpec("nll"))
 @pytest.mark.parametrize("spec", OF_BF16)
 @pytest.mark.parametrize("rows", [1, 60])
 def test_the_gradient_of_a_bf16_weight_is_summed_in_fp32(rows: int, spec: str) -> None:
-    """One row per chunk or one chunk, and the first row weighs so much that bf16 would round away
-    whatever comes after it.
-    """
+    """bf16 would round away whatever comes after the heavy first row."""
     num_tokens, vocab = 60, 5
     batch = head_batch(num_tokens, 8, vocab, dtype=torch.bfloat16)
     rng = torch.Generator().manual_seed(0)

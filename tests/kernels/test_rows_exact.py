@@ -31,9 +31,7 @@ KINDS = ("wide", "negative", "one-hot hit", "one-hot missed", "uniform")
 
 
 def hard_rows(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(logits, targets): |z| up to 60, all below -100, one-hot rows that the target hits and
-    misses, a uniform row.
-    """
+    """(logits, targets): |z| up to 60, all below -100, one-hot rows hit and missed, uniform."""
     rng = torch.Generator().manual_seed(vocab)
     logits = torch.empty(len(KINDS), vocab)
     logits[0].uniform_(-60, 60, generator=rng)
@@ -146,11 +144,9 @@ def run_only(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     from flowkernels import policy_loss_triton
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    kernel, set_dim, set_index = (
-        policy_loss_triton.loss_kernel,
-        builder.set_grid_dim,
-        builder.set_grid_idx,
-    )
+    kernel = policy_loss_triton.loss_kernel
+    set_dim = builder.set_grid_dim
+    set_index = builder.set_grid_idx
     is_loss = [False]
 
     class OfRows:
@@ -207,10 +203,8 @@ def test_statistics_of_more_tokens_than_16_bits_count() -> None:
     rng = torch.Generator().manual_seed(8)
     columns = torch.randn(Column.NUM, 70_001, generator=rng)
     columns[Column.IS_CLIPPED] = (columns[Column.IS_CLIPPED] > 1).float()
-    weight, targets = (
-        torch.randn(70_001, generator=rng).clamp(min=0),
-        torch.randint(-1, 3, (70_001,), generator=rng),
-    )
+    weight = torch.randn(70_001, generator=rng).clamp(min=0)
+    targets = torch.randint(-1, 3, (70_001,), generator=rng)
     weight[-1], targets[-1], columns[Column.LOG_RATIO, -1] = 1.0, 2, 9.0
     expected_loss, expected = statistics.reduce("torch", columns.double(), weight.double(), targets)
     device = device_of("triton")
@@ -218,16 +212,13 @@ def test_statistics_of_more_tokens_than_16_bits_count() -> None:
     loss, stats = policy_loss_triton.reduce(*moved)
     torch.testing.assert_close(loss.cpu().double(), expected_loss, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(stats.cpu().double(), expected.double(), rtol=1e-4, atol=1e-3)
-    assert statistics.by_name(stats)["ratio_max"].item() == pytest.approx(math.exp(9.0)), (
-        "the last token counts"
-    )
+    found = statistics.by_name(stats)["ratio_max"].item()
+    assert found == pytest.approx(math.exp(9.0)), "the last token counts"
 
 
 @pytest.mark.usefixtures("overflow_is_checked")
 def test_elements_beyond_32_bits(impl: str) -> None:
-    """Row 8 begins at element 2^31 of a buffer of 4.3 GB, of which only what is looked at is ever
-    touched.
-    """
+    """Row 8 of a buffer of 4.3 GB, of which only what is looked at is ever touched."""
     vocab, stride = 151_936, 2**28
     device = device_of(impl)
     buffer = torch.empty(8 * stride + vocab, dtype=torch.bfloat16, device=device)

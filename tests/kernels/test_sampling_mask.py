@@ -57,9 +57,7 @@ def test_a_row_without_ids_was_not_truncated(impl: str, form: str) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("clip", torch.float32), ("gspo-all", torch.bfloat16)])
 def test_masks_larger_than_a_block_of_a_kernel(name: str, dtype: torch.dtype, impl: str) -> None:
-    """Kernels take up to 2048 ids at a time: sets of 2047, 2048, 2049 and 4500 of 5000 ids, at the
-    beginning and the end of the CSR.
-    """
+    """Kernels take 2048 ids at a time; sets are at both ends of the CSR."""
     vocab, batch = 5000, random_batch(6, 5000)
     batch["weight_T"] = torch.tensor([1.0, -0.5, 2.0, 1.0, 0.7, 1.5])
     batch |= {"logits_TV": batch["logits_TV"].to(dtype), "cu_seqlens_S1": torch.tensor([0, 6])}

@@ -1,6 +1,4 @@
-"""Sparse deltas against numpy and plain integers: which words changed, what scattering them does,
-and the digest of both.
-"""
+"""Sparse deltas against numpy: which words changed, what scattering them does, their digest."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def numpy_digest(words: Words, first: int) -> list[int]:
 
 
 def random_change(num: int, density: float, seed: int = 0) -> tuple[Words, Words]:
-    """(old, new); a share of the words, rounded up, differs. A tenth of each are words that floats
-    would compare wrongly.
-    """
+    """(old, new); a share of the words differs, some as floats would compare wrongly."""
     rng = np.random.default_rng(seed)
     old, new = (rng.integers(0, 2**16, num, dtype=np.uint16) for _ in range(2))
     for words in (old, new):
@@ -107,14 +103,10 @@ def minus(a: list[int], b: list[int]) -> list[int]:
 
 def assert_diff_is_right(diff: WordDiff, old: Words, new: Words, first: int) -> None:
     index = np.flatnonzero(old != new)
-    assert (diff.counts.dtype, diff.positions.dtype, diff.diffs.dtype) == (
-        torch.int32,
-        torch.int16,
-        torch.int16,
-    )
-    assert diff.counts.tolist() == [
-        int(np.sum(index // 65536 == block)) for block in range(-(-len(old) // 65536))
-    ]
+    found = (diff.counts.dtype, diff.positions.dtype, diff.diffs.dtype)
+    assert found == (torch.int32, torch.int16, torch.int16)
+    seen = diff.counts.tolist()
+    assert seen == [int(np.sum(index // 65536 == block)) for block in range(-(-len(old) // 65536))]
     np.testing.assert_array_equal(unsigned(diff.positions), (index % 65536).astype(np.uint16))
     np.testing.assert_array_equal(unsigned(diff.diffs), new[index] - old[index])
     assert digest(diff.digest_change) == minus(numpy_digest(new, first), numpy_digest(old, first))
@@ -129,14 +121,10 @@ def test_the_digest_of_numpy_is_that_of_plain_integers(words: list[int], first: 
 def test_the_digest_is_the_published_one(impl: str) -> None:
     """Numbers that the codec in another language must give, too."""
     words = np.arange(0, 65536, 7, dtype=np.uint16)
-    assert digest(digest_words(tensor(words, impl), impl=impl)) == [
-        0xF41BA1A4813C939B,
-        0xC47213EB1AAE23CD,
-    ]
-    assert digest(digest_words(tensor(words, impl), 2**40 + 5, impl=impl)) == [
-        0x6F8B7F8E0660204F,
-        0xC938F87707A731E9,
-    ]
+    found = digest(digest_words(tensor(words, impl), impl=impl))
+    assert found == [0xF41BA1A4813C939B, 0xC47213EB1AAE23CD]
+    found = digest(digest_words(tensor(words, impl), 2**40 + 5, impl=impl))
+    assert found == [0x6F8B7F8E0660204F, 0xC938F87707A731E9]
 
 
 @pytest.mark.parametrize(
@@ -162,10 +150,8 @@ def test_digests_of_pieces_add_up_and_depend_on_positions(impl: str) -> None:
     assert digest(digest_words(tensor(words, impl), 12, impl=impl)) != whole
     swapped = words.copy()
     swapped[[3, 40_000]] = words[[40_000, 3]]
-    assert (
-        words[3] != words[40_000]
-        and digest(digest_words(tensor(swapped, impl), 11, impl=impl)) != whole
-    )
+    assert words[3] != words[40_000]
+    assert digest(digest_words(tensor(swapped, impl), 11, impl=impl)) != whole
 
 
 CELLS = [(65537, density) for density in DENSITIES]
@@ -218,9 +204,7 @@ def test_any_words_at_any_place(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_words_are_bits_and_not_numbers(impl: str, dtype: torch.dtype) -> None:
-    """Every special word to every other one: a NaN equals itself and no other payload, and +0 is
-    not -0.
-    """
+    """A NaN equals itself and no other payload, and +0 is not -0."""
     old, new = (
         np.array(words, dtype=np.uint16)
         for words in zip(*((a, b) for a in SPECIALS for b in SPECIALS), strict=True)
@@ -306,9 +290,8 @@ def test_the_digest_of_scattered_words_is_that_of_the_piece_they_make_up() -> No
     parts = [
         digest(digest_at(flat[at].view(1, -1), (at + 11).view(1, -1))) for at in order.split(30_000)
     ]
-    assert [sum(values) % 2**64 for values in zip(*parts, strict=True)] == digest(
-        digest_words(flat, 11)
-    )
+    found = [sum(values) % 2**64 for values in zip(*parts, strict=True)]
+    assert found == digest(digest_words(flat, 11))
 
 
 @pytest.mark.parametrize(
@@ -317,9 +300,7 @@ def test_the_digest_of_scattered_words_is_that_of_the_piece_they_make_up() -> No
 def test_without_checks_the_kernel_still_stays_within_its_tensors(
     counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No value is read first, as on a GPU: whatever the counts say, nothing outside of words,
-    positions and diffs is read or written.
-    """
+    """As on a GPU no value is read first."""
     monkeypatch.setattr(sparse_delta, "checks_values", lambda device: False)
     device = device_of("triton")
     held = torch.zeros(65536 + 400, dtype=torch.int16, device=device)

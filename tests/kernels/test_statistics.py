@@ -92,9 +92,7 @@ def test_a_loss_of_ones_own_says_what_it_clips_and_its_kl(impl: str) -> None:
 @ways
 @impls
 def test_small_policy_changes_have_a_kl_that_is_not_rounding(impl: str, way: str) -> None:
-    """k3 of a log-ratio of 4e-4 is 8e-8, about what exp(u) - 1 rounds by. (The log-ratio itself is
-    known to 3e-7.)
-    """
+    """k3 of 4e-4 is 8e-8, about what exp(u) - 1 rounds by."""
     batch = random_batch(20)
     rows, u = counted(batch), torch.linspace(3e-4, 6e-4, 20)
     batch |= {"logits_TV": torch.zeros(20, 17), "target_ids_T": torch.where(rows, 0, -1)}

@@ -24,12 +24,9 @@ def test_token_mean() -> None:
 
 
 def test_sequence_mean() -> None:
-    """GRPO: the mean over four sequences of their token means; those without a token add nothing
-    but count.
-    """
-    assert token_weights(BOUNDS, 9, "sequence").tolist() == pytest.approx(
-        [1 / 12] * 3 + [1 / 4] + [1 / 20] * 5
-    )
+    """GRPO: those without a token add nothing but count."""
+    found = token_weights(BOUNDS, 9, "sequence").tolist()
+    assert found == pytest.approx([1 / 12] * 3 + [1 / 4] + [1 / 20] * 5)
     weights = token_weights(BOUNDS, 9, "sequence", mask_T=MASK)
     eighth, sixteenth = 1 / 4 / 2, 1 / 4 / 4
     expected = [eighth, 0, eighth, 0, sixteenth, sixteenth, sixteenth, 0, sixteenth]
@@ -56,10 +53,8 @@ def test_weighted_sums_are_the_averages(
     """Averages of any numbers, sequence by sequence."""
     tokens = [token for sequence in sequences for token in sequence]
     bounds = torch.tensor([0] + [len(sequence) for sequence in sequences]).cumsum(0)
-    numbers, mask = (
-        torch.tensor([x for x, _ in tokens]),
-        torch.tensor([is_trained for _, is_trained in tokens], dtype=torch.bool),
-    )
+    numbers = torch.tensor([x for x, _ in tokens])
+    mask = torch.tensor([is_trained for _, is_trained in tokens], dtype=torch.bool)
     trained = [[x for x, is_trained in sequence if is_trained] for sequence in sequences]
     means = [sum(kept) / len(kept) if kept else 0.0 for kept in trained]
     total, count = sum(map(sum, trained)), sum(map(len, trained))
@@ -70,7 +65,7 @@ def test_weighted_sums_are_the_averages(
     }
     for averaging, average in expected.items():
         options: dict[str, Any] = {"length": length} if averaging == "constant" else {}
-        weights = token_weights(bounds, len(tokens), averaging, mask_T=mask, **options)  # type: ignore[arg-type]
+        weights = token_weights(bounds, len(tokens), averaging, mask_T=mask, **options)
         assert weights.dtype == torch.float32 and weights.shape == (len(tokens),)
         assert (weights * numbers).sum().item() == pytest.approx(average, rel=1e-5, abs=1e-6)
         assert (weights[~mask] == 0).all()

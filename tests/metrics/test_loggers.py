@@ -1,7 +1,4 @@
-"""Where the numbers of a run go: the same calls to every logger, and a run that goes on whatever a
-logger does. W&B and Trackio are scripted here; the last tests take the real ones, offline, where
-they are installed.
-"""
+"""Where a run's numbers go; W&B and Trackio are scripted, the last tests take the real ones."""
 
 from __future__ import annotations
 
@@ -213,7 +210,7 @@ def test_wandb_ends_no_run(
     def fail(values: object) -> None:
         raise ConnectionError("the service has died")
 
-    wandb.log = fail  # type: ignore[method-assign,assignment]
+    wandb.log = fail
     log = MetricsLog(tmp_path, 0, False, open_loggers(config(loggers=["wandb"]), tmp_path, 0))
     log.log({"step": 1, "a": 0.5})
     log.close()

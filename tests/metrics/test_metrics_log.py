@@ -43,9 +43,8 @@ def test_a_line_per_step_with_keys_in_the_given_order(tmp_path: Path) -> None:
     log = quiet_log(tmp_path)
     log.log({"reward_mean": 0.5, "step": 1, "kl": 0.25})
     log.log({"step": 2})
-    assert (
-        tmp_path / "metrics.jsonl"
-    ).read_text() == '{"reward_mean": 0.5, "step": 1, "kl": 0.25}\n{"step": 2}\n'
+    found = (tmp_path / "metrics.jsonl").read_text()
+    assert found == '{"reward_mean": 0.5, "step": 1, "kl": 0.25}\n{"step": 2}\n'
 
 
 def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
@@ -58,9 +57,8 @@ def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
             "d": np.float32("nan"),
         }
     )
-    assert read(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "a": None, "b": None, "c": None, "d": None}
-    ]
+    found = read(tmp_path / "metrics.jsonl")
+    assert found == [{"step": 1, "a": None, "b": None, "c": None, "d": None}]
 
 
 def test_numbers_of_other_libraries_are_plain(tmp_path: Path) -> None:

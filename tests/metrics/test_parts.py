@@ -68,7 +68,7 @@ def test_every_rank_has_the_means_over_all_of_them() -> None:
     for part in (first, [rollout(b=2.0), rollout(a=0.0), failed("exception")]):
         tally = Tally()
         count_rewards(tally, part)
-        total = tally.of_all(Told(texts))  # type: ignore[arg-type]
+        total = tally.of_all(Told(texts))
     assert part_metrics(total) == {
         **NONE,
         "reward/a": 0.75,
@@ -85,6 +85,6 @@ def test_a_tally_keeps_the_highest_and_all_that_was_said() -> None:
         tally.highest("x", number)
         tally.say("said", [number])
         tally.add({"sum": number})
-        total = tally.of_all(Told(texts))  # type: ignore[arg-type]
+        total = tally.of_all(Told(texts))
     assert (total.maxima, total.sums) == ({"x": -2.0}, {"sum": -12.0})
     assert total.said == {"said": [[-3.0], [-2.0], [-7.0]]}

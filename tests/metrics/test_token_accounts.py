@@ -46,9 +46,7 @@ def rollout(*turns: Turn, reward: float = 0.0, error: str = "") -> Trajectory:
 
 
 def found(groups: list[Group], sampled: int | None = None, **lost: int) -> TokenAccount:
-    """Account for the groups as a step does; of what has a weight, `dropped` tokens leave the loss,
-    and an optimizer step of `skipped` is not taken.
-    """
+    """Account as a step does; `dropped` tokens leave the loss, a step of `skipped` is not taken."""
     batch = filter_samples(flow_grpo(groups), MAX_POSITIONS, VOCAB_SIZE)
     rows = pack(batch.samples, 1, 64)
     tally = Tally()

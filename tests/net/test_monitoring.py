@@ -1,6 +1,4 @@
-"""`/health` and `/metrics` in front of an application: who is answered, what is counted, how often
-the source of the numbers is asked.
-"""
+"""`/health` and `/metrics`: who is answered, what is counted, how often the source is asked."""
 
 from __future__ import annotations
 

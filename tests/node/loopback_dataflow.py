@@ -1,9 +1,9 @@
-"""A dataflow on loopback for the tests of nodes: a ledger behind its service, and a trainer that
-publishes weights but trains nothing.
-"""
+"""A dataflow on loopback: a ledger behind its service, and a trainer that trains nothing."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -198,3 +198,21 @@ def keep_exit_code(process: Any) -> Any:
         return code[0] if code else None
 
     return replace(process, poll=poll)
+
+
+def begin_node(server: Any, dataflow: DataflowServer, name: str, *words: object) -> Any:
+    command = ("node", "--dataflow", dataflow.url, "--name", name, *words)
+    return keep_exit_code(server.start(*command, env={"FLOWTRAIN_TOKEN": TOKEN}))
+
+
+@contextmanager
+def killed_at_the_end() -> Iterator[list[Any]]:
+    """Processes are added to the list; those that are left are killed."""
+    started: list[Any] = []
+    try:
+        yield started
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()

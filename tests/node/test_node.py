@@ -1,13 +1,11 @@
-"""A node on one event loop, with a real ledger and scripted rollouts: what it leases, keeps, pushes
-and gives back.
-"""
+"""A node on one event loop, with a real ledger and scripted rollouts."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,19 +113,22 @@ def clock() -> Clock:
     return Clock()
 
 
+def new_ledger(folder: Path, clock: Clock | None = None, **dataflow: Any) -> Ledger:
+    rollout = {"group_size": G, "num_questions": 4}
+    config = make_config("tiny", rollout=rollout, dataflow=dataflow)
+    return Ledger(folder / "ledger.sqlite", config, TaskCursor(TASKS, 0), clock=clock)
+
+
+TRAINER = Register("planner", "layout", "store", 4, 8, 1 << 16, 1 << 16)
+
+
 @pytest.fixture
 def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
-    config = make_config(
-        "tiny",
-        rollout={"group_size": G, "num_questions": 4},
-        # No trainer takes what these nodes make.
-        dataflow={"lease_s": 0.3, "max_attempts": 3, "max_waiting": 36},
-    )
-    ledger = Ledger(tmp_path / "ledger.sqlite", config, TaskCursor(TASKS, 0), clock=clock)
-    ledger.register(Register("planner", "layout", "store", 4, 8, 1 << 16, 1 << 16))
+    # No trainer takes what these nodes make.
+    ledger = new_ledger(tmp_path, clock, lease_s=0.3, max_attempts=3, max_waiting=36)
+    ledger.register(TRAINER)
     yield ledger
-    audit = ledger.audit()
-    assert not audit.problems
+    assert not ledger.audit().problems
     ledger.close()
 
 
@@ -153,20 +154,10 @@ class Nodes:
         engine: Engine | None = None,
         answer: Any = None,
     ) -> Node:
-        syncer = WeightSyncer(
-            {"planner": engine or Engine()}, {"planner": Store()}, {"planner": "layout"}
-        )  # type: ignore[dict-item]
-        member = self.join(name)
+        syncer, member = make_syncer(engine or Engine(), Store()), self.join(name)
         syncer.on_policy_state(member.joined.policies)
-        return Node(
-            member,
-            rollout,
-            answer or rollout,
-            syncer,
-            max_in_flight=max_in_flight,
-            max_staleness=8,
-            num_groups=num_groups,
-        )
+        bounds = {"max_in_flight": max_in_flight, "max_staleness": 8, "num_groups": num_groups}
+        return Node(member, rollout, answer or rollout, syncer, **bounds)
 
 
 @pytest.fixture
@@ -190,6 +181,27 @@ def run(*nodes: Node) -> list[int]:
             return await asyncio.gather(*(node.run() for node in nodes))
 
     return asyncio.run(together())
+
+
+def stopped_after(node: Node, story: Callable[[], Awaitable[Any]]) -> int:
+    """Run a node beside a story, and stop it at its end."""
+
+    async def main() -> int:
+        async with asyncio.timeout(60):
+            running = asyncio.create_task(node.run())
+            await story()
+            assert not running.done()
+            node.stop()
+            return await running
+
+    return asyncio.run(main())
+
+
+def watch(ledger: Ledger, method: str) -> list[Any]:
+    """The requests that a method of a ledger gets from now on."""
+    asked, real = [], getattr(ledger, method)
+    setattr(ledger, method, lambda request: (asked.append(request), real(request))[1])
+    return asked
 
 
 def work_items(ledger: Ledger) -> dict[str, int]:
@@ -266,18 +278,10 @@ def test_stop_pushes_finished_groups_and_releases_other_leases(
         num_done += 1
         return trajectory(task, seed)
 
-    node = nodes.make(rollout)
+    async def story() -> None:
+        await until(lambda: {"leased": 2, "committed": 2}.items() <= work_items(ledger).items())
 
-    async def stopped() -> int:
-        async with asyncio.timeout(30):
-            running = asyncio.create_task(node.run())
-            await until(
-                lambda: work_items(ledger)["leased"] == 2 and work_items(ledger)["committed"] == 2
-            )
-            node.stop()
-            return await running
-
-    assert asyncio.run(stopped()) == 2
+    assert stopped_after(nodes.make(rollout), story) == 2
     assert work_items(ledger) == {"leased": 0, "waiting": 2, "committed": 2, "failed": 0}
     assert run(nodes.make(soon, "b", num_groups=2)) == [2]
     assert work_items(ledger)["waiting"] == 0 and work_items(ledger)["committed"] == 4
@@ -285,8 +289,7 @@ def test_stop_pushes_finished_groups_and_releases_other_leases(
 
 def test_leases_that_arrive_during_stop_are_released(ledger: Ledger, nodes: Nodes) -> None:
     """The node is stopped while the answer to its lease request is on the way."""
-    lease, node = ledger.lease, nodes.make(never)
-    asked = threading.Event()
+    lease, asked = ledger.lease, threading.Event()
 
     def late(request: LeaseRequest) -> Any:
         answer = lease(request)
@@ -294,16 +297,8 @@ def test_leases_that_arrive_during_stop_are_released(ledger: Ledger, nodes: Node
         time.sleep(0.2)
         return answer
 
-    ledger.lease = late  # type: ignore[method-assign]
-
-    async def main() -> int:
-        async with asyncio.timeout(30):
-            running = asyncio.create_task(node.run())
-            await asyncio.to_thread(asked.wait)
-            node.stop()
-            return await running
-
-    assert asyncio.run(main()) == 0
+    ledger.lease = late
+    assert stopped_after(nodes.make(never), lambda: asyncio.to_thread(asked.wait)) == 0
     assert work_items(ledger) == {"leased": 0, "waiting": 2, "committed": 0, "failed": 0}
 
 
@@ -312,26 +307,20 @@ def test_a_node_without_work_waits_for_an_answer_and_can_be_stopped(
 ) -> None:
     """It has one request under way, asks nothing else, and gets nothing that it cannot do."""
     monkeypatch.setenv("no_proxy", "*")
-    config = make_config("tiny", rollout={"group_size": G, "num_questions": 4})
-    ledger = Ledger(tmp_path / "idle.sqlite", config, TaskCursor(TASKS, 0))
-    ledger.register(Register("planner", "layout", "store", 4, 0, 1 << 16, 1 << 16))
-    asked: list[LeaseRequest] = []
-    lease = ledger.lease
-    ledger.lease = lambda request: (asked.append(request), lease(request))[1]  # type: ignore[method-assign]
+    ledger = new_ledger(tmp_path)
+    ledger.register(replace(TRAINER, max_staleness=0))
+    asked = watch(ledger, "lease")
 
-    async def main(node: Node) -> int:
-        async with asyncio.timeout(30):
-            running_node = asyncio.create_task(node.run())
-            await until(lambda: node.waiting == "full" and work_items(ledger)["committed"] == 4)
-            num = len(asked)
-            await until(lambda: len(asked) > num)
-            await asyncio.sleep(1.0)  # in which a node that polls would have asked again
-            assert len(asked) == num + 1
-            node.stop()
-            return await running_node
+    async def story() -> None:
+        await until(lambda: node.waiting == "full" and work_items(ledger)["committed"] == 4)
+        num = len(asked)
+        await until(lambda: len(asked) > num)
+        await asyncio.sleep(1.0)  # in which a node that polls would have asked again
+        assert len(asked) == num + 1
 
     with running(Service(ledger, ledger.run, "t")) as url, Client(url, "t", 20.0) as client:
-        assert asyncio.run(main(Nodes(client).make(soon))) == 4
+        node = Nodes(client).make(soon)
+        assert stopped_after(node, story) == 4
     assert work_items(ledger) == {"leased": 0, "waiting": 0, "committed": 4, "failed": 0}
     assert len(ledger.status()["nodes"]) == 1 and not ledger.audit().problems
     ledger.close()
@@ -340,18 +329,17 @@ def test_a_node_without_work_waits_for_an_answer_and_can_be_stopped(
 def test_a_node_that_waits_for_a_trainer_has_joined_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config("tiny", rollout={"group_size": G, "num_questions": 4})
-    ledger = Ledger(tmp_path / "late.sqlite", config, TaskCursor(TASKS, 0))
+    ledger = new_ledger(tmp_path)
     pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == 20:
-            ledger.register(Register("planner", "layout", "store", 4, 0, 1 << 16, 1 << 16))
+            ledger.register(TRAINER)
 
     monkeypatch.setattr(node_main.time, "sleep", sleep)
     member = NodeClient(ledger, "a")
-    assert node_main._wait_for_trainers(member, config, {}) == {"planner": "store"}
+    assert node_main._wait_for_trainers(member, ledger.config, {}) == {"planner": "store"}
     assert len(pauses) == 20 and pauses[0] == 2.0 and pauses[-1] == 10.0
     member.announce({"planner": "layout"}, dict)
     with ledger.database.read() as transaction:
@@ -389,9 +377,8 @@ def test_a_failing_rollout_costs_its_work_item_alone(
 
     run(nodes.make(rollout, num_groups=9))
     assert work_items(ledger)["failed"] == 3 and work_items(ledger)["committed"] == 9
-    assert (
-        sum("a bug of ours" in record.exc_text for record in caplog.records if record.exc_text) == 9
-    )
+    told = [record.exc_text for record in caplog.records if record.exc_text]
+    assert sum("a bug of ours" in text for text in told) == 9
 
 
 def test_a_branching_score_that_fails_costs_its_work_item_alone(
@@ -414,9 +401,8 @@ def test_a_node_ends_after_many_failures_in_a_row(ledger: Ledger, nodes: Nodes) 
 
     with pytest.raises(ExceptionGroup) as caught:
         run(nodes.make(rollout))
-    assert "work items in a row could not be done; the last: KeyError" in str(
-        next(user_errors(caught.value))
-    )
+    told = "work items in a row could not be done; the last: KeyError"
+    assert told in str(next(user_errors(caught.value)))
     assert work_items(ledger)["leased"] == 0
 
 
@@ -439,7 +425,7 @@ class RefusingDataflow:
 def test_a_refused_group_is_released_and_the_node_goes_on(
     ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nodes = Nodes(RefusingDataflow(ledger, (2,)))  # type: ignore[arg-type]
+    nodes = Nodes(RefusingDataflow(ledger, (2,)))
     assert run(nodes.make(soon, num_groups=6)) == [6]
     assert work_items(ledger)["committed"] == 6
     assert work_items(ledger)["failed"] == 1, "after three attempts"
@@ -486,7 +472,7 @@ def test_a_node_that_is_too_busy_keeps_its_leases(ledger: Ledger, nodes: Nodes) 
         renewed.release()
         return answer
 
-    ledger.renew = counted  # type: ignore[method-assign]
+    ledger.renew = counted
 
     async def rollout(task: Task, seed: int) -> Trajectory:
         assert all(renewed.acquire(timeout=60) for _ in range(3))
@@ -507,28 +493,21 @@ def test_a_lost_lease_ends_its_rollouts(ledger: Ledger, nodes: Nodes, clock: Clo
             cancelled += 1
             raise
 
-    slow = nodes.make(rollout, max_in_flight=G)
     is_taken, renew = threading.Event(), ledger.renew
 
     def late(request: Any) -> Any:
         assert is_taken.wait(60)
         return renew(request)
 
+    async def story() -> None:
+        await until(lambda: work_items(ledger)["leased"] == 1)
+        clock.now += 1.0
+        assert await nodes.make(soon, "b", num_groups=2).run() == 2
+        is_taken.set()
+        await until(lambda: cancelled == G)
+
     ledger.renew = late
-
-    async def main() -> None:
-        async with asyncio.timeout(60):
-            running = asyncio.create_task(slow.run())
-            await until(lambda: work_items(ledger)["leased"] == 1)
-            clock.now += 1.0
-            assert await nodes.make(soon, "b", num_groups=2).run() == 2
-            is_taken.set()
-            await until(lambda: cancelled == G)
-            assert not running.done()
-            slow.stop()
-            await running
-
-    asyncio.run(main())
+    stopped_after(nodes.make(rollout, max_in_flight=G), story)
     assert work_items(ledger)["committed"] == 2
 
 
@@ -551,14 +530,14 @@ def test_leases_are_renewed_during_long_rollouts(
         clock.now += 0.2  # of 0.3
         renewals.append(request.work_items)
         if len(renewals) > 10:
-            node._loop_of_the_test.call_soon_threadsafe(go_on.set)  # type: ignore[attr-defined]
+            node._loop_of_the_test.call_soon_threadsafe(go_on.set)
         return answer
 
-    ledger.renew = counted  # type: ignore[method-assign]
+    ledger.renew = counted
 
     async def main() -> int:
         async with asyncio.timeout(30):
-            node._loop_of_the_test = asyncio.get_running_loop()  # type: ignore[attr-defined]
+            node._loop_of_the_test = asyncio.get_running_loop()
             return await node.run()
 
     assert asyncio.run(main()) == 1
@@ -580,11 +559,16 @@ def test_a_node_ends_when_another_process_joins_by_its_name(ledger: Ledger, node
 
 
 def make_syncer(engine: Engine, store: Store, **options: Any) -> WeightSyncer:
-    return WeightSyncer({"planner": engine}, {"planner": store}, {"planner": "layout"}, **options)  # type: ignore[dict-item]
+    return WeightSyncer({"planner": engine}, {"planner": store}, {"planner": "layout"}, **options)
 
 
 def announced(version: int, layout: str = "layout") -> dict[str, PolicyState]:
     return {"planner": PolicyState(version, "store", layout)}
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
 
 
 def run_beside(syncer: WeightSyncer, script: Callable[[], Any]) -> None:
@@ -601,9 +585,10 @@ def run_beside(syncer: WeightSyncer, script: Callable[[], Any]) -> None:
     asyncio.run(main())
 
 
-def test_syncer_loads_announced_versions_also_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_syncer_loads_announced_versions_also_older_ones() -> None:
     """A trainer that resumes from a checkpoint announces an older version."""
-    engine, store = Engine(), Store(5)
+    engine = Engine()
+    syncer = make_syncer(engine, Store(5))
 
     async def script() -> None:
         syncer.on_policy_state(announced(4))
@@ -611,16 +596,16 @@ def test_syncer_loads_announced_versions_also_older_ones(monkeypatch: pytest.Mon
             syncer.on_policy_state(announced(version))
             await until(lambda: engine.version == version)  # noqa: B023
 
-    syncer = make_syncer(engine, store)
     run_beside(syncer, script)
     assert engine.loads == [4, 5, 3]
 
 
 def test_syncer_loads_from_a_lagging_store_and_catches_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    quick_retries: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
     engine, store = Engine(), Store(None)
+    syncer = make_syncer(engine, store)
+    behind = "the store is at version 4 of the planner, the trainer at 5: sampling with 4 meanwhile"
 
     async def script() -> None:
         syncer.on_policy_state(announced(5))
@@ -628,31 +613,24 @@ def test_syncer_loads_from_a_lagging_store_and_catches_up(
         assert syncer.obstacle(8) == "no weights of the planner yet"
         store.newest = 4
         await until(lambda: engine.version == 4)
-        await until(
-            lambda: (
-                "the store is at version 4 of the planner, the trainer at 5: sampling with 4 "
-                "meanwhile" in caplog.text
-            )
-        )
+        await until(lambda: behind in caplog.text)
         assert not syncer.obstacle(1)
-        assert "of version 4, the trainer's of 5" in syncer.obstacle(0), (
-            "what it samples now could not be trained"
-        )
+        could_not_train = "of version 4, the trainer's of 5"
+        assert could_not_train in syncer.obstacle(0), "what it samples now"
         store.newest = 6
         await until(lambda: engine.version == 5)
         await until(lambda: "the planner's weights are at version 5 now" in caplog.text)
 
-    syncer = make_syncer(engine, store)
     run_beside(syncer, script)
     assert engine.loads == [4, 5]
     assert len(caplog.records) == 3, "announced once each, not at every look"
 
 
 def test_syncer_repeats_a_failed_load(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    quick_retries: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
-    engine, store = Engine(), Store(2)
+    engine = Engine()
+    syncer = make_syncer(engine, Store(2))
 
     async def script() -> None:
         syncer.on_policy_state(announced(1))
@@ -663,7 +641,6 @@ def test_syncer_repeats_a_failed_load(
         engine.error = None
         await until(lambda: engine.version == 2)
 
-    syncer = make_syncer(engine, store)
     run_beside(syncer, script)
 
 
@@ -674,11 +651,8 @@ def test_a_first_load_by_a_dead_engine_ends_the_node(nodes: Nodes) -> None:
     assert caught.group_contains(EngineError, match=str(error))
 
 
-def test_a_first_load_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_first_load_is_tried_again(quick_retries: None, caplog: pytest.LogCaptureFixture) -> None:
     """The server of weights may be restarted just then."""
-    monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
     engine = Engine(error=StoreError("no answer, 6 times"))
 
     async def script() -> None:
@@ -697,15 +671,11 @@ def test_a_first_load_is_tried_again(
     ],
 )
 def test_first_weights_that_do_not_come_end_the_node(
-    monkeypatch: pytest.MonkeyPatch, store: int | None, error: StoreError | None, text: str
+    quick_retries: None, store: int | None, error: StoreError | None, text: str
 ) -> None:
-    monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
-
-    async def script() -> None:
-        await asyncio.sleep(3600)
-
+    syncer = make_syncer(Engine(error=error), Store(store), patience_s=0.05)
     with pytest.raises(ExceptionGroup) as caught:
-        run_beside(make_syncer(Engine(error=error), Store(store), patience_s=0.05), script)
+        run_beside(syncer, lambda: asyncio.sleep(3600))
     found = str(next(user_errors(caught.value)))
     assert found.startswith(f"{text}, after dataflow.wait_s=0.05 seconds")
 
@@ -715,9 +685,8 @@ def test_syncer_refuses_another_model() -> None:
     told = r"another model than the trainer.s.*layout here, other there"
     with pytest.raises(UserError, match=told):
         syncer.on_policy_state(announced(0, "other"))
-    syncer.on_policy_state(
-        {"verifier": PolicyState(0, "store", "other")}
-    )  # a policy that this flow has not
+    not_in_the_flow = {"verifier": PolicyState(0, "store", "other")}
+    syncer.on_policy_state(not_in_the_flow)
 
 
 def test_syncer_raises_when_a_frozen_policy_is_trained() -> None:
@@ -725,7 +694,7 @@ def test_syncer_raises_when_a_frozen_policy_is_trained() -> None:
         {"planner": Engine(), "verifier": Engine()},
         {"planner": Store()},
         {"planner": "layout", "verifier": "v"},
-    )  # type: ignore[dict-item]
+    )
     syncer.on_policy_state(announced(0))
     with pytest.raises(PoliciesChanged):
         syncer.on_policy_state({"verifier": PolicyState(0, "store", "v")})
@@ -733,19 +702,14 @@ def test_syncer_raises_when_a_frozen_policy_is_trained() -> None:
 
 def test_a_node_with_stale_weights_leases_nothing(ledger: Ledger, nodes: Nodes) -> None:
     """The store has version 0 alone; a token of it is of no use to a trainer that is at 20."""
-    ledger.register(Register("planner", "layout", "store", 4, 8, 1 << 16, 1 << 16, step=20))
-    node, asked, lease = nodes.make(soon), [], ledger.lease
-    ledger.lease = lambda request: (asked.append(request), lease(request))[1]  # type: ignore[method-assign]
+    ledger.register(replace(TRAINER, step=20))
+    node, asked = nodes.make(soon), watch(ledger, "lease")
 
-    async def main() -> None:
-        async with asyncio.timeout(20):
-            running = asyncio.create_task(node.run())
-            await until(lambda: "of version 0, the trainer's of 20" in node.waiting)
-            await asyncio.sleep(0.05)
-            node.stop()
-            await running
+    async def story() -> None:
+        await until(lambda: "of version 0, the trainer's of 20" in node.waiting)
+        await asyncio.sleep(0.05)
 
-    asyncio.run(main())
+    stopped_after(node, story)
     assert not asked, "the ledger, which would refuse it, need not be asked"
 
 
@@ -762,7 +726,7 @@ def test_a_node_reports_its_busy_and_idle_time(
         clock.now += 5.0
         return lease(request)
 
-    ledger.lease = noted  # type: ignore[method-assign]
+    ledger.lease = noted
 
     async def rollout(task: Task, seed: int) -> Trajectory:
         await asyncio.sleep(0)

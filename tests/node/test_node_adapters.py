@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from cli_runs import Server
 from loopback_dataflow import (
-    TOKEN,
     Trainer,
-    keep_exit_code,
+    begin_node,
+    killed_at_the_end,
     make_config,
     make_model,
     serve_dataflow,
@@ -31,7 +31,7 @@ LORA = Lora(rank=2, alpha=64.0, sync="adapter")
 
 def calls_of(groups: Iterable[Group], policy: str) -> list[Call]:
     turns = (turn for group in groups for t in group.trajectories for turn in t.turns)
-    return [turn.calls[policy] for turn in turns if policy in turn.calls]  # type: ignore[index]
+    return [turn.calls[policy] for turn in turns if policy in turn.calls]
 
 
 @torch.no_grad()
@@ -58,9 +58,8 @@ def test_two_policies_are_adapters_of_one_model(server: Server, tmp_path: Path) 
         seen: dict[str, list[Call]] = {name: [] for name in trainers}
         for trainer in trainers.values():
             trainer.register()
-        words = ("--dataflow", made.url, "--name", "n1")
-        node = keep_exit_code(server.start("node", *words, env={"FLOWTRAIN_TOKEN": TOKEN}))
-        try:
+        with killed_at_the_end() as started:
+            started.append(node := begin_node(server, made, "n1"))
             for step in range(1, 30):
                 for name, trainer in trainers.items():
                     weights = adapter_weights(trainer.model).items()
@@ -73,9 +72,6 @@ def test_two_policies_are_adapters_of_one_model(server: Server, tmp_path: Path) 
                 raise AssertionError(f"tokens of several versions: {versions}")
             os.kill(node.pid, signal.SIGTERM)
             assert node.wait() == 0, node.err.read_text()
-        finally:
-            if node.poll() is None:
-                os.kill(node.pid, signal.SIGKILL)
         for name, trainer in trainers.items():
             whole = [call for call in seen[name] if len(call.spans) == 1]
             assert len(whole) > 4

@@ -1,6 +1,4 @@
-"""The contract of every node, whoever wrote it: the same tests for our node and for the one of the
-examples, each as a real process.
-"""
+"""The contract of every node, ours and that of the examples, as real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +18,8 @@ from loopback_dataflow import (
     TOKEN,
     DataflowServer,
     Trainer,
-    keep_exit_code,
+    begin_node,
+    killed_at_the_end,
     make_config,
     make_model,
     serve_dataflow,
@@ -100,39 +99,26 @@ def start(
     import subprocess
 
     ours: Server | None = request.getfixturevalue("server") if request.param == "ours" else None
-    started: list[Process] = []
+    out, err = tmp_path / "out", tmp_path / "err"
 
-    def begin(num_groups: int) -> Process:
+    def new(num_groups: int) -> Process:
         if ours is not None:
-            words = ("--dataflow", dataflow.url, "--name", "n1", "--num_groups", num_groups)
-            started.append(
-                keep_exit_code(ours.start("node", *words, env={"FLOWTRAIN_TOKEN": TOKEN}))
-            )
-            return started[-1]
-        out, err = tmp_path / "out", tmp_path / "err"
-        words = (
-            sys.executable,
-            str(PLAIN),
-            dataflow.url,
-            "--name",
-            "n1",
-            "--num_groups",
-            str(num_groups),
-        )
+            return begin_node(ours, dataflow, "n1", "--num_groups", num_groups)
         process = subprocess.Popen(
-            words,
+            f"{sys.executable} {PLAIN} {dataflow.url} --name n1 --num_groups {num_groups}".split(),
             stdout=out.open("w"),
             stderr=err.open("w"),
             env={**os.environ, "FLOWTRAIN_TOKEN": TOKEN},
         )
-        started.append(Process(process.pid, out, err, process.poll))
-        return started[-1]
+        return Process(process.pid, out, err, process.poll)
 
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+    with killed_at_the_end() as started:
+
+        def begin(num_groups: int) -> Process:
+            started.append(new(num_groups))
+            return started[-1]
+
+        yield begin
 
 
 def work_items(dataflow: DataflowServer) -> dict[str, int]:
@@ -165,16 +151,14 @@ def test_a_node_pushes_groups_that_can_be_trained_and_again_without_an_answer(
         isinstance(join, Join) and join.node == "n1" and join.life
         for join in recorded.asked("join")
     )
-    assert len({lease.key for lease in recorded.asked("lease")}) == len(recorded.asked("lease")), (
-        "a key for each request"
-    )
+    found = len({lease.key for lease in recorded.asked("lease")})
+    assert found == len(recorded.asked("lease")), "a key for each request"
     groups = dataflow.ledger.status()["policies"]["planner"]["groups"]
     assert groups["fresh"]["num"] == committed, "none is empty, stale or filtered"
     for push in recorded.asked("push"):
         group = unpack_group(push.payload)
-        assert len(group.trajectories) == 2 and all(
-            t.reward is not None for t in group.trajectories
-        )
+        assert len(group.trajectories) == 2
+        assert all(t.reward is not None for t in group.trajectories)
         assert len({t.seed for t in group.trajectories}) == 2
 
 

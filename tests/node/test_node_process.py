@@ -1,6 +1,4 @@
-"""`python -m flowtrain.node` as real processes with a tiny model on the CPU, a service on loopback
-and weights that change.
-"""
+"""`python -m flowtrain.node` as real processes, a service on loopback and weights that change."""
 
 from __future__ import annotations
 
@@ -24,7 +22,9 @@ from loopback_dataflow import (
     TOKEN,
     DataflowServer,
     Trainer,
+    begin_node,
     keep_exit_code,
+    killed_at_the_end,
     make_config,
     make_model,
     serve_dataflow,
@@ -70,20 +70,13 @@ def trainer(dataflow: DataflowServer, model: str, tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def start(server: Server, dataflow: DataflowServer) -> Iterator[Start]:
-    started: list[Process] = []
+    with killed_at_the_end() as started:
 
-    def begin(name: str, *words: object) -> Process:
-        command = ("--dataflow", dataflow.url, "--name", name, *words)
-        started.append(
-            keep_exit_code(server.start("node", *command, env={"FLOWTRAIN_TOKEN": TOKEN}))
-        )
-        return started[-1]
+        def begin(name: str, *words: object) -> Process:
+            started.append(begin_node(server, dataflow, name, *words))
+            return started[-1]
 
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+        yield begin
 
 
 def terminate(process: Process) -> None:
@@ -260,9 +253,7 @@ def test_a_node_with_another_model_is_refused(
 def test_a_node_samples_from_a_lagging_store(
     dataflow: DataflowServer, trainer: Trainer, start: Start, tmp_path: Path
 ) -> None:
-    """A mirror has version 0 while the trainer is at 2: the node samples with what there is, says
-    so, and catches up.
-    """
+    """With version 0 of a mirror while the trainer is at 2; it says so and catches up."""
     mirror = tmp_path / "mirror"
     shutil.copytree(trainer.store.root, mirror)
     node = start("far", "--store", str(mirror))
@@ -443,7 +434,6 @@ def test_a_node_branches_where_a_trainer_that_samples_would(
         assert places == [None, None, *((p.parent, p.turn, p.token) for p in found)]
         assert {(p.scorer, p.version) for p in points if p} == {("reference", newest(roots))}
         for each in group.trajectories[2:]:
-            assert each.branch is not None
             parent, at = group.trajectories[each.branch.parent], each.branch
             for left, was in zip(each.turns[: at.turn], parent.turns, strict=False):
                 assert left.calls == was.calls

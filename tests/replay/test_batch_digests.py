@@ -57,8 +57,6 @@ def test_a_changed_word_is_found_with_its_field(field: str, data: st.DataObject)
 
 def test_all_else_that_decides_is_found() -> None:
     before = sample()
-    mask = before.sampling_mask
-    assert mask is not None
     for after, text in (
         (replace(before, minibatch=1), "mini-batch"),
         (replace(before, prompt_ids=before.prompt_ids[1:]), "prompt ids"),

@@ -121,7 +121,7 @@ def test_options_of_training_and_of_the_way_to_the_engine_may_change(tmp_path: P
     begin(tmp_path)
     engine = {"base_url": "http://127.0.0.1:1/v1", "price_in": 3.0, "max_concurrency": 2}
     rft = {"num_rollouts": 7, "num_epochs": 3, "lr": 1e-5, "screen": "shortcuts", "keep": "all"}
-    open_log(config(tmp_path, engine=engine, rft=rft))  # type: ignore[arg-type]
+    open_log(config(tmp_path, engine=engine, rft=rft))
 
 
 def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:

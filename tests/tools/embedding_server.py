@@ -1,6 +1,4 @@
-"""A fake of OpenAI's /embeddings: every word has a place in the vector, so that texts are alike
-that share words.
-"""
+"""A fake of OpenAI's /embeddings, in which texts are alike that share words."""
 
 from __future__ import annotations
 
@@ -25,15 +23,12 @@ def vector(text: str) -> list[float]:
 
 
 def embeddings() -> Answer:
-    """platform.openai.com/docs/api-reference/embeddings; the vectors come in another order than the
-    texts, as their indices allow.
-    """
+    """platform.openai.com/docs/api-reference/embeddings, in another order than the texts."""
 
     def answer(handler: Handler) -> None:
         asked = json.loads(handler.body)
-        assert (handler.path, set(asked)) == ("/v1/embeddings", {"model", "input"}) and 1 <= len(
-            asked["input"]
-        ) <= 64
+        assert (handler.path, set(asked)) == ("/v1/embeddings", {"model", "input"})
+        assert 1 <= len(asked["input"]) <= 64
         data = [
             {"object": "embedding", "index": place, "embedding": vector(text)}
             for place, text in enumerate(asked["input"])

@@ -1,6 +1,4 @@
-"""Addresses that may be read: forms of a URL, addresses behind a name, and the checked address is
-the one that is connected to.
-"""
+"""Addresses that may be read, and that the one checked is the one connected to."""
 
 from __future__ import annotations
 
@@ -99,8 +97,8 @@ def test_special_addresses_of_ipaddress_are_not_public(address: object) -> None:
         or address.is_link_local
         or address.is_multicast
         or address.is_reserved
-    )  # type: ignore[attr-defined]
-    assert not (is_public(address) and (special or not address.is_global))  # type: ignore[arg-type, attr-defined]
+    )
+    assert not (is_public(address) and (special or not address.is_global))
 
 
 @given(

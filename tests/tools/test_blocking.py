@@ -54,9 +54,8 @@ def test_pool_bounds_concurrent_calls_without_blocking_loop() -> None:
             await asyncio.sleep(0)
         assert tool.started == ["0", "1"]
         tool.release.set()
-        assert [result.output for result in await asyncio.gather(*calls)] == [
-            f"<{n}>" for n in range(5)
-        ]
+        found = [result.output for result in await asyncio.gather(*calls)]
+        assert found == [f"<{n}>" for n in range(5)]
         tool.close()
 
     asyncio.run(main())

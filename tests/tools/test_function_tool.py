@@ -128,7 +128,7 @@ def test_a_function_that_blocks_holds_up_nobody_and_one_that_awaits_is_awaited(
 ) -> None:
     released = threading.Event()
     tool = made(tmp_path, f"def f(n: int) -> int:\n    {ABOUT_N}\n    return wait(n)\n")
-    tool._function.__globals__["wait"] = lambda n: released.wait(20.0) and n  # type: ignore[attr-defined]
+    tool._function.__globals__["wait"] = lambda n: released.wait(20.0) and n
 
     async def both() -> list[ToolResult]:
         waiting = asyncio.ensure_future(run_tool(tool, {"n": 7}, 20.0, 400))
@@ -221,7 +221,7 @@ def test_a_run_takes_a_tool_of_a_file() -> None:
         assert components.config.agent.tools == asked
         assert tuple(components.tools) == ("Search", "convert")
         agent = components.make_agent(components.make_no_engines(), 2)
-        assert agent.planner.tool_names == ("Search", "convert")  # type: ignore[attr-defined]
+        assert agent.planner.tool_names == ("Search", "convert")
         card = components.tools["convert"].card
         given = '{"length": 2, "unit": "km", "to": "mile"}'
         command = write_command(arguments_of(card, given))

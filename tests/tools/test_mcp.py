@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,23 @@ def by_hand(tmp_path: Path, word: str, **options: Any) -> dict[str, Any]:
     return {"command": command, "timeout_s": 20.0, **options}
 
 
-def call(tool: Tool, timeout_s: float = 60.0, **arguments: object) -> ToolResult:
-    return asyncio.run(run_tool(tool, arguments, timeout_s, 400))
+@contextmanager
+def echo(tmp_path: Path, word: str, **options: Any) -> Iterator[Tool]:
+    """The tool of the server by hand."""
+    with tools_of("hand.echo", hand=by_hand(tmp_path, word, **options)) as tools:
+        yield tools["hand.echo"]
+
+
+def call(tool: Tool, timeout_s: float = 60.0, max_chars: int = 400, **given: object) -> ToolResult:
+    return asyncio.run(run_tool(tool, given, timeout_s, max_chars))
+
+
+def call_together(tool: Tool, *queries: str) -> list[ToolResult]:
+    async def many() -> list[ToolResult]:
+        each = (run_tool(tool, {"query": query}, 60.0, 400) for query in queries)
+        return await asyncio.gather(*each)
+
+    return asyncio.run(many())
 
 
 def starts(tmp_path: Path) -> list[int]:
@@ -73,33 +88,32 @@ def is_gone(pid: int) -> bool:
 
 
 @contextmanager
-def served() -> Iterator[str]:
+def served() -> Iterator[dict[str, Any]]:
     """The example over streamable HTTP."""
     port = free_port()
     with subprocess.Popen([*EXAMPLE, str(port)], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         assert any("Uvicorn running" in line for line in process.stderr)
         threading.Thread(target=process.stderr.read, daemon=True).start()
         try:
-            yield f"http://127.0.0.1:{port}/mcp"
+            yield {"url": f"http://127.0.0.1:{port}/mcp"}
         finally:
             process.kill()
 
 
 @pytest.mark.parametrize("transport", ["stdio", "http"])
 def test_the_example_works_over_both_transports(transport: str) -> None:
-    with reached_over(transport) as server, tools_of("areas.*", areas=server) as tools:
+    reached = nullcontext({"command": EXAMPLE}) if transport == "stdio" else served()
+    with reached as server, tools_of("areas.*", areas=server) as tools:
+        area, total = tools["areas.area"], tools["areas.total"]
         assert list(tools) == ["areas.area", "areas.total"]
         assert not any(tool.card.is_stateful for tool in tools.values())
-        assert "areas.total: Adds numbers up, several times if asked to." in tools_text(
-            tools.values()
-        )
-        assert call(tools["areas.area"], country="Chad").output == "The area of Chad is 1284."
-        assert call(tools["areas.total"], numbers=[1, 2.5], times=2).output == "7"
-        wrong = call(tools["areas.total"], numbers=["x"]).error
-        assert wrong is not None and "numbers.0\n  Input should be a valid number" in wrong
-        failed = call(tools["areas.area"], country="Atlantis").error
-        assert failed is not None and "area" in failed
+        shown = "areas.total: Adds numbers up, several times if asked to."
+        assert shown in tools_text(tools.values())
+        assert call(area, country="Chad").output == "The area of Chad is 1284."
+        assert call(total, numbers=[1, 2.5], times=2).output == "7"
+        wrong = "numbers.0\n  Input should be a valid number"
+        assert wrong in call(total, numbers=["x"]).error
+        assert "area" in call(area, country="Atlantis").error
         executor = Executor(tools, 30.0, 400)
         for sub_goal, name, found in (
             ("Mali", "areas.area", "The area of Mali is 1240."),
@@ -111,38 +125,25 @@ def test_the_example_works_over_both_transports(transport: str) -> None:
             assert command.startswith("execution = tool.execute(")
 
 
-@contextmanager
-def reached_over(transport: str) -> Iterator[dict[str, Any]]:
-    if transport == "stdio":
-        yield {"command": EXAMPLE}
-    else:
-        with served() as url:
-            yield {"url": url}
-
-
 # ---- by hand
 
 
 def test_rollouts_share_one_process_which_ends_with_the_last_tool(tmp_path: Path) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, "good")) as tools:
-
-        async def many() -> list[ToolResult]:
-            each = (run_tool(tools["hand.echo"], {"query": str(n)}, 9.0, 99) for n in range(50))
-            return await asyncio.gather(*each)
-
+    with echo(tmp_path, "good") as tool:
+        numbers = [*map(str, range(50))]
         for _ in range(2):  # one event loop after another
-            assert [result.output for result in asyncio.run(many())] == list(map(str, range(50)))
+            assert [result.output for result in call_together(tool, *numbers)] == numbers
         (pid,) = starts(tmp_path)
         assert not is_gone(pid)
     assert is_gone(pid)
-    assert call(tools["hand.echo"], query="x").error == "the server 'hand' is closed"
+    assert call(tool, query="x").error == "the server 'hand' is closed"
 
 
 def test_a_tool_is_stateful_unless_the_server_says_it_only_reads(tmp_path: Path) -> None:
     for word, expected in (("good", True), ("read_only", False)):
-        with tools_of("hand.echo", hand=by_hand(tmp_path, word)) as tools:
-            assert tools["hand.echo"].card.is_stateful is expected
-            assert tools["hand.echo"].card.schema["required"] == ["query"]
+        with echo(tmp_path, word) as tool:
+            assert tool.card.is_stateful is expected
+            assert tool.card.schema["required"] == ["query"]
 
 
 def test_a_program_gets_only_the_variables_that_it_is_meant_to(
@@ -150,10 +151,8 @@ def test_a_program_gets_only_the_variables_that_it_is_meant_to(
 ) -> None:
     monkeypatch.setenv("FLOWTRAIN_TOKEN", "ours")
     monkeypatch.setenv("AREAS_KEY", "theirs")
-    server = by_hand(tmp_path, "environment", env=("AREAS_KEY",))
-    with tools_of("hand.echo", hand=server) as tools:
-        result = asyncio.run(run_tool(tools["hand.echo"], {"query": ""}, 9.0, 99_999))
-    seen = json.loads(result.output)
+    with echo(tmp_path, "environment", env=("AREAS_KEY",)) as tool:
+        seen = json.loads(call(tool, max_chars=99_999, query="").output)
     assert seen.pop("AREAS_KEY") == "theirs" and "PATH" in seen
     assert set(seen) <= {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LC_CTYPE"}
 
@@ -170,29 +169,28 @@ def test_a_program_gets_only_the_variables_that_it_is_meant_to(
     ],
 )
 def test_results(tmp_path: Path, word: str, output: str, error: str | None) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, word)) as tools:
-        result = call(tools["hand.echo"], query="hi")
-        assert (result.output, result.error) == (output, error)
-        assert len(starts(tmp_path)) == 1
+    with echo(tmp_path, word) as tool:
+        result = call(tool, query="hi")
+    assert (result.output, result.error) == (output, error)
+    assert len(starts(tmp_path)) == 1
 
 
 def test_a_long_result_loses_its_middle(tmp_path: Path) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, "long")) as tools:
-        result = call(tools["hand.echo"], query="hi")
+    with echo(tmp_path, "long") as tool:
+        result = call(tool, query="hi")
     assert result.error is None and len(result.output) < 500
     assert f"{(7 << 20) - 400} characters left out" in result.output
 
 
 def test_cards_hold_no_control_characters(tmp_path: Path) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, "control")) as tools:
-        card = tools["hand.echo"].card
-    assert card.description == "Says \\x1b[2J it \\u202eagain."
+    with echo(tmp_path, "control") as tool:
+        assert tool.card.description == "Says \\x1b[2J it \\u202eagain."
 
 
 @pytest.mark.parametrize("word", ["huge_line", "flood", "no_result"])
 def test_a_call_that_goes_wrong_is_an_error_of_its_turn(tmp_path: Path, word: str) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=2.0)) as tools:
-        result = call(tools["hand.echo"], query="hi")
+    with echo(tmp_path, word, timeout_s=2.0) as tool:
+        result = call(tool, query="hi")
     assert result.error is not None and result.output == ""
     assert all(is_gone(pid) for pid in starts(tmp_path))
 
@@ -201,29 +199,19 @@ def test_a_call_that_goes_wrong_is_an_error_of_its_turn(tmp_path: Path, word: st
 def test_a_server_that_dies_or_hangs_is_started_again(
     tmp_path: Path, word: str, timeout_s: float
 ) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, word, timeout_s=timeout_s)) as tools:
-
-        async def many() -> list[ToolResult]:
-            each = (run_tool(tools["hand.echo"], {"query": "hi"}, 60.0, 400) for _ in range(4))
-            return await asyncio.gather(*each)
-
-        errors = [result.error or "" for result in asyncio.run(many())]
+    with echo(tmp_path, word, timeout_s=timeout_s) as tool:
+        errors = [result.error or "" for result in call_together(tool, *["hi"] * 4)]
         assert any(errors)
         assert all("timed out after 1 s" in each for each in errors) == (word == "hangs_once")
-        assert call(tools["hand.echo"], query="hi").output == "hi"
+        assert call(tool, query="hi").output == "hi"
         pids = starts(tmp_path)
         assert len(pids) == 2 and is_gone(pids[0])
 
 
 def test_many_failures_at_a_time_start_a_server_once(tmp_path: Path) -> None:
-    with tools_of("hand.echo", hand=by_hand(tmp_path, "dies")) as tools:
-
-        async def many() -> list[ToolResult]:
-            each = (run_tool(tools["hand.echo"], {"query": "x"}, 60.0, 400) for _ in range(8))
-            return await asyncio.gather(*each)
-
+    with echo(tmp_path, "dies") as tool:
         for _ in range(3):
-            assert all(result.error for result in asyncio.run(many()))
+            assert all(result.error for result in call_together(tool, *["x"] * 8))
         # A call that comes late, on a busy machine, may be the next server's first.
         assert 3 <= len(starts(tmp_path)) < 8
 
@@ -248,20 +236,16 @@ def test_a_server_that_is_of_no_use_ends_the_run_at_its_start(
 
 
 def test_what_the_config_gets_wrong(tmp_path: Path) -> None:
-    good = by_hand(tmp_path, "good")
+    good, remote = by_hand(tmp_path, "good"), {"url": "http://127.0.0.1:9/mcp"}
     for names, servers, reason in (
-        (("hand.ecco",), {"hand": good}, "agent.tools: no tool 'hand.ecco'; the .* hand.echo"),
-        (("hand.*", "hand.echo"), {"hand": good}, "'hand.echo' is listed twice"),
-        (("hand.echo",), {"head": good}, r"no tool 'hand.echo'; there are .*head\.\*"),
-        (("hand.echo",), {"hand": {"command": ["/no/such"]}}, "mcp.hand: .*No such file"),
-        (("hand.echo",), {"hand": {}}, "give mcp.hand.command or mcp.hand.url"),
-        (("hand.echo",), {"hand": {**good, "env": ("NO_SUCH",)}}, "mcp.hand.env: .*'NO_SUCH'"),
-        (
-            ("hand.echo",),
-            {"hand": {"url": "http://127.0.0.1:9/mcp", "token_env": "NO_SUCH"}},
-            "mcp.hand.token_env='NO_SUCH'",
-        ),
-        (("hand.echo",), {"hand": {"url": "http://127.0.0.1:9/mcp"}}, "mcp.hand: "),
+        (["hand.ecco"], {"hand": good}, "agent.tools: no tool 'hand.ecco'; the .* hand.echo"),
+        (["hand.*", "hand.echo"], {"hand": good}, "'hand.echo' is listed twice"),
+        (["hand.echo"], {"head": good}, r"no tool 'hand.echo'; there are .*head\.\*"),
+        (["hand.echo"], {"hand": {"command": ["/no/such"]}}, "mcp.hand: .*No such file"),
+        (["hand.echo"], {"hand": {}}, "give mcp.hand.command or mcp.hand.url"),
+        (["hand.echo"], {"hand": {**good, "env": ("NO_SUCH",)}}, "mcp.hand.env: .*'NO_SUCH'"),
+        (["hand.echo"], {"hand": {**remote, "token_env": "NO"}}, "mcp.hand.token_env='NO'"),
+        (["hand.echo"], {"hand": remote}, "mcp.hand: "),
     ):
         with pytest.raises(UserError, match=reason), tools_of(*names, **servers):
             pass

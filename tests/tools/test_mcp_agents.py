@@ -1,6 +1,4 @@
-"""Agents that use the tools of an MCP server: the agent `tools`, and a whole run that names all of
-a server's tools at once.
-"""
+"""Agents that use an MCP server's tools: the agent `tools`, and a run that names all at once."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def test_the_agent_tools_calls_one(tmp_path: Path) -> None:
     wrong = FORMATS["hermes"].write([WrittenCall("hand.echo", json.dumps({"q": 1}))])
     qwen = styled("qwen2.5")
     engine = Engine.of(qwen, wrong, call, "<answer>Mali</answer>")
-    policy = make_policy(config, "planner", engine, qwen)  # type: ignore[arg-type]
+    policy = make_policy(config, "planner", engine, qwen)
     agent = ToolCallingAgent(AgentContext(config, {"planner": policy}, tools, {}, 3))
     try:
         done = asyncio.run(agent.run(Task("t", "Say Mali.", ("Mali",)), 1))
@@ -66,7 +64,7 @@ def test_a_run_names_every_tool_that_it_uses(tmp_path: Path) -> None:
     try:
         assert tuple(components.tools) == ("Search", "hand.echo")
         agent = components.make_agent(components.make_no_engines(), 2)
-        assert agent.planner.tool_names == ("Search", "hand.echo")  # type: ignore[attr-defined]
+        assert agent.planner.tool_names == ("Search", "hand.echo")
     finally:
         components.close()
 

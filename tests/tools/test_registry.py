@@ -1,6 +1,4 @@
-"""Tools by name: those of the package and those of others, which installed packages are made up for
-here by their metadata.
-"""
+"""Tools by name: those of the package, and those of packages made up here by their metadata."""
 
 from __future__ import annotations
 
@@ -81,17 +79,16 @@ def test_an_installed_tool_gets_the_context_and_its_own_options(site: Path) -> N
     install(site, "shouting", {"Shout": "shouting:Shout"}, SHOUT)
     asked = config("Shout", "Base_Generator", Shout={"volume": 11}, Base_Generator={"x": 1})
     tool = make_tools(asked, TASKS)["Shout"]
-    context = tool.context  # type: ignore[attr-defined]
+    context = tool.context
     found = (context.config, context.passages, context.guesses, context.chat)
     assert found == (asked, TASKS.passages, ("1284", "1240"), None)
     assert context.options == {"volume": 11}
-    assert make_tools(config("Shout"), TASKS)["Shout"].context.options == {}  # type: ignore[attr-defined]
+    assert make_tools(config("Shout"), TASKS)["Shout"].context.options == {}
 
 
 def test_options_of_what_nothing_names_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"plugins\.Serch: nothing .* is called so; it names Search, "
-    ):
+    told = r"plugins\.Serch: nothing .* is called so; it names Search, "
+    with pytest.raises(ValueError, match=told):
         config("Search", Serch={"volume": 11})
 
 

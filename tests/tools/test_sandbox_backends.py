@@ -1,6 +1,4 @@
-"""Bubblewrap and limits add packages and a scratch folder to seccomp; how one is chosen; what holds
-without a filter.
-"""
+"""What Bubblewrap and limits add to seccomp; how one is chosen; what holds without a filter."""
 
 from __future__ import annotations
 
@@ -66,14 +64,12 @@ def test_a_granted_package_computes(numpy_box: ProcessSandbox) -> None:
     assert outcome(numpy_box, code) == "True\n"
     found = outcome(numpy_box, "import numpy\nnumpy.ones(10 ** 9)")
     assert found == "memory limit of 512 MiB exceeded"
-    assert (
-        outcome(
-            numpy_box,
-            "import numpy.polynomial as p\np.Polynomial([1, 2]).roots()[0]\nprint(p.Polynomial([1, "
-            "2])(3))",
-        )
-        == "7.0\n"
+    seen = outcome(
+        numpy_box,
+        "import numpy.polynomial as p\np.Polynomial([1, 2]).roots()[0]\nprint(p.Polynomial([1, "
+        "2])(3))",
     )
+    assert seen == "7.0\n"
     assert numpy_box.backend.offers == "the standard library, numpy"
 
 
@@ -85,12 +81,10 @@ def test_files_live_as_long_as_their_run(numpy_box: ProcessSandbox) -> None:
     for _ in range(3):
         assert outcome(numpy_box, write) == "[]\nhi\n"
     assert outcome(numpy_box, "import os\nprint(os.listdir())") == "[]\n"
-    assert (
-        outcome(
-            numpy_box, "import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'abc'))"
-        )
-        == "3\n"
+    found = outcome(
+        numpy_box, "import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'abc'))"
     )
+    assert found == "3\n"
 
 
 def test_run_that_writes_files_replaces_its_server(numpy_box: ProcessSandbox) -> None:
@@ -113,14 +107,12 @@ def test_limits_leave_no_folder_behind(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tmp_path.chmod(0o755)
     box = ProcessSandbox(backend("limits"), num_workers=1)
-    assert (
-        outcome(
-            box,
-            "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.symlink('/', "
-            "'a/d')\nos.chmod('a', 0)",
-        )
-        == ""
+    found = outcome(
+        box,
+        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\nos.symlink('/', "
+        "'a/d')\nos.chmod('a', 0)",
     )
+    assert found == ""
     box.close()
     assert not list(tmp_path.iterdir())
 

@@ -1,6 +1,4 @@
-"""The processes behind the sandbox: locked while they run, replaced when they die, gone when the
-sandbox or its host is.
-"""
+"""The sandbox's processes: locked while they run, replaced when they die, gone with their host."""
 
 from __future__ import annotations
 
@@ -95,9 +93,8 @@ def test_the_process_of_a_run_is_under_all_locks() -> None:
         "core file size": 0,
         "processes": 0,
     }
-    assert {name: caps[f"Max {name}"] for name in expected} == {
-        name: [str(cap)] * 2 for name, cap in expected.items()
-    }
+    seen = {name: caps[f"Max {name}"] for name in expected}
+    assert seen == {name: [str(cap)] * 2 for name, cap in expected.items()}
 
 
 def test_a_run_that_hangs_does_not_stop_the_others() -> None:

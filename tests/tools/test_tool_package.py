@@ -1,6 +1,4 @@
-"""The package in examples/tool_package, installed by pip into a folder of its own and run in the
-flow by another process.
-"""
+"""The package in examples/tool_package, installed by pip and run in the flow by another process."""
 
 from __future__ import annotations
 

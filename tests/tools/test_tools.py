@@ -1,6 +1,4 @@
-"""The tools other than the sandbox, and the promise of `run_tool`: whatever a tool does, its caller
-gets a result, in time.
-"""
+"""The tools but the sandbox; whatever a tool does, `run_tool` gives a result in time."""
 
 from __future__ import annotations
 
@@ -8,9 +6,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import make
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,33 +22,20 @@ from flowtrain.types import ToolResult, UserError
 from tests import virtual_time
 
 
-class Stub:
-    """A tool that does what the test says."""
-
-    card = ToolCard("Stub", "Does what the test says.")
-
-    def __init__(self, act: Callable[[str], Awaitable[object]]) -> None:
-        self.act = act
-
-    async def execute(self, query: str) -> str:
-        return await self.act(query)  # type: ignore[return-value]
-
-    def close(self) -> None:
-        pass
+def stub(act: Callable[[str], Any]) -> make.Tool:
+    """A tool that does what the test says, in a coroutine or at once."""
+    return make.Tool(ToolCard("Stub", "Does what the test says."), act)
 
 
-def returning(value: object) -> Stub:
-    async def act(query: str) -> object:
-        return value
-
-    return Stub(act)
+def returning(value: object) -> make.Tool:
+    return stub(lambda query: value)
 
 
-def raising(error: BaseException) -> Stub:
+def raising(error: BaseException) -> make.Tool:
     async def act(query: str) -> object:
         raise error
 
-    return Stub(act)
+    return stub(act)
 
 
 def run(
@@ -57,9 +44,8 @@ def run(
     timeout_s: float = 5.0,
     max_chars: int = 100,
 ) -> ToolResult:
-    return virtual_time.run(
-        run_tool(tool, {"query": "q"} if arguments is None else arguments, timeout_s, max_chars)
-    )
+    given = {"query": "q"} if arguments is None else arguments
+    return virtual_time.run(run_tool(tool, given, timeout_s, max_chars))
 
 
 def test_an_output_is_passed_on_with_its_time() -> None:
@@ -67,9 +53,17 @@ def test_an_output_is_passed_on_with_its_time() -> None:
         await asyncio.sleep(2.0)
         return f"<{query}>"
 
-    result = run(Stub(act), {"query": "what?"})
+    result = run(stub(act), {"query": "what?"})
     assert (result.output, result.error, result.text) == ("<what?>", None, "<what?>")
     assert result.seconds == 2.0
+
+
+class Plain:
+    """A tool whose method is no coroutine function."""
+
+    card = ToolCard("Stub", "")
+
+    def execute(self, query: str) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -85,13 +79,10 @@ def test_an_output_is_passed_on_with_its_time() -> None:
         (returning(" \n"), "no output"),
         (returning(None), "Stub returned NoneType, not a string"),
         (returning(b"x"), "Stub returned bytes, not a string"),
-        (
-            Stub(lambda query: None),
-            "TypeError: object NoneType can't be used in 'await' expression",
-        ),  # type: ignore[arg-type, return-value]
+        (Plain(), "TypeError: object NoneType can't be used in 'await' expression"),
     ],
 )
-def test_a_failure_is_an_error_and_never_raised(tool: Stub, error: str) -> None:
+def test_a_failure_is_an_error_and_never_raised(tool: Tool, error: str) -> None:
     result = run(tool)
     assert (result.output, result.error) == ("", error)
 
@@ -121,26 +112,11 @@ def test_wrong_arguments_are_an_error(arguments: Mapping[str, object], given: st
     ],
 )
 def test_arguments_are_those_of_the_card(arguments: Mapping[str, object], is_right: bool) -> None:
-    class Page:
-        card = ToolCard(
-            "Page",
-            "Reads.",
-            schema_of(
-                Parameter("url", "where"), Parameter("top", "how many", int, is_required=False)
-            ),
-        )
-
-        async def execute(self, url: str, top: int = 1) -> str:
-            return f"{url} {top}"
-
-        def close(self) -> None:
-            pass
-
-    result = run(Page(), arguments)
-    assert (result.error is None) == is_right
-    assert is_right or (result.error or "").startswith(
-        "Page takes (url: str, top: int (optional)); got ("
-    )
+    top = Parameter("top", "how many", int, is_required=False)
+    card = ToolCard("Page", "Reads.", schema_of(Parameter("url", "where"), top))
+    result = run(make.Tool(card, lambda url, top=1: f"{url} {top}"), arguments)
+    told = "Page takes (url: str, top: int (optional)); got ("
+    assert result.error is None if is_right else result.error.startswith(told)
 
 
 def test_a_slow_tool_is_cancelled() -> None:
@@ -153,7 +129,7 @@ def test_a_slow_tool_is_cancelled() -> None:
             events.append("cancelled")
             raise
 
-    result = run(Stub(act), timeout_s=0.25)
+    result = run(stub(act), timeout_s=0.25)
     assert (result.output, result.error, events) == ("", "timed out after 0.25 s", ["cancelled"])
     assert result.seconds == 0.25
 
@@ -170,7 +146,7 @@ def test_tool_that_ignores_cancellation_is_left_behind() -> None:
                     continue
             return "late"
 
-        result = await run_tool(Stub(act), {"query": "q"}, 0.1, 100)
+        result = await run_tool(stub(act), {"query": "q"}, 0.1, 100)
         release.set()
         return result
 
@@ -188,7 +164,7 @@ def test_cancelling_the_caller_passes_through_and_cancels_the_tool() -> None:
             finally:
                 cancelled.set()
 
-        task = asyncio.create_task(run_tool(Stub(act), {"query": "q"}, 5.0, 100))
+        task = asyncio.create_task(run_tool(stub(act), {"query": "q"}, 5.0, 100))
         await started.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -246,14 +222,14 @@ def test_search_finds_the_passage(query: str, index: int) -> None:
 
 
 def test_search_returns_the_best_first_and_ties_in_order() -> None:
-    found = run(Search(PASSAGES, top_k=3), {"query": "room 8"}).output.split("\n")
-    assert found == [PASSAGES[4], PASSAGES[3]]
-    assert run(Search(["same words"] * 9, top_k=3), {"query": "words"}).output == "\n".join(
-        ["same words"] * 3
-    )
+    def found(passages: list[str], top_k: int, query: str) -> list[str]:
+        tool = Search(passages, top_k=top_k)
+        return run(tool, {"query": query}, max_chars=10_000).output.split("\n")
+
+    assert found(PASSAGES, 3, "room 8") == [PASSAGES[4], PASSAGES[3]]
+    assert found(["same words"] * 9, 3, "words") == ["same words"] * 3
     twins = [f"{'word ' * 3}{i}" for i in range(40)]
-    found = run(Search(twins, top_k=40), {"query": "word"}, max_chars=10_000).output.split("\n")
-    assert found == twins
+    assert found(twins, 40, "word") == twins
 
 
 def test_search_agrees_with_the_formula() -> None:
@@ -274,10 +250,8 @@ def test_search_agrees_with_the_formula() -> None:
     for query in ("capital bamako", "the river of chad", "12 bamako", "holds the room"):
         ranked = sorted(range(len(documents)), key=lambda i: -score(documents[i], query.split()))
         expected = [PASSAGES[i] for i in ranked if score(documents[i], query.split()) > 0]
-        assert (
-            run(Search(PASSAGES, top_k=5), {"query": query}, max_chars=10_000).output.split("\n")
-            == expected
-        )
+        result = run(Search(PASSAGES, top_k=5), {"query": query}, max_chars=10_000)
+        assert result.output.split("\n") == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""JSON services that are slow, refuse, hang up or answer garbage: what is asked again, for how
-long, and what is said in the end.
-"""
+"""JSON services that are slow, refuse, hang up or answer garbage: what is asked again, and told."""
 
 from __future__ import annotations
 

@@ -6,14 +6,25 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 from embedding_server import embeddings
 from make import Chat
-from web_servers import PUBLIC, Answer, Internet, Server, drip, html, redirect, serving, tasks_left
+from web_servers import (
+    PUBLIC,
+    Answer,
+    Internet,
+    Server,
+    cancel_once_seen,
+    drip,
+    html,
+    redirect,
+    serving,
+    tasks_left,
+)
 
 from flowtrain.config import Config
 from flowtrain.engines.protocol import EngineError
@@ -118,12 +129,9 @@ def test_chunks_have_so_many_words(monkeypatch: pytest.MonkeyPatch) -> None:
         chunks = read(reader, "length").text.partition("\n")[2].split("\n\n")
         beginning = read(reader, "zebra").text.partition("\n")[2].split("\n\n")
     assert all("length" in chunk for chunk in chunks), "only what shares a word with the query"
-    assert any("4180" in chunk for chunk in chunks) and all(
-        len(chunk.split()) == 30 for chunk in chunks
-    )
-    assert len(beginning) == 4 and beginning[0].startswith("River Its source"), (
-        "the beginning of a page that has none of the words"
-    )
+    assert any("4180" in chunk for chunk in chunks)
+    assert all(len(chunk.split()) == 30 for chunk in chunks)
+    assert len(beginning) == 4 and beginning[0].startswith("River Its source"), "none has the word"
     assert beginning[0].split()[-3:] == beginning[1].split()[:3]
 
 
@@ -180,14 +188,10 @@ def test_what_cannot_be_read_is_an_error(answers: list[Answer], url: str, reason
         assert reason in (read(reader, url=url).error or "")
 
 
-def test_plain_text_is_read_too() -> None:
-    with reading(html("Its length is 4180 kilometres.", Content_Type="text/plain")) as (reader, _):
-        assert read(reader).text == f"{URL}\nIts length is 4180 kilometres."
-
-
-def test_a_page_of_dots_is_shown_as_it_begins() -> None:
-    with reading(html(". . . - - -", Content_Type="text/plain")) as (reader, _):
-        assert read(reader).text == f"{URL}\n. . . - - -"
+@pytest.mark.parametrize("text", ["Its length is 4180 kilometres.", ". . . - - -"])
+def test_plain_text_is_read_too(text: str) -> None:
+    with reading(html(text, Content_Type="text/plain")) as (reader, _):
+        assert read(reader).text == f"{URL}\n{text}"
 
 
 def test_a_result_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +215,7 @@ def test_the_card_names_both_arguments() -> None:
 
 @pytest.mark.clock
 def test_a_page_of_a_million_words_does_not_block_the_loop() -> None:
-    """The longest pause between two turns of the loop, while the page is cut up and ranked, stays
-    far below the work itself.
-    """
+    """The longest pause of the loop stays far below the work itself."""
     pauses: list[float] = []
 
     async def watch() -> None:
@@ -235,12 +237,8 @@ def test_a_page_of_a_million_words_does_not_block_the_loop() -> None:
 
 def test_cancelled_read_leaks_no_task_connection_or_thread() -> None:
     async def main(reader: WebReader, server: Server) -> None:
-        task = asyncio.create_task(run_tool(reader, {"url": URL, "query": "q"}, 60.0, 100))
-        while not server.seen:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        asking = run_tool(reader, {"url": URL, "query": "q"}, 60.0, 100)
+        await cancel_once_seen(asking, server)
         await asyncio.sleep(0)
         while await tasks_left():
             await asyncio.sleep(0.001)
@@ -250,68 +248,35 @@ def test_cancelled_read_leaks_no_task_connection_or_thread() -> None:
         asyncio.run(main(reader, server))
         while not server.hung_up:
             server.released.wait(0.01)
-    names = ("reader", "resolve")
-    ours = [
-        thread
-        for thread in threading.enumerate()
-        if thread not in before and thread.name.startswith(names)
-    ]
-    for thread in ours:
-        thread.join()
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith(("reader", "resolve")):
+            thread.join()
 
 
 def test_reader_refuses_localhost_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(ports: tuple[int, ...], **options: Any) -> Any:
+    def shown(url: str, ports: tuple[int, ...], **options: Any) -> str:
         monkeypatch.setattr("flowtrain.tools.web_reader.Rules", partial(Rules, ports))
         agent = {"tools": ["Web_Reader"], "tool_timeout_s": 20.0}
         config = Config.model_validate({"agent": agent, "web_reader": options})
-        return make_tools(config)["Web_Reader"]
+        with closing(make_tools(config)["Web_Reader"]) as reader:
+            return read(reader, "length", url).text
 
+    private = "which is not on the public internet, and is not read"
     with serving(html("Its length is 4180 kilometres.", Content_Type="text/plain")) as server:
-        own = (server.server_port,)
-        for ports, options, answer in (
-            (own, {}, "Error: 127.0.0.1, which is not on the public internet, and is not read"),
-            (
-                (80, 443),
-                {"allow_private": True},
-                f"Error: '{server.url}/': port {server.server_port} is not read, only 80, 443",
-            ),
-            (own, {"allow_private": True}, f"{server.url}/\nIts length is 4180 kilometres."),
-        ):
-            reader = made(ports, **options)
-            assert (
-                asyncio.run(
-                    run_tool(reader, {"url": f"{server.url}/", "query": "length"}, 20.0, 4000)
-                ).text
-                == answer
-            )
-            reader.close()
-        reader = made(own)
-        error = asyncio.run(
-            run_tool(
-                reader,
-                {"url": server.url.replace("127.0.0.1", "localhost"), "query": "length"},
-                20.0,
-                4000,
-            )
-        ).error
-        assert (
-            error
-            == "localhost is at 127.0.0.1, which is not on the public internet, and is not read"
-            or "::1" in (error or "")
-        )
-        reader.close()
+        own, url = (server.server_port,), f"{server.url}/"
+        assert shown(url, own) == f"Error: 127.0.0.1, {private}"
+        other = f"'{url}': port {own[0]} is not read, only 80, 443"
+        assert shown(url, (80, 443), allow_private=True) == f"Error: {other}"
+        expected = f"{url}\nIts length is 4180 kilometres."
+        assert shown(url, own, allow_private=True) == expected
+        local = shown(url.replace("127.0.0.1", "localhost"), own)
+        assert local == f"Error: localhost is at 127.0.0.1, {private}" or "::1" in local
         assert len(server.seen) == 1
 
 
 def test_an_embedder_must_be_an_engine() -> None:
-    config = Config.model_validate(
-        {
-            "agent": {"tools": ["Web_Reader"]},
-            "web_reader": {"embedder": "vectors"},
-            "engines": {"judge": {"model": "x"}},
-        }
-    )
+    reader = {"agent": {"tools": ["Web_Reader"]}, "web_reader": {"embedder": "vectors"}}
+    config = Config.model_validate({**reader, "engines": {"judge": {"model": "x"}}})
     told = r"web_reader\.embedder='vectors' is no table of \[engines\]; there are: judge"
     with pytest.raises(UserError, match=told):
         make_tools(config)

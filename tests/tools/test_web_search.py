@@ -1,6 +1,4 @@
-"""Web_Search against fakes of the services, which answer in the shapes of their public
-documentation.
-"""
+"""Web_Search against fakes that answer in the shapes of the services' public documentation."""
 
 from __future__ import annotations
 

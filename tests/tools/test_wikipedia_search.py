@@ -1,6 +1,4 @@
-"""Wikipedia_Search against a fake of MediaWiki's API, which answers in the shape of its public
-documentation.
-"""
+"""Wikipedia_Search against a fake of MediaWiki's API, in the shape of its documentation."""
 
 from __future__ import annotations
 
@@ -112,9 +110,8 @@ def test_what_the_wiki_is_asked() -> None:
         "exlimit": "20",
         "inprop": "url",
     }
-    assert request.headers["User-Agent"].startswith("flowtrain/") and request.headers[
-        "User-Agent"
-    ].endswith("(me@example.org)")
+    assert request.headers["User-Agent"].startswith("flowtrain/")
+    assert request.headers["User-Agent"].endswith("(me@example.org)")
 
 
 def test_a_model_chooses_the_pages() -> None:
@@ -125,9 +122,8 @@ def test_a_model_chooses_the_pages() -> None:
         [entry("Niger River"), entry("Mali"), "Other pages: Bamako; Mali Empire; Chad"]
     )
     (prompt,) = chat.prompts
-    assert (
-        "Query: capital of Mali" in prompt and "\n4. Niger River: Niger River is a topic." in prompt
-    )
+    assert "Query: capital of Mali" in prompt
+    assert "\n4. Niger River: Niger River is a topic." in prompt
     assert 0 < chat.asked[0][2] < 5.0, "what is left of the time"
 
 

@@ -1,6 +1,4 @@
-"""Servers on loopback that do as a test says, and a network in which they pass for the public
-internet.
-"""
+"""Servers on loopback, and a network in which they pass for the public internet."""
 
 from __future__ import annotations
 
@@ -151,9 +149,7 @@ def endless(handler: Handler) -> None:
 
 
 class Internet(httpcore2.AsyncNetworkBackend):
-    """Names and public addresses that lead to servers on loopback; `asked` and `connected` say what
-    happened.
-    """
+    """Names and public addresses that lead to loopback; `asked` and `connected` say how."""
 
     def __init__(self, names: dict[str, list[list[str]]], routes: dict[str, Server]) -> None:
         """`names`: what a name resolves to, the first time, the second, ..., the last for ever.
@@ -186,16 +182,20 @@ async def tasks_left() -> list[asyncio.Task[Any]]:
     return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
+async def cancel_once_seen(asking: Coroutine[Any, Any, Any], server: Server) -> None:
+    task = asyncio.create_task(asking)
+    while not server.seen:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 def check_cancelled(ask: Callable[[Server], Coroutine[Any, Any, Any]]) -> None:
     """What is cancelled while its answer drips closes the connection and leaves no task behind."""
 
     async def main(server: Server) -> None:
-        task = asyncio.create_task(ask(server))
-        while not server.seen:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel_once_seen(ask(server), server)
         assert await tasks_left() == []
 
     with serving(drip) as server:

@@ -19,9 +19,7 @@ from flowtrain.types import UserError
 
 
 def quickstart(*argv: str) -> Config:
-    config = parse(["--config", "quickstart", *argv])
-    assert config is not None
-    return config
+    return parse(["--config", "quickstart", *argv])
 
 
 def test_it_is_small_and_named_by_a_word() -> None:
@@ -59,9 +57,8 @@ def test_its_shape_and_tokens_are_those_that_its_command_makes() -> None:
     assert made.encode(text) == shipped.encode(text)
     own = quickstart("--model.path", "quickstart")
     _, planner = load_trained_policy(own, task_set(own), with_weights=True)
-    assert {n: p.shape for n, p in planner.named_parameters()} == {
-        n: p.shape for n, p in model.named_parameters()
-    }
+    found = {n: p.shape for n, p in planner.named_parameters()}
+    assert found == {n: p.shape for n, p in model.named_parameters()}
 
 
 @pytest.mark.slow

@@ -70,9 +70,7 @@ def among(logits: Tensor, sample: Sample) -> Tensor:
 
 
 class Plain:
-    """The same loss and gradient with nothing but transformers and autograd: padded batches or one
-    sample at a time.
-    """
+    """The same by transformers and autograd alone: padded batches or one sample at a time."""
 
     def __init__(
         self, path: str, spec: LossSpec, temperature: float, reference: Any = None
@@ -104,10 +102,8 @@ class Plain:
         spec, targets = self.spec, torch.tensor(sample.response_ids)[:, None]
         logp_all = logits.log_softmax(-1)
         logp = among(logits, sample).gather(1, targets)[:, 0]
-        ratio, a = (
-            torch.exp(logp - torch.tensor(sample.logprobs).double()),
-            torch.tensor(sample.advantages).double(),
-        )
+        ratio = torch.exp(logp - torch.tensor(sample.logprobs).double())
+        a = torch.tensor(sample.advantages).double()
         least = torch.where(a > 0, 0.0, 1 - spec.clip_low)
         most = torch.where(a > 0, 1 + spec.clip_high, spec.dual_clip or math.inf)
         loss = -a * ratio.clamp(least, most) + spec.entropy_coef * (logp_all.exp() * logp_all).sum(

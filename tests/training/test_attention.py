@@ -6,28 +6,13 @@ import math
 
 import pytest
 import torch
-from forests import is_valid_tree
+from forests import is_valid_tree, random_forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from flowtrain.training.attention import forest_attention
 from flowtrain.training.forest import Forest
-
-
-def random_forest(num_tokens: int, seed: int, deep: float = 0.5) -> Tensor:
-    """Any valid `subtree_end`: each token's subtree ends anywhere within its parent's."""
-    rng = torch.Generator().manual_seed(seed)
-    ends: list[int] = []
-    still_open = [num_tokens]
-    for i in range(num_tokens):
-        while len(still_open) > 1 and still_open[-1] <= i:
-            still_open.pop()
-        most = still_open[-1]
-        share = float(torch.rand(1, generator=rng)) ** deep
-        still_open.append(i + 1 + int(share * (most - i - 1) + 0.5))
-        ends.append(still_open[-1])
-    return torch.tensor(ends)
 
 
 def dense_attention(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
 import torch
+from batches import random_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,7 +18,7 @@ from flowtrain.training import balance as balancing
 from flowtrain.training.balance import assign, balance
 from flowtrain.training.tree import PackedRow, empty_row, pack_row, pack_rows
 from flowtrain.training.world import World
-from flowtrain.types import Sample, SampleId, SamplingMask
+from flowtrain.types import SampleId, SamplingMask
 
 costs_of_ranks = st.lists(st.lists(st.integers(1, 100), max_size=5), min_size=1, max_size=4)
 
@@ -71,7 +72,7 @@ def same(ours: PackedRow, theirs: PackedRow) -> bool:
     )
 
 
-def test_row_codec_roundtrip(random_samples: Callable[..., list[Sample]]) -> None:
+def test_row_codec_roundtrip() -> None:
     samples = [replace(s, sample_id=SampleId(n, 2, 3)) for n, s in enumerate(random_samples(9))]
     masks = [
         SamplingMask.of([(token, 7), (token,)][n % 2] for n, token in enumerate(s.response_ids))
@@ -89,7 +90,7 @@ def test_row_codec_roundtrip(random_samples: Callable[..., list[Sample]]) -> Non
     assert balancing._decode(balancing._encode({})) == {}
 
 
-def test_one_rank_keeps_its_rows(random_samples: Callable[..., list[Sample]], alone: World) -> None:
+def test_one_rank_keeps_its_rows(alone: World) -> None:
     rows = pack_rows(random_samples(9), 20)
     (found,) = balance([rows], lambda row: pytest.fail("nothing to weigh"), alone, num_takers=1)
     assert all(a is b for a, b in zip(found, rows, strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import random_samples
 from checkpoints import save, saved_state
 from flowkernels import LossSpec
 from safetensors import SafetensorError
@@ -76,7 +77,7 @@ class Setup:
 
 
 @pytest.fixture
-def setup(tiny_path: str, tmp_path: Path, alone: World, random_samples: MakeSamples) -> Setup:
+def setup(tiny_path: str, tmp_path: Path, alone: World) -> Setup:
     return Setup(tiny_path, tmp_path / "checkpoints", alone, random_samples)
 
 
@@ -172,9 +173,7 @@ def test_the_tokenizer_comes_back_as_it_was(setup: Setup) -> None:
 
 
 def test_a_plain_tokenizer_beside_a_qwen2_model_stays_plain(setup: Setup) -> None:
-    """AutoTokenizer would put the class of the model's family in its place, whatever the
-    tokenizer's own config says.
-    """
+    """AutoTokenizer would put the class of the model's family in its place."""
     made = toy.new_tokenizer(["a\u0301 and é"], vocab_size=270)
     made.save_pretrained(setup.root)
     Qwen2Config(vocab_size=270).save_pretrained(setup.root)
@@ -261,9 +260,8 @@ def test_a_checkpoint_of_another_model_is_refused(
     other = toy.new_model(setup.tokenizer, hidden_size, num_layers, num_heads=4, max_positions=64)
     trainer = setup.new_trainer(other)
     before = everything(trainer)
-    with pytest.raises(
-        UserError, match=r"step_00000001 holds another model: \['.*model\.layers\.\d"
-    ):
+    told = r"step_00000001 holds another model: \['.*model\.layers\.\d"
+    with pytest.raises(UserError, match=told):
         checkpoint.restore(path, trainer.model, trainer.optimizer, ALONE)
     assert_same(everything(trainer), before)
 
@@ -343,9 +341,8 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(tmp_path: Path)
     old.mkdir()
     for name in ("config.json", "model.safetensors", "optimizer.safetensors", "state.json"):
         (old / name).write_text("{}")
-    with pytest.raises(
-        UserError, match=r"step_00000003 has the layout of an older .*--model\.path"
-    ):
+    told = r"step_00000003 has the layout of an older .*--model\.path"
+    with pytest.raises(UserError, match=told):
         checkpoint.settle(tmp_path)
     assert (old / "model.safetensors").exists()
 
@@ -384,7 +381,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     checkpoints.close()
     assert checkpoints.oldest_step == 1 and saved == [1]
     path = checkpoint.latest(setup.root)
-    assert path is not None
     assert_same(everything(setup.restored(path)), before)
     weights = load_file(path / "model" / "model.safetensors")
     assert all(torch.equal(weights[name], before[name]) for name in weights)

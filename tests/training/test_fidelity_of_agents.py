@@ -128,9 +128,7 @@ def digest(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> bytes:
 def roll_out(
     path: str, options: Mapping[str, Any], replies: Sequence[str], trained: PolicyName | None = None
 ) -> tuple[list[Group], ScoringEngine]:
-    """Roll the tasks out; the rewards of a group differ. With `trained` all policies of a flow are
-    there, and the engine of that one is returned.
-    """
+    """Roll out with rewards that differ; with `trained` that policy's engine is returned."""
     sections: dict[str, Any] = {"agent": options, "rollout": {"max_new_tokens": 160}}
     if trained is not None:
         sections["roles"] = {"verifier": "own", "refiner": "own"}
@@ -146,8 +144,7 @@ def roll_out(
         for name in config.policy_names
     }
     policies = {
-        name: make_policy(config, name, engine, tokenizer)  # type: ignore[arg-type]
-        for name, engine in engines.items()
+        name: make_policy(config, name, engine, tokenizer) for name, engine in engines.items()
     }
     tools = {"Search": Search(["The area of Chad is 1284.", "The area of Mali is 55."])}
     context = AgentContext(config, policies, tools, {}, config.agent.max_turns)

@@ -1,16 +1,15 @@
-"""FlexAttention as packed rows use it on a GPU: on the CPU it runs without being compiled, forward
-only, which is enough for its values.
-"""
+"""FlexAttention as packed rows use it, on the CPU: not compiled, and forward only."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from forests import is_valid_tree
+from batches import random_samples
+from forests import is_valid_tree, random_forest
 from gradients import distance
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -25,24 +24,6 @@ from flowtrain.training.row_loss import forward_rows
 from flowtrain.training.tree import pack_row
 from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
-
-
-def random_forest(num_tokens: int, seed: int, deep: float) -> torch.Tensor:
-    """Any valid `subtree_end`; the smaller `deep`, the longer the branches."""
-    rng = torch.Generator().manual_seed(seed)
-    ends: list[int] = []
-    still_open = [num_tokens]
-    for i in range(num_tokens):
-        while len(still_open) > 1 and still_open[-1] <= i:
-            still_open.pop()
-        ends.append(
-            i
-            + 1
-            + int(float(torch.rand(1, generator=rng)) ** deep * (still_open[-1] - i - 1) + 0.5)
-        )
-        still_open.append(ends[-1])
-    return torch.tensor(ends)
-
 
 FORESTS = {
     "one chain": torch.full((4 * BLOCK,), 4 * BLOCK),
@@ -77,9 +58,7 @@ def test_it_is_the_attention_of_the_cpu(name: str, num_heads: int, num_kv_heads:
 
 @pytest.mark.parametrize("name", FORESTS)
 def test_blocks_are_those_that_the_whole_mask_has(name: str) -> None:
-    """None too few, which would be wrong, none too many, which would be slow; and full ones are
-    known as such.
-    """
+    """Too few would be wrong, too many slow; full ones are known as such."""
     ends, ours = FORESTS[name], FlexTree.of(FORESTS[name]).mask()
     truth = create_block_mask(
         ours.mask_mod, None, None, len(ends), len(ends), device="cpu", BLOCK_SIZE=BLOCK
@@ -138,9 +117,7 @@ def test_a_new_batch_compiles_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 12, 60])
-def test_filling_a_row_up_changes_no_logits(
-    tiny_path: str, random_samples: Callable[..., list[Sample]], number: int
-) -> None:
+def test_filling_a_row_up_changes_no_logits(tiny_path: str, number: int) -> None:
     """And the model gives with FlexAttention what it gives with the attention of the CPU."""
     model = models.load_model(tiny_path, torch.float32).requires_grad_(False)
     row = pack_row(random_samples(number))
@@ -169,7 +146,7 @@ def test_a_full_row_stays() -> None:
 
 
 def test_compiled_layers_compute_the_same_and_share_their_graphs(
-    tiny_path: str, alone: World, random_samples: Callable[..., list[Sample]]
+    tiny_path: str, alone: World
 ) -> None:
     """Loss gradients; torch's own backend without code generation, so that the test is quick."""
     torch._dynamo.reset()

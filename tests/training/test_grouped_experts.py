@@ -89,7 +89,7 @@ def test_in_bf16_it_is_as_near_to_the_truth_and_keeps_half(kind: str, routers: t
         assert (own - true).norm() <= 1.1 * (other - true).norm() + 1e-3 * true.norm()
     kept = {}
     for way in (NAME, "grouped_mm"):
-        module.config._experts_implementation = way  # type: ignore[union-attr, assignment]
+        module.config._experts_implementation = way
         leaves = [given_[0].requires_grad_(), given_[1], given_[2].to(routers).requires_grad_()]
         kept[way] = saved_bytes(partial(module, *leaves), tuple(module.parameters()))
     assert kept[NAME] < 0.5 * kept["grouped_mm"]

@@ -1,6 +1,4 @@
-"""Top-k and top-p from the sampler to the gradient: log-probs are taken among what was sampled
-from, by the trainer as by the engine.
-"""
+"""Top-k and top-p from the sampler to the gradient: log-probs among what was sampled from."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches import random_samples
 from flowkernels import LossSpec
 from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of
 
@@ -25,14 +24,11 @@ from flowtrain.types import Completion, Sample, Sampling, SamplingMask
 from flowtrain.weights import WeightStore
 
 MakeTrainer = Callable[..., Trainer]
-MakeSamples = Callable[..., list[Sample]]
 PROMPTS = [(5,), (9, 8, 7), (9, 8, 7, 6), (250, 3, 250)]
 
 
 def truncated(samples: list[Sample]) -> list[Sample]:
-    """Every third stays as it is; of the others, each token was one of 1 to 9, and about as likely
-    as they.
-    """
+    """Every third stays; of the others each token was one of 1 to 9, about as likely."""
     rng = torch.Generator().manual_seed(1)
 
     def some(target: int) -> list[int]:
@@ -51,7 +47,7 @@ def truncated(samples: list[Sample]) -> list[Sample]:
     return [sample if index % 3 == 0 else truncate(sample) for index, sample in enumerate(samples)]
 
 
-def test_nothing_is_kept_where_all_tokens_could_be_sampled(random_samples: MakeSamples) -> None:
+def test_nothing_is_kept_where_all_tokens_could_be_sampled() -> None:
     row = pack_row(random_samples(4))
     assert row.sampling_mask is None
     assert row.mask_ids_K is None
@@ -89,18 +85,13 @@ def test_the_example_of_a_row() -> None:
 def test_the_gradient_is_that_of_dense_masks(
     tiny_path: str,
     make_trainer: MakeTrainer,
-    random_samples: MakeSamples,
     spec: LossSpec,
     temperature: float,
     has_head: bool,
 ) -> None:
-    """-inf where a token could not be sampled, and nothing but transformers and autograd; however
-    the samples are packed.
-    """
-    samples, reference = (
-        truncated(random_samples(12)),
-        reference_of(tiny_path) if spec.kl_coef else None,
-    )
+    """-inf where a token could not be sampled, by transformers and autograd."""
+    samples = truncated(random_samples(12))
+    reference = reference_of(tiny_path) if spec.kl_coef else None
     loss, truth = Plain(tiny_path, spec, temperature, reference).gradient([samples])
     trainer = make_trainer(spec, temperature, reference, grad_clip=0.0)
     if not has_head:
@@ -109,9 +100,8 @@ def test_the_gradient_is_that_of_dense_masks(
     for token_budget in (1000, 25):
         assert distance(gradient_of(trainer, pack_rows(samples, token_budget)), truth) < TOLERANCE
     whole = [replace(sample, sampling_mask=None) for sample in samples]
-    assert distance(gradient_of(trainer, pack_rows(whole, 1000)), truth) > 0.1, (
-        "or the sets would not matter"
-    )
+    found = distance(gradient_of(trainer, pack_rows(whole, 1000)), truth)
+    assert found > 0.1, "or the sets would not matter"
     assert trainer.step([pack_rows(samples, 25)])["loss"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -130,10 +120,8 @@ def test_the_trainer_computes_the_logprobs_of_the_torch_engine(
     """Requests with and without bounds share batches and rows."""
     model = models.load_model(tiny_path, torch.float32, attn="sdpa")
     engine = TorchEngine(model, models.load_tokenizer(tiny_path), WeightStore(tmp_path / "weights"))
-    bounded, free = (
-        Sampling(12, temperature, top_k, top_p, ignore_end=True),
-        Sampling(12, temperature, ignore_end=True),
-    )
+    bounded = Sampling(12, temperature, top_k, top_p, ignore_end=True)
+    free = Sampling(12, temperature, ignore_end=True)
     requests = [
         (p, replace(free if i % 4 == 3 else bounded, seed=i)) for i, p in enumerate(PROMPTS * 3)
     ]
@@ -159,7 +147,5 @@ def test_the_trainer_computes_the_logprobs_of_the_torch_engine(
         assert stats["ratio_min"] == pytest.approx(1, abs=2e-5)
         assert stats["ratio_max"] == pytest.approx(1, abs=2e-5)
     whole = [replace(sample, sampling_mask=None) for sample in samples]
-    assert (
-        make_trainer(LossSpec(), temperature).step([pack_rows(whole, 60)])["logprob_mismatch"]
-        > 0.05
-    ), "or the sets would not matter"
+    found = make_trainer(LossSpec(), temperature).step([pack_rows(whole, 60)])["logprob_mismatch"]
+    assert found > 0.05, "or the sets would not matter"

@@ -27,9 +27,8 @@ def test_it_looks_at_shapes_and_tokens_and_not_at_values() -> None:
     ours = layout_digest(*policy(), torch.float32)
     assert len(ours) == 32
     assert layout_digest(*policy(seed=1), torch.float32) == ours
-    assert layout_digest(policy()[0].bfloat16(), policy()[1], torch.float32) == ours, (
-        "published in the dtype that is asked for"
-    )
+    found = layout_digest(policy()[0].bfloat16(), policy()[1], torch.float32)
+    assert found == ours, "published in the dtype that is asked for"
     model, tokenizer = policy()
     other_end = copy.deepcopy(tokenizer)
     other_end.eos_token = toy.PAD
@@ -48,9 +47,8 @@ def test_it_survives_a_folder(tiny_path: str, tmp_path: Path) -> None:
     again = models.load_model(str(tmp_path), torch.float32), models.load_tokenizer(str(tmp_path))
     digest = layout_digest(model, tokenizer, torch.float32)
     assert layout_digest(*again, torch.float32) == digest
-    assert ModelSpec.load("model.path", str(tmp_path)).layout(torch.float32, Lora()) == digest, (
-        "which loads no weights"
-    )
+    found = ModelSpec.load("model.path", str(tmp_path)).layout(torch.float32, Lora())
+    assert found == digest, "which loads no weights"
 
 
 def test_policies_that_exchange_adapters_need_the_same_base(tmp_path: Path) -> None:

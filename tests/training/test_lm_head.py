@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from batches import random_samples
 from flowkernels import LossSpec
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
@@ -17,7 +16,6 @@ from flowtrain.training.row_loss import forward_rows, row_loss, score_row
 from flowtrain.training.tree import pack_row
 from flowtrain.types import Sample
 
-MakeSamples = Callable[..., list[Sample]]
 SPECS = [
     LossSpec(),
     LossSpec("gspo", clip_low=0.1, clip_high=0.1),
@@ -32,7 +30,7 @@ def model(tiny_path: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.loss_type)
 def test_the_loss_within_the_model_is_the_loss_of_its_logits(
-    model: PreTrainedModel, random_samples: MakeSamples, spec: LossSpec
+    model: PreTrainedModel, spec: LossSpec
 ) -> None:
     """Value, statistics and the gradient of every parameter, the tied embedding among them."""
     row = pack_row(random_samples(6))
@@ -50,17 +48,14 @@ def test_the_loss_within_the_model_is_the_loss_of_its_logits(
     assert lm_head.fused_head(model) is not None
     loss, stats, gradients = take()
     torch.testing.assert_close(loss, logits_loss, rtol=1e-6, atol=1e-7)
-    assert {k: v.tolist() for k, v in stats.items()} == {
-        k: pytest.approx(v.tolist(), rel=1e-5) for k, v in logits_stats.items()
-    }
+    found = {k: v.tolist() for k, v in stats.items()}
+    assert found == {k: pytest.approx(v.tolist(), rel=1e-5) for k, v in logits_stats.items()}
     assert len(gradients) == len(logits_gradients) == len(list(model.parameters()))
     for ours, theirs in zip(gradients, logits_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-8)
 
 
-def test_scores_within_the_model_are_those_of_its_logits(
-    model: PreTrainedModel, random_samples: MakeSamples
-) -> None:
+def test_scores_within_the_model_are_those_of_its_logits(model: PreTrainedModel) -> None:
     row = pack_row(random_samples(6))
     with torch.no_grad():
         plain = score_row(model, row, 0.7)
@@ -70,9 +65,7 @@ def test_scores_within_the_model_are_those_of_its_logits(
     torch.testing.assert_close(scored.entropy_T, plain.entropy_T, rtol=1e-6, atol=1e-6)
 
 
-def test_without_a_task_the_layer_gives_logits(
-    model: PreTrainedModel, random_samples: MakeSamples
-) -> None:
+def test_without_a_task_the_layer_gives_logits(model: PreTrainedModel) -> None:
     row = pack_row(random_samples(3))
     before, names = forward_rows(model, row), list(model.state_dict())
     lm_head.equip(model)
@@ -81,9 +74,7 @@ def test_without_a_task_the_layer_gives_logits(
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_a_task_that_fails_leaves_the_layer_as_it_was(
-    model: PreTrainedModel, random_samples: MakeSamples
-) -> None:
+def test_a_task_that_fails_leaves_the_layer_as_it_was(model: PreTrainedModel) -> None:
     lm_head.equip(model)
     layer, row = lm_head.fused_head(model), pack_row(random_samples(2))
     assert layer is not None

@@ -1,16 +1,14 @@
-"""An adapter is trained as peft trains it; it is merged, saved and restored exactly, on any ranks.
-Run as a script, this file is the training on two ranks.
-"""
+"""An adapter is trained as peft trains it. Run as a script, this file is two ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from batches import random_samples
 from checkpoints import save
 from flowkernels import LossSpec
 from peft import PeftModel
@@ -30,7 +28,6 @@ from flowtrain.training.tree import PackedRow, pack_rows
 from flowtrain.training.world import World, end_process
 from flowtrain.types import Sample, UserError
 
-MakeSamples = Callable[..., list[Sample]]
 LORA = Lora(rank=4, alpha=8.0)
 
 
@@ -57,7 +54,7 @@ def cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def rows(random_samples: MakeSamples) -> list[list[PackedRow]]:
+def rows() -> list[list[PackedRow]]:
     return [pack_rows(random_samples(6), 30)]
 
 

@@ -1,6 +1,4 @@
-"""Losses that see whole samples or the sampler's log-probs, through the trainer: packing must not
-change what they mean.
-"""
+"""Losses that see whole samples, or the sampler's log-probs, mean the same in packed rows."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import random_samples
 from flowkernels import LossSpec
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from flowtrain.training.tree import PackedRow, pack_row, pack_rows
 from flowtrain.types import Sample
 
 MakeTrainer = Callable[..., Trainer]
-MakeSamples = Callable[..., list[Sample]]
 
 
 def gradient_of(trainer: Trainer, rows: list[PackedRow]) -> Tensor:
@@ -48,19 +46,15 @@ def near(trainer: Trainer, samples: list[Sample], spread: float) -> list[Sample]
     return [replace(s, logprobs=tuple(each)) for s, each in zip(samples, noisy, strict=True)]
 
 
-def test_bounds_of_samples_within_the_targets(random_samples: MakeSamples) -> None:
+def test_bounds_of_samples_within_the_targets() -> None:
     samples = random_samples(5)
     row = pack_row(samples)
     assert row.cu_targets_S1.diff().tolist() == [len(s.response_ids) for s in samples]
     assert row.cu_targets_S1[-1] == len(row.target_ids_T)
 
 
-def test_gspo_through_packed_rows_is_the_sequence_loss(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
-    """Against autograd of -min(s A, clip(s) A) with s = exp(mean log-ratio) of each sample on its
-    own.
-    """
+def test_gspo_through_packed_rows_is_the_sequence_loss(make_trainer: MakeTrainer) -> None:
+    """Autograd of -min(s A, clip(s) A) with s = exp(mean log-ratio)."""
     trainer = make_trainer(LossSpec("gspo", clip_low=0.1, clip_high=0.1), grad_clip=0.0)
     samples = near(trainer, random_samples(9), 0.3)
     samples = [
@@ -91,9 +85,7 @@ def test_gspo_through_packed_rows_is_the_sequence_loss(
 
 
 @pytest.mark.parametrize("budget", [1000, 25])
-def test_masked_tokens_leave_the_normaliser(
-    make_trainer: MakeTrainer, random_samples: MakeSamples, budget: int
-) -> None:
+def test_masked_tokens_leave_the_normaliser(make_trainer: MakeTrainer, budget: int) -> None:
     """Dropping tokens by their ratio is the same as giving them no weight to begin with."""
     low, high = 0.9, 1.1
     masked = make_trainer(LossSpec(mis=(low, high)), rescore=True, grad_clip=0.0)
@@ -120,9 +112,7 @@ def test_masked_tokens_leave_the_normaliser(
     )
 
 
-def test_truncated_importance_sampling_weighs_the_policy_term(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_truncated_importance_sampling_weighs_the_policy_term(make_trainer: MakeTrainer) -> None:
     """With one token per sample, the weight is a factor of the sample's advantage."""
     corrected = make_trainer(LossSpec(tis=1.1), rescore=True, grad_clip=0.0)
     plain = make_trainer(LossSpec(), rescore=True, grad_clip=0.0)
@@ -153,9 +143,7 @@ def test_truncated_importance_sampling_weighs_the_policy_term(
     )
 
 
-def test_rescored_truncated_importance_sampling_is_decoupled_ppo(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_rescored_truncated_importance_sampling_is_decoupled_ppo(make_trainer: MakeTrainer) -> None:
     """-min(pi_prox / pi_behave, c) min(r A, clip(r) A) with r = pi / pi_prox (arXiv 2110.00641, eq.
     6; capped as in 2505.24298).
 
@@ -181,18 +169,14 @@ def test_rescored_truncated_importance_sampling_is_decoupled_ppo(
             .log_softmax(-1)
             .gather(1, row.target_ids_T[:, None])[:, 0]
         )
-        behave, ratio = (
-            (row.old_logprob_T - row.sampler_logprob_T).exp(),
-            (logp - row.old_logprob_T).exp(),
-        )
+        behave = (row.old_logprob_T - row.sampler_logprob_T).exp()
+        ratio = (logp - row.old_logprob_T).exp()
         surrogate = torch.minimum(
             ratio * row.advantage_T, ratio.clamp(1 - clip, 1 + clip) * row.advantage_T
         )
         losses.append(-(behave.clamp(max=cap) * surrogate * row.loss_weight_T).sum())
-        num_capped, num_clipped = (
-            num_capped + int((behave > cap).sum()),
-            num_clipped + int((surrogate < ratio * row.advantage_T).sum()),
-        )
+        num_capped = num_capped + int((behave > cap).sum())
+        num_clipped = num_clipped + int((surrogate < ratio * row.advantage_T).sum())
     assert num_capped > 3 and num_clipped > 3, "the case is to have both"
     (sum(losses) / normaliser).backward()
     truth = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
@@ -203,12 +187,8 @@ def test_rescored_truncated_importance_sampling_is_decoupled_ppo(
 
 
 @pytest.mark.parametrize("budget", [1000, 25, 1])
-def test_m2po_looks_at_the_whole_mini_batch(
-    make_trainer: MakeTrainer, random_samples: MakeSamples, budget: int
-) -> None:
-    """Against autograd of the unclipped ratio without the tokens that go, the largest log-ratios of
-    all samples first.
-    """
+def test_m2po_looks_at_the_whole_mini_batch(make_trainer: MakeTrainer, budget: int) -> None:
+    """The largest log-ratios of all samples go first."""
     threshold = 0.05
     trainer = make_trainer(
         LossSpec(clip_low=0.95, clip_high=20.0), m2po=threshold, grad_clip=0.0, lr=0.0

@@ -13,6 +13,7 @@ from itertools import groupby
 
 import pytest
 import torch
+from batches import random_samples
 from flowkernels import FutureRatio, LossSpec, future_aware, future_factor
 from gradients import TOLERANCE, distance, gradient_of, reference_of
 from torch import Tensor
@@ -24,7 +25,6 @@ from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.types import Sample, SampleId
 
 MakeTrainer = Callable[..., Trainer]
-MakeSamples = Callable[..., list[Sample]]
 
 SPEC = LossSpec(clip_high=0.28, dual_clip=3.0, kl_coef=0.5)
 FUTURE = FutureRatio(coef=0.7, half_life=5.0, low=0.4, high=3.0)
@@ -56,7 +56,7 @@ def rollouts(trainer: Trainer, samples: Sequence[Sample], turns: int) -> list[Sa
 
 def logprobs_of(trainer: Trainer, sample: Sample, model: object = None) -> Tensor:
     row = pack_row([sample])
-    logits = forward_rows(model or trainer.model, row)  # type: ignore[arg-type]
+    logits = forward_rows(model or trainer.model, row)
     return logits.log_softmax(-1).gather(1, row.target_ids_T[:, None])[:, 0].double()
 
 
@@ -106,7 +106,7 @@ def truth(
         lost = -torch.minimum(ratio * scaled, ratio.clamp(0.8, 1.28) * scaled)
         lost = torch.where(a < 0, torch.minimum(lost, -3 * scaled), lost)
         terms.append((w * lost).sum())
-    loss = sum(terms) / max(part_weight, 1e-9) + 0.5 * sum(kls) / weight  # type: ignore[operator]
+    loss = sum(terms) / max(part_weight, 1e-9) + 0.5 * sum(kls) / weight
     trainer.optimizer.zero_grad()
     loss.backward()
     grads = {
@@ -128,7 +128,6 @@ def factor_of(joins_turns: bool, drops: bool) -> MinibatchFactor:
 def test_the_gradient_is_that_of_the_objective_written_out(
     tiny_path: str,
     make_trainer: MakeTrainer,
-    random_samples: MakeSamples,
     joins_turns: bool,
     drops: bool,
 ) -> None:
@@ -149,7 +148,7 @@ def test_the_gradient_is_that_of_the_objective_written_out(
 
 @pytest.mark.parametrize("m2po", [None, 0.2])
 def test_over_turns_it_is_the_loss_that_looks_at_rows(
-    make_trainer: MakeTrainer, random_samples: MakeSamples, m2po: float | None
+    make_trainer: MakeTrainer, m2po: float | None
 ) -> None:
     """M2PO finds its clip by the advantages as they were before."""
     spec = replace(SPEC, kl_coef=0.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from batches import random_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,7 +63,6 @@ def test_every_sample_gets_a_step_of_bounded_size_whatever_the_ranks(
 def test_weights_move_as_with_as_many_minibatches(
     num_minibatches: int,
     make_trainer: Callable[..., object],
-    random_samples: Callable[..., list[Sample]],
 ) -> None:
     """Four questions of three samples each: the same steps, counted by questions or by samples."""
     ids = [SampleId(group, member, 0) for group in range(4) for member in range(3)]
@@ -75,8 +75,8 @@ def test_weights_move_as_with_as_many_minibatches(
     )
     assert by_size.num_minibatches == num_minibatches and list(by_size.samples) == samples
     one, other = make_trainer(), make_trainer()
-    stats = one.step(pack(samples, num_minibatches, 30))  # type: ignore[attr-defined]
-    again = other.step(pack(by_size.samples, num_minibatches, 30))  # type: ignore[attr-defined]
+    stats = one.step(pack(samples, num_minibatches, 30))
+    again = other.step(pack(by_size.samples, num_minibatches, 30))
     assert stats["grad_norm"] == again["grad_norm"] and stats["num_optim_steps"] == num_minibatches
-    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):  # type: ignore[attr-defined]
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)

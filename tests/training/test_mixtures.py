@@ -1,6 +1,4 @@
-"""Mixtures of experts: a tree is its samples one by one, in loss and gradients, whoever chose the
-experts; routes are recorded, packed and replayed.
-"""
+"""Mixtures of experts: a tree is its samples one by one, whoever chose the experts."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import sampled
 from flowkernels import LossSpec, policy_loss
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,7 +35,7 @@ from flowtrain.training.row_loss import row_loss, score_row
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack_row, pack_rows
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Routes, Sample, Sampling, UserError
+from flowtrain.types import Routes, Sample, UserError
 from flowtrain.types.checks import routes_problem
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
@@ -127,9 +126,7 @@ trees = st.lists(st.tuples(ids, ids), min_size=1, max_size=5)
 def one_by_one(
     model: PreTrainedModel, samples: Sequence[Sample], form: experts.Form
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients; samples with routes are read along them, with weights from the routers'
-    own scores.
-    """
+    """Loss and gradients; samples with routes are read along them."""
     given: list[Tensor] = []
 
     def follow(router: Any, inputs: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -397,19 +394,7 @@ def engine_of(family: str, tokenizer: Any) -> TorchEngine:
     return TorchEngine(model, tokenizer, store=None)
 
 
-async def sampled(engine: TorchEngine) -> list[Sample]:
-    """Samples of prompts that begin alike, which end at different lengths."""
-    prompts = [(5, 6, 7, 8), (5, 6), (5, 9, 6), (5, 6, 7, 8)]
-    asked = [
-        engine.generate(p, Sampling(3 + 2 * n, seed=n, ignore_end=True))
-        for n, p in enumerate(prompts)
-    ]
-    found = await asyncio.gather(*asked)
-    ones = [(1.0,) * len(each.ids) for each in found]
-    return [
-        Sample(p, each.ids, each.logprobs, one, one, routes=each.routes)
-        for p, each, one in zip(prompts, found, ones, strict=True)
-    ]
+PROMPTS = [(5, 6, 7, 8), (5, 6), (5, 9, 6), (5, 6, 7, 8)]
 
 
 def mismatch(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
@@ -420,7 +405,7 @@ def mismatch(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_records_what_the_trainer_would_choose(family: str, tiny_path: str) -> None:
     engine = engine_of(family, models.load_tokenizer(tiny_path))
-    samples = asyncio.run(sampled(engine))
+    samples = sampled(engine, PROMPTS, 2)
     for each in samples:
         assert not routes_problem(each, (LAYERS, FAMILIES[family]["num_experts_per_tok"], 6))
     row = pack_row(samples)
@@ -442,7 +427,7 @@ def test_replay_takes_the_mismatch_of_other_routes_away(family: str, tiny_path: 
     engine = engine_of(family, models.load_tokenizer(tiny_path))
     for router in experts.routers(engine._model):
         router.__class__ = type("Skewed", (Skewed, type(router)), {})
-    samples = asyncio.run(sampled(engine))
+    samples = sampled(engine, PROMPTS, 2)
     engine.close()
     model = trained(config(family, vocab_size=280))
     assert mismatch(model, samples) < 1e-5
@@ -538,9 +523,7 @@ def run(out: str) -> None:
 
 @pytest.mark.dist
 def test_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
-    """Bit for bit, because a sum has two terms; of four ranks two have no row, and one no expert of
-    three.
-    """
+    """To the bit; of four ranks two have no row, and one no expert of three."""
     launch(__file__, [(size, (str(tmp_path),)) for size in (1, 2, 4)])
     for family in RANKED:
         one, *more = (load_file(tmp_path / f"{family}.{n}.safetensors") for n in (1, 2, 4))
@@ -577,9 +560,8 @@ def test_metrics_of_routes(alone: World, caplog: pytest.LogCaptureFixture) -> No
     num_tokens = len(first.input_ids_N), len(second.input_ids_N)
     assert mixed["routes_replayed"] == num_tokens[0] / sum(num_tokens)
     assert mixed["route_conflict_share"] == 1 / (first.num_unshared_tokens - num_tokens[0])
-    assert [r.message for r in caplog.records] == [
-        "rows without routes of the sampler are routed by the policy itself"
-    ]
+    found = [r.message for r in caplog.records]
+    assert found == ["rows without routes of the sampler are routed by the policy itself"]
     _, none = a_step("qwen3_moe", alone, [bare])
     assert "routes_equal" not in none and none["routes_replayed"] == 0
     assert len(caplog.records) == 2, "said where no row has any, too"

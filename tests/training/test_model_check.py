@@ -1,6 +1,4 @@
-"""Families of models: those on the list have transformers' log-probs on a packed tree, others are
-refused by their config, in one line, before any weight is read.
-"""
+"""Families of models: those on the list agree with transformers, others are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The optimizers: what they compute, what a checkpoint brings back on one rank and on two, and
-moments that wait on the CPU. Run as a script, this file is the ranks.
-"""
+"""The optimizers, their checkpoints and moments on the CPU. As a script, this is the ranks."""
 
 from __future__ import annotations
 
@@ -236,9 +234,7 @@ def save(trainer: Trainer, path: str, folder: Path, world: World) -> None:
 
 
 def run(path: str, out: str) -> None:
-    """Train with each optimizer; once more from the checkpoint in the middle; and from that of one
-    rank.
-    """
+    """Train with each optimizer; again from the checkpoint in the middle, and from one rank's."""
     torch.set_num_threads(1)
     world = World.join("cpu", timeout_s=60)
     sharding._SMALL = 0
@@ -279,9 +275,7 @@ def write(path: Path, trainer: Trainer, world: World) -> None:
 
 @pytest.fixture(scope="module")
 def wide_path(tiny_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose layers are quantised on two ranks too, but not its embedding, half of which is
-    no multiple of 256.
-    """
+    """A model whose layers are quantised on two ranks too, but not its embedding."""
     tokenizer = models.load_tokenizer(tiny_path)
     torch.manual_seed(0)
     model = toy.new_model(tokenizer, hidden_size=96, num_layers=2, num_heads=4, max_positions=64)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import sampled
 from family_cases import (
     RECURRENT,
     Found,
@@ -45,7 +46,7 @@ from flowtrain.training.row_loss import score_row
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_row, pack_rows
 from flowtrain.training.world import World, end_process
-from flowtrain.types import Sample, Sampling, UserError
+from flowtrain.types import Sample, UserError
 
 FAMILY = "qwen3_5_text"
 
@@ -117,12 +118,8 @@ def test_segments_of_a_depth_run_side_by_side() -> None:
     assert shapes == [[(1, 4)], [(2, 30), (1, 1)], [(1, 1)], [(2, 2)]]
     assert tree.kept_P.tolist() == [3, 34, 35]
     assert tree.depths[3][0].parent_S.tolist() == [0, 0]
-    assert tree.path(torch.tensor([0, 34, 36, 39]), 4).tolist() == [
-        [68, 68, 68, 0],
-        [1, 2, 3, 34],
-        [3, 34, 35, 36],
-        [1, 2, 3, 39],
-    ]
+    found = tree.path(torch.tensor([0, 34, 36, 39]), 4).tolist()
+    assert found == [[68, 68, 68, 0], [1, 2, 3, 34], [3, 34, 35, 36], [1, 2, 3, 39]]
 
 
 def test_segments_of_other_lengths_have_states_of_their_own() -> None:
@@ -176,9 +173,8 @@ def test_memory_of_layers_of_both_kinds_is_planned(dtype: torch.dtype, recompute
     counted = memory_plan._simulate(config, dtype, 128, recompute, **how)
     assert planned[0] == pytest.approx(counted[0], rel=0.01)
     assert planned[1] == pytest.approx(counted[1], rel=0.2)
-    assert activations(config, dtype, 4096, recompute)[0] == pytest.approx(
-        32 * planned[0], rel=0.02
-    )
+    found = activations(config, dtype, 4096, recompute)[0]
+    assert found == pytest.approx(32 * planned[0], rel=0.02)
 
 
 # ---- the sampler
@@ -189,25 +185,12 @@ def tiny(tokenizer: Any) -> PreTrainedModel:
     return new_model(tokenizer, 48, 4, 4, 256, "qwen3_5").eval()
 
 
-async def sampled(engine: TorchEngine) -> list[Sample]:
-    """Of prompts that begin alike, one of which is the beginning of what others share."""
-    prompts = [(5, 6, 7, 8, 9), (5, 6), (5, 6, 7, 4), (5, 6, 7, 8, 9), (7,), (5, 6)]
-    asked = [
-        engine.generate(p, Sampling(3 + 4 * n, seed=n, ignore_end=True))
-        for n, p in enumerate(prompts)
-    ]
-    found = await asyncio.gather(*asked)
-    ones = [(1.0,) * len(each.ids) for each in found]
-    return [
-        Sample(p, each.ids, each.logprobs, one, one)
-        for p, each, one in zip(prompts, found, ones, strict=True)
-    ]
-
-
 def test_the_engine_samples_what_transformers_and_the_trainer_read(tiny_path: str) -> None:
     tokenizer = models.load_tokenizer(tiny_path)
     engine = TorchEngine(tiny(tokenizer), tokenizer, store=None)
-    every = asyncio.run(sampled(engine))
+    # One of them is the beginning of what others share.
+    prompts = [(5, 6, 7, 8, 9), (5, 6), (5, 6, 7, 4), (5, 6, 7, 8, 9), (7,), (5, 6)]
+    every = sampled(engine, prompts, 4)
     model = tiny(tokenizer)
     model.set_attn_implementation("eager")
     for each in every:

@@ -1,16 +1,15 @@
-"""One optimizer step, against plain transformers: the same gradient however the samples are packed,
-and nothing moves that must not.
-"""
+"""One optimizer step against plain transformers, however the samples are packed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from batches import random_samples
 from flowkernels import LossSpec
 from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of
 from torch import Tensor
@@ -27,11 +26,19 @@ from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
 
 MakeTrainer = Callable[..., Trainer]
-MakeSamples = Callable[..., list[Sample]]
 
 
 def weights_of(trainer: Trainer) -> list[Tensor]:
     return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def weighing(sample: Sample, weight: float) -> Sample:
+    """The sample with the same weight for each of its tokens."""
+    return replace(sample, loss_weights=(weight,) * len(sample.loss_weights))
 
 
 # --- the gradient
@@ -43,7 +50,6 @@ def weights_of(trainer: Trainer) -> list[Tensor]:
 def test_packed_is_padded_is_one_at_a_time(
     tiny_path: str,
     make_trainer: MakeTrainer,
-    random_samples: MakeSamples,
     spec: LossSpec,
     temperature: float,
 ) -> None:
@@ -62,38 +68,24 @@ def test_packed_is_padded_is_one_at_a_time(
     assert trainer.step([pack_rows(samples, 30)])["loss"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_the_order_of_samples_and_rows_does_not_matter(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_the_order_of_samples_and_rows_does_not_matter(make_trainer: MakeTrainer) -> None:
     samples, trainer = random_samples(8), make_trainer(grad_clip=0.0)
     straight = gradient_of(trainer, [pack_row(samples)])
-    assert (
-        distance(
-            gradient_of(trainer, [pack_row(samples[5:]), pack_row(samples[:5][::-1])]), straight
-        )
-        < TOLERANCE
-    )
+    mixed = gradient_of(trainer, [pack_row(samples[5:]), pack_row(samples[:5][::-1])])
+    assert distance(mixed, straight) < TOLERANCE
 
 
-def test_the_normaliser_is_the_sum_of_all_weights(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
-    """Scaling all weights changes nothing; repeating the batch changes nothing; one more sample of
-    weight 0 changes nothing.
-    """
+def test_the_normaliser_is_the_sum_of_all_weights(make_trainer: MakeTrainer) -> None:
+    """Neither scaled weights, nor a repeated batch, nor a sample of weight 0 change it."""
     samples, trainer = random_samples(6), make_trainer(grad_clip=0.0)
     truth = gradient_of(trainer, pack_rows(samples, 30))
     scaled = [replace(s, loss_weights=tuple(8 * w for w in s.loss_weights)) for s in samples]
-    assert distance(gradient_of(trainer, pack_rows(scaled, 30)), truth) < TOLERANCE
-    assert distance(gradient_of(trainer, pack_rows(samples * 2, 30)), truth) < TOLERANCE
-    (extra,) = random_samples(1, seed=9)
-    ignored = replace(extra, loss_weights=(0.0,) * len(extra.loss_weights))
-    assert distance(gradient_of(trainer, pack_rows([*samples, ignored], 30)), truth) < TOLERANCE
+    ignored = weighing(*random_samples(1, seed=9), 0.0)
+    for others in (scaled, samples * 2, [*samples, ignored]):
+        assert distance(gradient_of(trainer, pack_rows(others, 30)), truth) < TOLERANCE
 
 
-def test_divisors_of_samples_take_the_place_of_their_weights(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_divisors_of_samples_take_the_place_of_their_weights(make_trainer: MakeTrainer) -> None:
     samples, trainer = random_samples(6), make_trainer(grad_clip=0.0)
     truth = gradient_of(trainer, pack_rows(samples, 30))
     weight = sum(sum(sample.loss_weights) for sample in samples)
@@ -102,67 +94,51 @@ def test_divisors_of_samples_take_the_place_of_their_weights(
     assert distance({k: v * 3 / weight for k, v in found.items()}, truth) < TOLERANCE
 
 
-def test_weights_decide_how_much_a_token_counts(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_weights_decide_how_much_a_token_counts(make_trainer: MakeTrainer) -> None:
     """A sample of triple weight is three samples."""
-    first, second = random_samples(2)
-    first, second = (replace(s, loss_weights=(1.0,) * len(s.loss_weights)) for s in (first, second))
+    first, second = (weighing(sample, 1.0) for sample in random_samples(2))
     trainer = make_trainer(grad_clip=0.0)
-    heavy = gradient_of(
-        trainer, [pack_row([replace(first, loss_weights=(3.0,) * len(first.loss_weights)), second])]
+    heavy, thrice, once = (
+        gradient_of(trainer, [pack_row([*firsts, second])])
+        for firsts in ([weighing(first, 3.0)], [first] * 3, [first])
     )
-    assert (
-        distance(heavy, gradient_of(trainer, [pack_row([first, first, first, second])])) < TOLERANCE
-    )
-    assert distance(heavy, gradient_of(trainer, [pack_row([first, second])])) > 1e-2
+    assert distance(heavy, thrice) < TOLERANCE and distance(heavy, once) > 1e-2
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_an_ignored_token_poisons_nothing(
-    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, broken: float
+    tiny_path: str, make_trainer: MakeTrainer, broken: float
 ) -> None:
-    samples = random_samples(4)
-    weights = [(0.0, *s.loss_weights[1:]) for s in samples]
-    samples = [replace(s, loss_weights=w) for s, w in zip(samples, weights, strict=True)]
+    samples = [replace(s, loss_weights=(0.0, *s.loss_weights[1:])) for s in random_samples(4)]
     spoiled = [replace(s, logprobs=(broken, *s.logprobs[1:])) for s in samples]
+    clean, marred = (pack_rows(each, 20) for each in (samples, spoiled))
     trainer = make_trainer(FULL_LOSS, 1.0, reference_of(tiny_path), grad_clip=0.0)
-    clean = gradient_of(trainer, pack_rows(samples, 20))
-    assert distance(gradient_of(trainer, pack_rows(spoiled, 20)), clean) == 0
-    before = make_trainer(FULL_LOSS, 1.0, reference_of(tiny_path)).step([pack_rows(samples, 20)])
-    after = make_trainer(FULL_LOSS, 1.0, reference_of(tiny_path)).step([pack_rows(spoiled, 20)])
+    assert distance(gradient_of(trainer, marred), gradient_of(trainer, clean)) == 0
+    before, after = (
+        make_trainer(FULL_LOSS, 1.0, reference_of(tiny_path)).step([rows])
+        for rows in (clean, marred)
+    )
     assert after == before and all(map(math.isfinite, after.values()))
 
 
 # --- the optimizer step
 
 
-def test_learning_rate_0_moves_no_bit(
-    tiny_path: str, alone: World, random_samples: MakeSamples
-) -> None:
+def test_learning_rate_0_moves_no_bit(tiny_path: str, alone: World) -> None:
     model = models.load_model(tiny_path, torch.float32)
     reference = models.load_model(tiny_path, torch.float32).requires_grad_(False)
-    trainer = Trainer(
-        model, alone, FULL_LOSS, OptimSpec(lr=0.0, weight_decay=0), reference=reference
-    )
+    still = OptimSpec(lr=0.0, weight_decay=0)
+    trainer = Trainer(model, alone, FULL_LOSS, still, reference=reference)
     before = weights_of(trainer)
     for step in range(5):
-        stats = trainer.step(
-            [
-                pack_rows(random_samples(5, seed=step), 20),
-                pack_rows(random_samples(3, seed=step + 50), 20),
-            ]
-        )
+        minibatches = (random_samples(5, seed=step), random_samples(3, seed=step + 50))
+        stats = trainer.step([pack_rows(samples, 20) for samples in minibatches])
         assert stats["grad_norm"] > 0 and stats["num_optim_steps"] == 2 and stats["lr"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
+    assert same(before, weights_of(trainer))
 
 
-def test_a_step_is_adamw_on_the_clipped_gradient(
-    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
-    """Two steps against torch's plain AdamW: learning rate, betas, decay and clipping are those of
-    the spec.
-    """
+def test_a_step_is_adamw_on_the_clipped_gradient(tiny_path: str, make_trainer: MakeTrainer) -> None:
+    """Two steps against torch's plain AdamW."""
     options = {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1}
     trainer, scout = make_trainer(**options, grad_clip=0.05), make_trainer(grad_clip=0.0)
     scout.optimizer = torch.optim.AdamW(
@@ -183,9 +159,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=3e-4)
 
 
-def test_grad_clip_bounds_the_norm_and_0_turns_it_off(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_grad_clip_bounds_the_norm_and_0_turns_it_off(make_trainer: MakeTrainer) -> None:
     rows = pack_rows(random_samples(5), 30)
     free = gradient_of(make_trainer(grad_clip=0.0), rows)
     norm = math.sqrt(sum(float(g.square().sum()) for g in free.values()))
@@ -195,64 +169,45 @@ def test_grad_clip_bounds_the_norm_and_0_turns_it_off(
         assert distance(clipped, expected) < 1e-5
 
 
-def test_set_lr(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_set_lr(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(weight_decay=0.0)
     trainer.set_lr(0.0)
     before = weights_of(trainer)
     assert trainer.step([pack_rows(random_samples(3), 30)])["lr"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
+    assert same(before, weights_of(trainer))
 
 
-def test_minibatches_step_one_after_another(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_minibatches_step_one_after_another(make_trainer: MakeTrainer) -> None:
     """Each with its own normaliser: two in one call are two calls."""
-    first, second = (
-        pack_rows(random_samples(5, seed=1), 30),
-        pack_rows(random_samples(3, seed=2), 30),
-    )
+    first, second = (pack_rows(random_samples(num, seed=num), 30) for num in (5, 3))
     together, apart = make_trainer(), make_trainer()
     stats = together.step([first, second])
     one, two = apart.step([first]), apart.step([second])
-    assert all(
-        torch.equal(a, b) for a, b in zip(weights_of(together), weights_of(apart), strict=True)
-    )
+    assert same(weights_of(together), weights_of(apart))
     assert stats["num_optim_steps"] == 2
     assert stats["grad_norm"] == pytest.approx((one["grad_norm"] + two["grad_norm"]) / 2)
     assert stats["loss"] == pytest.approx((one["loss"] + two["loss"]) / 2)
     assert stats["num_tokens"] == one["num_tokens"] + two["num_tokens"]
-    assert stats["logprob_mismatch"] == one["logprob_mismatch"], (
-        "the sampler's weights are those before the first step"
-    )
+    mismatch = one["logprob_mismatch"]
+    assert stats["logprob_mismatch"] == mismatch, "the sampler's weights are those of before"
 
 
-def test_batches_without_samples_move_nothing(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_batches_without_samples_move_nothing(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     rows = pack_rows(random_samples(3), 30)
     trainer.step([rows])  # there is momentum now
     before = weights_of(trainer)
-    ignored = [
-        pack_row([replace(s, loss_weights=(0.0,) * len(s.loss_weights)) for s in random_samples(2)])
-    ]
+    ignored = [pack_row([weighing(sample, 0.0) for sample in random_samples(2)])]
     for minibatches in ([], [[]], [[], []], [ignored]):
         stats = trainer.step(minibatches)
-        assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer), strict=True))
-        assert (
-            stats["num_optim_steps"]
-            == stats["num_tokens"]
-            == stats["loss"]
-            == stats["grad_norm"]
-            == 0
-        )
+        assert same(before, weights_of(trainer))
+        none = ("num_optim_steps", "num_tokens", "loss", "grad_norm")
+        assert [stats[name] for name in none] == [0] * 4
         assert stats["ratio_mean"] == stats["ratio_max"] == stats["ratio_min"] == 1
         assert all(map(math.isfinite, stats.values()))
     skipping, plain = make_trainer(), make_trainer()
     assert skipping.step([[], rows, []]) == plain.step([rows])
-    assert all(
-        torch.equal(a, b) for a, b in zip(weights_of(skipping), weights_of(plain), strict=True)
-    )
+    assert same(weights_of(skipping), weights_of(plain))
 
 
 # --- what is not finite
@@ -269,9 +224,7 @@ def state_of(trainer: Trainer) -> list[Tensor]:
     return [*weights_of(trainer), *moments]
 
 
-def test_a_step_that_is_not_finite_leaves_no_trace(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_a_step_that_is_not_finite_leaves_no_trace(make_trainer: MakeTrainer) -> None:
     """Alone and among mini-batches; what follows goes on as if it had not been."""
     first, second = (pack_rows(random_samples(5, seed=seed), 30) for seed in (1, 2))
     bad = pack_rows(broken(random_samples(5, seed=3)), 30)
@@ -279,29 +232,19 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
     assert marred.step([first]) == plain.step([first])
     before = state_of(marred)
     stats = marred.step([bad])
-    assert all(torch.equal(a, b) for a, b in zip(state_of(marred), before, strict=True))
+    assert same(state_of(marred), before)
     assert all(p.grad is None or not p.grad.any() for p in marred.model.parameters())
-    assert (
-        stats["num_steps_skipped"],
-        stats["num_optim_steps"],
-        stats["loss"],
-        stats["grad_norm"],
-    ) == (1, 0, 0, 0)
+    told = ("num_steps_skipped", "num_optim_steps", "loss", "grad_norm")
+    assert [stats[name] for name in told] == [1, 0, 0, 0]
     among, without = marred.step([first, bad, second]), plain.step([first, second])
     assert (among["num_steps_skipped"], among["num_optim_steps"]) == (1, 2)
     assert all(map(math.isfinite, (*stats.values(), *among.values())))
     assert stats["num_tokens_skipped"] == among["num_tokens_skipped"] > 0
-    told = set(among) - {
-        "num_steps_skipped",
-        "num_tokens_skipped",
-        "num_rows",
-        "num_packed_tokens",
-        "shared_token_share",
-        "repeated_token_share",
-        "train_tflop",
-    }
-    assert {name: among[name] for name in told} == {name: without[name] for name in told}
-    assert all(torch.equal(a, b) for a, b in zip(state_of(marred), state_of(plain), strict=True))
+    of_batch = "num_steps_skipped num_tokens_skipped num_rows num_packed_tokens train_tflop "
+    of_batch += "shared_token_share repeated_token_share"
+    rest = set(among) - set(of_batch.split())
+    assert {name: among[name] for name in rest} == {name: without[name] for name in rest}
+    assert same(state_of(marred), state_of(plain))
 
 
 @pytest.mark.parametrize(
@@ -311,7 +254,6 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
 )
 def test_gradient_and_loss_are_both_looked_at(
     make_trainer: MakeTrainer,
-    random_samples: MakeSamples,
     factor: float,
     loss: float,
     caplog: pytest.LogCaptureFixture,
@@ -322,27 +264,24 @@ def test_gradient_and_loss_are_both_looked_at(
     before = state_of(trainer)
     trainer.forward_backward(rows, 1.0, StepMetrics())
     parameter = next(trainer.model.parameters())
-    assert parameter.grad is not None
     parameter.grad *= factor
     assert trainer.optim_step(torch.tensor(loss), 7) is None
-    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), before, strict=True))
+    assert same(state_of(trainer), before)
     assert "step 7" in caplog.text and str(loss) in caplog.text
     trainer.forward_backward(rows, 1.0, StepMetrics())
     norm = trainer.optim_step(torch.tensor(0.5))
     assert norm is not None and norm > 0
 
 
-def test_a_few_in_a_row_end_the_run(make_trainer: MakeTrainer, random_samples: MakeSamples) -> None:
+def test_a_few_in_a_row_end_the_run(make_trainer: MakeTrainer) -> None:
     good, bad = pack_rows(random_samples(4), 30), pack_rows(broken(random_samples(4)), 30)
     trainer = make_trainer()
     for _ in range(2):
         trainer.step([bad, good, bad], 40)
         trainer.step([good], 41)
     trainer.step([bad, bad], 42)
-    with pytest.raises(
-        UserError,
-        match=r"^step 43: 3 optimizer steps in a row were skipped.* norm of nan and a loss of nan",
-    ):
+    told = "^step 43: 3 optimizer steps in a row were skipped.* norm of nan and a loss of nan"
+    with pytest.raises(UserError, match=told):
         trainer.step([bad], 43)
 
 
@@ -360,7 +299,7 @@ def scored(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_are_those_of_transformers(
-    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples, temperature: float
+    tiny_path: str, make_trainer: MakeTrainer, temperature: float
 ) -> None:
     samples, plain = random_samples(7), Plain(tiny_path, LossSpec(), temperature)
     truth = [
@@ -379,9 +318,7 @@ def test_scores_are_those_of_transformers(
     )
 
 
-def test_only_target_rows_reach_the_head(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_only_target_rows_reach_the_head(make_trainer: MakeTrainer) -> None:
     trainer, row = make_trainer(), pack_row(random_samples(4))
     sizes = []
     trainer.model.get_output_embeddings().register_forward_hook(
@@ -391,19 +328,12 @@ def test_only_target_rows_reach_the_head(
     assert sizes == [len(row.target_ids_T)]
 
 
-def test_rescoring_an_on_policy_batch_changes_nothing(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
-    samples = scored(make_trainer(), random_samples(6))
-    rows = pack_rows(samples, 30)
+def test_rescoring_an_on_policy_batch_changes_nothing(make_trainer: MakeTrainer) -> None:
+    rows = pack_rows(scored(make_trainer(), random_samples(6)), 30)
     sampler, rescored = make_trainer(grad_clip=0.0), make_trainer(grad_clip=0.0, rescore=True)
     assert distance(gradient_of(rescored, rows), gradient_of(sampler, rows)) < 1e-5
     stats = rescored.step([rows])
-    for name in (
-        "ratio_mean",
-        "ratio_max",
-        "ratio_min",
-    ):  # the same computation with and without autograd
+    for name in ("ratio_mean", "ratio_max", "ratio_min"):  # with and without autograd
         assert stats[name] == pytest.approx(1, abs=1e-6), name
     assert stats["logprob_mismatch"] < 1e-5
     stats = sampler.step([rows])
@@ -412,11 +342,9 @@ def test_rescoring_an_on_policy_batch_changes_nothing(
 
 
 def test_rescoring_takes_ratios_against_the_policy_before_the_batch(
-    make_trainer: MakeTrainer, random_samples: MakeSamples
+    make_trainer: MakeTrainer,
 ) -> None:
-    """The sampler's log-probs are far off. Rescoring replaces them by those before the first step,
-    for the second mini-batch too.
-    """
+    """For the second mini-batch too."""
     samples = [random_samples(5, seed=1), random_samples(5, seed=2)]
     wrong = [pack_rows(each, 30) for each in samples]
     right = [pack_rows(scored(make_trainer(), each), 30) for each in samples]
@@ -430,9 +358,7 @@ def test_rescoring_takes_ratios_against_the_policy_before_the_batch(
     )
 
 
-def test_the_kl_is_zero_until_the_policy_moves(
-    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples
-) -> None:
+def test_the_kl_is_zero_until_the_policy_moves(tiny_path: str, make_trainer: MakeTrainer) -> None:
     reference = models.load_model(tiny_path, torch.float64).requires_grad_(False)
     before = [p.clone() for p in reference.parameters()]
     trainer = make_trainer(LossSpec(kl_coef=0.5), reference=reference)
@@ -441,7 +367,7 @@ def test_the_kl_is_zero_until_the_policy_moves(
     assert distance(gradient_of(trainer, rows), gradient_of(plain, rows)) < TOLERANCE
     first, second = trainer.step([rows])["kl_ref"], trainer.step([rows])["kl_ref"]
     assert first == pytest.approx(0, abs=1e-10) and second > 1e-4
-    assert all(torch.equal(a, b) for a, b in zip(before, reference.parameters(), strict=True))
+    assert same(before, reference.parameters())
 
 
 def test_a_kl_term_without_a_reference_is_our_mistake(make_trainer: MakeTrainer) -> None:
@@ -453,23 +379,17 @@ def test_a_kl_term_without_a_reference_is_our_mistake(make_trainer: MakeTrainer)
 
 
 def flops(sample: Sample) -> float:
-    """Count the FLOPs of the tiny model's forward pass, product by product: 2 layers of width 32
-    with an MLP of 85, 280 words.
-    """
-    num_tokens, num_targets = (
-        len(sample.prompt_ids) + len(sample.response_ids) - 1,
-        len(sample.response_ids),
-    )
+    """Count the FLOPs of the tiny model's forward pass, product by product."""
+    num_targets = len(sample.response_ids)
+    num_tokens = len(sample.prompt_ids) + num_targets - 1
     norms = 2 * 32 + 2 * 8  # of a layer; their parameters count as if they were of a product
-    layer = (
-        num_tokens * 2 * (4 * 32 * 32 + 3 * 32 * 85 + norms)
-        + 2 * 2 * 32 * num_tokens * (num_tokens + 1) / 2
-    )
+    products = num_tokens * 2 * (4 * 32 * 32 + 3 * 32 * 85 + norms)
+    layer = products + 2 * 2 * 32 * num_tokens * (num_tokens + 1) / 2
     return 2 * layer + 2 * 32 * 280 * num_targets
 
 
 def test_statistics_are_means_over_the_trained_tokens(
-    tiny_path: str, make_trainer: MakeTrainer, random_samples: MakeSamples
+    tiny_path: str, make_trainer: MakeTrainer
 ) -> None:
     """Whatever the packing; each is computed here from the log-probs of plain transformers."""
     samples = random_samples(10)
@@ -508,11 +428,8 @@ def test_statistics_are_means_over_the_trained_tokens(
             "shared_token_share": 0.0,
             "repeated_token_share": 0.0,
             "num_rows": len(rows),
-            "train_tflop": 4
-            / 3
-            * 3
-            * sum(map(flops, samples))
-            / 1e12,  # forward, twice as much backward, and the reference
+            # Forward, twice as much backward, and the reference.
+            "train_tflop": 4 * sum(map(flops, samples)) / 1e12,
             "num_optim_steps": 1,
             "num_steps_skipped": 0,
             "loss": loss,

@@ -1,6 +1,4 @@
-"""Packing: nothing lost, nothing twice, nothing over budget, and every array of a row says what it
-should.
-"""
+"""Packing: nothing lost, nothing twice, nothing over budget, and every array is right."""
 
 from __future__ import annotations
 
@@ -33,10 +31,8 @@ def sample_lists(draw: st.DrawFn) -> list[Sample]:
         )
     )
     for number, (prompt, response) in enumerate(shapes):
-        logprobs, weights = (
-            tuple(-x - number / 8 for x in response),
-            tuple(x + 0.25 * number for x in response),
-        )
+        logprobs = tuple(-x - number / 8 for x in response)
+        weights = tuple(x + 0.25 * number for x in response)
         samples.append(
             Sample(
                 tuple(prompt),
@@ -194,9 +190,7 @@ def test_a_sample_over_the_budget_gets_a_row_of_its_own() -> None:
 
 
 def test_the_example_of_a_row() -> None:
-    """Prompts (1, 2) and (1,) share a token, as do the responses (3, 4) and (3, 5) of the first;
-    (5,) is alone.
-    """
+    """Prompts (1, 2) and (1,) share a token, as do responses (3, 4) and (3, 5)."""
     samples = [
         Sample((1, 2), (3, 4), (-0.1, -0.2), (1.5, 1.25), (0.25, 0.5)),
         Sample((5,), (6,), (-0.3,), (-1.0,), (0.75,)),
@@ -210,9 +204,8 @@ def test_the_example_of_a_row() -> None:
     assert row.target_row_T.tolist() == [1, 2, 4, 1, 2, 0, 3]
     assert row.target_ids_T.tolist() == [3, 4, 6, 3, 5, 7, 8]
     assert row.cu_targets_S1.tolist() == [0, 2, 3, 5, 7]
-    assert row.sampler_logprob_T.tolist() == pytest.approx(
-        [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
-    )
+    found = row.sampler_logprob_T.tolist()
+    assert found == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7])
     assert row.advantage_T.tolist() == [1.5, 1.25, -1.0, 0.5, 0.5, 2.0, 2.0]
     assert row.loss_weight_T.tolist() == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
 
@@ -236,9 +229,8 @@ def test_minibatches_get_their_own_samples(samples: list[Sample]) -> None:
     minibatches = pack(samples, 3, 16)
     assert len(minibatches) == 3
     for index, rows in enumerate(minibatches):
-        assert sorted(key(s) for row in rows for s in unpack(row)) == sorted(
-            key(s) for s in samples if s.minibatch == index
-        )
+        found = sorted(key(s) for row in rows for s in unpack(row))
+        assert found == sorted(key(s) for s in samples if s.minibatch == index)
 
 
 def test_an_empty_row_trains_nothing() -> None:

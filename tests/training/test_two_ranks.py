@@ -1,6 +1,4 @@
-"""Two ranks train what one rank trains, also where another rank samples. Run as a script, this
-file is the training; the tests compare what it wrote.
-"""
+"""Two ranks train what one trains. Run as a script, this file is the training."""
 
 from __future__ import annotations
 
@@ -241,9 +239,7 @@ def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
 
 
 def skip(trainer: Trainer, ranks: Ranks) -> list[bool | float]:
-    """A step that goes wrong on the last rank's account alone, then three times an infinite loss
-    there with a gradient that is sound.
-    """
+    """A step that is not finite on the last rank alone, then three times an infinite loss there."""
     is_last = ranks.world.rank == ranks.world.size - 1
     ranks.train(trainer, ranks.rows_of(1))
     before = state_of(trainer)
@@ -364,9 +360,8 @@ def test_two_ranks_report_the_statistics_of_one(results: dict[int, Path], name: 
         # Filling rows for a rank that has run out count as packed tokens.
         assert ours.pop("num_packed_tokens") >= theirs.pop("num_packed_tokens")
         assert ours.pop("num_rows") >= theirs.pop("num_rows")
-        assert ours.pop("train_tflop") >= theirs.pop("train_tflop") * 0.999, (
-            "what ranks hold apart is computed twice"
-        )
+        found = ours.pop("train_tflop")
+        assert found >= theirs.pop("train_tflop") * 0.999, "what ranks hold apart is computed twice"
         assert 0 <= ours.pop("repeated_token_share") < 1 > theirs.pop("repeated_token_share")
         assert 0 <= ours.pop("shared_token_share") <= theirs.pop("shared_token_share") + 1e-6 < 1, (
             "what ranks hold apart is not shared"
@@ -377,9 +372,7 @@ def test_two_ranks_report_the_statistics_of_one(results: dict[int, Path], name: 
 def test_ranks_take_the_same_number_of_passes_and_no_more_than_it_takes(
     results: dict[int, Path],
 ) -> None:
-    """Whatever each of them rolled out: a pass is collective, so a rank that runs out of rows would
-    leave the other waiting.
-    """
+    """A rank that runs out of rows would leave the other waiting."""
     taken = [
         json.loads((results[2] / f"by_layer_kl.{rank}.passes").read_text()) for rank in range(2)
     ]
@@ -437,15 +430,8 @@ def test_bf16_keeps_fp32_master_weights(
 def test_a_step_that_is_not_finite_for_one_rank_is_skipped_by_all(
     results: dict[int, Path], size: int, rank: int
 ) -> None:
-    assert json.loads((results[size] / f"skipped.{rank}.json").read_text()) == [
-        1,
-        0,
-        True,
-        True,
-        True,
-        True,
-        True,
-    ]
+    found = json.loads((results[size] / f"skipped.{rank}.json").read_text())
+    assert found == [1, 0, True, True, True, True, True]
 
 
 if __name__ == "__main__":

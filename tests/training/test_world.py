@@ -1,6 +1,4 @@
-"""Ranks wait for each other's rollouts as long as it takes, and for a hung collective of training
-only a while. Run as a script, this file is the ranks.
-"""
+"""Ranks wait for rollouts, and only a while for a collective. As a script, this is the ranks."""
 
 from __future__ import annotations
 

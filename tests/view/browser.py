@@ -1,6 +1,4 @@
-"""A headless Chromium over its debugging pipe: pages are opened from files, and nothing listens on
-any port.
-"""
+"""A headless Chromium over its debugging pipe: nothing listens on any port."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 class Browser:
-    """One page of a fresh browser; use with `with`. What the page logs or fails at is in
-    `complaints`.
-    """
+    """One page of a fresh browser; what it logs or fails at is in `complaints`."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None

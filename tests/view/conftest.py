@@ -1,6 +1,4 @@
-"""A small run as the loop would have left it: the real writers, a real tokenizer, and rollouts that
-say what they like.
-"""
+"""A small run as the loop would have left it: the real writers, a real tokenizer."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ class RunMaker:
         return make.group(*made, index=index)
 
     def branched(self, text: str) -> Group:
-        """Two roots, and three branches: of turn 2 of the first, and two of turn 1 of the second,
-        one of these at its beginning.
-        """
+        """Two roots, and three branches: of turn 2 of the first, two of turn 1 of the second."""
         roots = [self.trajectory(text, reward, n) for n, reward in enumerate((1.0, 0.0))]
         points = [BranchPoint(0, 1, 2, 2.5), BranchPoint(1, 0, 5, 1.25), BranchPoint(1, 0, 0, 3.0)]
         rewards = (0.0, 1.0, 0.0)

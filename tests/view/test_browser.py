@@ -1,6 +1,4 @@
-"""The page in a real browser, where there is one: it draws, filters and follows links without a
-complaint, and hostile text stays text.
-"""
+"""The page in a real browser: it draws and filters, and hostile text stays text."""
 
 from __future__ import annotations
 
@@ -56,15 +54,12 @@ def test_a_run_is_drawn(browser: Browser, page: Path) -> None:
     assert texts(browser, ".tile b") == ["4 of 4", "1 \u2013 4", "38", "8 s"]
     assert texts(browser, ".notes li") == []
     assert texts(browser, ".panel h3") == ["Reward", "KL", "Tool use", "Seconds per step"]
-    assert (
-        browser.eval(
-            "document.querySelector('.panel path').getAttribute('d').match(/[ML]/g).join('')"
-        )
-        == "MLLL"
+    found = browser.eval(
+        "document.querySelector('.panel path').getAttribute('d').match(/[ML]/g).join('')"
     )
-    assert len(texts(browser, ".item")) == 38 and texts(browser, ".count span") == [
-        "38 of 38 rollouts"
-    ]
+    assert found == "MLLL"
+    assert len(texts(browser, ".item")) == 38
+    assert texts(browser, ".count span") == ["38 of 38 rollouts"]
     assert texts(browser, ".turn h3") == ["Turn 1 Search", "Turn 2 Search", "Turn 3 Search"]
 
 
@@ -138,9 +133,8 @@ def test_keys_and_links(browser: Browser, page: Path) -> None:
     assert "3 of 4 right, mean reward 0.750" in texts(browser, ".rows dd")[1]
     expected = ["✓ 1", "✓ 1", "✓ 1", "✗ 0"]
     assert [text[:3] for text in texts(browser, ".member .split span:first-child")] == expected
-    assert texts(browser, ".member .split span:last-child") == ["advantage +0.50"] * 3 + [
-        f"advantage {MINUS}0.50"
-    ]
+    found = texts(browser, ".member .split span:last-child")
+    assert found == ["advantage +0.50"] * 3 + [f"advantage {MINUS}0.50"]
     browser.press("/")
     assert browser.eval("document.activeElement.placeholder") == "Search"
     browser.press("j")
@@ -161,14 +155,11 @@ def branched(runs: Any, tmp_path: Path) -> Path:
 def test_roots_show_where_others_left_and_how_these_went_on(
     browser: Browser, branched: Path
 ) -> None:
-    """A branch stands under its root, from the first token that is its own on, with its reward
-    beside it.
-    """
+    """A branch stands under its root, from its first own token on."""
     browser.open(branched, "#group.train.5.0")
     assert texts(browser, ".member") == [] and len(texts(browser, ".path.root")) == 2
-    assert texts(browser, ".path > .num > a") == ["✓ 1", "✗ 0", "✗ 0", "✗ 0", "✓ 1"], (
-        "by their place in the root"
-    )
+    found = texts(browser, ".path > .num > a")
+    assert found == ["✓ 1", "✗ 0", "✗ 0", "✗ 0", "✓ 1"], "by their place in the root"
     assert texts(browser, ".root .fork") == ["⑂ 2.5", "⑂ 3", "⑂ 1.25"]
     forks = browser.eval("[...document.querySelectorAll('.fork')].map((x) => x.hash)")
     assert forks == ["#train.5.0.2", "#train.5.0.4", "#train.5.0.3"]
@@ -189,9 +180,8 @@ def test_roots_show_where_others_left_and_how_these_went_on(
         "[...document.querySelectorAll('.branch')].map((x) => "
         "[...x.querySelectorAll('.tokens')].map((y) => y.innerText))"
     )
-    assert [len(turns) for turns in own] == [2, 3, 3], (
-        "turns that were taken over are not told again"
-    )
+    found = [len(turns) for turns in own]
+    assert found == [2, 3, 3], "turns that were taken over are not told again"
     assert first[1].endswith(own[0][0])
     assert own[1][0].split() == first[0].split()
     assert second[0].endswith(own[2][0])

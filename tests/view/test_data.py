@@ -1,6 +1,4 @@
-"""The data of the page: notes on what is missing, outcomes to filter by, prompts and tokens that
-come out as they went in.
-"""
+"""The data of the page: notes, outcomes, prompts and tokens that come out as they went in."""
 
 from __future__ import annotations
 
@@ -30,9 +28,8 @@ def test_a_whole_run_has_nothing_to_note(run: Path) -> None:
     assert tuple(page[key] for key in keys) == expected
     assert dict(page["facts"])["Questions per step"] == "2"
     assert dict(page["facts"])["flowtrain"] == "0123456789"
-    assert (
-        page["seconds"] == {"collect": 8.0} and page["config"] == (run / "config.toml").read_text()
-    )
+    assert page["seconds"] == {"collect": 8.0}
+    assert page["config"] == (run / "config.toml").read_text()
     assert ["texts, sampled", "0.250", "0.750", "+0.500"] in page["results"]
     panels = {panel["title"]: panel["lines"] for panel in page["panels"]}
     assert panels["Reward"] == [
@@ -61,9 +58,8 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
             prompt = call.prompt_ids
             assert tuple(turn["response_ids"]) == call.response_ids
             assert turn["response_logprobs"] == pytest.approx(call.logprobs)
-            assert "".join(turn["texts"]) == runs.tokenizer.decode(
-                call.response_ids, skip_special_tokens=False
-            )
+            found = "".join(turn["texts"])
+            assert found == runs.tokenizer.decode(call.response_ids, skip_special_tokens=False)
             assert turn["training"]["advantage"] == trajectory.reward - 0.5
             assert turn["spans"] == [[0, 3, 6], [3, len(turn["response_ids"]), 7]]
             assert (turn["seconds"], turn["plan_s"], turn["tool_s"]) == (0.5, 0.25, 0.1)
@@ -160,9 +156,8 @@ def test_a_run_that_goes_on(run: Path) -> None:
         file.write('{"st')
     page = data(run)
     assert page["num_logged"] == 38 and page["step"] == 4
-    assert page["notes"] == [
-        "The run has not finished, or was interrupted: there is no summary.json yet."
-    ]
+    found = page["notes"]
+    assert found == ["The run has not finished, or was interrupted: there is no summary.json yet."]
 
 
 def test_a_run_that_has_just_begun(run: Path) -> None:

@@ -90,7 +90,6 @@ def test_the_command_serves_without_extras_and_ends_on_sigterm(run: Path) -> Non
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
         line = process.stdout.readline()
         printed = re.match(r"open http://127\.0\.0\.1:(\d+)(/[\w-]{32})  ", line)
         assert printed, line

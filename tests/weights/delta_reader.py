@@ -1,6 +1,4 @@
-"""A reader of deltas in plain Python, written from docs/delta-format.md alone, to prove that the
-page is complete.
-"""
+"""A reader of deltas in plain Python, written from docs/delta-format.md alone."""
 
 from __future__ import annotations
 
@@ -127,9 +125,7 @@ def read_block(codec: int, payload: bytes, old: list[int]) -> Iterator[tuple[int
 
 
 def read(data: bytes, old: list[int]) -> list[tuple[int, int]]:
-    """All (position, diff) in ascending order; `old`: the words before. Every checksum and digest
-    is compared.
-    """
+    """All (position, diff) in ascending order; every checksum and digest is compared."""
     magic, file_format, level, block_log2, reserved = struct.unpack_from("<4s4B", data)
     num_words, first, num_changed, *digests, checksum = struct.unpack_from("<8Q", data, 8)
     assert (magic, file_format, block_log2, reserved) == (b"FTDL", 1, 16, 0)
@@ -153,8 +149,6 @@ def read(data: bytes, old: list[int]) -> list[tuple[int, int]]:
         at += len(payload)
     changes = [digest_change(first + i, old[i], (old[i] + diff) % 2**16) for i, diff in found]
     assert at == len(data) and len(found) == num_changed
-    assert [sum(one) % 2**64 for one in zip(*changes, strict=True)] in (
-        [(digests[2 + i] - digests[i]) % 2**64 for i in (0, 1)],
-        [],
-    )
+    seen = [sum(one) % 2**64 for one in zip(*changes, strict=True)]
+    assert seen in ([(digests[2 + i] - digests[i]) % 2**64 for i in (0, 1)], [])
     return sorted(found)

@@ -113,9 +113,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Misbehaving(ThreadingHTTPServer):
-    """`answers`: by file name, what to do with the next requests for it; after them the server is
-    honest. `seen`: every request.
-    """
+    """`answers`: by file name, what to do with its next requests; then it is honest."""
 
     daemon_threads = True
 

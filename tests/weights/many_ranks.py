@@ -1,6 +1,4 @@
-"""Several publishers of one model in one process: threads that cut plain tensors by rows, in the
-place of DTensors.
-"""
+"""Several publishers of one model in one process: threads that cut plain tensors by rows."""
 
 from __future__ import annotations
 

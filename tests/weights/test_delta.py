@@ -47,9 +47,7 @@ def weights(num_words: int, seed: int = 0) -> np.ndarray:
 
 
 def changed(words: np.ndarray, density: float, kind: str = "unit", seed: int = 1) -> np.ndarray:
-    """A copy with about that share of its words changed: by one unit ("tiny": those near zero), to
-    a special value, or to anything.
-    """
+    """A copy with about that share of its words changed: by a unit ("tiny"), or to anything."""
     rng = np.random.default_rng(seed)
     where = rng.random(len(words)) < density * (
         20 * (words & 0x7FFF < 0x3B00) if kind == "tiny" else 1
@@ -182,18 +180,12 @@ def test_composed_deltas_equal_direct_ones(
     delta = delta_of(old, new, level, first, num_threads)
     told = _delta.validate(delta, old, num_threads=num_threads)
     assert told == _delta.info(delta)
-    assert (told["num_words"], told["first"], told["level"], told["num_bytes"]) == (
-        num_words,
-        first,
-        level,
-        delta.size,
-    )
+    found = (told["num_words"], told["first"], told["level"], told["num_bytes"])
+    assert found == (num_words, first, level, delta.size)
     assert told["num_changed"] == (old != new).sum()
     assert sum(told["num_blocks"]) == -(-num_words // 65536)
-    assert (told["base_digest"], told["target_digest"]) == (
-        _delta.digest(old, first=first),
-        _delta.digest(new, first=first),
-    )
+    found = (told["base_digest"], told["target_digest"])
+    assert found == (_delta.digest(old, first=first), _delta.digest(new, first=first))
     assert delta.size <= 72 + 12 * sum(told["num_blocks"]) + 2 * num_words
     positions, diffs = _delta.decode(delta, old)
     assert np.array_equal(positions, np.flatnonzero(old != new))
@@ -336,9 +328,7 @@ def test_wrong_pairs_are_refused(
 
 
 def lets_others_run(call: Callable[[], Any]) -> bool:
-    """Whether another thread gets on during many calls. Nobody is ever asked to give the GIL up
-    here: a call must do it by itself.
-    """
+    """Whether another thread gets on during many calls, which give the GIL up themselves."""
     gate, progress = threading.Lock(), []
     other = threading.Thread(target=lambda: (gate.acquire(), progress.append(True), gate.release()))
     before = sys.getswitchinterval()
@@ -362,12 +352,10 @@ def lets_others_run(call: Callable[[], Any]) -> bool:
 def test_the_gil_is_released(name: str) -> None:
     old = weights(65536)
     new = changed(old, 0.1)
-    delta, back, words, pairs = (
-        delta_of(old, new),
-        delta_of(new, old),
-        old.copy(),
-        pairs_of(old, new),
-    )
+    delta = delta_of(old, new)
+    back = delta_of(new, old)
+    words = old.copy()
+    pairs = pairs_of(old, new)
     data = old.view(np.uint8)
     calls: dict[str, Callable[[], Any]] = {
         "encode": lambda: _delta.encode(old, new),

@@ -1,6 +1,4 @@
-"""The fuzz program of the sparse-delta reader, compiled under AddressSanitizer and UBSan and run
-for some cases.
-"""
+"""The fuzz program of the delta reader, under AddressSanitizer and UBSan, for some cases."""
 
 from __future__ import annotations
 

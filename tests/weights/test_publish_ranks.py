@@ -1,6 +1,4 @@
-"""Two FSDP2 ranks publish what one rank publishes. Run as a script, this file publishes; the tests
-compare the stores.
-"""
+"""Two FSDP2 ranks publish what one publishes. Run as a script, this file publishes."""
 
 from __future__ import annotations
 
@@ -100,11 +98,8 @@ def test_two_ranks_publish_what_one_publishes(results: dict[int, Path]) -> None:
     assert one.versions() == two.versions() == list(range(1, NUM_VERSIONS + 2))
     for version in one.versions():
         ours, theirs = one.manifest(version), two.manifest(version)
-        assert (ours.root, ours.digests, ours.num_changed) == (
-            theirs.root,
-            theirs.digests,
-            theirs.num_changed,
-        )
+        found = (ours.root, ours.digests, ours.num_changed)
+        assert found == (theirs.root, theirs.digests, theirs.num_changed)
         assert sorted(ours.delta_files) == sorted(theirs.delta_files)
         weights = [pull(store, version) for store in (one, two)]
         assert all(
@@ -131,18 +126,16 @@ def test_a_failure_on_one_rank_fails_all_and_loses_nothing(results: dict[int, Pa
     for size, rank in ((1, 0), (2, 0), (2, 1)):
         (failure,) = report(results, size, rank)["failures"]
         assert "No space left on device" in failure
-    assert sorted(WeightStore(results[2] / "weights").manifest(FAILS_AT).delta_files) == [
-        FAILS_AT - 1
-    ]
+    found = sorted(WeightStore(results[2] / "weights").manifest(FAILS_AT).delta_files)
+    assert found == [FAILS_AT - 1]
 
 
 def test_all_ranks_resume_together(results: dict[int, Path]) -> None:
     assert all(
         report(results, size, rank)["resumed"] is True for size, rank in ((1, 0), (2, 0), (2, 1))
     )
-    assert sorted(WeightStore(results[2] / "weights").manifest(NUM_VERSIONS + 1).delta_files) == [
-        NUM_VERSIONS
-    ]
+    found = sorted(WeightStore(results[2] / "weights").manifest(NUM_VERSIONS + 1).delta_files)
+    assert found == [NUM_VERSIONS]
 
 
 def test_texts_of_any_length_are_gathered(results: dict[int, Path]) -> None:
@@ -158,9 +151,8 @@ def test_other_placements_are_refused(monkeypatch: pytest.MonkeyPatch, store: We
     try:
         mesh = init_device_mesh("cpu", (1,))
         columns = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
-        with pytest.raises(
-            ValueError, match=r"tensor 'w' is placed as .*; the store needs Shard.0. over all 1"
-        ):
+        told = r"tensor 'w' is placed as .*; the store needs Shard.0. over all 1"
+        with pytest.raises(ValueError, match=told):
             Publisher(store).publish({"w": columns}, 1)
         Publisher(store).publish({"w": distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])}, 1)
     finally:

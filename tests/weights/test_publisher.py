@@ -1,6 +1,4 @@
-"""A publisher writes snapshots, deltas and skips; a publish that fails leaves store and
-publisher as they were.
-"""
+"""A publisher writes snapshots, deltas and skips; one that fails leaves all as it was."""
 
 from __future__ import annotations
 
@@ -104,9 +102,8 @@ def test_when_a_snapshot_is_due(store: WeightStore, options: dict[str, Any], mes
     with_snapshot = [bool(store.manifest(version).snapshot_files) for version in (1, 2, 3)]
     assert with_snapshot == [bool(reason) for reason in reasons] and message in reasons[2]
     has_delta = [bool(store.manifest(version).delta_files) for version in (1, 2, 3)]
-    assert has_delta == (
-        [False, False, False] if "max_delta_share" in options else [False, True, True]
-    )
+    expected = [False, False, False] if "max_delta_share" in options else [False, True, True]
+    assert has_delta == expected
     assert same_bits(pull(store, 3), chain(3))
 
 
@@ -151,9 +148,8 @@ def test_weights_are_cast_to_the_dtype_of_the_store(store: WeightStore) -> None:
 
 
 def test_a_tensor_of_an_odd_number_of_bytes_is_named(store: WeightStore) -> None:
-    with pytest.raises(
-        ValueError, match=r"tensor 'odd' has an odd number of bytes \(\(3,\) torch.uint8\)"
-    ):
+    told = r"tensor 'odd' has an odd number of bytes \(\(3,\) torch.uint8\)"
+    with pytest.raises(ValueError, match=told):
         Publisher(store).publish({"odd": torch.zeros(3, dtype=torch.uint8)}, 1)
     assert store.head() is None
     even = {"even": torch.arange(4, dtype=torch.uint8)}

@@ -1,6 +1,4 @@
-"""A reader updates in place, all or nothing, by the smallest files; where deltas do not lead, it
-loads a full snapshot and says why.
-"""
+"""A reader updates in place, all or nothing, and says why where it takes a snapshot instead."""
 
 from __future__ import annotations
 
@@ -118,15 +116,8 @@ def test_the_chain_is_logarithmic(tmp_path: Path) -> None:
     assert longest <= 3 * 2 * 3 + 3, (
         "three skips on each of three tiers, up and down, and three of 64"
     )
-    assert [base for base, _ in find_chain(store, 0, store.manifest(199))] == [
-        0,
-        64,
-        128,
-        192,
-        196,
-        197,
-        198,
-    ]
+    found = [base for base, _ in find_chain(store, 0, store.manifest(199))]
+    assert found == [0, 64, 128, 192, 196, 197, 198]
 
 
 def test_a_first_load_and_a_return_to_an_older_version_use_snapshots(full: WeightStore) -> None:
@@ -229,9 +220,7 @@ def damage(store: WeightStore, kind: str) -> None:
 def test_a_delta_that_is_not_right_is_replaced_by_a_snapshot_with_the_reason(
     copy: WeightStore, caplog: pytest.LogCaptureFixture, kind: str, message: str
 ) -> None:
-    """The path from 5 to 6 is damaged, and the one from the snapshot at 1 leads over it: version 6
-    is lost, later versions are not.
-    """
+    """Version 6 is lost, later ones are not."""
     damage(copy, kind)
     reader, own = reader_at(copy, 5)
     with pytest.raises(StoreError, match=message):
@@ -294,9 +283,7 @@ def test_verify_every_finds_and_repairs_damage_that_deltas_do_not_touch(
 
 
 def test_a_version_that_was_published_again_is_recognised(store: WeightStore) -> None:
-    """The trainer went back to 2 and published another 3: a reader that holds the old 3 must not
-    take the new delta to 4.
-    """
+    """A reader of the old 3 must not take the new delta to 4."""
     publisher = Publisher(store)
     for version in (1, 2, 3):
         publisher.publish(chain(version), version)
@@ -320,9 +307,8 @@ def test_another_model_is_refused_and_changes_nothing(full: WeightStore, kind: s
         "shape": {"vector": torch.zeros(999, dtype=torch.bfloat16)},
     }[kind]
     reader = WeightReader(full, own)
-    with pytest.raises(
-        StoreError, match="version 3 holds another model than the one here: 1 tensors differ"
-    ):
+    told = "version 3 holds another model than the one here: 1 tensors differ"
+    with pytest.raises(StoreError, match=told):
         reader.load(3)
     assert reader.version is None and not any(t.any() for t in own.values())
 

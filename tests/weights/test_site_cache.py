@@ -1,6 +1,4 @@
-"""nginx with deploy/nginx/weights.conf is the cache of a site: each byte comes once from the server
-of weights, and only those who have the token get it.
-"""
+"""nginx with deploy/nginx/weights.conf fetches each byte once, for those who have the token."""
 
 from __future__ import annotations
 

@@ -99,9 +99,7 @@ def test_a_head_that_points_nowhere_is_named(store: WeightStore) -> None:
 def test_an_unfinished_version_is_invisible(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Killed before the files, the manifest, the rename or HEAD: readers see the version before,
-    and the next publish goes through.
-    """
+    """Readers see the version before, and the next publish goes through."""
     publish(store, 1)
 
     def killed(*_: object, **__: object) -> None:
@@ -209,9 +207,7 @@ def test_garbage_leaves_the_snapshot_and_the_deltas_that_lead_to_kept_versions(
 
 
 def test_a_replaced_snapshot_stays_for_those_who_load_it(store: WeightStore) -> None:
-    """They began before there was the next one. Only the last one that was replaced stays, because
-    it is as large as the model.
-    """
+    """Only the last one that was replaced: it is as large as the model."""
     publisher = Publisher(store, policy=SnapshotPolicy(max_deltas=2))
     for version in range(1, 8):
         publisher.publish(chain(version), version)

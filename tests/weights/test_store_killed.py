@@ -1,6 +1,4 @@
-"""kill -9 of a publisher and of a reader at hundreds of points: the next process sees exactly one
-version and goes on.
-"""
+"""kill -9 of a publisher and a reader at hundreds of points: one version is seen each time."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ def in_child(
     kill_after_s: float | None = None,
     begun: Callable[[], bool] = lambda: True,
 ) -> tuple[int, int]:
-    """Fork, do the work, be killed at the n-th file operation, or a while after `begun`. Returns
-    the signal (0: none) and the operations seen.
-    """
+    """Fork, work, be killed at the n-th file operation or later. Returns signal and operations."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -110,9 +106,7 @@ def check_one_version(
 def test_a_publisher_killed_at_every_file_operation(
     tmp_path: Path, versions: list[Weights]
 ) -> None:
-    """Five versions with snapshots, deltas, a skip and garbage; each run is killed one operation
-    later than the one before.
-    """
+    """Five versions with snapshots, deltas, a skip and garbage."""
     go_on(
         WeightStore(tmp_path / "imports"), versions, 6
     )  # what is imported on the way opens files, too, but only once
@@ -125,10 +119,8 @@ def test_a_publisher_killed_at_every_file_operation(
         store = WeightStore(tmp_path / f"killed{kill_at}")
         own = empty_like(versions[0])
         reader = WeightReader(store, own)
-        assert (
-            in_child(lambda store=store: go_on(store, versions, 6), kill_at=kill_at)[0]
-            == signal.SIGKILL
-        )
+        found = in_child(lambda store=store: go_on(store, versions, 6), kill_at=kill_at)[0]
+        assert found == signal.SIGKILL
         heads.add(check_one_version(store, versions, reader, own))
         go_on(store, versions, 7)
         assert check_one_version(store, versions, reader, own) == 6
@@ -175,8 +167,7 @@ def test_a_reader_killed_at_random_moments_leaves_the_store_as_it_is(
 
     for _ in range(NUM_RANDOM // 3):
         assert in_child(follow, kill_after_s=rng.uniform(0.0005, 0.01))[0] == signal.SIGKILL
-    assert before == {
-        path: path.read_bytes() for path in sorted(store.root.rglob("*")) if path.is_file()
-    }
+    expected = {path: path.read_bytes() for path in sorted(store.root.rglob("*")) if path.is_file()}
+    assert before == expected
     head = store.head()
     assert head == 11 and same_bits(pull(store, head), versions[head])

@@ -1,6 +1,4 @@
-"""Load plans watched and proved through a loader, and deltas through strided views: on one rank and
-on several, all or nothing on all of them.
-"""
+"""Load plans watched and proved through a loader; deltas through strided views, on any ranks."""
 
 from __future__ import annotations
 
@@ -51,6 +49,14 @@ def target_of(toy: Toy, found: dict[str, Tensor], ranks: Ranks) -> ShardedTarget
     )
 
 
+def loaded(store: WeightStore, ranks: Ranks) -> tuple[Toy, WeightReader]:
+    """Version 2 on this rank."""
+    toy = Toy(ranks.rank, ranks.size)
+    reader = WeightReader(store, target_of(toy, toy_weights(0), ranks))
+    reader.load(2)
+    return toy, reader
+
+
 def on_ranks(size: int, run: Callable[[Ranks], Any]) -> list[Any]:
     """Collect what `run` returns on each rank, or the exception that it raised there."""
     meeting = Meeting(size)
@@ -97,12 +103,8 @@ def test_cuts_of_columns_and_wider_types_are_counted_in_words() -> None:
         layout_of(toy_weights(0, torch.float32)), toy.load_weights, toy.held.values(), Alone()
     )
     (down,) = watched.views["down"]
-    assert (down.sizes, down.strides, down.to_strides, down.first) == (
-        (24, 96),
-        (192, 1),
-        (96, 1),
-        96,
-    )
+    found = (down.sizes, down.strides, down.to_strides, down.first)
+    assert found == ((24, 96), (192, 1), (96, 1), 96)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +208,8 @@ def test_a_wrong_base_is_found_and_everything_is_undone(store: WeightStore, size
             toy.held["down"].view(torch.int16)[row, column % (96 // size)] += 1
         damaged = {name: tensor.clone() for name, tensor in toy.held.items()}
         (step,) = reader._find_path(3).batches
-        with pytest.raises(
-            _delta.WrongBase, match="the words of 'down' were not its base, or were damaged"
-        ):
+        told = "the words of 'down' were not its base, or were damaged"
+        with pytest.raises(_delta.WrongBase, match=told):
             target.apply(step[0])
         assert same_bits(toy.held, damaged), "taken back"
         loaded = reader.load(3)
@@ -227,9 +228,7 @@ def test_damage_of_a_copy_that_another_rank_holds_too_is_found(store: WeightStor
     )
 
     def run(ranks: Ranks) -> str:
-        toy = Toy(ranks.rank, 2)
-        reader = WeightReader(store, target_of(toy, toy_weights(0), ranks))
-        reader.load(2)
+        toy, reader = loaded(store, ranks)
         if ranks.rank == 1:
             toy.held["norm"].view(torch.int16)[at] += 1
         return reader.load(3).reason
@@ -253,9 +252,7 @@ def test_an_exception_during_apply_is_undone_on_every_rank(
     monkeypatch.setattr(ShardedTarget, "_decode", decode)
 
     def run(ranks: Ranks) -> tuple[bool, str]:
-        toy = Toy(ranks.rank, size)
-        reader = WeightReader(store, target_of(toy, toy_weights(0), ranks))
-        reader.load(2)
+        toy, reader = loaded(store, ranks)
         before = {name: tensor.clone() for name, tensor in toy.held.items()}
         ranks.gather_text("")
         fails[0] = True
@@ -282,16 +279,10 @@ def test_a_store_that_one_rank_cannot_read_fails_on_all(store: WeightStore) -> N
 
     class Cut(WeightStore):
         def manifest(self, version: int) -> Any:
-            raise (
-                StoreError("the disk of this rank is gone")
-                if version == 3
-                else None or StoreError("never")
-            )
+            raise StoreError("the disk of this rank is gone" if version == 3 else "never")
 
     def run(ranks: Ranks) -> str:
-        toy = Toy(ranks.rank, 2)
-        reader = WeightReader(store, target_of(toy, toy_weights(0), ranks))
-        reader.load(2)
+        _, reader = loaded(store, ranks)
         if ranks.rank == 1:
             reader.source = Cut(store.root)
         with pytest.raises(StoreError) as failure:
@@ -370,7 +361,7 @@ def test_a_dense_tensor_is_restored_when_its_loader_fails(store: WeightStore) ->
         if len(calls) == 1:
             raise MemoryError("no memory")
 
-    toy.load_scalar = load  # type: ignore[method-assign]
+    toy.load_scalar = load
     with pytest.raises(MemoryError, match="no memory"):
         reader.load(3)
     assert same_bits(toy.held, before) and reader.version == 2
@@ -389,9 +380,8 @@ def test_a_tied_tensor_is_recognised_by_its_digest(store: WeightStore) -> None:
     reader = WeightReader(store, target_of(toy, found, Alone()))
     reader.load(1)
     assert reader.load(2).mode == "delta" and reader.damaged() == []
-    with pytest.raises(
-        StoreError, match="version 3 has 'head' apart; the model here ties it to another tensor"
-    ):
+    told = "version 3 has 'head' apart; the model here ties it to another tensor"
+    with pytest.raises(StoreError, match=told):
         reader.load(3)
     assert reader.version == 2 and reader.damaged() == []
 

@@ -19,8 +19,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import is_torchvision_available
 from vllm_in_process import SMALL, change, engines, in_process
 
-pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm")
-
 from flowtrain.engines.vllm import layouts
 from flowtrain.training import attention, delta_net, experts
 from flowtrain.training.row_loss import score_row

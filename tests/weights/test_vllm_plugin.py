@@ -17,22 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from flowkernels import LossSpec
 from many_ranks import Meeting, ThreadRank
 from torch import Tensor
-from vllm_in_process import (
-    NUM_TOKENS,
-    PROMPTS,
-    SMALL,
-    Engine,
-    change,
-    engines,
-    in_process,
-    weights_of,
-)
-
-pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm")
-
-from flowkernels import LossSpec
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -43,6 +30,16 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+)
+from vllm_in_process import (
+    NUM_TOKENS,
+    PROMPTS,
+    SMALL,
+    Engine,
+    change,
+    engines,
+    in_process,
+    weights_of,
 )
 
 from flowtrain import _delta
@@ -197,9 +194,8 @@ def test_a_second_name_of_the_tied_head_is_recognised(at_work: Any, tmp_path: Pa
         wanted = {
             name: digest_hex(digest) for name, digest in store.manifest(version).digests.items()
         }
-        assert engine.rpc("digest_weights").items() == wanted.items() - {
-            ("lm_head.weight", wanted["lm_head.weight"])
-        }
+        found = engine.rpc("digest_weights").items()
+        assert found == wanted.items() - {("lm_head.weight", wanted["lm_head.weight"])}
     assert engine.rpc("held_weights")["mode"] == "delta"
     engine.transfer.__dict__.update(connected)
     engine.transfer.reader._manifest = None  # what it holds is of another store
@@ -432,9 +428,8 @@ def test_wrong_calls_name_their_cure(at_work: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Invalid init_info for SparseDeltaEngine"):
         engine.rpc("init_weight_transfer_engine", init_info={"folder": "x"})
     del engine.transfer.reader
-    with pytest.raises(
-        UserError, match="init_weight_transfer_engine must be called before start_weight_update"
-    ):
+    told = "init_weight_transfer_engine must be called before start_weight_update"
+    with pytest.raises(UserError, match=told):
         engine.update(1)
     engine.transfer.__dict__.update(connected)
 
@@ -443,11 +438,9 @@ def test_a_parameter_that_is_no_plain_copy_is_named(
     at_work: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, store, _, model = at_work
-    name, transfer, connected = (
-        "model.norm.weight",
-        engine.transfer,
-        engine.transfer.__dict__.copy(),
-    )
+    name = "model.norm.weight"
+    transfer = engine.transfer
+    connected = engine.transfer.__dict__.copy()
     norm = transfer.model.model.norm.weight
 
     def half(parameter: Tensor, loaded: Tensor) -> None:
@@ -457,9 +450,8 @@ def test_a_parameter_that_is_no_plain_copy_is_named(
         parameter.data.copy_(loaded * 2)
 
     norm.weight_loader = half
-    with pytest.raises(
-        ValueError, match=f"{name}': the ranks together do not hold each of its words once"
-    ):
+    told = f"{name}': the ranks together do not hold each of its words once"
+    with pytest.raises(ValueError, match=told):
         engine.connect(store)
     norm.weight_loader = doubled
     with caplog.at_level("WARNING", logger="flowtrain"):
@@ -481,10 +473,8 @@ def test_a_model_of_another_kind_is_refused_by_name(at_work: Any, tmp_path: Path
     connected = engine.transfer.__dict__.copy()
     other = WeightStore(tmp_path / "weights")
     Publisher(other).publish(weights_of(new_model("Qwen2, biases")), 1)
-    with pytest.raises(
-        ValueError,
-        match=r"the model's loader does not take 'lm_head.weight' \(bfloat16 \(300, 128\)\)",
-    ):
+    told = r"the model's loader does not take 'lm_head.weight' \(bfloat16 \(300, 128\)\)"
+    with pytest.raises(ValueError, match=told):
         engine.connect(other)
     from flowtrain.engines.vllm.plugin import refuse_unsupported
 
@@ -705,12 +695,10 @@ def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
         plan = make_plan(store.manifest(1).layout, model.load_weights, tensors, ranks)
         prove(plan, model.load_weights, tensors, ranks)
         assert not plan.dense
-        reader, modes = (
-            WeightReader(
-                store, ShardedTarget(plan, ranks, lambda found: model.load_weights(found.items()))
-            ),
-            [],
+        reader = WeightReader(
+            store, ShardedTarget(plan, ranks, lambda found: model.load_weights(found.items()))
         )
+        modes = []
         for version in range(1, 5):
             modes.append(reader.load(version).mode)
             rival.load_weights(loaded[version].items())
@@ -738,8 +726,7 @@ def test_plans_for_several_ranks_agree_with_the_sharding_of_vllm(
                     parameter.data.zero_()  # padding of one is that of the other
         with ThreadPoolExecutor(size) as pool:
             waiting = [pool.submit(run, rank, *pair) for rank, pair in enumerate(models)]
-            assert [done.result() for done in waiting] == [
-                ["snapshot", "delta", "delta", "delta"]
-            ] * size
+            seen = [done.result() for done in waiting]
+            assert seen == [["snapshot", "delta", "delta", "delta"]] * size
     monkeypatch.undo()
     cleanup_dist_env_and_memory()

@@ -153,7 +153,6 @@ def test_a_folder_is_served_from_its_first_version_on_to_the_owners_of_tokens(
         text=True,
         env=environment,
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
         try:
             url = process.stdout.readline().split()[-1]
             assert process.stderr.readline().startswith(f"{root} is not there yet; ")
@@ -179,13 +178,11 @@ def test_serve_until_interrupted(filled: WeightStore, tmp_path: Path, given: str
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
         try:
             url = process.stdout.readline().split()[-1]
             token = given or process.stdout.readline().split()[0].removeprefix("FLOWTRAIN_TOKEN=")
-            assert len(token) > 20 and same(
-                pull(open_source(url, tmp_path, token), 3), weights_at(3)
-            )
+            assert len(token) > 20
+            assert same(pull(open_source(url, tmp_path, token), 3), weights_at(3))
             process.send_signal(signal.SIGINT)
             rest, errors = process.stdout.read(), process.stderr.read()
             assert process.wait(20) == 0, errors

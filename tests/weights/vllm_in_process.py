@@ -148,10 +148,8 @@ class Engine:
         for prompt, out in zip(prompts, outputs, strict=True):
             flat = out.logprobs
             kept = SamplingMask.of(kept_sets(flat)) if sampling.is_truncated else None
-            logprobs, weights = (
-                tuple(flat.logprobs[at] for at in flat.start_indices),
-                (1.0,) * len(out.token_ids),
-            )
+            logprobs = tuple(flat.logprobs[at] for at in flat.start_indices)
+            weights = (1.0,) * len(out.token_ids)
             samples.append(
                 Sample(
                     tuple(prompt["prompt_token_ids"]),

@@ -9,9 +9,7 @@ Weights = dict[str, Tensor]
 
 
 def weights(seed: int = 0) -> Weights:
-    """fp32 and bf16 with every special value, a transposed (not contiguous) one, an empty one and a
-    scalar.
-    """
+    """fp32 and bf16 with special values, a transposed, an empty one and a scalar."""
     rng = torch.Generator().manual_seed(seed)
     special = torch.tensor(
         [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3.4e38, 1e-40]
