@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from flowtrain.rewards.normal import visible
 from flowtrain.types import Task
 
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
@@ -19,6 +20,6 @@ def exact_match(task: Task, answer: str) -> float:
 
 def _normalise(text: str) -> str | Decimal:
     """Fold case, spaces, a trailing period, thousands commas and numerals (385.0 is 385)."""
-    text = " ".join(text.casefold().split()).removesuffix(".").rstrip()
+    text = " ".join(visible(text).casefold().split()).removesuffix(".").rstrip()
     text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     return Decimal(text) if _NUMERAL.fullmatch(text) else text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 
-from flowtrain.rewards.expression import Refused, values
 from flowtrain.rewards.latex import SIGNS
 from flowtrain.types import Task, UserError
 
@@ -13,6 +14,8 @@ TARGET = 24
 MAX_ANSWER = 2000
 """Characters at the end of an answer that are searched for its expression."""
 MAX_NESTED_FRACTIONS = 3
+MAX_EXPRESSION = 400
+"""Characters of an expression."""
 
 _LATEX = (
     (re.compile(r"\\(?:left|right|displaystyle|boxed|text|[,;:! ])|[$*_`]{2,}|[$`]"), " "),
@@ -87,9 +90,30 @@ def is_right(expression: str, numbers: Sequence[int]) -> bool:
     It joins them by + - * / and parentheses, with no sign before a number. Safe for any text.
     """
     num_signs = len(re.findall(r"[-+*/]", expression))
-    if _REFUSED.search(expression) or num_signs != len(numbers) - 1:
+    if (
+        len(expression) > MAX_EXPRESSION
+        or num_signs != len(numbers) - 1
+        or _REFUSED.search(expression)
+        or not _has_numbers(expression, numbers)
+    ):
         return False
     try:
-        return _has_numbers(expression, numbers) and values(expression)[0] == TARGET
-    except Refused:
+        return _value(ast.parse(expression.strip(), mode="eval").body) == TARGET
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError):
         return False
+
+
+def _value(node: ast.expr) -> Fraction:
+    """Compute integers joined by + - * and /, exactly."""
+    match node:
+        case ast.Constant(int(number)):
+            return Fraction(number)
+        case ast.BinOp(left, ast.Add(), right):
+            return _value(left) + _value(right)
+        case ast.BinOp(left, ast.Sub(), right):
+            return _value(left) - _value(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            return _value(left) * _value(right)
+        case ast.BinOp(left, ast.Div(), right):
+            return _value(left) / _value(right)
+    raise SyntaxError("not known here")

@@ -3,7 +3,7 @@
 It drops case, punctuation, articles and repeated white space. Here, what makes a number or a name
 another one stays: decimal points, minus signs, what stands between digits (10.8 is not 108, 1-0 is
 not 10), < and >, and the signs of B+, B- and C#. Accents do not count (Tem\u00fcr is Temur), & is
-and, and all forms of a date are equal (5 January 1964, January 5th, 1964, 1964-01-05).
+and, J. K. is J.K., and what nobody sees (soft hyphens, a byte order mark) is not there.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from flowtrain.rewards import dates
-
+_UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u3164\ufe00-\ufe0f\uffa0]")
+_SIGNS = "\u2062\u2063"
+"""Invisible signs of a product and a list."""
+_INITIAL = re.compile(r"(?<=\b[a-z]\.)\s+(?=[a-z]\.)")
 _SIGN = re.compile(r"(?<![^\s($])[-\u2212](?=\.?[0-9])")
 _BETWEEN = re.compile(r"(?<=[0-9])\s?([-\u2010-\u2015\u2212]|[.:/^=*+])(?=[0-9])")
 _POINT = re.compile(r"(?<![\w.])\.(?=[0-9])")
@@ -32,15 +34,21 @@ _KEPT = {chr(0xE000 + number): sign for number, sign in enumerate("-.:/<>+#^=*")
 _PRIVATE = str.maketrans({kept: private for private, kept in _KEPT.items()})
 
 
+def visible(text: str) -> str:
+    """Drop characters without width: soft hyphens, joiners, marks of direction and byte order."""
+    if text.isascii():
+        return text
+    kept = (c for c in text if unicodedata.category(c) != "Cf" or c in _SIGNS)
+    return _UNSEEN.sub("", "".join(kept))
+
+
 def normalise(text: str) -> str:
     """Normalise as the head of this file says.
 
     A text of which nothing would be left ("The The" is a band) loses only case and spaces.
     """
-    text = " ".join(text.casefold().replace("&", " and ").split())
-    date = dates.read(text)
-    if date and date.year > 0 and date.day:
-        return f"{date.year:04}-{date.month:02}-{date.day:02}"
+    text = " ".join(visible(text).casefold().replace("&", " and ").split())
+    text = _INITIAL.sub("", text)
     plain = unicodedata.normalize("NFKD", text.translate(_LETTERS))
     plain = "".join(c for c in plain if not unicodedata.combining(c))
     plain = _COMMA.sub(" ", _THOUSANDS.sub("", _POINT.sub("0.", plain)))

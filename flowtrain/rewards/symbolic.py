@@ -1,8 +1,7 @@
-"""Mathematical answers that are beyond our own arithmetic, by math-verify in a process with limits.
+"""Mathematical answers that are no plain numbers, by math-verify in a process with limits.
 
 SymPy, under math-verify, may take for ever on hostile text, in code that no thread can stop. So it
-runs in the sandbox of the tool Python_Coder, and is asked only about notation that `math_answer`
-does not compute: functions, binomials, factorials, matrices, absolute values, sets, inequalities.
+runs in the sandbox of the tool Python_Coder, and is not asked about numbers and words.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from flowtrain.rewards.latex import tidy
-from flowtrain.rewards.math_answer import readings, right_side
+from flowtrain.rewards.math_answer import pairs
+from flowtrain.rewards.statements import Numbers, is_same
 from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Task
@@ -26,7 +25,7 @@ from flowtrain.utils.per_loop import Together
 
 SCORER = "math"
 """The scorer whose 0 math-verify may overrule."""
-MAX_LENGTH = 300
+MAX_LENGTH = 400
 """Characters of a text that math-verify reads."""
 MAX_PAIRS = 8
 """Pairs of texts that are compared for one answer."""
@@ -39,46 +38,36 @@ MEMORY_MB = 1024
 
 _Pairs = tuple[tuple[str, str], ...]
 
-_SOURCE = Path(__file__).with_name("symbolic_child.py")
-_BEYOND = re.compile(
-    r"\\(?:log|ln|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|d?binom|begin|[lr]?vert|lfloor"
-    r"|lceil|cup|cap|setminus|emptyset|varnothing|mathbb|sum|prod|lim|int|leq?|geq?|lt|gt)"
-    r"(?![A-Za-z])|[!|<>\u2264\u2265]|(?<![A-Za-z\\])i(?![A-Za-z])"
+_MODULES = ("units", "statements", "symbolic_child")
+_PROGRAM = """
+import sys, types
+for name, source in {sources!r}:
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    exec(source, module.__dict__)
+print(module.same({cases!r}))
+"""
+_WORDS = re.compile(
+    r"(?<![A-Za-z\\{])(?!(?:degrees?|and|min|max)(?![A-Za-z]))[A-Za-z]{4,}(?![A-Za-z])"
 )
-_NOT_FOR_IT = re.compile(
-    r"(?<![A-Za-z\\])(?!(?:degrees?|[pbv]?matrix|Bmatrix|Vmatrix|"
-    r"cases|mathbb)(?![A-Za-z]))[A-Za-z]{3,}"
-    r"|[%$=:]|_\{?[0-9]+\}?$"
-)
-"""Words, of which the parser makes products of letters; per cents, money, equations, bases."""
-_SUBSCRIPT = re.compile(r"_\{[A-Za-z]=[^{}]*\}")
-_COMMAND = re.compile(r"\\(?!begin|end)[A-Za-z]+")
 
 
 async def same(task: Task, answer: str) -> bool:
     """Return whether a final answer equals an accepted one; those that are asked about side by side
     share processes, and equal ones are compared once.
     """
-    pairs = _pairs(task, answer)
-    return await _same_together(pairs) if pairs else False
-
-
-def _pairs(task: Task, answer: str) -> _Pairs:
-    """Return the texts that math-verify may compare."""
-    pairs = [
-        (right_side(given) if "=" in _SUBSCRIPT.sub("", given) else given, wanted)
-        for wanted in map(tidy, task.answers)
-        for given in readings(answer)
-    ]
-    return tuple(pair for pair in pairs if _is_for_it(*pair))[:MAX_PAIRS]
+    asked = tuple(pair for pair in pairs(task, answer) if _is_for_it(*pair))[:MAX_PAIRS]
+    return await _same_together(asked) if asked else False
 
 
 def _is_for_it(given: str, wanted: str) -> bool:
-    return bool(given and wanted and (_BEYOND.search(given) or _BEYOND.search(wanted))) and all(
-        len(text) <= MAX_LENGTH
-        and not _NOT_FOR_IT.search(_COMMAND.sub(" ", _SUBSCRIPT.sub("", text)))
-        for text in (given, wanted)
-    )
+    """Return whether both are short, without sentences, and something in them is no number."""
+    if any(not text or len(text) > MAX_LENGTH for text in (given, wanted)):
+        return False
+    if _WORDS.search(given) or _WORDS.search(wanted):
+        return False
+    numbers = Numbers()
+    return not is_same(given, wanted, numbers) and numbers.has_others
 
 
 async def _same(cases: Sequence[_Pairs]) -> list[bool]:
@@ -88,17 +77,28 @@ async def _same(cases: Sequence[_Pairs]) -> list[bool]:
     """
     if not _is_installed():
         return [False] * len(cases)
-    texts = [list(map(list, pairs)) for pairs in cases]
-    ran = await _sandbox().run(f"{_SOURCE.read_text('utf-8')}\nprint(same({texts!r}))\n")
+    texts = [list(map(list, asked)) for asked in cases]
+    ran = await _sandbox().run(_PROGRAM.format(sources=_sources(), cases=texts))
     if ran.error is None:
         return [bool(equal) for equal in json.loads(ran.output.rstrip().rpartition("\n")[2])]
     if len(cases) == 1:
         return [False]
-    alone = await asyncio.gather(*(_same([pairs]) for pairs in cases))
+    alone = await asyncio.gather(*(_same([asked]) for asked in cases))
     return list(itertools.chain(*alone))
 
 
 _same_together = Together(_same, TOGETHER)
+
+
+@functools.cache
+def _sources() -> list[tuple[str, str]]:
+    """Return the modules that run in the sandbox, and the packages in which they are."""
+    packages = [("flowtrain", ""), ("flowtrain.rewards", "")]
+    folder = Path(__file__).parent
+    return packages + [
+        (f"flowtrain.rewards.{name}", (folder / f"{name}.py").read_text("utf-8"))
+        for name in _MODULES
+    ]
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def _is_installed() -> bool:
     if find_spec("math_verify") is not None:
         return True
     warnings.warn(
-        "math answers with functions, matrices or inequalities are compared as text: "
+        "math answers that are no plain numbers are compared as text: "
         "pip install 'flowtrain[math]'",
         RuntimeWarning,
         stacklevel=2,

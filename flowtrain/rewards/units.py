@@ -1,103 +1,70 @@
-"""Names of units and the exact factors between those of time, length and mass."""
+"""Units that may stand after a number, with the factors between those of one dimension."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import NamedTuple
 
-_SPELLINGS = {
-    "$": "dollar usd buck",
-    "\u20ac": "euro eur",
-    "\u00a3": "pound",
-    "degree": "deg",
-    "m": "meter metre",
-    "cm": "centimeter centimetre",
-    "mm": "millimeter millimetre",
-    "km": "kilometer kilometre",
-    "g": "gram gramme",
-    "kg": "kilogram kilogramme",
-    "mg": "milligram",
-    "l": "litre liter",
-    "ml": "millilitre milliliter",
-    "s": "second sec",
-    "min": "minute",
-    "h": "hour hr",
-    "day": "",
-    "week": "wk",
-    "year": "yr",
-    "in": "inch inche",
-    "ft": "foot feet",
-    "yd": "yard",
-    "mi": "mile",
-    "square": "sq",
-    "cubic": "",
-    "": "unit",
-    "cent": "",
-    "radian": "rad",
-    **dict.fromkeys(
-        ("mph", "kmh", "kwh", "N", "J", "W", "V", "K", "A", "L", "newton", "joule"), ""
-    ),
-    **dict.fromkeys(("watt", "volt", "ampere", "liter", "hectare", "acre", "gallon", "ounce"), ""),
+_UNITS = (
+    "length 1/1000 mm millimeter millimetre;length 1/100 cm centimeter centimetre;"
+    "length 1 m meter metre;length 1000 km kilometer kilometre;length 0.0254 in inch inche;"
+    "length 0.3048 ft foot feet;length 0.9144 yd yard;length 1609.344 mi mile;"
+    "time 1 s sec second;time 60 min minute;time 3600 h hr hour;time 86400 day;time 604800 wk week;"
+    "year 1 yr year;mass 1/1000 mg milligram;mass 1 g gram;mass 1000 kg kilogram;"
+    "volume 1/1000 ml milliliter millilitre;volume 1 l liter litre;dollar 1 $ usd dollar;"
+    "euro 1 \u20ac eur euro;pound 1 \u00a3 gbp pound;yen 1 \u00a5 jpy yen;cent 1 cent;"
+    "degree 1 degree deg;celsius 1 celsius;fahrenheit 1 fahrenheit;radian 1 radian rad;"
+    "unit 1 unit;% 1 % percent pct;mph 1 mph;kmh 1 kmh"
+)
+_BY_NAME = {
+    name: (dimension, Fraction(factor))
+    for dimension, factor, *names in map(str.split, _UNITS.split(";"))
+    for name in names
 }
-_UNITS = {word: unit for unit, words in _SPELLINGS.items() for word in words.split()}
-_FACTORS = {
-    "length": {
-        "mm": "1/1000",
-        "cm": "1/100",
-        "m": "1",
-        "km": "1000",
-        "in": "0.0254",
-        "ft": "0.3048",
-        "yd": "0.9144",
-        "mi": "1609.344",
-    },
-    "time": {"s": "1", "min": "60", "h": "3600", "day": "86400", "week": "604800"},
-    "mass": {"mg": "1/1000", "g": "1", "kg": "1000"},
-    "volume": {"ml": "1/1000", "l": "1"},
-}
-FACTORS = {
-    unit: (dimension, Fraction(factor))
-    for dimension, units in _FACTORS.items()
-    for unit, factor in units.items()
-}
-"""Dimension and factor of each unit that has others beside it."""
-KNOWN = set(_SPELLINGS)
-"""The short names."""
-
-_PART = r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]+)\.?"
-_QUANTITY = re.compile(rf"([+-]?){_PART}((?:(?:,|,? and)? ?{_PART}){{0,3}})")
+_POWERS = {"square": 2, "sq": 2, "cubic": 3}
+_PREFIX = re.compile(r"([-+]?)\s*(?:US)?([$\u20ac\u00a3\u00a5])\s*(?=[-+0-9.(\\])")
+_SUFFIX = re.compile(
+    r"(.*[0-9)}]|.*\\pi)\s*(?:(square|sq|cubic)\.?\s+)?"
+    r"([%$\u20ac\u00a3\u00a5]|per cent|degrees? (?:C|F|Celsius|Fahrenheit)|[A-Za-z]+)"
+    r"\.?(?:\^\{?([23])\}?)?(?:(?: per |/)([A-Za-z]+))?",
+    re.DOTALL,
+)
 
 
-def unit_name(word: str) -> str:
-    """Return the short name of a unit ("Metres" is "m"), or the word without its plural s."""
-    word = word.strip(".").replace("{", "").replace("}", "")
-    word = word if len(word) == 1 else word.casefold()
-    singular = word[:-1] if word.endswith("s") and len(word) > 2 else word
-    return _UNITS.get(word, _UNITS.get(singular, singular))
+class Quantity(NamedTuple):
+    """A text without its unit; "" and 1 where there is none."""
+
+    number: str
+    dimension: str = ""
+    factor: Fraction = Fraction(1)
 
 
-def is_unit(word: str) -> bool:
-    """Return whether a word is a unit, as "km/h" and "cm^3" are, or "per" between two."""
-    parts = re.sub(r"\^\{?[0-9]\}?$", "", word).split("/")
-    return word == "per" or all(unit_name(part) in KNOWN for part in parts)
+def quantity(text: str) -> Quantity:
+    """Read "1.5 km" as 1.5 of the dimension "length" and the factor 1000, "$5" as 5 dollars."""
+    if found := _PREFIX.match(text):
+        return Quantity(found[1] + text[found.end() :], *_BY_NAME[found[2]])
+    if found := _SUFFIX.fullmatch(text):
+        number, word, name, power, per = found.groups()
+        unit = _unit(name)
+        divisor = _unit(per) if per else None
+        is_angle = re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", number)
+        if unit and (divisor or not per) and not is_angle:
+            dimension, factor = unit
+            exponent = _POWERS.get(word) or int(power or 1)
+            if exponent != 1:
+                dimension, factor = f"{dimension}^{exponent}", factor**exponent
+            if divisor:
+                dimension, factor = f"{dimension}/{divisor[0]}", factor / divisor[1]
+            return Quantity(number.rstrip(), dimension, factor)
+    return Quantity(text)
 
 
-def quantity(text: str) -> tuple[str, Fraction] | None:
-    """Read "1.5 km" as ("length", 1500), in the base unit, and "1 h 30 min" as ("time", 5400); None
-    for anything else.
-
-    A further part must be less than one of the unit before it.
-    """
-    found = _QUANTITY.fullmatch(text)
-    if found is None or (found[1] and found[4]):
-        return None
-    total, bound, dimensions = Fraction(0), None, set()
-    for number, word in re.findall(_PART, text):
-        dimension, factor = FACTORS.get(unit_name(word), ("", Fraction(0)))
-        value = Fraction(number) * factor
-        if not dimension or (bound is not None and value >= bound):
-            return None
-        # Nothing follows a fraction of a unit.
-        total, bound = total + value, Fraction(0) if "." in number else factor
-        dimensions.add(dimension)
-    return (dimension, -total if found[1] == "-" else total) if len(dimensions) == 1 else None
+def _unit(name: str) -> tuple[str, Fraction] | None:
+    name = name.replace("per cent", "%")
+    if name.startswith("degree") and " " in name:
+        name = "celsius" if name.split()[1].startswith("C") else "fahrenheit"
+    if len(name) == 1:
+        return _BY_NAME.get(name)
+    name = name.casefold()
+    return _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("s"))

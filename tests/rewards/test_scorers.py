@@ -52,22 +52,15 @@ def test_any_accepted_answer_is_right(scorer: str) -> None:
     assert reward(scorer, "siam", "Burma", "Myanmar") == reward(scorer, "siam") == 0.0
 
 
+SIGNS = [
+    *("1", "23", "x", "\\frac", "\\sqrt", "\\pm", "\\cup", "\\{", "\\}"),
+    *"{}()[],^=%$;",
+    " cm",
+]
 ANSWERS = {
     "exact": st.text(),
     "qa": st.text(),
-    "math": st.one_of(
-        st.text(),
-        st.lists(
-            st.sampled_from(
-                [
-                    *[r"1", r"23", r"x", r"\frac", r"\sqrt", r"\pm", r"\cup", r"\{", r"\}"],
-                    *"{}()[],^=%$",
-                    " cm",
-                ]
-            ),
-            max_size=20,
-        ).map("".join),
-    ),
+    "math": st.one_of(st.text(), st.lists(st.sampled_from(SIGNS), max_size=20).map("".join)),
     "gameof24": st.one_of(st.text(), st.text("118+-*/()=[]{}\\\\frac x.", max_size=40)),
 }
 
@@ -83,6 +76,14 @@ def test_any_text_is_scored(scorer: str, data: st.DataObject) -> None:
     if scorer != "gameof24":
         same = reward(scorer, answer, answer)
         assert same == 1.0 or (scorer == "math" and same == 0.0)
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 3))
+def test_every_spelling_of_an_integer(number: int, num_zeros: int) -> None:
+    zeros = "0" * (num_zeros + 1)
+    for spelling in (f"{number:,}", f"{number}.{zeros}", f" {number}.", f"{number:,}.{zeros}"):
+        assert reward("exact", spelling, str(number)) == 1.0
+        assert reward("exact", spelling, str(number + 1)) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,6 @@ def f1(answer: str, *accepted: str) -> float:
     return token_f1(Task("t", "q", accepted), answer)
 
 
-def test_a_yes_may_be_explained() -> None:
-    for answer, accepted in (
-        ("Yes, both were.", "yes"),
-        ("No. They weren't.", "no"),
-        ("YES", "yes"),
-    ):
-        assert exact(answer, accepted) == 1.0
-    assert exact("Yes, both were born in 1950.", "Yes Minister") == 0.0
-
-
 @pytest.mark.parametrize(
     ("answer", "accepted", "value"),
     [
@@ -40,6 +30,11 @@ def test_a_yes_may_be_explained() -> None:
         ("it is no", "no", 0.0),
         ("Bergen", "Oslo", 0.0),
         ("", "Oslo", 0.0),
+        ("It was May 18, 2018", "May 18, 2018", 3 / 4),
+        ("May 2018", "May 18, 2018", 4 / 5),
+        ("May 18 , 2018", "May 18, 2018", 1.0),
+        ("J. R. R. Tolkien", "J.R.R. Tolkien", 1.0),
+        ("Hydro\u00adgen\ufeff", "hydrogen", 1.0),
     ],
 )
 def test_f1_by_hand(answer: str, accepted: str, value: float) -> None:
