@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ _INSTRUCTION = re.compile(
     r"\s*When ready, output the final answer enclosed in <answer>.*", re.DOTALL
 )
 """AgentFlow adds this to some questions; our flow asks for the answer in its own words."""
-_LABEL = re.compile(r"([A-Z])[.):]\s+")
+_LABEL = re.compile(r"\(?([A-Z])(?:[.:]\s+|\)\s*)(?=\S)")
 _MISSING = object()
 PICTURES = ("image", "images", "video", "videos")
 """Columns of what a question shows besides its text."""
@@ -217,7 +218,11 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
     default = layout.scorer_of_choices if read.choices else layout.default_scorer
     scorer = read.scorer or layout.scorer_by_kind.get(read.kind, default)
     given = [] if read.answer is None else read.answer
-    answers = list(map(str, given if isinstance(given, list) else [given]))
+    given = given if isinstance(given, list) else [given]
+    if any(isinstance(each, float) and not math.isfinite(each) for each in given):
+        column = next(name for name in layout.answers if _column(row, name) is not _MISSING)
+        raise UserError(f"{where}: the answer in {column!r} is no number: {given!r}")
+    answers = list(map(str, given))
     if layout.separator and scorer != "math":
         answers = [part for answer in answers for part in answer.split(layout.separator)]
     return Task(
@@ -262,7 +267,7 @@ def _column(row: Any, name: str) -> Any:
 
 
 def _without_labels(choices: tuple[str, ...]) -> tuple[str, ...]:
-    """Strip the options, and the letters of ["A. Rome", "B. Oslo"]."""
+    """Strip the options, and the letters of ["A. Rome", "B. Oslo"] and ["A)36", "B)15"]."""
     labels = [match[1] if (match := _LABEL.match(each)) else "" for each in choices]
     if labels == list(string.ascii_uppercase[: len(choices)]):
         choices = tuple(_LABEL.sub("", each, count=1) for each in choices)
