@@ -43,7 +43,8 @@ _DOUBT = re.compile(
     r"|mistaken?|error|but|however|although|though|unless|if|or|wait|rather|sorry|otherwise|other"
     r"|kidding|joke|trap|distractor|opposite|except|anything|would|could|should|might|may|maybe"
     r"|perhaps|possibly|unlikely|hardly|least|some|say|says|said|thought|doubt|rule[ds]?|exclud\w*"
-    r"|eliminat\w*|reject\w*|avoid|forget|first|once|guess\w*|ignore|supposedly|allegedly)\b",
+    r"|eliminat\w*|reject\w*|avoid|forget|first|once|guess\w*|ignore|suppos\w*|alleg\w*|believe[sd]"
+    r"|claim\w*|assum\w*|pretend\w*|everyone|people|friend|almost|nearly|close|had)\b",
     re.IGNORECASE,
 )
 
