@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -38,11 +39,14 @@ class TaskSource:
     """What the first rows themselves give as solution, "" for nothing, by the task's id."""
     num_system: int = 0
     """Rows whose system message was left out, as an agent has its own."""
+    unanswered: str = ""
+    """How many rows have no answer where others have one, and what the first has instead."""
 
     def text(self) -> str:
         """Describe it in a line: where from, how many rows, how they are read, the first task."""
         first = self.tasks[0]
         left_out = f", {self.num_system:,} system messages left out" if self.num_system else ""
+        left_out += f", {self.unanswered}" if self.unanswered else ""
         name = Path(self.path).name or self.path
         return (
             f"tasks: {name}, {len(self.tasks):,} rows, preset {self.preset}"
@@ -81,7 +85,8 @@ def load_source(
     tasks: list[Task] = []
     seen: dict[str, str] = {}
     solutions: dict[str, str] = {}
-    num_system = 0
+    num_system = num_unanswered = 0
+    unanswered = ""
     reads_all = layout.is_closed or keeps_columns
     for number, where, row in read(None if reads_all else (*layout.columns, *PICTURES)):
         task = read_task(row, layout, where, default_id=f"{stem}-{number}")
@@ -94,9 +99,24 @@ def load_source(
         if len(solutions) < NUM_SOLUTIONS:
             solutions[task.id] = layout.solution_of(row)
         num_system += published.SYSTEM in layout.unpack(row)
+        if not task.answers:
+            num_unanswered += 1
+            unanswered = unanswered or _instead(row, layout, number)
     if not tasks:
         raise UserError(f"{path}: holds no tasks; at least one is needed")
-    return TaskSource(str(path), preset, tuple(tasks), solutions, num_system)
+    if 0 < num_unanswered < len(tasks):
+        unanswered = f"{num_unanswered:,} of them without an answer, {unanswered}"
+    else:
+        unanswered = ""  # all have one, or a reward function needs none
+    return TaskSource(str(path), preset, tuple(tasks), solutions, num_system, unanswered)
+
+
+def _instead(row: Row, layout: Layout, number: int) -> str:
+    """Name a row without an answer, and a column of it that may be one misspelt."""
+    wanted = [name.partition(".")[0] for name in layout.answers]
+    columns = [name for name in row if name not in layout.columns]
+    like = [name for each in wanted for name in get_close_matches(each, columns, 1, 0.75)]
+    return f"the first is row {number}" + (f", which has {like[0][:40]!r}" if like else "")
 
 
 def load_configured(path: str, tasks: Tasks, keeps_columns: bool) -> TaskSource:

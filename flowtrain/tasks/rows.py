@@ -6,6 +6,7 @@ import codecs
 import csv
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,23 @@ def _jsonl(path: Path) -> Iterator[tuple[int, str, Any]]:
 
 
 def _json(path: Path) -> Iterator[tuple[int, str, Any]]:
-    entries = parse_json(read_text(path), str(path))
+    text = read_text(path)
+    try:
+        entries = parse_json(text, str(path))
+    except UserError as error:
+        if len(text.splitlines()) > 1 and _is_json(text.lstrip().partition("\n")[0]):
+            raise UserError(f"{error}; it holds JSON lines: let its name end in .jsonl") from None
+        raise
     if not isinstance(entries, list):
         raise UserError(f"{path}: must hold a list of objects, not {type_name(entries)}")
     for number, entry in enumerate(entries, start=1):
         yield number, f"{path}, entry {number}", entry
+
+
+def _is_json(text: str) -> bool:
+    with suppress(UserError):
+        return isinstance(parse_json(text, ""), dict)
+    return False
 
 
 def _table(path: Path) -> Iterator[tuple[int, str, Any]]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from flowtrain.tasks.files import load_tasks
+from flowtrain.tasks.files import load_source, load_tasks
 from flowtrain.tasks.layouts import _OPTIONAL, OWN, read_task
 from flowtrain.types import Task, UserError
 
@@ -307,3 +307,24 @@ def test_an_answer_may_be_missing_for_a_reward_function_alone(
         load_tasks(write(tmp_path, "bare.json", [{"question": "q"}]))
     with pytest.raises(UserError, match="unknown key 'tests'"):
         load_tasks(write(tmp_path, "more.json", [{"question": "q", "answer": 1, "tests": []}]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (
+            [{"answer": "A"}, {"anwser": "B"}],
+            "1 of them {}, the first is row 2, which has 'anwser'",
+        ),
+        ([{"answer": "A"}, {}, {"Answer": "B"}], "2 of them {}, the first is row 2"),
+        ([{"answer": "A"}, {"answer": "B", "note": "x"}], ""),
+        ([{"note": "x"}, {"note": "y"}], ""),
+    ],
+)
+def test_rows_without_an_answer_among_others_are_told(
+    tmp_path: Path, rows: list[dict[str, str]], told: str
+) -> None:
+    given = [{"question": f"q{number}", **row} for number, row in enumerate(rows)]
+    source = load_source(write(tmp_path, "mine.jsonl", given), "own", keeps_columns=True)
+    told = told.format("without an answer")
+    assert source.unanswered == told and (f", {told}: question" in source.text()) == bool(told)

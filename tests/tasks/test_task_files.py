@@ -131,6 +131,11 @@ def test_malformed_lines_are_refused(tmp_path: Path, line: str, message: str) ->
         ("set.jsonl", "\n \n", "holds no tasks"),
         ("set.json", "[]", "holds no tasks"),
         ("set.json", "", "cannot be read as JSON"),
+        (
+            "set.json",
+            '{"question": "q"}\n{"question": "r"}\n',
+            "JSON lines: let its name end in .jsonl",
+        ),
         ("set.json", '{"question": "q"}', "must hold a list of objects, not an object"),
         (
             "set.json",
