@@ -325,6 +325,6 @@ def test_rows_without_an_answer_among_others_are_told(
     tmp_path: Path, rows: list[dict[str, str]], told: str
 ) -> None:
     given = [{"question": f"q{number}", **row} for number, row in enumerate(rows)]
-    source = load_source(write(tmp_path, "mine.jsonl", given), "own", keeps_columns=True)
+    source = load_source(write(tmp_path, "mine.json", given), "own", keeps_columns=True)
     told = told.format("without an answer")
     assert source.unanswered == told and (f", {told}: question" in source.text()) == bool(told)
