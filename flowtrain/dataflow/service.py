@@ -219,7 +219,8 @@ class Service:
         name = self._method(request, caller)
         desk, max_bytes = self._desks.get(name, self._others), METHODS[name].max_bytes
         loop = asyncio.get_running_loop()
-        with desk.place(int(request.headers.get("content-length", max_bytes))):
+        announced = int(request.headers.get("content-length", max_bytes))
+        with desk.place(min(announced, max_bytes)):  # more is refused, and not read
             body = await serving.read_body(request, max_bytes)
             parse = partial(self._parsed, caller, name, body)
             is_upload = desk is self._uploads
