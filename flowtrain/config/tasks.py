@@ -35,6 +35,7 @@ class Tasks(Section):
         "gsm8k",
         "math",
         "verl",
+        "chat",
         "triviaqa",
         "popqa",
         "browsecomp-plus",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from flowtrain.agents.gateway.plain import Asked, Refusal
 from flowtrain.agents.gateway.wires import chat
@@ -85,6 +86,8 @@ def _conversation(row: Row, where: str) -> Asked:
         if other := next((k for k, value in known if k not in _KEYS and value is not None), ""):
             raise UserError(f"{where}: messages.{number}.{other} is not read; take it out")
     given = {key: row[key] for key in ("messages", "tools") if key in row}
+    if isinstance(messages, list):
+        given["messages"] = _with_ids(messages)
     try:
         asked = chat.read(json.dumps(given).encode())
     except Refusal as refusal:
@@ -94,6 +97,41 @@ def _conversation(row: Row, where: str) -> Asked:
     if asked.messages[0]["role"] == "assistant":
         raise UserError(f"{where}: the first message is a reply, and nothing asks for it")
     return asked
+
+
+def _with_ids(messages: Sequence[Any]) -> list[Any]:
+    """Return messages as OpenAI has them: TRL's calls have objects as arguments and no ids, so that
+    results go to the calls before them in their order, or by name.
+    """
+    found: list[Any] = []
+    waiting: list[tuple[str, str]] = []
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict):
+            found.append(message)
+            continue
+        message = {key: value for key, value in message.items() if value is not None}
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [
+                _call(call, f"call{place}_{number}") for number, call in enumerate(calls)
+            ]
+            made = [call for call in message["tool_calls"] if isinstance(call, dict)]
+            waiting = [(str(c.get("id")), str(c.get("function", {}).get("name"))) for c in made]
+        elif message.get("role") == "tool" and "tool_call_id" not in message and waiting:
+            name = message.get("name")
+            taken = next((each for each in waiting if each[1] == name), waiting[0])
+            waiting.remove(taken)
+            message["tool_call_id"] = taken[0]
+        found.append(message)
+    return found
+
+
+def _call(call: Any, id: str) -> Any:
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+        return call
+    if isinstance(arguments := function.get("arguments"), dict):
+        function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    given = {key: value for key, value in call.items() if value is not None}
+    return {"id": id, "type": "function", **given, "function": function}
 
 
 def _replies(dialect: Dialect, asked: Asked, where: str) -> Iterator[Call]:

@@ -6,9 +6,12 @@ its reader of JSON makes numbers of texts and dates of others.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +60,18 @@ def folder_rows(folder: Path, split: str, columns: Sequence[str] | None) -> Rows
     """
     key = f"tasks.path={str(folder)!r}"
     datasets = _library(f"{key}: a folder", "(or name its files in tasks.mixture)")
-    with foreign(f"{key}: holds no data set"):
-        found = datasets.load_dataset_builder(str(folder)).config.data_files
-    if split not in (found := found or {}):
+    with foreign(f"{key}: holds no data set"), _plainly_named(folder) as place:
+        found = datasets.load_dataset_builder(str(place)).config.data_files
+        found = {
+            name: [folder / os.path.relpath(file, place) for file in files]
+            for name, files in (found or {}).items()
+        }
+    if split not in found:
         raise UserError(
             f"tasks.split={split!r}: {folder} has no such split; it has "
             f"{', '.join(sorted(map(str, found))) or 'none'}"
         )
-    files = [Path(file) for file in found[split]]
+    files = found[split]
     folders = sorted({str(file.parent) for file in files})
     if len(folders) > 1:
         names = ", ".join(os.path.relpath(each, os.path.commonpath(folders)) for each in folders)
@@ -77,6 +84,22 @@ def folder_rows(folder: Path, split: str, columns: Sequence[str] | None) -> Rows
         for _, where, row in read_rows(file, columns):
             number += 1
             yield number, where, row
+
+
+@contextmanager
+def _plainly_named(folder: Path) -> Iterator[Path]:
+    """Give a folder a name without "[", "*" and "?", which `datasets` takes for a pattern: a copy
+    of its names, with empty files, by which it tells the splits.
+    """
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="flowtrain-") as place:
+        for file in filter(Path.is_file, folder.rglob("*")):
+            named = Path(place) / file.relative_to(folder)
+            named.parent.mkdir(parents=True, exist_ok=True)
+            named.write_bytes(file.read_bytes() if file.name == "README.md" else b"")
+        yield Path(place)
 
 
 def _library(what: str, cure: str) -> Any:

@@ -144,6 +144,13 @@ PRESETS = {
         unpack=published.verl,
         unpacks=("prompt", "reward_model"),
     ),
+    "chat": Layout(
+        published.QUESTION,
+        ("final_answer", "answer", published.REPLY_ANSWER),
+        unpack=published.chat,
+        unpacks=("messages",),
+        solution=published.REPLY,
+    ),
     "triviaqa": Layout(
         "question",
         (published.ALIASES,),
@@ -168,7 +175,7 @@ PRESETS = {
 }
 """search-r1: NQ and HotpotQA as Search-R1 prepares them; deepmath: DeepMath-103K; agentflow: the
 combined_train file; gsm8k and math: as their authors publish them; verl: what its scripts prepare;
-triviaqa, popqa and browsecomp-plus: as their authors publish them, the last
+chat: conversations; triviaqa, popqa and browsecomp-plus: as their authors publish them, the last
 decrypted. The first that fits is taken."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowtrain.tasks.rows import Row, parse_json, without_nulls
 from flowtrain.types import UserError
-from flowtrain.utils.text import boxed
+from flowtrain.utils.text import boxed, final_answer, marked_answer
 
 Unpack = Callable[[Row], Row]
 """Returns a row with more columns; one that cannot be made is left out."""
@@ -18,6 +18,8 @@ BOX = "box of solution"
 SUBJECT = "type or subject"
 TRUTH = "ground_truth of reward_model"
 QUESTION = "last user message"
+REPLY = "last assistant message"
+REPLY_ANSWER = "answer of the last assistant message"
 SYSTEM = "system messages"
 ALIASES = "value and aliases of answer"
 POSSIBLE = "list in possible_answers"
@@ -74,6 +76,17 @@ def verl(row: Row) -> Row:
     return row | made | _question(messages) | _system(messages)
 
 
+def chat(row: Row) -> Row:
+    """Find the last reply among `messages`, the question before it, and the reply's answer."""
+    messages = _messages(row.get("messages"))
+    replies = [number for number, (role, _) in enumerate(messages) if role == "assistant"]
+    made = _question(messages[: replies[-1]] if replies else messages) | _system(messages)
+    if replies:
+        reply = messages[replies[-1]][1]
+        made |= {REPLY: reply, REPLY_ANSWER: _answer_of(reply)}
+    return row | made
+
+
 def triviaqa(row: Row) -> Row:
     """Collect what TriviaQA accepts: the value, its aliases, and both in lower case."""
     answer = row.get("answer")
@@ -112,21 +125,35 @@ def browsecomp_plus(row: Row) -> Row:
     return {**row, QUERY: query}
 
 
-def _question(messages: list[tuple[str, str]]) -> Row:
+def _answer_of(reply: str) -> str:
+    answer = final_answer(reply)
+    marked = marked_answer(answer)
+    return answer if marked is None else marked
+
+
+def _question(messages: list[tuple[str, str | None]]) -> Row:
+    """Of a last message without a text no earlier one takes the place."""
     asked = [text for role, text in messages if role == "user"]
-    return {QUESTION: asked[-1]} if asked else {}
+    return {QUESTION: asked[-1]} if asked and asked[-1] is not None else {}
 
 
-def _system(messages: list[tuple[str, str]]) -> Row:
-    texts = [text for role, text in messages if role == "system"]
+def _system(messages: list[tuple[str, str | None]]) -> Row:
+    texts = [text for role, text in messages if role == "system" and text is not None]
     return {SYSTEM: texts} if texts else {}
 
 
-def _messages(value: Any) -> list[tuple[str, str]]:
-    """Return (role, text) of each message that has both."""
+def _messages(value: Any) -> list[tuple[str, str | None]]:
+    """Return (role, text) of each message; None where its content is none."""
     entries = [entry for entry in as_list(value) if isinstance(entry, dict)]
-    found = [(entry.get("role"), entry.get("content")) for entry in entries]
-    return [(role, text) for role, text in found if isinstance(role, str) and isinstance(text, str)]
+    return [(str(entry.get("role")), _content(entry.get("content"))) for entry in entries]
+
+
+def _content(value: Any) -> str | None:
+    """Return the text of a message, whose parts are lines."""
+    if not isinstance(value, list):
+        return value if isinstance(value, str) else None
+    texts = [part.get("text") if isinstance(part, dict) else part for part in value]
+    return "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
 
 
 def as_list(value: Any) -> list[Any]:

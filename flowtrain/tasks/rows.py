@@ -7,8 +7,11 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
@@ -122,9 +125,26 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, s
     with user_error(problem, OSError, pyarrow.ArrowException), ParquetFile(path) as file:
         names = [name for name in file.schema_arrow.names if columns is None or name in columns]
         for batch in file.iter_batches(columns=names):
+            types = dict(zip(batch.schema.names, map(str, batch.schema.types), strict=True))
             for entry in batch.to_pylist():
                 number += 1
-                yield number, f"{path}, row {number}", without_nulls(entry)
+                row = {name: _as_written(value, types[name]) for name, value in entry.items()}
+                yield number, f"{path}, row {number}", without_nulls(row)
+
+
+def _as_written(value: Any, type_name: str) -> Any:
+    """Return a value of Parquet as a person would write it: a float32 without the digits that a
+    float64 adds to it, a decimal number without loss.
+    """
+    match value:
+        case list():
+            return [_as_written(each, type_name) for each in value]
+        case float() if "float" in type_name or "half" in type_name:
+            width = np.float16 if "half" in type_name else np.float32
+            return float(str(width(value)))
+        case Decimal():
+            return format(value, "f")
+    return value
 
 
 def without_nulls(row: Row) -> Row:

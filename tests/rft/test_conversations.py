@@ -10,7 +10,7 @@ import pytest
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse
-from flowtrain.rft.conversations import read_replies
+from flowtrain.rft.conversations import _with_ids, read_replies
 from flowtrain.rft.loop import rft
 from flowtrain.types import Call, UserError
 from tests.agents.chat_templates import TEMPLATES, styled, tokenizer_of
@@ -118,6 +118,41 @@ def test_a_template_without_tools_gets_them_in_words(tmp_path: Path) -> None:
     assert "Result of Search:\nIt is 1284." in tokenizer.decode(second.prompt_ids)
 
 
+def without(message: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key not in keys}
+
+
+def test_calls_as_trl_writes_them_are_those_of_openai(tmp_path: Path) -> None:
+    tokenizer = styled("qwen2.5")
+    openai = replies_of(tmp_path, tokenizer, ROW)
+    (call,) = CALL["tool_calls"]
+    function = {**call["function"], "arguments": {"query": "area of Chad"}}
+    for changed in (
+        {**call, "function": function},
+        without(call, "id"),
+        {"function": function},
+        {"id": None, "type": "function", "function": function},
+    ):
+        asks = {"role": "assistant", "content": None, "tool_calls": [changed]}
+        result = (
+            RESULT if changed.get("id") else {**without(RESULT, "tool_call_id"), "name": "Search"}
+        )
+        row = {"messages": [USER, asks, result, ANSWER], "tools": [SEARCH]}
+        assert replies_of(tmp_path, tokenizer, row) == openai
+
+
+def test_results_without_ids_go_to_calls_by_name_and_then_in_order() -> None:
+    def call(name: str) -> dict[str, Any]:
+        return {"function": {"name": name, "arguments": {}}}
+
+    asks = {"role": "assistant", "tool_calls": [call("a"), call("b"), call("a")]}
+    results = [{"role": "tool", "content": "", "name": name} for name in ("b", "a", "c")]
+    found = _with_ids([USER, asks, *results, {**asks, "tool_calls": [call("a")]}, results[2]])
+    assert [each["id"] for each in found[1]["tool_calls"]] == ["call1_0", "call1_1", "call1_2"]
+    told = [each["tool_call_id"] for each in found if each["role"] == "tool"]
+    assert told == ["call1_1", "call1_0", "call1_2", "call5_0"]
+
+
 def test_ranks_share_the_rows(tmp_path: Path) -> None:
     rows = [{"messages": [USER, {**ANSWER, "content": f"{n}"}]} for n in range(5)]
     tokenizer = styled("qwen2.5")
@@ -142,7 +177,7 @@ def test_ranks_share_the_rows(tmp_path: Path) -> None:
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "messages.1.weight is not read"),
         ({"messages": [USER, {**ANSWER, "reasoning": "x"}]}, "messages.1.reasoning is not read"),
         ({"messages": [USER, {**ANSWER, "content": [IMAGE]}]}, "messages.1.content"),
-        ({"messages": [USER, CALL, {**RESULT, "tool_call_id": None}, ANSWER]}, "tool_call_id"),
+        ({"messages": [USER, {**RESULT, "tool_call_id": None}, ANSWER]}, "tool_call_id"),
         ({"messages": [USER, ANSWER], "tools": [{"type": "custom"}]}, "tools.0.type: "),
         (
             {"messages": [USER, {**ANSWER, "content": "a<|im_end|>b"}]},

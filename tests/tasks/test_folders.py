@@ -197,3 +197,13 @@ def test_what_is_no_name_of_the_hub_is_not_asked_for(
     with pytest.raises(UserError, match=r"[Nn]o such file"):
         load_tasks(path)
     assert not fake.calls
+
+
+@pytest.mark.parametrize("name", ["set[1]", "a*", "what?", "[ab]"])
+def test_a_folder_with_the_letters_of_a_pattern_is_no_other(tmp_path: Path, name: str) -> None:
+    for sibling in ("set1", "ab", "whats", "a"):
+        write(tmp_path / sibling / "train.jsonl", rows(f"other-{sibling}"))
+    write(tmp_path / name / "data" / "train-0.jsonl", rows("mine"))
+    write(tmp_path / name / "data" / "test.jsonl", rows("held"))
+    assert questions(tmp_path / name) == ["mine?"]
+    assert questions(tmp_path / name, "test") == ["held?"]

@@ -6,9 +6,11 @@ import json
 import re
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -118,9 +120,9 @@ def test_own_layout_in_parquet(tmp_path: Path) -> None:
         ("geo.parquet", {"problem": "<image> x?", "answer": "1", "images": [b"PNG"]}, "images"),
         ("own.json", {"question": "What is it?", "answer": "a cat", "image": "cat.png"}, "image"),
         (
-            "verl.json",
+            "chat.json",
             {
-                "prompt": [
+                "messages": [
                     {"role": "user", "content": [{"type": "text"}, {"type": "image_url"}]},
                     {"role": "assistant", "content": "\\boxed{1}"},
                 ]
@@ -137,7 +139,7 @@ def test_a_question_with_a_picture_is_refused(
     with pytest.raises(UserError, match=told):
         load_tasks(path)
     nothing = {key: [] if key == found else value for key, value in row.items()}
-    if "prompt" not in row and name != "own.json":  # there, another key is a mistake
+    if "messages" not in row and name != "own.json":  # there, another key is a mistake
         assert load_tasks(write(tmp_path, name, [nothing]))
 
 
@@ -328,3 +330,27 @@ def test_rows_without_an_answer_among_others_are_told(
     source = load_source(write(tmp_path, "mine.json", given), "own", keeps_columns=True)
     told = told.format("without an answer")
     assert source.unanswered == told and (f", {told}: question" in source.text()) == bool(told)
+
+
+def test_numbers_of_parquet_are_as_they_were_written(tmp_path: Path) -> None:
+    columns = {
+        "big": pa.array([Decimal("12345678901234567891")]),
+        "exact": pa.array([Decimal("0.10")]),
+        "single": pa.array([0.1], pa.float32()),
+        "half": pa.array([np.float16(0.1)], pa.float16()),
+        "double": pa.array([0.1 + 0.2], pa.float64()),
+        "several": pa.array([[0.1, 1e20]], pa.list_(pa.float32())),
+    }
+    found = {}
+    for name, values in columns.items():
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(pa.table({"question": ["q"], "answer": values}), path)
+        found[name] = load_tasks(path)[0].answers
+    assert found == {
+        "big": ("12345678901234567891",),
+        "exact": ("0.10",),
+        "single": ("0.1",),
+        "half": ("0.1",),
+        "double": ("0.30000000000000004",),
+        "several": ("0.1", "1e+20"),
+    }

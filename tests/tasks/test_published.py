@@ -86,6 +86,17 @@ VERL: Rows = [
 ]
 
 
+def chat(*messages: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in messages], **more}
+
+
+CHAT: Rows = [
+    chat(SYSTEM, ("user", "Hello"), ("assistant", "Hi!"), ("user", "Sky?"), ("assistant", "Blue")),
+    chat(("user", "1 + 1?"), ("assistant", "Two ones: \\boxed{2}"), ("user", "Thanks!")),
+    chat(("user", "Capital?"), ("assistant", "<think>So.</think> <answer>Oslo</answer>")),
+]
+
+
 def write(folder: Path, name: str, rows: Rows) -> Path:
     path = folder / name
     match path.suffix:
@@ -147,6 +158,20 @@ def taken(tasks: Sequence[Task]) -> list[tuple[str, tuple[str, ...], str, str]]:
                 ("No, which colour?", ("blue",), "mine", "exact"),
             ],
         ),
+        (
+            "chat",
+            CHAT,
+            [
+                ("Sky?", ("Blue",), "", "exact"),
+                ("1 + 1?", ("2",), "", "exact"),
+                ("Capital?", ("Oslo",), "", "exact"),
+            ],
+        ),
+        (
+            "chat",
+            [chat(("user", "Sum?"), ("assistant", "It is 4."), final_answer="4", answer="5")],
+            [("Sum?", ("4",), "", "exact")],
+        ),
     ],
 )
 def test_rows_as_published(
@@ -195,7 +220,7 @@ def test_the_file_is_described_in_a_line(tmp_path: Path) -> None:
 
 def test_the_layout_is_told_by_the_rows() -> None:
     assert set(PRESETS) == {
-        *("own", "search-r1", "deepmath", "agentflow", "gsm8k", "math", "verl"),
+        *("own", "search-r1", "deepmath", "agentflow", "gsm8k", "math", "verl", "chat"),
         *("triviaqa", "popqa", "browsecomp-plus"),
     }
     assert recognise([]) == "own"
@@ -206,6 +231,9 @@ def test_the_layout_is_told_by_the_rows() -> None:
     assert recognise([{"problem": "p", "solution": "no box"}]) == "own"
     assert recognise([{"problem": "p", "answer": "3"}]) == "math"
     assert recognise([{"prompt": "a text", "reward_model": {"ground_truth": "1"}}]) == "own"
+    assert recognise([chat(("user", "q"))]) == "own", "there is no reply"
+    assert recognise([chat(("user", "q"), answer="x")]) == "chat"
+    assert recognise([chat(("assistant", "q"))]) == "own", "there is no question"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
@@ -221,6 +249,8 @@ def test_the_layout_is_told_by_the_rows() -> None:
         (MATH, {"solution": "\\boxed{1}"}, "question: problem", "question"),
         (VERL, verl("x", None, ("user", "q")), "ground_truth of reward_model", "answer"),
         (VERL, verl("x", "1", SYSTEM), "question: last user message", "question"),
+        (CHAT, chat(("user", "q")), "answer of the last assistant message", "answer"),
+        (CHAT, chat(SYSTEM, ("assistant", "Hi")), "question: last user message", "question"),
     ],
 )
 def test_a_row_without_an_answer_is_named(
@@ -346,6 +376,13 @@ def test_whole_solutions_as_accepted_answers_are_refused(tmp_path: Path) -> None
 def test_another_column_than_the_answer_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "math.json", MATH * 20)
     refusal(load_source(path, answer_key="level"))
+    replies = [
+        chat(("user", "Sum?"), ("assistant", "It makes four."), answer=text, topic="Sums")
+        for text in ("four", "FOUR")
+    ]
+    path = write(tmp_path, "chat.json", replies)
+    check_source(load_source(path))
+    refusal(load_source(path, answer_key="topic"))
 
 
 @pytest.mark.parametrize(("num_wrong", "is_refused"), [(0, False), (2, False), (3, True)])
@@ -392,3 +429,38 @@ def test_a_reward_function_reads_published_rows_as_they_are(tmp_path: Path) -> N
     (task,) = load_tasks(path, keeps_columns=True)
     assert (task.answers, task.scorer) == (("24",), "math")
     assert task.extra == {"answer": row["answer"], "level": 1}
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("preset", ["verl", "chat"])
+@pytest.mark.parametrize(
+    ("content", "question"),
+    [
+        (parts("What is", "1 + 1?"), "What is\n1 + 1?"),
+        (["What is 1 + 1?"], "What is 1 + 1?"),
+        ("What is 1 + 1?", "What is 1 + 1?"),
+        (None, None),
+        ([], None),
+        ([{"type": "text"}], None),
+    ],
+)
+def test_a_message_in_parts_is_no_other_message(
+    tmp_path: Path, preset: str, content: object, question: str | None
+) -> None:
+    first = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Ask me."}]
+    asked = [*first, {"role": "user", "content": content}]
+    row = {"data_source": "mine", "prompt": asked, "reward_model": {"ground_truth": "2"}}
+    if preset == "chat":
+        row = {
+            "messages": [*asked, {"role": "assistant", "content": parts("It is", "2")}],
+            "answer": "2",
+        }
+    path = write(tmp_path, "set.json", [row])
+    if question is None:
+        with pytest.raises(UserError, match="question"):
+            load_source(path, preset)
+    else:
+        assert load_source(path, preset).tasks[0].question == question
