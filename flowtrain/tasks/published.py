@@ -79,12 +79,16 @@ def verl(row: Row) -> Row:
 def chat(row: Row) -> Row:
     """Find the last reply among `messages`, the question before it, and the reply's answer."""
     messages = _messages(row.get("messages"))
-    replies = [number for number, (role, _) in enumerate(messages) if role == "assistant"]
-    made = _question(messages[: replies[-1]] if replies else messages) | _system(messages)
-    if replies:
-        reply = messages[replies[-1]][1]
-        made |= {REPLY: reply, REPLY_ANSWER: _answer_of(reply)}
-    return row | made
+    replies = [
+        (place, text)
+        for place, (role, text) in enumerate(messages)
+        if role == "assistant" and text is not None
+    ]
+    if not replies:
+        return row | _question(messages) | _system(messages)
+    place, reply = replies[-1]
+    made = {REPLY: reply, REPLY_ANSWER: _answer_of(reply)}
+    return row | made | _question(messages[:place]) | _system(messages)
 
 
 def triviaqa(row: Row) -> Row:
@@ -132,7 +136,7 @@ def _answer_of(reply: str) -> str:
 
 
 def _question(messages: list[tuple[str, str | None]]) -> Row:
-    """Of a last message without a text no earlier one takes the place."""
+    """Return the last question; no earlier one takes the place of one without a text."""
     asked = [text for role, text in messages if role == "user"]
     return {QUESTION: asked[-1]} if asked and asked[-1] is not None else {}
 
@@ -152,8 +156,9 @@ def _content(value: Any) -> str | None:
     """Return the text of a message, whose parts are lines."""
     if not isinstance(value, list):
         return value if isinstance(value, str) else None
-    texts = [part.get("text") if isinstance(part, dict) else part for part in value]
-    return "\n".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
+    parts = [part.get("text") if isinstance(part, dict) else part for part in value]
+    texts = [text for text in parts if isinstance(text, str)]
+    return "\n".join(texts) if texts and len(texts) == len(parts) else None
 
 
 def as_list(value: Any) -> list[Any]:
