@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from cli_runs import KILL, NUM_STEPS, RFT, SMALL, Server, check_same_run, read, rows, text_of
 
+from flowtrain.utils import lock
+
 pytest_plugins = ("cli_runs",)
 
 
@@ -60,6 +62,21 @@ def test_resuming_a_finished_run_changes_nothing_but_adds_more_steps(
         "the warm-up is a function of the step, not of when the run was started"
     )
     assert records[-1]["train_tflop"] > 0
+
+
+def test_a_resume_with_fewer_steps_than_are_done_writes_nothing(
+    server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(full, run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    argv = (*words, "--run.dir", run, "--resume", "auto", "--train.num_steps", "2")
+    code, lines, out = server.run("train", *argv)
+    said = f"flowtrain.train: {NUM_STEPS} of 2 steps are done, so nothing is left to do"
+    assert (code, lines, out) == (0, [said], "")
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert {path.name for path in after.keys() ^ before.keys()} <= {lock.NAME}
+    assert all(after[path] == data for path, data in before.items() if path.name != lock.NAME)
 
 
 def test_an_interrupt_ends_the_step_saves_and_can_be_resumed(

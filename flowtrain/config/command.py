@@ -23,6 +23,10 @@ GOES_ON = "the same command with --resume auto goes on"
 _ECHO_S = 2.0
 
 
+class NothingToDo(Exception):
+    """All that was asked for is done. The command line prints its one line and exits with 0."""
+
+
 def run_command(
     module: str,
     body: Callable[[Config], int],
@@ -53,6 +57,10 @@ def run_command(
         if code == INTERRUPTED and is_main:
             say(_interrupted(module, goes_on))
         return code
+    except NothingToDo as done:
+        if is_main:
+            say(f"{module}: {done}")
+        return 0
     except UserError as error:
         if is_main:
             say(f"{module}: {error}")

@@ -15,7 +15,7 @@ from typing import Any
 from flowtrain.agents.base import Agent
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
-from flowtrain.config.command import Interrupt
+from flowtrain.config.command import Interrupt, NothingToDo
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.evaluator import Evaluator, Found, Measured, held_out_name
@@ -264,7 +264,8 @@ def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run
     """Open a run, from its newest checkpoint or from `model.path`; closes it at the end.
 
     Version `start_step` is then published and loaded. Raises UserError for what the config gets
-    wrong, before the run folder is made. Collective.
+    wrong, before the run folder is made, and NothingToDo where more steps are done than asked for.
+    Collective.
     """
     with ExitStack() as cleanup:
         yield _open(config, interrupt or Interrupt(), cleanup)
@@ -274,6 +275,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     world = World.join(config.run.device)
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
+    _check_left(config, world)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
     components = RunComponents.prepare(config, world)
@@ -352,6 +354,26 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         memory_plan=memory_plan,
         start_step=state["step"],
     )
+
+
+def _check_left(config: Config, world: World) -> None:
+    """Raise NothingToDo for a run that has taken more steps than it is to have: its end would be
+    written over the checkpoint of an earlier step. Writes nothing.
+    """
+    num_steps = config.train.num_steps
+
+    def count() -> int:
+        if not world.is_main or config.run.resume != "auto":
+            return 0
+        root = RunDir(Path(config.run.dir)).checkpoints
+        steps = [int(path.name[5:13]) for path in root.glob("step_????????*")]
+        # All of a checkpoint is read to tell whether it is whole, so only where it matters.
+        found = checkpoint.latest(root) if max(steps, default=0) > num_steps else None
+        return 0 if found is None else int(checkpoint.load_state(found)["step"])
+
+    num_done = round(world.max([together(world, count, other_failed=UserError)])[0])
+    if num_done > num_steps:
+        raise NothingToDo(f"{num_done} of {num_steps} steps are done, so nothing is left to do")
 
 
 def _resume(config: Config, run_dir: RunDir, learner: Learner, world: World) -> dict[str, Any]:
