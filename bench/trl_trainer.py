@@ -112,7 +112,7 @@ def make_trainer(job: Job) -> TimedTrainer:
 
 def _load(path: str) -> nn.Module:
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="sdpa"
+        path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
     )
     return model
 

@@ -184,6 +184,7 @@ def _start(folder: Path, plugged: argparse.Namespace | None) -> Any:
         options["worker_extension_cls"] = "flowtrain.engines.vllm.plugin.WeightReports"
         options |= {"load_format": "dummy"} if plugged.no_reload else {}
         options |= {"enable_sleep_mode": True} if plugged.sleep else {}
+    options["trust_remote_code"] = False
     return AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), dtype="bfloat16", **options))
 
 

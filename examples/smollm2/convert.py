@@ -140,9 +140,11 @@ def convert(gguf: Path, folder: Path, say: Say = print) -> None:
     at = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     with user_error(f"{gguf} is no model that transformers can load", OSError, ValueError):
         rule = cutting_rule(gguf)
-        tokenizer = AutoTokenizer.from_pretrained(**at)
+        tokenizer = AutoTokenizer.from_pretrained(**at, trust_remote_code=False)
         say("dequantising the weights (30 s)")
-        model = AutoModelForCausalLM.from_pretrained(**at, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            **at, dtype=torch.float32, trust_remote_code=False
+        )
     mend_tokenizer(tokenizer, rule, model.config.max_position_embeddings)
     mend_config(model)
     say("writing bfloat16 weights")

@@ -183,7 +183,9 @@ def transformers_logprobs(
     sampled: Sequence[Completion],
 ) -> list[Tensor]:
     """Score each response by transformers alone, one at a time; fp32, one per token."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), trust_remote_code=False
+    ).eval()
     scores = []
     for prompt, response in zip(prompts, sampled, strict=True):
         ids = torch.tensor([*prompt, *response.ids])

@@ -105,7 +105,9 @@ class ModelSpec:
     def without_weights(self) -> PreTrainedModel:
         """Build the model on the meta device."""
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(self.shape))
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                copy.deepcopy(self.shape), trust_remote_code=False
+            )
         model.generation_config = copy.deepcopy(self.generation)
         return model
 
@@ -155,7 +157,10 @@ def make_engine(
     else:
         # from_config writes the attention that it was asked for into the config it was given
         network = AutoModelForCausalLM.from_config(
-            copy.deepcopy(model.shape), dtype=dtype, attn_implementation=NAME
+            copy.deepcopy(model.shape),
+            dtype=dtype,
+            attn_implementation=NAME,
+            trust_remote_code=False,
         )
     network.generation_config = model.generation
     return TorchEngine(

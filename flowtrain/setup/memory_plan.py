@@ -316,7 +316,7 @@ def _simulate(
     config.num_hidden_layers = len(layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.NAME
+            config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=False
         ).train()
     if lora is not None:
         add_adapter(model, lora, "")

@@ -80,7 +80,9 @@ def new_model(
         "bos_token_id": None,
     }
     config = _config(family, hidden_size * 8 // 3, options)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention.NAME, trust_remote_code=False
+    )
 
 
 def _config(family: str, width: int, options: dict[str, Any]) -> PreTrainedConfig:

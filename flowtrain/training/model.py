@@ -30,7 +30,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from flowtrain.training import attention, lora
-from flowtrain.training.model_check import load_config
+from flowtrain.training.model_check import load_config, reason_of
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.weights.format.layout import layout_hash
@@ -53,10 +53,11 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFas
         # One of `toy.new_tokenizer` is loaded as it is: AutoTokenizer would take the class of
         # the model's family, which has other rules and one token more than the model.
         is_plain = get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend"
-        tokenizer = (PreTrainedTokenizerFast if is_plain else AutoTokenizer).from_pretrained(path)
+        kind = PreTrainedTokenizerFast if is_plain else AutoTokenizer
+        tokenizer = kind.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{key}={path!r} holds no tokenizer that transformers can load: {_first_line(error)}"
+            f"{key}={path!r} holds no tokenizer that transformers can load: {reason_of(error)}"
         ) from error
     if not tokenizer.encode("a"):
         raise UserError(f"{key}={path!r} has no tokenizer beside its weights")
@@ -83,11 +84,12 @@ def load_model(
             dtype=dtype,
             attn_implementation=attn,
             output_loading_info=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"{key}={path!r} is no causal language model that transformers can load: "
-            f"{_first_line(error)}"
+            f"{reason_of(error)}"
         ) from error
     if missing := sorted(found["missing_keys"]):  # transformers would leave them random
         raise UserError(f"{key}={path!r} lacks {len(missing)} of its tensors, such as {missing[0]}")
@@ -96,7 +98,7 @@ def load_model(
 
 def _what_is_loaded(path: str, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the config by which a model is loaded, and the way to undo its quantisation."""
-    stored = AutoConfig.from_pretrained(path)
+    stored = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if type(stored) is not type(config):
         _log.warning("%s: of its parts, the text decoder alone is loaded and saved", path)
     if not hasattr(stored, "quantization_config"):
@@ -263,7 +265,3 @@ def gather_files(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Mo
             own[name] = torch.empty_like(tensor, device="cpu").copy_(tensor)
     name = names[world.rank] if own else ""
     return ModelFiles(name, own, index if num_files > 1 else {}, names[0])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

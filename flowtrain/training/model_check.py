@@ -54,13 +54,20 @@ def load_config(path: str, key: str = "model.path", trained: bool = True) -> Pre
     """
     _check_there(path, key)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"{key}={path!r} is no causal language model that transformers can load: {reason}"
+            f"{key}={path!r} is no causal language model that transformers can load: "
+            f"{reason_of(error)}"
         ) from error
     return check_config(config, path, key) if trained else config
+
+
+def reason_of(error: Exception) -> str:
+    """Return why transformers cannot load something, in one line."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own (auto_map), and code of a model never runs"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _check_there(path: str, key: str) -> None:
@@ -80,9 +87,8 @@ def _check_there(path: str, key: str) -> None:
     except RepositoryNotFoundError:
         raise UserError(f"{nothing}, and no such model in the hub") from None
     except _HUB_ERRORS as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"{nothing}; as a name in the hub it could not be reached: {reason}"
+            f"{nothing}; as a name in the hub it could not be reached: {reason_of(error)}"
         ) from error
 
 
@@ -221,7 +227,10 @@ def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a model in bf16, because products of experts have no shapes in another dtype."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention.NAME
+            copy.deepcopy(config),
+            dtype=torch.bfloat16,
+            attn_implementation=attention.NAME,
+            trust_remote_code=False,
         )
     return model
 

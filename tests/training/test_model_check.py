@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -13,8 +14,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING, GraniteMoeConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from bench.families import REFUSED, SHAPE, TRAINED, config_of, refusal
-from flowtrain.config import Config
+from flowtrain.config import Config, Vllm
 from flowtrain.engines.factory import ModelSpec
+from flowtrain.engines.vllm.process import VllmModel, engine_args
 from flowtrain.setup.components import RunComponents
 from flowtrain.setup.memory_plan import activations
 from flowtrain.training import attention
@@ -25,6 +27,8 @@ from flowtrain.training.model_check import check_config, load_config
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
+HARMLESS = ("GenerationConfig", "LoraConfig", "PeftModel")
 KNOWN = [name for name in TRAINED if name in CONFIG_MAPPING]
 FOUND = {
     "bert": "no list called `layers`",
@@ -164,3 +168,73 @@ def test_a_model_without_a_tokenizer_is_refused(tiny_path: str, tmp_path: Path) 
             shutil.copy(path, tmp_path)
     with pytest.raises(UserError, match="tokenizer"):
         models.load_tokenizer(str(tmp_path))
+
+
+def with_code(tiny_path: str, folder: Path, file: str, **values: object) -> str:
+    """A copy of a model's folder that has code, which `file` names."""
+    shutil.copytree(tiny_path, folder)
+    (folder / "code.py").write_text("raise SystemExit('code of the model ran')")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | values))
+    return str(folder)
+
+
+@pytest.fixture
+def yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says so to whatever is asked, as transformers does on a terminal."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+
+
+@pytest.mark.usefixtures("yes")
+def test_a_model_that_needs_code_of_its_own_is_refused(tiny_path: str, tmp_path: Path) -> None:
+    of_code = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.X"}}
+    path = with_code(tiny_path, tmp_path / "model", "config.json", **of_code)
+    refused = f"^k='{path}' .*code of its own .auto_map., and code of a model never runs$"
+    for load in (
+        lambda: load_config(path, "k", trained=False),
+        lambda: ModelSpec.load("k", path),
+        lambda: models.load_model(path, torch.float32, key="k"),
+    ):
+        with pytest.raises(UserError, match=refused):
+            load()
+
+
+@pytest.mark.usefixtures("yes")
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("config.json", {"auto_map": {"AutoConfig": "code.X"}}),
+        ("config.json", {"auto_map": {"AutoModelForCausalLM": "code.X"}}),
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["code.X", "code.X"]}},
+        ),
+    ],
+)
+def test_a_model_that_is_known_runs_without_its_code(
+    file: str, values: dict, tiny_path: str, tmp_path: Path
+) -> None:
+    path = with_code(tiny_path, tmp_path / "model", file, **values)
+    ModelSpec.load("model.path", path).without_weights()
+    models.load_model(path, torch.float32)
+
+
+def test_every_load_of_a_model_says_that_its_code_does_not_run() -> None:
+    """But those of peft and of generation configs, which know no code of a folder."""
+    without = []
+    for folder in ("flowtrain", "bench", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                loads = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                if not loads or node.func.attr not in ("from_pretrained", "from_config"):
+                    continue
+                if node.func.attr == "from_config" and folder != "flowtrain":
+                    continue  # of a config that was made there
+                given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+                owner = ast.unparse(node.func.value)
+                if owner not in HARMLESS and given.get("trust_remote_code") != "False":
+                    without.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not without
+    assert (
+        engine_args(VllmModel("x", "float32", 64, frozenset()), Vllm())["trust_remote_code"]
+        is False
+    )

@@ -189,6 +189,7 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         "max_model_len": model.max_tokens,
         "max_num_seqs": options.max_num_seqs,
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         "use_tqdm_on_load": False,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
