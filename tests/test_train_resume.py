@@ -79,6 +79,21 @@ def test_a_resume_with_fewer_steps_than_are_done_writes_nothing(
     assert all(after[path] == data for path, data in before.items() if path.name != lock.NAME)
 
 
+def test_a_resume_after_the_questions_have_grown_is_refused(server: Server, tmp_path: Path) -> None:
+    path, run = tmp_path / "questions.jsonl", tmp_path / "run"
+    lines = [json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) for n in range(80)]
+    words = (*SMALL, "--tasks.name", "file", "--tasks.path", path, "--tasks.corpus", "shipped")
+    path.write_text("\n".join(lines[:40]))
+    assert server.run("train", *words, "--train.num_steps", "0", "--run.dir", run)[:2] == (0, [])
+    path.write_text("\n".join(lines))
+    again = ("--train.num_steps", "1", "--run.dir", run, "--resume", "auto")
+    code, said, _ = server.run("train", *words, *again)
+    assert code == 2 and len(said) == 1
+    assert f"tasks.path='{path}' does not hold out what it did when {run} began" in said[0]
+    path.write_text("\n".join(lines[:40]))
+    assert server.run("train", *words, *again)[0] == 0
+
+
 def test_an_interrupt_ends_the_step_saves_and_can_be_resumed(
     server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from flowtrain.agents.base import Agent
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
-from flowtrain.config.command import Interrupt, NothingToDo
+from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.evaluator import Evaluator, Found, Measured, held_out_name
@@ -27,6 +27,7 @@ from flowtrain.metrics.profiler import profiled
 from flowtrain.pool.batch_source import open_batch_source
 from flowtrain.rewards import Judge
 from flowtrain.run.banner import train_banner
+from flowtrain.run.resume import SPLITS, check_left, check_splits, resume
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.step_counts import Counted, count_step
 from flowtrain.setup.components import RunComponents, lock_run_dir
@@ -37,15 +38,12 @@ from flowtrain.setup.token_budget import with_token_budget
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
-from flowtrain.training import checkpoint
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.records import Prepared, Rollouts
 from flowtrain.training.world import World
-from flowtrain.types import TokenAccount, Trajectory, UserError
-from flowtrain.utils.files import writing
+from flowtrain.types import TokenAccount, Trajectory
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
-from flowtrain.weights.ranks import together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,11 +273,12 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     world = World.join(config.run.device)
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
-    _check_left(config, world)
+    check_left(config, world)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
     components = RunComponents.prepare(config, world)
     cleanup.callback(components.close)
+    check_splits(components)
     components = with_token_budget(components, placement)
     config = components.config
     benchmarks = load_benchmarks(config)
@@ -297,14 +296,15 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     meter = Meter.of(engines)
     agent = components.make_agent(meter.engines, config.agent.max_turns)
     cleanup.callback(agent.close)
-    run_dir = components.open_run_dir({"memory_plan": memory_plan.parts})
+    facts = {"memory_plan": memory_plan.parts, SPLITS: components.tasks.splits}
+    run_dir = components.open_run_dir(facts)
     if world.is_main:  # turns the ids in the logs into words
         tokenizer = components.policies["planner"].tokenizer
         atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
     learner = Learner.make(components, placement, store, run_dir.checkpoints)
     cleanup.callback(learner.close)
     with waiting("reading the checkpoint", world.is_main):
-        state = _resume(config, run_dir, learner, world)
+        state = resume(config, run_dir, learner, world)
     with waiting("publishing and loading the weights", world.is_main):
         learner.republish(state["step"])
         load(engines[config.train.policy], state["step"], placement)
@@ -354,47 +354,3 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         memory_plan=memory_plan,
         start_step=state["step"],
     )
-
-
-def _check_left(config: Config, world: World) -> None:
-    """Raise NothingToDo for a run that has taken more steps than it is to have: its end would be
-    written over the checkpoint of an earlier step. Writes nothing.
-    """
-    num_steps = config.train.num_steps
-
-    def count() -> int:
-        if not world.is_main or config.run.resume != "auto":
-            return 0
-        root = RunDir(Path(config.run.dir)).checkpoints
-        steps = [int(path.name[5:13]) for path in root.glob("step_????????*")]
-        # All of a checkpoint is read to tell whether it is whole, so only where it matters.
-        found = checkpoint.latest(root) if max(steps, default=0) > num_steps else None
-        return 0 if found is None else int(checkpoint.load_state(found)["step"])
-
-    num_done = round(world.max([together(world, count, other_failed=UserError)])[0])
-    if num_done > num_steps:
-        raise NothingToDo(f"{num_done} of {num_steps} steps are done, so nothing is left to do")
-
-
-def _resume(config: Config, run_dir: RunDir, learner: Learner, world: World) -> dict[str, Any]:
-    """Load the newest checkpoint, if the run is to be resumed; return the state of the loop."""
-
-    def choose() -> str:
-        """Rank 0 alone reads all of them."""
-        if not world.is_main or config.run.resume != "auto":
-            return ""
-        with writing(run_dir.checkpoints):
-            return str(checkpoint.settle(run_dir.checkpoints) or "")
-
-    chosen, *_ = world.gather_text(together(world, choose, other_failed=UserError))
-    if not chosen:
-        return {"step": 0, "cursor": 0, "dataflow": ""}
-    path = Path(chosen)
-    state = {"dataflow": "", **checkpoint.load_state(path)}
-    learner.resume(path)
-    if state["dataflow"] and not config.dataflow.url:
-        raise UserError(
-            f"dataflow.url is empty, but {path} was trained from the dataflow "
-            f"{state['dataflow']!r}: name its service"
-        )
-    return state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from flowtrain import config as cfg
 from flowtrain.tasks.benchmarks import parse_benchmarks
 from flowtrain.tasks.corpus import load_corpus, passage_value, passages
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.tasks.facts import SPLITS, facts_tasks
+from flowtrain.tasks.facts import SPLITS, facts_tasks, split_entities
 from flowtrain.tasks.fiction import fictional_entities
 from flowtrain.tasks.files import TaskSource, load_configured
 from flowtrain.tasks.gameof24 import gameof24_tasks
@@ -36,6 +38,8 @@ class TaskSet:
     """Weight and tasks of each file or data set, in order, where `train` comes from several."""
     sources: tuple[TaskSource, ...] = ()
     """What was loaded, where tasks come from files."""
+    splits: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of what is held out, by option and value of the source."""
 
     def cursor(self, seed: int, position: int) -> TaskCursor | MixedCursor:
         """Return the order of the training tasks."""
@@ -71,6 +75,7 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
             600, 400, config.run.seed, {entity.name for entity in entities}
         )
     texts = passages(entities)
+    splits: dict[str, str] = {}
     match tasks.name:
         case "facts":
             draw = partial(facts_tasks, entities, kinds=tasks.kinds)
@@ -78,6 +83,8 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
             held_out = {
                 split: tuple(draw(split, num_held_out, 0)) for split in SPLITS if split != "train"
             }
+            names = [entity.name for entity in split_entities(entities)[1]]
+            splits = {f"tasks.corpus={tasks.corpus!r}": _fingerprint(names)}
         case "gameof24":
             train = gameof24_tasks("train", config.run.seed)
             held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, seed=0)[:num_held_out])}
@@ -85,11 +92,13 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
             origin = f"tasks.verifiers={tasks.verifiers}"
             found = verifiers_tasks(tasks.verifiers, tasks.num_train + num_held_out)
             train, kept = _split(found, tasks.held_out_share, origin)
+            splits = {origin: _fingerprint_of(found, kept)}
             train = _not_held_out(train, kept, origin)
             held_out = {MAIN_SPLIT: tuple(kept[:num_held_out])}
         case _:
             return _from_files(config, texts)
-    return TaskSet(tuple(_new(train, _asked(config), config)), held_out, texts)
+    train = _new(train, _asked(config), config)
+    return TaskSet(tuple(train), held_out, texts, splits=splits)
 
 
 def without_tasks(config: cfg.Config) -> TaskSet:
@@ -107,6 +116,7 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     held_out: list[Task] = []
     paths: dict[str, str] = {}
     sources: list[TaskSource] = []
+    splits: dict[str, str] = {}
     for path in tasks.mixture or (tasks.path,):
         readers = config.reward.function, config.agent.environment, config.agent.name == "gateway"
         source = load_configured(path, tasks, keeps_columns=any(readers))
@@ -117,7 +127,9 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
                     f"tasks.mixture: {paths[task.id]!r} and {path!r} both have a task with id "
                     f"{task.id!r}; ids must be unique"
                 )
-        found, kept = _split(source.tasks, tasks.held_out_share, f"tasks.path={path!r}")
+        origin = f"tasks.path={path!r}"
+        found, kept = _split(source.tasks, tasks.held_out_share, origin)
+        splits[origin] = _fingerprint_of(source.tasks, kept)
         train[path] = _new(found, asked, config)
         held_out += kept
     train = {
@@ -129,7 +141,7 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     mixture = {path: (weight, tuple(train[path])) for path, weight in tasks.mixture.items()}
     joined = tuple(task for found in train.values() for task in found)
     kept_out = {MAIN_SPLIT: tuple(held_out[: config.eval.num_tasks])}
-    return TaskSet(joined, kept_out, texts, mixture, tuple(sources))
+    return TaskSet(joined, kept_out, texts, mixture, tuple(sources), splits)
 
 
 def _asked(config: cfg.Config) -> list[Task]:
@@ -177,3 +189,12 @@ def _split(
             f"{origin} holds {len(tasks)} task(s); training and evaluation need at least one each"
         )
     return shuffled[num_held_out:], shuffled[:num_held_out]
+
+
+def _fingerprint_of(tasks: Sequence[Task], kept: Sequence[Task]) -> str:
+    # Not of ids and columns, which depend on the name of the file and on who reads them.
+    return _fingerprint([len(tasks), [[task.prompt, task.answers] for task in kept]])
+
+
+def _fingerprint(values: Sequence[object]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
