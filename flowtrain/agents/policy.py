@@ -10,7 +10,7 @@ from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.config import Config
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.special_tokens import encode_plain
-from flowtrain.engines.token_chat import ChatTokenizer, chat_text
+from flowtrain.engines.token_chat import ChatTokenizer, chat_text, reply_end
 from flowtrain.types import (
     Call,
     Completion,
@@ -162,9 +162,13 @@ class Policy:
         text = prompt.render(moment)
         return self.encode(chat_text(self.tokenizer, text) if prompt.is_message else text)
 
-    def imitate(self, prompt_ids: tuple[int, ...], text: str) -> Call:
-        """Return the call that answers `text`; its log-probs are 0, because nobody sampled it."""
-        ids = (*self.encode(text), self.tokenizer.eos_token_id)
+    def imitate(self, prompt_ids: tuple[int, ...], text: str, is_message: bool) -> Call:
+        """Return the call that answers `text`; its log-probs are 0, because nobody sampled it.
+
+        `is_message`: the chat template wrote the prompt, and its token ends the answer.
+        """
+        end = reply_end(self.tokenizer) if is_message else self.tokenizer.eos_token_id
+        ids = (*self.encode(text), end)
         completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
         return Call.of(prompt_ids, completion, text)
 

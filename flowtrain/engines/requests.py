@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from flowtrain.engines.token_chat import message_end
 from flowtrain.types import Completion, FinishReason, Sampling, SamplingMask, UserError, VersionSpan
 
 _SLACK = 8
@@ -42,12 +43,21 @@ def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int
 
 
 def stop_ids(generation_config: object, tokenizer: Decodes) -> frozenset[int]:
-    """Return the tokens that end a response: those of the model's generation config and the
-    tokenizer's.
+    """Return the tokens that end a response: those of the model's generation config, the
+    tokenizer's, and the one that its chat template closes a reply with.
     """
     named = getattr(generation_config, "eos_token_id", None)
     ids = [named] if isinstance(named, int) else list(named or [])
-    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
+    own = (tokenizer.eos_token_id, message_end(tokenizer))
+    return frozenset(token for token in (*ids, *own) if token is not None)
+
+
+def name_stop_ids(generation_config: Any, tokenizer: Decodes) -> None:
+    """Add to a generation config what it lacks of the `stop_ids`, behind its own."""
+    named = generation_config.eos_token_id
+    own = [named] if isinstance(named, int) else list(named or [])
+    if more := sorted(stop_ids(generation_config, tokenizer).difference(own)):
+        generation_config.eos_token_id = [*own, *more] if own or more[1:] else more[0]
 
 
 def hits_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer: Decodes) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
 from flowtrain.config import Chat
 from flowtrain.engines.chat import Meter
 from flowtrain.engines.protocol import Engine, EngineError
@@ -67,6 +69,30 @@ def chat_text(tokenizer: ChatTokenizer, message: str) -> Rendered:
 def encode_chat(tokenizer: ChatTokenizer, message: str) -> list[int]:
     """Encode one user message, up to where the reply begins; none of its tokens is special."""
     return encode_plain(tokenizer, chat_text(tokenizer, message))
+
+
+def message_end(tokenizer: Any) -> int | None:
+    """Return the special token that a chat template closes a reply with, e.g. that of <|im_end|>;
+    None where there is no template, or it writes text there.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    reply = "pQ7xZ"  # mixed case, so that a template that changes the case of replies is found out
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": reply}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+    except (TemplateError, TypeError, ValueError, LookupError):  # its maker's program refuses them
+        return None
+    _, found, closing = text.rpartition(reply)
+    ids = tokenizer.encode(closing, add_special_tokens=False) if found and closing else []
+    is_special = ids and not tokenizer.decode(ids[:1], skip_special_tokens=True)
+    return int(ids[0]) if is_special else None
+
+
+def reply_end(tokenizer: ChatTokenizer) -> Any:
+    """Return the token that ends a reply: the chat template's, or else the tokenizer's."""
+    own = message_end(tokenizer)
+    return getattr(tokenizer, "eos_token_id", None) if own is None else own
 
 
 class TokenChat:

@@ -31,6 +31,7 @@ from flowtrain.engines.factory import (
     shared_policies,
 )
 from flowtrain.engines.protocol import Engine, NoEngine
+from flowtrain.engines.requests import name_stop_ids
 from flowtrain.engines.token_chat import pass_to_template
 from flowtrain.metrics import RunDir, manifest
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions
@@ -361,6 +362,7 @@ def load_trained_policy(
         tokenizer = spec.tokenizer
         dtype = getattr(torch, config.model.dtype) if config.lora.rank else torch.float32
         model = load_model(path, dtype) if with_weights else spec.without_weights()
+        name_stop_ids(model.generation_config, tokenizer)  # what is saved ends replies by itself
     if config.lora.rank:
         torch.manual_seed(derive_seed(config.run.seed, "new adapter"))
         add_adapter(model, config.lora, path)

@@ -197,7 +197,7 @@ def test_evidence_is_written_after_the_students_prompt(prompt: str, written: str
 def test_no_text_makes_a_special_token(parts: list[str]) -> None:
     tokenizer = styled("qwen2.5")
     policy = Policy(NoEngine(9), tokenizer, 9, 1.0, 1.0)
-    call = policy.imitate((1,), "".join(parts))
+    call = policy.imitate((1,), "".join(parts), is_message=True)
     assert not set(call.response_ids[:-1]) & set(tokenizer.all_special_ids)
     plain = "".join(parts).replace("\ue000", "").replace("\ue001", "")
     assert tokenizer.decode(call.response_ids[:-1]) == plain

@@ -11,7 +11,7 @@ from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.agentflow.refiner import FullRefinerPrompt
 from flowtrain.agents.policy import Moment
 from flowtrain.engines.special_tokens import encode_plain
-from flowtrain.engines.token_chat import ChatTokenizer, encode_chat
+from flowtrain.engines.token_chat import ChatTokenizer, encode_chat, reply_end
 from flowtrain.types import Sample, Trajectory
 
 
@@ -32,7 +32,7 @@ def refinements(
             memory = flow.shown_before(rollout, number)
             moment = Moment(rollout.task, memory, turn.action.sub_goal, turn.retrieved)
             prompt_ids = encode_chat(tokenizer, FullRefinerPrompt().render(moment))
-            ids = (*encode_plain(tokenizer, reply), tokenizer.eos_token_id)
+            ids = (*encode_plain(tokenizer, reply), reply_end(tokenizer))
             ones = (1.0,) * len(ids)
             samples.append(Sample(tuple(prompt_ids), ids, (0.0,) * len(ids), ones, ones))
     return samples

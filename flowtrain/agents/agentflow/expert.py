@@ -40,7 +40,7 @@ class ScriptVoice:
 
     async def reply(self, prompt: Prompt, moment: Moment, *, seed: int, deadline_s: float) -> Call:
         text = prompt.write(self.script(moment, random.Random(seed)))
-        return self.policy.imitate(self.policy.read(prompt, moment), text)
+        return self.policy.imitate(self.policy.read(prompt, moment), text, prompt.is_message)
 
     def measure(self, text: str) -> int:
         return self.policy.measure(text)

@@ -61,7 +61,8 @@ class TeacherVoice:
         if said is None:
             return Call(prompt_ids, (), (), (), FinishReason.STOP, reply)
         keeps = is_same and prompt.prefix == self.prompt.prefix
-        return self.policy.imitate(prompt_ids, reply if keeps else prompt.write(said))
+        text = reply if keeps else prompt.write(said)
+        return self.policy.imitate(prompt_ids, text, prompt.is_message)
 
     def measure(self, text: str) -> int:
         return self.policy.measure(text)

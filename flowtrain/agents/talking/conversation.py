@@ -23,7 +23,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from flowtrain.engines.special_tokens import special_tokens, unmarked
-from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.engines.token_chat import ChatTokenizer, message_end
 from flowtrain.utils.text import THINK_END
 
 Message = Mapping[str, Any]
@@ -164,8 +164,7 @@ class ChatTemplate:
     @cached_property
     def _closing_id(self) -> int | None:
         """The token that ends a message; None where text alone follows a reply."""
-        ids = self.encode(self.closing)
-        return ids[0] if ids and self._is_special(ids[0]) else None
+        return message_end(self._tokenizer)
 
     def _is_special(self, token: int) -> bool:
         """Tell whether decoding can leave a token out."""
