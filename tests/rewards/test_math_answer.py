@@ -73,7 +73,10 @@ value = st.one_of(number, expression)
 
 
 def differ(one: sympy.Expr, other: sympy.Expr) -> bool:
-    return sympy.simplify(sympy.expand(one - other)) != 0
+    """Simplify only what may be zero: that takes longer than all else here."""
+    difference = sympy.expand(one - other)
+    at_a_point = difference.subs({X: sympy.Rational(7, 5), Y: sympy.Rational(13, 11)})
+    return bool(abs(at_a_point.evalf(50)) > 1e-30) or sympy.simplify(difference) != 0
 
 
 @settings(max_examples=60, deadline=None)
