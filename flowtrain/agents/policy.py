@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.config import Config
 from flowtrain.engines.protocol import Engine
-from flowtrain.engines.special_tokens import encode_plain
+from flowtrain.engines.special_tokens import encode_plain, encode_prompt
 from flowtrain.engines.token_chat import ChatTokenizer, chat_text, reply_end
 from flowtrain.types import (
     Call,
@@ -160,7 +160,8 @@ class Policy:
     def read(self, prompt: Prompt, moment: Moment) -> tuple[int, ...]:
         """Return the ids of a prompt."""
         text = prompt.render(moment)
-        return self.encode(chat_text(self.tokenizer, text) if prompt.is_message else text)
+        text = chat_text(self.tokenizer, text) if prompt.is_message else text
+        return self.encode_prompt(text)
 
     def imitate(self, prompt_ids: tuple[int, ...], text: str, is_message: bool) -> Call:
         """Return the call that answers `text`; its log-probs are 0, because nobody sampled it.
@@ -175,6 +176,12 @@ class Policy:
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode a text in which only what a chat template wrote is special."""
         return tuple(encode_plain(self.tokenizer, text))
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Encode the beginning of a prompt: where no chat template wrote it, behind what the
+        tokenizer begins a text with, such as <bos>.
+        """
+        return tuple(encode_prompt(self.tokenizer, text))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

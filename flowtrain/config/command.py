@@ -15,7 +15,7 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.config.options import help_text, help_topic, parse, shows_config, to_toml
 from flowtrain.types import Outage, UserError
-from flowtrain.utils.terminal import protect_output, say
+from flowtrain.utils.terminal import hand_out, protect_output, say
 
 INTERRUPTED = 130
 OUTAGE = os.EX_TEMPFAIL
@@ -47,11 +47,11 @@ def run_command(
         words = sys.argv[1:] if argv is None else argv
         config = parse(words)
         if config is None:
-            print(help_text(module, help_topic(words) or ""))
+            hand_out(help_text(module, help_topic(words) or ""))
             return 0
         if shows_config(words):
             if is_main:
-                print(to_toml(config), end="")
+                hand_out(to_toml(config).removesuffix("\n"))
             return 0
         code = body(config)
         if code == INTERRUPTED and is_main:
@@ -84,8 +84,9 @@ def _tell_torchrun(line: str) -> None:
 
 
 class Interrupt:
-    """Turns Ctrl-C and SIGTERM inside `with` into KeyboardInterrupt, as long as a command starts;
-    after `defer` into a request to end after the current step, and then a second one ends at once.
+    """Turns Ctrl-C, SIGTERM and the end of the terminal (SIGHUP) inside `with` into
+    KeyboardInterrupt, as long as a command starts; after `defer` into a request to end after the
+    current step, and then a second one ends at once.
 
     torchrun repeats the signal that the terminal has sent, so one that follows within `_ECHO_S`
     seconds is the same request.
@@ -98,10 +99,10 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        self._before = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
         return self
 
     def defer(self) -> None:

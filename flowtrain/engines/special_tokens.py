@@ -61,6 +61,14 @@ class SpecialTokens:
             ids += self._tokenizer.encode(piece, add_special_tokens=False) if piece else ()
         return ids
 
+    @functools.cached_property
+    def first_ids(self) -> tuple[int, ...]:
+        """The ids that the tokenizer puts before a text by itself, such as that of <bos>."""
+        plain = self._tokenizer.encode("a", add_special_tokens=False)
+        whole = self._tokenizer.encode("a")
+        starts = range(len(whole) - len(plain) + 1)
+        return next((tuple(whole[:n]) for n in starts if whole[n : n + len(plain)] == plain), ())
+
     def _pieces(self, text: str) -> Iterator[str]:
         for place, piece in enumerate(_MARK.split(text)):
             # Cut after the first letter, a special token is none any more.
@@ -94,3 +102,11 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     """Encode a text in which only what a chat template wrote is special."""
     special = special_tokens(tokenizer)
     return special.encode(text if isinstance(text, Rendered) else special.marked(text))
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """`encode_plain` a prompt, after what the tokenizer begins a text with where no chat template
+    wrote it.
+    """
+    first = () if isinstance(text, Rendered) else special_tokens(tokenizer).first_ids
+    return [*first, *encode_plain(tokenizer, text)]

@@ -32,6 +32,7 @@ from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.loops import run_to_end
 from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.terminal import hand_out
 from flowtrain.utils.text import printable
 
 NUM_PROMPTS = 200
@@ -201,7 +202,7 @@ def _missing_engine(config: Config) -> str:
 
 
 def _say(text: str) -> None:
-    print(printable(text), flush=True)
+    hand_out(printable(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a run that is resumed goes on from, and what keeps it from going on."""
+"""The checkpoint that a resumed run goes on from, and what keeps it from going on."""
 
 from __future__ import annotations
 

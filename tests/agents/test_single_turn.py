@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 
 import pytest
 from batches import flow_grpo
 from char_tokenizer import ChatChars, says
+from chat_templates import tokenizer_of
 from make import Engine
+from tokenizers.processors import TemplateProcessing
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.collect import collect
 from flowtrain.agents.deadlines import Cutoff
-from flowtrain.agents.talking.single_turn import SingleTurn
+from flowtrain.agents.policy import Moment
+from flowtrain.agents.talking.single_turn import QuestionPrompt, SingleTurn
 from flowtrain.config import Config
+from flowtrain.engines.protocol import NoEngine
 from flowtrain.rewards import score
 from flowtrain.types import (
     BranchPoint,
@@ -199,3 +204,21 @@ def test_a_response_longer_than_the_model_is_refused() -> None:
 def test_hints_are_for_more_turns() -> None:
     one = agent(says("5"))
     assert one.with_hints(None) is one
+
+
+@pytest.mark.parametrize("begins", ["<s> $A", "<s> $A </s>", "$A </s>", "$A"])
+def test_a_prompt_begins_as_the_tokenizer_begins_a_text_and_once(begins: str) -> None:
+    template = "{{ '<s>[INST]' + messages[0].content + '[/INST]' }}"
+    tokenizer = copy.deepcopy(tokenizer_of(template, "</s>"))
+    first, end = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=begins, special_tokens=[("<s>", first), ("</s>", end)]
+    )
+    policy = make_policy(config(), "planner", NoEngine(99), tokenizer)
+    moment = Moment(Task("t-1", "<s>2 + 3?</s>", ("5",)))
+    plain, chat = (policy.read(QuestionPrompt("", message), moment) for message in (False, True))
+    own = policy.encode("Question: <s>2 + 3?</s>\nAnswer:")
+    assert plain == ((first,) if begins.startswith("<s>") else ()) + own
+    assert not {first, end} & set(own), "what stands in a question is plain text"
+    assert chat[0] == first and chat.count(first) == 1 and end not in chat
+    assert first not in policy.imitate(plain, " 5", is_message=False).response_ids

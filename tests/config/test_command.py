@@ -77,14 +77,17 @@ def test_an_interrupt_is_exit_code_130_and_our_own_mistakes_are_not_hidden(
         command(monkeypatch, [], broken)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+ENDS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", ENDS)
 def test_an_interrupt_asks_once_and_the_next_one_ends_the_process(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun passes on what the terminal has sent already, so two signals at once are one."""
     now = [100.0]
     monkeypatch.setattr(commands.time, "monotonic", lambda: now[0])
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(each) for each in ENDS]
     with Interrupt() as interrupt:
         interrupt.defer()
         assert not interrupt.requested
@@ -94,10 +97,10 @@ def test_an_interrupt_asks_once_and_the_next_one_ends_the_process(
         now[0] += 10
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(each) for each in ENDS] == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", ENDS)
 def test_while_a_command_starts_the_first_interrupt_ends_it(number: signal.Signals) -> None:
     with Interrupt() as interrupt:
         with pytest.raises(KeyboardInterrupt):
@@ -116,3 +119,13 @@ def test_torchrun_is_told_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     told = json.loads((tmp_path / "error.json").read_text())
     assert told["message"] == "flowtrain.test: the disk is on fire"
     assert isinstance(told["timestamp"], int)
+
+
+def test_under_nohup_the_end_of_the_terminal_ends_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+        assert not interrupt.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
