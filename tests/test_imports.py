@@ -145,20 +145,24 @@ def _text(name: str) -> str:
 
 
 @functools.cache
+def _nodes(name: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(_text(name))))
+
+
+@functools.cache
 def _edges(name: str) -> tuple[Edge, ...]:
-    tree = ast.parse(_text(name))
-    lazy = {id(node) for node in _not_run_at_import(tree)}
+    lazy = {id(node) for node in _not_run_at_import(_nodes(name))}
     found = [
         Edge(name, target, node.lineno, id(node) not in lazy)
-        for node in ast.walk(tree)
+        for node in _nodes(name)
         for target in _targets(node, name, is_package=MODULES[name].name == "__init__.py")
     ]
     return tuple(found)
 
 
-def _not_run_at_import(tree: ast.Module) -> Iterator[ast.AST]:
+def _not_run_at_import(nodes: tuple[ast.AST, ...]) -> Iterator[ast.AST]:
     """Nodes inside functions and under `if TYPE_CHECKING`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield from ast.walk(node)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -351,7 +355,7 @@ def test_functions_have_at_most_100_lines() -> None:
     """And Triton bodies 150."""
     too_long = []
     for name in MODULES:
-        for node in ast.walk(ast.parse(_text(name))):
+        for node in _nodes(name):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 is_kernel = any("triton" in ast.unparse(each) for each in node.decorator_list)
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
