@@ -26,7 +26,7 @@ from flowtrain.weights.format.files import writing_tensors
 
 CONFIG = "a = 1\n"
 MANIFEST = {"seed": 0}
-LINES_PER_STEP = 60
+LINES_PER_STEP = 15
 """Enough to make several blocks of a disk."""
 
 
@@ -92,7 +92,7 @@ class DurableRun:
     def advance(self) -> None:
         self.step += 1
         self.publish()
-        lines = [{"step": self.step, "text": "x" * 200} for _ in range(LINES_PER_STEP)]
+        lines = [{"step": self.step, "text": "x" * 900} for _ in range(LINES_PER_STEP)]
         append_lines(self.log, lines)
         mark(f"logged {self.step}")
 
