@@ -77,6 +77,12 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
         whole |= {index for index in [_index(found[1], choices)] if index is not None}
     if whole:
         return _only(whole, choices)
+    # A letter with its own text, which may have the words of a denial ("B. No tests required").
+    if (named := re.match(rf"{_FRAME.pattern}{_LETTER.pattern}", text, re.IGNORECASE)) and (
+        (index := _index(named[1], choices)) in _same_text(text[named.end() :].strip(), choices)
+        and not _mentions(text[: named.start(1)], choices)
+    ):
+        return index
     ends = rf"(?<=[^\W_]{{2}}[.!?])\s+|(?<=[?!])\s+|\n(?![a-z][^)])|(?<=\.)\s+(?={_OPENER})"
     sentences = re.split(ends, text)
     while len(sentences) > 1 and not _without_reason(sentences[-1]):
@@ -95,7 +101,8 @@ def _stated(sentence: str, choices: Sequence[str]) -> int | None:
     start = frame.end() if frame else 0
     if start and _mentions(sentence[:start], choices):
         return None
-    if found := _LETTER.match(sentence, start):
+    found = _LETTER.match(sentence, start)
+    if found and _index(found[1], choices) is not None:
         rest = sentence[found.end() :].strip("()\"' ")
         is_marked = found[0].strip() != found[1]  # "a cancer" and "A cancer" begin with an article
         if is_marked or _AFTER.fullmatch(rest) or (start and found[1] not in "aAI"):

@@ -32,3 +32,20 @@ def test_options_with_the_same_text_are_the_same() -> None:
 def test_any_text_names_an_option_or_none(answer: str, options: list[str]) -> None:
     place = named_option(answer, options)
     assert place is None or 0 <= place < len(options)
+
+
+@pytest.mark.parametrize(
+    ("answer", "choices", "named"),
+    [
+        ("B. No tests required", ("Urinalysis", "No tests required"), 1),
+        ("The answer is A. No tests required", ("No tests required", "Urinalysis"), 0),
+        ("A. No tests required", ("Urinalysis", "No tests required"), None),
+        ("B. No, it is Oslo", ("Oslo", "Rome"), None),
+        ("The answer is X.", ("VII", "IX", "X", "XII"), 2),
+        ("The answer is V/Q scan.", ("ECG", "V/Q scan"), 1),
+    ],
+)
+def test_letters_and_texts_that_look_like_others(
+    answer: str, choices: tuple[str, ...], named: int | None
+) -> None:
+    assert named_option(answer, choices) == named
