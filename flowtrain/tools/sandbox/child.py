@@ -55,6 +55,11 @@ LOOK_MS = 50
 CPU_CLOCK = 2
 """Of the clock ids of Linux: the time of all threads of a process."""
 LEFT_OUT = "\n... {} characters left out ...\n"
+ENCODINGS = (
+    *("utf-8-sig", "utf-16", "cp1250", "cp1251", "cp1252", "cp1254", "iso8859-2", "iso8859-15"),
+    *("koi8-r", "cp874", "gb18030", "big5", "cp932", "euc-jp", "cp949"),
+)
+"""Those of pages on the web."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +359,8 @@ def prepare(setup: Setup) -> None:
     sys.path += setup.path
     for name in setup.preload:
         importlib.import_module(name)
+    for name in ENCODINGS if setup.preload else ():
+        codecs.lookup(name)  # which loads it; the code's user may not read the standard library
     os.environ.clear()
     if not setup.scratch:
         sys.path.clear()
