@@ -385,4 +385,6 @@ class Node:
                 is_there = pending.done()
                 late = pending.result().leases if is_there else await self._member.late_leases()
                 left += map(key_of, late)
-        await self._member.leave(left, reason)
+        # Of a node that failed without a lease the dataflow may have refused the token.
+        if left or self._stopped.is_set():
+            await self._member.leave(left, reason)
