@@ -106,6 +106,10 @@ class Algorithm:
         """The config of the run, as it is stored and as every part of the run reads it."""
         self.check()
 
+    def __str__(self) -> str:
+        """Name the algorithm as the config does."""
+        return self.config.algorithm.name
+
     def with_config(self, config: Config) -> Self:
         """Return the algorithm under another config of the run, with its own options as here."""
         made = copy.copy(self)

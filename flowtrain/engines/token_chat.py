@@ -5,7 +5,7 @@ models in this process or in vLLM.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
@@ -15,6 +15,12 @@ from flowtrain.engines.chat import Meter
 from flowtrain.engines.protocol import Engine, EngineError
 from flowtrain.engines.special_tokens import Rendered, encode_plain, special_tokens
 from flowtrain.types import FinishReason, Sampling
+
+TEMPLATE_ERRORS = (
+    *(TemplateError, TypeError, ValueError, LookupError),
+    *(ArithmeticError, AttributeError, RecursionError),
+)
+"""What a chat template, a program of the model's maker, may raise on messages that it refuses."""
 
 
 class ChatTokenizer(Protocol):
@@ -81,7 +87,7 @@ def message_end(tokenizer: Any) -> int | None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": reply}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
-    except (TemplateError, TypeError, ValueError, LookupError):  # its maker's program refuses them
+    except TEMPLATE_ERRORS:
         return None
     _, found, closing = text.rpartition(reply)
     ids = tokenizer.encode(closing, add_special_tokens=False) if found and closing else []
@@ -89,10 +95,16 @@ def message_end(tokenizer: Any) -> int | None:
     return int(ids[0]) if is_special else None
 
 
-def reply_end(tokenizer: ChatTokenizer) -> Any:
+def reply_end(tokenizer: Any) -> Any:
     """Return the token that ends a reply: the chat template's, or else the tokenizer's."""
-    own = message_end(tokenizer)
+    own = _known_end(tokenizer, tokenizer.chat_template)
     return getattr(tokenizer, "eos_token_id", None) if own is None else own
+
+
+@lru_cache(maxsize=16)
+def _known_end(tokenizer: ChatTokenizer, _source: str | None) -> int | None:
+    """Render the template once, and not for each reply that is imitated."""
+    return message_end(tokenizer)
 
 
 class TokenChat:

@@ -26,9 +26,8 @@ def train_banner(components: RunComponents, placement: Placement, start_step: in
         + f", after step {start_step}" * (start_step > 0),
         "fused": fused_text(components.model) or "no layers",
     }
-    return _banner(
-        components, f"{config.algorithm.name} trains the {config.word_for(train.policy)}", rows
-    )
+    title = f"{components.algorithm} trains the {config.word_for(train.policy)}"
+    return _banner(components, title, rows)
 
 
 def rft_banner(components: RunComponents) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal
@@ -16,6 +17,8 @@ import numpy as np
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 
+_INEXACT = re.compile("float|half|decimal")
+"""Types of Parquet, or of what is in its lists, whose values Python would write otherwise."""
 Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".tsv", ".csv", ".parquet")
 
@@ -126,10 +129,11 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, s
         names = [name for name in file.schema_arrow.names if columns is None or name in columns]
         for batch in file.iter_batches(columns=names):
             types = dict(zip(batch.schema.names, map(str, batch.schema.types), strict=True))
+            exact = {name: kind for name, kind in types.items() if _INEXACT.search(kind)}
             for entry in batch.to_pylist():
                 number += 1
-                row = {name: _as_written(value, types[name]) for name, value in entry.items()}
-                yield number, f"{path}, row {number}", without_nulls(row)
+                entry |= {name: _as_written(entry[name], kind) for name, kind in exact.items()}
+                yield number, f"{path}, row {number}", without_nulls(entry)
 
 
 def _as_written(value: Any, type_name: str) -> Any:

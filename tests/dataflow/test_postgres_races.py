@@ -146,17 +146,21 @@ def test_a_request_for_leases_that_comes_twice_at_once_is_answered_once(postgres
     assert flow.status()["work_items"]["leased"] == 3
 
 
+def cut_connections(postgres: str) -> None:
+    with psycopg.connect(postgres, autocommit=True) as other:
+        other.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        )
+
+
 def test_no_lease_runs_out_because_the_database_was_away(postgres: str) -> None:
     clock = fakes.Clock()
     flow = fakes.begun(postgres, clock, max_waiting=64)
     fakes.joined(flow, "n2")
     (held_lease,) = fakes.lease(flow)
     clock.now += 100
-    with psycopg.connect(postgres, autocommit=True) as other:
-        other.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-            " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
-        )
+    cut_connections(postgres)
     with pytest.raises(Unavailable, match="did not answer"):
         fakes.lease(flow, node="n2")
     (other_lease,) = fakes.lease(flow, node="n2")
@@ -201,11 +205,7 @@ def test_leases_run_out_behind_a_proxy_that_cuts_connections(postgres: str) -> N
     (held_lease,) = fakes.lease(flow)
     taken = []
     for _ in range(8):  # more often than a lease of 60 s lasts
-        with psycopg.connect(postgres, autocommit=True) as other:
-            other.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
-            )
+        cut_connections(postgres)
         with pytest.raises(Unavailable, match="did not answer"):
             fakes.lease(flow, node="n2")
         taken += fakes.lease(flow, node="n2")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from toy_options import toy
 
+from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.run.banner import rft_banner, train_banner
 
 
@@ -20,8 +21,10 @@ def parts(**sections: Any) -> tuple[Any, Any]:
     tasks = SimpleNamespace(
         train=("q",) * 1200, held_out={"texts": ("q",) * 20, "forms": ("q",) * 30}, mixture={}
     )
+    model = torch.nn.Linear(1000, 1500, bias=False)
+    algorithm = load_algorithm(config)
     components = SimpleNamespace(
-        config=config, world=world, tasks=tasks, model=torch.nn.Linear(1000, 1500, bias=False)
+        config=config, world=world, tasks=tasks, model=model, algorithm=algorithm
     )
     return components, SimpleNamespace(samplers=world, trainers=several)
 

@@ -20,10 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
-
 from flowtrain.engines.special_tokens import special_tokens, unmarked
-from flowtrain.engines.token_chat import ChatTokenizer, message_end
+from flowtrain.engines.token_chat import TEMPLATE_ERRORS, ChatTokenizer, message_end, reply_end
 from flowtrain.utils.text import THINK_END
 
 Message = Mapping[str, Any]
@@ -67,7 +65,7 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=reply, **options
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             raise TemplateRewrites(f"the chat template refuses the messages: {error}") from error
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -107,8 +105,7 @@ class ChatTemplate:
     @property
     def end_id(self) -> Any:
         """The token that ends a reply: the template's, or else the tokenizer's."""
-        own = self._closing_id
-        return getattr(self._tokenizer, "eos_token_id", None) if own is None else own
+        return reply_end(self._tokenizer)
 
     @cached_property
     def opening(self) -> str:

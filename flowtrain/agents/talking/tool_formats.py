@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from flowtrain.engines.token_chat import render_template
+from flowtrain.engines.token_chat import TEMPLATE_ERRORS, render_template
 from flowtrain.utils.text import THINK_END, encodable
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -83,9 +83,9 @@ def format_of(chat_template: str, tokens: Mapping[str, str] = MappingProxyType({
     calls = [_probe(0), _probe(1)]
     try:
         replies = [(calls[:1], _rendered(chat_template, calls[:1], tokens))]
-    except Exception:  # noqa: BLE001 - a template is a program of somebody else's
+    except TEMPLATE_ERRORS:
         return ""
-    with suppress(Exception):  # some take one call at a time, and say so in their own way
+    with suppress(*TEMPLATE_ERRORS):  # some take one call at a time, and say so in their own way
         replies.append((calls, _rendered(chat_template, calls, tokens)))
     for name, each in FORMATS.items():
         if name != "json" and all(each.parse(reply)[1] == tuple(of) for of, reply in replies):
@@ -128,7 +128,8 @@ def _rendered(chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[
         render_template(chat_template, [user, reply], tools, tokens) for reply in replies
     )
     # A prompt may describe calls in the same words, and the reply begins behind it.
-    begins = next(i for i, (a, b) in enumerate(zip(whole, plain, strict=False)) if a != b)
+    pairs = enumerate(zip(whole, plain, strict=False))
+    begins = next((place for place, (one, other) in pairs if one != other), len(whole))
     return whole[begins:].removesuffix(plain.rpartition(mark)[2])
 
 
