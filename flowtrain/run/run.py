@@ -173,7 +173,8 @@ class Run:
             self.logger.log_evaluation(step, self.evaluator.measured(step, found, versions))
 
     def checkpoint(self, step: int) -> None:
-        """Write a checkpoint of `step`, beside what comes next."""
+        """Write a checkpoint of `step`, beside what comes next, after the step's log."""
+        self.logger.flush()
         state: dict[str, int | str] = {"cursor": self.cursor.position, "version": step}
         pool, evaluated = self.pool, self.logger.evaluated
         if pool is not None:

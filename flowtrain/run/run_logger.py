@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class RunLogger:
         tflops = _known_tflops(config, placement.world.device)
         self._peak_flops = 1e12 * tflops * placement.trainers.size
         self._cleanup = ExitStack()
+        self._writing: Future[None] | None = None
         with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
             self._open(start_step, cleanup)
             self._cleanup = cleanup.pop_all()
@@ -85,9 +87,16 @@ class RunLogger:
             TrajectoryLog(path, samplers.rank, step, name, samplers.size)
             for name, step in (("trajectories", last_step), ("held_out", self.evaluated))
         )
+        self._thread = ThreadPoolExecutor(1, "rollouts")
+        cleanup.callback(self._thread.shutdown)
 
     def close(self) -> None:
         self._cleanup.close()
+
+    def flush(self) -> None:
+        """Wait until the rollouts of all steps are on the disk."""
+        if self._writing is not None:
+            self._writing.result()
 
     def peak_bytes(self) -> int:
         """Return the most memory that this rank has taken."""
@@ -106,7 +115,7 @@ class RunLogger:
         evaluation: Measured | None,
         seconds: Mapping[str, float],
     ) -> None:
-        """Write a step down.
+        """Write a step down; its rollouts beside what comes next, until `flush`.
 
         Args:
             rollouts, prepared: this rank's.
@@ -115,13 +124,19 @@ class RunLogger:
             kept: metrics of the replay log.
             seconds: by stage.
         """
+
+        def write_rollouts() -> None:
+            if evaluation is not None:
+                self.log_held_out(step, evaluation.held_out)
+            trained_of = (prepared.batch.samples, self._config.train.policy)
+            self._trajectories.log(step, step - 1, rollouts.groups, *trained_of)
+
+        self.flush()
+        self._writing = self._thread.submit(write_rollouts)
         measured = {}
         if evaluation is not None:
             measured = evaluation.metrics
-            self.log_held_out(step, evaluation.held_out)
             self.evaluated = step
-        trained_of = (prepared.batch.samples, self._config.train.policy)
-        self._trajectories.log(step, step - 1, rollouts.groups, *trained_of)
         self.write(
             {
                 "step": step,

@@ -1,0 +1,92 @@
+"""Rollouts are written beside the run, and are there before what depends on them."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from flowtrain.config import Config
+from flowtrain.metrics import RunDir
+from flowtrain.run.run_logger import RunLogger
+from flowtrain.run.step_counts import Counted
+from flowtrain.setup.components import RunComponents
+from flowtrain.setup.placement import Placement
+from flowtrain.training.devices import MemoryPeak
+from flowtrain.training.records import Prepared, Rollouts
+from flowtrain.training.world import World
+from flowtrain.types import UserError
+from tests.make import group, rollout, turn
+
+
+class SlowDisk:
+    """Takes the place of a log of rollouts: writes what it is given once `room` is set."""
+
+    room = threading.Event()
+    error: UserError | None = None
+
+    def __init__(self, path: Path, *_: Any) -> None:
+        self.path = path
+
+    def log(self, step: int, *_: Any) -> None:
+        assert self.room.wait(60)
+        if self.error is not None:
+            raise self.error
+        with (self.path / "steps").open("a") as file:
+            file.write(f"{step}\n")
+
+
+@pytest.fixture
+def logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLogger]:
+    monkeypatch.setattr("flowtrain.run.run_logger.TrajectoryLog", SlowDisk)
+    monkeypatch.setattr(SlowDisk, "room", threading.Event())
+    world = World(0, 1, torch.device("cpu"))
+    components = cast(RunComponents, SimpleNamespace(config=Config()))
+    place, memory = Placement(world, world, world), MemoryPeak(world.device)
+    made = RunLogger(components, place, RunDir(tmp_path), memory=memory, start_step=0)
+    yield made
+    SlowDisk.room.set()
+    made.close()
+
+
+def log(logger: RunLogger, step: int) -> None:
+    batch = SimpleNamespace(samples=())
+    logger.log(
+        step,
+        Rollouts((group(rollout(turn())),), {}, {}),
+        cast(Prepared, SimpleNamespace(batch=batch)),
+        trained={},
+        counted=cast(Counted, SimpleNamespace(metrics={})),
+        weights={},
+        kept={},
+        evaluation=None,
+        seconds={"train_s": 1.0},
+    )
+
+
+def test_a_step_does_not_wait_until_its_rollouts_are_on_the_disk(
+    logger: RunLogger, tmp_path: Path
+) -> None:
+    log(logger, 1)
+    assert not (tmp_path / "steps").exists()
+    SlowDisk.room.set()
+    logger.flush()
+    assert (tmp_path / "steps").read_text() == "1\n"
+    log(logger, 2)
+    log(logger, 3)
+    logger.flush()
+    assert (tmp_path / "steps").read_text() == "1\n2\n3\n"
+
+
+@pytest.mark.parametrize("then", ["flush", "log"])
+def test_rollouts_that_could_not_be_written_end_the_run(
+    logger: RunLogger, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlowDisk, "error", UserError("the disk is full"))
+    log(logger, 1)
+    SlowDisk.room.set()
+    with pytest.raises(UserError, match="the disk is full"):
+        logger.flush() if then == "flush" else log(logger, 2)
