@@ -219,6 +219,14 @@ def test_a_vllm_that_hangs_is_killed_and_replaced(
     engine.close()
 
 
+def test_the_first_load_has_a_deadline_of_its_own(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_runner, "LOAD_S", 0.0)
+    engine.load(4)
+    assert engine.metrics()["engine_restarts"] == 0 and sample(engine).ids == (4, 4, 4)
+
+
 def test_a_request_that_kills_vllm_twice_is_an_error(
     engine: VllmEngine, llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

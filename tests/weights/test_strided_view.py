@@ -11,6 +11,7 @@ import pytest
 import torch
 from many_ranks import Meeting, ThreadRank
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_model import SHAPES, Toy, held_by, toy_weights
 from weight_samples import same_bits
 
@@ -127,6 +128,48 @@ def test_views_of_experts_are_one_where_they_follow_each_other_evenly(
     plan = make_plan(layout_of({"experts": torch.zeros(3, 8, 5)}), load, [held], Alone())
     assert len(plan.views["experts"]) == num_views
     prove(plan, load, [held], Alone())
+
+
+class Words(TorchDispatchMode):
+    """Counts the words of all results."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.number += result.numel() if isinstance(result, Tensor) else 0
+        return result
+
+
+def test_proving_a_plan_takes_work_in_proportion_to_the_experts_of_a_memory() -> None:
+    def words(num_experts: int) -> int:
+        held = torch.zeros(num_experts, 64, 8)
+
+        def load(found: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in found:
+                held[int(name)].copy_(tensor)
+
+        found = {str(number): torch.zeros(64, 8) for number in range(num_experts)}
+        plan = make_plan(layout_of(found), load, [held], Alone())
+        with Words() as counted:
+            prove(plan, load, [held], Alone())
+        return counted.number
+
+    assert words(64) < 5 * words(16)
+
+
+def test_two_names_of_the_same_words_are_refused_in_any_order() -> None:
+    held = torch.zeros(64, 8)
+
+    def load(found: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in found:
+            held.copy_(tensor)
+
+    for first, second in ("ab", "ba"):
+        found = {first: torch.zeros(64, 8), second: torch.zeros(64, 8)}
+        plan = make_plan(layout_of(found), load, [held], Alone())
+        with pytest.raises(ValueError, match=r"'[ab]': its loader also changes '[ab]'"):
+            prove(plan, load, [held], Alone())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -5,17 +5,16 @@ There is no table of names. For each tensor of the store, `load_weights` gets a 
 shape whose memory is never filled. A dispatch mode sees the loader cut the stand-in and copy the
 cuts into parameters, notes the geometry of each copy, and suppresses it. A tensor that the loader
 does anything else with (computes, casts, gathers) is dense: only the loader can write it. Then each
-tensor is loaded once for real, as a pattern that differs from word to word: every view must hold
-its part of the pattern, all ranks together every word once, and nothing else that belongs to a
-tensor may change. The weights are put back afterwards.
+tensor is loaded for real, as a pattern that differs from word to word: every view must hold
+its part of the pattern, all ranks together every word once, and no tensor may change another's
+words. The weights are put back afterwards.
 
 This file names no class of vLLM: any model with a `load_weights` will do.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -135,7 +134,7 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
         for name, watch in watches.items()
         if name not in dense
     }
-    return LoadPlan(layout, views, dense)
+    return LoadPlan(layout, views, dense, {name: watches[name].touched for name in views})
 
 
 def memories_of(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
@@ -154,51 +153,102 @@ def prove(plan: LoadPlan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -
     """Check a plan by loading a pattern for each tensor that has views; collective. The memories
     hold afterwards what they held before.
 
+    Tensors that share a memory are tried together, so hundreds of experts in one memory cost a
+    copy of it, not hundreds.
+
     Raises:
         ValueError: the plan is wrong for a tensor; the message names it.
     """
-    memories = memories_of(tensors)
-    in_memory: dict[int, list[tuple[str, StridedView]]] = {}
-    for name, views in plan.views.items():
-        for view in views:
-            in_memory.setdefault(view.memory.data_ptr(), []).append((name, view))
-    own: RegionDigests = []
-    whole: dict[str, Digest] = {}
-    wrong: dict[str, str] = {}
-
-    def try_all() -> None:
-        for name, views in plan.views.items():
-            spec = plan.layout[name]
-            device = views[0].memory.device if views else torch.device("cpu")
-            flat = pattern(spec.num_words, zlib.crc32(name.encode()), device)
-            whole[name] = digest_of(flat)
-            if not views:
-                continue
-            # A loader may also fill memories with constants: those have to be put back too.
-            touched = _watch(name, plan.layout, load, memories=memories).touched
-            saved = {at: memories[at].clone() for at in touched}
-            try:
-                load([(name, flat.view(spec.torch_dtype).view(spec.shape))])
-                own.extend((name, view.region, view.digest(1)) for view in views)
-                if not all(torch.equal(view.live(), view.of_tensor(flat)) for view in views):
-                    wrong[name] = "its words are not where its loader seemed to put them"
-                elif changed := _changed_others(name, saved, memories, in_memory=in_memory):
-                    wrong[name] = f"its loader also changes {changed!r}"
-            finally:
-                for at, words in saved.items():
-                    memories[at].copy_(words)
-
-    together(ranks, try_all)
+    proof = _Proof(plan, load, memories_of(tensors))
+    together(ranks, proof.run)
     lost = {
         name: "the ranks together do not hold each of its words once"
-        for name, digest in sum_regions(gather(ranks, own)).items()
-        if digest != whole[name]
+        for name, digest in sum_regions(gather(ranks, proof.own)).items()
+        if digest != proof.whole[name]
     }
-    for problems in gather(ranks, lost | wrong):
+    for problems in gather(ranks, lost | proof.wrong):
         for name, problem in problems.items():
             raise ValueError(
                 f"the weights of this model cannot be updated in place: {name!r}: {problem}"
             )
+
+
+class _Proof:
+    """Loads patterns on this rank, and notes what is not where it should be."""
+
+    def __init__(self, plan: LoadPlan, load: Load, memories: Mapping[int, Tensor]) -> None:
+        self.own: RegionDigests = []
+        self.whole: dict[str, Digest] = {}
+        """Digests of the patterns."""
+        self.wrong: dict[str, str] = {}
+        """What is wrong with a tensor's plan."""
+        self._plan, self._load, self._memories = plan, load, memories
+        self._seeds = {name: number for number, name in enumerate(plan.views)}
+
+    def run(self) -> None:
+        for name in self._plan.views:
+            self.whole[name] = digest_of(self._pattern(name))
+        for names, touched in _groups(self._plan):
+            saved = {at: self._memories[at].clone() for at in touched}
+            try:
+                self._try(names)
+            finally:
+                for at, words in saved.items():
+                    self._memories[at].copy_(words)
+
+    def _try(self, names: Sequence[str]) -> None:
+        """Load in one order and in the other: what is overwritten is loaded before once."""
+        for order in (names, names[::-1]):
+            for name in order:
+                self._load_pattern(name)
+            for name in names:
+                if not self._holds(name):
+                    self._blame(name, names)
+                    return
+        for name in names:
+            self.own.extend((name, view.region, view.digest(1)) for view in self._plan.views[name])
+
+    def _blame(self, victim: str, names: Sequence[str]) -> None:
+        """Note whose plan is wrong where the words of `victim` are."""
+        self._load_pattern(victim)
+        if not self._holds(victim):
+            self.wrong[victim] = "its words are not where its loader seemed to put them"
+            return
+        for name in names:
+            self._load_pattern(name)
+            if not self._holds(victim):
+                self.wrong[name] = f"its loader also changes {victim!r}"
+                return
+        self.wrong[victim] = "its loader puts the same words elsewhere another time"
+
+    def _pattern(self, name: str) -> Tensor:
+        views, num_words = self._plan.views[name], self._plan.layout[name].num_words
+        device = views[0].memory.device if views else torch.device("cpu")
+        return pattern(num_words, self._seeds[name], device)
+
+    def _load_pattern(self, name: str) -> None:
+        spec = self._plan.layout[name]
+        self._load([(name, self._pattern(name).view(spec.torch_dtype).view(spec.shape))])
+
+    def _holds(self, name: str) -> bool:
+        flat = self._pattern(name)
+        return all(torch.equal(x.live(), x.of_tensor(flat)) for x in self._plan.views[name])
+
+
+def _groups(plan: LoadPlan) -> list[tuple[list[str], set[int]]]:
+    """Put the tensors that have views into groups without a memory in common; returns the names and
+    memories of each.
+    """
+    groups: dict[int, tuple[list[str], set[int]]] = {}
+    for name, views in plan.views.items():
+        if not views:
+            continue
+        names, memories = [name], set(plan.touched[name])
+        for other in {id(groups[at]): groups[at] for at in memories if at in groups}.values():
+            names += other[0]
+            memories |= other[1]
+        groups.update(dict.fromkeys(memories, (names, memories)))
+    return list({id(group): group for group in groups.values()}.values())
 
 
 def pattern(num_words: int, seed: int, device: torch.device) -> Tensor:
@@ -209,27 +259,6 @@ def pattern(num_words: int, seed: int, device: torch.device) -> Tensor:
     num_rows = -(-num_words // _ROW)
     of_row = (torch.arange(num_rows, device=device) * 0x85EB + seed).short()
     return (in_row + of_row[:, None]).view(-1)[:num_words]
-
-
-def _changed_others(
-    name: str,
-    saved: Mapping[int, Tensor],
-    memories: Mapping[int, Tensor],
-    in_memory: Mapping[int, list[tuple[str, StridedView]]],
-) -> str:
-    """Return another tensor that loading `name` changed; empty when there is none. Words of no
-    tensor are padding.
-    """
-    for at, words in saved.items():
-        changed = words != memories[at]
-        views = in_memory.get(at, [])
-        for other, view in views:
-            if other == name:
-                view.within(changed).fill_(False)
-        for other, view in views:
-            if other != name and bool(view.within(changed).any()):
-                return other
-    return ""
 
 
 def _watch(name: str, layout: Layout, load: Load, memories: Mapping[int, Tensor]) -> LoaderWatch:

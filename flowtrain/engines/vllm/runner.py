@@ -45,6 +45,8 @@ START_S = 600.0
 """Seconds until vLLM must be ready."""
 LOAD_S = 300.0
 """Seconds for a weight update, or for scores; then vLLM is restarted."""
+FIRST_LOAD_S = 3600.0
+"""Seconds for the first, which reads and checks every weight and proves where the model has it."""
 HANG_S = 120.0
 """Seconds without a sign of life; then vLLM is restarted."""
 _ABORT_S = 5.0
@@ -117,17 +119,18 @@ class AsyncLLMRunner:
 
     def load(self, version: int, policy: str = "") -> dict[str, float]:
         """Load a version of the weights and return the metrics of the update; wakes vLLM up."""
-        return self._run(self._load(version, policy), f"version {version} was not loaded")
+        timeout_s = FIRST_LOAD_S if self._weights[policy].label is None else LOAD_S
+        failure = f"version {version} was not loaded"
+        return self._run(self._load(version, policy), failure, timeout_s)
 
     def sleep(self) -> None:
         """Give weights and cache up until the next load or request; none may be under way."""
-        self._run(self._sleep(), "it did not go to sleep")
+        self._run(self._sleep(), "it did not go to sleep", LOAD_S)
 
-    def _run(self, work: Coroutine[Any, Any, T], failure: str) -> T:
+    def _run(self, work: Coroutine[Any, Any, T], failure: str, timeout_s: float) -> T:
         """Run `work` on the loop. Raises EngineDied("failure: reason") when the work fails or takes
         too long; a UserError passes through.
         """
-        timeout_s = LOAD_S
         try:
             return self._thread.run(work, time.monotonic() + timeout_s)
         except UserError:

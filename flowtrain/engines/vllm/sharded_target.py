@@ -38,6 +38,9 @@ class LoadPlan:
     dense: dict[str, str]
     """Tensors that only the model's loader can write, with the reason; not in `views`. The same on
     all ranks."""
+    touched: dict[str, set[int]]
+    """Memories that the loader writes to for a tensor of `views`, by their addresses; with
+    constants, too."""
 
 
 @dataclass(slots=True)
