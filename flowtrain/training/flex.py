@@ -152,8 +152,15 @@ def padded(row: PackedRow) -> PackedRow:
     )
 
 
+_MOST_GRAPHS = 64
+"""With and without gradients, windows, sinks, fewer heads of keys, and a row of one block alone:
+torch's own limit of 8 is less than one model may need."""
+
+
 @functools.cache
 def _compiled() -> Callable[..., Any]:
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
     # A whole graph or an error: what is not compiled would build an N x N matrix.
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 

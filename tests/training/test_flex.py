@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from forests import is_valid_tree, random_forest
 from gradients import distance
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from flowtrain.training import attention, flex, sharding
 from flowtrain.training import model as models
@@ -113,6 +115,25 @@ def test_a_new_batch_compiles_nothing() -> None:
             for window in (None, 100 + seed):
                 attend(query, query, query, block_mask=FlexTree.of(ends).mask(window))
         assert counter.frame_count <= 4, num_blocks
+    torch._dynamo.reset()
+
+
+def test_a_model_may_need_more_graphs_than_torch_makes_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    flex._compiled.cache_clear()
+    attend, cases = flex._compiled(), itertools.product(*[[False, True]] * 4)
+    for has_gradients, has_window, has_sinks, is_one_block in cases:
+        ends = FORESTS["lone tokens"][: BLOCK if is_one_block else 2 * BLOCK].clamp(max=BLOCK)
+        query = torch.randn(1, 2, len(ends), 16)  # of which a CPU takes no gradients
+        mask = FlexTree.of(ends).mask(50 if has_window else None)
+        aux = AuxRequest(lse=True) if has_sinks else None
+        with torch.set_grad_enabled(has_gradients):
+            attend(query, query, query, block_mask=mask, return_aux=aux)
+    flex._compiled.cache_clear()
     torch._dynamo.reset()
 
 
