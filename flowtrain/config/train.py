@@ -31,7 +31,9 @@ class Train(Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     """AdamW: decay of the mean of squared gradients"""
     weight_decay: float = Field(0.01, ge=0)
-    """AdamW: decoupled weight decay"""
+    """AdamW: decoupled weight decay, of matrices"""
+    decay_all: bool = False
+    """AdamW: decay norms, biases and other vectors, too, as verl does"""
     grad_clip: float = Field(1.0, ge=0)
     """upper bound of the global gradient norm; 0: off"""
     num_minibatches: int = Field(2, ge=0)

@@ -237,6 +237,7 @@ def optim_spec(components: LearnerComponents) -> OptimSpec:
         lr=train.lr,
         betas=(train.beta1, train.beta2),
         weight_decay=train.weight_decay,
+        decay_all=train.decay_all,
         grad_clip=train.grad_clip,
         rescore=train.rescore and not algorithm.has_old_logprobs,
         m2po=components.config.algorithm.m2po,

@@ -73,12 +73,22 @@ class ShardOptimizer:
         lr: float,
         betas: tuple[float, float],
         weight_decay: float,
+        decay_all: bool = False,
     ) -> None:
+        """
+        Args:
+            decay_all: weights decay that are no matrices, too: norms, biases and the like.
+        """
         self._world, self._kind = world, kind
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._shards = {n: nn.Parameter(_local(p.detach())) for n, p in self._parameters.items()}
-        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        self._inner = _make(kind, list(self._shards.values()), options)
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, shard in self._shards.items():
+            decays = decay_all or _is_matrix(name, shard)
+            groups.setdefault(weight_decay if decays else 0.0, []).append(shard)
+        options = {"lr": lr, "betas": betas}
+        by_decay = [{"params": shards, "weight_decay": x} for x, shards in groups.items()]
+        self._inner = _make(kind, by_decay, options)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -190,17 +200,27 @@ class ShardOptimizer:
         read(own)
 
     def _make_state(self) -> None:
-        """Step on zeros with a learning rate of 0, which changes no weight."""
+        """Step on zeros with a learning rate of 0, which changes no weight.
+
+        One shard at a time: gradients of all are not there at once, beside weights and moments.
+        """
         lr = float(self.param_groups[0]["lr"])
         self.set_lr(0.0)
-        zeros: dict[Tensor, Tensor] = {x: torch.zeros_like(x) for x in self._shards.values()}
-        self._step(zeros)
+        for shard in self._shards.values():
+            self._step({shard: torch.zeros_like(shard)})
         self.set_lr(lr)
 
 
-def _make(kind: str, shards: list[nn.Parameter], options: dict[str, Any]) -> torch.optim.Optimizer:
+def _is_matrix(name: str, weight: Tensor) -> bool:
+    """Tell whether a weight decays by the field's habit; biases of experts are stacked."""
+    return weight.dim() > 1 and not name.endswith("bias")
+
+
+def _make(
+    kind: str, groups: list[dict[str, Any]], options: dict[str, Any]
+) -> torch.optim.Optimizer:
     if kind == "adamw":
-        return torch.optim.AdamW(shards, fused=True, **options)
+        return torch.optim.AdamW(groups, fused=True, **options)
     logging.getLogger("torchao").setLevel(logging.ERROR)  # it names kernels that are not used here
     try:
         from torchao.optim import AdamW8bit, _AdamW
@@ -210,7 +230,7 @@ def _make(kind: str, shards: list[nn.Parameter], options: dict[str, Any]) -> tor
         ) from error
     make = AdamW8bit if KINDS[kind].is_8bit else _AdamW
     rounds = KINDS[kind].weight_dtype == torch.bfloat16
-    made: torch.optim.Optimizer = make(shards, bf16_stochastic_round=rounds, **options)
+    made: torch.optim.Optimizer = make(groups, bf16_stochastic_round=rounds, **options)
     return made
 
 

@@ -54,6 +54,8 @@ class OptimSpec:
     """One of `optimizers.KINDS`."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
+    decay_all: bool = False
+    """Norms and biases decay, too."""
     grad_clip: float = 1.0
     """Upper bound of the global gradient norm; 0 turns clipping off."""
     rescore: bool = False
@@ -99,6 +101,7 @@ class Trainer:
             lr=optim.lr,
             betas=optim.betas,
             weight_decay=optim.weight_decay,
+            decay_all=optim.decay_all,
         )
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature

@@ -38,7 +38,7 @@ CHANGED = {
     "agentflow-7b-released": {
         *("agent.prompt_order", "tasks.path", "tasks.mixture", "algorithm.mode"),
         *("algorithm.clip_high", "algorithm.dual_clip", "algorithm.kl"),
-        *("train.num_minibatches", "train.minibatch_size", "train.beta2"),
+        *("train.num_minibatches", "train.minibatch_size", "train.beta2", "train.decay_all"),
         *("rollout.top_p", "rollout.frequency_penalty", "train.rescore"),
     },
     "agentflow-torl": {

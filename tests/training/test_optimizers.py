@@ -47,9 +47,9 @@ class Weights(nn.Module):
         self.small = nn.Parameter(torch.randn(10).to(dtype))
 
 
-def optimizer_of(kind: str, model: nn.Module) -> ShardOptimizer:
+def optimizer_of(kind: str, model: nn.Module, decay_all: bool = True) -> ShardOptimizer:
     world = World(0, 1, torch.device("cpu"))
-    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "decay_all": decay_all}
     return ShardOptimizer(model, world, kind=kind, **options)
 
 
@@ -143,6 +143,51 @@ def test_a_learning_rate_that_falls_is_followed(kind: str) -> None:
     optimizer.set_lr(1e-2)
     step(optimizer, model, 2)
     assert not torch.equal(before[0], model.large)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("decay_all", [False, True])
+def test_of_a_layer_only_matrices_decay_unless_all_are_to(kind: str, decay_all: bool) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj = nn.Parameter(torch.ones(2, 4, 8))
+            self.up_proj_bias = nn.Parameter(torch.ones(2, 8))
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear, self.experts = nn.RMSNorm(8), nn.Linear(8, 4), Experts()
+
+    layer = Layer().to(KINDS[kind].weight_dtype)
+    before = {name: x.detach().clone() for name, x in layer.named_parameters()}
+    optimizer = optimizer_of(kind, layer, decay_all)
+    optimizer.set_lr(0.9)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    fallen = {name for name, x in layer.named_parameters() if not torch.equal(x, before[name])}
+    assert fallen == (set(before) if decay_all else {"linear.weight", "experts.up_proj"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_has_gradients_of_one_parameter_at_a_time(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Weights(KINDS[kind].weight_dtype)
+    saved, resumed = optimizer_of(kind, model), optimizer_of(kind, model)
+    step(saved, model, 0)
+    inner, seen = resumed._inner, []
+
+    def watched(*_: object) -> None:
+        shards = [x for group in inner.param_groups for x in group["params"]]
+        seen.append(sum(x.grad is not None for x in shards))
+
+    inner.register_step_pre_hook(watched)
+    before = [x.detach().clone() for x in model.parameters()]
+    hand_over(saved, resumed)
+    assert seen == [1, 1]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def hand_over(saved: ShardOptimizer, loaded: ShardOptimizer) -> None:

@@ -140,7 +140,8 @@ def test_learning_rate_0_moves_no_bit(tiny_path: str, alone: World) -> None:
 def test_a_step_is_adamw_on_the_clipped_gradient(tiny_path: str, make_trainer: MakeTrainer) -> None:
     """Two steps against torch's plain AdamW."""
     options = {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1}
-    trainer, scout = make_trainer(**options, grad_clip=0.05), make_trainer(grad_clip=0.0)
+    trainer = make_trainer(**options, decay_all=True, grad_clip=0.05)
+    scout = make_trainer(grad_clip=0.0)
     scout.optimizer = torch.optim.AdamW(
         scout.model.parameters(), **options, fused=False, foreach=False
     )
