@@ -25,7 +25,8 @@ from flowtrain.training import model as models
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.optimizers import ShardOptimizer
 from flowtrain.training.sharding import ShardSpec, shard
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
+from flowtrain.utils.commands import end_process
 from flowtrain.weights.format.checksums import checksum_of
 
 _SHAPE: dict[str, Any] = {"hidden_size": 1024, "num_heads": 16, "max_positions": 64}

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import runpy
 import sys
 
@@ -21,9 +20,6 @@ COMMANDS = {
     "view": "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
 }
 """Modules below `flowtrain` that are commands, and what each does."""
-_OF_A_RUN = ("train", "rft")
-"""Commands that take the options of a run and nothing else, and import everything."""
-_GO = -1
 
 
 def usage() -> str:
@@ -51,29 +47,12 @@ def main() -> int:
         return 2
     sys.argv[:2] = [f"flowtrain {name}"]
     try:
-        if name in _OF_A_RUN and (code := _prepare(name)) != _GO:
-            return code
         # As `python -m` would, so that processes which it starts import the same main module.
         runpy.run_module(f"flowtrain.{name}", run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:  # commands catch it by themselves, once they are imported
         print(f"flowtrain {name}: interrupted", file=sys.stderr)
         return 130
     return 0
-
-
-def _prepare(name: str) -> int:
-    """Answer --help and mistakes at once: torch and the rest are imported after that, for seconds.
-
-    Return the exit code, or `_GO`.
-    """
-    from flowtrain.config.command import run_command
-    from flowtrain.utils.waiting import waiting
-
-    code = run_command(f"flowtrain.{name}", lambda config: _GO)
-    if code == _GO:
-        with waiting("loading torch and what belongs to a run"):
-            importlib.import_module("flowtrain.run.run")
-    return code
 
 
 if __name__ == "__main__":

@@ -28,14 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     # Not those that `_pass_on` takes.
     arguments = parse_args(["--signals-to-handle", "SIGQUIT", *words])
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for talker, level in (("elastic", logging.CRITICAL), ("run", logging.ERROR)):
+        logging.getLogger(f"torch.distributed.{talker}").setLevel(level)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _pass_on)
     try:
         run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        is_said = failure.exitcode == _INTERRUPTED or (rank == 0 and failure.exitcode in _MISTAKES)
+        speaker = error.failures.get(0)  # a moment later, with the same mistake
+        is_said = failure.exitcode == _INTERRUPTED or (
+            speaker is not None and speaker.exitcode in _MISTAKES
+        )
         if not is_said:
             print(f"flowtrain.torchrun: {_why(rank, failure)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

@@ -33,17 +33,21 @@ With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from flowtrain.config.command import main
+
+    main("flowtrain.train", "flowtrain.train:train")
+
 from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
-from flowtrain.config.command import GOES_ON, INTERRUPTED, Interrupt, run_command
+from flowtrain.config.command import INTERRUPTED, Interrupt
 from flowtrain.metrics.mismatch import MismatchGate
 from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
 from flowtrain.run.run import Run, open_run
 from flowtrain.training.records import Rollouts
-from flowtrain.training.world import end_process
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
 
@@ -175,7 +179,3 @@ def next_batch(run: Run, step: int, timer: StepTimer) -> Rollouts | None:
         return rollouts
     seed = derive_seed(run.config.run.seed, "shuffle", step)
     return rollouts._replace(groups=shuffle_rewards(rollouts.groups, seed))
-
-
-if __name__ == "__main__":
-    end_process(run_command("flowtrain.train", train, goes_on=GOES_ON))

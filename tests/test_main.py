@@ -85,21 +85,68 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(
     assert capsys.readouterr().err == "flowtrain evaluation: interrupted\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "line"),
-    [
-        (["--help"], 0, "--train.lr FLOAT"),
-        (["--show_config", "true"], 0, "[algorithm]"),
-        (["--train.rl", "1"], 2, "flowtrain.train: unknown key train.rl"),
-    ],
-)
+LIGHT = {
+    "train": {
+        "--help": "--train.lr FLOAT",
+        "--show_config true": "[algorithm]",
+        "--train.rl 1": "flowtrain.train: unknown key train.rl: did you mean train.lr?",
+        "train.lr=1": "'train.lr=1' is not an option",
+        "--train.lr x": "train.lr='x': Input should be a valid number",
+        "--config nope": "--config nope: no such file",
+    },
+    "rft": {"--help": "--train.lr FLOAT", "--rft.rl 1": "flowtrain.rft: unknown key rft.rl"},
+    "evaluation": {
+        "--help": "--benchmarks X",
+        "--train.rl 1": "flowtrain.evaluation: unknown key train.rl",
+        "--turns 0": "--benchmarks names none",
+        "--benchmarks own=ROWS:exact --planner x": "--planner 'x' may be 'policy'",
+    },
+    "replay": {
+        "--help": "usage: python -m flowtrain.replay",
+        "--form 1 runs/a": "unrecognized arguments: --form",
+        "nowhere": "nowhere has no replay/steps.jsonl",
+    },
+    "dataflow": {
+        "--help": "usage: python -m flowtrain.dataflow",
+        "serve --database a.sqlite --train.rl 1": "unknown key train.rl",
+    },
+    "node": {"--help": "usage: python -m flowtrain.node", "--form x": "--dataflow"},
+    "weights": {
+        "--help": "usage: python -m flowtrain.weights",
+        "verify nowhere": "nowhere is no folder",
+    },
+    "view": {"--help": "usage: python -m flowtrain.view", "nowhere": "there is no folder nowhere"},
+}
+"""By command: words, and what is answered. torchrun is torch's own."""
+ASK = """
+import runpy, sys
+
+sys.modules["torch"] = sys.modules["transformers"] = None  # so that whoever imports them fails
+for words in sys.argv[1:]:
+    sys.argv = [sys.argv[0], *words.split()]
+    try:
+        runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        print(f"= {end.code or 0}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize("form", ["flowtrain.NAME", "flowtrain NAME"])
 def test_help_and_mistakes_are_answered_before_torch_is_imported(
-    words: list[str], code: int, line: str
+    form: str, name: str, tmp_path: Path
 ) -> None:
-    text = (
-        "import sys; from flowtrain.__main__ import main; "
-        "sys.modules['torch'] = None; "  # so that whoever imports it fails
-        f"sys.argv = ['flowtrain', 'train', *{words!r}]; sys.exit(main())"
-    )
-    done = run_program([sys.executable, "-c", text])
-    assert done.returncode == code and line in done.stdout + done.stderr
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    module, *first = form.replace("NAME", name).split()
+    asked = [" ".join([*first, words.replace("ROWS", str(rows))]) for words in LIGHT[name]]
+    text = ASK.replace("MODULE", repr(module))
+    done = run_program([sys.executable, "-c", text, *asked])
+    codes = [int(line[2:]) for line in done.stdout.splitlines() if line.startswith("= ")]
+    assert codes == [0 if "--help" in words or "--show" in words else 2 for words in LIGHT[name]]
+    said = done.stdout + done.stderr
+    assert [line for line in LIGHT[name].values() if line not in said] == []
+
+
+def test_every_command_but_torch_s_own_is_asked_for_help_without_torch() -> None:
+    assert {*LIGHT, "torchrun"} == set(COMMANDS)

@@ -6,10 +6,14 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_runs import Process, Server
 from processes import run_program
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from flowtrain import torchrun
 
 pytest_plugins = ("cli_runs",)
 pytestmark = pytest.mark.dist
@@ -51,6 +55,33 @@ def test_a_users_mistake_or_an_outage_ends_in_its_one_line(
     process = start(server, tmp_path, what, 2, str(rank))
     prefix = "" if rank == 0 else "flowtrain.torchrun: rank 1: "
     assert ended(process) == (code, [f"{prefix}mine: train.lr=-1 is too small"])
+
+
+def test_a_mistake_that_two_ranks_saw_is_said_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 was first, and rank 0 had ended, and spoken, when torchrun looked."""
+
+    def fail(_arguments: Any) -> None:
+        failed = {rank: ProcessFailure(rank, 1, 2, "") for rank in (0, 1)}
+        failed[0].timestamp = failed[1].timestamp + 1
+        raise ChildFailedError("flowtrain.train", failed)
+
+    monkeypatch.setattr(torchrun, "run", fail)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert torchrun.main(["rank.py"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_command_line_of_a_run_is_checked_with_one_line(server: Server, tmp_path: Path) -> None:
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    words = ("--nproc_per_node", "2", "-m", "flowtrain.train", "--train.rl", "1")
+    before = "os.setsid(); os.environ.pop('OMP_NUM_THREADS')"  # of which torch has a word to say
+    process = server.start("torchrun", *words, env=env, before=before)
+    code, (line,) = ended(process)
+    assert code == 2 and line.endswith(
+        "flowtrain.train: unknown key train.rl: did you mean train.lr?"
+    )
 
 
 def test_an_interrupted_rank_needs_no_further_word(server: Server, tmp_path: Path) -> None:

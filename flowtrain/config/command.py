@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from flowtrain.config import Config
 from flowtrain.config.options import help_text, help_topic, parse, shows_config, to_toml
 from flowtrain.types import Outage, UserError
+from flowtrain.utils.commands import end_process
 from flowtrain.utils.terminal import hand_out, protect_output, say
+from flowtrain.utils.waiting import waiting
 
 INTERRUPTED = 130
 OUTAGE = os.EX_TEMPFAIL
-GOES_ON = "the same command with --resume auto goes on"
+_GOES_ON = "the same command with --resume auto goes on"
 _ECHO_S = 2.0
+
+
+def main(module: str, command: str) -> NoReturn:
+    """Run `command`, "module:function", with the options of the command line, as `python -m module`
+    does. Its module is imported for seconds, so help and mistakes are answered before.
+    """
+
+    def body(config: Config) -> int:
+        is_shown = os.environ.get("RANK", "0") == "0"
+        with waiting("loading torch and what belongs to a run", is_shown):
+            run: Callable[[Config], int] = pkgutil.resolve_name(command)
+        return run(config)
+
+    end_process(run_command(module, body, goes_on=_GOES_ON))
 
 
 class NothingToDo(Exception):
@@ -46,12 +63,10 @@ def run_command(
     try:
         words = sys.argv[1:] if argv is None else argv
         config = parse(words)
-        if config is None:
-            hand_out(help_text(module, help_topic(words) or ""))
-            return 0
-        if shows_config(words):
+        if config is None or shows_config(words):
+            text = help_text(module, help_topic(words) or "") if config is None else to_toml(config)
             if is_main:
-                hand_out(to_toml(config).removesuffix("\n"))
+                hand_out(text.removesuffix("\n"))
             return 0
         code = body(config)
         if code == INTERRUPTED and is_main:

@@ -9,15 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowtrain.config import Config
+from flowtrain.config import OWN, Config
 from flowtrain.config.options import to_toml
+from flowtrain.engines.chat_engines import POLICY
 from flowtrain.evaluation.metrics import load_benchmarks, short_metrics
 from flowtrain.evaluation.paper import PAPER
 from flowtrain.evaluation.rollout_log import Question, RolloutLog, ask
 from flowtrain.evaluation.summary import Key, as_json, summarise, table
-from flowtrain.evaluation.system import System, check_planner, open_system
 from flowtrain.metrics import (
     ProgressLine,
     RunDir,
@@ -34,6 +34,10 @@ from flowtrain.metrics.run_dir import is_used
 from flowtrain.tasks.benchmarks import AGENTFLOW, parse_benchmarks
 from flowtrain.types import Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
+from flowtrain.utils.waiting import waiting
+
+if TYPE_CHECKING:
+    from flowtrain.evaluation.system import System
 
 _DECIDING = (
     *("model", "tiny", "tasks", "agent", "roles", "engines", "policies", "plugins", "rollout"),
@@ -133,11 +137,13 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
             f"{', '.join(AGENTFLOW)}"
         )
     for planner in request.planners:  # none is asked before all are known to be there
-        check_planner(config, planner)
+        _check_planner(config, planner)
     pins = _pins(config, request, tasks)
     total = sum(map(len, tasks.values())) * trials * len(request.systems)
     with RunDir.lock(request.out, "--out"):
         _check_begun(config, request, pins)
+        with waiting("loading torch and what answers questions"):
+            from flowtrain.evaluation.system import open_system
         scratch = request.out.with_name(f".{request.out.name}.weights")
         for planner in request.planners:
             with open_system(config, request.max_turns, planner, scratch) as system:
@@ -153,6 +159,28 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
                 )
         _report(request, list(tasks), log, config.agent.tools)
     return 0
+
+
+def _check_planner(config: Config, planner: str) -> None:
+    """Raise UserError unless the config allows that planner."""
+    if planner == POLICY:
+        return
+    if planner not in config.engines:
+        raise UserError(
+            f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds "
+            f"{', '.join(config.engines) or 'nothing'}"
+        )
+    if config.agent.name != "agentflow":
+        raise UserError(
+            f"--planner {planner!r} plans for agent.name='agentflow', which is "
+            f"{config.agent.name!r}"
+        )
+    for role, name in config.roles:
+        if name in (POLICY, OWN):
+            raise UserError(
+                f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give "
+                "that role another engine"
+            )
 
 
 def _pins(config: Config, request: Request, tasks: Mapping[str, Sequence[Task]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from flowtrain.agents.agentflow.build import make_flow
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
-from flowtrain.config import OWN, Config
+from flowtrain.config import Config
 from flowtrain.engines.chat_engines import POLICY, make_chat_engines
 from flowtrain.rewards import Judge
 from flowtrain.setup.components import RunComponents, make_judge
@@ -19,7 +19,6 @@ from flowtrain.setup.learner import publish_start
 from flowtrain.tasks.sets import task_set
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World
-from flowtrain.types import UserError
 from flowtrain.weights import WeightStore
 
 
@@ -45,7 +44,6 @@ def open_system(
 
     The policy's weights go to its engine by way of a store in `scratch`, as in training.
     """
-    check_planner(config, planner)
     # Nothing is trained, so no question is left out of training for a benchmark.
     tasks = config.tasks.model_copy(update={"benchmarks": ""})
     options = config.eval.model_copy(update={"benchmarks": ()})
@@ -61,28 +59,6 @@ def open_system(
             yield _with_policy(components, max_turns, scratch, cleanup)
         else:
             yield _without_policy(config, max_turns, planner, world, cleanup)
-
-
-def check_planner(config: Config, planner: str) -> None:
-    """Raise UserError unless the config allows that planner."""
-    if planner == POLICY:
-        return
-    if planner not in config.engines:
-        raise UserError(
-            f"--planner {planner!r} may be {POLICY!r} or a name in [engines], which holds "
-            f"{', '.join(config.engines) or 'nothing'}"
-        )
-    if config.agent.name != "agentflow":
-        raise UserError(
-            f"--planner {planner!r} plans for agent.name='agentflow', which is "
-            f"{config.agent.name!r}"
-        )
-    for role, name in config.roles:
-        if name in (POLICY, OWN):
-            raise UserError(
-                f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give "
-                "that role another engine"
-            )
 
 
 def _with_policy(

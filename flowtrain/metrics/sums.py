@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowtrain.training.world import World
+if TYPE_CHECKING:
+    from flowtrain.training.world import World
 
 
 @dataclass(slots=True)

@@ -13,14 +13,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowtrain.metrics.tables import aligned
-from flowtrain.replay.session import Outcome, replay
-from flowtrain.training.world import end_process
+from flowtrain.replay import log_path
 from flowtrain.types import UserError
-from flowtrain.utils.commands import end_on_signals, number
+from flowtrain.utils.commands import end_on_signals, end_process, number
 from flowtrain.utils.terminal import protect_output
+from flowtrain.utils.waiting import waiting
+
+if TYPE_CHECKING:
+    from flowtrain.replay.session import Outcome
 
 _COMMAND = "python -m flowtrain.replay"
 
@@ -37,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(text, file=sys.stderr, flush=True)
 
     try:
+        log_path(options.run)  # before it takes seconds
+        with waiting("loading torch and what learns", is_main):
+            from flowtrain.replay.session import replay
+
         outcome = replay(options.run, options.first, options.last, options.tolerance, say)
     except UserError as error:
         say(f"{_COMMAND}: {error}")

@@ -13,6 +13,7 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
 from flowtrain.metrics.jsonl import read_lines
+from flowtrain.replay import log_path
 from flowtrain.replay.batch_digests import Digests
 from flowtrain.replay.log import (
     batch_name,
@@ -49,11 +50,7 @@ class Recorded:
     @classmethod
     def read(cls, run: Path) -> Recorded:
         """Read the log of a run folder. Raises UserError where there is none."""
-        path = run / "replay" / "steps.jsonl"
-        if not path.is_file():
-            raise UserError(
-                f"{run} has no {path.relative_to(run)}: a run keeps it with --log.replay true"
-            )
+        path = log_path(run)
         lives: dict[int, Line] = {}
         steps: dict[int, Line] = {}
         problems: list[tuple[int, str]] = []

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -159,14 +157,3 @@ def _control(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     return dist.new_group(
         list(ranks), timeout=PATIENCE, backend="gloo", use_local_synchronization=True
     )
-
-
-def end_process(code: int) -> NoReturn:
-    """Exit; among several ranks without tearing the interpreter down, where a thread of gloo at
-    times aborts a process that is done.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 
 def end_on_signals() -> None:
@@ -16,6 +19,15 @@ def end_on_signals() -> None:
     if threading.current_thread() is threading.main_thread():  # where Python allows it
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.default_int_handler)
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit; several ranks without the interpreter's end, in which threads of gloo may abort."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Commands:

@@ -43,13 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _verify(options: argparse.Namespace, cache: Path) -> int:
-    from flowtrain.weights.verify import Verifier  # and with it torch
-
     source = _open(options.location, cache)
     if options.all:
         versions = _versions(source)
     else:
         versions = [_head(source) if options.version is None else options.version]
+    from flowtrain.weights.verify import Verifier  # and with it torch
+
     verifier = Verifier(source, options.threads)
     problems = verifier.run(versions)
     for problem in problems:

@@ -44,6 +44,7 @@ def test_under_torchrun_only_rank_0_speaks(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     assert command(monkeypatch, ["--nonsense", "1"], lambda config: 0) == 2
+    assert command(monkeypatch, ["--help"], lambda config: 0) == 0
     assert capsys.readouterr() == ("", "")
 
 

@@ -21,8 +21,9 @@ from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.sharding import ShardSpec, named_tensors, shard, skeleton
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
 from flowtrain.types import Sample
+from flowtrain.utils.commands import end_process
 
 pytestmark = pytest.mark.dist
 

@@ -25,8 +25,9 @@ from flowtrain.training.cost import ForwardCost
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack_rows
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
+from flowtrain.utils.commands import end_process
 
 LORA = Lora(rank=4, alpha=8.0)
 

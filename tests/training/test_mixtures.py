@@ -34,9 +34,10 @@ from flowtrain.training.lora import add_adapter
 from flowtrain.training.row_loss import row_loss, score_row
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack_row, pack_rows
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
 from flowtrain.types import Routes, Sample, UserError
 from flowtrain.types.checks import routes_problem
+from flowtrain.utils.commands import end_process
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 _FEW = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}

@@ -25,8 +25,9 @@ from flowtrain.training import model as models
 from flowtrain.training.optimizers import KINDS, Part, ShardOptimizer
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
+from flowtrain.utils.commands import end_process
 
 NUM_STEPS = 4
 

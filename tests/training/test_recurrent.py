@@ -45,8 +45,9 @@ from flowtrain.training.model_check import check_config
 from flowtrain.training.row_loss import score_row
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import pack_row, pack_rows
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
 from flowtrain.types import Sample, UserError
+from flowtrain.utils.commands import end_process
 
 FAMILY = "qwen3_5_text"
 

@@ -29,8 +29,9 @@ from flowtrain.training.minibatch_factor import MinibatchFactor
 from flowtrain.training.step_metrics import StepMetrics
 from flowtrain.training.trainer import OptimSpec, Trainer
 from flowtrain.training.tree import PackedRow, pack
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
 from flowtrain.types import Sample, SampleId, UserError, VersionSpan
+from flowtrain.utils.commands import end_process
 
 pytestmark = pytest.mark.dist
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import fork, launch
 
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
+from flowtrain.utils.commands import end_process
 
 pytestmark = pytest.mark.dist
 

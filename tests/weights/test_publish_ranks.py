@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flowtrain.training import model as models
 from flowtrain.training import sharding
-from flowtrain.training.world import World, end_process
+from flowtrain.training.world import World
+from flowtrain.utils.commands import end_process
 from flowtrain.weights import Publisher, PublishOptions, WeightStore, pull
 from flowtrain.weights.publish import publisher as module
 
