@@ -223,10 +223,11 @@ class Server:
             for rank in range(size)
         ]
 
-    def resume(self, run: Path, *argv: object) -> None:
-        """Resume a run to its end."""
-        code, lines, _ = self.run("train", *argv, "--run.dir", run, "--resume", "auto")
+    def resume(self, run: Path, *argv: object) -> str:
+        """Resume a run to its end; return what is on stdout."""
+        code, lines, out = self.run("train", *argv, "--run.dir", run, "--resume", "auto")
         assert (code, lines) == (0, [])
+        return out
 
     def run(self, module: str, *argv: object, **options: Any) -> tuple[int, list[str], str]:
         """(exit code, lines on stderr without progress, stdout)"""

@@ -50,10 +50,11 @@ def test_resuming_a_finished_run_changes_nothing_but_adds_more_steps(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(full, run)
-    server.resume(run, *words)
+    assert "  change  " not in server.resume(run, *words)
     check_same_run(run, full)
     more = ("--train.num_steps", NUM_STEPS + 2, "--train.warmup_steps", 10)
-    server.resume(run, *words, *more)
+    said = server.resume(run, *words, *more)
+    assert f"  change  train.num_steps: {NUM_STEPS} -> 8, train.warmup_steps: 0 -> 10\n" in said
     assert rows(run, "metrics.jsonl")[: NUM_STEPS + 1] == rows(full, "metrics.jsonl")
     records = read(run / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(NUM_STEPS + 3))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,24 @@ def check_same(
             f"{folder} was begun with other settings: {shown}; go back to them or choose another "
             f"{key}"
         )
+
+
+def changes(folder: Path, config: Config) -> str:
+    """List the options that are not those with which the run in `folder` began: "train.lr: 0.0001
+    -> 1e-05"; those that its file lacks had their defaults.
+    """
+    begun: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # a file that was edited since
+        begun = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    default, now = (
+        flat(each.model_dump(mode="json", exclude_none=True)) for each in (Config(), config)
+    )
+    then = default | flat(begun) if begun else now
+    return ", ".join(
+        f"{key}: {_text(then, key)} -> {_text(now, key)}"
+        for key in sorted({*then, *now} - {"run.dir", "run.resume"})
+        if then.get(key) != now.get(key)
+    )
 
 
 def pinned(config: Config, sections: Collection[str], but: Collection[str]) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from flowtrain import __version__
+from flowtrain.metrics.pins import changes
 from flowtrain.setup.components import RunComponents
 from flowtrain.setup.placement import Placement
 from flowtrain.training.fused_layers import fused_text
@@ -55,5 +58,7 @@ def _banner(components: RunComponents, title: str, rows: dict[str, str]) -> str:
         **rows,
         "folder": config.run.dir,
     }
+    if changed := changes(Path(config.run.dir), config):
+        shown["change"] = changed
     lines = [f"  {name:6}  {value}" for name, value in shown.items()]
     return "\n".join([f"flowtrain {__version__}: {title}", *lines])

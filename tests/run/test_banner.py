@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from toy_options import toy
 
 from flowtrain.algorithms.registry import load_algorithm
+from flowtrain.config.options import to_toml
 from flowtrain.run.banner import rft_banner, train_banner
 
 
@@ -54,9 +56,20 @@ def test_what_differs_is_said(sections: dict[str, Any], line: str) -> None:
     assert line in train_banner(*parts(**sections), 0)
 
 
-def test_a_run_that_goes_on_says_where() -> None:
+def test_a_run_that_goes_on_says_where_and_what_was_changed(tmp_path: Path) -> None:
     text = train_banner(*parts(), 12)
     assert "8 rollouts, after step 12" in text
+    run = {"dir": str(tmp_path), "resume": "auto"}
+    begun, _ = parts(run={"dir": "elsewhere"}, train={"lr": 1e-4})
+    (tmp_path / "config.toml").write_text(to_toml(begun.config))
+    assert "change" not in train_banner(*parts(run=run, train={"lr": 1e-4}), 12)
+    now = parts(run=run, train={"lr": 1e-5}, agent={"tools": ["Search"]}, log={"replay": True})
+    assert train_banner(*now, 12).splitlines()[-1] == (
+        '  change  agent.tools: ["Search", "Python_Coder", "Base_Generator"] -> ["Search"], '
+        "log.replay: false -> true, train.lr: 0.0001 -> 1e-05"
+    )
+    (tmp_path / "config.toml").write_text("[train]\nlr = ")
+    assert "change" not in train_banner(*now, 12)
 
 
 def test_fine_tuning_says_how_many_demonstrations_are_made() -> None:
