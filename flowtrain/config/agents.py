@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from flowtrain.config.model import ModelPath
 from flowtrain.config.section import Section
 from flowtrain.types import PolicyName
 
@@ -207,9 +208,9 @@ class Roles(Section):
 
 
 class Policy(Section):
-    path: str = ""
-    """folder or hub name of the model of a policy that is not trained; the trained one's is
-    model.path"""
+    path: ModelPath = ""
+    """folder or hub name of the model of a policy that is not trained, or "quickstart"; the trained
+    one's is model.path"""
     temperature: PositiveFloat | None = None
     """temperature of verifier or refiner, in sampling and in the log-probs of training; unset, and
     for the planner: rollout.temperature"""

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_serializer, field_validator
+from pydantic import AfterValidator, Field, PlainSerializer, PositiveInt
 
 from flowtrain.config.section import Section
 from flowtrain.config.shipped import PLANNER
 
 
+def _found(path: str) -> str:
+    if path in ("tiny", "quickstart") and Path(path).is_dir():
+        raise ValueError(
+            f"{path!r} means a model of flowtrain's own, and there is a folder of that name "
+            f"here: write './{path}'"
+        )
+    return str(PLANNER) if path == "quickstart" else path
+
+
+def _portable(path: str) -> str:
+    """Name the planner by its word, for a node whose flowtrain lies elsewhere."""
+    return "quickstart" if path == str(PLANNER) else path
+
+
+ModelPath = Annotated[str, AfterValidator(_found), PlainSerializer(_portable)]
+"""A folder, a hub name, or a word for a model of flowtrain's own."""
+
+
 class Model(Section):
-    path: str = "tiny"
+    path: ModelPath = "tiny"
     """folder or hub name of a Hugging Face causal LM; "tiny": a new decoder with random weights,
     built as [tiny] says; "quickstart": the warmed-up planner that comes with flowtrain"""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -21,21 +39,6 @@ class Model(Section):
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """what the chat templates of the policies are given, e.g. {enable_thinking = false} of Qwen3"""
-
-    @field_validator("path")
-    @classmethod
-    def _words_of_ours(cls, path: str) -> str:
-        if path in ("tiny", "quickstart") and Path(path).is_dir():
-            raise ValueError(
-                f"{path!r} means a model of flowtrain's own, and there is a folder of that name "
-                f"here: write './{path}'"
-            )
-        return str(PLANNER) if path == "quickstart" else path
-
-    @field_serializer("path")
-    def _portable(self, path: str) -> str:
-        """Name the planner by its word, for a node whose flowtrain lies elsewhere."""
-        return "quickstart" if path == str(PLANNER) else path
 
 
 class Tiny(Section):

@@ -22,6 +22,13 @@ def quickstart(*argv: str) -> Config:
     return parse(["--config", "quickstart", *argv])
 
 
+def test_a_policy_beside_the_trained_one_is_named_by_the_same_word() -> None:
+    words = ("--model.path", "quickstart", "--roles.verifier", "own")
+    config = quickstart(*words, "--policies.verifier.path", "quickstart")
+    assert config.policies["verifier"].path == str(PLANNER)
+    assert to_toml(config).count('path = "quickstart"') == 2
+
+
 def test_it_is_small_and_named_by_a_word() -> None:
     assert quickstart("--model.path", "quickstart").model.path == str(PLANNER)
     files = {path.name: path.stat().st_size for path in PLANNER.iterdir()}
