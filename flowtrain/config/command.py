@@ -32,8 +32,7 @@ def main(module: str, command: str) -> NoReturn:
     """
 
     def body(config: Config) -> int:
-        is_shown = os.environ.get("RANK", "0") == "0"
-        with waiting("loading torch and what belongs to a run", is_shown):
+        with waiting("loading torch and what a run needs", os.environ.get("RANK", "0") == "0"):
             run: Callable[[Config], int] = pkgutil.resolve_name(command)
         return run(config)
 
@@ -140,8 +139,4 @@ class Interrupt:
         self.requested = True
         self._requested_at = time.monotonic()
         if os.environ.get("RANK", "0") == "0":
-            print(
-                "\nfinishing this step, then saving (once more to stop at once)",
-                file=sys.stderr,
-                flush=True,
-            )
+            say("\nfinishing this step, then saving (once more to stop at once)")

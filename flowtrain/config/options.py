@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple
 
 import tomli_w
@@ -336,5 +336,7 @@ def _kind(annotation: Any) -> str:
     if origin is Literal:
         return "|".join(map(str, typing.get_args(annotation)))
     if origin in (UnionType, typing.Union):
+        return "|".join(_kind(each) for each in typing.get_args(annotation) if each is not NoneType)
+    if origin is typing.Annotated:
         return _kind(typing.get_args(annotation)[0])
     return {tuple: "LIST", dict: "TABLE"}.get(origin) or annotation.__name__.upper()

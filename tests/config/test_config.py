@@ -281,6 +281,10 @@ def test_help_all_lists_every_option_with_type_default_and_meaning() -> None:
     assert shown["algorithm.mode"] == '  --algorithm.mode paper|released = "paper"'
     assert shown["algorithm.dual_clip"] == "  --algorithm.dual_clip FLOAT = unset"
     assert shown["algorithm.clip_high"] == "  --algorithm.clip_high FLOAT = unset"
+    kinds = {line.split()[1] for line in shown.values()}
+    named = {kind for kind in kinds if kind.isupper()}
+    assert named == {"BOOL", "FLOAT", "INT", "LIST", "STR", "TABLE"}
+    assert shown["train.token_budget"] == '  --train.token_budget INT|auto = "auto"'
 
 
 def test_help_shows_the_options_that_people_set_first() -> None:
