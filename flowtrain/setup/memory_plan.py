@@ -68,14 +68,19 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def text(self) -> str:
+        """Say it in a line, which adds up what is less than a twentieth of the whole; the manifest
+        has all.
+        """
         # A CPU's heap has holes, and libraries take buffers of their own.
         most = "" if self.gpu_bytes else f" to {_CPU_SLACK * self.num_bytes / 1e9:.3g}"
+        few = self.num_bytes / 20
+        shown = {name: size for name, size in self.parts.items() if size > few}
+        shown["the rest"] = self.num_bytes - sum(shown.values())
+        besides = {"while it loads": self.loading, "of the main rank's host": self.host}
         return (
             f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g}{most} "
-            f"GB ({_listed(self.parts)}) with train.token_budget = {self.token_budget}; while it "
-            f"loads: {self.loading / 1e9:.3g} GB, and {self.host / 1e9:.3g} GB of the main rank's "
-            "host"
-        )
+            f"GB ({_listed(shown)}) with train.token_budget = {self.token_budget}"
+        ) + "".join(f"; {size / 1e9:.3g} GB {what}" for what, size in besides.items() if size > few)
 
     def room(self, config: Config, host_bytes: int) -> float:
         """Count the bytes that are left, but for a margin: of the GPU beside a vLLM that does not

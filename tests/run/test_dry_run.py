@@ -52,7 +52,7 @@ def test_it_shows_prompts_memory_and_scored_rollouts_and_writes_nothing(
     before = files(folder)
     text = shown(capsys, "--run.dir", "runs/x", "--train.token_budget", "auto")
     assert files(folder) == before
-    assert re.search(r" GB \(.*\) with train\.token_budget = \d+;", text), "which it may be made"
+    assert re.search(r" GB \(.*\) with train\.token_budget = \d+", text), "which it may be made"
     assert "first prompts of 60 tasks: " in text and "the model has 256 positions" in text
     assert "memory of a rank at the peak of a step, predicted: " in text
     assert "rollouts of tiny with rollout.engine='torch'" in text

@@ -286,11 +286,22 @@ def test_the_plan_is_told_in_a_line() -> None:
     assert found.num_bytes == sum(found.parts.values())
     assert found.text().startswith(
         f"memory of a rank at the peak of a step, predicted: {found.num_bytes / 1e9:.3g} to "
-        f"{1.5 * found.num_bytes / 1e9:.3g} GB (weights "
+        f"{1.5 * found.num_bytes / 1e9:.3g} GB (activations "
     )
     on_gpu = replace(found, gpu_bytes=80 * BILLION).text()
-    assert f"predicted: {found.num_bytes / 1e9:.3g} GB (weights " in on_gpu
-    assert "reference" not in found.text() and "with train.token_budget = 4096;" in found.text()
+    assert f"predicted: {found.num_bytes / 1e9:.3g} GB (activations " in on_gpu
+    assert "reference" not in found.text() and "with train.token_budget = 4096" in found.text()
+
+
+def test_small_parts_are_told_as_one_number() -> None:
+    small = dict.fromkeys(("weights", "gradients", "published", "engine"), 1_530_000)
+    found = MemoryPlan(small | {"activations": BILLION}, 0, 0, 1_530_000, 1_530_000, 512)
+    assert found.text() == (
+        "memory of a rank at the peak of a step, predicted: 1.01 to 1.51 GB (activations 1, the "
+        "rest 0.00612) with train.token_budget = 512"
+    )
+    large = replace(found, loading=BILLION, host=2 * BILLION).text()
+    assert large.endswith("= 512; 1 GB while it loads; 2 GB of the main rank's host")
 
 
 # ---- what is sure not to fit
