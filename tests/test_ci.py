@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from processes import run_program
 from test_release import ROOT, loaded
 
 
@@ -121,6 +123,15 @@ def test_a_strangers_environment_is_kept(ci: ModuleType, run: Callable, tmp_path
     text = f"#!{tmp_path}/kept/bin/python\nprint('{made}')\n"
     assert (tmp_path / "kept" / "bin" / "tool").read_text() == text
     assert not made.exists() and not (tmp_path / "kept" / ".done").exists()
+
+
+def test_make_alone_lists_its_targets_and_makes_nothing() -> None:
+    done = run_program(["make", "--no-print-directory"], cwd=ROOT)
+    assert done.returncode == 0 and done.stderr == ""
+    said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [*said] == targets and "quickstart" in targets
+    assert said["run-setup"] == "What a run needs and no more"
 
 
 def test_the_stages_run_what_is_there(ci: ModuleType) -> None:
