@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -17,6 +18,7 @@ from refusals import check_parts, rows
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+import flowtrain
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
 from flowtrain.training.model import load_tokenizer
@@ -144,7 +146,7 @@ def test_the_frozen_policys_held_out_rollouts_are_logged(full: Path) -> None:
     found = [(record["step"], record["version"], record["group_index"]) for record in records]
     assert found == [(0, 0, n) for n in range(4)]
     mean = sum(record["reward"] for record in records) / 4
-    assert mean == pytest.approx(json.loads((full / "warm.json").read_text())["eval_reward"])
+    assert mean == pytest.approx(json.loads((full / "before.json").read_text())["eval_reward"])
     assert not any(turn["training"] for record in records for turn in record["turns"])
 
 
@@ -329,6 +331,13 @@ def ranks(server: Server, num_ranks: int, *argv: object) -> str:
     return "".join(process.out.read_text() for process in processes)
 
 
+def test_the_docs_list_what_a_run_leaves(full: Path) -> None:
+    pages = Path(flowtrain.__file__).parents[1] / "docs"
+    listed = (pages / "watching.md").read_text().split("## What a run leaves")[1].split("\n## ")[0]
+    named = {name.strip("/") for name in re.findall(r"`([\w./]+)`", listed)}
+    assert {path.name for path in full.iterdir()} - named == set()
+
+
 @pytest.mark.dist
 def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
     server: Server, words: tuple[str, ...], full: Path, tmp_path: Path
@@ -338,7 +347,7 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
     printed = ranks(server, 2, *words, "--run.dir", run, "--rollout.num_engine_ranks", 1)
     check_same_run(run, full)
     logs = {path.stem for path in run.glob("*.jsonl")}
-    assert logs == {"held_out", "metrics", "trained", "trajectories"}
+    assert logs == {"after", "held_out", "metrics", "trajectories"}
     assert printed.count("held-out reward") == 1, "what one rank shows, once"
     assert printed.count("tasks: tasks.jsonl, ") == 1
 

@@ -97,6 +97,6 @@ def _readable(key: str, value: Any) -> str:
 
 def result_rows(run_dir: Path) -> list[tuple[str, str, str, str]]:
     """The held-out results before and after training; those before alone while it goes on."""
-    warm, summary = read_json(run_dir / "warm.json"), read_json(run_dir / "summary.json")
+    warm, summary = read_json(run_dir / "before.json"), read_json(run_dir / "summary.json")
     warm, trained = summary.get("warm") or warm, summary.get("trained") or {}
     return comparison_rows(warm, trained) if warm or trained else []
