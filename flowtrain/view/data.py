@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from flowtrain.metrics.jsonl import json_value
 from flowtrain.metrics.series import Series, read_series, total_seconds, total_tokens
+from flowtrain.metrics.tables import comparison_rows
 from flowtrain.types import UserError
 from flowtrain.view.log import LOGS, Place, choose, find_rollouts
 from flowtrain.view.panels import PANELS, STAGES
@@ -21,7 +22,7 @@ from flowtrain.view.run import (
     read_config,
     read_json,
     read_text,
-    result_rows,
+    results,
 )
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Run:
         self._series: dict[str, Series] = {}
         if (path / "metrics.jsonl").is_file() and (path / "metrics.jsonl").stat().st_size:
             self._series = self._try({}, read_series, path)
-        self._results: list[tuple[str, str, str, str]] = self._try([], result_rows, path)
+        self._before, self._after = self._try(({}, {}), results, path)
         self.places: list[Place] = []
         for split in LOGS:
             self.places += self._try(list[Place](), find_rollouts, path, split)
@@ -65,7 +66,7 @@ class Run:
             "config": self._config_text,
             "step": last_step,
             "num_steps": self._config.get("train", {}).get("num_steps"),
-            "reward": self._ends("eval_reward"),
+            "reward": self._rewards(),
             "versions": self._ends("version"),
             "seconds": {
                 stage: seconds[stage] for stage in (*STAGES, "checkpoint") if seconds.get(stage)
@@ -76,7 +77,7 @@ class Run:
                 for panel in PANELS
                 if (curves := panel.curves(self._series))
             ],
-            "results": self._results,
+            "results": comparison_rows(self._before, self._after),
             "rollouts": rollouts,
             "shown": self._shown(chosen),
             "notes": self.notes,
@@ -109,6 +110,13 @@ class Run:
         """First and last value of a metric; [] where none was logged."""
         _, values = self._series.get(key, ([], []))
         return [values[0], values[-1]] if values else []
+
+    def _rewards(self) -> list[float]:
+        """Held-out reward at first and at last: where training has ended, that of its report."""
+        first_and_last = self._ends("eval_reward")
+        if first_and_last and "eval_reward" in self._after:
+            first_and_last[-1] = self._after["eval_reward"]
+        return first_and_last
 
     def _shown(self, chosen: Sequence[Place]) -> str:
         """Say in a sentence which rollouts the page has."""

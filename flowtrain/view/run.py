@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowtrain.metrics.tables import comparison_rows
 from flowtrain.types import UserError
 
 _MARKS = ("manifest.json", "metrics.jsonl", "trajectories.jsonl")
@@ -95,8 +94,7 @@ def _readable(key: str, value: Any) -> str:
     return str(value)[:10] if key == "git_commit" else str(value)
 
 
-def result_rows(run_dir: Path) -> list[tuple[str, str, str, str]]:
-    """The held-out results before and after training; those before alone while it goes on."""
-    warm, summary = read_json(run_dir / "before.json"), read_json(run_dir / "summary.json")
-    warm, trained = summary.get("warm") or warm, summary.get("trained") or {}
-    return comparison_rows(warm, trained) if warm or trained else []
+def results(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The held-out results before and after training; {} for those that are not there yet."""
+    before, summary = read_json(run_dir / "before.json"), read_json(run_dir / "summary.json")
+    return summary.get("warm") or before, summary.get("trained") or {}

@@ -165,7 +165,7 @@ class RunMaker:
         (run.path / "summary.json").write_text(
             json.dumps(
                 {
-                    side: {"splits": {"texts": {"sampled": reward}}}
+                    side: {"eval_reward": reward, "splits": {"texts": {"sampled": reward}}}
                     for side, reward in (("warm", 0.25), ("trained", 0.75))
                 }
             )

@@ -169,6 +169,18 @@ def test_a_run_that_has_just_begun(run: Path) -> None:
     assert "No step has been logged" in notes(run) and "No rollouts have been logged" in notes(run)
 
 
+def test_the_headline_is_the_number_of_the_report(run: Path) -> None:
+    """The evaluation of the last step, in the curve, is another draw."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(
+            json.dumps({"step": step, "version": step, "eval_reward": reward}) + "\n"
+            for step, reward in ((5, 0.25), (6, 0.7))
+        )
+    assert data(run)["reward"] == [0.25, 0.75]
+    (run / "summary.json").unlink()
+    assert data(run)["reward"] == [0.25, 0.7]
+
+
 def test_only_an_evaluation(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, -1, tensorboard=False)
     log.log({"step": 0, "version": 0, "eval_reward": 0.25, "eval_s": 3.0})
