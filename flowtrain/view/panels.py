@@ -61,9 +61,9 @@ PANELS = (
         "Reward",
         {
             "reward_mean": "training",
-            "eval_reward": "held-out",
-            "eval_reward_entities": "entities",
-            "eval_reward_forms": "forms",
+            "eval_reward": "held-out texts",
+            "eval_reward_entities": "held-out entities",
+            "eval_reward_forms": "held-out forms",
         },
     ),
     Panel("Accuracy on benchmarks", {"eval_accuracy/": ""}, "share"),

@@ -86,7 +86,7 @@ def test_each_line_shows_its_metric(tmp_path: Path) -> None:
         line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
         for line in reward.get_lines()
     }
-    assert lines["held-out"] == ([0, 5], [0.3, 0.35])
+    assert lines["held-out texts"] == ([0, 5], [0.3, 0.35])
     assert lines["training"] == series["reward_mean"]
     assert reward.get_xlabel() == "training step"
 
