@@ -310,9 +310,9 @@ class Trainer:
             divergent_log_ratios(logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
             for logprob_T, r in zip(logprobs, rows, strict=True)
         ]
-        mine = torch.cat([torch.zeros(0, device=self._world.device), *found])
+        mine = torch.cat([torch.zeros(0, device=self._world.device), *found]).double()
         every = b"".join(self._world.gather_bytes(mine.cpu().numpy().tobytes()))
-        ratios = torch.from_numpy(np.frombuffer(every, np.float32).copy())
+        ratios = torch.from_numpy(np.frombuffer(every, np.float64).copy())
         return m2po_clip(self._loss, ratios, threshold)
 
     def _needed_flops(self, minibatches: Sequence[Sequence[PackedRow]]) -> float:

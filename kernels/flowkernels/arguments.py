@@ -30,7 +30,12 @@ TOKEN_DTYPES = {
     "weight_T": (*DTYPES, torch.bool, *INTEGERS),
     "temperature": DTYPES,
 }
-"""What the other numbers of tokens may be, which become the first of them."""
+"""What the other numbers of tokens may be."""
+
+
+def dtype_of_results(dtype: torch.dtype) -> torch.dtype:
+    """In which all is worked out, and given back, of numbers of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_logits(logits_TV: Tensor) -> None:
@@ -58,10 +63,10 @@ def check_targets(
     such; flat.
     """
     shape, device = rows.shape[:-1], rows.device
-    ids_T = flat_tokens("target_ids_T", target_ids, shape, INTEGERS, device)
+    ids_T = flat_tokens("target_ids_T", target_ids, shape, INTEGERS, device, torch.int64)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be above 0 and finite, or None")
-    temperature_T = _temperature(temperature, shape, device)
+    temperature_T = _temperature(temperature, shape, dtype_of_results(rows.dtype), device)
     if sampling_mask is not None:
         _check_mask(sampling_mask, len(ids_T), device)
     targets = Targets(ids_T, temperature_T, softcap, sampling_mask)
@@ -76,12 +81,13 @@ def flat_tokens(
     shape: Sequence[int],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return a tensor with an entry per token as [T], contiguous and without a gradient, in the
-    first of the dtypes that are taken.
+    """Return a tensor with an entry per token, of one of the dtypes, as [T], contiguous and without
+    a gradient, in `dtype`.
     """
     check_tokens(name, tensor, shape, dtypes, device)
-    return tensor.detach().to(dtypes[0]).flatten().contiguous()
+    return tensor.detach().to(dtype).flatten().contiguous()
 
 
 def check_tokens(
@@ -156,8 +162,8 @@ def check_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> N
 def check_token_inputs(
     spec: LossSpec | TokenLossFn, inputs: TokenInputs, targets: Targets, shape: Sequence[int]
 ) -> TokenInputs:
-    """Return the inputs, which have this shape, flat, contiguous, in fp32 and without gradients; an
-    advantage of a sequence at all its tokens.
+    """Return the inputs, which have this shape, flat, contiguous, in the dtype of the results and
+    without gradients; an advantage of a sequence at all its tokens.
     """
     num_tokens, device, bounds_S1 = len(targets), targets.ids_T.device, inputs.cu_seqlens_S1
     tensors = {name: x for name, x in inputs.per_token().items() if x is not None}
@@ -167,7 +173,7 @@ def check_token_inputs(
         dtypes = TOKEN_DTYPES.get(name, LOGPROB_DTYPES)
         is_of_sequences = name == "advantage_T" and _is_of_sequences(tensor, bounds_S1, shape)
         size = tensor.shape if is_of_sequences else shape
-        flat = flat_tokens(name, tensor, size, dtypes, device)
+        flat = flat_tokens(name, tensor, size, dtypes, device, targets.temperature_T.dtype)
         if is_of_sequences and bounds_S1 is not None:
             flat = flat[sequence_ids(bounds_S1, num_tokens)]
         tensors[name] = flat
@@ -185,12 +191,13 @@ def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Seq
     return advantage.shape == (len(cu_seqlens_S1) - 1,)
 
 
-def _temperature(temperature: float | Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
-    """fp32 [T], of stride 0 when it is one number."""
+def _temperature(
+    temperature: float | Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[T], of stride 0 when it is one number."""
     if isinstance(temperature, Tensor):
-        given_T = flat_tokens(
-            "temperature", temperature, shape, TOKEN_DTYPES["temperature"], device
-        )
+        dtypes = TOKEN_DTYPES["temperature"]
+        given_T = flat_tokens("temperature", temperature, shape, dtypes, device, dtype)
         if checks_values(device) and not bool((given_T > 0).all()):
             raise ValueError(
                 f"temperature must be above 0 in every row, got {float(given_T.min())}"
@@ -198,7 +205,7 @@ def _temperature(temperature: float | Tensor, shape: Sequence[int], device: torc
         return given_T
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be above 0 and finite")
-    one = torch.full((1,), temperature, dtype=torch.float32, device=device)
+    one = torch.full((1,), temperature, dtype=dtype, device=device)
     return one.expand(math.prod(shape))
 
 

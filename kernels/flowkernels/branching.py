@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowkernels.arguments import check_sequences, check_tokens
+from flowkernels.arguments import LOGPROB_DTYPES, check_sequences, check_tokens
 from flowkernels.implementations import resolve_impl, with_launcher
 from flowkernels.sequences import sequence_ids
 
@@ -28,12 +28,12 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class BranchingScore:
-    """One entry per token."""
+    """One entry per token, in fp32 (fp64 where an argument is)."""
 
     score_T: Tensor
-    """fp32; 0 on tokens that were not generated."""
+    """0 on tokens that were not generated."""
     omega_T: Tensor
-    """fp32: the clipped future ratio, in [1 - eps, 1 + eps]."""
+    """The clipped future ratio, in [1 - eps, 1 + eps]."""
     is_candidate_T: Tensor
     """bool: generated, and both z-scores are above 0."""
 
@@ -55,7 +55,7 @@ def scan(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma: float
         more_T = sum_T[later_T.clamp(max=num_tokens - 1)] * gamma**reach
         sum_T = sum_T + torch.where(later_T < end_T, more_T, 0.0)
         reach *= 2
-    return sum_T.float()
+    return sum_T.to(x_T.dtype)
 
 
 @with_launcher("flowkernels.branching_triton")
@@ -83,15 +83,15 @@ def score(
 def _z_score(
     x_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """(z-scores over the generated tokens of each sequence, fp32 [T]; population standard
-    deviations, fp64 [S]).
+    """(z-scores over the generated tokens of each sequence [T]; population standard deviations,
+    fp64 [S]).
     """
     zeros_S = torch.zeros(num_sequences, dtype=torch.float64, device=x_T.device)
     num_S = zeros_S.index_add(0, sequence_T, mask_T.double()).clamp(min=1)
     mean_S = zeros_S.index_add(0, sequence_T, torch.where(mask_T, x_T, 0.0).double()) / num_S
     deviation_T = torch.where(mask_T, x_T.double() - mean_S[sequence_T], 0.0)
     std_S = (zeros_S.index_add(0, sequence_T, deviation_T.square()) / num_S).sqrt()
-    return (deviation_T / (std_S[sequence_T] + EPSILON)).float(), std_S
+    return (deviation_T / (std_S[sequence_T] + EPSILON)).to(x_T.dtype), std_S
 
 
 @torch.library.custom_op("flowkernels::discounted_reverse_scan", mutates_args=())
@@ -132,11 +132,10 @@ def discounted_reverse_scan(
     mask_T: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """S_i = m_i x_i + gamma S_{i+1} within each sequence, fp32 [T], in O(T) for any length. No
-    gradient.
+    """S_i = m_i x_i + gamma S_{i+1} within each sequence, [T], in O(T) for any length. No gradient.
 
     Args:
-        x_T: [T] fp32.
+        x_T: [T] fp32, or fp64, in torch, which stays fp64.
         cu_seqlens_S1: [S + 1] int32 or int64: sequence s owns tokens cu_seqlens[s] to cu_seqlens[s
             + 1] - 1. It may be empty.
         gamma: decay per position, in [0, 1]; masked positions count as steps.
@@ -146,8 +145,8 @@ def discounted_reverse_scan(
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
-    impl = resolve_impl(impl, x_T.device)
     _check(x_T, "x_T", cu_seqlens_S1, gamma, mask_T)
+    impl = resolve_impl(impl, x_T.device, x_T.dtype)
     scanned: Tensor = _scan_op(
         x_T.detach().contiguous(),
         cu_seqlens_S1.long().contiguous(),
@@ -172,11 +171,11 @@ def branching_score(
     """Score every generated token of packed rollouts. No gradient.
 
     Args:
-        logprob_T: [T] fp32, of the current policy; it and `old` may hold anything where `mask` is
-            false.
-        old_logprob_T: [T] fp32, the denominator: the sampler's own log-probs for a stale rollout,
-            else the initial policy's.
-        entropy_T: [T] fp32, of the distribution that each token was drawn from.
+        logprob_T: [T] fp32 or fp64, of the current policy; it and `old` may hold anything where
+            `mask` is false.
+        old_logprob_T: [T] fp32 or fp64, the denominator: the sampler's own log-probs for a stale
+            rollout, else the initial policy's.
+        entropy_T: [T] fp32 or fp64, of the distribution that each token was drawn from.
         cu_seqlens_S1: [S + 1] int32 or int64, one sequence per rollout.
         mask_T: [T] bool, true on generated tokens; all by default.
         gamma: decay per position, in [0, 1].
@@ -186,19 +185,17 @@ def branching_score(
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
-    impl = resolve_impl(impl, logprob_T.device)
     _check(logprob_T, "logprob_T", cu_seqlens_S1, gamma, mask_T)
     for name, tensor in (("old_logprob_T", old_logprob_T), ("entropy_T", entropy_T)):
-        check_tokens(name, tensor, (len(logprob_T),), (torch.float32,), logprob_T.device)
+        check_tokens(name, tensor, (len(logprob_T),), LOGPROB_DTYPES, logprob_T.device)
     if not 0 < clip < 1:
         raise ValueError(f"clip={clip} must be in (0, 1)")
     mask_T = torch.ones_like(logprob_T, dtype=torch.bool) if mask_T is None else mask_T.contiguous()
     log_ratio_T, bounds_S1 = (logprob_T - old_logprob_T).detach(), cu_seqlens_S1.long().contiguous()
-    return BranchingScore(
-        *_score_op(
-            log_ratio_T, entropy_T.detach().contiguous(), mask_T, bounds_S1, gamma, clip, impl
-        )
-    )
+    dtype = torch.promote_types(log_ratio_T.dtype, entropy_T.dtype)
+    log_ratio_T, entropy_T = (x.to(dtype) for x in (log_ratio_T, entropy_T.detach().contiguous()))
+    impl = resolve_impl(impl, logprob_T.device, dtype)
+    return BranchingScore(*_score_op(log_ratio_T, entropy_T, mask_T, bounds_S1, gamma, clip, impl))
 
 
 def branch_points(
@@ -257,10 +254,9 @@ def branch_points(
 def _check(
     x_T: Tensor, name: str, cu_seqlens_S1: Tensor, gamma: float, mask_T: Tensor | None
 ) -> None:
-    if x_T.dim() != 1 or x_T.dtype != torch.float32:
-        raise ValueError(
-            f"{name} must be float32 [T], got {x_T.dtype} {tuple(x_T.shape)}".replace("torch.", "")
-        )
+    if x_T.dim() != 1 or x_T.dtype not in LOGPROB_DTYPES:
+        given = f"{x_T.dtype} {tuple(x_T.shape)}".removeprefix("torch.")
+        raise ValueError(f"{name} must be float32 [T] (or float64), got {given}")
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma={gamma} must be in [0, 1]")
     check_sequences(cu_seqlens_S1, len(x_T), x_T.device)

@@ -74,10 +74,10 @@ def future_ratio(
     dual_clip: float | None,
     impl: str = "auto",
 ) -> Tensor:
-    """A_fut, fp32 [T], before the 1 + coef; anything where a token has no weight."""
+    """A_fut [T], before the 1 + coef; anything where a token has no weight."""
     joins_T = (weight_T != 0) & (log_ratio_T <= math.log(dual_clip or math.inf))
     sum_T = discounted_reverse_scan(
-        log_ratio_T.float(), cu_seqlens_S1, gamma=future.gamma, mask_T=joins_T, impl=impl
+        log_ratio_T, cu_seqlens_S1, gamma=future.gamma, mask_T=joins_T, impl=impl
     )
     future_T = sum_T.clamp(-20.0, 20.0).exp().clamp(future.low, future.high)
     is_risky_T = (advantage_T < 0) & (log_ratio_T > math.log(_RISKY_RATIO))
@@ -95,13 +95,13 @@ def future_factor(
     leaves_mean: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Return the factor of the advantages, fp32 [T]: 1 + coef A_fut, and 0 in sequences that take
-    no part in the policy term; anything where a token has no weight. No gradient.
+    """Return the factor of the advantages, [T]: 1 + coef A_fut, and 0 in sequences that take no
+    part in the policy term; anything where a token has no weight. No gradient.
 
     Args:
-        log_ratio_T: [T] fp32, logp - old.
-        advantage_T: [T] fp32, of which the sign counts.
-        weight_T: [T] fp32.
+        log_ratio_T: [T], logp - old; fp32, or fp64, which stays fp64.
+        advantage_T: [T], of which the sign counts.
+        weight_T: [T].
         cu_seqlens_S1: [S + 1] int32 or int64, the sequences: turns, or whole rollouts.
         dual_clip: c of the loss; None: it has none, and all sequences take part.
         leaves_mean: sequences that take no part leave the mean of the policy term too, as in APPO's

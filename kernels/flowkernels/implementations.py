@@ -22,7 +22,7 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.flo
     if impl == "auto":
         return "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
     if impl == "triton" and dtype == torch.float64:
-        raise ValueError("impl='triton' needs logits of float32, bfloat16 or float16, got float64")
+        raise ValueError("impl='triton' takes float32, bfloat16 or float16, got float64")
     if impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             "impl='triton' needs tensors on a GPU, got cpu (TRITON_INTERPRET=1 interprets the "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowkernels.arguments import check_targets
+from flowkernels.arguments import check_targets, dtype_of_results
 from flowkernels.implementations import resolve_impl
 from flowkernels.lm_head import (
     HEAD,
@@ -42,7 +42,7 @@ def _linear_scores_op(hidden: Tensor, *arguments: Any) -> Tensor:
 
 @_linear_scores_op.register_fake
 def _(hidden: Tensor, *_: Any) -> Tensor:
-    return hidden.new_empty((Score.NUM, hidden.shape[0]), dtype=torch.float32)
+    return hidden.new_empty((Score.NUM, hidden.shape[0]), dtype=dtype_of_results(hidden.dtype))
 
 
 def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowkernels.arguments import check_head
+from flowkernels.arguments import check_head, dtype_of_results
 from flowkernels.logprobs import Score, compute_scores, write_gradient
 from flowkernels.targets import Slopes, Targets
 
@@ -61,7 +61,7 @@ class LMHead:
         """[C, V], in fp32 if asked for, else in the dtype of the hidden states. Rows begin at
         multiples of 16 bytes: a kernel then sums each alike, whatever its place.
         """
-        dtype = accumulator_dtype(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
+        dtype = dtype_of_results(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
         num_vocab, width = len(self.weight_VD), max(1, 16 // dtype.itemsize)
         stride = -(-num_vocab // width) * width
         whole = hidden_CD.new_empty((len(hidden_CD), stride), dtype=dtype)
@@ -131,7 +131,7 @@ class Gradients:
     @classmethod
     def empty(cls, hidden_TD: Tensor, head: LMHead, needs: Sequence[bool]) -> Gradients:
         """Gradients of those of hidden, weight and bias that need one."""
-        dtype, device = accumulator_dtype(hidden_TD.dtype), hidden_TD.device
+        dtype, device = dtype_of_results(hidden_TD.dtype), hidden_TD.device
         hidden = bias = None
         if needs[0]:
             hidden = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype, device=device)
@@ -180,7 +180,7 @@ class Gradients:
             _accumulate(dlogits_CV.t(), hidden_CD, self.weight_VD)
         elif self.needs_weight:
             own = hidden_CD.dtype
-            dtype, shape = own if is_only else accumulator_dtype(own), head.weight_VD.shape
+            dtype, shape = own if is_only else dtype_of_results(own), head.weight_VD.shape
             self.weight_VD = torch.empty(shape, dtype=dtype, device=hidden_CD.device)
             _product(dlogits_CV.t(), hidden_CD, self.weight_VD)
         if self.bias_V is not None:
@@ -196,10 +196,6 @@ class Gradients:
             example.new_empty((0,)) if g is None else g.to(example.dtype) for g in found
         )
         return hidden, weight, bias
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
@@ -258,7 +254,7 @@ def gradient_buffer(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
 
 def walk_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) -> Tensor:
     """`score_3T`; rows with a negative target are not computed."""
-    score_3T = torch.zeros(Score.NUM, len(targets), device=hidden_TD.device)
+    score_3T = targets.temperature_T.new_zeros(Score.NUM, len(targets))
     index_A = (targets.ids_T >= 0).nonzero()[:, 0]
     if len(index_A) < len(targets):
         score_3T[:, index_A] = walk_scores(head, hidden_TD[index_A], targets.at(index_A), impl)

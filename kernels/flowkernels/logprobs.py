@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowkernels.arguments import check_logits, check_targets
+from flowkernels.arguments import check_logits, check_targets, dtype_of_results
 from flowkernels.implementations import resolve_impl, with_launcher
 from flowkernels.plain_tensors import flat_rows
 from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatten
@@ -35,7 +35,7 @@ _FAR = -1000.0  # exp of it is 0, and 0 times it is 0, which 0 times -inf is not
 
 
 class Score:
-    """Rows of `score_3T`, fp32; the kernels index by them too."""
+    """Rows of `score_3T`; the kernels index by them too."""
 
     LOGPROB = 0
     ENTROPY = 1
@@ -44,7 +44,7 @@ class Score:
 
 
 class State:
-    """Rows of `state_4T`, fp32: what the kernel of the gradient needs beside the scores. The torch
+    """Rows of `state_4T`: what the kernel of the gradient needs beside the scores. The torch
     reference has no use for them.
     """
 
@@ -60,7 +60,9 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """fp32 each, in the shape of the targets; 0 in rows whose target is negative."""
+    """fp32 each (fp64 for fp64 logits), in the shape of the targets; 0 in rows whose target is
+    negative.
+    """
 
     logprob_T: Tensor
     entropy_T: Tensor
@@ -237,8 +239,8 @@ def _masked_log_total(
 @with_launcher("flowkernels.logprobs_triton")
 def compute_scores(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
     """(`Score` rows [3, T], `State` rows [4, T])."""
-    score_3T = torch.empty(Score.NUM, len(targets), device=logits_TV.device)
-    state_4T = torch.zeros(State.NUM, len(targets), device=logits_TV.device)
+    score_3T = targets.temperature_T.new_empty(Score.NUM, len(targets))
+    state_4T = targets.temperature_T.new_zeros(State.NUM, len(targets))
     for chunk in row_chunks(logits_TV):
         forward = forward_torch(logits_TV[chunk], targets[chunk])
         score_3T[Score.LOGPROB, chunk] = forward.logprob_C
@@ -282,10 +284,10 @@ def _scores_op(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 @_scores_op.register_fake
 def _(logits: Tensor, targets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    size = targets.shape[0]
+    size, dtype = targets.shape[0], dtype_of_results(logits.dtype)
     return (
-        logits.new_empty((Score.NUM, size), dtype=torch.float32),
-        logits.new_empty((State.NUM, size), dtype=torch.float32),
+        logits.new_empty((Score.NUM, size), dtype=dtype),
+        logits.new_empty((State.NUM, size), dtype=dtype),
     )
 
 
@@ -348,12 +350,11 @@ def logprobs(
 
     Args:
         logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride; accumulated in fp32. fp64 is
-            accepted, in torch, and stays fp64. In a batch [B, L, V], or of more dimensions, all
-            that is [T] here is [B, L], and so are the results; a view where its rows lie at one
-            distance from each other, as they do not in logits[:, :-1], else a copy.
+            accepted, in torch, and stays fp64, as do the results. In a batch [B, L, V], or of more
+            dimensions, all that is [T] here is [B, L], and so are the results; a view where its
+            rows lie at one distance from each other, as they do not in logits[:, :-1], else a copy.
         target_ids_T: [T] int64 or int32 in [0, V); a negative id marks a row that is not read.
-        temperature: divides the logits; > 0, a number or [T] of any float dtype, which becomes
-            fp32.
+        temperature: divides the logits; > 0, a number or [T] of any float dtype.
         softcap: logits become softcap * tanh(logits / softcap) first.
         sampling_mask: take log-probs over these ids, as the sampler did; entropy and lse stay those
             of the full vocabulary. A batch's rows count in their order.

@@ -84,7 +84,7 @@ class LossWalk:
             row_T=index_A,
             bounds=bounds,
         )
-        column_7T = torch.zeros(Column.NUM, len(counts_T), device=counts_T.device)
+        column_7T = self.inputs.weight_T.new_zeros(Column.NUM, len(counts_T))
         column_7T[:, index_A] = part._walk()
         return column_7T
 
@@ -105,7 +105,7 @@ class LossWalk:
         return torch.cat(numbers)
 
     def _walk(self) -> Tensor:
-        column_7T = torch.zeros(Column.NUM, len(self.targets), device=self.hidden_TD.device)
+        column_7T = self.inputs.weight_T.new_zeros(Column.NUM, len(self.targets))
         walk = replace(self, head=self.head.over(len(self.targets)))
         one_block = walk._fused_chunk if self.spec.is_fused else walk._scored_block
         for block in walk._blocks():

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from flowkernels import statistics
-from flowkernels.arguments import check_logits, check_targets, check_token_inputs
+from flowkernels.arguments import (
+    check_logits,
+    check_targets,
+    check_token_inputs,
+    dtype_of_results,
+)
 from flowkernels.implementations import resolve_impl, with_launcher
 from flowkernels.logprobs import (
     backward_torch,
@@ -46,16 +51,16 @@ TAKEN_TWICE = (
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The result of `policy_loss`. Only `loss` carries a gradient."""
+    """The result of `policy_loss`, fp32 (fp64 for fp64 logits). Only `loss` carries a gradient."""
 
     loss: Tensor
-    """0-d fp32: sum_T weight * token loss."""
+    """0-d: sum_T weight * token loss."""
     logprob_T: Tensor
-    """fp32, in the shape of the targets; 0 in rows that do not count (weight 0 or a negative
+    """In the shape of the targets; 0 in rows that do not count (weight 0 or a negative
     target), which are not read."""
     entropy_T: Tensor
     stats: dict[str, Tensor]
-    """fp32, left on the device, over the tokens that count: the 0-d `num_tokens_sum`, `weight_sum`,
+    """Left on the device, over the tokens that count: the 0-d `num_tokens_sum`, `weight_sum`,
     `entropy_sum`, `kl_sum`, `ratio_sum`, `ratio_max`, `ratio_min` (all before clipping),
     `clipped_low_sum`, `clipped_high_sum` (by the side of 1 the ratio is on; the dual clip counts as
     high) and `mismatch_sum` (|logp - old|). `*_sum` add up over micro-batches and ranks, `*_max`
@@ -85,7 +90,7 @@ def run_loss(
     it may be the logits.
     """
     weight_T = inputs.weight_T
-    column_7T = torch.zeros(Column.NUM, len(weight_T), device=weight_T.device)
+    column_7T = weight_T.new_zeros(Column.NUM, len(weight_T))
     counts_T = (weight_T != 0) & (targets.ids_T >= 0)
     for chunk in row_chunks(logits_TV):
         logits_CV = logits_TV[chunk]
@@ -152,10 +157,11 @@ def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 def fake_results(example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Empty (loss, columns, statistics) for the fake kernels of operators."""
+    dtype = dtype_of_results(example.dtype)
     return (
-        example.new_empty((), dtype=torch.float32),
-        example.new_empty((Column.NUM, example.shape[0]), dtype=torch.float32),
-        example.new_empty((len(statistics.NAMES),), dtype=torch.float32),
+        example.new_empty((), dtype=dtype),
+        example.new_empty((Column.NUM, example.shape[0]), dtype=dtype),
+        example.new_empty((len(statistics.NAMES),), dtype=dtype),
     )
 
 
@@ -186,7 +192,7 @@ register_gradients(_policy_loss_op)
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
     """gradient *= factor. A factor of 1, as `loss.backward()` sends it, costs nothing."""
-    if gradient.is_cuda and gradient.is_contiguous():
+    if gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64:
         from flowkernels import policy_loss_triton
 
         policy_loss_triton.scale_(gradient, factor)
@@ -254,16 +260,15 @@ def policy_loss(
 
     Args:
         logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride. Its gradient has the same dtype;
-            all arithmetic is fp32. fp64 is accepted, in torch, and stays fp64. In a batch
-            [B, L, V], or of more dimensions, all that is [T] here is [B, L], and so are the
-            results; see `logprobs`.
+            all arithmetic is fp32. fp64 is accepted, in torch, and stays fp64, with the numbers of
+            tokens and the results. In a batch [B, L, V], or of more dimensions, all that is [T]
+            here is [B, L], and so are the results; see `logprobs`.
         target_ids_T: [T] int64 or int32 in [0, V); a negative id marks a row to leave out.
         spec: the token loss, or a function of all tokens (see `TokenLossFn`).
-        advantage_T: [T] of any float dtype, which becomes fp32; or [S], one of each sequence of
-            `cu_seqlens_S1` ([T] where S = T).
-        weight_T: [T] of any float dtype, bool or int, which becomes fp32; it holds the whole
-            averaging rule. Rows of weight 0 are not read, get a zero gradient and count in no
-            statistic.
+        advantage_T: [T] of any float dtype; or [S], one of each sequence of `cu_seqlens_S1` ([T]
+            where S = T).
+        weight_T: [T] of any float dtype, bool or int; it holds the whole averaging rule. Rows of
+            weight 0 are not read, get a zero gradient and count in no statistic.
         old_logprob_T: [T] fp32 or fp64, of the policy that the ratio is taken against; None where
             that is the current one: the ratio is 1, with the gradient of the log-prob.
         ref_logprob_T: [T] fp32 or fp64, of the reference policy; needed when spec.kl_coef > 0.

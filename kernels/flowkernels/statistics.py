@@ -12,7 +12,7 @@ from flowkernels.token_loss import TokenLoss, Tokens
 
 
 class Column:
-    """Rows of `column_7T`, fp32 results per token; the kernels index by them too."""
+    """Rows of `column_7T`, results per token; the kernels index by them too."""
 
     LOSS = 0
     """Times the weight."""
@@ -51,8 +51,8 @@ def to_columns(token: TokenLoss, tokens: Tokens) -> Tensor:
         Column.ENTROPY: tokens.entropy_T,
         Column.LOG_RATIO: token.log_ratio_T,
         Column.KL: token.kl_T,
-        Column.IS_CLIPPED: token.is_clipped_T.float(),
-        Column.HAS_GRADIENT: (counts_T & has_gradient_T).float(),
+        Column.IS_CLIPPED: token.is_clipped_T.to(token.loss_T.dtype),
+        Column.HAS_GRADIENT: (counts_T & has_gradient_T).to(token.loss_T.dtype),
     }
     return torch.stack([columns[i] for i in range(Column.NUM)])
 
@@ -80,7 +80,7 @@ def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[T
         "clipped_high_sum": torch.where(is_low_T, 0.0, clipped_T).sum(),
         "mismatch_sum": log_ratio_T.abs().sum(),
     }
-    statistics = torch.stack([values[name].float() for name in NAMES])
+    statistics = torch.stack([values[name].to(column_7T.dtype) for name in NAMES])
     return column_7T[Column.LOSS].sum(), statistics
 
 

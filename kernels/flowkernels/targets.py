@@ -72,7 +72,7 @@ class Targets:
     ids_T: Tensor
     """int64; a negative id marks a row that is not read and whose results are 0."""
     temperature_T: Tensor
-    """fp32; its stride may be 0."""
+    """fp32 (fp64 for fp64 logits); its stride may be 0."""
     softcap: float | None = None
     mask: SamplingMask | None = None
 
@@ -99,7 +99,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Slopes:
-    """Upstream gradients of what a row gives, fp32 [T]; None for one that is 0 everywhere."""
+    """Upstream gradients of what a row gives, [T]; None for one that is 0 everywhere."""
 
     logprob_T: Tensor
     entropy_T: Tensor | None = None

@@ -43,8 +43,8 @@ INPUTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenInputs:
-    """The inputs of a token loss: fp32 [T] each, without gradient. Where `weight_T` is 0 a token
-    takes no part and may hold anything.
+    """The inputs of a token loss: [T] each, in fp32 (fp64 for fp64 logits), without gradient. Where
+    `weight_T` is 0 a token takes no part and may hold anything.
     """
 
     advantage_T: Tensor
@@ -128,7 +128,7 @@ class Tokens(TokenInputs):
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """One entry per target token, fp32 [T]."""
+    """One entry per target token, [T]."""
 
     loss_T: Tensor
     dlogprob_T: Tensor

@@ -268,7 +268,8 @@ def ours(
     out = loss_of(spec, {**moved, **leaves}, impl, **options)
     (out.loss * scale).backward()
     given = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    assert out.loss.dtype == torch.float32
+    own = moved["logits_TV" if "logits_TV" in moved else "hidden_TD"].dtype
+    assert out.loss.dtype == (own if own == torch.float64 else torch.float32)
     assert all(gradient.dtype == leaves[name].dtype for name, gradient in given.items())
     out = replace(
         out,

@@ -134,6 +134,24 @@ def normals(num: int, scale: float = 1.0, seed: int = 0) -> list[float]:
     return values
 
 
+def test_fp64_stays_fp64() -> None:
+    """To digits that fp32 cannot hold; one number in fp64 is enough."""
+    lengths, mask = [9, 0, 14], random_mask(23)
+    bounds, ratio, entropy = bounds_of(lengths), normals(23), normals(23, seed=1)
+    ratio_T, entropy_T = (torch.tensor(x).double() * (1 + 3e-9) for x in (ratio, entropy))
+    mask_T, cu_seqlens = torch.tensor(mask), torch.tensor(bounds)
+    scanned = discounted_reverse_scan(ratio_T, cu_seqlens, gamma=0.9, mask_T=mask_T)
+    true_T = torch.tensor(plain_scan(ratio_T.tolist(), bounds, 0.9, mask), dtype=torch.float64)
+    torch.testing.assert_close(scanned, true_T, rtol=1e-13, atol=1e-15)
+    for each_T in (entropy_T, entropy_T.float()):
+        out = branching_score(ratio_T, torch.zeros(23), each_T, cu_seqlens, mask_T=mask_T)
+        omega = plain_omega(ratio_T.tolist(), bounds, 1.0, 0.2, mask)
+        scores = plain_score(omega, each_T.tolist(), bounds, mask)[0]
+        for found_T, plain in ((out.omega_T, omega), (out.score_T, scores)):
+            true_T = torch.tensor(plain, dtype=torch.float64)
+            torch.testing.assert_close(found_T, true_T, rtol=1e-12, atol=1e-13)
+
+
 def random_mask(num: int) -> list[bool]:
     rng = random.Random(1)
     return [rng.random() < 0.7 for _ in range(num)]

@@ -99,9 +99,10 @@ def test_loss_and_gradient_are_those_with_the_advantages_written_out(
     )
 
 
-def test_future_ratio_ignores_earlier_tokens() -> None:
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.float64, 1e-14)])
+def test_future_ratio_ignores_earlier_tokens(dtype: torch.dtype, rel: float) -> None:
     """Sequence (d0, d1, d2): A_fut of the last token is its own ratio, whatever came before."""
-    old, logprob = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-0.2, -1.3, -0.95])
+    old, logprob = (torch.tensor(x, dtype=dtype) for x in ([-1.0] * 3, [-0.2, -1.3, -0.95]))
     ones, bounds = torch.ones(3), torch.tensor([0, 3])
     future = FutureRatio(half_life=1.0, low=0.0, high=9.0)
 
@@ -111,11 +112,11 @@ def test_future_ratio_ignores_earlier_tokens() -> None:
     got = first_ratios(ones, bounds)
     d = [0.8, -0.3, 0.05]
     wanted = [math.exp(d[0] + d[1] / 2 + d[2] / 4), math.exp(d[1] + d[2] / 2), math.exp(d[2])]
-    assert got == pytest.approx(wanted, rel=1e-5)
+    assert got == pytest.approx(wanted, rel=rel)
     masked = first_ratios(torch.tensor([1.0, 0.0, 1.0]), bounds)[0]
-    assert masked == pytest.approx(math.exp(d[0] + d[2] / 4), rel=1e-5), "positions count"
+    assert masked == pytest.approx(math.exp(d[0] + d[2] / 4), rel=rel), "positions count"
     split = first_ratios(ones, torch.tensor([0, 1, 3]))[0]
-    assert split == pytest.approx(math.exp(d[0]), rel=1e-5)
+    assert split == pytest.approx(math.exp(d[0]), rel=rel)
 
 
 def test_the_head_takes_it_too() -> None:

@@ -21,6 +21,7 @@ from flowkernels import (
     discounted_reverse_scan,
     logprobs,
 )
+from flowkernels.arguments import dtype_of_results
 from graphs import Graphs
 from kernel_truth import IMPLS, Batch, device_of, mask_of, on_device, peak_bytes
 from rows import HEAD, Gradients, batch_of, leaves_of, squared
@@ -179,11 +180,11 @@ def head_arguments(
     batch = new_batch("head", 7, "torch", dtype)
     head = [batch[key].requires_grad_(need) for key, need in zip(HEAD, needs, strict=True)]
     head[2] = head[2] if has_much else None
-    mask = mask_of(SUBSETS)
+    mask, results = mask_of(SUBSETS), dtype_of_results(dtype)
     of_rows = (
-        (torch.linspace(0.5, 2, 7), 5.0, mask.token_ids_K, mask.offsets_T1)
+        (torch.linspace(0.5, 2, 7, dtype=results), 5.0, mask.token_ids_K, mask.offsets_T1)
         if has_much
-        else (torch.ones(1).expand(7), None, None, None)
+        else (torch.ones(1, dtype=results).expand(7), None, None, None)
     )
     options = (dtype == torch.bfloat16, 3, 3, "torch")
     first = (*(x if x is None or name != "linear_gradient" else x.detach() for x in head),)
@@ -191,8 +192,9 @@ def head_arguments(
     if name == "linear_scores":
         return (*first, *options)
     if name == "linear_gradient":
-        return (*first, torch.randn(3, 7)[:2], needs, *options)
-    tokens = [batch[f"{key}_T"] for key in ("advantage", "weight", "old_logprob", "ref_logprob")]
+        return (*first, torch.randn(3, 7, dtype=results)[:2], needs, *options)
+    keys = ("advantage", "weight", "old_logprob", "ref_logprob")
+    tokens = [batch[f"{key}_T"].to(results) for key in keys]
     spec = SPECS["gspo" if name.endswith("gspo") else "all" if has_much else "clip"]
     tokens[3] = tokens[3] if has_much else None
     bounds = batch["cu_seqlens_S1"] if spec.loss_type == "gspo" else None

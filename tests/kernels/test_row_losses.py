@@ -379,18 +379,26 @@ def test_fp16_gets_fp16_gradients(name: str, form: str, impl: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_fp64_gets_fp64_gradients(softcap: float | None, form: str) -> None:
-    """Exact to the last digits, which a softmax or products in fp32 would lose. (Tensors [T] are
-    fp32, hence numbers of few digits.)
-    """
-    batch = batch_of(form, dtype=torch.float64, softcap=softcap)
-    for key in ("advantage_T", "weight_T"):
-        batch[key] = 2 * batch[key].sign()
-    out, gradients = ours(SPECS["nll"], batch, "torch", **FORMS[form])
-    loss, true, _ = truth(SPECS["nll"], batch)
-    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    close(gradients, true, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("name", ["all", "gspo-all", "cispo-all", "nll", "z-loss", "own"])
+def test_fp64_stays_fp64(name: str, form: str) -> None:
+    """Exact to the last digits, of which each number has more than fp32 can hold."""
+    batch = batch_of(form, dtype=torch.float64, softcap=3.0, masked=True)
+    for key in [key for key, x in batch.items() if key.endswith("_T") and x.is_floating_point()]:
+        batch[key] = batch[key].double() * (1 + 3e-9)
+    for temperature in (0.7, torch.linspace(0.5, 2.5, 20, dtype=torch.float64)):
+        batch["temperature"] = temperature
+        out, gradients = ours(SPECS[name], batch, "torch", scale=0.3, **FORMS[form])
+        loss, true, scores = truth(SPECS[name], batch)
+        assert out.loss.item() == pytest.approx(loss.item(), rel=1e-13)
+        close(gradients, true, rtol=1e-12, atol=1e-13, factor=0.3)
+        rows, numbers = counted(batch), (out.logprob_T, out.entropy_T, *out.stats.values())
+        assert {x.dtype for x in numbers} == {torch.float64}
+        for found_T, true_T in zip((out.logprob_T, out.entropy_T), scores, strict=False):
+            is_read = found_T[rows] != 0  # MIS leaves some out
+            assert is_read.sum() >= 6
+            torch.testing.assert_close(
+                found_T[rows][is_read], true_T[is_read], rtol=1e-12, atol=1e-13
+            )
 
 
 @pytest.mark.parametrize(("name", "size"), [("nll", 30.0), ("clip", 1e4), ("gspo", 1e30)])
