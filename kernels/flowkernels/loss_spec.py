@@ -28,8 +28,9 @@ class LossSpec:
     loss_type: LossType = "clip"
     """Kind of loss, with r = exp(logp - old), or 1 if there is no old log-prob. "clip": PPO/GRPO,
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); also DAPO and Dr.GRPO, which differ in
-    advantage and weights. "gspo": the same with r = exp(mean over the sequence of logp - old),
-    whose gradient is shared by its tokens (arXiv 2507.18071, eq. 13); needs `cu_seqlens_S1`.
+    advantage and weights. "gspo": the same with r = exp(mean over the sequence of logp - old)
+    (arXiv 2507.18071, eq. 5); its gradient is that of this mean, so tokens of a sequence share it
+    also where they differ in advantage or weight; needs `cu_seqlens_S1`.
     "cispo": -min(r, 1 + clip_high) A logp with the ratio held constant (MiniMax-M1, arXiv
     2506.13585, eq. 4). "nll": -A logp, supervised."""
     clip_low: float = 0.2
@@ -45,8 +46,7 @@ class LossSpec:
     where it is bounded, which is beyond u = 2.6."""
     kl_ratio: bool = False
     """Multiply the KL term by r, as it stands before any clip, through which the gradient flows too
-    (TRL's `use_bias_correction_kl`); for "gspo", by the ratio of the sequence, whose share of the
-    gradient is that of the sequence's mean estimate."""
+    (TRL's `use_bias_correction_kl`); for "gspo", by the ratio of the sequence."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, which is subtracted from the loss."""
     z_loss_coef: float = 0.0

@@ -43,7 +43,7 @@ def to_columns(token: TokenLoss, tokens: Tokens) -> Tensor:
     """[7, T], see `Column`."""
     counts_T = tokens.weight_T != 0
     has_gradient_T = token.dlogprob_T != 0
-    for slope_T in (token.dentropy_T, token.dlse_T):
+    for slope_T in (token.dentropy_T, token.dlse_T, token.dsequence_T):
         has_gradient_T = has_gradient_T if slope_T is None else has_gradient_T | (slope_T != 0)
     columns = {
         Column.LOSS: torch.where(counts_T, tokens.weight_T * token.loss_T, 0.0),

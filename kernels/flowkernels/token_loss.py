@@ -144,14 +144,21 @@ class TokenLoss:
     """The KL estimate to the reference where there is one, else k3 of old against new."""
     dlse_T: Tensor | None = None
     """dL/dlse; None when it is zero everywhere."""
+    dsequence_T: Tensor | None = None
+    """The slope by logp through the ratio of the sequence: of the losses of all its tokens, times
+    their weights; None where a loss looks at no other tokens."""
 
     def weighted_slopes(self, weight_T: Tensor) -> Slopes:
-        """Weight times the derivatives; 0 where the weight is, whatever the slope."""
+        """The derivatives of the sum of weight times loss; 0 where the weight is, whatever the
+        slope.
+        """
         dlogprob_T, dentropy_T, dlse_T = (
             None if x is None else torch.where(weight_T != 0, weight_T * x, 0.0)
             for x in (self.dlogprob_T, self.dentropy_T, self.dlse_T)
         )
         assert dlogprob_T is not None
+        if self.dsequence_T is not None:
+            dlogprob_T = dlogprob_T + torch.where(weight_T != 0, self.dsequence_T, 0.0)
         return Slopes(dlogprob_T, dentropy_T, dlse_T)
 
 
@@ -205,17 +212,17 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     logprob_T, advantage_T = tokens.logprob_T, tokens.advantage_T
     old_T = logprob_T if tokens.old_logprob_T is None else tokens.old_logprob_T
     log_ratio_T = logprob_T - old_T
+    # dratio: by the log-ratio, which moves as logp does, but for the ratio of a sequence.
     if spec.loss_type == "nll":
-        loss_T, dlogprob_T = -advantage_T * logprob_T, -advantage_T
+        loss_T, dratio_T = -advantage_T * logprob_T, -advantage_T
         is_clipped_T = torch.zeros_like(logprob_T, dtype=torch.bool)
     elif spec.loss_type == "cispo":
-        loss_T, dlogprob_T, is_clipped_T = _bounded_weight(
-            spec, log_ratio_T, advantage_T, logprob_T
-        )
+        loss_T, dratio_T, is_clipped_T = _bounded_weight(spec, log_ratio_T, advantage_T, logprob_T)
     else:
         if spec.loss_type == "gspo":
             log_ratio_T = _of_sequence(log_ratio_T, tokens)
-        loss_T, dlogprob_T, is_clipped_T = _clipped_ratio(spec, log_ratio_T, advantage_T)
+        loss_T, dratio_T, is_clipped_T = _clipped_ratio(spec, log_ratio_T, advantage_T)
+    dlogprob_T = torch.zeros_like(logprob_T)
 
     ref_T = tokens.ref_logprob_T
     kl_T, dkl_T = (
@@ -226,9 +233,17 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     if spec.kl_coef > 0:
         term_T, slope_T = kl_T, dkl_T
         if spec.kl_ratio:
-            term_T, slope_T = _times_ratio(spec, log_ratio_T, kl_T, dkl_T, tokens)
+            limit = spec.log_ratio_limit
+            ratio_T = log_ratio_T.clamp(-limit, limit).exp()
+            term_T, slope_T = ratio_T * kl_T, ratio_T * dkl_T
+            dratio_T = dratio_T + spec.kl_coef * torch.where(log_ratio_T.abs() > limit, 0.0, term_T)
         loss_T = loss_T + spec.kl_coef * term_T
-        dlogprob_T = dlogprob_T + spec.kl_coef * slope_T
+        dlogprob_T = spec.kl_coef * slope_T
+    dsequence_T = None
+    if spec.loss_type == "gspo":
+        dsequence_T = _of_sequence(tokens.weight_T * dratio_T, tokens)
+    else:
+        dlogprob_T = dlogprob_T + dratio_T
     dentropy_T = None
     if spec.entropy_coef != 0:
         loss_T = loss_T - spec.entropy_coef * tokens.entropy_T
@@ -237,7 +252,9 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
     if spec.z_loss_coef > 0:
         loss_T = loss_T + spec.z_loss_coef * tokens.lse_T.square()
         dlse_T = 2 * spec.z_loss_coef * tokens.lse_T
-    return TokenLoss(loss_T, dlogprob_T, dentropy_T, log_ratio_T, is_clipped_T, kl_T, dlse_T)
+    return TokenLoss(
+        loss_T, dlogprob_T, dentropy_T, log_ratio_T, is_clipped_T, kl_T, dlse_T, dsequence_T
+    )
 
 
 def check_inputs(spec: LossSpec, inputs: TokenInputs) -> None:
@@ -289,8 +306,8 @@ def correct_for_sampler(
 def _clipped_ratio(
     spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-min(r A, clip(r) A), at most -c A where A < 0; its derivative by logp; where that derivative
-    was clipped away.
+    """-min(r A, clip(r) A), at most -c A where A < 0; its derivative by log r; where that was
+    clipped away.
     """
     limit = spec.log_ratio_limit
     ratio_T = log_ratio_T.clamp(-limit, limit).exp()
@@ -320,17 +337,6 @@ def _bounded_weight(
 def _of_sequence(value_T: Tensor, tokens: Tokens) -> Tensor:
     assert tokens.cu_seqlens_S1 is not None
     return sequence_mean(value_T, tokens.weight_T != 0, tokens.cu_seqlens_S1)
-
-
-def _times_ratio(
-    spec: LossSpec, log_ratio_T: Tensor, kl_T: Tensor, dkl_T: Tensor, tokens: Tokens
-) -> tuple[Tensor, Tensor]:
-    """r KL and its derivative r (KL + dKL) by logp, the first part of which comes through r."""
-    limit = spec.log_ratio_limit
-    ratio_T = log_ratio_T.clamp(-limit, limit).exp()
-    through_T = _of_sequence(kl_T, tokens) if spec.loss_type == "gspo" else kl_T
-    through_T = torch.where(log_ratio_T.abs() > limit, 0.0, through_T)
-    return ratio_T * kl_T, ratio_T * (through_T + dkl_T)
 
 
 def _kl(spec: LossSpec, logprob_T: Tensor, other_T: Tensor, estimator: KL) -> tuple[Tensor, Tensor]:

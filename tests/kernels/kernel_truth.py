@@ -147,8 +147,7 @@ def plain_tokens(
         advantage = advantage * behind.clamp(max=spec.tis)
     log_ratio = logp - old
     if spec.loss_type == "gspo":
-        mean = sequence_means(log_ratio.detach(), weight, tokens["sequence_T"])
-        log_ratio = mean + logp - logp.detach()  # eq. 13: sg[s_i] pi / sg[pi], of value s_i
+        log_ratio = sequence_means(log_ratio, weight, tokens["sequence_T"])
     ratio = torch.exp(log_ratio.clamp(-limit, limit))
     if spec.loss_type == "nll":
         loss = -advantage * logp

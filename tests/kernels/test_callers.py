@@ -15,6 +15,7 @@ from flowkernels import (
     logprobs,
     policy_loss,
 )
+from flowkernels.sequences import sequence_mean
 from graphs import Graphs
 from kernel_truth import IMPLS, Batch, counted, plain_rows
 from rows import HEAD, batch_of, leaves_of
@@ -170,19 +171,24 @@ def test_a_tensor_of_another_shape_than_the_batch_is_named(name: str) -> None:
 def test_without_old_log_probs_the_ratio_is_1_with_the_gradient_of_the_log_prob(
     loss_type: Any, impl: str
 ) -> None:
-    """Even where the clip range is a point."""
+    """Even where the clip range is a point; for "gspo", with that of the sequence's mean."""
     for batch in both():
         given = without(flat(batch), "old_logprob_T", "sampler_logprob_T")
         spec = LossSpec(loss_type, clip_low=0.0, clip_high=0.0)
         ours = run(given, spec, impl)
-        policy_gradient = run(given, LossSpec("nll"), impl)
+        weight_T, advantage_T = given["weight_T"], given["advantage_T"]
+        if loss_type == "gspo":
+            bounds_S1 = given["cu_seqlens_S1"]
+            mean_T = sequence_mean(weight_T * advantage_T, counted(given), bounds_S1)
+            advantage_T = torch.where(counted(given), mean_T / weight_T, 0.0)
+        policy_gradient = run({**given, "advantage_T": advantage_T}, LossSpec("nll"), impl)
         torch.testing.assert_close(ours[1], policy_gradient[1], rtol=1e-6, atol=1e-7)
         assert ours[1].any()
         stats = ours[0].stats
         assert stats["ratio_max"] == stats["ratio_min"] == 1 and stats["clipped_high_sum"] == 0
         counts_T = counted(given)
         if loss_type != "cispo":  # its loss is the policy gradient's
-            expected = -(given["weight_T"] * given["advantage_T"])[counts_T].sum()
+            expected = -(weight_T * given["advantage_T"])[counts_T].sum()
             torch.testing.assert_close(ours[0].loss.cpu(), expected)
 
 
@@ -309,12 +315,10 @@ def test_a_correction_of_sequences_takes_their_whole_ratio(loss_type: Any) -> No
 def test_a_kl_term_with_the_ratio_has_the_gradient_of_both(
     loss_type: Any, has_old: bool, limit: float
 ) -> None:
-    """The policy term is left out of the truth by advantages of 0; weights are alike within a
-    sequence, where TRL's gradient and ours of "gspo" are one. A clamped ratio is a constant.
-    """
+    """Advantages of 0 leave the policy term out of the truth. A clamped ratio is a constant."""
     batch = flat_batch("logits")
     batch["advantage_T"] = torch.zeros(6)
-    batch["weight_T"] = torch.tensor([0.5, 0.0, 0.5, 2.0, 2.0, 2.0])
+    batch["weight_T"] = torch.tensor([0.5, 0.0, 1.5, 2.0, -1.0, 0.3])
     counts, logits = counted(batch), batch["logits_TV"].double().requires_grad_()
     logp, _, _ = plain_rows(logits, batch["target_ids_T"].clamp(min=0))
     log_ratio = logp - (batch["old_logprob_T"] if has_old else logp.detach())

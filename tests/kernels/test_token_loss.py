@@ -49,7 +49,7 @@ def random_tokens(num_tokens: int = 200, spread: float = 0.7) -> Tokens:
         entropy_T=noise[0].abs(),
         lse_T=2 + noise[0],
         advantage_T=noise[1],
-        weight_T=(torch.rand(num_tokens, generator=rng) > 0.25).double(),
+        weight_T=(torch.rand(num_tokens, generator=rng, dtype=torch.float64) - 0.25).clamp(min=0),
         old_logprob_T=logp + spread * noise[2],
         ref_logprob_T=logp + spread * noise[3],
         cu_seqlens_S1=torch.cat([torch.zeros(1, dtype=torch.int64), bounds]),
@@ -65,18 +65,19 @@ def few(**tensors: list[float]) -> Tokens:
 
 
 def compare(spec: LossSpec, tokens: Tokens) -> TokenLoss:
-    """Loss and derivatives against autograd of the plain formula."""
+    """Loss and derivatives, times the weights, against autograd of the plain formula."""
     scores = (tokens.logprob_T, tokens.entropy_T, tokens.lse_T)
     leaves = [x.clone().requires_grad_() for x in scores]
     plain = {**tokens.per_token(), "sequence_T": sequence_of(tokens)}
-    truth, _ = plain_tokens(spec, *leaves, {k: x for k, x in plain.items() if x is not None})
-    dlogp, dentropy, dlse = torch.autograd.grad(truth.sum(), leaves)
+    truth, weight = plain_tokens(spec, *leaves, {k: x for k, x in plain.items() if x is not None})
+    dlogp, dentropy, dlse = torch.autograd.grad((weight * truth).sum(), leaves)
     ours = token_loss(spec, tokens)
+    slopes = ours.weighted_slopes(weight)
     torch.testing.assert_close(ours.loss_T, truth.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(ours.dlogprob_T, dlogp, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(slopes.logprob_T, dlogp, rtol=1e-12, atol=1e-12)
     for coef, found, true in (
-        (spec.entropy_coef, ours.dentropy_T, dentropy),
-        (spec.z_loss_coef, ours.dlse_T, dlse),
+        (spec.entropy_coef, slopes.entropy_T, dentropy),
+        (spec.z_loss_coef, slopes.lse_T, dlse),
     ):
         assert (found is None) == (coef == 0)
         if found is not None:
@@ -110,7 +111,7 @@ def test_loss_and_derivatives_match_the_plain_formula(name: str) -> None:
             st.floats(-3, 3),
             st.floats(-9, 0),
             st.floats(-9, 0),
-            st.sampled_from([0.0, 1.0]),
+            st.sampled_from([0.0, 1.0, 0.25, -2.0]),
         ),
         min_size=1,
         max_size=6,
@@ -158,6 +159,7 @@ def test_gspo_tokens_have_the_gradient_of_their_sequence(dual_clip: float | None
     for begin, end in spans:
         advantage[begin:end] = advantage[begin]
     ours = token_loss(spec, replace(tokens, advantage_T=advantage))
+    slopes_T = ours.weighted_slopes(tokens.weight_T).logprob_T
     logp, has_weight = tokens.logprob_T.clone().requires_grad_(), tokens.weight_T != 0
     for begin, end in spans:
         rows = torch.arange(begin, end)[has_weight[begin:end]]
@@ -167,13 +169,11 @@ def test_gspo_tokens_have_the_gradient_of_their_sequence(dual_clip: float | None
         loss = -torch.minimum(ratio * advantage[begin], ratio.clamp(0.9, 1.15) * advantage[begin])
         if dual_clip is not None and advantage[begin] < 0:
             loss = torch.minimum(loss, -dual_clip * advantage[begin])
-        loss.backward()
+        (tokens.weight_T[rows].sum() * loss).backward()
         torch.testing.assert_close(
             ours.loss_T[rows], loss.detach().expand(len(rows)), rtol=1e-12, atol=1e-12
         )
-        torch.testing.assert_close(
-            ours.dlogprob_T[rows] / len(rows), logp.grad[rows], rtol=1e-12, atol=1e-12
-        )
+        torch.testing.assert_close(slopes_T[rows], logp.grad[rows], rtol=1e-12, atol=1e-12)
     num_clipped = int(ours.is_clipped_T.sum())
     assert 5 < num_clipped < 55 and len(spans) > 10
 
