@@ -170,8 +170,8 @@ derivatives. Weights are applied afterwards."""
 def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
     """Make a token loss of a function that returns the loss [T] of each token.
 
-    Autograd takes its slopes by `logprob_T`, `entropy_T` and `lse_T`. A token's loss may look at
-    other tokens as far as they are held constant.
+    Autograd takes its slopes by `logprob_T`, `entropy_T` and `lse_T`; a token's loss may look at
+    other tokens.
     """
 
     def with_slopes(tokens: Tokens) -> TokenLoss:
@@ -187,8 +187,13 @@ def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
                     f"the loss has the shape {tuple(loss_T.shape)}, not one number for each of "
                     f"{len(tokens.logprob_T)} tokens"
                 )
-            slopes = torch.autograd.grad(loss_T.sum(), given, allow_unused=True)
+            weight_T = tokens.weight_T
+            total = torch.where(weight_T != 0, weight_T * loss_T, 0.0).sum()
+            weighted = torch.autograd.grad(total, given, allow_unused=True)
         none_T = torch.zeros_like(tokens.logprob_T)
+        slopes = [
+            None if x is None else torch.where(weight_T != 0, x / weight_T, 0.0) for x in weighted
+        ]
         # The statistics are those of any loss; here nothing is known of a clip.
         plain = token_loss(LossSpec("nll"), tokens)
         return replace(

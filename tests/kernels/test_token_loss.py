@@ -439,3 +439,19 @@ def test_autograd_gives_a_loss_of_ones_own_its_slopes() -> None:
     assert plain.dentropy_T is None and plain.dlse_T is None
     with pytest.raises(ValueError, match=r"the loss has the shape \(\), not one number for each"):
         by_autograd(lambda t: t.logprob_T.mean())(tokens)
+
+
+def test_autograd_follows_a_loss_through_other_tokens() -> None:
+    """GSPO's, with weights that differ within a sequence, of which some are 0."""
+    tokens = random_tokens()
+
+    def gspo(t: Tokens) -> Tensor:
+        log_ratio_T = sequence_means(t.logprob_T - t.old_logprob_T, t.weight_T, sequence_of(t))
+        ratio_T = log_ratio_T.exp()
+        return -torch.minimum(ratio_T * t.advantage_T, ratio_T.clamp(0.8, 1.2) * t.advantage_T)
+
+    found, true = (
+        loss.weighted_slopes(tokens.weight_T).logprob_T
+        for loss in (by_autograd(gspo)(tokens), token_loss(LossSpec("gspo"), tokens))
+    )
+    torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
