@@ -31,6 +31,7 @@ from flowtrain.weights import (
 from flowtrain.weights.format.files import read_delta
 from flowtrain.weights.publish import publisher as module
 from flowtrain.weights.publish.baseline import DeviceBaseline, HostBaseline
+from flowtrain.weights.stores import folder
 
 
 def test_a_snapshot_is_a_safetensors_file_of_the_tensors(store: WeightStore) -> None:
@@ -155,6 +156,29 @@ def test_a_tensor_of_an_odd_number_of_bytes_is_named(store: WeightStore) -> None
     even = {"even": torch.arange(4, dtype=torch.uint8)}
     Publisher(store).publish(even, 1)
     assert same_bits(pull(store, 1), even)
+
+
+@pytest.mark.parametrize(
+    "tensors, version, told",
+    [
+        ({}, 0, "no tensors to publish"),
+        ({"__metadata__": torch.ones(2)}, 0, "no tensor can be called '__metadata__'"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, 0, "'a': no file can hold complex128"),
+        ({"a": torch.ones(2)}, -1, "version -1 is no whole number from 0"),
+        ({"a": torch.ones(2)}, True, "version True is no whole number from 0"),
+        ({"a": torch.ones(2)}, 10**18, "is no whole number from 0 to 999999999999999999"),
+        ({"a" * 1000: torch.ones(2)}, 0, "bytes, and may have 1000: shorten the names"),
+    ],
+)
+def test_what_no_reader_could_load_is_not_published(
+    store: WeightStore, tensors: Weights, version: int, told: str
+) -> None:
+    publisher = Publisher(store)
+    with pytest.raises(ValueError, match=told), mock.patch.object(folder, "MAX_MANIFEST", 1000):
+        publisher.publish(tensors, version)
+    assert store.head() is None and not list(store.root.glob("v*"))
+    publisher.publish(chain(1), 10**18 - 1)
+    assert same_bits(pull(store, 10**18 - 1), chain(1))
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

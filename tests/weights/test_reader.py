@@ -28,6 +28,7 @@ from flowtrain.weights.format.layout import TensorSpec
 from flowtrain.weights.format.manifest import File
 from flowtrain.weights.format.tensor_shards import u16_view
 from flowtrain.weights.load.reader import find_chain
+from flowtrain.weights.load.target import HostTensors
 
 NUM_VERSIONS = 40
 
@@ -161,6 +162,72 @@ def test_tensors_that_cannot_be_written_to_directly_are_copied_to(store: WeightS
     assert not own["transposed"].is_contiguous() or own["transposed"].numel() == 0
     WeightReader(store, own).load(1)
     assert same_bits(own, weights(1))
+
+
+# ---- tensors that share memory
+
+
+def numbers(*starts: int) -> Weights:
+    tensors = {name: torch.ones(64, 4).bfloat16() for name in "abc"[: len(starts)]}
+    for tensor, start in zip(tensors.values(), starts, strict=True):
+        tensor[0] = start
+    return tensors
+
+
+def tied(kind: str) -> Weights:
+    """An engine whose tensors are one."""
+    one = torch.zeros(64, 4).bfloat16()
+    if kind == "strided":
+        one = torch.zeros(4, 64).bfloat16().t()
+    return {"a": one, "b": one if kind == "same" else one[:]}
+
+
+@pytest.mark.parametrize("kind", ["same", "view", "strided"])
+def test_tied_tensors_take_equal_values_alone(store: WeightStore, kind: str) -> None:
+    publisher, own = Publisher(store), tied(kind)
+    reader = WeightReader(store, own)
+    for version, starts in enumerate([(1, 1), (1, 2), (3, 3)]):
+        publisher.publish(numbers(*starts), version)
+    with pytest.raises(StoreError, match="version 1 has 'b' and 'a' apart; here they are one"):
+        reader.load(1)
+    assert not own["a"].any() and reader.version is None
+    assert reader.load(0).mode == "snapshot" and same_bits(own, numbers(1, 1))
+    with pytest.raises(StoreError, match="apart"):
+        reader.load(1)
+    assert same_bits(own, numbers(1, 1)) and reader.version == 0
+    assert reader.load(2).mode == "delta" and same_bits(own, numbers(3, 3))
+    assert reader.damaged() == []
+
+
+def test_parts_of_one_memory_are_tensors_apart(store: WeightStore) -> None:
+    """A layer that is fused, by rows and by columns."""
+    Publisher(store).publish(numbers(1, 2, 3), 0)
+    for own in (
+        dict(zip("abc", torch.zeros(192, 4).bfloat16().split(64), strict=True)),
+        dict(zip("abc", torch.zeros(64, 12).bfloat16().split(4, 1), strict=True)),
+    ):
+        WeightReader(store, own).load(0)
+        assert same_bits(own, numbers(1, 2, 3))
+
+
+MEMORY = torch.zeros(12).bfloat16()
+SQUARE = torch.zeros(4, 4).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"a": MEMORY[:8], "b": MEMORY[4:]},
+        {"a": MEMORY[4:], "b": MEMORY[:8]},
+        {"a": MEMORY, "b": torch.zeros(4).bfloat16(), "c": MEMORY[11:]},
+        {"a": SQUARE, "b": SQUARE.t()},
+        {"a": SQUARE[:, :3], "b": SQUARE[:, 2:]},
+        {"a": MEMORY[:1].expand(8)},
+    ],
+)
+def test_tensors_that_share_a_part_of_their_memory_are_refused(own: Weights) -> None:
+    with pytest.raises(ValueError, match=r"share a part of their memory|elements in one place"):
+        HostTensors(own)
 
 
 # ---- damage

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import share, sync, writing
@@ -26,6 +26,19 @@ from flowtrain.weights.format.tensor_shards import TensorShard
 
 _DELTA_KEY = "flowtrain_delta"
 _DELTA_FIELDS = {"format": int, "layout": str, "base": int, "version": int}
+
+
+def check_storable(layout: Layout) -> None:
+    """Raise ValueError for a layout that a file could not hold, or could not give back."""
+    if not layout:
+        raise ValueError("there are no tensors to publish")
+    if "__metadata__" in layout:
+        raise ValueError("no tensor can be called '__metadata__' in a safetensors file")
+    for name, spec in layout.items():
+        try:
+            save({name: torch.empty(0, dtype=spec.torch_dtype)})
+        except (KeyError, SafetensorError) as error:
+            raise ValueError(f"tensor {name[:80]!r}: no file can hold {spec.dtype}") from error
 
 
 def write_snapshot(path: Path, shards: Sequence[TensorShard]) -> File:

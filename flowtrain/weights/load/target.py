@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,24 +56,33 @@ class Target(Protocol):
 
 class HostTensors:
     """Tensors of this process: CPU tensors are written to directly, others through a copy on the
-    CPU.
+    CPU. Those that are tied are written once.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], num_threads: int = 1) -> None:
+        """Raise ValueError for tensors that share a part of their memory."""
         self.ranks = Alone()
-        self._tensors = dict(tensors)
-        self._layout = {name: spec_of(name, tensor) for name, tensor in self._tensors.items()}
+        self._layout = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+        self._twins = _twins(tensors)
+        self._tensors = {name: t for name, t in tensors.items() if name not in self._twins}
         self._host = {name: _host(tensor) for name, tensor in self._tensors.items()}
         self._num_threads = num_threads
         self._written: set[str] = set()
 
     def check(self, manifest: Manifest) -> None:
         check_layout(self._layout, manifest.layout, manifest.version)
+        for name, twin in self._twins.items():
+            if manifest.digests[name] != manifest.digests[twin]:
+                raise StoreError(
+                    f"version {manifest.version} has {name!r} and {twin!r} apart; here they are "
+                    "one tensor"
+                )
 
     def base(self, name: str, first: int, num_words: int) -> U16:
         return slice_of(name, self._host[name], first, num_words=num_words)
 
     def apply(self, batch: DeltaBatch) -> None:
+        batch = {key: blob for key, blob in batch.items() if key[0] in self._host}
         words = [self.base(*key, _delta.info(blob)["num_words"]) for key, blob in batch.items()]
         _delta.apply(list(batch.values()), words, num_threads=self._num_threads)
         self._written |= {name for name, _ in batch}
@@ -79,7 +90,8 @@ class HostTensors:
     def write(self, shards: Sequence[TensorShard]) -> None:
         self._written |= self._tensors.keys()
         for shard in shards:
-            write_shard(self._host[shard.name], shard)
+            if shard.name in self._host:
+                write_shard(self._host[shard.name], shard)
 
     def digests(self) -> dict[str, Digest]:
         return {
@@ -133,3 +145,43 @@ def _host(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _twins(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the tensors that are another one by a second name, each with the first name.
+
+    Raises ValueError for tensors that share a part of their memory, or of their own.
+    """
+    twins: dict[str, str] = {}
+    places: dict[int, dict[str, np.ndarray[Any, Any]]] = {}
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            continue
+        if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(f"tensor {name!r} has several elements in one place")
+        place = _place_of(tensor)
+        beside = places.setdefault(tensor.untyped_storage().data_ptr(), {})
+        for other, its_place in beside.items():
+            if place.__array_interface__ == its_place.__array_interface__:
+                twins[name] = other
+                break
+            if np.shares_memory(place, its_place):
+                raise ValueError(f"tensors {other!r} and {name!r} share a part of their memory")
+        else:
+            beside[name] = place
+    return twins
+
+
+def _place_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Describe where a tensor is, on any device, as an array whose elements nobody reads; a
+    contiguous one as its bytes.
+    """
+    is_run, size = tensor.is_contiguous(), tensor.itemsize
+    place = {
+        "version": 3,
+        "data": (tensor.data_ptr(), True),
+        "typestr": "|V1" if is_run else f"|V{size}",
+        "shape": (tensor.nbytes,) if is_run else tuple(tensor.shape),
+        "strides": (1,) if is_run else tuple(step * size for step in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=place))

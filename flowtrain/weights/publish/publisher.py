@@ -18,7 +18,7 @@ from torch import Tensor
 from flowtrain import _delta
 from flowtrain.utils.lock import Lock
 from flowtrain.weights.format.deltas import Blob
-from flowtrain.weights.format.files import write_delta, write_snapshot
+from flowtrain.weights.format.files import check_storable, write_delta, write_snapshot
 from flowtrain.weights.format.layout import Digest, Layout, add_up, num_words_of
 from flowtrain.weights.format.manifest import File, Manifest, total_bytes
 from flowtrain.weights.format.tensor_shards import TensorShard, local_shards, spec_of
@@ -192,6 +192,7 @@ class Publisher:
 
     def _draft_first(self, layout: Layout, shards: list[TensorShard]) -> _Draft:
         """Draft a version without deltas."""
+        check_storable(layout)
         options = self.options
         make = HostBaseline if options.on_host else make_baseline
         baselines = {s.name: make(s, options.level, options.num_threads) for s in shards}

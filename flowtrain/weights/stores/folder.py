@@ -96,6 +96,8 @@ class WeightStore:
         Raises:
             StoreError: the version is not newer than HEAD: versions never change.
         """
+        if not _VERSION.fullmatch(str(version)):
+            raise StoreError(f"version {version!r} is no whole number from 0 to {10**18 - 1}")
         head = self.head()
         if head is not None and version <= head:
             raise StoreError(
@@ -113,9 +115,16 @@ class WeightStore:
         return scratch
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish the files that were written since `begin`."""
-        scratch = self.scratch(manifest.version)
-        replace_file(scratch / "manifest.json", manifest.to_json().encode())
+        """Publish the files that were written since `begin`. Raises StoreError for a manifest that
+        is longer than readers take.
+        """
+        scratch, text = self.scratch(manifest.version), manifest.to_json().encode()
+        if len(text) > MAX_MANIFEST:
+            raise StoreError(
+                f"the manifest of version {manifest.version} has {len(text)} bytes, "
+                f"and may have {MAX_MANIFEST}: shorten the names of the tensors"
+            )
+        replace_file(scratch / "manifest.json", text)
         put_folder(scratch, self.folder(manifest.version))
         self._set_head(manifest.version)
 
