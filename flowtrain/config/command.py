@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pkgutil
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 
 from flowtrain.config import Config
 from flowtrain.config.options import help_text, help_topic, parse, shows_config, to_toml
-from flowtrain.types import Outage, UserError
+from flowtrain.types import Outage, Unmet, UserError
 from flowtrain.utils.commands import end_process
 from flowtrain.utils.terminal import hand_out, protect_output, say
 from flowtrain.utils.waiting import waiting
@@ -76,10 +77,15 @@ def run_command(
             say(f"{module}: {done}")
         return 0
     except UserError as error:
-        if is_main:
+        if is_main or isinstance(error, Unmet):
             say(f"{module}: {error}")
         _tell_torchrun(f"{module}: {error}")
         return OUTAGE if isinstance(error, Outage) else 2
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        say(f"{module}: {str(error.filename)!r} is longer than names of files may be")
+        return 2
     except KeyboardInterrupt:
         if is_main:
             say(_interrupted(module, goes_on))

@@ -15,9 +15,13 @@ from flowtrain.config.train import EXPERTS, Rft
 if TYPE_CHECKING:
     from flowtrain.config import Config
 
+_MAX_NAME = 255
+"""Bytes that Linux's file systems allow a name."""
+
 
 def validate(config: Config) -> None:
-    """Check everything that involves more than one option."""
+    """Check everything that involves more than one option, and what a run finds out too late."""
+    _check_folder(config)
     _check_sizes(config)
     _check_sampling(config)
     _check_ratios(config)
@@ -34,6 +38,15 @@ def validate(config: Config) -> None:
     _check_rft(config)
     _check_plugins(config)
     _check_lora(config)
+
+
+def _check_folder(config: Config) -> None:
+    longest = max(config.run.dir.split("/"), key=len)
+    if len(longest.encode()) > _MAX_NAME:
+        raise ValueError(
+            f"run.dir={config.run.dir!r}: a name has {len(longest.encode())} bytes, and files may "
+            f"have {_MAX_NAME}"
+        )
 
 
 def _check_sizes(config: Config) -> None:

@@ -51,7 +51,7 @@ class Sampler:
 def check(config: Config) -> None:
     """Raises UserError for a config that no node can serve."""
     load_algorithm(config).check_nodes()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             "a node is one process: start it without torchrun, once per GPU (CUDA_VISIBLE_DEVICES)"
         )

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flowtrain.types import UserError
+from flowtrain.types import Unmet, UserError
+from flowtrain.utils.errors import foreign
 
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 PATIENCE = timedelta(days=7)
 """How long ranks wait for one another between passes: for a straggler's rollouts, an engine that
 compiles, an evaluation. A rank that dies is noticed at once, because its connections close."""
@@ -44,7 +46,12 @@ class World:
         `device` is "cpu", "cuda" or "auto". A collective of training that takes longer than
         `timeout_s` ends the run instead of hanging it.
         """
-        size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        size, rank = _variable("WORLD_SIZE", 1), _variable("RANK", 0)
+        local_rank, _ = _variable("LOCAL_RANK", 0), _variable("LOCAL_WORLD_SIZE", 1)
+        if rank >= size:
+            raise Unmet(f"RANK={rank} must be below WORLD_SIZE={size}, both set by torchrun")
+        if size > 1 and (missing := [name for name in _MEETING if not os.environ.get(name)]):
+            raise Unmet(f"WORLD_SIZE={size} needs {missing[0]}, both set by torchrun")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         place = torch.device(kind)
         if kind == "cuda":
@@ -52,14 +59,16 @@ class World:
                 raise UserError(
                     "run.device='cuda' but torch finds no CUDA device; use 'auto' or 'cpu'"
                 )
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(local_rank)
             place = torch.device(kind, torch.cuda.current_device())
         # A lone rank gets a group too: FSDP2 wants one, and so the code below it has one path.
         store = dist.HashStore() if size == 1 else None  # type: ignore[attr-defined]
         # What is offloaded is reduced on the CPU.
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         clock = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=clock)
+        where = ", ".join(f"{name}={os.environ.get(name)!r}" for name in _MEETING)
+        with foreign(f"the ranks cannot meet: WORLD_SIZE={size}, {where}", raises=Unmet):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=clock)
         return cls(rank, size, place, dist.group.WORLD, _control(range(size)), clock)
 
     def part(self, ranks: Sequence[int]) -> World:
@@ -148,6 +157,14 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.sum([0.0])
+
+
+def _variable(name: str, default: int) -> int:
+    """Read a number of torchrun's from the environment."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or (name.endswith("SIZE") and not int(text)):
+        raise Unmet(f"{name}={text!r} in the environment is no number as torchrun sets it")
+    return int(text)
 
 
 def _control(ranks: Sequence[int]) -> dist.ProcessGroup | None:

@@ -28,7 +28,7 @@ from flowtrain.types.sampling import (
     SamplingMask,
     VersionSpan,
 )
-from flowtrain.types.task import Outage, PlanStep, SubGoal, Task, UserError
+from flowtrain.types.task import Outage, PlanStep, SubGoal, Task, Unmet, UserError
 from flowtrain.types.token_account import TokenAccount, account_of
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "TrainBatch",
     "Trajectory",
     "Turn",
+    "Unmet",
     "UserError",
     "Verdict",
     "VersionSpan",

@@ -19,6 +19,10 @@ class Outage(UserError):
     """
 
 
+class Unmet(UserError):
+    """The ranks of a run cannot meet, so each says so by itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanStep:
     """One turn of a perfect planner."""

@@ -23,7 +23,7 @@ def end_on_signals() -> None:
 
 def end_process(code: int) -> NoReturn:
     """Exit; several ranks without the interpreter's end, in which threads of gloo may abort."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

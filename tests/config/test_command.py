@@ -48,6 +48,23 @@ def test_under_torchrun_only_rank_0_speaks(
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_name_that_is_too_long_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "x" * 300
+    assert command(monkeypatch, ["--run.dir", f"runs/{name}"], lambda config: 0) == 2
+    told = f"run.dir='runs/{name}': a name has 300 bytes, and files may have 255"
+    assert told in capsys.readouterr().err
+
+    def body(config: Config) -> int:
+        return len(Path(config.tasks.path).read_text())
+
+    argv = ["--tasks.name", "file", "--tasks.path", name]
+    assert command(monkeypatch, argv, body) == 2
+    error = capsys.readouterr().err
+    assert error == f"flowtrain.test: {name!r} is longer than names of files may be\n"
+
+
 def test_help_prints_and_runs_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import fork, launch
 
+from flowtrain.config import Config
+from flowtrain.config.command import run_command
 from flowtrain.training.world import World
 from flowtrain.utils.commands import end_process
 
@@ -18,6 +20,19 @@ pytestmark = pytest.mark.dist
 
 CLOCK_S = 1.0
 SIZE = 3
+WRONG = [
+    ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment is no number"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment is no number"),
+    ({"RANK": "x"}, "RANK='x' in the environment is no number"),
+    ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' in the environment is no number"),
+    ({"RANK": "1"}, "RANK=1 must be below WORLD_SIZE=1"),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 needs MASTER_ADDR"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "WORLD_SIZE=2 needs MASTER_PORT"),
+    (
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+        "the ranks cannot meet: WORLD_SIZE=2, MASTER_ADDR='localhost', MASTER_PORT='x': ValueError",
+    ),
+]
 
 
 def run(out: Path) -> None:
@@ -67,3 +82,24 @@ def test_a_collective_of_training_that_hangs_ends_the_rank(found: list[dict[str,
 
 if __name__ == "__main__":
     fork(lambda out: run(Path(out)))
+
+
+@pytest.mark.parametrize(("environment", "told"), WRONG)
+def test_an_environment_in_which_no_ranks_meet_is_one_line_of_every_rank(
+    environment: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def body(config: Config) -> int:
+        World.join("cpu")
+        return 0
+
+    assert run_command("flowtrain.test", body, []) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"flowtrain.test: {told}") and error.count("\n") == 1
