@@ -10,7 +10,7 @@ from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.config import Config
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.special_tokens import encode_plain, encode_prompt
-from flowtrain.engines.token_chat import ChatTokenizer, chat_text, reply_end
+from flowtrain.engines.token_chat import ChatTokenizer, chat_text, check_template, reply_end
 from flowtrain.types import (
     Call,
     Completion,
@@ -19,7 +19,6 @@ from flowtrain.types import (
     Sampling,
     Task,
     Turn,
-    UserError,
     VersionSpan,
 )
 
@@ -187,17 +186,13 @@ class Policy:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def check_template(config: Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:
+def check_own_template(config: Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:
     """Raise UserError for a tokenizer without the chat template that the prompt needs."""
-    if not tokenizer.chat_template:
-        key, path = config.path_of(policy)
-        raise UserError(
-            f"{key}={path!r} has no chat template, which agent.prompt='full' needs; use "
-            "agent.prompt='compact'"
-        )
+    need = "which agent.prompt='full' needs (agent.prompt='compact' does not)"
+    check_template(tokenizer, *config.path_of(policy), need)
 
 
 def check_prompt(config: Config, tokenizer: ChatTokenizer) -> None:
     """Check the planner's tokenizer, where `agent.prompt` asks for its chat template."""
     if config.agent.prompt == "full":
-        check_template(config, "planner", tokenizer)
+        check_own_template(config, "planner", tokenizer)

@@ -11,7 +11,7 @@ from flowtrain.config import NO_ENGINE, Chat, Config
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.engines.protocol import Engine
-from flowtrain.engines.token_chat import ChatTokenizer, TokenChat
+from flowtrain.engines.token_chat import ChatTokenizer, TokenChat, check_template
 from flowtrain.types import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ TOOL = "tools.{}"
 """The role of the model inside a tool that has one of its own (agent.tool_engines)."""
 TEACHER = "teacher"
 """The role of the model that demonstrates (rft.expert)."""
+_NEED = "which a model behind a role needs"
 _WITHOUT_POLICY = ("judge",)
 """Roles that the policy may not have."""
 
@@ -128,7 +129,7 @@ def _policy(config: Config, tokenizer: ChatTokenizer | None) -> TokenChat:
     """Chat with the current policy at temperature 0; its engine is bound later."""
     assert tokenizer is not None, "roles that name the policy need its tokenizer"
     key, path = config.path_of("planner")
-    _check_template(tokenizer, key, path)
+    check_template(tokenizer, key, path, _NEED)
     rollout = config.rollout
     options = Chat(
         model=path, max_tokens=rollout.max_new_tokens, timeout_s=rollout.request_timeout_s
@@ -147,11 +148,6 @@ def _start(name: str, config: Config, device: torch.device) -> Endpoint | TokenC
         check_installed(f"engines.{name}.kind")
     key = f"engines.{name}.model"
     model = ModelSpec.load(key, options.model, any_attention=options.kind == "vllm")
-    _check_template(model.tokenizer, key, options.model)
+    check_template(model.tokenizer, key, options.model, _NEED)
     engine = make_engine(config, model, device, chat=options)
     return TokenChat(f"engines.{name}", options, model.tokenizer, engine)
-
-
-def _check_template(tokenizer: ChatTokenizer, key: str, path: str) -> None:
-    if not tokenizer.chat_template:
-        raise UserError(f"{key}={path!r} has no chat template, which a model behind a role needs")

@@ -14,7 +14,8 @@ from flowtrain.config import Chat
 from flowtrain.engines.chat import Meter
 from flowtrain.engines.protocol import Engine, EngineError
 from flowtrain.engines.special_tokens import Rendered, encode_plain, special_tokens
-from flowtrain.types import FinishReason, Sampling
+from flowtrain.types import FinishReason, Sampling, UserError
+from flowtrain.utils.errors import one_line
 
 TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, LookupError),
@@ -75,6 +76,25 @@ def chat_text(tokenizer: ChatTokenizer, message: str) -> Rendered:
 def encode_chat(tokenizer: ChatTokenizer, message: str) -> list[int]:
     """Encode one user message, up to where the reply begins; none of its tokens is special."""
     return encode_plain(tokenizer, chat_text(tokenizer, message))
+
+
+def check_template(tokenizer: ChatTokenizer, key: str, path: str, need: str) -> None:
+    """Raise UserError for a tokenizer without a chat template that shows a user's message.
+
+    Args:
+        key: the option that names the path.
+        need: what the template is for: "which agent.prompt='full' needs".
+    """
+    if not tokenizer.chat_template:
+        raise UserError(f"{key}={path!r} has no chat template, {need}")
+    message = "73519"
+    try:
+        is_shown = message in chat_text(tokenizer, message)
+    except TEMPLATE_ERRORS as error:
+        told = one_line(error)
+        raise UserError(f"the chat template of {key}={path!r}, {need}, fails: {told}") from error
+    if not is_shown:
+        raise UserError(f"the chat template of {key}={path!r}, {need}, shows no message")
 
 
 def message_end(tokenizer: Any) -> int | None:

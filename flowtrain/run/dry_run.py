@@ -130,10 +130,13 @@ async def _first_prompts(agent: Agent, tasks: Sequence[Task]) -> list[int]:
     lengths = []
     for task in tasks:
         try:
-            await agent.run(task, 0)
+            made = await agent.run(task, 0)
         except _Seen as seen:
             lengths.append(seen.num_tokens)
-    assert lengths, "an agent samples"
+        else:
+            raise UserError(
+                f"there is no prompt of task {task.id}: {made.error or 'none is asked'}"
+            )
     return lengths
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -139,6 +140,29 @@ def test_what_would_keep_the_run_from_starting_is_told_in_one_line(
         assert error.startswith("flowtrain.train: ") and reason in error
         assert error.count("\n") == 1
     assert files(folder) == before
+
+
+def test_a_chat_template_that_no_message_goes_through_is_told_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], tiny_path: str
+) -> None:
+    model = Path(shutil.copytree(tiny_path, "model"))
+    for template, told in (
+        ("{{ raise_exception('Give documents') }}", "fails: TemplateError: Give documents"),
+        ("{% for %}", "fails: TemplateSyntaxError: "),
+        ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
+        ("nothing", "shows no message"),
+    ):
+        (model / "chat_template.jinja").write_text(template)
+        argv = ("--model.path", "model", "--agent.prompt", "full")
+        error = shown(capsys, *argv, *SINGLE, code=2)
+        assert "the chat template of model.path='model', which agent.prompt='full' needs" in error
+        assert told in error and error.count("\n") == 1
+    (model / "chat_template.jinja").unlink()
+    named = {"chat_template": [{"name": "rag", "template": "{{ messages }}"}]}
+    record = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(record | named))
+    error = shown(capsys, *argv, *SINGLE, code=2)
+    assert "fails: ValueError: " in error and error.count("\n") == 1
 
 
 @pytest.mark.dist

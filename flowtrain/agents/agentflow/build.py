@@ -24,7 +24,7 @@ from flowtrain.agents.agentflow.verdicts import CompactVerdictPrompt, FullVerdic
 from flowtrain.agents.agentflow.verifier import ModelVerifier, RuleVerifier, Verifier
 from flowtrain.agents.agentflow.voices import ChatVoice, Voice
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.policy import Policy, check_prompt, check_template
+from flowtrain.agents.policy import Policy, check_own_template, check_prompt
 from flowtrain.agents.registry import AgentKind
 from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import Engine
@@ -106,7 +106,7 @@ def _is_full(config: cfg.Config, role: PolicyName, voice: Voice) -> bool:
     """
     is_full = config.agent.prompt == "full"
     if is_full and isinstance(voice, Policy):
-        check_template(config, role, voice.tokenizer)
+        check_own_template(config, role, voice.tokenizer)
     return is_full or voice.is_frozen
 
 
