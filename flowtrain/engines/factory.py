@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
@@ -19,6 +22,7 @@ from flowtrain.config import Chat, Config, Lora, Vllm
 from flowtrain.engines.protocol import Engine
 from flowtrain.engines.requests import stop_ids
 from flowtrain.engines.shared_cache import NAME
+from flowtrain.engines.token_chat import TEMPLATE_ERRORS, encode_chat
 from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
 from flowtrain.engines.vllm.process import (
@@ -31,13 +35,17 @@ from flowtrain.training.lora import (
     adapter_weights,
     add_adapter,
     fingerprint,
+    home,
     is_adapter,
 )
 from flowtrain.training.model_check import load_config
+from flowtrain.training.model_files import reading
 from flowtrain.types import PolicyName, UserError
 from flowtrain.weights import Source, WeightStore
 from flowtrain.weights.format.adapters import AdapterSpec
 from flowtrain.weights.format.tensor_shards import spec_of
+
+_GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +80,15 @@ class ModelSpec:
         tokenizer = models.load_tokenizer(path, key)
         if not hasattr(shape, "max_position_embeddings"):
             raise UserError(f"{key}={path!r} does not say how many positions the model has")
-        try:
-            generation = GenerationConfig.from_pretrained(path)
-        except OSError:  # a model need not have one
-            generation = GenerationConfig.from_model_config(shape)
+        folder = home(path, key, _GENERATION)
+        generation = GenerationConfig.from_model_config(shape)  # a model need not have another
+        is_there = (Path(folder) / _GENERATION).exists()
+        with (
+            reading(f"{key}={path!r}: {_GENERATION} cannot be read"),
+            suppress(*() if is_there else (OSError,)),
+        ):
+            generation = GenerationConfig.from_pretrained(folder)
+        _check_tokens(f"{key}={path!r}", tokenizer, shape, generation)
         return cls(key, path, tokenizer, shape, generation)
 
     @property
@@ -110,6 +123,25 @@ class ModelSpec:
             )
         model.generation_config = copy.deepcopy(self.generation)
         return model
+
+
+def _check_tokens(
+    what: str,
+    tokenizer: PreTrainedTokenizerFast,
+    shape: PretrainedConfig,
+    generation: GenerationConfig,
+) -> None:
+    """Raise UserError where a reply ends with a token that has no embedding, or follows one."""
+    used = dict.fromkeys(stop_ids(generation, tokenizer), "ends replies with")
+    # The template may be used for nothing.
+    with reading(f"{what} has a tokenizer that fails"), suppress(*TEMPLATE_ERRORS):
+        if tokenizer.chat_template:
+            used |= dict.fromkeys(encode_chat(tokenizer, "Hi"), "has a chat template with")
+    known = range(getattr(shape.get_text_config(), "vocab_size", 1 << 40))
+    if beyond := [token for token in used if token not in known]:
+        raise UserError(
+            f"{what} {used[beyond[0]]} the token {beyond[0]!r}, and has embeddings of {len(known)}"
+        )
 
 
 def make_engine(
@@ -243,9 +275,17 @@ def _is_mixture(model: ModelSpec) -> bool:
 
 
 def _weights_of(model: ModelSpec, config: Config) -> str | PreTrainedModel:
-    """Return the path of the model's weights, or a saved adapter merged into its model."""
-    if not is_adapter(model.path):
+    """Return the path of the model's weights, or a model that vLLM would load otherwise: with a
+    saved adapter merged into it, or with a head of its own that its config denies.
+    """
+    if not Path(model.path).is_dir():
         return model.path
+    if not is_adapter(model.path):
+        stored = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+        texts = (each.get_text_config() for each in (model.shape, stored))
+        own, said = (getattr(text, "tie_word_embeddings", False) for text in texts)
+        if own or not said:
+            return model.path
     return models.load_model(model.path, getattr(torch, config.model.dtype), key=model.key)
 
 

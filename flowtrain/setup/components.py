@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,7 +76,8 @@ class LearnerComponents:
         algorithm = _begin(config, world)
         config = algorithm.config
         tasks = task_set(config) if config.model.path == "tiny" else TaskSet((), {}, ())
-        tokenizer, model = load_trained_policy(config, tasks, with_weights=world.is_main)
+        load = partial(load_trained_policy, config, tasks, with_weights=world.is_main)
+        tokenizer, model = together(world, load, other_failed=UserError)
         return cls(world=world, algorithm=algorithm, tokenizer=tokenizer, model=model)
 
     @property
@@ -177,7 +179,9 @@ class RunComponents(LearnerComponents):
             other_failed=UserError,
         )
         with waiting(f"loading {config.model.path}", world.is_main):
-            tokenizer, model = load_trained_policy(config, tasks, with_weights and world.is_main)
+            has_weights = with_weights and world.is_main
+            load = partial(load_trained_policy, config, tasks, has_weights)
+            tokenizer, model = together(world, load, other_failed=UserError)
         if not with_weights:
             model.to("meta")  # a "tiny" one has some all the same
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)

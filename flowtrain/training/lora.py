@@ -9,6 +9,7 @@ peft is imported where an adapter is made or read, because that takes seconds.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowtrain.config import Lora
+from flowtrain.training.model_files import reading
 from flowtrain.types import UserError
 from flowtrain.weights.format.adapters import PREFIX
 
@@ -158,11 +160,36 @@ def is_adapter(path: str | Path) -> bool:
     return (Path(path) / _CONFIG).exists()
 
 
-def base_of(path: str) -> str:
-    """Return folder or hub name of the model that a saved adapter is for."""
-    from peft import LoraConfig
+def base_of(path: str, key: str = "model.path") -> str:
+    """Return folder or hub name of the model that a saved adapter is for. A relative path is one
+    from here, or from the adapter or its folder.
+    """
+    file = Path(path) / _CONFIG
+    with reading(f"{key}={path!r}: {_CONFIG} cannot be read"):
+        name = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not isinstance(name, str) or not name:
+            raise UserError(f"{key}={path!r}: {_CONFIG} has base_model_name_or_path={name!r}")
+        places = [Path(name), file.parent / name, file.parent.parent / name]
+        return next((str(place) for place in places if place.is_dir()), name)
 
-    return str(LoraConfig.from_pretrained(path).base_model_name_or_path)
+
+def chain(path: str, key: str = "model.path") -> list[str]:
+    """Return an adapter, those that it stands on, and the model below; of a model, its own path.
+    Raises UserError for an adapter that stands on itself.
+    """
+    found = [path]
+    with reading(f"{key}={path!r}"):
+        while is_adapter(found[-1]):
+            found.append(base_of(found[-1], key))
+            if any(Path(found[-1]).resolve() == Path(each).resolve() for each in found[:-1]):
+                raise UserError(f"{key}={path!r} is an adapter of itself, by {found[-2]}/{_CONFIG}")
+    return found
+
+
+def home(path: str, key: str, file: str) -> str:
+    """Return which of the `chain` has a file: an adapter may leave it to its model."""
+    *adapters, base = chain(path, key)
+    return next((each for each in adapters if (Path(each) / file).exists()), base)
 
 
 def fingerprint(path: str) -> str:
@@ -184,9 +211,55 @@ def fingerprint(path: str) -> str:
     return found.hexdigest()[:32]
 
 
-def merge_saved(model: PreTrainedModel, path: str) -> PreTrainedModel:
-    """Add a saved adapter to the weights of its model, which should be in fp32; all are trained."""
-    from peft import PeftModel
+def merge_saved(model: PreTrainedModel, path: str, key: str = "model.path") -> PreTrainedModel:
+    """Add a saved adapter to the weights of its model, which should be in fp32; all are trained.
+    A head or embedding that it changes is no longer tied.
 
-    merged: PreTrainedModel = PeftModel.from_pretrained(model, path).merge_and_unload()
+    Raises UserError for an adapter of another model, or a part of one.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    with reading(f"{key}={path!r} is no adapter that peft can merge into its model"):
+        if not (Path(path) / WEIGHTS).exists():
+            raise UserError(f"{key}={path!r} lacks {WEIGHTS}, which alone is read of an adapter")
+        adapted = PeftModel.from_pretrained(model, path)
+        own = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        with safe_open(Path(path) / WEIGHTS, "pt") as tensors:
+            there = set(tensors.keys())
+        others = (own - there) | {name for name in there - own if "lora_" in name}
+        if others:
+            raise UserError(
+                f"{key}={path!r}: {WEIGHTS} is not of {_CONFIG}: {len(others)} tensors differ, "
+                f"such as {min(others)}"
+            )
+        if getattr(model.config, "tie_word_embeddings", False) and _changes_embeddings(model):
+            _untie(model)
+        merged: PreTrainedModel = adapted.merge_and_unload()
     return merged.requires_grad_(True)
+
+
+def unties(model: PreTrainedModel, path: str, key: str = "model.path") -> bool:
+    """Tell whether a saved adapter changes the head or the embeddings of a model, which is tried on
+    one without memory.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    with reading(f"{key}={path!r} is no adapter that peft can merge into its model"):
+        get_peft_model(model, PeftConfig.from_pretrained(path))
+        return _changes_embeddings(model)
+
+
+def _changes_embeddings(model: PreTrainedModel) -> bool:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return any(type(module).__module__.startswith("peft.") for module in ends)
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give a head weights of its own where they are the embeddings'."""
+    tied = {id(weight) for weight in model.get_input_embeddings().parameters()}
+    for module in model.get_output_embeddings().modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if id(weight) in tied:
+                setattr(module, name, nn.Parameter(weight.detach().clone()))
+    model.config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,7 +29,8 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from flowtrain.training import attention, lora
-from flowtrain.training.model_check import load_config, reason_of
+from flowtrain.training.model_check import load_config
+from flowtrain.training.model_files import reading, stored
 from flowtrain.training.world import World
 from flowtrain.types import UserError
 from flowtrain.weights.format.layout import layout_hash
@@ -41,6 +41,7 @@ transformers.utils.logging.disable_progress_bar()
 
 _log = logging.getLogger(__name__)
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _FILE_BYTES = 2**28
 """Bytes from which a model is written as several files."""
 
@@ -49,17 +50,15 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFas
     """The tokenizer of a model folder or hub name; it must know how a response ends. `key`: the
     option that names the path.
     """
-    try:
+    home = lora.home(path, key, "tokenizer_config.json")
+    with reading(f"{key}={path!r} holds no tokenizer that transformers can load"):
         # One of `toy.new_tokenizer` is loaded as it is: AutoTokenizer would take the class of
         # the model's family, which has other rules and one token more than the model.
-        is_plain = get_tokenizer_config(path).get("tokenizer_class") == "TokenizersBackend"
+        is_plain = get_tokenizer_config(home).get("tokenizer_class") == "TokenizersBackend"
         kind = PreTrainedTokenizerFast if is_plain else AutoTokenizer
-        tokenizer = kind.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{key}={path!r} holds no tokenizer that transformers can load: {reason_of(error)}"
-        ) from error
-    if not tokenizer.encode("a"):
+        tokenizer = kind.from_pretrained(home, trust_remote_code=False)
+        ids = tokenizer.encode("a")
+    if not ids:
         raise UserError(f"{key}={path!r} has no tokenizer beside its weights")
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {key}={path!r} has no end-of-sequence token")
@@ -74,26 +73,58 @@ def load_model(
     weights are read. Of a model with a vision part, its text decoder.
     """
     if lora.is_adapter(path):
-        base = load_model(lora.base_of(path), torch.float32, attn, key)
-        return lora.merge_saved(base, path).to(dtype)
+        base = load_model(lora.base_of(path, key), torch.float32, attn, key)
+        model = lora.merge_saved(base, path, key).to(dtype)
+        _check_finite(model, f"{key}={path!r}")
+        return model
     config = load_config(path, key)
-    try:
+    with reading(f"{key}={path!r} is no causal language model that transformers can load"):
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
             **_what_is_loaded(path, config),
             dtype=dtype,
             attn_implementation=attn,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"{key}={path!r} is no causal language model that transformers can load: "
-            f"{reason_of(error)}"
-        ) from error
-    if missing := sorted(found["missing_keys"]):  # transformers would leave them random
-        raise UserError(f"{key}={path!r} lacks {len(missing)} of its tensors, such as {missing[0]}")
+    _check_loaded(model, found, path, key)
     return model
+
+
+def _check_loaded(model: PreTrainedModel, found: Mapping[str, Any], path: str, key: str) -> None:
+    """Raise UserError where files and config are of two models, or a number is none."""
+    what = f"{key}={path!r}"
+    if wrong := sorted(found["mismatched_keys"]):
+        name, there, here = wrong[0]
+        raise UserError(
+            f"{what} holds {name} of shape {tuple(there)}, where its config says {tuple(here)}"
+        )
+    if missing := sorted(found["missing_keys"]):  # transformers would leave them random
+        raise UserError(f"{what} lacks {len(missing)} of its tensors, such as {missing[0]}")
+    if others := sorted(found["unexpected_keys"]):
+        _log.warning("%s: %d tensors, such as %s, are left out", path, len(others), others[0])
+    parents = {name for name, module in model.named_modules() if module._parameters}
+    if extra := [name for name in others if name.rpartition(".")[0] in parents]:
+        raise UserError(f"{what} holds {extra[0]}, which its config leaves out")
+    if getattr(model.config, "tie_word_embeddings", False) and not tied_names(model):
+        raise UserError(
+            f"{what} has a head of its own, and its config says tie_word_embeddings=true: download "
+            "it, and name the folder"
+        )
+    weights = model.state_dict()
+    for name, (_, dtype) in stored(path, key).items():
+        if name in weights and dtype not in _FLOATS:
+            raise UserError(f"{what} holds {name} as {dtype}, not one of {_FLOATS}")
+    _check_finite(model, what)
+
+
+def _check_finite(model: PreTrainedModel, what: str) -> None:
+    for name, weight in model.named_parameters():
+        # A sum is finite, but where fp16 ends.
+        if not weight.sum().isfinite() and not weight.isfinite().all():
+            raise UserError(f"{what} holds numbers in {name} that are not finite")
 
 
 def _what_is_loaded(path: str, config: PreTrainedConfig) -> dict[str, Any]:

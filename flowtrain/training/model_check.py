@@ -27,7 +27,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from flowtrain.training import attention, delta_net, experts, lm_head
+from flowtrain.training import attention, delta_net, experts, lm_head, lora
+from flowtrain.training.model_files import has_own_head, reading, reason_of
 from flowtrain.types import UserError
 
 _HUB_S = 10.0
@@ -52,22 +53,21 @@ def load_config(path: str, key: str = "model.path", trained: bool = True) -> Pre
 
     Raises UserError, one line, when there is none or the model cannot be trained.
     """
-    _check_there(path, key)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{key}={path!r} is no causal language model that transformers can load: "
-            f"{reason_of(error)}"
-        ) from error
-    return check_config(config, path, key) if trained else config
-
-
-def reason_of(error: Exception) -> str:
-    """Return why transformers cannot load something, in one line."""
-    if "trust_remote_code" in str(error):
-        return "it needs code of its own (auto_map), and code of a model never runs"
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    *adapters, base = lora.chain(path, key)
+    told = f"{key}={path!r}: base_model_name_or_path" if adapters else key
+    _check_there(base, told)
+    with reading(f"{told}={base!r} is no causal language model that transformers can load"):
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    if not trained:
+        return config
+    config = check_config(config, base, told)
+    if getattr(config, "tie_word_embeddings", False):
+        model = _without_memory(config)
+        is_own = has_own_head(base, told, model.all_tied_weights_keys)
+        if is_own or any(lora.unties(model, adapter, key) for adapter in adapters):
+            config = copy.deepcopy(config)
+            config.tie_word_embeddings = False
+    return config
 
 
 def _check_there(path: str, key: str) -> None:
@@ -134,6 +134,9 @@ def _of_text(config: PreTrainedConfig) -> PreTrainedConfig:
     if not known or kinds[type(config)] is not kinds[type(text)]:
         return config
     text = copy.deepcopy(text)
+    # Which of them says so differs among those who publish; a head of its own counts more.
+    ties = [getattr(each, "tie_word_embeddings", False) for each in (text, config)]
+    text.tie_word_embeddings = any(ties)
     text.architectures = [kinds[type(text)].__name__]
     if hasattr(config, "quantization_config"):
         text.quantization_config = config.quantization_config

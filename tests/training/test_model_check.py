@@ -28,7 +28,7 @@ from flowtrain.training.world import World
 from flowtrain.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-HARMLESS = ("GenerationConfig", "LoraConfig", "PeftModel")
+HARMLESS = ("GenerationConfig", "PeftConfig", "PeftModel")
 KNOWN = [name for name in TRAINED if name in CONFIG_MAPPING]
 FOUND = {
     "bert": "no list called `layers`",
