@@ -45,7 +45,8 @@ class Run:
         self._series: dict[str, Series] = {}
         if (path / "metrics.jsonl").is_file() and (path / "metrics.jsonl").stat().st_size:
             self._series = self._try({}, read_series, path)
-        self._before, self._after = self._try(({}, {}), results, path)
+        none: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self._before, self._after = self._try(none, results, path)
         self.places: list[Place] = []
         for split in LOGS:
             self.places += self._try(list[Place](), find_rollouts, path, split)
