@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from flowtrain.config.section import Section
 
@@ -21,6 +21,9 @@ class Run(Section):
     """auto: continue the run in run.dir from its newest checkpoint, or start it if there is none"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device on which the ranks compute; auto: CUDA where there is one"""
+    collective_timeout_s: PositiveFloat = 600.0
+    """seconds after which a collective of the training pass that hangs ends the run; ranks wait for
+    each other's rollouts, engines and evaluations however long these take"""
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: OMP_NUM_THREADS, or else the cores that affinity and cgroups allow,
     divided by the ranks of this machine"""

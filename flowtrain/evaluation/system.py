@@ -49,7 +49,7 @@ def open_system(
     options = config.eval.model_copy(update={"benchmarks": ()})
     config = config.model_copy(update={"tasks": tasks, "eval": options})
     with ExitStack() as cleanup:
-        world = World.join(config.run.device)
+        world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)
         if planner == POLICY:
             shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed

@@ -267,7 +267,7 @@ def _open(recorded: Recorded, steps: range) -> Iterator[tuple[Learner, list[str]
     """Build the half of the run that learns, with the weights and moments before the first step."""
     config = recorded.config(recorded.life_of(steps.start))
     start = _start(recorded, steps.start)
-    world = World.join(config.run.device)
+    world = World.join(config.run.device, config.run.collective_timeout_s)
     try:
         components = LearnerComponents.load(config, world)
         placement, notes = _placement(recorded, components, steps)

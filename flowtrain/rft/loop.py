@@ -59,7 +59,7 @@ REJECTIONS = ("failed", "reward", *REASONS)
 def rft(config: Config) -> int:
     """Collect demonstrations, keep the good ones, imitate them, export to `run.dir`/model."""
     with ExitStack() as cleanup:
-        world = World.join(config.run.device)
+        world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)
         cleanup.enter_context(lock_run_dir(config, world))
         placement = Placement(world, world, world)

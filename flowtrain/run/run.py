@@ -271,7 +271,7 @@ def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run
 
 
 def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
-    world = World.join(config.run.device)
+    world = World.join(config.run.device, config.run.collective_timeout_s)
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
     check_left(config, world)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from flowtrain.config import Config
 from flowtrain.setup.components import LearnerComponents, RunComponents
 from flowtrain.training.world import World
-from flowtrain.utils.commands import end_process
 from flowtrain.types import UserError
+from flowtrain.utils.commands import end_process
 
 pytestmark = pytest.mark.dist
 
