@@ -386,11 +386,8 @@ def _unless_dead(llm: Any) -> Iterator[None]:
         raise
 
 
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.DEADLINE,
-}
+_ENDS = FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE
+_REASONS = dict(zip(("stop", "length", "abort"), _ENDS, strict=True))
 
 
 def _make_llm(model: VllmModel, options: Vllm) -> Any:
