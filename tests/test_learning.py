@@ -168,7 +168,7 @@ def test_a_part_of_no_weight_tells_a_hacked_reward(place: Path) -> None:
     warm, trained = hacked["warm"], hacked["trained"]
     assert trained["eval_reward"] > warm["eval_reward"] + 0.4
     held_out = read(place / "hacked" / "held_out.jsonl")
-    ends = [[x for x in held_out if x["step"] == 0], read(place / "hacked" / "after.jsonl")]
+    ends = [[x for x in held_out if x["step"] == 0], read(place / "hacked" / "trained.jsonl")]
     before, after = (fmean(x["reward_parts"]["exact"] for x in found) for found in ends)
     assert before > 0.2 > 0.05 > after
     evaluated = [x for x in read(place / "hacked" / "metrics.jsonl") if "eval_reward" in x]

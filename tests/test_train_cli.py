@@ -146,7 +146,7 @@ def test_the_frozen_policys_held_out_rollouts_are_logged(full: Path) -> None:
     found = [(record["step"], record["version"], record["group_index"]) for record in records]
     assert found == [(0, 0, n) for n in range(4)]
     mean = sum(record["reward"] for record in records) / 4
-    assert mean == pytest.approx(json.loads((full / "before.json").read_text())["eval_reward"])
+    assert mean == pytest.approx(json.loads((full / "warm.json").read_text())["eval_reward"])
     assert not any(turn["training"] for record in records for turn in record["turns"])
 
 
@@ -347,7 +347,7 @@ def test_one_rank_that_trains_and_one_that_samples_make_the_run_of_one_rank(
     printed = ranks(server, 2, *words, "--run.dir", run, "--rollout.num_engine_ranks", 1)
     check_same_run(run, full)
     logs = {path.stem for path in run.glob("*.jsonl")}
-    assert logs == {"after", "held_out", "metrics", "trajectories"}
+    assert logs == {"held_out", "metrics", "trained", "trajectories"}
     assert printed.count("held-out reward") == 1, "what one rank shows, once"
     assert printed.count("tasks: tasks.jsonl, ") == 1
 

@@ -67,7 +67,7 @@ def facts(folder: Path) -> list[object]:
     """What a run came to: reward and right answers before and after, steps, seconds of a step."""
     summary = json.loads((folder / "summary.json").read_text())
     held_out = read(folder / "held_out.jsonl")
-    ends = [[x for x in held_out if x["step"] == 0], read(folder / "after.jsonl")]
+    ends = [[x for x in held_out if x["step"] == 0], read(folder / "trained.jsonl")]
     reward = (f"{summary[end]['eval_reward']:.2f}" for end in ("warm", "trained"))
     right = (f"{fmean(x['reward_parts']['right'] for x in found):.2f}" for found in ends)
     num_steps = len(read(folder / "metrics.jsonl")) - 1

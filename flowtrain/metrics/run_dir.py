@@ -9,8 +9,8 @@ runs/texts/
   replay/            what steps were trained from, with log.replay
   profile/           trace.json.gz and operators.txt, with run.profile
   metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
-  before.json        the held-out results before training, with eval.at_ends
-  after.jsonl        the held-out rollouts behind "trained" in summary.json
+  warm.json          the held-out results before training, with eval.at_ends
+  trained.jsonl      the held-out rollouts behind "trained" in summary.json
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Run:
         """Measure the policy that training starts from, once per run; {} where ends are not."""
         if not self.config.eval.at_ends:
             return {}
-        path, world = self.run_dir.path / "before.json", self.placement.world
+        path, world = self.run_dir.path / "warm.json", self.placement.world
         # The main rank's word counts: others may have no file system in common with it.
         if self.start_step:
             saved = path.read_text() if world.is_main and path.exists() else ""

@@ -180,7 +180,7 @@ class RunLogger:
         by; those of the same step in the other log are of another draw.
         """
         samplers, step = self._placement.samplers, self._config.train.num_steps
-        log = TrajectoryLog(self._run_dir.path, samplers.rank, -1, "after", samplers.size)
+        log = TrajectoryLog(self._run_dir.path, samplers.rank, -1, "trained", samplers.size)
         log.log(step, step, self._groups_of_one(trajectories))
 
     def _groups_of_one(self, trajectories: Sequence[Trajectory]) -> list[Group]:

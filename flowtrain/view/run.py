@@ -96,5 +96,5 @@ def _readable(key: str, value: Any) -> str:
 
 def results(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The held-out results before and after training; {} for those that are not there yet."""
-    before, summary = read_json(run_dir / "before.json"), read_json(run_dir / "summary.json")
+    before, summary = read_json(run_dir / "warm.json"), read_json(run_dir / "summary.json")
     return summary.get("warm") or before, summary.get("trained") or {}

@@ -37,7 +37,7 @@ def warm_of(folder: Path, is_main: bool, said: str = "") -> dict[str, Any]:
 
 def test_a_rank_without_the_main_ranks_files_goes_by_what_that_one_has(tmp_path: Path) -> None:
     """Else it would evaluate alone, and wait for the others in its next collective."""
-    (tmp_path / "before.json").write_text(json.dumps({"eval_reward": 0.5}))
+    (tmp_path / "warm.json").write_text(json.dumps({"eval_reward": 0.5}))
     assert warm_of(tmp_path, is_main=True) == {"eval_reward": 0.5}
     assert warm_of(tmp_path / "elsewhere", False, '{"eval_reward": 0.5}') == {"eval_reward": 0.5}
     assert warm_of(tmp_path, False, "") == {"eval_reward": 0.0}, "the main rank evaluates too"
