@@ -48,10 +48,15 @@ class AgentContext:
 
     config: Config
     policies: Mapping[PolicyName, Policy]
-    """Those that are trained or could be; "planner" is always there."""
+    """Those that are trained or could be, by name, in the config's order."""
     tools: Mapping[str, Tool]
     """By name, those of `agent.tools`."""
     chats: Mapping[str, ChatEngine]
     """Frozen models, by the role that `[roles]` gives them."""
     max_turns: int
     """Turns of a rollout: those of training or of evaluation."""
+
+    @property
+    def first_policy(self) -> Policy:
+        """The policy of agents that have no other."""
+        return next(iter(self.policies.values()))

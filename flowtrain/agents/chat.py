@@ -1,27 +1,33 @@
-"""A chat with the policy, for agents that are written as programs."""
+"""A chat with a policy, for agents that are written as programs."""
 
 from __future__ import annotations
 
 from flowtrain.agents.session import Session
 from flowtrain.agents.talking.conversation import ChatTemplate, Conversation, Message
-from flowtrain.types import Call, FinishReason, UserError
+from flowtrain.types import Call, FinishReason, PolicyName, UserError
 
 
 class Chat:
-    """Messages to the policy through its chat template, whose replies are trained token by token.
+    """Messages to a policy through its chat template, whose replies are trained token by token.
 
     Example: chat = Chat(session); draft = await chat.ask("Name a prime above 90.")
     """
 
-    def __init__(self, session: Session, instructions: str = "") -> None:
-        """`instructions` are a message of the role "system"."""
-        self._session = session
-        tokenizer = session.policy.tokenizer
+    def __init__(
+        self, session: Session, instructions: str = "", *, policy: PolicyName = ""
+    ) -> None:
+        """
+        Args:
+            instructions: a message of the role "system".
+            policy: whom to ask; "": the run's first.
+        """
+        self._session, self._policy = session, policy
+        tokenizer = session.policy_of(policy).tokenizer
         if not tokenizer.chat_template:
             raise UserError(
-                "model.path names a model without a chat template, which a chat needs: take a chat "
-                "model (`make smollm2` makes a small one), or write the prompt yourself and call "
-                "session.sample (docs/agents/custom.md)"
+                f"the model of {policy or 'the policy'} has no chat template, which a chat needs: "
+                "take a chat model (`make smollm2` makes a small one), or write the prompt "
+                "yourself and call session.sample (docs/agents/custom.md)"
             )
         self._template = ChatTemplate(tokenizer)
         self._news: list[Message] = []
@@ -40,7 +46,9 @@ class Chat:
         news = [*self._news, {"role": "user", "content": message}]
         before = self._conversation
         now = Conversation.start(self._template, news) if before is None else before.add(news)
-        call = await self._session.sample(now.prompt_ids, max_new_tokens=max_new_tokens)
+        call = await self._session.sample(
+            now.prompt_ids, policy=self._policy, max_new_tokens=max_new_tokens
+        )
         reply = {"role": "assistant", "content": self.text_of(call)}
         ended = call.finish_reason is FinishReason.STOP
         self._news, self._conversation = [], now.add_response(call.response_ids, reply, ended)

@@ -62,7 +62,7 @@ class ResponsePrefix:
     @classmethod
     def of(cls, turn: Turn, num_tokens: int) -> ResponsePrefix:
         """Take the first `num_tokens` tokens of a turn's response."""
-        call = turn.calls["planner"]
+        call = turn.call
         spans = tuple(
             replace(span, end=min(span.end, num_tokens))
             for span in call.spans
@@ -193,6 +193,6 @@ def check_own_template(config: Config, policy: PolicyName, tokenizer: ChatTokeni
 
 
 def check_prompt(config: Config, tokenizer: ChatTokenizer) -> None:
-    """Check the planner's tokenizer, where `agent.prompt` asks for its chat template."""
+    """Check the first policy's tokenizer, where `agent.prompt` asks for its chat template."""
     if config.agent.prompt == "full":
-        check_own_template(config, "planner", tokenizer)
+        check_own_template(config, config.first_policy, tokenizer)

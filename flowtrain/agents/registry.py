@@ -47,8 +47,9 @@ class AgentKind:
     """A rollout can begin within another one (`start`), as APPO's do."""
     takes_hints: bool = False
     """It hands hints to stuck rollouts, as InfoFlow does."""
-    trains: tuple[PolicyName, ...] = ("planner",)
-    """The policies that it samples from."""
+    trains: tuple[PolicyName, ...] | None = None
+    """The policies that it samples from. (): one, whatever the config calls it; None: those that
+    the config names."""
     check: Callable[[Config, ChatTokenizer], None] = _any
     """Raises UserError, before any engine starts, for a config or a tokenizer of the planner that
     it cannot work with."""
@@ -60,7 +61,7 @@ class AgentKind:
             make,
             can_branch=getattr(make, "can_branch", False),
             takes_hints=getattr(make, "takes_hints", False),
-            trains=getattr(make, "trains", ("planner",)),
+            trains=getattr(make, "trains", None),
             check=getattr(make, "check", _any),
         )
 
@@ -73,9 +74,15 @@ def load_kind(config: Config) -> AgentKind:
     """
     name = config.agent.name
     kind = _load(name)
-    if left := [policy for policy in config.policy_names if policy not in kind.trains]:
+    names = config.policy_names
+    if kind.trains == () and len(names) > 1:
         raise UserError(
-            f"roles.{left[0]}='own' does not go with agent.name={name!r}, which samples from "
+            f"policies.{names[1]} does not go with agent.name={name!r}, which samples from "
+            f"{names[0]} alone"
+        )
+    if kind.trains and (left := [policy for policy in names if policy not in kind.trains]):
+        raise UserError(
+            f"policies.{left[0]} does not go with agent.name={name!r}, which samples from "
             f"{' and '.join(kind.trains)} alone"
         )
     maker = load_maker(config)

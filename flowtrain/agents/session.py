@@ -91,8 +91,17 @@ class Session:
 
     @property
     def policy(self) -> Policy:
-        """The policy of most agents, which have no other."""
-        return self.policies["planner"]
+        """The run's first policy: that of most agents, which have no other."""
+        return next(iter(self.policies.values()))
+
+    def policy_of(self, name: PolicyName = "") -> Policy:
+        """Return a policy by its name, "" for the first. Raises UserError for an unknown one."""
+        if not name:
+            return self.policy
+        if name not in self.policies:
+            known = ", ".join(self.policies)
+            raise UserError(f"this run has no policy {name!r}; [policies] names {known}")
+        return self.policies[name]
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -115,37 +124,44 @@ class Session:
         self,
         prompt_ids: tuple[int, ...],
         *,
+        policy: PolicyName = "",
         max_new_tokens: int | None = None,
         stop_strings: tuple[str, ...] = (),
     ) -> Call:
-        """Sample a response and record it as a turn; the arguments are those of `Policy.sample`.
+        """Sample a response and record it as a turn; the arguments are those of `Policy.sample`,
+        and `policy` is whom to ask: "" is the first.
 
         Raises RolloutEnded when the turns, the time or the model's positions are used up. A call
         that its caller cancels, or that fails, is no turn.
         """
+        asked = self.policy_of(policy)
+        name = policy or next(iter(self.policies))
         number = self._next_call()
         self._num_waiting += 1
         try:
-            return await self._sample(number, prompt_ids, max_new_tokens, stop_strings)
+            sampling = (max_new_tokens, stop_strings)
+            return await self._sample(number, name, asked, prompt_ids, *sampling)
         finally:
             self._num_waiting -= 1
 
     async def _sample(
         self,
         number: int,
+        name: PolicyName,
+        policy: Policy,
         prompt_ids: tuple[int, ...],
         max_new_tokens: int | None,
         stop_strings: tuple[str, ...],
     ) -> Call:
         if self._start is not None and number < self._start.point.turn:
-            return self._record(number, _again(self._start.parent.turns[number], prompt_ids))
+            return self._record(number, _again(self._start.parent.turns[number], name, prompt_ids))
         prefix = None
         if self._start is not None and number == self._start.point.turn:
-            left = _again(self._start.parent.turns[number], prompt_ids)
+            left = _again(self._start.parent.turns[number], name, prompt_ids)
             prefix = ResponsePrefix.of(left, self._start.point.token)
         started = time.monotonic()
         try:
-            call = await self.policy.sample(
+            call = await policy.sample(
                 prompt_ids,
                 seed=derive_seed(self.seed, number),
                 deadline_s=self.left_s(),
@@ -158,7 +174,7 @@ class Session:
         except EngineError as error:
             self.engine_error = error
             raise
-        return self._record(number, _turn_of(call, time.monotonic() - started))
+        return self._record(number, _turn_of(name, call, time.monotonic() - started))
 
     def _next_call(self) -> int:
         """Return the number of the next response, from 0. Raises RolloutEnded when the turns or the
@@ -226,7 +242,7 @@ class Session:
         self._turn_rewards = tuple(rewards)
 
     def _record(self, number: int, turn: Turn) -> Call:
-        call = turn.calls["planner"]
+        call = turn.call
         self._places[id(call)] = number
         self._turns[number] = turn
         return call
@@ -271,7 +287,8 @@ class SessionAgent(ABC):
     See `Agent`. Subclasses say by `can_branch` and the like what else they can do (`AgentKind`).
     """
 
-    trains: ClassVar[tuple[PolicyName, ...]] = ("planner",)
+    trains: ClassVar[tuple[PolicyName, ...] | None] = None
+    """See `AgentKind`."""
 
     def __init__(self, context: AgentContext) -> None:
         self.context = context
@@ -336,9 +353,9 @@ class SessionAgent(ABC):
         """Free what the agent holds."""
 
 
-def _turn_of(call: Call, seconds: float) -> Turn:
+def _turn_of(policy: PolicyName, call: Call, seconds: float) -> Turn:
     return Turn(
-        calls={"planner": call},
+        calls={policy: call},
         action=None,
         command="",
         result=ToolResult(),
@@ -348,9 +365,9 @@ def _turn_of(call: Call, seconds: float) -> Turn:
     )
 
 
-def _again(turn: Turn, prompt_ids: tuple[int, ...]) -> Turn:
+def _again(turn: Turn, policy: PolicyName, prompt_ids: tuple[int, ...]) -> Turn:
     """Return the parent's turn, where the program asks the same as it did then."""
-    if turn.calls["planner"].prompt_ids != prompt_ids:
+    if turn.policy != policy or turn.call.prompt_ids != prompt_ids:
         raise ValueError("it cannot branch: the same task and seed gave another prompt")
     return turn
 
@@ -373,5 +390,5 @@ def _ended(turns: tuple[Turn, ...], is_done: bool) -> tuple[Turn, ...]:
 
 def _cut_short(turns: tuple[Turn, ...]) -> str:
     """Return "time" where the last response had no time to end."""
-    is_cut = turns and turns[-1].calls["planner"].finish_reason is FinishReason.DEADLINE
+    is_cut = turns and turns[-1].call.finish_reason is FinishReason.DEADLINE
     return "time" if is_cut else ""

@@ -142,11 +142,6 @@ class Appo(Algorithm):
         super().check()
         self._refuse_options_of_samples()
         config, appo, rollout = self.config, self.config.appo, self.config.rollout
-        if config.train.policy != "planner":
-            raise UserError(
-                f"train.policy={config.train.policy!r} must be 'planner' with algorithm.name = "
-                "'appo', which branches within its responses"
-            )
         if appo.num_roots >= rollout.group_size:
             raise UserError(
                 f"appo.num_roots={appo.num_roots} must be below "
@@ -202,6 +197,12 @@ class Appo(Algorithm):
             )
 
     def check_agent(self, kind: AgentKind) -> None:
+        policy = self.config.train.policy
+        if kind.trains and policy != kind.trains[0]:
+            raise UserError(
+                f"train.policy={policy!r} must be {kind.trains[0]!r} with algorithm.name = 'appo', "
+                "which branches within the responses that turns begin with"
+            )
         if not kind.can_branch:
             agent = self.config.agent
             key = "environment" if agent.environment else "name"
@@ -236,7 +237,7 @@ def _dual(group: Group, *, is_one_group: bool) -> Credits:
         left[point.parent].append((point.turn, point.token, advantage))
     credits = {
         n: [
-            _of_turn(number, len(turn.calls["planner"].response_ids), advantage, left[n])
+            _of_turn(number, len(turn.call.response_ids), advantage, left[n])
             for number, turn in enumerate(root.turns)
         ]
         for (n, root), advantage in zip(roots, advantages, strict=False)

@@ -30,7 +30,7 @@ from flowtrain.engines.protocol import Scorer
 from flowtrain.training.token_scores import Scored
 from flowtrain.training.trainer import Trainer
 from flowtrain.training.tree import in_order, pack_rows
-from flowtrain.types import BranchPoint, Call, Group, Sample, SampleId
+from flowtrain.types import BranchPoint, Call, Group, PolicyName, Sample, SampleId
 from flowtrain.utils.seeds import derive_seed, derive_uniform
 
 _ROUNDING = 1e-5
@@ -64,7 +64,7 @@ def branch(
     `against_reference`: the future ratio divides by the reference policy, not by the sampler.
     """
     config = algorithm.config
-    samples, entropies = root_samples(groups)
+    samples, entropies = root_samples(groups, config.train.policy)
     scores = score_samples(
         trainer,
         samples,
@@ -76,6 +76,7 @@ def branch(
         groups,
         scores,
         config.appo,
+        policy=config.train.policy,
         num_branches=config.rollout.group_size - config.appo.num_roots,
         seed=derive_seed(config.run.seed, "branch", step),
         is_blank_V=blank_tokens(tokenizer, trainer.model.config.vocab_size),
@@ -96,10 +97,10 @@ async def node_points(
     started from. Raises EngineError when a scorer does not answer.
     """
     options = config.appo
-    samples, entropies = root_samples([roots])
+    samples, entropies = root_samples([roots], config.train.policy)
     recorded_T = fp32([x for sample in samples for x in sample.logprobs], _CPU)
     assert len(entropies) == len(recorded_T), "the engine records entropies"
-    versions = _versions(roots)
+    versions = _versions(roots, config.train.policy)
     version = max(versions, default=0)
     logprob_T = baseline_T = recorded_T
     if options.node_scorer == "reference":
@@ -116,6 +117,7 @@ async def node_points(
             [roots],
             scores,
             options,
+            policy=config.train.policy,
             num_branches=config.rollout.group_size - options.num_roots,
             seed=seed,
             is_blank_V=blank_tokens(sampler.tokenizer, sampler.vocab_size),
@@ -126,15 +128,15 @@ async def node_points(
     return stamped(points, options.node_scorer, version)
 
 
-def _versions(roots: Group) -> set[int]:
-    """Return the weight versions that sampled tokens of the roots."""
-    calls = [turn.calls["planner"] for root in roots.trajectories for turn in root.turns]
-    return {span.version for call in calls for span in call.spans}
+def _versions(roots: Group, policy: PolicyName) -> set[int]:
+    """Return the weight versions that sampled a policy's tokens of the roots."""
+    calls = [turn.calls.get(policy) for root in roots.trajectories for turn in root.turns]
+    return {span.version for call in calls if call for span in call.spans}
 
 
 async def _score(scorer: Scorer, samples: Sequence[Sample], config: Config) -> tuple[int, Tensor]:
     """Return the scorer's version, and its log-probs of all response tokens, [T]."""
-    version, found = await scorer.score(samples, config.rollout.temperature)
+    version, found = await scorer.score(samples, config.sampling_of(config.train.policy)[1])
     return version, fp32([x for logprobs in found for x in logprobs], _CPU)
 
 
@@ -151,11 +153,13 @@ def stamped(points: Sequence[BranchPoint], scorer: str, version: int) -> list[Br
     return [replace(point, scorer=scorer, version=version) for point in points]
 
 
-def root_samples(groups: Sequence[Group]) -> tuple[list[Sample], list[float]]:
-    """Return every turn with tokens as a sample to score, and the sampler's entropies of its
-    tokens.
+def root_samples(
+    groups: Sequence[Group], policy: PolicyName = "planner"
+) -> tuple[list[Sample], list[float]]:
+    """Return every turn that a policy began, with tokens, as a sample to score, and the sampler's
+    entropies of its tokens.
     """
-    _, calls = _root_calls(groups)
+    _, calls = _root_calls(groups, policy)
     samples = []
     for _, sample_id, call in calls:
         zeros = (0.0,) * len(call.response_ids)
@@ -243,16 +247,17 @@ def find_points(
     num_branches: int,
     seed: int,
     is_blank_V: Tensor,
+    policy: PolicyName = "planner",
 ) -> list[list[BranchPoint]]:
     """Return `num_branches` points per group, best first: candidates, then other tokens, then the
     same points again; fewer without tokens.
 
     Args:
         groups: the roots; nothing branches from one that failed.
-        scores: of the tokens of `root_samples(groups)`.
+        scores: of the tokens of `root_samples(groups, policy)`.
         is_blank_V: [V] bool, token ids that are no decision (white space, punctuation).
     """
-    roots, calls = _root_calls(groups)
+    roots, calls = _root_calls(groups, policy)
     turns = [0, *accumulate(len(call.response_ids) for *_, call in calls)]
     ids = [token for *_, call in calls for token in call.response_ids]
     allowed_T = ~is_blank_V[torch.tensor(ids, dtype=torch.int64)]
@@ -305,8 +310,10 @@ _Calls = Sequence[tuple[int, SampleId, Call]]
 """(root, id, call) of each turn with tokens."""
 
 
-def _root_calls(groups: Sequence[Group]) -> tuple[list[tuple[int, int]], _Calls]:
-    """Return (group, trajectory) of each root, and their calls."""
+def _root_calls(
+    groups: Sequence[Group], policy: PolicyName
+) -> tuple[list[tuple[int, int]], _Calls]:
+    """Return (group, trajectory) of each root, and the calls that began turns of a policy."""
     roots = [
         (g, member)
         for g, group in enumerate(groups)
@@ -317,7 +324,7 @@ def _root_calls(groups: Sequence[Group]) -> tuple[list[tuple[int, int]], _Calls]
         (s, SampleId(groups[g].index, member, number), call)
         for s, (g, member) in enumerate(roots)
         for number, turn in enumerate(groups[g].trajectories[member].turns)
-        if (call := turn.calls["planner"]).response_ids
+        if turn.policy == policy and (call := turn.call).response_ids
     ]
     return roots, calls
 

@@ -21,6 +21,7 @@ from flowtrain.config.agents import (
     Judge,
     McpServer,
     Policy,
+    PolicyKey,
     Roles,
 )
 from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
@@ -53,8 +54,9 @@ class Config(Section):
     tools none."""
     engines: dict[str, Chat] = Field(default_factory=dict)
     """Named language models for the roles."""
-    policies: dict[PolicyName, Policy] = Field(default_factory=dict)
-    """Models of the policies that are not trained here, and how verifier and refiner sample."""
+    policies: dict[PolicyKey, Policy] = Field(default_factory=dict)
+    """The policies by name, with the models of those that are not trained here; AgentFlow's are
+    planner and, by [roles], verifier and refiner."""
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of what an option names by NAME or FILE.py:NAME: tools, an environment, an algorithm,
     loggers, rules of the dataflow."""
@@ -83,12 +85,18 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _roles_of_its_agent(cls, options: Any) -> Any:
-        """The modules of AgentFlow are models: without another one, the policy as it is."""
+        """The modules of AgentFlow are models: without another one, the policy as it is. Of another
+        agent's policies the first is trained, if nothing else is said.
+        """
         agent, roles = options.get("agent", {}), options.get("roles", {})
         if not (isinstance(agent, dict) and isinstance(roles, dict)):
             return options
-        is_flow = agent.get("name", "agentflow") == "agentflow"
-        return options | {"roles": BY_THE_POLICY | roles} if is_flow else options
+        if agent.get("name", "agentflow") == "agentflow":
+            return options | {"roles": BY_THE_POLICY | roles}
+        train, names = options.get("train", {}), options.get("policies", {})
+        if isinstance(train, dict) and isinstance(names, dict) and names:
+            return options | {"train": {"policy": next(iter(names))} | train}
+        return options
 
     @model_validator(mode="after")
     def _validate(self) -> Config:
@@ -101,9 +109,16 @@ class Config(Section):
 
     @property
     def policy_names(self) -> tuple[PolicyName, ...]:
-        """The modules that are policies, the planner first."""
-        others = [name for name in OWN_ROLES if getattr(self.roles, name) == OWN]
-        return ("planner", *others)
+        """The policies of the agent: those of [policies], AgentFlow's by [roles]. Roles of
+        "policy" are the first one's words.
+        """
+        if self.agent.name != "agentflow":
+            return tuple(self.policies) or (self.train.policy,)
+        return ("planner", *(name for name in OWN_ROLES if getattr(self.roles, name) == OWN))
+
+    @property
+    def first_policy(self) -> PolicyName:
+        return self.policy_names[0]
 
     @property
     def samples_here(self) -> bool:
@@ -119,8 +134,9 @@ class Config(Section):
         )
 
     def word_for(self, policy: PolicyName) -> str:
-        """Return what people call a policy: AgentFlow alone has a planner."""
-        return policy if self.agent.name == "agentflow" else "policy"
+        """Return what people call a policy: one alone, of no name, is "policy"."""
+        is_named = self.agent.name == "agentflow" or policy in self.policies
+        return policy if is_named else "policy"
 
     def path_of(self, policy: PolicyName) -> tuple[str, str]:
         """The key that says where a policy's model is, and its value."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    StringConstraints,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -16,6 +17,9 @@ from pydantic import (
 from flowtrain.config.model import ModelPath
 from flowtrain.config.section import Section
 from flowtrain.types import PolicyName
+
+PolicyKey = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+"""The name of a policy: it names folders, metrics and options, too."""
 
 OWN = "own"
 """Value in `[roles]` of a module that is a policy besides the planner."""
@@ -212,11 +216,9 @@ class Policy(Section):
     """folder or hub name of the model of a policy that is not trained, or "quickstart"; the trained
     one's is model.path"""
     temperature: PositiveFloat | None = None
-    """temperature of verifier or refiner, in sampling and in the log-probs of training; unset, and
-    for the planner: rollout.temperature"""
+    """its temperature, in sampling and in the log-probs of training; unset: rollout.temperature"""
     max_new_tokens: PositiveInt | None = None
-    """tokens per response of verifier or refiner; unset, and for the planner:
-    rollout.max_new_tokens"""
+    """tokens per response; unset: rollout.max_new_tokens"""
 
 
 JudgeMode = Literal["rules-first", "judge-first", "judge-only"]

@@ -6,17 +6,16 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from flowtrain.config.agents import PolicyKey
 from flowtrain.config.section import Section
-from flowtrain.types import PolicyName
 
 EXPERTS = ("scripted", "policy")
 """Values of rft.expert that are no teacher's name."""
 
 
 class Train(Section):
-    policy: PolicyName = "planner"
-    """module that is trained; other policies, if there are any, stay as policies.NAME.path holds
-    them"""
+    policy: PolicyKey = "planner"
+    """policy that is trained; others, if there are any, stay as policies.NAME.path holds them"""
     num_steps: int = Field(100, ge=0)
     """steps: one batch of rollouts each; 0: only evaluate"""
     max_idle_steps: int = Field(100, ge=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from flowtrain.config.agents import OWN, Policy
+from flowtrain.config.agents import OWN, OWN_ROLES
 from flowtrain.config.gateway import Gateway
 from flowtrain.config.lora import Lora
 from flowtrain.config.reward import Reward
@@ -77,7 +77,7 @@ def _check_sampling(config: Config) -> None:
     rollout = config.rollout
     if not rollout.frequency_penalty:
         return
-    if config.train.policy == "planner" and not config.train.rescore:
+    if not config.train.rescore:
         raise ValueError(
             f"rollout.frequency_penalty={rollout.frequency_penalty} needs train.rescore = true: "
             "the sampler's log-probs have the penalty in them, and those of training have not"
@@ -203,15 +203,27 @@ def _check_reward(config: Config) -> None:
 
 
 def _check_policies(config: Config) -> None:
-    policy = config.train.policy
+    policy, modules = config.train.policy, ("planner", *OWN_ROLES)
+    if config.agent.name != "agentflow":
+        if policy not in config.policy_names:
+            known = ", ".join(config.policies)
+            raise ValueError(f"train.policy={policy!r} is not among [policies]: {known}")
+        if own := [role for role, engine in config.roles if engine == OWN]:
+            raise ValueError(
+                f"roles.{own[0]}={OWN!r} is AgentFlow's; agent.name={config.agent.name!r} has the "
+                "policies of [policies]"
+            )
+        return
+    if others := [name for name in (policy, *config.policies) if name not in modules]:
+        raise ValueError(
+            f"{others[0]!r} is no policy of agent.name='agentflow', whose modules are "
+            f"{', '.join(modules)}"
+        )
     if policy not in config.policy_names:
         raise ValueError(
             f"train.policy={policy!r} needs roles.{policy}={OWN!r}, which is "
             f"{getattr(config.roles, policy)!r}"
         )
-    for key, value in config.policies.get("planner", Policy()):
-        if key != "path" and value is not None:
-            raise ValueError(f"policies.planner.{key}={value}: the planner's is rollout.{key}")
 
 
 def _check_roles(config: Config) -> None:

@@ -197,7 +197,7 @@ class Register:
     """A trainer begins or resumes."""
 
     policy: str
-    """The policy that it trains: "planner", "verifier" or "refiner"."""
+    """The policy that it trains."""
     layout: str
     store: str
     num_groups: int

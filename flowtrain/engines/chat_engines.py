@@ -128,7 +128,7 @@ def _check_tool(config: Config, tool: str, name: str) -> None:
 def _policy(config: Config, tokenizer: ChatTokenizer | None) -> TokenChat:
     """Chat with the current policy at temperature 0; its engine is bound later."""
     assert tokenizer is not None, "roles that name the policy need its tokenizer"
-    key, path = config.path_of("planner")
+    key, path = config.path_of(config.first_policy)
     check_template(tokenizer, key, path, _NEED)
     rollout = config.rollout
     options = Chat(

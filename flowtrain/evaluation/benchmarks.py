@@ -89,7 +89,7 @@ class EvaluationLog(RolloutLog[Key]):
     def fields(self, question: Question[Key], trajectory: Trajectory) -> dict[str, Any]:
         record = trajectory_record(trajectory, question.index)
         for turn, written in zip(trajectory.turns, record["turns"], strict=True):
-            if text := turn.calls["planner"].prompt_text:  # of a frozen planner, which has no ids
+            if text := turn.call.prompt_text:  # of a frozen planner, which has no ids
                 written["prompt_text"] = text
         head = {"step": question.key.trial, "version": 0, **question.key._asdict()}
         metrics = {} if trajectory.error else short_metrics(trajectory)

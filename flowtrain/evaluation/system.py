@@ -73,7 +73,7 @@ def _with_policy(
     agents = {limit: components.make_agent(engines, limit, temperature) for limit in max_turns}
     for agent in agents.values():
         cleanup.callback(agent.close)
-    tokenizer = components.policies["planner"].tokenizer
+    tokenizer = components.policies[components.config.first_policy].tokenizer
     return System(
         agents,
         components.make_judge(),

@@ -63,6 +63,6 @@ class MismatchGate:
 
 def expected_mismatch(config: Config) -> str:
     """Return the key of an option by which the two differ on purpose; "" where none does."""
-    if config.rollout.frequency_penalty and config.train.policy == "planner":
+    if config.rollout.frequency_penalty:
         return "rollout.frequency_penalty"
     return ""

@@ -54,11 +54,11 @@ def count_rewards(
 
 
 def count_kept(tally: Tally, trajectories: Sequence[Trajectory], most: int) -> None:
-    """Count how many tokens the planner's were sampled from, and for how many tokens these were
+    """Count how many tokens the policies' were sampled from, and for how many tokens these were
     `most`, the number allowed; 0: no limit.
     """
-    calls = (turn.calls.get("planner") for each in trajectories for turn in each.turns)
-    masks = [call.sampling_mask for call in calls if call and call.sampling_mask]
+    calls = [call for each in trajectories for turn in each.turns for call in turn.calls.values()]
+    masks = [call.sampling_mask for call in calls if call.sampling_mask]
     counts = [count for mask in masks for count in mask.counts]
     if most and counts:
         tally.mean("kept_tokens_mean", sum(counts), len(counts))

@@ -128,10 +128,10 @@ def count_rollouts(
         counts["out_of_time"] += rollout.truncated in ("time", "straggler")
         counts["out_of_positions"] += rollout.truncated == "prompt"
         counts["stragglers"] += rollout.truncated == "straggler"
-        calls = [turn.calls["planner"] for turn in rollout.turns]
+        calls = [turn.call for turn in rollout.turns]
         known_tokens = _known_tokens([(call.prompt_ids, call.response_ids) for call in calls])
         for place, (turn, num_known) in enumerate(zip(rollout.turns, known_tokens, strict=True)):
-            _count_tokens(counts, turn.calls["planner"], num_known, is_first=place == 0)
+            _count_tokens(counts, turn.call, num_known, is_first=place == 0)
             _count_tools(counts, turn, tool_names)
     return counts
 

@@ -121,7 +121,7 @@ class TrajectoryLog:
                 for number, turn in enumerate(record["turns"]):
                     sample = trained.get(SampleId(group.index, member, number))
                     if sample is not None:
-                        call = turn if policy == "planner" else turn[policy]
+                        call = turn if policy == turn["policy"] else turn[policy]
                         call["training"] = {
                             "advantage": round(fmean(sample.advantages), 5),
                             "minibatch": sample.minibatch,
@@ -144,6 +144,7 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
         "group_index": group_index,
         "seed": trajectory.seed,
         "reward": trajectory.reward,
+        **({"policy_rewards": dict(own)} if (own := trajectory.policy_rewards) else {}),
         "answer": trajectory.answer,
         "scored_by": trajectory.scored_by,
         **({"reward_parts": dict(parts)} if (parts := trajectory.reward_parts) else {}),
@@ -164,15 +165,14 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
 
 
 def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
-    """The planner's call stands among the turn's fields, those of other policies by name. Of the
-    planner's prompt only those ids are written that the turn before has not.
+    """The call that the turn began with stands among the turn's fields, those of other policies by
+    name. Of its prompt only those ids are written that the turn before has not.
     """
-    call = turn.calls["planner"]
-    num_before = (
-        0 if before is None else num_shared(before.calls["planner"].prompt_ids, call.prompt_ids)
-    )
+    call = turn.call
+    num_before = 0 if before is None else num_shared(before.call.prompt_ids, call.prompt_ids)
     used = turn.tool_calls
     return {
+        "policy": turn.policy,
         "response_text": call.text,
         "action": turn.action and asdict(turn.action),
         "command": turn.command,
@@ -190,7 +190,7 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
         **_code_seconds(turn.result),
         **({"rescued": list(turn.rescued)} if turn.rescued else {}),
         **({"tool_calls": [_tool_call_record(each) for each in used]} if used else {}),
-        **{name: _call_record(each) for name, each in turn.calls.items() if name != "planner"},
+        **{name: _call_record(each) for name, each in turn.calls.items() if name != turn.policy},
     }
 
 

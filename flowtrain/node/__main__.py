@@ -18,18 +18,16 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from flowtrain.config.options import check_allowed
 from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.engines.protocol import EngineError
 from flowtrain.net.serving import TOKEN_VARIABLE
-from flowtrain.types import Outage, PolicyName, UserError
+from flowtrain.types import Outage, UserError
 from flowtrain.utils.commands import end_on_signals
 from flowtrain.utils.terminal import protect_output, say
 
 _COMMAND = "python -m flowtrain.node"
-_POLICIES = get_args(PolicyName)
 OWN_KEYS = (
     "run.device",
     "run.threads",
@@ -98,8 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _store(text: str) -> tuple[str, str]:
-    policy, separator, location = text.partition("=")
-    return (policy, location) if separator and policy in _POLICIES else (_POLICIES[0], text)
+    """Read [POLICY=]PLACE; "" is the run's first policy."""
+    found = re.fullmatch(r"([a-z][a-z0-9_]{0,31})=(.+)", text)
+    return (found[1], found[2]) if found else ("", text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="[POLICY=]PLACE",
         action="append",
         default=[],
-        help="folder or URL of a weight store, of the planner or of the policy before a '='; "
+        help="folder or URL of a weight store, of the policy before a '=', or of the first; "
         "default: the store that the trainer names",
     )
     parser.add_argument(

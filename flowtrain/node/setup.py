@@ -61,8 +61,9 @@ def store_of(
     policies: Mapping[str, PolicyState], given: Mapping[str, str], names: tuple[str, ...]
 ) -> dict[str, str]:
     """Return the weight stores of the trained policies: those of the command line, else those that
-    their trainers named.
+    their trainers named. One that is given for "" is that of the first of `names`.
     """
+    given = {name or names[0]: location for name, location in given.items()}
     for name, location in given.items():
         if name not in names:
             known = ", ".join(names)
@@ -96,7 +97,7 @@ def make_sampler(
             for name, policy in components.policies.items()
         }
         engines = components.make_policy_engines(stores, branches=components.branches)
-        branching = _make_branching(components, engines["planner"], cleanup)
+        branching = _make_branching(components, engines[components.config.train.policy], cleanup)
         max_turns = components.config.agent.max_turns
         meter = Meter.of(engines)
         agent = components.make_agent(meter.engines, max_turns)
@@ -165,7 +166,9 @@ def _make_branching(
         timeout_s = config.rollout.request_timeout_s
         reference = EndpointScorer(endpoint, options.model, timeout_s)
     elif algorithm.needs_node_reference:
-        copy = make_engine(config, components.policies["planner"], components.world.device)
+        copy = make_engine(
+            config, components.policies[config.train.policy], components.world.device
+        )
         cleanup.callback(copy.close)
         reference = copy
     vocab_size = components.model.config.vocab_size

@@ -25,7 +25,7 @@ from flowtrain.config import Reward
 from flowtrain.rewards.scorers import SCORERS, by_rule, check
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.tools.blocking import BlockingPool
-from flowtrain.types import Task, Trajectory, UserError
+from flowtrain.types import PolicyName, Task, Trajectory, UserError
 from flowtrain.types.checks import part_problem
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
@@ -50,7 +50,14 @@ def failure_of(scored_by: str) -> str:
     return reason if reason in FAILURES else ""
 
 
-_Parts = dict[str, float | tuple[float, ...]]
+class ByPolicy(dict[str, float]):
+    """A reward, or a part of one, that is another for each policy; 0 for those without a name.
+
+    Example: return ByPolicy(solver=float(is_right), verifier=float(verdict == is_right))
+    """
+
+
+_Parts = dict[str, float | tuple[float, ...] | ByPolicy]
 """By name; of a tuple each number is of a turn."""
 _Arguments = tuple[Task, str, Trajectory]
 
@@ -79,6 +86,8 @@ class RewardFunctions:
     """The reward functions of a run."""
 
     options: Reward
+    policies: tuple[PolicyName, ...]
+    """Those of the run; a rollout's `reward` is that of the first."""
     functions: tuple[_Function, ...]
     gate: Gate
     pool: BlockingPool
@@ -87,7 +96,9 @@ class RewardFunctions:
     """Which failures were told; the metrics count the others."""
 
     @classmethod
-    def load(cls, options: Reward) -> RewardFunctions | None:
+    def load(
+        cls, options: Reward, policies: tuple[PolicyName, ...] = ("planner",)
+    ) -> RewardFunctions | None:
         """Import the functions of `reward.function`; None where it is unset.
 
         Raises UserError for one that is not there or does not take (task, answer, trajectory).
@@ -101,7 +112,7 @@ class RewardFunctions:
                 f"reward.function={twice[0].name!r}: another one is called {twice[0].part!r}, too"
             )
         pool = BlockingPool(MAX_CONCURRENCY + MAX_LOST, "reward")
-        return cls(options, found, Gate(MAX_CONCURRENCY), pool)
+        return cls(options, policies, found, Gate(MAX_CONCURRENCY), pool)
 
     @property
     def name(self) -> str:
@@ -135,40 +146,54 @@ class RewardFunctions:
         trajectory = replace(trajectory, sub_goals=reached)
         try:
             parts, terms, of_turns = await self._call_all(trajectory)
-            total = _sum(terms)
-            reward = self.options.bounded(total)
-            if reward is None:
-                raise _Failed(
-                    "value",
-                    f"the reward of {self.name} is {total:g}, not from {self.options.low:g} to "
-                    f"{self.options.high:g} (reward.low, reward.high)",
-                )
+            rewards = {policy: self._total(terms, policy) for policy in self.policies}
         except _Failed as failed:
             self._warn(failed)
             scored_by = f"{self.name}: {failed.reason}"
             return replace(trajectory, scored_by=scored_by, error=str(failed))
         return replace(
             trajectory,
-            reward=reward,
+            reward=rewards[self.policies[0]],
+            policy_rewards=rewards if any(isinstance(x, ByPolicy) for x in terms) else {},
             reward_parts=parts,
             turn_rewards=of_turns,
             scored_by=self.name,
         )
 
+    def _total(self, terms: Sequence[float | ByPolicy], policy: PolicyName) -> float:
+        """Add up what a policy gets. Raises _Failed where that is out of bounds."""
+        total = _sum([x.get(policy, 0.0) if isinstance(x, ByPolicy) else x for x in terms])
+        reward = self.options.bounded(total)
+        if reward is None:
+            whose = "" if len(self.policies) == 1 else f" for {policy}"
+            raise _Failed(
+                "value",
+                f"the reward of {self.name}{whose} is {total:g}, not from {self.options.low:g} to "
+                f"{self.options.high:g} (reward.low, reward.high)",
+            )
+        return reward
+
     async def _call_all(
         self, trajectory: Trajectory
-    ) -> tuple[dict[str, float], list[float], tuple[float, ...]]:
-        """Call each function; return the parts by name, with their weights, and what they give each
-        turn.
+    ) -> tuple[dict[str, float], list[float | ByPolicy], tuple[float, ...]]:
+        """Call each function; return the parts by name, those of one policy as "part/policy", the
+        parts with their weights, and what they give each turn.
         """
         parts: dict[str, float] = {}
-        terms: list[float] = []
+        terms: list[float | ByPolicy] = []
         of_turns: list[tuple[float, ...]] = []
         for function in self.functions:
             for name, part in (await self._call(function, trajectory)).items():
                 if name in parts:
                     text = f"reward function {function.name}: another one gives {name!r}, too"
                     raise _Failed("value", text)
+                if isinstance(part, ByPolicy):
+                    if others := part.keys() - set(self.policies):
+                        text = f"{name!r} has a reward of {others.pop()!r}, no policy of this run"
+                        raise _Failed("value", f"reward function {function.name}: {text}")
+                    parts |= {f"{name}/{policy}": x for policy, x in part.items()}
+                    terms.append(ByPolicy({p: function.weight * x for p, x in part.items()}))
+                    continue
                 if isinstance(part, tuple):
                     if len(part) != len(trajectory.turns):
                         text = f"{name!r} has {len(part)} numbers for {len(trajectory.turns)} turns"
@@ -227,6 +252,13 @@ def _sum(terms: Sequence[float]) -> float:
         return math.nan
 
 
+def _sum_of(part: float | tuple[float, ...] | ByPolicy) -> float:
+    """Add up what turns or policies have of a part."""
+    if isinstance(part, ByPolicy):
+        return _sum(list(part.values()))
+    return _sum(part) if isinstance(part, tuple) else part
+
+
 def _attempt(function: _Function, arguments: _Arguments) -> _Parts:
     """Call a plain function, in a thread."""
     with _explained():
@@ -257,6 +289,8 @@ def _explained() -> Iterator[None]:
 
 def _parts(function: _Function, found: object) -> _Parts:
     """Read what a function returned. Raises _Failed for anything but numbers."""
+    if isinstance(found, ByPolicy):
+        found = {function.part: found}
     if not isinstance(found, Mapping):
         if not isinstance(found, SupportsFloat):
             raise _Failed(
@@ -265,11 +299,16 @@ def _parts(function: _Function, found: object) -> _Parts:
         found = {function.part: found}
     parts: _Parts = {}
     for name, part in found.items():
+        if isinstance(part, ByPolicy):
+            if not all(isinstance(n, SupportsFloat) for n in part.values()):
+                raise _Failed("value", f"its part {_shown(name)} is {_shown(part)}, not numbers")
+            parts[str(name)] = ByPolicy({policy: float(n) for policy, n in part.items()})
+            continue
         numbers = part if isinstance(part, list | tuple) else [part]
         if not isinstance(name, str) or not all(isinstance(n, SupportsFloat) for n in numbers):
             raise _Failed("value", f"its part {_shown(name)} is {_shown(part)}, not a number")
         parts[name] = float(part) if numbers is not part else tuple(map(float, numbers))
-    sums = {name: _sum(part) if isinstance(part, tuple) else part for name, part in parts.items()}
+    sums = {name: _sum_of(part) for name, part in parts.items()}
     if problem := "it returned no part" if not parts else part_problem(sums):
         raise _Failed("value", problem)
     return parts

@@ -123,12 +123,15 @@ def is_refusal(answer: str) -> bool:
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     """Permute the rewards of all finished rollouts: a control with nothing to learn."""
-    rewards = [trajectory.reward for group in groups for trajectory in group.finished]
+    rewards = [(each.reward, each.policy_rewards) for group in groups for each in group.finished]
     random.Random(seed).shuffle(rewards)
     left = iter(rewards)
 
     def shuffled(trajectory: Trajectory) -> Trajectory:
-        return trajectory if trajectory.error else replace(trajectory, reward=next(left))
+        if trajectory.error:
+            return trajectory
+        reward, by_policy = next(left)
+        return replace(trajectory, reward=reward, policy_rewards=by_policy)
 
     return [
         replace(group, trajectories=tuple(map(shuffled, group.trajectories))) for group in groups

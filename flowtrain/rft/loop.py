@@ -142,7 +142,7 @@ def _open(
     agent = make_expert(components, made)
     run_dir = components.open_run_dir(facts)
     if facts and components.world.is_main:  # for the viewer, of the rollouts that are logged
-        tokenizer = components.policies["planner"].tokenizer
+        tokenizer = components.policies[config.first_policy].tokenizer
         atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
     if policy in asked:
         publish_start(components, store)

@@ -115,7 +115,7 @@ def _prompt_lengths(components: RunComponents) -> str:
         lengths = run_to_end(_first_prompts(agent, tasks))
     finally:
         agent.close()
-    positions = components.policies["planner"].max_positions
+    positions = components.policies[config.first_policy].max_positions
     room = positions - config.rollout.max_new_tokens
     too_long = sum(length > room for length in lengths)
     return (

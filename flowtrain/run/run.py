@@ -300,7 +300,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     facts = {"memory_plan": memory_plan.parts, SPLITS: components.tasks.splits}
     run_dir = components.open_run_dir(facts)
     if world.is_main:  # turns the ids in the logs into words
-        tokenizer = components.policies["planner"].tokenizer
+        tokenizer = components.policies[config.first_policy].tokenizer
         atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
     learner = Learner.make(components, placement, store, run_dir.checkpoints)
     cleanup.callback(learner.close)

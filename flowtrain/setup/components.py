@@ -168,7 +168,7 @@ class RunComponents(LearnerComponents):
         """
         algorithm = _begin(config, world)
         config = algorithm.config
-        functions = RewardFunctions.load(config.reward)
+        functions = RewardFunctions.load(config.reward, config.policy_names)
         with waiting("reading the questions", world.is_main):
             is_given = with_tasks or config.model.path == "tiny"
             tasks = task_set(config, fictional) if is_given else without_tasks(config)
@@ -198,16 +198,16 @@ class RunComponents(LearnerComponents):
             check_room(config, name, policy.max_positions)
             pass_to_template(policy.tokenizer, config.model.chat_template_kwargs)
         with ExitStack() as cleanup:  # frees what has started when a later part cannot
-            planner_tokenizer = policies["planner"].tokenizer
+            first_tokenizer = policies[config.first_policy].tokenizer
             others = {TEACHER: teacher} if teacher else {}
-            chats = make_chat_engines(config, planner_tokenizer, world.device, others)
+            chats = make_chat_engines(config, first_tokenizer, world.device, others)
             cleanup.callback(chats.close)
             tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
             for tool in tools.values():
                 cleanup.callback(tool.close)
             if tasks.train:
                 algorithm.check_inputs(tasks, tools)
-            agent_kind.check(config, planner_tokenizer)
+            agent_kind.check(config, first_tokenizer)
             started = cleanup.pop_all()
         return cls(
             world=world,
@@ -287,7 +287,7 @@ class RunComponents(LearnerComponents):
                         records_entropies=records_entropies,
                     )
                 self.cleanup.callback(engines[name].close)
-        self.chats.bind(engines["planner"])
+        self.chats.bind(engines[self.config.first_policy])
         return engines
 
     def make_no_engines(self) -> dict[str, Engine]:

@@ -111,7 +111,9 @@ class Learner:
     def advantages(self, rollouts: Rollouts) -> TrainBatch:
         """Turn this rank's rollouts into what is trained of them; what cannot be is counted."""
         shape = self.components.model.config
-        batch = self.components.algorithm.advantages(rollouts.groups)
+        policy = self.components.config.train.policy
+        groups = [group.of_policy(policy) for group in rollouts.groups]
+        batch = self.components.algorithm.advantages(groups)
         routers = experts.sizes_of(self.components.model)
         batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size, routers)
         if self.components.algorithm.whitens:

@@ -26,7 +26,7 @@ def solved(task: Task, turns: Sequence[Turn], closing: str = "") -> list[SubGoal
     found = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
-        written = spaced(turn.calls["planner"].text) if turn.action is not None else ""
+        written = spaced(turn.call.text) if turn.action is not None else ""
         reached += [goal for goal in found if found[goal] and _names(goal, written)]
         for given, output in findings(turn):
             asked, result = spaced(given), spaced(output)

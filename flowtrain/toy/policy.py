@@ -38,7 +38,7 @@ def _tokenizer_corpus(config: Config, tasks: TaskSet) -> list[str]:
         "planner": "Tool Name: Base_Generator",
         "verifier": "Conclusion: STOP\nConclusion: CONTINUE",
         "refiner": "Looked for: \nEvidence: The",
-    }[config.train.policy]
+    }.get(config.train.policy, "")
     texts = []
     for task in tasks.train[:5000]:
         actions = "\n".join(f"Sub-Goal: {s.sub_goal}\nTool Name: {s.tool_name}" for s in task.plan)

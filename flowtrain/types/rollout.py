@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 from flowtrain.types.sampling import Call
 from flowtrain.types.task import Task
 
-PolicyName = Literal["planner", "verifier", "refiner"]
-"""Modules of the flow that can be trained, each with its own model, trainer and versions."""
+PolicyName = str
+"""What the config calls a policy, which has a model, a trainer and versions of its own; AgentFlow's
+are "planner", "verifier" and "refiner"."""
 
 MAX_TOOL_CALLS = 64
 """Calls of tools that a turn may hold."""
@@ -71,8 +71,10 @@ class Turn:
     """One pass of planner -> executor -> tool -> verifier, or one response of another agent."""
 
     calls: Mapping[PolicyName, Call]
-    """The planner's call, always; the verifier's where that is a policy, and the refiner's where it
-    is one and the turn has searched: one call, about all that the turn's command found."""
+    """By policy, the one first that the turn began with. AgentFlow's have the planner's call,
+    always; the verifier's where that is a policy, and the refiner's where it is one and the turn
+    has searched: one call, about all that the turn's command found. Those of other agents have
+    one."""
     action: Action | None
     """None for an answer and, with an error as `result`, for a malformed response."""
     command: str
@@ -90,6 +92,16 @@ class Turn:
     """Lenient rules that it took to read the replies, as "planner/labels"."""
     tool_calls: tuple[ToolCall, ...] = ()
     """All that the response asked for, in its order; AgentFlow's turns have `action` instead."""
+
+    @property
+    def policy(self) -> PolicyName:
+        """The policy that the turn began with: AgentFlow's planner, the only one elsewhere."""
+        return next(iter(self.calls))
+
+    @property
+    def call(self) -> Call:
+        """The call that the turn began with, in which a branch may leave."""
+        return self.calls[self.policy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,9 @@ class Trajectory:
     """Why it ended before STOP, if it did: "turns", "time", "prompt" (too long), "straggler"."""
     reward: float | None = None
     """From `reward.low` to `reward.high`, by default 0 to 1; None until `rewards.score`."""
+    policy_rewards: Mapping[PolicyName, float] = field(default_factory=dict)
+    """Rewards of the policies, where a function gave each its own: `reward` is then the first
+    one's; {} where all have the one."""
     scored_by: str = ""
     """Which rule, function or "judge" decided on the reward; ": " and why, where it failed."""
     analysis: str = ""
@@ -152,8 +167,9 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Planner tokens that were sampled for this rollout, without those of its parent."""
-        return self.num_tokens("planner") - self.num_shared("planner")
+        """Tokens of calls that turns began with, without those of the rollout's parent."""
+        policies = {turn.policy for turn in self.turns}
+        return sum(self.num_tokens(each) - self.num_shared(each) for each in policies)
 
     def num_tokens(self, policy: PolicyName) -> int:
         """Count the response tokens of a policy, a parent's among them."""
@@ -167,9 +183,19 @@ class Trajectory:
             return 0
         first = self.branch.turn
         begun = 0  # also where a branch has failed before it began
-        if policy == "planner" and first < len(self.turns):
+        if first < len(self.turns) and policy == self.turns[first].policy:
             begun = min(self.branch.token, _num_tokens(self.turns[first : first + 1], policy))
         return _num_tokens(self.turns[:first], policy) + begun
+
+    def of_policy(self, policy: PolicyName) -> Trajectory:
+        """Return the rollout as the trainer of a policy sees it: with that policy's reward, and as
+        a failed one where it was not asked, so that it counts in no statistics of its group.
+        """
+        if self.error:
+            return self
+        if not any(policy in turn.calls for turn in self.turns):
+            return replace(self, error=f"{policy}: it was not asked")
+        return replace(self, reward=self.policy_rewards.get(policy, self.reward))
 
 
 def _num_tokens(turns: Sequence[Turn], policy: PolicyName) -> int:
@@ -189,6 +215,10 @@ class Group:
     def finished(self) -> tuple[Trajectory, ...]:
         """The trajectories that did not fail: these have a reward, and algorithms read them."""
         return tuple(trajectory for trajectory in self.trajectories if not trajectory.error)
+
+    def of_policy(self, policy: PolicyName) -> Group:
+        """Return the group as the trainer of a policy sees it; see `Trajectory.of_policy`."""
+        return replace(self, trajectories=tuple(t.of_policy(policy) for t in self.trajectories))
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,7 +324,7 @@ def test_top_p_alone_is_bounded_by_its_cap() -> None:
     planner = make_policy(config, "planner", says(""), ChatChars())
     assert (planner.top_k, planner.top_p, planner.frequency_penalty) == (128, 0.99, 1.2)
     verifier = make_policy(config, "verifier", says(""), ChatChars())
-    assert (verifier.top_k, verifier.top_p, verifier.frequency_penalty) == (0, 1.0, 0.0)
+    assert (verifier.top_k, verifier.top_p, verifier.frequency_penalty) == (128, 0.99, 1.2)
 
 
 def test_a_plan_carries_the_very_tokens_and_the_parsed_action() -> None:

@@ -146,7 +146,7 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
 
 
 def test_a_reply_as_long_as_the_model_is_refused() -> None:
-    told = r"policies\.verifier\.max_new_tokens=48 must be below the model's 48 positions"
+    told = r"rollout\.max_new_tokens=48 must be below the model's 48 positions"
     with pytest.raises(UserError, match=told):
         verifier(says(max_tokens=48))
 

@@ -464,8 +464,8 @@ def test_algorithms_and_policies_ask_what_the_agent_can_do(mine: str) -> None:
     infoflow = config(f"{mine}:Echo", algorithm={"name": "infoflow"})
     with pytest.raises(UserError, match=r"hints between turns, which agent\.name="):
         load_algorithm(infoflow).check_agent(load_kind(infoflow))
-    with pytest.raises(UserError, match=r"roles\.verifier='own' does not go with agent\.name="):
-        load_kind(config(f"{mine}:Echo", roles={"verifier": "own"}))
+    with pytest.raises(UserError, match=r"policies\.other does not go with agent\.name='single'"):
+        load_kind(config("single", policies={"one": {}, "other": {}}))
 
 
 def test_a_chat_without_a_template_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

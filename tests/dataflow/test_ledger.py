@@ -266,7 +266,7 @@ def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(flow: Le
         (_changed(task, call={"logprobs": (-0.5,) * 3}), "needs as many log-probs"),
         (_changed(task, call={"logprobs": (float("-inf"),) * 4}), "log-prob -inf"),
         (_changed(task, task=other), "rollouts of one group"),
-        (_without_planner(task), "a turn has no call of the planner"),
+        (_without_planner(task), "a turn has no call of a policy"),
     ):
         with pytest.raises(Refused, match=why):
             flow.push(Push("n1", each.work_item, 1, pack_group(wrong)))

@@ -219,6 +219,7 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
     }
     assert (second["seed"], second["reward"]) == (12, None)
     assert lookup == {
+        "policy": "planner",
         "response_text": "raw response",
         "action": {
             "justification": "because",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from flowtrain import config as cfg
 from flowtrain.agents.agentflow import lenient
@@ -47,17 +46,12 @@ def make_policy(
     check_room(config, name, engine.max_tokens)
     max_new_tokens, own_temperature = config.sampling_of(name)
     rollout = config.rollout
-    policy = Policy(
+    return Policy(
         engine,
         tokenizer,
         max_new_tokens=max_new_tokens,
         temperature=own_temperature if temperature is None else temperature,
         request_timeout_s=rollout.request_timeout_s,
-    )
-    if name != "planner":
-        return policy
-    return replace(
-        policy,
         top_k=most_kept(config),
         top_p=rollout.top_p,
         frequency_penalty=rollout.frequency_penalty,
@@ -68,7 +62,8 @@ def check_room(config: cfg.Config, name: PolicyName, positions: int) -> None:
     """Raise UserError for a model that has not the positions of a response."""
     max_new_tokens = config.sampling_of(name)[0]
     if max_new_tokens >= positions:
-        key = "rollout" if name == "planner" else f"policies.{name}"
+        has_own = name in config.policies and config.policies[name].max_new_tokens
+        key = f"policies.{name}" if has_own else "rollout"
         raise UserError(
             f"{key}.max_new_tokens={max_new_tokens} must be below the model's {positions} "
             "positions; --config configs/quickstart.toml has the options of a small model"
@@ -76,7 +71,7 @@ def check_room(config: cfg.Config, name: PolicyName, positions: int) -> None:
 
 
 def most_kept(config: cfg.Config) -> int:
-    """Return the number of tokens that top-k and top-p leave the planner at most; 0: all."""
+    """Return the number of tokens that top-k and top-p leave a policy at most; 0: all."""
     return config.rollout.num_kept
 
 

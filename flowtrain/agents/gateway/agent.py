@@ -28,11 +28,13 @@ from flowtrain.utils.per_loop import Gate
 class GatewayAgent(SessionAgent):
     """See `Agent`. The server starts with the first rollout."""
 
+    trains = ()
+
     def __init__(self, context: AgentContext) -> None:
         """Raises UserError for a program that is not there."""
         super().__init__(context)
         self._options = context.config.gateway
-        self._dialect = _dialect(context.config, context.policies["planner"].tokenizer)
+        self._dialect = _dialect(context.config, context.first_policy.tokenizer)
         self._program = _program(context.config)
         self._gateway: Gateway | None = None
         self._lock = threading.Lock()

@@ -35,12 +35,13 @@ class SingleTurn(SessionAgent):
     """See `Agent`."""
 
     can_branch = True
+    trains = ()
     check = staticmethod(check_prompt)
 
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context)
         config = context.config
-        check_prompt(config, context.policies["planner"].tokenizer)
+        check_prompt(config, context.first_policy.tokenizer)
         self.prompt = QuestionPrompt(config.agent.instructions, config.agent.prompt == "full")
 
     async def answer(self, session: Session) -> str:

@@ -28,10 +28,11 @@ class ToolCallingAgent(SessionAgent):
     """See `Agent`."""
 
     can_branch = True
+    trains = ()
 
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context)
-        self.dialect = _dialect(context.config, context.policies["planner"].tokenizer)
+        self.dialect = _dialect(context.config, context.first_policy.tokenizer)
         self._maker = load_maker(context.config)
 
     @staticmethod
@@ -53,7 +54,7 @@ class ToolCallingAgent(SessionAgent):
                 replied = conversation.add_response(ids, message)
                 conversation = dialect.add(replied, _told(message, ["x"]))
         except TemplateRewrites as error:
-            key, path = config.path_of("planner")
+            key, path = config.path_of(config.first_policy)
             raise UserError(
                 f"{key}={path!r} does not go with agent.name='tools', whose prompts hold what was "
                 f"sampled as it was: {error}"

@@ -150,9 +150,10 @@ class GroupLimits:
                 if not trajectory.error:
                     trained[policy] = trained[policy] + found if policy in trained else found
         scored = max((t.branch.version for t in group.trajectories if t.branch), default=0)
-        if found_planner := trained.get("planner"):
-            newest = max(found_planner.max_version, scored)  # a version that chose branch points
-            trained["planner"] = replace(found_planner, max_version=newest)
+        chooser = self.config.train.policy  # of branch points, by one of its versions
+        if chooser in trained:
+            newest = max(trained[chooser].max_version, scored)
+            trained[chooser] = replace(trained[chooser], max_version=newest)
         return Summary(
             task=task,
             rewards=tuple(
@@ -170,12 +171,17 @@ class GroupLimits:
         if len(turns) > self._max_turns:
             name = "agent.max_turns" if self.settings is None else "max_turns"
             return f"{len(turns)} turns, {name}={self._max_turns}"
-        if any("planner" not in turn.calls for turn in turns):
-            return "a turn has no call of the planner"
+        if any(not turn.calls for turn in turns):
+            return "a turn has no call of a policy"
         if not trajectory.error:  # a failed rollout has no reward
             low, high = self._reward_bounds
             if trajectory.reward is None or not low <= trajectory.reward <= high:
                 return f"the reward is {trajectory.reward}, it must be from {low:g} to {high:g}"
+            own = trajectory.policy_rewards
+            if not all(low <= reward <= high for reward in own.values()):
+                return f"policy_rewards are {own}, they must be from {low:g} to {high:g}"
+            if others := own.keys() - set(self.config.policy_names):
+                return f"it has a reward of {others.pop()!r}, which is no policy of this run"
             for parts in (trajectory.reward_parts, trajectory.reported):
                 if problem := part_problem(parts):
                     return f"the reward: {problem}"
@@ -199,7 +205,7 @@ class GroupLimits:
             return ""
         if not (0 <= branch.parent < number and _shares_tokens(own, group, branch)):
             return f"it cannot have left another at {branch}"
-        newest = _newest_version(group.trajectories[branch.parent])
+        newest = _newest_version(group.trajectories[branch.parent], self.config.train.policy)
         scorer = self.config.appo.node_scorer
         if self.config.algorithm.places_branches and branch.scorer != scorer:
             return f"it left another where {branch.scorer!r} says, in this run {scorer!r} does"
@@ -255,7 +261,7 @@ def _shares_tokens(own: Trajectory, group: Group, branch: BranchPoint) -> bool:
         return False
     if not (branch.token >= 0 and isfinite(branch.score)):
         return False
-    calls = [[turn.calls["planner"] for turn in t[: branch.turn + 1]] for t in (own.turns, turns)]
+    calls = [[turn.call for turn in t[: branch.turn + 1]] for t in (own.turns, turns)]
     pairs = list(zip(*calls, strict=True))
     if any(mine.prompt_ids != theirs.prompt_ids for mine, theirs in pairs):
         return False
@@ -267,10 +273,10 @@ def _shares_tokens(own: Trajectory, group: Group, branch: BranchPoint) -> bool:
     return all(a == b for a, b in shared)
 
 
-def _newest_version(trajectory: Trajectory) -> int:
-    """Return the newest version that sampled a token of the planner; 0 without any."""
-    calls = [turn.calls["planner"] for turn in trajectory.turns]
-    return max((span.version for call in calls for span in call.spans), default=0)
+def _newest_version(trajectory: Trajectory, policy: PolicyName) -> int:
+    """Return the newest version that sampled a token of a policy; 0 without any."""
+    calls = (turn.calls.get(policy) for turn in trajectory.turns)
+    return max((span.version for call in calls if call for span in call.spans), default=0)
 
 
 def _is_share(value: float) -> bool:
