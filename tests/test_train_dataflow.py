@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -476,38 +476,35 @@ def pushed(dataflow: Dataflow, node: str) -> int:
     return found["num_groups"] if found else 0
 
 
+PACE = (
+    *("--dataflow.lease_s", "2", "--dataflow.max_staleness", "3", "--dataflow.wait_s", "120"),
+    *("--train.num_steps", str(NUM_STEPS + 2), "--eval.at_ends", "false"),
+    *("--log.replay", "true", "--rollout.group_size", "4"),
+)
+
+
 @pytest.mark.dist
 def test_two_trainers_and_nodes_that_come_and_go(
     server: Server, warm: Path, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """A process for each policy; of three nodes two are killed and one joins, without which
-    training would not end. Both runs can be made again from their logs.
-    """
-    model, num_steps = str(warm / "model"), NUM_STEPS + 2
-    pace = (
-        "--dataflow.lease_s",
-        "2",
-        "--dataflow.max_staleness",
-        "3",
-        "--dataflow.wait_s",
-        "120",
-        "--train.num_steps",
-        str(num_steps),
-    )
-    both = (
-        *words,
-        *pace,
-        "--roles.verifier",
-        "own",
-        "--policies.verifier.max_new_tokens",
-        "8",
-        *("--eval.at_ends", "false", "--log.replay", "true", "--rollout.group_size", "4"),
-    )
+    model = str(warm / "model")
+    own = ("--roles.verifier", "own", "--policies.verifier.max_new_tokens", "8")
+    both = (*words, *PACE, *own)
     of = {
         "planner": (*both, "--policies.verifier.path", model),
         "verifier": (*both, "--policies.planner.path", model, "--train.policy", "verifier"),
     }
-    dataflow = Dataflow(tmp_path / "ledger.sqlite", *of["planner"])
+    come_and_go(server, tmp_path, of)
+
+
+def come_and_go(server: Server, place: Path, of: Mapping[str, tuple[object, ...]]) -> None:
+    """A process for each policy; of three nodes two are killed and one joins, without which
+    training would not end. Both runs can be made again from their logs.
+
+    `of`: the options of each trainer by its policy.
+    """
+    first, num_steps = next(iter(of)), NUM_STEPS + 2
+    dataflow = Dataflow(place / "ledger.sqlite", *map(str, of[first]))
     with dataflow.served() as url:
 
         def node(name: str) -> Process:
@@ -529,13 +526,13 @@ def test_two_trainers_and_nodes_that_come_and_go(
                 "--dataflow.url",
                 url,
                 "--run.dir",
-                tmp_path / name,
+                place / name,
                 env={"FLOWTRAIN_TOKEN": TOKEN},
             )
             for name, options in of.items()
         }
         nodes = {name: node(name) for name in ("one", "two", "three")}
-        nodes["three"].wait_for(lambda: has_logged(tmp_path / "planner", 2), timeout_s=120)
+        nodes["three"].wait_for(lambda: has_logged(place / first, 2), timeout_s=120)
         for name in ("one", "two"):
             os.kill(nodes.pop(name).pid, signal.SIGKILL)
         os.kill(nodes["three"].pid, signal.SIGSTOP)
@@ -543,7 +540,7 @@ def test_two_trainers_and_nodes_that_come_and_go(
         nodes["four"].wait_for(lambda: pushed(dataflow, "four") > 0, timeout_s=120)
         os.kill(nodes["three"].pid, signal.SIGCONT)
         codes = {name: trainer.wait(120) for name, trainer in trainers.items()}
-        expected = {"planner": 0, "verifier": 0}
+        expected = dict.fromkeys(of, 0)
         assert codes == expected, [trainer.err.read_text()[-3000:] for trainer in trainers.values()]
         ends = [each.wait() for each in nodes.values()]
         assert ends == [0, 0], [
@@ -553,8 +550,8 @@ def test_two_trainers_and_nodes_that_come_and_go(
     assert audit.problems == ()
     assert all(policy["state"] == "done" for policy in status["policies"].values())
     for name in trainers:
-        records = read(tmp_path / name / "metrics.jsonl")
+        records = read(place / name / "metrics.jsonl")
         assert [record["step"] for record in records] == list(range(1, num_steps + 1))
         assert all(record["dataflow/staleness_max"] <= 3 for record in records)
         assert sum(record["num_tokens"] for record in records) > 0
-        check_equal(server, tmp_path / name, num_steps)
+        check_equal(server, place / name, num_steps)

@@ -12,10 +12,10 @@ from flowtrain.agents.agentflow.lenient import RULES
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.verdicts import read_verdict
 from flowtrain.agents.agentflow.verifier import RuleVerifier
-from flowtrain.config import Config
+from flowtrain.config import OWN, Config
 from flowtrain.metrics.sums import Tally
 from flowtrain.rewards.functions import FAILURES, failure_of
-from flowtrain.types import Trajectory, Turn, Verdict
+from flowtrain.types import PolicyName, Trajectory, Turn, Verdict
 
 _RESCUED = "rescued_share/"
 
@@ -25,9 +25,12 @@ def count_parts(tally: Tally, trajectories: Sequence[Trajectory], config: Config
     count_rewards(tally, trajectories, bool(config.reward.function))
     count_kept(tally, trajectories, most_kept(config))
     count_rescued(tally, trajectories)
-    if "verifier" in config.policy_names:
+    if len(config.policy_names) > 1:
+        for policy in config.policy_names:
+            count_policy(tally, trajectories, policy)
+    if config.roles.verifier == OWN:
         count_verdicts(tally, trajectories)
-    if "refiner" in config.policy_names:
+    if config.roles.refiner == OWN:
         count_evidence(tally, trajectories)
 
 
@@ -37,6 +40,14 @@ def part_metrics(total: Tally) -> dict[str, float]:
     found = {name: mean for name, mean in means if mean or not name.startswith(_RESCUED)}
     names = (*(f"reward_failures/{reason}" for reason in FAILURES), "verifier/num_sampled_tokens")
     return found | {name: total.sums[name] for name in names if name in total.sums}
+
+
+def count_policy(tally: Tally, trajectories: Sequence[Trajectory], policy: PolicyName) -> None:
+    """Count the rollouts in which a policy was asked, and what it was paid there."""
+    finished = [trajectory for trajectory in trajectories if not trajectory.error]
+    own = [seen for each in finished if not (seen := each.of_policy(policy)).error]
+    tally.mean(f"{policy}/asked_share", len(own), len(finished))
+    tally.mean(f"{policy}/reward_mean", sum(each.reward or 0.0 for each in own), len(own))
 
 
 def count_rewards(

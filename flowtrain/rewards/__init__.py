@@ -2,7 +2,7 @@
 users write.
 """
 
-from flowtrain.rewards.functions import RewardFunctions
+from flowtrain.rewards.functions import ByPolicy, RewardFunctions
 from flowtrain.rewards.judge import Judge
 from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.rewards.scorers import SCORERS
@@ -10,6 +10,7 @@ from flowtrain.rewards.scoring import is_refusal, score, score_one, shuffle_rewa
 
 __all__ = [
     "SCORERS",
+    "ByPolicy",
     "Judge",
     "JudgeCache",
     "RewardFunctions",

@@ -261,6 +261,8 @@ def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(flow: Le
         (group(task, num=3), "has 3 rollouts, this run's have 2"),
         (group(task, rewards=(float("nan"), 1.0)), "reward is nan"),
         (_changed(task, 0, reward=None), "reward is None, it must be from 0 to 1"),
+        (_changed(task, 0, policy_rewards={"planner": 1.5}), "must be from 0 to 1"),
+        (_changed(task, 0, policy_rewards={"judge": 1.0}), "'judge', which is no policy"),
         (group(task, version=1), "version 1 of planner has not been made"),
         *((_changed(task, call={"spans": some}), "spans must cover") for some in spans),
         (_changed(task, call={"logprobs": (-0.5,) * 3}), "needs as many log-probs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,7 +34,12 @@ def load(tmp_path: Path) -> Iterator[Callable[..., RewardFunctions]]:
     """
     number = iter(range(99))
 
-    def load(source: str, names: dict[str, float] | None = None, **options: Any) -> RewardFunctions:
+    def load(
+        source: str,
+        names: dict[str, float] | None = None,
+        policies: tuple[str, ...] = ("planner",),
+        **options: Any,
+    ) -> RewardFunctions:
         path = tmp_path / f"mine{next(number)}.py"
         path.write_text(source)
         function = {
@@ -41,7 +47,7 @@ def load(tmp_path: Path) -> Iterator[Callable[..., RewardFunctions]]:
             for name, w in (names or {"score": 1.0}).items()
         }
         reward = Reward(**{"function": function, "timeout_s": SLOW_S, **options})
-        found = RewardFunctions.load(reward)
+        found = RewardFunctions.load(reward, policies)
         assert found is not None
         return found
 
@@ -395,3 +401,40 @@ def test_options_that_need_a_function_or_exclude_one() -> None:
     function = Config.model_validate({"reward": {"function": "exact"}}).reward.function
     assert function == {"exact": 1.0}
     assert Config.model_validate({"reward": {"function": ""}}) == Config()
+
+
+# ---- by policy
+
+BY_POLICY = f"from flowtrain.rewards import ByPolicy\n{PLAIN}"
+TWO = ("solver", "verifier")
+
+
+def test_each_policy_is_paid_its_own(load: Load) -> None:
+    source = f"{BY_POLICY}return {{'right': ByPolicy(solver=0.5, verifier=0.25), 'short': 0.25}}\n"
+    source += f"{PLAIN.replace('score', 'more')}return 0.25"
+    (found,) = scored(load(source, {"score": 1.0, "more": 0.5}, TWO), rollout("x"))
+    assert found.policy_rewards == {"solver": 0.875, "verifier": 0.625}
+    assert found.reward == 0.875, "the first policy's is the rollout's"
+    own = {"right/solver": 0.5, "right/verifier": 0.25}
+    assert found.reward_parts == {**own, "short": 0.25, "more": 0.25}
+    (plain,) = scored(load(f"{PLAIN}return 0.5", None, TWO), rollout("x"))
+    assert (plain.reward, plain.policy_rewards) == (0.5, {})
+
+
+def test_a_policy_that_a_reward_does_not_name_gets_nothing_of_it(load: Load) -> None:
+    (found,) = scored(load(f"{BY_POLICY}return ByPolicy(verifier=1)", None, TWO), rollout("x"))
+    assert found.policy_rewards == {"solver": 0.0, "verifier": 1.0} and found.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("ByPolicy(judge=1.0)", "'score' has a reward of 'judge', no policy of this run"),
+        ("ByPolicy(solver=2.0)", "the reward of .* for solver is 2, not from 0 to 1"),
+        ("ByPolicy(solver='x')", "not numbers"),
+        ("ByPolicy(solver=float('nan'))", "nan"),
+    ],
+)
+def test_wrong_rewards_by_policy_fail_the_rollout(load: Load, returned: str, told: str) -> None:
+    (found,) = scored(load(f"{BY_POLICY}return {returned}", None, TWO), rollout("x"))
+    assert found.reward is None and re.search(told, found.error), found.error

@@ -1,0 +1,78 @@
+"""Training runs of a program that asks two policies, as a person starts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cli_runs import SMALL, TINY, Run, Server
+from run_checks import steps_of
+from test_train_dataflow import PACE, come_and_go
+
+from flowtrain import toy
+from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
+
+pytest_plugins = ("cli_runs",)
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "workflows" / "solver_verifier.py"
+POLICIES = ("solver", "verifier")
+PAID = """
+from flowtrain.rewards import ByPolicy
+
+def reward(task, answer, trajectory):
+    of = {t.policy: sum(t.call.response_ids) % 2 for t in trajectory.turns}
+    return ByPolicy(of)
+"""
+"""Rewards that vary, whatever so small a model says."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights with a chat template."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tokenizer = toy.new_tokenizer(["What is the area of Chad? Say yes or no."], 300)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(0)
+    tiny = toy.new_model(tokenizer, hidden_size=32, num_layers=1, num_heads=2, max_positions=512)
+    tiny.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def workflow(words: tuple[str, ...], model: Path, tmp_path: Path) -> tuple[object, ...]:
+    own = words[len(SMALL) :]
+    at = own.index("--agent.tools")
+    (tmp_path / "paid.py").write_text(PAID)
+    return (
+        *(*TINY, *own[:at], *own[at + 2 :]),
+        *("--agent.name", f"{EXAMPLE}:SolverVerifier", "--agent.max_turns", "3"),
+        *("--model.path", model, "--train.num_steps", "2", "--rollout.max_new_tokens", "8"),
+        *(word for name in POLICIES for word in (f"--policies.{name}.path", model)),
+        *("--reward.function", f"{tmp_path / 'paid.py'}:reward"),
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_policy_trains_beside_the_other(
+    run: Run, workflow: tuple[object, ...], policy: str
+) -> None:
+    ran = run("run", "--train.policy", policy, base=workflow)
+    for line in steps_of(ran.path):
+        assert line["num_tokens"] > 0 and line["failed_rollouts"] == 0
+        assert line["solver/asked_share"] == line["verifier/asked_share"] == 1.0
+        assert 0 < line[f"{policy}/reward_mean"] < 1
+    trained = {
+        turn["policy"] for each in ran.rollouts for turn in each["turns"] if turn["training"]
+    }
+    assert trained == {policy}, "the other's calls are read, not trained"
+    assert all(set(each["policy_rewards"]) == set(POLICIES) for each in ran.rollouts)
+
+
+@pytest.mark.dist
+def test_a_trainer_for_each_and_nodes_that_come_and_go(
+    server: Server, workflow: tuple[object, ...], tmp_path: Path
+) -> None:
+    both = (*workflow, *PACE)
+    come_and_go(server, tmp_path, {name: (*both, "--train.policy", name) for name in POLICIES})
