@@ -121,7 +121,8 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
         rollouts = joined(rollouts, _roll_out(run, step, number, num_missing, timer), num_asked)
         num_asked += num_missing
         if run.config.algorithm.dynamic_sampling:
-            rollouts, num_mixed = mixed_first(rollouts, run.placement.world)
+            policy = run.config.train.policy
+            rollouts, num_mixed = mixed_first(rollouts, run.placement.world, policy)
             num_missing = num_questions - num_mixed
         if not num_missing:
             break

@@ -10,7 +10,7 @@ from dataclasses import replace
 from flowtrain.algorithms.advantages import are_equal, reward_of
 from flowtrain.training.records import Rollouts
 from flowtrain.training.world import World
-from flowtrain.types import Group
+from flowtrain.types import Group, PolicyName
 
 
 def joined(rollouts: Rollouts, others: Rollouts, num_asked: int) -> Rollouts:
@@ -19,11 +19,11 @@ def joined(rollouts: Rollouts, others: Rollouts, num_asked: int) -> Rollouts:
     return Rollouts([*rollouts.groups, *later], others.logprobs, {})
 
 
-def mixed_first(rollouts: Rollouts, world: World) -> tuple[Rollouts, int]:
-    """Number the groups of all ranks anew: first those whose rewards differ, which share the
-    mini-batches evenly so. Return how many these are, too; collective.
+def mixed_first(rollouts: Rollouts, world: World, policy: PolicyName) -> tuple[Rollouts, int]:
+    """Number the groups of all ranks anew: first those whose rewards differ for the policy, which
+    share the mini-batches evenly so. Return how many these are, too; collective.
     """
-    own = [[group.index, _has_one_reward(group)] for group in rollouts.groups]
+    own = [[group.index, _has_one_reward(group.of_policy(policy))] for group in rollouts.groups]
     texts = world.gather_text(json.dumps(own))
     everyone = sorted((is_equal, index) for text in texts for index, is_equal in json.loads(text))
     number = {index: place for place, (_, index) in enumerate(everyone)}

@@ -54,7 +54,8 @@ def count_step(
     tally.add({"num_groups_dropped": batch.num_groups_dropped})
     tally.add({f"num_excluded/{reason}": number for reason, number in batch.num_filtered.items()})
     count_parts(tally, trajectories, config)
-    count_signal(tally, groups, batch, config.reward.low)
+    of_policy = [group.of_policy(policy) for group in groups]
+    count_signal(tally, of_policy, batch, config.reward.low)
     count_tokens(tally, groups, batch, prepared.rows, policy=policy, sampled=sampled)
     tally.add(spent)
     tally.highest("peak_bytes", peak_bytes)

@@ -161,11 +161,21 @@ def test_mixed_groups_come_first_and_later_rounds_have_other_numbers(alone: Worl
     first = [Group(0, tuple(EQUAL)), Group(1, tuple(MIXED))]
     failed = Group(1, tuple(replace(t, error="x", reward=None) for t in MIXED))
     more = [Group(0, tuple(MIXED[:2])), failed]
-    rollouts, num = mixed_first(joined(Rollouts((), {}, {}), Rollouts(first, {}, {}), 0), alone)
+    begun = joined(Rollouts((), {}, {}), Rollouts(first, {}, {}), 0)
+    rollouts, num = mixed_first(begun, alone, "planner")
     assert num == 1 and [g.index for g in rollouts.groups] == [1, 0]
-    rollouts, num = mixed_first(joined(rollouts, Rollouts(more, {}, {}), 2), alone)
+    rollouts, num = mixed_first(joined(rollouts, Rollouts(more, {}, {}), 2), alone, "planner")
     assert num == 2 and [g.index for g in rollouts.groups] == [2, 0, 1, 3]
     assert rollouts.metrics == {"num_questions_sampled": 4.0}
+
+
+def test_groups_are_mixed_by_the_rewards_of_the_policy_that_is_trained(alone: World) -> None:
+    own = [replace(t, policy_rewards={"planner": 1.0, "verifier": t.reward or 0}) for t in MIXED]
+    both = [
+        replace(t, calls={"verifier": turn.call, **turn.calls}) for t in own for turn in t.turns
+    ]
+    groups = Rollouts([Group(0, tuple(own))], {}, {})
+    assert mixed_first(groups, alone, "planner")[1] == 0
 
 
 def earned(trajectory: Trajectory, *of_turns: float) -> Trajectory:
