@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowtrain.algorithms import Algorithm, load_algorithm
-from flowtrain.algorithms.advantages import whitened
+from flowtrain.algorithms.advantages import reward_of, whitened
 from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
 from flowtrain.training.records import Rollouts
@@ -170,12 +170,14 @@ def test_mixed_groups_come_first_and_later_rounds_have_other_numbers(alone: Worl
 
 
 def test_groups_are_mixed_by_the_rewards_of_the_policy_that_is_trained(alone: World) -> None:
-    own = [replace(t, policy_rewards={"planner": 1.0, "verifier": t.reward or 0}) for t in MIXED]
-    both = [
-        replace(t, calls={"verifier": turn.call, **turn.calls}) for t in own for turn in t.turns
-    ]
-    groups = Rollouts([Group(0, tuple(own))], {}, {})
+    def paid(trajectory: Trajectory) -> Trajectory:
+        turns = [replace(t, calls={**t.calls, "verifier": t.call}) for t in trajectory.turns]
+        own = {"planner": 1.0, "verifier": reward_of(trajectory)}
+        return replace(trajectory, turns=tuple(turns), policy_rewards=own)
+
+    groups = Rollouts([Group(0, tuple(map(paid, MIXED)))], {}, {})
     assert mixed_first(groups, alone, "planner")[1] == 0
+    assert mixed_first(groups, alone, "verifier")[1] == 1
 
 
 def earned(trajectory: Trajectory, *of_turns: float) -> Trajectory:
