@@ -4,6 +4,7 @@ on loopback with its database on disk, and groups as large as those of the quick
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -24,6 +25,7 @@ from flowtrain.types import (
     Call,
     FinishReason,
     Group,
+    ToolCall,
     ToolResult,
     Trajectory,
     Turn,
@@ -67,11 +69,11 @@ def _turn(order: random.Random, is_last: bool) -> Turn:
         finish_reason=FinishReason.STOP,
         text=said,
     )
+    found = ToolResult(f"The {said[:20]} is 1284.", seconds=order.random())
     return Turn(
         calls={"planner": call},
         action=Action("", "", said[:20], "Search"),
-        command=f"tool.execute(query={said[:20]!r})",
-        result=ToolResult(f"The {said[:20]} is 1284.", seconds=order.random()),
+        tool_calls=(ToolCall("Search", json.dumps({"query": said[:20]}), found),),
         verdict=Verdict.STOP if is_last else Verdict.CONTINUE,
         seconds=0.3,
         plan_s=0.29,

@@ -68,8 +68,6 @@ def rollout(task: dict, seed: int, version: int) -> dict:
     turn = {
         "calls": {"planner": call},
         "action": None,
-        "command": "",
-        "result": {"output": ""},
         "verdict": "STOP",
         "seconds": time.monotonic() - begun,
     }

@@ -19,6 +19,7 @@ from flowtrain.types import (
     Sampling,
     SamplingMask,
     Task,
+    ToolCall,
     ToolResult,
     Trajectory,
     Turn,
@@ -66,18 +67,20 @@ def call(
     return Call(ids_of(prompt), done.ids, done.logprobs, spans, reason, **fields)
 
 
-def turn(said: Call | Tokens = 1, act: Action | str | None = None, **fields: Any) -> Turn:
-    """`said`: the planner's; `act`: an action, or the tool that it names."""
+def turn(
+    said: Call | Tokens = 1,
+    act: Action | str | None = None,
+    result: ToolResult | None = None,
+    arguments: str = "{}",
+    **fields: Any,
+) -> Turn:
+    """`said`: the planner's; `act`: an action, or the tool that it names; the rest: its call's."""
     calls = {"planner": said if isinstance(said, Call) else call(said)}
     action = Action("", "", "", act) if isinstance(act, str) else act
-    given = {
-        "calls": calls,
-        "action": action,
-        "command": "",
-        "result": ToolResult(),
-        "seconds": 0.0,
-    }
-    return Turn(**{**given, "verdict": Verdict.CONTINUE, **fields})
+    given = {"calls": calls, "action": action, "verdict": Verdict.CONTINUE, "seconds": 0.0}
+    if action is not None:
+        given["tool_calls"] = (ToolCall(action.tool_name, arguments, result or ToolResult()),)
+    return Turn(**{**given, **fields})
 
 
 def rollout(*turns: Turn, task: Task = TASK, answer: str = "", **fields: Any) -> Trajectory:

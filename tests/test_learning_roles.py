@@ -105,8 +105,8 @@ def right_share(groups: Sequence[Group]) -> float:
     turns = turns_of(groups)
     right = sum(
         turn.action is not None
-        and turn.result.output in turn.retrieved
-        and turn.result.output.startswith(f"The {turn.action.sub_goal} is ")
+        and turn.evidence in turn.tool_calls[0].result.output
+        and turn.evidence.startswith(f"The {turn.action.sub_goal} is ")
         for turn in turns
     )
     return right / len(turns)

@@ -310,4 +310,4 @@ def test_a_teacher_of_another_policy_leaves_the_planner_to_its_own(
     if role == "verifier":
         assert num_asked >= NUM_ROLLOUTS and {turn["verdict"] for turn in mine} == {"STOP"}
     else:
-        assert {turn["result"] for turn in mine} == {reply}
+        assert {turn["evidence"] for turn in mine} == {reply}

@@ -95,7 +95,7 @@ def test_the_agent_of_one_turn_trains(run: Run, agent_words: tuple[str, ...]) ->
     assert ran.json("tokenizer.json")["model"]["type"] == "BPE"
     for rollout in ran.rollouts:
         (turn,) = rollout["turns"]
-        assert turn["action"] is None and not turn["is_error"]
+        assert turn["action"] is None and not turn["problem"]
         assert rollout["answer"] == turn["response_text"].strip()
         assert turn["prompt_ids"] and turn["response_ids"]
     told = re.findall("nothing to learn from in step ([0-9]+)", "\n".join(ran.lines))

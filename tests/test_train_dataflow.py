@@ -40,6 +40,7 @@ from flowtrain.types import (
     Call,
     FinishReason,
     Group,
+    ToolCall,
     ToolResult,
     Trajectory,
     Turn,
@@ -83,8 +84,7 @@ def scripted(lease: Lease, verifies: bool) -> Group:
         return Turn(
             calls={"planner": planner, "verifier": verifier} if verifies else {"planner": planner},
             action=Action("", "", "look", "Search"),
-            command="",
-            result=ToolResult("found"),
+            tool_calls=(ToolCall("Search", "{}", ToolResult("found")),),
             verdict=Verdict.STOP,
             seconds=0.1,
         )

@@ -104,8 +104,8 @@ def test_one_policy_is_trained_and_the_other_stays(
             assert turn["verdict_text"].startswith("Conclusion:")
             assert len(turn["verifier"]["response_ids"]) <= 12
         else:
-            searched = turn["action"] and turn["action"]["tool_name"] == "Search"
-            assert ("refiner" in turn) == bool(searched and not turn["is_error"])
+            found = [used["name"] for used in turn["tool_calls"] if not used["is_error"]]
+            assert ("refiner" in turn) == (found == ["Search"])
     assert sum(role in turn for record in records for turn in record["turns"]) > 10
     for step in steps_of(run):
         if role == "verifier":

@@ -231,7 +231,7 @@ class Session:
 
     def record_malformed(self, call: Call, problem: str) -> None:
         """Record why a response could not be read, which counts as a malformed action."""
-        self._amend(call, result=ToolResult(error=problem))
+        self._amend(call, problem=problem)
 
     def report(self, /, **parts: float) -> None:
         """Report parts of the reward, as an environment does that knows it."""
@@ -357,8 +357,6 @@ def _turn_of(policy: PolicyName, call: Call, seconds: float) -> Turn:
     return Turn(
         calls={policy: call},
         action=None,
-        command="",
-        result=ToolResult(),
         verdict=Verdict.CONTINUE,
         seconds=seconds,
         plan_s=seconds,

@@ -113,7 +113,7 @@ def _judged(trajectory: Trajectory) -> Iterator[tuple[Turn, Memory]]:
     """Yield each turn that a verifier policy decided on, with the memory that the policy read."""
     memory = Memory()
     for turn in trajectory.turns:
-        memory = memory.add(MemoryEntry.of(turn.action, turn.command, turn.result))
+        memory = memory.add(MemoryEntry.of(turn))
         if "verifier" in turn.calls:
             yield turn, memory
 
@@ -126,6 +126,8 @@ def count_evidence(tally: Tally, trajectories: Sequence[Trajectory]) -> None:
     tally.mean("refiner/kept_share", 0, 0)
     for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
         if "refiner" in turn.calls:
-            tally.mean("refiner/empty_share", not turn.retrieved, 1)
-        if "refiner" in turn.calls and turn.retrieved:
-            tally.mean("refiner/kept_share", len(turn.result.output), len(turn.retrieved))
+            tally.mean("refiner/empty_share", not turn.evidence, 1)
+        if "refiner" in turn.calls and turn.evidence:
+            tally.mean(
+                "refiner/kept_share", len(turn.evidence), len(turn.tool_calls[0].result.output)
+            )

@@ -150,16 +150,11 @@ def _count_tokens(counts: dict[str, float], call: Call, num_known: int, is_first
 
 def _count_tools(counts: dict[str, float], turn: Turn, tool_names: Sequence[str]) -> None:
     """Count the tools that a turn asked for."""
-    has_failed = turn.result.error is not None
-    if turn.action is not None:
-        known = [turn.action.tool_name] if turn.action.tool_name in tool_names else []
-        is_malformed, is_error = not known, has_failed
-    else:  # its tools may be those of an environment or a program, which no list names
-        known = [used.name for used in turn.tool_calls if used.name in tool_names]
-        is_malformed = has_failed
-        is_error = any(used.result.error is not None for used in turn.tool_calls)
-    counts["malformed"] += is_malformed
-    counts["tool_errors"] += is_error and (bool(known) or not is_malformed)
+    # An environment or a program may have tools that no list names.
+    known = [used.name for used in turn.tool_calls if used.name in tool_names]
+    is_error = any(used.result.error is not None for used in turn.tool_calls)
+    counts["malformed"] += bool(turn.problem)
+    counts["tool_errors"] += is_error and (bool(known) or not turn.problem)
     for name in known:
         counts[name] += 1
 

@@ -170,14 +170,13 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
     """
     call = turn.call
     num_before = 0 if before is None else num_shared(before.call.prompt_ids, call.prompt_ids)
-    used = turn.tool_calls
     return {
         "policy": turn.policy,
         "response_text": call.text,
         "action": turn.action and asdict(turn.action),
-        "command": turn.command,
-        "result": turn.result.text,
-        "is_error": turn.result.error is not None,
+        "tool_calls": [_tool_call_record(each) for each in turn.tool_calls],
+        "problem": turn.problem,
+        **({"evidence": turn.evidence} if turn.evidence else {}),
         "verdict": turn.verdict.value,
         "verdict_text": turn.verdict_text,
         **_call_record(call),
@@ -186,10 +185,8 @@ def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
         "seconds": round(turn.seconds, 3),
         "plan_s": round(turn.plan_s, 3),
         # Calls of one response run at once.
-        "tool_s": round(max([turn.result.seconds, *(t.result.seconds for t in used)]), 3),
-        **_code_seconds(turn.result),
+        "tool_s": round(max([0.0, *(used.result.seconds for used in turn.tool_calls)]), 3),
         **({"rescued": list(turn.rescued)} if turn.rescued else {}),
-        **({"tool_calls": [_tool_call_record(each) for each in used]} if used else {}),
         **{name: _call_record(each) for name, each in turn.calls.items() if name != turn.policy},
     }
 
@@ -203,6 +200,7 @@ def _tool_call_record(used: ToolCall) -> dict[str, Any]:
         "result": used.result.text,
         "is_error": used.result.error is not None,
         "seconds": round(used.result.seconds, 3),
+        **({"note": used.note} if used.note else {}),
         **_code_seconds(used.result),
     }
 

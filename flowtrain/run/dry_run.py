@@ -257,10 +257,10 @@ def _deeds(turn: Turn) -> Iterator[str]:
     """Say what a turn did with its response."""
     for used in turn.tool_calls:
         yield f"tool {used.name}({used.arguments}): {used.result.text}"
-    if turn.action is not None:
-        yield f"tool {turn.action.tool_name}, {turn.command}: {turn.result.text}"
-    elif turn.result.error is not None:
-        yield f"malformed: {turn.result.error}"
+    if turn.problem:
+        yield f"malformed: {turn.problem}"
+    if turn.evidence:
+        yield f"evidence: {turn.evidence}"
 
 
 def _labelled(label: str, text: str) -> list[str]:

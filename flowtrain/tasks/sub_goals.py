@@ -9,6 +9,7 @@ by rules is no text: it copies a result. A sub-goal that the question names does
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 from flowtrain.types import SubGoal, Task, Turn, UserError
@@ -74,14 +75,18 @@ def check(task: Task) -> None:
 
 def findings(turn: Turn) -> Iterator[tuple[str, str]]:
     """Yield what each tool of a turn was given, and what it found."""
-    action, result = turn.action, turn.result
-    if action is not None and result.error is None and action.tool_name != MEMORY:
-        # A refiner's evidence is a model's text; what it read is the tool's.
-        given = f"{action.context} {action.sub_goal} {turn.command}"
-        yield given, turn.retrieved or result.output
+    planned = f"{turn.action.context} {turn.action.sub_goal} " if turn.action else ""
     for used in turn.tool_calls:
         if used.result.error is None and used.name != MEMORY:
-            yield used.arguments, used.result.output
+            yield planned + _unescaped(used.arguments), used.result.output
+
+
+def _unescaped(arguments: str) -> str:
+    """Return the JSON with its letters as they are read, whatever a model escaped of them."""
+    try:
+        return json.dumps(json.loads(arguments), ensure_ascii=False)
+    except ValueError:
+        return arguments
 
 
 def _names(goal: SubGoal, text: str) -> bool:

@@ -49,14 +49,16 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that a response asked for, of agents whose turns may ask for several."""
+    """A call of a tool that a response asked for."""
 
     name: str
     arguments: str
-    """JSON, as the response has it."""
+    """JSON; "" where AgentFlow's executor wrote no command."""
     result: ToolResult = ToolResult()
     id: str = ""
     """Names the call within its rollout, where the messages to the model do."""
+    note: str = ""
+    """What the flow reads beside the command, "the first of 2 commands"."""
 
 
 class Verdict(enum.StrEnum):
@@ -76,22 +78,21 @@ class Turn:
     has searched: one call, about all that the turn's command found. Those of other agents have
     one."""
     action: Action | None
-    """None for an answer and, with an error as `result`, for a malformed response."""
-    command: str
-    """The command that the executor ran, or why it ran nothing."""
-    result: ToolResult
+    """What AgentFlow's planner decided on; None of other agents, and of a malformed response."""
     verdict: Verdict
     seconds: float
     plan_s: float = 0.0
     """Seconds of the turn that the planner took."""
     verdict_text: str = ""
     """The verifier's reply; "" where a rule decided."""
-    retrieved: str = ""
-    """The tool's output, where a refiner made the result of it; else ""."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """All that the response asked for, in its order; AgentFlow's asks for one."""
+    problem: str = ""
+    """Why the response is malformed: nothing could be read, or no tool is called so; else ""."""
+    evidence: str = ""
+    """What a refiner made of the tool's output, which the flow goes on with; "": as it is."""
     rescued: tuple[str, ...] = ()
     """Lenient rules that it took to read the replies, as "planner/labels"."""
-    tool_calls: tuple[ToolCall, ...] = ()
-    """All that the response asked for, in its order; AgentFlow's turns have `action` instead."""
 
     @property
     def policy(self) -> PolicyName:

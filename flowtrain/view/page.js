@@ -57,7 +57,7 @@ const rewardText = (rollout) => (rollout.reward == null ? "not scored" : String(
 
 function haystack(rollout) {
   rollout.text ??= [rollout.id, rollout.task_id, rollout.question, rollout.answer, ...rollout.answers, ...rollout.turns.flatMap((turn) =>
-    [turn.response_text, turn.command, turn.result, turn.action?.tool_name, ...usedTools(turn).flatMap((used) => [used.name, used.arguments, used.result])])].join("\n").toLowerCase();
+    [turn.response_text, turn.problem, turn.evidence, turn.action?.tool_name, ...usedTools(turn).flatMap((used) => [used.name, used.arguments, used.result])])].join("\n").toLowerCase();
   return rollout.text;
 }
 
@@ -153,12 +153,12 @@ function drawRollout(rollout) {
 
 const turnTime = (turn) => seconds(turn.seconds) + (turn.plan_s == null ? "" : `: planner ${seconds(turn.plan_s)}, tool ${seconds(turn.tool_s)}`);
 const usedTools = (turn) => turn.tool_calls ?? [];
-const hasError = (turn) => turn.is_error || usedTools(turn).some((used) => used.is_error);
-const isAnswer = (turn) => !turn.action && !turn.is_error && !usedTools(turn).length;
+const hasError = (turn) => turn.problem || usedTools(turn).some((used) => used.is_error);
+const isAnswer = (turn) => !turn.action && !turn.problem && !usedTools(turn).length;
 const turnName = (turn) => (turn.action ? visible(turn.action.tool_name) : isAnswer(turn) ? "answer"
-  : [...usedTools(turn).map((used) => visible(used.name)), ...(turn.is_error ? ["malformed"] : [])].join(", "));
+  : [...usedTools(turn).map((used) => visible(used.name)), ...(turn.problem ? ["malformed"] : [])].join(", "));
 const callRows = (turn) => usedTools(turn).flatMap((used) => [
-  row("Call", [h("b", {}, visible(used.name)), " ", visible(used.arguments)], "mono"),
+  row("Call", [h("b", {}, visible(used.name)), " ", visible(used.arguments || "no command"), used.note && `  # ${visible(used.note)}`], "mono"),
   row(used.is_error ? "Error" : "Result", visible(used.result), used.is_error ? "mono wrong" : "mono"),
   row("Code", used.code_wall_s != null && `${seconds(used.code_wall_s)}, ${seconds(used.code_cpu_s)} of them on a core`)]);
 
@@ -169,12 +169,10 @@ function drawTurn(rollout, turn, index) {
   const about = [plural(turn.response_ids.length, "token"), versions.length > 0 && `weights ${versions.join(", ")}`, trained, turnTime(turn)];
   const fields = action ? [row("Justification", visible(action.justification)), row("Context", visible(action.context)),
     row("Sub-goal", visible(action.sub_goal)), row("Tool", visible(action.tool_name))]
-    : turn.is_error ? [row("Action", h("span", { class: "wrong" }, usedTools(turn).length ? "malformed" : "malformed: no tool ran"))] : [];
-  const asked = action || turn.is_error;
-  const rest = isAnswer(turn) ? [] : [h("div", { class: "sep" }), callRows(turn), fields,
-    row("Command", asked && visible(turn.command), "mono"),
-    row(turn.is_error ? "Error" : "Result", asked && visible(turn.result), turn.is_error ? "mono wrong" : "mono"),
-    row("Code", turn.code_wall_s != null && `${seconds(turn.code_wall_s)}, ${seconds(turn.code_cpu_s)} of them on a core`),
+    : turn.problem ? [row("Action", h("span", { class: "wrong" }, usedTools(turn).length ? "malformed" : "malformed: no tool ran"))] : [];
+  const rest = isAnswer(turn) ? [] : [h("div", { class: "sep" }), fields, callRows(turn),
+    row("Evidence", turn.evidence && visible(turn.evidence), "mono"),
+    row("Problem", turn.problem && visible(turn.problem), "mono wrong"),
     row("Verdict", turn.verdict && [visible(turn.verdict), turn.verdict_text && `: ${visible(turn.verdict_text)}`])];
   return h("article", { class: "card turn" },
     h("div", { class: "split" }, h("h3", {}, `Turn ${index + 1} `, h("span", {}, turnName(turn))),

@@ -7,7 +7,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from flowtrain.agents.agentflow.planner import NO_TOOL
 from flowtrain.view.log import Place, is_right
 
 LONGEST_TEXT = 20_000
@@ -35,31 +34,24 @@ def rollout_record(
 
 def _outcomes(place: Place, truncated: str, turns: list[dict[str, Any]]) -> list[str]:
     """ "right" or "wrong" first; then what went wrong on the way."""
-    malformed = [
-        turn["is_error"]
-        if turn["action"] is None
-        else turn["action"]["tool_name"].startswith(NO_TOOL)
-        for turn in turns
-    ]
     found = {
         "unscored": place.reward is None,
         "right": is_right(place.reward),
         "wrong": place.reward is not None and not is_right(place.reward),
-        "malformed": any(malformed),
-        "tool error": any(
-            (turn["is_error"] and not bad)
-            or any(used["is_error"] for used in turn.get("tool_calls", ()))
-            for turn, bad in zip(turns, malformed, strict=True)
-        ),
+        "malformed": any(turn.get("problem") for turn in turns),
+        "tool error": any(used["is_error"] for turn in turns for used in _tool_calls(turn)),
         "truncated": bool(truncated) or any(turn["finish_reason"] in _CUT_OFF for turn in turns),
     }
     return [name for name, holds in found.items() if holds]
 
 
+def _tool_calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return turn.get("tool_calls", [])  # logs of an early version have no such list
+
+
 def _turn_record(turn: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     shown = {key: value for key, value in turn.items() if key not in _UNSHOWN}
-    if used := turn.get("tool_calls"):
-        shown["tool_calls"] = [_cut(each) for each in used]
+    shown["tool_calls"] = [_cut(each) for each in _tool_calls(turn)]
     texts = prompt = None
     if tokenizer is not None:
         texts = pieces(tokenizer, turn["response_ids"])

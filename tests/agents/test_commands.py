@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make import Chat, Tool
 
-from flowtrain.agents.agentflow.commands import fitted, read_command, write_command
+from flowtrain.agents.agentflow.commands import command_of, fitted, read_command, write_command
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.tools import ToolCard
 from flowtrain.tools.base import Parameter, schema_of
@@ -78,7 +78,8 @@ def execute(reply: str) -> tuple[str, str, tuple[str, ...]]:
     executor = Executor(tools, 5.0, 100, Chat(reply), 5.0)
     action = Action("", "", "area", "Python_Coder")
     done = asyncio.run(executor.execute("q", action, 0, 5.0))
-    return done.command, done.result.text, done.rescued
+    assert done.tool_call is not None
+    return command_of(done.tool_call), done.tool_call.result.text, done.rescued
 
 
 def test_the_executor_says_what_it_took() -> None:

@@ -89,5 +89,5 @@ def test_a_reply_that_may_have_been_cut_is_not_imitated() -> None:
 
 def test_without_a_refiner_there_is_nothing_to_imitate() -> None:
     flow, rollout = make(None, 0)
-    assert any(turn.result.output for turn in rollout.turns)
+    assert any(turn.tool_calls[0].result.output for turn in rollout.turns)
     assert refinements(flow, [rollout], CharTokenizer(), 1000) == []

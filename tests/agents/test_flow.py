@@ -9,7 +9,8 @@ from typing import Any
 import make
 import pytest
 
-from flowtrain.agents.agentflow.executor import NO_COMMAND, Executor
+from flowtrain.agents.agentflow.commands import NO_COMMAND, command_of
+from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.agents.agentflow.flow import MALFORMED, Flow, FlowLimits
 from flowtrain.agents.agentflow.generator import Answer, Generator
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
@@ -129,7 +130,7 @@ def run(flow: Flow, seed: int = 11) -> Trajectory:
 
 
 def results(trajectory: Trajectory) -> list[str]:
-    return [turn.result.text for turn in trajectory.turns]
+    return [MemoryEntry.of(turn).result for turn in trajectory.turns]
 
 
 # ---- how it ends
@@ -193,8 +194,8 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
     loop = flow([None, ECHO], always)
     trajectory = run(loop)
     first, second = trajectory.turns
-    expected = (None, NO_COMMAND, MALFORMED, Verdict.CONTINUE)
-    assert (first.action, first.command, first.result.error, first.verdict) == expected
+    expected = (None, (), MALFORMED, Verdict.CONTINUE)
+    assert (first.action, first.tool_calls, first.problem, first.verdict) == expected
     assert first.calls["planner"].response_ids == completion(0).ids, "trained like any others"
     assert (second.verdict, trajectory.answer) == (Verdict.STOP, "1284")
     memory = loop.planner.asked[1][0]
@@ -204,7 +205,7 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
 def test_unknown_tool_spends_turn_with_error() -> None:
     trajectory = run(flow([using(NO_TOOL + "Calculator")], always, max_turns=1))
     (turn,) = trajectory.turns
-    assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
+    assert (turn.tool_calls, turn.problem) == ((), "tool 'Calculator' was not found")
     expected = (Verdict.CONTINUE, "turns", "")
     assert (turn.verdict, trajectory.truncated, trajectory.answer) == expected
 
@@ -255,8 +256,9 @@ def test_the_sub_goal_reaches_the_tool_word_for_word(sub_goal: str) -> None:
 
     action = Action("", "", sub_goal, "Note")
     executor = Executor({"Note": make.Tool(ToolCard("Note", "x"), note)}, 5.0, 100)
-    command, result, _ = asyncio.run(executor.execute("q", action, 0, 5.0))
-    assert (seen, result.output) == ([sub_goal], "ok")
+    used, _, _ = asyncio.run(executor.execute("q", action, 0, 5.0))
+    assert used is not None and (seen, used.result.output) == ([sub_goal], "ok")
+    command = command_of(used)
     assert command.startswith("execution = tool.execute(query=") and "\n" not in command
 
 
@@ -404,8 +406,8 @@ def test_branch_memory_equals_parents_at_branch_point() -> None:
     _, planner = branch(root, 1, 1)
     (memory, turn, _, _), *_ = planner.asked
     assert turn == 2 and len(memory.entries) == 2
-    was = root.turns[0]
-    assert memory.entries[0] == MemoryEntry("Echo", "area of Chad", was.command, was.result.text)
+    command, result = 'execution = tool.execute(query="area of Chad")', "The area of Chad is 1284."
+    assert memory.entries[0] == MemoryEntry("Echo", "area of Chad", command, result)
 
 
 def test_a_whole_rollout_is_no_branch() -> None:

@@ -163,7 +163,7 @@ return json.dumps([message.message.content, message.finish_reason])
 def test_a_malformed_call_is_text_and_is_counted(tmp_path: Path) -> None:
     broken = '<tool_call>\n{"name": "search", "arg\n</tool_call>'
     trajectory, _ = solved(tmp_path, TOOL_TURNS, broken)
-    assert trajectory.answer == broken and "JSON" in trajectory.turns[0].result.error
+    assert trajectory.answer == broken and "JSON" in trajectory.turns[0].problem
 
 
 def test_two_agents_in_one_rollout_are_two_conversations(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from toy_options import toy
 
 from flowtrain.agents.agentflow import build
 from flowtrain.agents.agentflow.build import MODULES, make_flow
-from flowtrain.agents.agentflow.executor import NO_COMMAND
+from flowtrain.agents.agentflow.commands import NO_COMMAND
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.prompts import FullPrompt
@@ -31,7 +31,7 @@ from flowtrain.engines import endpoint
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.rewards import score
 from flowtrain.tools import Parameter, ToolCard, schema_of
-from flowtrain.types import Action, Group, Sample, Task, Trajectory, UserError, Verdict
+from flowtrain.types import Action, Group, Sample, Task, Trajectory, Turn, UserError, Verdict
 
 SECRET = re.compile(r"SECRET-\d+-END")
 ROLES = {
@@ -74,6 +74,14 @@ def steps(prompt: str) -> int:
 
 def by(reply: Response | str) -> Callable[[str], Response | str]:
     return lambda prompt: reply
+
+
+def command_in(turn: Turn) -> str:
+    return MemoryEntry.of(turn).command
+
+
+def output(turn: Turn) -> str:
+    return turn.tool_calls[0].result.output
 
 
 def command(*calls: str) -> str:
@@ -157,8 +165,8 @@ def test_all_roles_on_one_server_give_the_expected_trajectory() -> None:
     first, second = trajectory.turns
     seen = [turn.action for turn in trajectory.turns]
     assert seen == [Action("j", f"c{n}", f"goal {n}", "Wiki") for n in range(2)]
-    assert first.command == 'execution = tool.execute(query="area of Chad", limit=3)'
-    assert first.result.output == "found area of Chad (3)"
+    assert command_in(first) == 'execution = tool.execute(query="area of Chad", limit=3)'
+    assert output(first) == "found area of Chad (3)"
     assert (first.verdict, second.verdict) == (Verdict.CONTINUE, Verdict.STOP)
     assert first.verdict_text == "Do not stop too early.\nConclusion: CONTINUE"
     assert len(engine.prompts) == 2
@@ -235,7 +243,7 @@ def test_no_task_sees_the_memory_of_another() -> None:
         assert len(set(SECRET.findall(prompt))) == 1, prompt
     for index, group in enumerate(groups):
         for each in group.trajectories:
-            turns = [turn.command + turn.result.output + turn.verdict_text for turn in each.turns]
+            turns = [command_in(turn) + output(turn) + turn.verdict_text for turn in each.turns]
             for text in (each.analysis, each.answer, *turns):
                 assert set(SECRET.findall(text)) == {f"SECRET-{index}-END"}
             assert len(turns) == 3
@@ -276,35 +284,37 @@ def test_bad_tool_spends_turn_and_verifier_runs() -> None:
     expected = ["analyst", "verifier", "verifier", "generator"]
     assert [role_of(prompt) for prompt in server.prompts] == expected
     turn = trajectory.turns[0]
-    assert (turn.command, turn.result.error) == (NO_COMMAND, "tool 'Calculator' was not found")
+    assert (turn.tool_calls, turn.problem) == ((), "tool 'Calculator' was not found")
     assert "was not found" in server.prompts[1]
 
 
 @pytest.mark.parametrize(
     ("reply", "shown", "error"),
     [
-        ("I refuse.", "No command found in: I refuse.", "the executor wrote no command"),
+        ("I refuse.", NO_COMMAND, "the executor wrote no command: I refuse."),
         (command("limit=2"), "(limit=2)", "takes (query: str, limit: int (optional)); got"),
         (command("query=7"), "(query=7)", "got (query: int)"),
+        (command("query={1}"), NO_COMMAND, "its arguments are no JSON"),
         (command("query='a', x='b'"), "x=", "got (query: str, x: str)"),
     ],
 )
 def test_a_bad_command_is_an_error_of_its_turn(reply: str, shown: str, error: str) -> None:
     turn = run_with(executor=by(reply))[0].turns[0]
-    assert shown in turn.command and error in turn.result.error
+    assert shown in command_in(turn) and error in turn.tool_calls[0].result.error
     assert turn.verdict is Verdict.CONTINUE
 
 
 def test_reply_without_command_is_kept_shortened() -> None:
     turn = run_with(executor=by("no " * 100_000))[0].turns[0]
-    assert 300 < len(turn.command) < 400 and "characters left out" in turn.command
+    error = turn.tool_calls[0].result.error
+    assert 300 < len(error) < 400 and "characters left out" in error
 
 
 def test_first_of_several_commands_is_run_with_a_note() -> None:
     trajectory, server = run_with(executor=by(command("query='a'", "query='b'")))
     turn, note = trajectory.turns[0], "the first of 2 commands"
-    assert turn.command == f'execution = tool.execute(query="a")  # {note}'
-    assert turn.result.output == "found a (1)" and note in server.prompts[2]
+    assert command_in(turn) == f'execution = tool.execute(query="a")  # {note}'
+    assert output(turn) == "found a (1)" and note in server.prompts[2]
 
 
 def test_a_generator_without_tags_answers_with_all_it_says() -> None:
@@ -323,7 +333,8 @@ def test_an_executor_that_fails_is_an_error_of_its_turn() -> None:
     trajectory, _ = run_with(executor=broken)
     told = r"the executor failed: engines\.local: HTTP 500.*out of order"
     for turn in trajectory.turns:
-        assert turn.command == NO_COMMAND and re.match(told, turn.result.error)
+        (used,) = turn.tool_calls
+        assert command_in(turn) == NO_COMMAND and re.match(told, used.result.error)
     assert (trajectory.error, trajectory.answer) == ("", "1284")
 
 

@@ -155,7 +155,7 @@ def test_memory_budget_keeps_prompt_within_model(budget: int, truncated: str) ->
     trajectory = asyncio.run(flow.run(TASK, 0))
     assert trajectory.truncated == truncated
     assert len(trajectory.turns) == (4 if budget else 1)
-    assert all(len(turn.result.output) > 50_000 for turn in trajectory.turns), (
+    assert all(len(turn.tool_calls[0].result.output) > 50_000 for turn in trajectory.turns), (
         "the record keeps all; the prompts do not"
     )
     if budget:

@@ -29,6 +29,7 @@ from flowtrain.types import (
     FinishReason,
     Task,
     Trajectory,
+    Turn,
     UserError,
     VersionSpan,
 )
@@ -135,20 +136,24 @@ def archive_and_clock() -> dict[str, Tool]:
     }
 
 
+def output(turn: Turn) -> str:
+    return turn.tool_calls[0].result.output
+
+
 def run(flow: Flow) -> Trajectory:
     return asyncio.run(flow.run(TASK, 0))
 
 
 def test_a_search_has_its_call_and_other_turns_have_none() -> None:
     search, other = run(flow(refiner(says(LINE)))).turns
-    assert (search.result.output, search.retrieved) == ("It is 1240.", f"area of Mali: {PASSAGES}")
+    assert (search.evidence, output(search)) == ("It is 1240.", f"area of Mali: {PASSAGES}")
     assert set(search.calls) == {"planner", "refiner"} and set(other.calls) == {"planner"}
-    assert other.retrieved == "" and other.result.output.startswith("area of Mali: ")
+    assert other.evidence == "" and output(other).startswith("area of Mali: ")
 
 
 def test_an_empty_reply_leaves_the_passages_and_is_trained_all_the_same() -> None:
     search = run(flow(refiner(says("  ")))).turns[0]
-    assert search.result.output.endswith(PASSAGES) and search.retrieved == ""
+    assert output(search).endswith(PASSAGES) and search.evidence == ""
     assert search.calls["refiner"].response_ids == (32, 32)
 
 
@@ -159,7 +164,7 @@ def test_an_engine_that_is_gone_ends_the_rollouts_and_a_frozen_one_leaves_the_pa
 
     gone = Chat(EngineError("no reply"))
     trajectory = run(flow(ModelRefiner(ChatVoice(gone), FullRefinerPrompt(), 100)))
-    assert not trajectory.error and trajectory.turns[0].result.output.endswith(PASSAGES)
+    assert not trajectory.error and output(trajectory.turns[0]).endswith(PASSAGES)
 
 
 def test_its_calls_are_the_samples_and_turns_without_a_search_are_not_missed() -> None:

@@ -191,7 +191,7 @@ def test_a_wrong_tool_is_a_result(name: str, arguments: dict[str, object], error
     assert trajectory.answer == f"Error: {error}" and not trajectory.error
     (turn,) = trajectory.turns
     assert turn.tool_calls[0].result.error == error
-    assert turn.result.error == ("there is no tool 'Whisper'" if name == "Whisper" else None)
+    assert turn.problem == ("there is no tool 'Whisper'" if name == "Whisper" else "")
 
 
 def test_tools_that_ran_elsewhere_and_malformed_responses_are_recorded() -> None:
@@ -203,7 +203,7 @@ def test_tools_that_ran_elsewhere_and_malformed_responses_are_recorded() -> None
 
     (turn,) = run(program).turns
     assert turn.tool_calls == (ToolCall("their", "{}", ToolResult("so"), "c1"),)
-    assert turn.result.error == "no JSON" and turn.action is None
+    assert turn.problem == "no JSON" and turn.action is None
 
 
 def test_an_environment_reports_the_reward() -> None:

@@ -96,7 +96,7 @@ def test_the_turn_holds_the_sampled_tokens_and_no_error() -> None:
     call = turn.calls["planner"]
     assert call.response_ids == tuple(map(ord, "so: 5")) and call.logprobs == (-0.5,) * 5
     assert call.spans == (VersionSpan(0, 5, 7),)
-    assert turn.action is None and turn.result.error is None and turn.verdict is Verdict.STOP
+    assert turn.action is None and not turn.problem and turn.verdict is Verdict.STOP
     assert trajectory.truncated == "" and trajectory.seed == 11
 
 

@@ -25,7 +25,7 @@ from flowtrain.agents.policy import Moment, Policy
 from flowtrain.agents.registry import load_kind
 from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.tools.base import Parameter, ToolCard, schema_of
-from flowtrain.types import Call, Task, ToolResult, Turn, UserError, Verdict
+from flowtrain.types import Call, Task, Turn, UserError, Verdict
 
 TASK = Task("t-1", "What is the area of Chad?", ("1284",))
 EXACT = "Justification: j\nContext: c\nSub-Goal: area of Chad\nTool Name: Search"
@@ -98,8 +98,7 @@ def test_a_reply_becomes_what_the_student_reads(reply: str, prompt: str, written
 
 
 def turn_of(found: Plan) -> Turn:
-    error = "the action was malformed" if found.action is None else None
-    return Turn({"planner": found.call}, found.action, "", ToolResult(error=error), Verdict.STOP, 0)
+    return Turn({"planner": found.call}, found.action, Verdict.STOP, 0)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_a_verdict_is_written_as_the_student_reads_it(
 
 def test_a_reply_without_a_verdict_leaves_nothing_to_imitate() -> None:
     found, call = verdict("Who knows?")
-    turn = Turn({"planner": call, "verifier": call}, None, "", ToolResult(), found, 0.0)
+    turn = Turn({"planner": call, "verifier": call}, None, found, 0.0)
     assert found is Verdict.CONTINUE and not is_readable(turn, "verifier")
 
 

@@ -109,7 +109,7 @@ def test_it_calls_reads_and_answers(style: str) -> None:
     expected = ("Search", '{"query": "area of Chad"}', FOUND)
     assert (used.name, used.arguments, used.result.output) == expected
     assert [turn.verdict for turn in done.turns] == [Verdict.CONTINUE, Verdict.STOP]
-    assert done.turns[1].tool_calls == () and done.turns[0].result.error is None
+    assert done.turns[1].tool_calls == () and not done.turns[0].problem
     assert FOUND in rollout.prompt() and "Looks words up." in rollout.prompt(0)
 
 
@@ -156,7 +156,7 @@ def test_a_malformed_call_is_counted_and_does_not_stop_the_others() -> None:
     text = "<tool_call>Search</tool_call>" + call("hermes", "area of Chad")
     rollout = Rollout(styled("qwen2.5"), text, "So.")
     turn = rollout.done.turns[0]
-    assert turn.action is None and "no valid JSON" in str(turn.result.error)
+    assert turn.action is None and "no valid JSON" in turn.problem
     assert [used.result.output for used in turn.tool_calls] == [FOUND]
     prompt = rollout.prompt()
     assert prompt.index("no valid JSON") < prompt.index(FOUND)

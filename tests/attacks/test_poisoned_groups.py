@@ -88,7 +88,7 @@ def test_the_largest_group_of_a_run_is_no_bomb(flow: Ledger) -> None:
         sampling_mask=mask,
     )
     whole = group(TASKS[0], num=config.rollout.group_size)
-    turn = replace(whole.trajectories[0].turns[0], calls={"planner": call}, retrieved="x" * 800_000)
+    turn = replace(whole.trajectories[0].turns[0], calls={"planner": call}, evidence="x" * 800_000)
     turns = (turn,) * config.agent.max_turns
     rollouts = tuple(replace(each, turns=turns) for each in whole.trajectories)
     num_bytes = len(inflated(pack_group(replace(whole, trajectories=rollouts))))

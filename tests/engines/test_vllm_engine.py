@@ -60,7 +60,6 @@ from flowtrain.types import (
     Sample,
     Sampling,
     Task,
-    ToolResult,
     Turn,
     UserError,
     Verdict,
@@ -268,7 +267,7 @@ class TestVllm:
         sampling = Sampling(12, 0.8, 20, 0.9, ignore_end=True, seed=1)
         (root,) = generate(at_0.engine, [(PROMPTS[2], sampling)])
         calls = {"planner": Call.of(PROMPTS[2], root, "")}
-        turn = Turn(calls, None, "", ToolResult(), Verdict.CONTINUE, seconds=0.0)
+        turn = Turn(calls, None, Verdict.CONTINUE, seconds=0.0)
         opening = ResponsePrefix.of(turn, num_kept)
         planner = ModelPlanner(
             Policy(at_0.engine, at_0.tokenizer, 12, 0.8, 60.0, 20, 0.9),

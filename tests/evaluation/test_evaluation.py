@@ -29,15 +29,18 @@ from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.toy import new_tokenizer
 from flowtrain.training.world import World
-from flowtrain.types import BranchPoint, Call, Task, ToolResult, Trajectory, Turn
+from flowtrain.types import Action, BranchPoint, Call, Task, ToolResult, Trajectory, Turn
 
 WORLD = World(0, 1, torch.device("cpu"))
 TOOLS = ("Search", "Python_Coder", "Base_Generator")
 
 
 def turn(tool: str | None, num_prompt: int, num_response: int, error: str | None = None) -> Turn:
-    found = ToolResult("" if error else "found", error)
-    return make.turn(call(num_response, num_prompt), tool, result=found)
+    said = call(num_response, num_prompt)
+    if tool not in TOOLS:
+        act = tool and Action("", "", "", tool)
+        return make.turn(said, act, tool_calls=(), problem=error or "")
+    return make.turn(said, tool, ToolResult("" if error else "found", error))
 
 
 def rollout(reward: float | None, *turns: Turn, truncated: str = "") -> Trajectory:
@@ -103,8 +106,7 @@ def test_segments_are_turns_that_go_on_with_no_earlier_one() -> None:
 
 
 def test_an_answer_without_tools_is_not_malformed() -> None:
-    answer = replace(turn(None, 10, 2), result=ToolResult())
-    stats = stats_of([rollout(1.0, answer)], ())
+    stats = stats_of([rollout(1.0, turn(None, 10, 2))], ())
     assert (stats.malformed_share, stats.tool_error_share, stats.turns_mean) == (0.0, 0.0, 1.0)
     assert stats.tool_shares == {}
 

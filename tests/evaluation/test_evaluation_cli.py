@@ -155,7 +155,8 @@ def test_an_evaluation_leaves_its_records_and_numbers(
         )
         if number % 3 != 1:
             assert (record["reward"], record["answer"]) == (1.0, task.answers[0])
-            assert turn["action"]["tool_name"] == "Search" and task.answers[0] in turn["result"]
+            (used,) = turn["tool_calls"]
+            assert used["name"] == "Search" and task.answers[0] in used["result"]
     summary = scores(tmp_path / "run")["bamboogle"]
     rewards = {
         t: [r["reward"] for r in records if (r["benchmark"], r["trial"]) == ("bamboogle", t)]

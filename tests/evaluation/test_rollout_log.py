@@ -211,9 +211,7 @@ SUM = Task("7", "What is 1 plus 1?", ("2",))
 def trajectory(answer: str = "2", reward: float | None = 1.0, error: str = "") -> Trajectory:
     said = call((8, 9), (5, 6, 7), (-0.5, -0.25), text="text")
     action, found = Action("", "", "1 + 1", "Python_Coder"), ToolResult("2")
-    turn = make.turn(
-        said, action, command="command", result=found, verdict=Verdict.STOP, seconds=0.5
-    )
+    turn = make.turn(said, action, found, '{"code": "1"}', verdict=Verdict.STOP, seconds=0.5)
     fields = {"reward": reward, "scored_by": "exact", "error": error, "seconds": 1.5, "seed": 42}
     return make.rollout(turn, task=SUM, answer=answer, **fields)
 
@@ -244,8 +242,12 @@ def test_a_line_holds_all_there_is_to_know(tmp_path: Path) -> None:
     )
     assert line["usage"] == {"prompt_tokens": 70, "reply_tokens": 5, "cost": 0.5}
     (turn,) = line["turns"]
-    expected = ([5, 6, 7], "text", "command", "2")
-    assert (turn["prompt_ids"], turn["response_text"], turn["command"], turn["result"]) == expected
+    (used,) = turn["tool_calls"]
+    assert (turn["prompt_ids"], turn["response_text"]) == ([5, 6, 7], "text")
+    assert (used["name"], used["arguments"], used["result"]) == (
+        *("Python_Coder", '{"code": "1"}'),
+        "2",
+    )
     assert (turn["verdict"], turn["num_prompt_tokens"]) == ("STOP", 3)
     assert (turn["response_ids"], turn["seconds"]) == ([8, 9], 0.5)
 

@@ -16,7 +16,6 @@ from flowtrain.evaluation.rollout_log import Entry
 from flowtrain.evaluation.summary import Key, Rows, Score, as_json, summarise, table, wilson
 from flowtrain.metrics import aligned
 from flowtrain.metrics.rollouts import count_rollouts
-from flowtrain.types import ToolResult
 
 TOOLS = ("Search", "Python_Coder")
 
@@ -37,7 +36,7 @@ def record(
     """A rollout of two turns."""
     turns = (
         make.turn(make.call(2, 10), "Search"),
-        make.turn(make.call(4, 20), result=ToolResult("", "malformed")),
+        make.turn(make.call(4, 20), problem="malformed"),
     )
     counts = count_rollouts([make.rollout(*turns, reward=1.0)], TOOLS)
     usage = Usage(1000, 50, 0.25)

@@ -52,7 +52,7 @@ def make_turn(action: Action | None, text: str = "raw response", **changes: Any)
     spans = VersionSpan(0, 1, 6), VersionSpan(1, 2, 7)
     said = call((4, 5), (1, 2, 3), (-0.123456789, -2.0), text=text, spans=spans)
     fields = {
-        "command": 'lookup("Chad")',
+        "arguments": '{"query": "Chad"}',
         "result": ToolResult(output="N'Djamena", seconds=0.1),
         "verdict": Verdict.STOP,
         "seconds": 0.5,
@@ -68,8 +68,7 @@ def trajectory() -> Trajectory:
     malformed = make_turn(
         None,
         text="I would\nrather chat",
-        command="nothing ran: malformed action",
-        result=ToolResult(error="malformed"),
+        problem="no action",
         verdict=Verdict.CONTINUE,
     )
     task = Task(

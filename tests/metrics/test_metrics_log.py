@@ -227,9 +227,17 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
             "sub_goal": "Find the capital of Chad",
             "tool_name": "Lookup_Tool",
         },
-        "command": 'lookup("Chad")',
-        "result": "N'Djamena",
-        "is_error": False,
+        "tool_calls": [
+            {
+                "name": "Lookup_Tool",
+                "arguments": '{"query": "Chad"}',
+                "id": "",
+                "result": "N'Djamena",
+                "is_error": False,
+                "seconds": 0.1,
+            }
+        ],
+        "problem": "",
         "verdict": "STOP",
         "verdict_text": "",
         "spans": [[0, 1, 6], [1, 2, 7]],
@@ -245,23 +253,22 @@ def test_trajectories_are_written_in_full(tmp_path: Path, trajectory: Trajectory
         "tool_s": 0.1,
     }
     assert (malformed["prompt_shared"], malformed["prompt_ids"]) == (0, [1, 2, 3])
-    expected = (None, True, "Error: malformed")
-    assert (malformed["action"], malformed["is_error"], malformed["result"]) == expected
+    expected = (None, [], "no action")
+    assert (malformed["action"], malformed["tool_calls"], malformed["problem"]) == expected
 
 
 def test_a_turn_that_ran_code_has_its_times(trajectory: Trajectory) -> None:
-    result = ToolResult("42", seconds=3.0, wall_s=1.23456, cpu_s=0.5)
-    turn = dataclasses.replace(trajectory.turns[1], result=result)
+    used = ToolCall("Code", "{}", ToolResult("42", seconds=3.0, wall_s=1.23456, cpu_s=0.5))
+    turn = dataclasses.replace(trajectory.turns[1], tool_calls=(used,))
     (line,) = trajectory_record(dataclasses.replace(trajectory, turns=(turn,)), 0)["turns"]
-    assert (line["tool_s"], line["code_wall_s"], line["code_cpu_s"]) == (3.0, 1.235, 0.5)
+    (ran,) = line["tool_calls"]
+    assert (line["tool_s"], ran["code_wall_s"], ran["code_cpu_s"]) == (3.0, 1.235, 0.5)
 
 
 def test_calls_of_tools_are_written(trajectory: Trajectory) -> None:
     good = ToolCall("Search", '{"query": "x"}', ToolResult("y", seconds=0.5), "id-1")
     bad = ToolCall("Look", "{}", ToolResult(error="none", seconds=0.25, wall_s=0.2, cpu_s=0.1))
-    turn = dataclasses.replace(
-        trajectory.turns[1], action=None, result=ToolResult(), tool_calls=(good, bad)
-    )
+    turn = dataclasses.replace(trajectory.turns[1], action=None, tool_calls=(good, bad))
     (line,) = trajectory_record(dataclasses.replace(trajectory, turns=(turn,)), 0)["turns"]
     assert line["tool_s"] == 0.5
     assert line["tool_calls"] == [
@@ -352,12 +359,12 @@ def test_each_rank_has_its_file_and_resume_cuts_it(tmp_path: Path, trajectory: T
 def test_text_of_any_kind_survives(tmp_path: Path, trajectory: Trajectory) -> None:
     odd = 'Äpfel\n"quoted"\u2028\ud800\x00'
     turn = with_call(trajectory.turns[1], logprobs=(float("-inf"), -1.0))
-    turn = dataclasses.replace(turn, result=ToolResult(output=odd))
+    turn = dataclasses.replace(turn, evidence=odd)
     log = TrajectoryLog(tmp_path, rank=0, resume_step=0)
     log.log(1, 1, [Group(0, (dataclasses.replace(trajectory, turns=(turn,)),))])
     assert "Äpfel" in log.path.read_text()
     (record,) = read_lines(log.path)
-    assert record["turns"][0]["result"] == odd
+    assert record["turns"][0]["evidence"] == odd
     assert record["turns"][0]["response_logprobs"] == [None, -1.0]
 
 

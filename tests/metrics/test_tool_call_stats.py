@@ -15,18 +15,18 @@ def used(name: str, error: str | None = None) -> ToolCall:
     return ToolCall(name, "{}", ToolResult("x", error))
 
 
-def turn(*calls: ToolCall, error: str | None = None, tool: str | None = None) -> Turn:
-    return make.turn(act=tool, result=ToolResult(error=error), tool_calls=calls)
+def turn(*calls: ToolCall, problem: str = "", tool: str | None = None) -> Turn:
+    return make.turn(act=tool, problem=problem, tool_calls=calls)
 
 
 TRAJECTORY = rollout(
     turn(used("Search"), used("Search", "failed")),
     turn(used("Python_Coder")),
-    turn(used("Search"), error="no valid JSON"),
-    turn(error="no valid JSON"),
-    turn(used("Look", "no such tool"), error="there is no tool 'Look'"),
-    turn(tool="Search", error="failed"),
-    turn(tool="No matched tool given: Look", error="failed"),
+    turn(used("Search"), problem="no valid JSON"),
+    turn(problem="no valid JSON"),
+    turn(used("Look", "no such tool"), problem="there is no tool 'Look'"),
+    turn(used("Search", "failed"), tool="Search"),
+    turn(tool="No matched tool given: Look", problem="not found"),
     turn(),
     reward=1.0,
 )

@@ -28,7 +28,7 @@ def turns(draw: st.DrawFn) -> Turn:
     )
     version = draw(st.integers(0, 99))
     call = make.call(ids, draw(IDS), logprobs, version, text="text", sampling_mask=mask)
-    return make.turn(call, result=ToolResult("\u00e9"), seconds=draw(FLOATS))
+    return make.turn(call, "Search", ToolResult("\u00e9"), seconds=draw(FLOATS))
 
 
 @st.composite

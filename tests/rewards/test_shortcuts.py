@@ -41,8 +41,8 @@ def verdict(*turns: Turn, task: Task = TASK, answer: str = "N'Djamena") -> str:
         ([turn(result=ToolResult("", "no hit for N'Djamena"))], "answer_not_found"),
         ([turn("Is N'Djamena the capital of Chad?")], "answer_not_found"),
         ([turn("Is N'Djamena the capital?", text="x"), turn()], ""),
-        ([turn(output="N'Djamena", retrieved="Chad is large.")], "answer_not_found"),
-        ([turn(output="short", retrieved="The capital is N'Djamena.")], ""),
+        ([turn(output="Chad is large.", evidence="N'Djamena")], "answer_not_found"),
+        ([turn(output="The capital is N'Djamena.", evidence="short")], ""),
     ],
 )
 def test_a_tool_must_have_found_the_answer(turns: list[Turn], reason: str) -> None:
@@ -62,8 +62,8 @@ def test_a_tool_must_have_found_the_answer(turns: list[Turn], reason: str) -> No
     ],
 )
 def test_calls_of_a_conversation_count_as_well(used: ToolCall, reason: str) -> None:
-    asks = turn(action=None, result=ToolResult(), tool_calls=(used,))
-    assert verdict(asks, turn(action=None, result=ToolResult())) == reason
+    asks = turn(action=None, tool_calls=(used,))
+    assert verdict(asks, turn(action=None)) == reason
 
 
 def test_an_answer_that_the_question_names_may_be_searched_for() -> None:

@@ -25,11 +25,8 @@ def rollout(number: int = 0, reward: float | None = 1.0, error: str = "") -> Tra
         "verifier": call((9, 0), (5, 8), 0.0, text="STOP"),
     }
     used = (ToolCall("Search", "{}", ToolResult("1", seconds=0.1234567), "id"),)
-    more = {"command": "x", "verdict": Verdict.STOP, "retrieved": "r", "tool_calls": used}
-    found = ToolResult("2", None, 0.1234567)
-    turn = make.turn(
-        act=Action("j", "c", "1 + 1", "Python_Coder"), calls=calls, result=found, **more
-    )
+    more = {"verdict": Verdict.STOP, "evidence": "r", "tool_calls": used}
+    turn = make.turn(act=Action("j", "c", "1 + 1", "Python_Coder"), calls=calls, **more)
     return make.rollout(turn, task=TASKS[number], answer="2", seed=42, reward=reward, error=error)
 
 

@@ -71,7 +71,7 @@ def test_where_the_engine_is_not_installed_a_scripted_expert_shows_its_rollouts(
     monkeypatch.setattr(dry_run, "check_installed", missing)
     text = shown(capsys, "--rollout.engine", "vllm")
     assert "rollouts of a scripted expert, because there is no engine: rollout.engine=" in text
-    assert text.count("reward: 1.0 (scored by exact)") == 2 and "tool Search, execution" in text
+    assert text.count("reward: 1.0 (scored by exact)") == 2 and 'tool Search({"query": "' in text
     error = shown(capsys, "--rollout.engine", "vllm", *SINGLE, code=2)
     assert error.count("\n") == 1 and "no scripted expert" in error
 

@@ -142,7 +142,7 @@ def test_the_researcher_learns_from_the_teacher(
     records = [json.loads(line) for line in lines]
     assert [record["sub_goals"] for record in records] == [1.0] * 6
     for turns in (record["turns"] for record in records):
-        first, second = (turn["result"].split()[1] for turn in turns)
+        first, second = (turn["evidence"].split()[1] for turn in turns)
         assert first == "by" and second.startswith("Author")
     assert (folder / "runs" / "rft" / "model" / "model.safetensors").exists()
 

@@ -36,7 +36,14 @@ def turn(written: str, result: str, error: str | None = None, is_malformed: bool
 
 def memorised(written: str, result: str) -> Turn:
     """The same by the tool that answers from a model's memory."""
-    return replace(turn(written, result), action=Action("", "", written, "Base_Generator"))
+    act = Action("", "", written, "Base_Generator")
+    return make.turn(call(text=written), act, ToolResult(result))
+
+
+def given(arguments: str, result: str) -> Turn:
+    """A turn whose tool was given what its planner does not write."""
+    act = Action("", "", "x", "Search")
+    return make.turn(call(text="x"), act, ToolResult(result), arguments)
 
 
 FIND = turn("country with capital N'Djamena", "The country with capital N'Djamena is Chad.")
@@ -67,7 +74,8 @@ def test_what_was_found_and_then_used_is_reached() -> None:
         (turn("x", "Chadwick"), turn("Chadwick", "x")),
         # A list of candidates, of which passages say a word each, and again.
         (turn("Chad Mali Niger", "Chad. Mali. Niger."), turn("Chad Mali Niger", "Chad. Mali.")),
-        (replace(turn("x", "Chad"), command='print("Chad")'), USE),
+        (given('{"query": "Chad"}', "Chad"), USE),
+        (given('{"query": "\\u0043had"}', "Chad"), USE),
         (memorised("country with capital N'Djamena", "Chad"), USE),
     ],
 )

@@ -120,9 +120,8 @@ def test_the_example_works_over_both_transports(transport: str) -> None:
             ('{"numbers": [1, 2], "times": 3}', "areas.total", "9"),
         ):
             action = Action("", "", sub_goal, name)
-            command, result, _ = asyncio.run(executor.execute("q", action, 0, 30.0))
-            assert (result.output, result.error) == (found, None)
-            assert command.startswith("execution = tool.execute(")
+            used, _, _ = asyncio.run(executor.execute("q", action, 0, 30.0))
+            assert used is not None and (used.result.output, used.result.error) == (found, None)
 
 
 # ---- by hand

@@ -34,7 +34,8 @@ verifier = RuleVerifier()
 flow = Flow(Planner(), executor, verifier, Generator(), FlowLimits(3, 60.0))
 done = asyncio.run(flow.run(Task("t", "How many km are three miles?", ("4.83 km",)), 0))
 description = tools["Length_Converter"].card.description
-print(json.dumps([[turn.result.text for turn in done.turns], done.answer, description]))
+found = [turn.tool_calls[0].result.text for turn in done.turns]
+print(json.dumps([found, done.answer, description]))
 """
 
 

@@ -100,8 +100,8 @@ class RunMaker:
             text=text,
         )
         fields = {
-            "command": f'search("{text}")',
             "result": ToolResult(text, seconds=0.1),
+            "arguments": json.dumps({"query": text}),
             "seconds": 0.5,
             "plan_s": 0.25,
         }

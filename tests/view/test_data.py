@@ -71,7 +71,7 @@ def test_a_rollout_comes_out_as_it_went_in(run: Path, runs: Any) -> None:
 
 def test_calls_of_tools_come_out_as_they_went_in_unless_too_long(run: Path, runs: Any) -> None:
     used = ToolCall("Search", '{"query": "x"}', ToolResult("y" * 20_001, seconds=0.25), "1")
-    turn = runs.turn("x", action=None, result=ToolResult(), tool_calls=(used,))
+    turn = runs.turn("x", action=None, tool_calls=(used,))
     trajectory = dataclasses.replace(runs.trajectory("x", 1.0, 0), turns=(turn,))
     (run / "trajectories.jsonl").unlink(), (run / "held_out.jsonl").unlink()
     TrajectoryLog(run, 0, 0).log(1, 0, [Group(0, (trajectory,))])
@@ -98,8 +98,8 @@ def test_outcomes(runs: Any, run: Path) -> None:
         ({}, {}, 0.5, ["right"]),
         ({}, {}, 0.49, ["wrong"]),
         ({}, {}, None, ["unscored"]),
-        ({**asks, "result": ToolResult(error="malformed")}, {}, 0.0, ["wrong", "malformed"]),
-        ({"action": unread, "result": ToolResult(error="no")}, {}, 1.0, ["right", "malformed"]),
+        ({**asks, "problem": "no action"}, {}, 0.0, ["wrong", "malformed"]),
+        ({"action": unread, "problem": "no", "tool_calls": ()}, {}, 1.0, ["right", "malformed"]),
         (asks, {}, 1.0, ["right"]),  # the answer itself
         ({"result": ToolResult(error="timed out")}, {}, 1.0, ["right", "tool error"]),
         ({**asks, "tool_calls": (failed,)}, {}, 1.0, ["right", "tool error"]),

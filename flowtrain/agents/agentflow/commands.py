@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 from flowtrain.agents.agentflow.lenient import canonical, cut_end_of_turn
 from flowtrain.tools import ToolCard
+from flowtrain.types import ToolCall
 from flowtrain.utils.text import encodable
 
+NO_COMMAND = "No command was run."
 _MAX_CHARS = 100_000
 """Characters of a reply that are searched."""
 _MAX_JOINED = 10_000
@@ -61,6 +63,14 @@ def write_command(arguments: Mapping[str, object]) -> str:
         for name, value in arguments.items()
     )
     return f"execution = tool.execute({', '.join(pairs)})"
+
+
+def command_of(used: ToolCall) -> str:
+    """Return the command of a call as the memory shows it."""
+    if not used.arguments:
+        return NO_COMMAND
+    note = f"  # {used.note}" if used.note else ""
+    return write_command(json.loads(used.arguments)) + note
 
 
 def read_command(reply: str, card: ToolCard) -> Command:

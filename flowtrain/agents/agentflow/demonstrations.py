@@ -26,11 +26,12 @@ def refinements(
     samples = []
     for rollout in rollouts:
         for number, turn in enumerate(rollout.turns):
-            reply = turn.result.output
-            if turn.action is None or not turn.retrieved or len(reply) >= max_chars:
+            reply = turn.evidence
+            if turn.action is None or not reply or len(reply) >= max_chars:
                 continue
             memory = flow.shown_before(rollout, number)
-            moment = Moment(rollout.task, memory, turn.action.sub_goal, turn.retrieved)
+            found = turn.tool_calls[0].result.output
+            moment = Moment(rollout.task, memory, turn.action.sub_goal, found)
             prompt_ids = encode_chat(tokenizer, FullRefinerPrompt().render(moment))
             ids = (*encode_plain(tokenizer, reply), reply_end(tokenizer))
             ones = (1.0,) * len(ids)

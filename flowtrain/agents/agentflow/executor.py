@@ -5,11 +5,12 @@ Every failure is an error in the result.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flowtrain.agents.agentflow.commands import fitted, json_object, read_command, write_command
+from flowtrain.agents.agentflow.commands import fitted, json_object, read_command
 from flowtrain.agents.agentflow.planner import NO_TOOL
 from flowtrain.agents.agentflow.prompts import tool_text
 from flowtrain.agents.deadlines import Deadline
@@ -17,26 +18,20 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools import Tool, ToolCard, run_tool
 from flowtrain.tools.base import shorten
-from flowtrain.types import Action, ToolResult
-
-NO_COMMAND = "No command was run."
+from flowtrain.types import Action, ToolCall, ToolResult
 
 
 class Executed(NamedTuple):
-    """A command that was run, or why none was, and its result."""
+    """The call of a tool, or why there was none to call."""
 
-    command: str
-    result: ToolResult
+    tool_call: ToolCall | None
+    problem: str = ""
     rescued: tuple[str, ...] = ()
     """Lenient rules that it took to read the command."""
 
 
 class NoCommand(Exception):
-    """There is nothing to run; the text is what stands for the command, `problem` the error."""
-
-    def __init__(self, text: str, problem: str) -> None:
-        super().__init__(text)
-        self.problem = problem
+    """There is nothing to run; the text is the error that the planner reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +60,19 @@ class Executor:
         if tool is None:
             # AgentFlow's rule for a bad tool: nothing is called, and the turn is spent.
             name = action.tool_name.removeprefix(NO_TOOL)
-            return Executed(NO_COMMAND, ToolResult(error=f"tool {name!r} was not found"))
+            return Executed(None, f"tool {name!r} was not found")
         try:
             arguments, note, rules = await self._command(
                 tool.card, question, action, seed, deadline
             )
         except NoCommand as none:
-            return Executed(str(none), ToolResult(error=none.problem))
+            return Executed(ToolCall(action.tool_name, "", ToolResult(error=str(none))))
         # An error names these seconds, which are the same each time where no model took any.
         left_s = deadline.left_s() if self.engine else deadline_s
         timeout_s = left_s if tool.card.keeps_time else min(self.timeout_s, left_s)
         result = await run_tool(tool, arguments, timeout_s, self.max_chars)
-        return Executed(write_command(arguments) + note, result, rules)
+        written = json.dumps(arguments, ensure_ascii=False)
+        return Executed(ToolCall(action.tool_name, written, result, note=note), rescued=rules)
 
     async def _command(
         self, card: ToolCard, question: str, action: Action, seed: int, deadline: Deadline
@@ -98,14 +94,18 @@ class Executor:
             found = read_command(reply, card)
         except EngineError as error:
             problem = shorten(f"the executor failed: {error}", self.max_chars)
-            raise NoCommand(NO_COMMAND, problem) from None
+            raise NoCommand(problem) from None
         except ValueError:
-            text = f"No command found in: {shorten(reply, self.max_chars)}"
-            raise NoCommand(text, "the executor wrote no command") from None
+            text = f"the executor wrote no command: {shorten(reply, self.max_chars)}"
+            raise NoCommand(text) from None
         arguments, rules = found.arguments, found.rules
         if card.check(arguments) and (fits := fitted(arguments, card)) != arguments:
             arguments, rules = fits, (*rules, "arguments")
-        note = f"  # the first of {found.num_commands} commands" if found.num_commands > 1 else ""
+        try:
+            arguments = json.loads(json.dumps(arguments, allow_nan=False))
+        except (TypeError, ValueError):
+            raise NoCommand(f"its arguments are no JSON: {arguments!r}") from None
+        note = f"the first of {found.num_commands} commands" if found.num_commands > 1 else ""
         return arguments, note, rules
 
 

@@ -14,13 +14,12 @@ Verifier and refiner can be policies of their own and be trained too.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from flowtrain.agents.agentflow.analyst import Analyst
-from flowtrain.agents.agentflow.executor import NO_COMMAND, Executed, Executor
+from flowtrain.agents.agentflow.executor import Executed, Executor
 from flowtrain.agents.agentflow.generator import Answer, Generator
 from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.agentflow.memory import Budget, Memory, MemoryEntry
@@ -30,17 +29,7 @@ from flowtrain.agents.agentflow.verifier import Verifier
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
 from flowtrain.engines.protocol import EngineError
-from flowtrain.types import (
-    Action,
-    BranchStart,
-    Call,
-    PolicyName,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-    Verdict,
-)
+from flowtrain.types import BranchStart, Call, PolicyName, Task, Trajectory, Turn, Verdict
 from flowtrain.utils.seeds import derive_seed
 
 MALFORMED = "the action was malformed"
@@ -59,15 +48,6 @@ class FlowLimits:
     """Seconds for each verdict and for the answer, which gets them even when the time is up."""
     memory_tokens: int = 0
     """The `Budget` of the memory; 0: none."""
-
-
-class _Refined(NamedTuple):
-    """A turn's result after the refiner, if it had its say."""
-
-    result: ToolResult
-    retrieved: str = ""
-    """The tool's own output, where the result's is another."""
-    call: Call | None = None
 
 
 class _RoleFailed(Exception):
@@ -169,7 +149,7 @@ class Flow:
     def _memory_before(self, trajectory: Trajectory, turn: int) -> Memory:
         memory = Memory(analysis=trajectory.analysis)
         for done in trajectory.turns[:turn]:
-            memory = memory.add(MemoryEntry.of(done.action, done.command, done.result))
+            memory = memory.add(MemoryEntry.of(done))
         return memory
 
     def _budget(self) -> Budget:
@@ -199,7 +179,7 @@ class Flow:
         self._hint(rollout)
         plan = await self._plan(rollout)
         plan_s = time.monotonic() - started
-        executed = Executed(NO_COMMAND, ToolResult(error=MALFORMED))
+        executed = Executed(None, MALFORMED)
         if plan.action is not None:
             executed = await self.executor.execute(
                 rollout.task.prompt,
@@ -207,9 +187,17 @@ class Flow:
                 seed=rollout.module_seed("executor"),
                 deadline_s=rollout.deadline.left_s(),
             )
-        refined = await self._refined(rollout, plan.action, executed.result)
-        result = refined.result
-        memory = rollout.memory.add(MemoryEntry.of(plan.action, executed.command, result))
+        turn = Turn(
+            calls={"planner": plan.call},
+            action=plan.action,
+            verdict=Verdict.CONTINUE,
+            seconds=0.0,
+            plan_s=plan_s,
+            tool_calls=() if executed.tool_call is None else (executed.tool_call,),
+            problem=executed.problem,
+        )
+        turn = await self._refined(rollout, turn)
+        memory = rollout.memory.add(MemoryEntry.of(turn))
         shown = rollout.budget.bounded(memory)
         verified = await self.verifier.verify(
             rollout.task,
@@ -217,21 +205,12 @@ class Flow:
             seed=rollout.module_seed("verifier"),
             deadline_s=self._module_s(rollout),
         )
-        calls: dict[PolicyName, Call] = {"planner": plan.call}
-        if verified.call is not None:
-            calls["verifier"] = verified.call
-        if refined.call is not None:
-            calls["refiner"] = refined.call
-        turn = Turn(
-            calls=calls,
-            action=plan.action,
-            command=executed.command,
-            result=result,
+        turn = replace(
+            turn,
+            calls=_with(turn.calls, "verifier", verified.call),
             verdict=verified.verdict,
             seconds=time.monotonic() - started,
             verdict_text=verified.text,
-            plan_s=plan_s,
-            retrieved=refined.retrieved,
             rescued=(
                 *(f"planner/{rule}" for rule in plan.rescued),
                 *(f"executor/{rule}" for rule in executed.rescued),
@@ -265,21 +244,26 @@ class Flow:
             rollout.memory = replace(rollout.memory, hint=hint)
             rollout.shown = rollout.budget.bounded(rollout.memory)
 
-    async def _refined(
-        self, rollout: _Rollout, action: Action | None, result: ToolResult
-    ) -> _Refined:
+    async def _refined(self, rollout: _Rollout, turn: Turn) -> Turn:
         """Let the refiner read what a search has found; without evidence the passages stay."""
-        if self.refiner is None or action is None or result.error is not None:
-            return _Refined(result)
-        if action.tool_name not in self.passage_tools:
-            return _Refined(result)
-        moment = Moment(rollout.task, rollout.shown, action.sub_goal, result.output)
+        action = turn.action
+        if self.refiner is None or action is None or action.tool_name not in self.passage_tools:
+            return turn
+        (used,) = turn.tool_calls
+        if used.result.error is not None:
+            return turn
+        moment = Moment(rollout.task, rollout.shown, action.sub_goal, used.result.output)
         text, call = await self.refiner.refine(
             moment, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
         )
-        if not text.strip():
-            return _Refined(result, call=call)
-        return _Refined(replace(result, output=text), result.output, call)
+        evidence = text if text.strip() else ""
+        return replace(turn, calls=_with(turn.calls, "refiner", call), evidence=evidence)
+
+
+def _with(
+    calls: Mapping[PolicyName, Call], name: PolicyName, call: Call | None
+) -> Mapping[PolicyName, Call]:
+    return calls if call is None else {**calls, name: call}
 
 
 @contextmanager

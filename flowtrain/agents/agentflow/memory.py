@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from flowtrain.agents.agentflow.commands import NO_COMMAND, command_of
 from flowtrain.tools.base import shorten
-from flowtrain.types import Action, ToolResult
+from flowtrain.types import ToolResult, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,17 @@ class MemoryEntry:
     """The tool failed, or there was none to call; what a page says about errors does not count."""
 
     @classmethod
-    def of(cls, action: Action | None, command: str, result: ToolResult) -> MemoryEntry:
-        """Make the entry of a turn, whose action is None when it was malformed."""
+    def of(cls, turn: Turn) -> MemoryEntry:
+        """Make the entry of a turn."""
         tool_name, sub_goal = ("None", "None")
-        if action is not None:
-            tool_name, sub_goal = action.tool_name, action.sub_goal
-        return cls(tool_name, sub_goal, command, result.text, result.error is not None)
+        if turn.action is not None:
+            tool_name, sub_goal = turn.action.tool_name, turn.action.sub_goal
+        command, result = NO_COMMAND, ToolResult(error=turn.problem)
+        if turn.tool_calls:
+            (used,) = turn.tool_calls
+            command, result = command_of(used), used.result
+        text = turn.evidence or result.text
+        return cls(tool_name, sub_goal, command, text, result.error is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,7 +284,7 @@ def _is_share(value: float) -> bool:
 
 
 def _seconds(turn: Turn) -> tuple[float, ...]:
-    results = (turn.result, *(used.result for used in turn.tool_calls))
+    results = [used.result for used in turn.tool_calls]
     of_tools = [s for result in results for s in (result.seconds, result.wall_s, result.cpu_s)]
     return turn.seconds, turn.plan_s, *of_tools
 
