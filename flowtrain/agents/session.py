@@ -37,7 +37,7 @@ from flowtrain.types import (
     Verdict,
 )
 from flowtrain.utils.seeds import derive_seed
-from flowtrain.utils.text import encodable
+from flowtrain.utils.text import encodable, final_answer
 
 _MAX_ERROR = 300
 _GRACE_S = 5.0
@@ -316,14 +316,16 @@ class SessionAgent(ABC):
         except Exception as failed:  # noqa: BLE001
             if session.engine_error is not None:
                 raise session.engine_error from None
-            text = encodable(" ".join(f"{type(failed).__name__}: {failed}".split()))
-            error = f"agent: {text[:_MAX_ERROR]}"
+            why = encodable(" ".join(f"{type(failed).__name__}: {failed}".split()))
+            error = f"agent: {why[:_MAX_ERROR]}"
+        text = encodable(answer)
         if session.must_report and not session.reported and not error:
             error = f"agent: cut off ({truncated or 'no limit'}) before it had a reward"
         return Trajectory(
             task=task,
             turns=_ended(session.turns, is_done=not truncated),
-            answer=encodable(answer),
+            answer=final_answer(text),
+            output="" if text == final_answer(text) else text,
             seconds=time.monotonic() - started,
             seed=seed,
             truncated=truncated or _cut_short(session.turns),

@@ -14,7 +14,6 @@ from flowtrain.rewards.scorers import MAX_CHARS, check
 from flowtrain.rewards.squad import published_metrics
 from flowtrain.tasks.benchmarks import parse_benchmarks
 from flowtrain.types import Task, Trajectory
-from flowtrain.utils.text import final_answer
 
 
 def load_benchmarks(config: Config) -> dict[str, tuple[Task, ...]]:
@@ -62,4 +61,4 @@ def count_passes(tally: Tally, trajectories: Sequence[Trajectory], trials: int) 
 
 def short_metrics(trajectory: Trajectory) -> dict[str, float]:
     """Compute EM and F1 of a short answer; {} for other answers."""
-    return published_metrics(trajectory.task, final_answer(trajectory.answer)[-MAX_CHARS:])
+    return published_metrics(trajectory.task, trajectory.answer[-MAX_CHARS:])

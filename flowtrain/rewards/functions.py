@@ -30,7 +30,7 @@ from flowtrain.types.checks import part_problem
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.per_loop import Gate
-from flowtrain.utils.text import encodable, final_answer
+from flowtrain.utils.text import encodable
 
 FAILURES = ("exception", "timeout", "value")
 """Why a function has failed a rollout, as `scored_by` has it at its end."""
@@ -208,7 +208,7 @@ class RewardFunctions:
 
     async def _call(self, function: _Function, trajectory: Trajectory) -> _Parts:
         """Call one function; return its parts."""
-        arguments = trajectory.task, final_answer(trajectory.answer), trajectory
+        arguments = trajectory.task, trajectory.answer, trajectory
         try:
             if function.is_async:
                 attempt = _attempt_async(function, arguments)

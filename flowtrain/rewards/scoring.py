@@ -19,7 +19,6 @@ from flowtrain.rewards.scorers import MAX_CHARS, by_rule
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.types import Group, Task, Trajectory
 from flowtrain.utils.loops import run_to_end
-from flowtrain.utils.text import final_answer
 
 _REFUSALS = {
     *("none", "null", "n/a", "na", "unknown", "unclear", "undetermined", "unanswerable", "idk"),
@@ -64,7 +63,7 @@ async def score_one(
 ) -> Trajectory:
     """Return the rollout with `reward` and `scored_by` filled.
 
-    A task's rule scores the final answer (`final_answer`). Where it gives 0 (or always, by
+    A task's rule scores the answer. Where it gives 0 (or always, by
     `judge.mode`), the judge is asked, unless there is no answer; without a judgement the rule's
     reward stands, or the rollout fails where the judge alone decides. A reward that the rollout's
     environment or program reported, within `low` to `high` of `bounds` (0 to 1), takes the rule's
@@ -79,7 +78,7 @@ async def score_one(
         reward = math.fsum([*trajectory.reported.values(), *trajectory.turn_rewards])
         scored = replace(trajectory, reward_parts=trajectory.reported)
         return _scored(scored, reward, REPORTED, bounds or Reward())
-    task, answer = trajectory.task, final_answer(trajectory.answer)
+    task, answer = trajectory.task, trajectory.answer.strip()
     if trajectory.error:
         return trajectory
     reward, scored_by = await by_rule(task, answer)

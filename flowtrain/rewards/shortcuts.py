@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from flowtrain.tasks import sub_goals
 from flowtrain.types import Task, Trajectory, Turn
-from flowtrain.utils.text import final_answer, words
+from flowtrain.utils.text import words
 
 REASONS = ("answer_not_found", "no_sub_goal")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3})")
@@ -31,7 +31,7 @@ _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3})")
 def shortcut(rollout: Trajectory) -> str:
     """Return which of the REASONS makes the rollout a shortcut; "" where it is none."""
     task, turns = rollout.task, rollout.turns
-    names = [_plain(name) for name in (*_answers(task), final_answer(rollout.answer))]
+    names = [_plain(name) for name in (*_answers(task), rollout.answer)]
     if not _is_found([name for name in names if name.strip()], _plain(task.question), turns):
         return "answer_not_found"
     acts = any(turn.action is not None for turn in turns)

@@ -132,7 +132,7 @@ class Trajectory:
     task: Task
     turns: tuple[Turn, ...]
     answer: str
-    """The generator's answer."""
+    """The final answer (`final_answer`), which is scored."""
     seconds: float
     seed: int
     truncated: str = ""
@@ -149,7 +149,7 @@ class Trajectory:
     error: str = ""
     """Why a frozen module failed ("generator: ..."): it gets no reward and is not trained."""
     output: str = ""
-    """All that the generator wrote, the answer among it; "" where a rule answered."""
+    """All that the generator or the agent wrote, where that is more than the answer."""
     branch: BranchPoint | None = None
     """None for a rollout that began with the question."""
     sub_goals: float | None = None

@@ -476,3 +476,16 @@ def test_a_chat_without_a_template_says_what_to_do(monkeypatch: pytest.MonkeyPat
 
     with pytest.raises(UserError, match=r"make smollm2.*session\.sample .docs/agents/custom\.md"):
         run(program)
+
+
+def test_the_final_answer_is_read_once_at_the_end() -> None:
+    async def program(session: Session) -> str:
+        return "Norway's is <answer> Oslo </answer>, I think."
+
+    trajectory = run(program)
+    assert (trajectory.answer, trajectory.output[:8]) == ("Oslo", "Norway's")
+
+    async def plain(session: Session) -> str:
+        return "Oslo"
+
+    assert (run(plain).answer, run(plain).output) == ("Oslo", "")

@@ -78,10 +78,10 @@ def test_a_function_gets_the_task_with_its_columns_the_final_answer_and_the_roll
 ) -> None:
     given = load(
         head + "assert task.extra['tests'] == ['t'] and answer == 'Oslo', answer\n"
-        "    assert trajectory.seed == 7 and 'so' in trajectory.answer\n"
+        "    assert trajectory.seed == 7 and trajectory.answer == 'Oslo'\n"
         "    return task.extra['weight']"
     )
-    (found,) = scored(given, rollout("so <answer> Oslo </answer>", seed=7))
+    (found,) = scored(given, rollout("Oslo", seed=7))
     assert (found.error, found.reward, found.reward_parts) == ("", 0.5, {"score": 0.5})
     assert found.scored_by == given.name and found.scored_by.endswith(":score")
     assert found.sub_goals is not None, "InfoFlow's are filled beside it"

@@ -71,8 +71,8 @@ def test_the_judge_decides_only_where_the_rule_says_wrong(cache: JudgeCache) -> 
 def test_no_answer_and_proofs_are_not_judged(cache: JudgeCache) -> None:
     engine = Chat(lambda prompt, seed: RIGHT)
     judge = Judge(engine, cache, JudgeOptions())
-    found = judged(judge, "", "<answer></answer>", "I don't know.", "None")
-    assert found == [(0.0, "qa")] * 4
+    found = judged(judge, "", "I don't know.", "None")
+    assert found == [(0.0, "qa")] * 3
     assert judged(
         judge, "8+8+3+3", task=Task("g", "q", ("3", "3", "8", "8"), scorer="gameof24")
     ) == [(0.0, "gameof24")]
@@ -127,7 +127,7 @@ def test_judge_prompt_has_question_options_and_answers() -> None:
 def test_nothing_is_asked_twice(cache: JudgeCache) -> None:
     engine = Chat(by_answer)
     judge = Judge(engine, cache, JudgeOptions())
-    assert judged(judge, "Bergen", "<answer>Bergen</answer>", "Bergen") == [(0.0, "judge")] * 3
+    assert judged(judge, "Bergen", " Bergen ", "Bergen") == [(0.0, "judge")] * 3
     assert judged(judge, "Bergen") == [(0.0, "judge")]
     assert len(engine.asked) == 1
     assert judge.metrics()["judge/asked"] == 1

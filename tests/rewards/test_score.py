@@ -30,18 +30,18 @@ def test_every_trajectory_gets_its_tasks_reward() -> None:
     assert all(each.reward is None for group in groups for each in group.trajectories)
 
 
-def test_a_rule_reads_the_final_answer_and_is_recorded() -> None:
+def test_a_rule_reads_the_answer_and_is_recorded() -> None:
     tasks = [
-        (Task("q", "q", ("Oslo",), scorer="qa"), "Norway ... <answer>The Oslo.</answer>", 1.0),
-        (Task("f", "q", ("Oslo",), scorer="f1"), "<answer>Oslo, Norway</answer>", 2 / 3),
+        (Task("q", "q", ("Oslo",), scorer="qa"), "The Oslo.", 1.0),
+        (Task("f", "q", ("Oslo",), scorer="f1"), "Oslo, Norway", 2 / 3),
         (
             Task("m", "q", ("0.5",), scorer="math"),
-            "2, then <answer>\\boxed{\\frac12}</answer>",
+            "\\boxed{\\frac12}",
             1.0,
         ),
-        (Task("c", "q", ("b",), scorer="choice", choices=("a", "b")), "<answer>(B)</answer>", 1.0),
-        (PUZZLE, "<answer>8/(3-8/3) = 24</answer>", 1.0),
-        (FACT, "<answer>Bergen</answer> Oslo", 0.0),
+        (Task("c", "q", ("b",), scorer="choice", choices=("a", "b")), "(B)", 1.0),
+        (PUZZLE, "8/(3-8/3) = 24", 1.0),
+        (FACT, "Bergen", 0.0),
     ]
     (group,) = score([Group(0, tuple(trajectory(task, answer) for task, answer, _ in tasks))])
     for each, (task, _, reward) in zip(group.trajectories, tasks, strict=True):
@@ -52,10 +52,8 @@ def test_a_rule_reads_the_final_answer_and_is_recorded() -> None:
 def test_no_answer_is_never_right(scorer: str) -> None:
     """Even where an accepted answer is nothing after normalisation."""
     task = Task("t", "q", (".", "the", "$$"), scorer=scorer)
-    (group,) = score(
-        [Group(0, tuple(trajectory(task, answer) for answer in ("", " ", "<answer> </answer>")))]
-    )
-    assert [each.reward for each in group.trajectories] == [0.0] * 3
+    (group,) = score([Group(0, tuple(trajectory(task, answer) for answer in ("", " ")))])
+    assert [each.reward for each in group.trajectories] == [0.0] * 2
 
 
 @pytest.mark.clock

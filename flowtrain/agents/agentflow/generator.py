@@ -38,7 +38,7 @@ class Generator:
     async def answer(self, task: Task, memory: Memory, seed: int, deadline_s: float) -> Answer:
         """Raises EngineError."""
         if self.engine is None:
-            return Answer(by_rule(task, memory))
+            return Answer(by_rule(task, memory).strip())
         prompt = PROMPT.format(
             question=task.prompt, analysis=analysis_text(memory), memory=memory_json(memory)
         )

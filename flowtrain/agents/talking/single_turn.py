@@ -9,7 +9,6 @@ from __future__ import annotations
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.policy import Moment, check_prompt
 from flowtrain.agents.session import Session, SessionAgent
-from flowtrain.utils.text import final_answer
 
 
 class QuestionPrompt:
@@ -46,4 +45,4 @@ class SingleTurn(SessionAgent):
 
     async def answer(self, session: Session) -> str:
         prompt_ids = session.policy.read(self.prompt, Moment(session.task))
-        return final_answer((await session.sample(prompt_ids)).text)
+        return (await session.sample(prompt_ids)).text

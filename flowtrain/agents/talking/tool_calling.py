@@ -21,7 +21,7 @@ from flowtrain.config import Config
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.tools import ToolCard
 from flowtrain.types import Call, FinishReason, UserError
-from flowtrain.utils.text import THINK_END, final_answer, without_thinking
+from flowtrain.utils.text import THINK_END, without_thinking
 
 
 class ToolCallingAgent(SessionAgent):
@@ -84,13 +84,13 @@ class ToolCallingAgent(SessionAgent):
                 message = _message(said, calls, number=len(session.turns))
                 results = await self._results(session, call, calls, message)
                 if getattr(environment, "over", False):
-                    return final_answer(said)
+                    return said
                 new = _told(message, results)
             else:
                 text = without_thinking(said)
                 reply = None if environment is None else await environment.reply(text.strip())
                 if reply is None:
-                    return final_answer(text)
+                    return text
                 message, new = {"role": "assistant", "content": said}, [_user(reply)]
             replied = conversation.add_response(call.response_ids, message, ended)
             conversation = self.dialect.add(replied, new)
