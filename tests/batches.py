@@ -46,10 +46,10 @@ def flow_grpo(
     num_minibatches: int = 1,
     num_groups: int | None = None,
     policy: str = "planner",
-    equal_groups: str | None = None,
+    equal_groups: str = "",
 ) -> TrainBatch:
-    """Make the samples of Flow-GRPO."""
-    own = {"mode": mode, "equal_groups": equal_groups}
+    """Make the samples of Flow-GRPO; `equal_groups`: drop in mode paper, else keep."""
+    own = {"mode": mode, "equal_groups": equal_groups or ("drop" if mode == "paper" else "keep")}
     return batch("flow_grpo", groups, num_minibatches, num_groups, policy, algorithm=own)
 
 

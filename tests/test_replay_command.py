@@ -22,7 +22,10 @@ from flowtrain.types import UserError
 pytest_plugins = ("cli_runs",)
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-LOG = ("--log.replay", "true", "--eval.at_ends", "false", "--algorithm.mode", "released")
+LOG = (
+    *("--log.replay", "true", "--eval.at_ends", "false"),
+    *("--algorithm.mode", "released", "--algorithm.equal_groups", "keep"),
+)
 
 Train = Callable[..., Path]
 

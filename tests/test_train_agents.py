@@ -22,7 +22,7 @@ GATEWAY = (
     *("--gateway.function", "examples/gateway/plain.py:solve"),
 )
 TWO_STEPS = ("--train.num_steps", "2")
-RELEASED = (*TWO_STEPS, "--algorithm.mode", "released")
+RELEASED = (*TWO_STEPS, "--algorithm.mode", "released", "--algorithm.equal_groups", "keep")
 """Groups of one reward are kept, because a tiny model is seldom right."""
 
 

@@ -9,6 +9,7 @@ branch. AgentFlow's flow does without a session, because its modules share an ex
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 from abc import ABC, abstractmethod
@@ -69,12 +70,14 @@ class Session:
         *,
         tools: Mapping[str, Tool] | None = None,
         start: BranchStart | None = None,
+        hints: Hints | None = None,
     ) -> None:
         """`tools` take the place of those of the context."""
         self.task = task
         self.seed = seed
         self.policies = context.policies
         self.tools = context.tools if tools is None else tools
+        self.hint_turn: int | None = None
         self.answer_so_far = ""
         self.engine_error: EngineError | None = None
         self.repeats_tools = False
@@ -82,6 +85,7 @@ class Session:
         self._options = context.config.agent
         self._max_turns = context.max_turns
         self._start = start
+        self._hints = hints
         self._deadline = Deadline(self._options.rollout_timeout_s)
         self._num_calls = self._num_waiting = 0
         self._turns: dict[int, Turn] = {}
@@ -233,6 +237,17 @@ class Session:
         """Record why a response could not be read, which counts as a malformed action."""
         self._amend(call, problem=problem)
 
+    def hint(self) -> str:
+        """Return what a stuck rollout may look for next, to stand in its next prompt; "" where it
+        is not stuck, has had its one hint, or the algorithm gives none.
+        """
+        if self._hints is None or self.hint_turn is not None:
+            return ""
+        turns = self.turns
+        if hint := self._hints.give(self.task, turns, self.seed):
+            self.hint_turn = len(turns)
+        return hint
+
     def report(self, /, **parts: float) -> None:
         """Report parts of the reward, as an environment does that knows it."""
         self._reported |= parts
@@ -287,6 +302,8 @@ class SessionAgent(ABC):
     See `Agent`. Subclasses say by `can_branch` and the like what else they can do (`AgentKind`).
     """
 
+    hints: Hints | None = None
+
     trains: ClassVar[tuple[PolicyName, ...] | None] = None
     """See `AgentKind`."""
 
@@ -301,7 +318,7 @@ class SessionAgent(ABC):
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
     ) -> Trajectory:
         started = time.monotonic()
-        session = Session(task, seed, self.context, start=start)
+        session = Session(task, seed, self.context, start=start, hints=self.hints)
         answer, truncated, error = "", "", ""
         try:
             async with (cutoff or Cutoff())():
@@ -333,6 +350,7 @@ class SessionAgent(ABC):
             reported=dict(session.reported),
             turn_rewards=session.turn_rewards,
             branch=None if start is None else start.point,
+            hint_turn=session.hint_turn,
         )
 
     async def _answer_in_time(self, session: Session) -> str:
@@ -348,8 +366,9 @@ class SessionAgent(ABC):
         return answer
 
     def with_hints(self, hints: Hints | None) -> Self:
-        assert hints is None, "it says that it takes none"
-        return self
+        agent = copy.copy(self)
+        agent.hints = hints
+        return agent
 
     def close(self) -> None:  # noqa: B027  # most agents hold nothing
         """Free what the agent holds."""

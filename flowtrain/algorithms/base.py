@@ -156,8 +156,7 @@ class Algorithm:
 
     @property
     def _drops_equals(self) -> bool:
-        chosen = self.config.algorithm.equal_groups
-        return (chosen or ("drop" if self.average == "rollout" else "keep")) == "drop"
+        return self.config.algorithm.equal_groups == "drop"
 
     def _is_overlong(self, trajectory: Trajectory) -> bool:
         """Tell whether a rollout ran into a limit of tokens."""
@@ -272,7 +271,8 @@ class Algorithm:
             clips = {"clip_low": 0.95, "clip_high": 20.0}
         else:
             clips = {"clip_low": 0.2, "clip_high": 0.3 if chosen.mode == "released" else 0.2}
-        return clips | ({"dual_clip": 3.0} if chosen.mode == "released" else {})
+        own = {"dual_clip": 3.0} if chosen.mode == "released" else {}
+        return clips | own | {"equal_groups": "keep"}
 
     def check(self) -> None:
         """Raise UserError for a config that the algorithm cannot work with."""

@@ -35,10 +35,10 @@ class Infoflow(FlowGrpo):
         return Hints(rate, options.hint_turn, options.hint_patience) if rate > 0 else None
 
     def check_agent(self, kind: AgentKind) -> None:
-        if not kind.takes_hints:
+        if self.config.infoflow.hint_rate > 0 and not kind.takes_hints:
             raise UserError(
-                "algorithm.name='infoflow' rewards sub-goals and gives hints between turns, which "
-                f"agent.name={self.config.agent.name!r} does not take"
+                f"agent.name={self.config.agent.name!r} takes no hints between turns; "
+                "infoflow.hint_rate = 0 rewards its sub-goals all the same"
             )
 
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:

@@ -29,7 +29,7 @@ class _Relative(Algorithm):
             )
 
     def defaults(self, chosen: Options) -> Values:
-        return super().defaults(chosen) | {"equal_groups": "keep", "kl_coef": 0.0}
+        return super().defaults(chosen) | {"kl_coef": 0.0}
 
 
 class DrGrpo(_Relative):

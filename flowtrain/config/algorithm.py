@@ -33,8 +33,8 @@ class Algorithm(Section):
     (released, appo)"""
     equal_groups: Literal["drop", "keep"] | None = None
     """questions whose rollouts all have one reward. drop: they leave the loss and what it is
-    divided by; keep: their advantages are 0, and they count in the mean and in the KL term; unset:
-    drop with appo, dapo and mode paper of flow_grpo and infoflow, else keep"""
+    divided by; keep: their advantages are 0, and they count in the mean and in the KL term, as in
+    AgentFlow's equation 5; unset: drop with appo and dapo, else keep"""
     turn_credit: Literal["rollout", "to_go"] = "rollout"
     """where a reward function or an environment gives rewards of turns. rollout: a turn has the
     advantage of its rollout, whose reward has those of its turns in it; to_go: that of the reward
@@ -143,12 +143,12 @@ class Appo(Section):
 class Infoflow(Section):
     sub_goal_weight: float = Field(0.3, ge=0)
     """w: a rollout that reached all sub-goals of its question earns so much more"""
-    hint_rate: float = Field(0.5, ge=0, le=1)
+    hint_rate: float = Field(1.0, ge=0, le=1)
     """share of the rollouts that may get a hint, at the first step; 0: no hints"""
     hint_until: float = Field(0.5, gt=0, le=1)
     """share of the steps after which there are none any more; the rate falls linearly to 0 until
     then"""
-    hint_turn: PositiveInt = 2
+    hint_turn: PositiveInt = 5
     """first turn, counted from 0, that may read a hint"""
     hint_patience: PositiveInt = 1
     """turns in a row that reached no sub-goal before there is one"""

@@ -7,8 +7,7 @@ them, without saying how in any text that we could read. The rules here are ours
   base generator is a model's memory and finds nothing. Nor does a tool that was given the answer,
   as a search for "Is N'Djamena the capital of Chad?" or code that prints it, unless the question
   itself names the answer.
-- "no_sub_goal": the task has sub-goals, and none was reached (`flowtrain.tasks.sub_goals`). Agents
-  whose turns have no actions of AgentFlow's are not asked this.
+- "no_sub_goal": the task has sub-goals, and none was reached (`flowtrain.tasks.sub_goals`).
 
 They know answers that stand in texts. An answer that sums results up, such as a yes, or an
 expression of the game of 24, stands in none, and all of its rollouts are shortcuts to them.
@@ -34,8 +33,7 @@ def shortcut(rollout: Trajectory) -> str:
     names = [_plain(name) for name in (*_answers(task), rollout.answer)]
     if not _is_found([name for name in names if name.strip()], _plain(task.question), turns):
         return "answer_not_found"
-    acts = any(turn.action is not None for turn in turns)
-    if acts and sub_goals.sought(task) and not sub_goals.solved(task, turns, rollout.output):
+    if sub_goals.sought(task) and not sub_goals.solved(task, turns, rollout.output):
         return "no_sub_goal"
     return ""
 

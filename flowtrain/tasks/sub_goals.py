@@ -27,7 +27,7 @@ def solved(task: Task, turns: Sequence[Turn], closing: str = "") -> list[SubGoal
     found = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
-        written = spaced(turn.call.text) if turn.action is not None else ""
+        written = "" if turn.problem else spaced(turn.call.text)
         reached += [goal for goal in found if found[goal] and _names(goal, written)]
         for given, output in findings(turn):
             asked, result = spaced(given), spaced(output)
@@ -39,9 +39,8 @@ def solved(task: Task, turns: Sequence[Turn], closing: str = "") -> list[SubGoal
 
 
 def solved_weight(task: Task, turns: Sequence[Turn], output: str = "") -> float:
-    """Return the weight of the reached sub-goals as a share of all; 0 for a task without any."""
-    total = sum(goal.weight for goal in sought(task))
-    return sum(goal.weight for goal in solved(task, turns, output)) / total if total else 0.0
+    """Return the weight of the reached sub-goals, of 1 for all; 0 for a task without any."""
+    return sum(goal.weight for goal in solved(task, turns, output))
 
 
 def sought(task: Task) -> list[SubGoal]:

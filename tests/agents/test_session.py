@@ -462,7 +462,7 @@ def test_algorithms_and_policies_ask_what_the_agent_can_do(mine: str) -> None:
     rewinds = config(f"{mine}:Rewinds", **appo)
     load_algorithm(rewinds).check_agent(load_kind(rewinds))
     infoflow = config(f"{mine}:Echo", algorithm={"name": "infoflow"})
-    with pytest.raises(UserError, match=r"hints between turns, which agent\.name="):
+    with pytest.raises(UserError, match=r"agent\.name=.* takes no hints between turns"):
         load_algorithm(infoflow).check_agent(load_kind(infoflow))
     with pytest.raises(UserError, match=r"policies\.other does not go with agent\.name='single'"):
         load_kind(config("single", policies={"one": {}, "other": {}}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import chain, pairwise, repeat
 
 import pytest
@@ -12,6 +13,7 @@ from make import Engine
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.agentflow.build import make_policy
+from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.registry import load_kind
@@ -23,6 +25,7 @@ from flowtrain.types import (
     BranchPoint,
     BranchStart,
     FinishReason,
+    SubGoal,
     Task,
     Trajectory,
     UserError,
@@ -78,6 +81,8 @@ class Rollout:
         reason: FinishReason = FinishReason.STOP,
         start: BranchStart | None = None,
         adds_end: bool = True,
+        task: Task = TASK,
+        hints: Hints | None = None,
         **agent: object,
     ) -> None:
         self.tokenizer = tokenizer
@@ -93,8 +98,8 @@ class Rollout:
         ToolCallingAgent.check(config, tokenizer)
         policy = make_policy(config, "planner", self.engine, tokenizer)
         context = AgentContext(config, {"planner": policy}, {"Search": self.tool}, {}, 4)
-        agent_made = ToolCallingAgent(context)
-        self.done: Trajectory = asyncio.run(agent_made.run(TASK, 7, start=start))
+        agent_made = ToolCallingAgent(context).with_hints(hints)
+        self.done: Trajectory = asyncio.run(agent_made.run(task, 7, start=start))
 
     def prompt(self, number: int = -1) -> str:
         return self.tokenizer.decode(self.engine.prompts[number])
@@ -111,6 +116,21 @@ def test_it_calls_reads_and_answers(style: str) -> None:
     assert [turn.verdict for turn in done.turns] == [Verdict.CONTINUE, Verdict.STOP]
     assert done.turns[1].tool_calls == () and not done.turns[0].problem
     assert FOUND in rollout.prompt() and "Looks words up." in rollout.prompt(0)
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_a_stuck_rollout_reads_one_hint_behind_a_result(style: str) -> None:
+    goals = (SubGoal(("Lagos",), 1.0, "largest city there"),)
+    asks = call(FORMAT[style], "area of Chad")
+    task = replace(TASK, sub_goals=goals)
+    rollout = Rollout(styled(style), asks, asks, asks, "So.", task=task, hints=Hints(1.0, 2, 1))
+    assert rollout.done.hint_turn == 2 and not rollout.done.error
+    told = f"{FOUND}\n\nHint: largest city there"
+    counts = [rollout.prompt(number).count("Hint:") for number in range(4)]
+    assert counts == [0, 0, 1, 1]
+    assert told in rollout.prompt(2) or json.dumps(told)[1:-1] in rollout.prompt(2)
+    plain = Rollout(styled(style), asks, asks, asks, "So.", task=task)
+    assert plain.done.hint_turn is None and "Hint:" not in plain.prompt()
 
 
 @pytest.mark.parametrize("style", TEMPLATES)

@@ -58,10 +58,13 @@ def test_it_credits_the_verifiers_calls_too() -> None:
     assert [sample.advantages[0] for sample in samples] == pytest.approx([-1, 1], rel=1e-4)
 
 
-def test_an_agent_of_one_turn_is_refused() -> None:
-    config = Config.model_validate({"agent": {"name": "single"}, "algorithm": {"name": "infoflow"}})
-    with pytest.raises(UserError, match=r"algorithm\.name='infoflow'.*agent\.name='single'"):
+def test_an_agent_of_one_turn_has_sub_goals_and_no_hints() -> None:
+    options = {"agent": {"name": "single"}, "algorithm": {"name": "infoflow"}}
+    config = Config.model_validate(options)
+    with pytest.raises(UserError, match=r"agent\.name='single' takes no hints.*hint_rate = 0"):
         load_algorithm(config).check_agent(load_kind(config))
+    config = Config.model_validate({**options, "infoflow": {"hint_rate": 0.0}})
+    load_algorithm(config).check_agent(load_kind(config))
 
 
 def test_hints_become_fewer_from_step_to_step_and_end() -> None:

@@ -201,7 +201,9 @@ def test_a_turn_is_credited_with_what_is_left_to_earn() -> None:
 
 def test_rollouts_of_one_reward_teach_where_their_turns_differ() -> None:
     group = [earned(with_lengths(1, 2, 4), 1.0, 0.0), earned(with_lengths(1, 2, 4), 0.0, 1.0)]
-    out = batch("flow_grpo", group, algorithm={"turn_credit": "to_go"})
+    drops = {"equal_groups": "drop"}
+    out = batch("flow_grpo", group, algorithm={"turn_credit": "to_go", **drops})
     a = 0.5 / 0.500001
     assert [s.advantages[0] for s in out.samples] == approx([0, -a, 0, a])
-    assert batch("flow_grpo", group).num_groups_dropped == 1
+    assert batch("flow_grpo", group, algorithm=drops).num_groups_dropped == 1
+    assert batch("flow_grpo", group).num_groups_dropped == 0, "the paper's equation 5"

@@ -31,7 +31,8 @@ TASK = Task(
 def turn(written: str, result: str, error: str | None = None, is_malformed: bool = False) -> Turn:
     action = None if is_malformed else Action("", "", written, "Search")
     found = ToolResult(output=result) if error is None else ToolResult(error=error)
-    return make.turn(call(text=written), action, result=found)
+    problem = "malformed" if is_malformed else ""
+    return make.turn(call(text=written), action, found, problem=problem)
 
 
 def memorised(written: str, result: str) -> Turn:
@@ -118,9 +119,9 @@ def test_any_name_will_do_on_either_side() -> None:
     assert solved(TASK, (turn("x", "the REPUBLIC of  Chad!"), turn("area of Chad", "?"))) == [CHAD]
 
 
-def test_what_the_question_names_is_nothing_to_find() -> None:
+def test_what_the_question_names_is_nothing_to_find_and_nothing_to_earn() -> None:
     named = replace(TASK, question="What is the area of Chad in millions?")
-    assert sought(named) == [AREA] and solved_weight(named, (USE, SUM)) == 1.0
+    assert sought(named) == [AREA] and solved_weight(named, (USE, SUM)) == 0.25
     assert solved_weight(replace(TASK, sub_goals=()), (FIND, USE)) == 0.0
 
 

@@ -28,6 +28,7 @@ class ToolCallingAgent(SessionAgent):
     """See `Agent`."""
 
     can_branch = True
+    takes_hints = True
     trains = ()
 
     def __init__(self, context: AgentContext) -> None:
@@ -85,7 +86,7 @@ class ToolCallingAgent(SessionAgent):
                 results = await self._results(session, call, calls, message)
                 if getattr(environment, "over", False):
                     return said
-                new = _told(message, results)
+                new = _told(message, _with_hint(results, session.hint()))
             else:
                 text = without_thinking(said)
                 reply = None if environment is None else await environment.reply(text.strip())
@@ -138,6 +139,11 @@ def _told(message: Message, results: Sequence[str]) -> list[Message]:
         {"role": "tool", "content": text, "tool_call_id": call["id"]}
         for call, text in zip(message["tool_calls"], results, strict=True)
     ]
+
+
+def _with_hint(results: list[str], hint: str) -> list[str]:
+    """Put a hint behind the last result; not every template takes a message of its own there."""
+    return [*results[:-1], f"{results[-1]}\n\nHint: {hint}"] if hint else results
 
 
 _UNREADABLE = "unreadable"
