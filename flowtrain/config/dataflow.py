@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import floor
+
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from flowtrain.config.section import Section
@@ -36,7 +38,12 @@ class Dataflow(Section):
     group_filter: str = "all"
     """choice of groups to keep: all, mixed (rewards differ: dynamic sampling), or one of yours"""
     selector: str = "deadline"
-    """order of waiting groups: deadline, arrival, weighted (by kind), or one of yours"""
+    """order of waiting groups: deadline, arrival, latest, weighted (by kind), or one of yours"""
     replay_share: float = Field(0.0, ge=0, lt=1)
-    """share of a batch that consists of groups trained before, the latest first; max_staleness
-    holds for them too"""
+    """share of a batch that consists of groups trained before; max_staleness holds for them too"""
+    replay_selector: str = "latest"
+    """order of the groups that may be trained again; the names are those of selector"""
+
+    def num_replays(self, num_groups: int) -> int:
+        """Return how many groups of a batch may have been trained before."""
+        return floor(num_groups * self.replay_share + 1e-9)  # 0.29 of 100 are 29

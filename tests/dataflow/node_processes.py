@@ -25,7 +25,7 @@ from flowtrain.dataflow.contract import Unavailable
 from flowtrain.dataflow.ledger import Ledger
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.rules import Rules
-from flowtrain.dataflow.rules.builtin import AllGroups, AllPrompts, EarliestDeadline
+from flowtrain.dataflow.rules.builtin import AllGroups, AllPrompts, EarliestDeadline, Latest
 
 NUM_STEPS = 8
 NUM_LIVES = 6
@@ -79,7 +79,7 @@ class Persistent:
 
 def _opened(database: str) -> Ledger:
     """Without a search for entry points of rules, which would take longer than all else."""
-    rules = Rules(AllPrompts(), AllGroups(), EarliestDeadline())
+    rules = Rules(AllPrompts(), AllGroups(), EarliestDeadline(), Latest())
     return ledger(database, make_rules=lambda: rules, lease_s=0.5, max_attempts=1000)
 
 

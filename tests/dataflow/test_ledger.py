@@ -45,7 +45,7 @@ from flowtrain.dataflow.ledger.leases import LeaseBook
 from flowtrain.dataflow.ledger.prompts import TaskOrder
 from flowtrain.dataflow.ledger.sql import Transaction
 from flowtrain.dataflow.rules import Outcome, Rules
-from flowtrain.dataflow.rules.builtin import AllGroups, EarliestDeadline
+from flowtrain.dataflow.rules.builtin import AllGroups, EarliestDeadline, Latest
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.types import Group, Task, VersionSpan
 
@@ -511,6 +511,33 @@ def test_a_share_of_each_batch_is_trained_again(database: str) -> None:
     assert flow.audit().problems == ()
 
 
+RULE = """
+class Oldest:
+    def select(self, candidates, num, seed):
+        by_time = sorted(candidates, key=lambda each: each.outcome.pushed_s)
+        return [each.outcome.work_item for each in by_time][:num]
+"""
+
+
+def test_what_is_trained_again_is_a_rule_that_sees_when_groups_came(
+    database: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rule.py").write_text(RULE)
+    clock = Clock()
+    rule = f"{tmp_path / 'rule.py'}:Oldest"
+    options = {"replay_share": 0.3, "replay_selector": rule, "selector": rule}
+    flow = begun(database, clock, **options, trainer=planner(num_groups=4, max_staleness=2))
+    for each in reversed(lease(flow, 7)):
+        push(flow, each)
+        clock.now += 1
+    assert batch(flow, 1) == [7, 6, 5, 4]
+    trained(flow, 1)
+    found = flow.batch(BatchRequest("planner", 2)).groups
+    assert [(each.work_item, each.is_replay) for each in found] == [
+        *((3, False), (2, False), (1, False), (7, True)),
+    ]
+
+
 @pytest.mark.parametrize(("share", "num"), [(0.0, 12), (0.3, 10), (0.5, 8)])
 def test_replays_leave_room_for_fewer_groups(database: str, share: float, num: int) -> None:
     """The next step may take 4 fresh groups, and the two after it what replays leave of theirs."""
@@ -785,7 +812,7 @@ def recording() -> tuple[Callable[[], Rules], list[Recorder]]:
 
     def make_rules() -> Rules:
         made.append(Recorder())
-        return Rules(made[-1], AllGroups(), EarliestDeadline())
+        return Rules(made[-1], AllGroups(), EarliestDeadline(), Latest())
 
     return make_rules, made
 
@@ -1012,7 +1039,9 @@ def test_a_prompt_filter_that_admits_nothing_ends_a_request(database: str) -> No
         def admits(self, task_id: str, kind: str, draw: float) -> bool:
             return False
 
-    flow = begun(database, Clock(), lambda: Rules(Nobody(), AllGroups(), EarliestDeadline()))
+    flow = begun(
+        database, Clock(), lambda: Rules(Nobody(), AllGroups(), EarliestDeadline(), Latest())
+    )
     answer = flow.lease(LeaseRequest("n1", "a", 2))
     assert (answer.leases, answer.reason) == ((), "filtered")
     assert answer.retry_after_s > 0

@@ -92,7 +92,7 @@ def test_every_run_has_a_new_prompt_filter() -> None:
         ),
         (
             {"selector": ""},
-            "dataflow.selector='': there is no such selector; there are deadline, arrival, weig",
+            "dataflow.selector='': there is no such selector; there are deadline, arrival, late",
         ),
         (
             {"plugins": {"all": {"x": 1}}},

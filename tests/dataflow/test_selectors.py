@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.dataflow.rules import Candidate, Outcome, replays
-from flowtrain.dataflow.rules.builtin import AllGroups, Arrival, EarliestDeadline, Mixed
+from flowtrain.config import Dataflow
+from flowtrain.dataflow.rules import Candidate, Outcome
+from flowtrain.dataflow.rules.builtin import AllGroups, Arrival, EarliestDeadline, Latest, Mixed
 from flowtrain.dataflow.rules.weighted import Weighted, rounded, shares
 
 
@@ -145,17 +146,11 @@ def test_every_selector_fills_the_batch_with_different_groups(
         assert work_items == selector.select(candidates[::-1], num, seed)
 
 
-def test_what_was_trained_last_is_trained_again_while_its_deadline_lasts() -> None:
-    consumed = [
-        candidate(work_item, deadline) for work_item, deadline in ((1, 9), (2, 4), (3, 5), (4, 6))
-    ]
-    assert replays(consumed, num_groups=8, share=0.25, version=5) == [4, 3]
-    expected = [4, 3, 1]
-    assert (
-        replays(consumed, num_groups=8, share=0.5, version=5) == expected
-    )  # 2 is too old, there are no more
-    assert replays(consumed, num_groups=8, share=0.5, version=6) == [4, 1]
-    assert replays(consumed, num_groups=8, share=0.0, version=0) == []
+def test_the_latest_come_first() -> None:
+    consumed = [candidate(work_item) for work_item in (3, 1, 4, 2)]
+    assert Latest().select(consumed, 3, 0) == [2, 4, 1]
+    assert Latest().select(consumed, 9, 0) == [2, 4, 1, 3]
+    assert Latest().select(consumed, 0, 0) == []
 
 
 @pytest.mark.parametrize(
@@ -164,5 +159,4 @@ def test_what_was_trained_last_is_trained_again_while_its_deadline_lasts() -> No
 def test_the_share_is_rounded_down_but_not_for_want_of_a_bit(
     num_groups: int, share: float, num: int
 ) -> None:
-    consumed = [candidate(work_item) for work_item in range(100)]
-    assert len(replays(consumed, num_groups, share, 0)) == num
+    assert Dataflow(replay_share=share).num_replays(num_groups) == num

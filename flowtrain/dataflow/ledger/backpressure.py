@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor, inf
+from math import inf
 from typing import Any
 
 from flowtrain.config import Dataflow
@@ -105,5 +105,5 @@ def _max_groups(policy: Any, options: Dataflow, versions: Mapping[str, int]) -> 
         return 0
     version = min(policy.version, versions.get(policy.name, policy.version))
     num_steps = version + 1 + policy.max_staleness - policy.newest
-    num_fresh = policy.num_groups - floor(policy.num_groups * options.replay_share)
+    num_fresh = policy.num_groups - options.num_replays(policy.num_groups)
     return policy.num_groups + num_fresh * (num_steps - 1) if num_steps > 0 else 0

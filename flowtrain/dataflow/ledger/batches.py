@@ -19,7 +19,7 @@ from flowtrain.dataflow.ledger.prompts import candidate, num_leased, number_grou
 from flowtrain.dataflow.ledger.schema import locked
 from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
 from flowtrain.dataflow.ledger.trainers import MAX_RANKS, heard_policy, policy_rows
-from flowtrain.dataflow.rules import Candidate, Selector, replays
+from flowtrain.dataflow.rules import Candidate, Selector
 from flowtrain.utils.seeds import derive_seed
 
 
@@ -28,6 +28,7 @@ class Batches:
     database: Database
     config: Config
     selector: Selector
+    replay_selector: Selector
 
     def batch(self, request: BatchRequest) -> Batch:
         """Look once; who serves the ledger waits for its clients."""
@@ -65,17 +66,13 @@ class Batches:
         _drop_surplus(transaction, others, self.config.dataflow)
         waiting = _waiting(transaction, policy)
         again: list[int] = []
-        if share := self.config.dataflow.replay_share:
-            trained = _trained(transaction, policy, step)
-            again = replays(trained, policy.num_groups, share, step - 1)
+        if num := self.config.dataflow.num_replays(policy.num_groups):
+            trained, seed = _trained(transaction, policy, step), self._seed("replay", policy, step)
+            again = _chosen(self.replay_selector, trained, num, seed)
         num = policy.num_groups - len(again)
         if len(waiting) < num:
             return num - len(waiting)
-        seed = derive_seed(self.config.run.seed, "select", policy.name, step)
-        fresh = self.selector.select(waiting, num, seed)
-        assert len(fresh) == len(set(fresh)) <= num and set(fresh) <= {
-            each.outcome.work_item for each in waiting
-        }, "a selector returns work items of its candidates"
+        fresh = _chosen(self.selector, waiting, num, self._seed("select", policy, step))
         if len(fresh) < num:
             return num - len(fresh)
         assignments = [(work_item, 0) for work_item in fresh] + [
@@ -99,6 +96,17 @@ class Batches:
         transaction.run(f"INSERT INTO batches VALUES {marks(row)}", *row)
         return 0
 
+    def _seed(self, name: str, policy: Any, step: int) -> int:
+        return derive_seed(self.config.run.seed, name, policy.name, step)
+
+
+def _chosen(selector: Selector, candidates: Sequence[Candidate], num: int, seed: int) -> list[int]:
+    found = selector.select(candidates, num, seed)
+    assert len(found) == len(set(found)) <= num and set(found) <= {
+        each.outcome.work_item for each in candidates
+    }, "a selector returns work items of its candidates"
+    return found
+
 
 def _drop_surplus(transaction: Transaction, policies: Sequence[Any], options: Dataflow) -> None:
     """Drop the groups that would go stale first, where a trainer cannot keep up with the one that
@@ -119,7 +127,8 @@ def _drop_surplus(transaction: Transaction, policies: Sequence[Any], options: Da
 
 
 _CANDIDATES = (
-    "SELECT s.work_item, s.min_version, g.event, g.rewards, g.num_tokens, w.task_id, w.kind"
+    "SELECT s.work_item, s.min_version, g.event, g.rewards, g.num_tokens, g.pushed_s, w.task_id,"
+    " w.kind"
     " FROM shares s JOIN groups g ON g.work_item = s.work_item"
     " JOIN work_items w ON w.id = s.work_item"
 )

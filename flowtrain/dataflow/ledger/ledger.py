@@ -62,7 +62,7 @@ class Ledger:
         leases = LeaseBook(*common, prompts=self._prompts)
         pushes = Pushes(*common, group_filter=rules.group_filter)
         trainers = Trainers(*common)
-        batches = Batches(*common, selector=rules.selector)
+        batches = Batches(*common, selector=rules.selector, replay_selector=rules.replay_selector)
         evaluations = Evaluations(*common)
         # The requests of `Dataflow`, each answered by its part.
         self.join = nodes.join

@@ -86,7 +86,7 @@ def read_events(transaction: Transaction, after: int, to: int) -> list[Event]:
     first.
     """
     groups = transaction.all(
-        "SELECT g.event, g.work_item, g.rewards, g.num_tokens, w.task_id, w.kind"
+        "SELECT g.event, g.work_item, g.rewards, g.num_tokens, g.pushed_s, w.task_id, w.kind"
         " FROM groups g JOIN work_items w ON w.id = g.work_item WHERE g.event > ? AND g.event <= ?",
         *(after, to),
     )
@@ -100,7 +100,8 @@ def read_events(transaction: Transaction, after: int, to: int) -> list[Event]:
 
 def outcome(row: Any) -> Outcome:
     rewards = tuple(json.loads(row.rewards))
-    return Outcome(row.work_item, row.task_id, row.kind, rewards, row.num_tokens)
+    of_task = (row.work_item, row.task_id, row.kind)
+    return Outcome(*of_task, rewards, row.num_tokens, row.pushed_s)
 
 
 def candidate(row: Any, max_staleness: int) -> Candidate:

@@ -123,12 +123,13 @@ class Pushes:
         summary: Summary,
     ) -> None:
         rewards = json.dumps(summary.rewards)
-        committed = (transaction.now(), rewards, summary.num_tokens, None)
+        now = transaction.now()
+        committed = (now, rewards, summary.num_tokens, None)
         row = (work_item.id, request.node, request.attempt, *committed)
         transaction.run(f"INSERT INTO groups VALUES {marks(row)}", *row)
         self._count(transaction, request, lease, summary, is_duplicate=False)
         transaction.count("", "pushes", request.node, 1)
-        shares = self._shares(transaction, work_item, summary)
+        shares = self._shares(transaction, work_item, summary, now)
         transaction.many(f"INSERT INTO shares VALUES {marks(range(6))}", shares)
         left = {policy: (state, num) for _, policy, state, _, num, _ in shares if state != "fresh"}
         for policy, found in summary.tokens.items():
@@ -142,11 +143,11 @@ class Pushes:
             transaction.run("INSERT INTO payloads VALUES (?, ?)", *values)
 
     def _shares(
-        self, transaction: Transaction, work_item: Any, summary: Summary
+        self, transaction: Transaction, work_item: Any, summary: Summary, now: float
     ) -> list[tuple[int, str, str, int, int, int | None]]:
         """(work item, policy, state, min_version, num_tokens, step) for each registered policy."""
-        kind, num_tokens = work_item.kind, summary.num_tokens
-        outcome = Outcome(work_item.id, work_item.task_id, kind, summary.rewards, num_tokens)
+        of_task = (work_item.id, work_item.task_id, work_item.kind)
+        outcome = Outcome(*of_task, summary.rewards, summary.num_tokens, now)
         is_kept = self.group_filter.keeps(outcome)
         shares: list[tuple[int, str, str, int, int, int | None]] = []
         for policy in transaction.all("SELECT name, newest, is_done FROM policies"):

@@ -1,7 +1,6 @@
 """The rules of the dataflow, built-in ones and those of other packages (docs/dataflow-rules.md)."""
 
 from flowtrain.dataflow.rules.base import Candidate, GroupFilter, Outcome, PromptFilter, Selector
-from flowtrain.dataflow.rules.builtin import replays
 from flowtrain.dataflow.rules.registry import Rules, load
 
 __all__ = [
@@ -12,5 +11,4 @@ __all__ = [
     "Rules",
     "Selector",
     "load",
-    "replays",
 ]

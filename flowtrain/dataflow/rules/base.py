@@ -1,7 +1,7 @@
-"""The protocols of the three rules: a prompt filter decides which prompts are rolled out, a group
-filter which groups are kept, and a selector which groups make a batch.
+"""The protocols of the rules: a prompt filter decides which prompts are rolled out, a group filter
+which groups are kept, and two selectors which groups make a batch, new ones and trained ones.
 
-All three depend on nothing but the ledger: they see `Outcome`s and versions in the order in which
+All depend on nothing but the ledger: they see `Outcome`s and versions in the order in which
 these were committed, and take their random numbers from it. So a restarted service comes to the
 same state.
 """
@@ -24,6 +24,8 @@ class Outcome:
     """Rewards of the rollouts that finished, from 0 (`reward.low`) to 1 (`reward.high`)."""
     num_tokens: int
     """Number of sampled tokens."""
+    pushed_s: float = 0.0
+    """When the ledger got it, in seconds since 1970 by the clock of its database."""
 
     @property
     def is_mixed(self) -> bool:
@@ -62,7 +64,9 @@ class Candidate:
 
 
 class Selector(Protocol):
-    """Decides when a batch is made: which of the waiting groups go into it?"""
+    """Decides when a batch is made: which of the waiting groups go into it, and which of those that
+    were trained are trained again?
+    """
 
     def select(self, candidates: Sequence[Candidate], num: int, seed: int) -> list[int]:
         """Return the work items of at most `num` candidates, in the order of the batch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor
 
 from flowtrain.dataflow.rules.base import Candidate, Outcome
 
@@ -62,12 +61,8 @@ def by_deadline(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=lambda candidate: (candidate.deadline, candidate.position))
 
 
-def replays(trained: Sequence[Candidate], num_groups: int, share: float, version: int) -> list[int]:
-    """Return the work items to train again in a batch of `num_groups` that trains weights
-    `version`: at most floor(num_groups * share), the latest first.
+class Latest:
+    """Last come, first served: of trained groups, those that were trained last."""
 
-    `trained` are the groups of earlier batches, in the order in which they were first assigned.
-    Groups past their deadline are left out, because replays obey the same bound of staleness.
-    """
-    num = floor(num_groups * share + 1e-9)
-    return [each.outcome.work_item for each in reversed(trained) if each.deadline >= version][:num]
+    def select(self, candidates: Sequence[Candidate], num: int, seed: int) -> list[int]:
+        return [candidate.outcome.work_item for candidate in reversed(candidates)][:num]

@@ -32,16 +32,17 @@ BUILT_IN = {
     "selector": {
         "deadline": "builtin:EarliestDeadline",
         "arrival": "builtin:Arrival",
+        "latest": "builtin:Latest",
         "weighted": "weighted:Weighted",
     },
 }
-"""By key of [dataflow] and name: module of this package, ":", class."""
+"""By kind of rule and name: module of this package, ":", class."""
 METHODS = {
     "prompt_filter": ("admits", "observe", "on_version"),
     "group_filter": ("keeps",),
     "selector": ("select",),
 }
-"""By key of [dataflow]: what a rule must have."""
+"""By kind: what a rule must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Rules:
     prompt_filter: PromptFilter
     group_filter: GroupFilter
     selector: Selector
+    replay_selector: Selector
 
 
 def load(config: Config) -> Rules:
@@ -58,20 +60,22 @@ def load(config: Config) -> Rules:
     name and for a bad option.
     """
     return Rules(
-        _make("prompt_filter", config.dataflow.prompt_filter, config),
-        _make("group_filter", config.dataflow.group_filter, config),
-        _make("selector", config.dataflow.selector, config),
+        _make("prompt_filter", "prompt_filter", config),
+        _make("group_filter", "group_filter", config),
+        _make("selector", "selector", config),
+        _make("replay_selector", "selector", config),
     )
 
 
-def _make(key: str, name: str, config: Config) -> Any:
-    origin, group = f"dataflow.{key}={name!r}", f"flowtrain.{key}s"
-    built_in = plugins.built_in(group, "flowtrain.dataflow.rules", BUILT_IN[key])
-    found: Any = plugins.load(name, origin, key.replace("_", " "), group, built_in)
+def _make(key: str, kind: str, config: Config) -> Any:
+    name: str = getattr(config.dataflow, key)
+    origin, group = f"dataflow.{key}={name!r}", f"flowtrain.{kind}s"
+    built_in = plugins.built_in(group, "flowtrain.dataflow.rules", BUILT_IN[kind])
+    found: Any = plugins.load(name, origin, kind.replace("_", " "), group, built_in)
     with nullcontext() if name in built_in else foreign(f"{origin} cannot be made"):
         rule = _call(name.rpartition(":")[2], found, config.options_of(name))
-    if missing := [name for name in METHODS[key] if not callable(getattr(rule, name, None))]:
-        raise UserError(f"{origin} has no method {missing[0]}; it needs {', '.join(METHODS[key])}")
+    if missing := [name for name in METHODS[kind] if not callable(getattr(rule, name, None))]:
+        raise UserError(f"{origin} has no method {missing[0]}; it needs {', '.join(METHODS[kind])}")
     return rule
 
 
