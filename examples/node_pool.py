@@ -7,28 +7,13 @@ The pool starts and ends processes of the command after --, where {slot} is the 
 here, from 0. It looks at the service every 30 s, and ends its nodes when training is done, and on
 SIGTERM or Ctrl-C. FLOWTRAIN_TOKEN is the token of the service.
 
-How many nodes are enough follows from a window between two looks, which begins once every node has
-made a group or had to wait, and trainers have ended a step since: rollouts take minutes, a node
-that has just begun makes nothing, and a trainer tells at the end of a step how long it waited.
-With G nodes that were busy a share u of it, and trainers that waited a share w,
-
-    demand = G u / (1 - w)      nodes, if none of them were ever idle and no trainer waited
-
-because a trainer that did not wait would consume 1 / (1 - w) times as much. The pool grows to the
-demand when w is above a band, shrinks to the demand and a tenth when w is below it, and stays as it
-is within the band. It does not oscillate: after growing w is about 0 and u about 1, so that a tenth
-above the demand is above G; after shrinking u is at most 1 / 1.1, and no trainer waits. A node is
-busy while any of its slots is, so that a pool which begins far too large may need a few looks.
-
-(AstraFlow's rule shrinks by consumed / produced groups. Groups that a filter drops would look like
-surplus to it, and where leases are refused because buffers are full, both rates are the same
-however many nodes idle.)
+How many nodes are enough the service tells (`pool` of `python -m flowtrain.dataflow status --json`;
+flowtrain/dataflow/pool_size.py has the rule). Nodes elsewhere count, and are left alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import signal
 import subprocess
@@ -36,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.dataflow.client import Client
@@ -44,108 +28,12 @@ from flowtrain.dataflow.contract import Refused, Unavailable
 from flowtrain.net import serving
 from flowtrain.types import UserError
 
-_LOW, _HIGH = 0.05, 0.10
-"""The band of w."""
-_MAX_WAIT = 0.95
-_SPARE = 0.10
-_ROUNDING = 1e-6
-_SILENT_S = 120.0
-"""Seconds after which a silent node counts as gone."""
-
 _GRACE_S = 30.0
 """Seconds that a node has to give its leases back after SIGTERM."""
 _SOON_S = 20.0
 """A command that fails within so many seconds is wrong, not unlucky."""
 _MAX_EARLY = 3
-_NUM_SETTLING = 3
-"""Looks that new nodes have to join; after them the pool goes by those that have."""
-_NUM_WARMING = 20
-"""Looks that they have to make a group each."""
 _SLOT = "{slot}"
-
-
-# ---- how many
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The time between two looks."""
-
-    num_nodes: int
-    node_busy_s: float
-    """Seconds that nodes had rollouts under way, summed over nodes."""
-    node_waited_s: float
-    """Seconds that nodes had none for want of a lease, summed over nodes."""
-    trainer_wait: float
-    """Share of its time that a trainer waited for batches; the largest of several trainers."""
-    num_trained: int
-    """Groups that trainers got."""
-
-
-def target_size(window: Window, smallest: int, largest: int) -> int:
-    """The number of nodes that there should be in all; at most twice as many as there are, and at
-    least half.
-    """
-    num = window.num_nodes
-    node_s = window.node_busy_s + window.node_waited_s
-    if not num:
-        return max(smallest, 1)
-    if node_s <= 0 or not window.num_trained:  # nothing to go by yet
-        return min(max(num, smallest), largest)
-    demand = num * window.node_busy_s / node_s / (1 - min(window.trainer_wait, _MAX_WAIT))
-    wanted = num
-    if window.trainer_wait > _HIGH:
-        wanted = min(max(_ceil(demand), num), 2 * num)
-    elif window.trainer_wait < _LOW:
-        wanted = max(min(_ceil(demand * (1 + _SPARE)), num), math.ceil(num / 2))
-    return min(max(wanted, smallest), largest)
-
-
-def window_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Window:
-    """The window between two reports of `Dataflow.status`."""
-    nodes = nodes_at_work(after)
-    waits, num_trained = [0.0], 0
-    for name, policy in after["policies"].items():
-        if policy["state"] != "live" or name not in before["policies"]:
-            continue
-        old = before["policies"][name]
-        busy, waited = (_gain(old, policy, key) for key in ("busy_s", "waited_s"))
-        waits.append(waited / (busy + waited) if busy + waited > 0 else 0.0)
-        num_trained += int(_gain(old, policy, "step")) * policy["num_groups"]
-    busy_s, waited_s = (
-        sum(_gain(before["nodes"].get(name, {}), node, key) for name, node in nodes.items())
-        for key in ("busy_s", "waited_s")
-    )
-    return Window(len(nodes), busy_s, waited_s, max(waits), num_trained)
-
-
-def nodes_at_work(status: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: node for name, node in status["nodes"].items() if node["seen_s_ago"] < _SILENT_S}
-
-
-def _is_warm(node: Mapping[str, Any]) -> bool:
-    """Whether it has made a group, or has found nothing to do."""
-    return bool(node["num_groups"] or node["waited_s"])
-
-
-def _has_stepped(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether each trainer at work has ended a step in between: it tells then how long it waited,
-    for that step too, before the nodes were warm.
-    """
-    return all(
-        _gain(before["policies"].get(name, {}), policy, "busy_s") > 0
-        for name, policy in after["policies"].items()
-        if policy["state"] == "live"
-    )
-
-
-def _gain(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> float:
-    """The growth of a counter, which restarts when a process does."""
-    return max(0.0, float(new[key]) - float(old.get(key, 0.0)))
-
-
-def _ceil(x: float) -> int:
-    return math.ceil(x - _ROUNDING)
 
 
 # ---- processes
@@ -216,17 +104,13 @@ class Processes:
 
 
 class Controller:
-    """Resizes the pool by what it sees of the dataflow."""
+    """Resizes the pool as the service says."""
 
     def __init__(self, processes: Processes, smallest: int, largest: int) -> None:
         """The bounds are for the processes here; nodes elsewhere come on top."""
         self._processes = processes
-        self._smallest = smallest
-        self._largest = largest
-        self._before: Mapping[str, Any] | None = None
-        self._warm: Mapping[str, Any] | None = None
-        """The first look at nodes that are all warm."""
-        self._num_looks = 0
+        self._smallest, self._largest = smallest, largest
+        self._wanted, self._decided_s = smallest, 0.0
 
     def look(self, status: Mapping[str, Any]) -> bool:
         """Act on a report; return False once training is done."""
@@ -234,39 +118,17 @@ class Controller:
         if policies and all(policy["state"] == "done" for policy in policies):
             return False
         self._processes.reap()
-        num_own = len(self._processes)
-        nodes = nodes_at_work(status)
-        num_all = len(nodes)
-        if num_own < self._smallest:
-            self._resize(self._smallest)
-        elif self._before is None:
-            self._num_looks += 1
-            have_joined = num_all >= num_own or self._num_looks > _NUM_SETTLING
-            are_warm = all(map(_is_warm, nodes.values())) or self._num_looks > _NUM_WARMING
-            if have_joined and are_warm:
-                self._warm = self._warm or status
-                if _has_stepped(self._warm, status):
-                    self._before = status
-        elif (window := window_between(self._before, status)).num_trained:
-            self._before = status
-            num_others = max(0, num_all - num_own)
-            smallest, largest = self._smallest + num_others, self._largest + num_others
-            num = target_size(window, smallest, largest) - num_others
-            if num != num_own:
-                print(
-                    f"{num_own} -> {num} nodes: trainers wait {window.trainer_wait:.0%} of their "
-                    "time",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                self._resize(num)
+        num, pool = len(self._processes), status["pool"]
+        if pool["decided_s"] != self._decided_s:
+            # It was decided when all nodes were at work, those of this pool among them.
+            self._decided_s = pool["decided_s"]
+            num_others = max(0, pool["num_nodes"] - num)
+            wanted = pool["target"] - num_others
+            self._wanted = min(max(wanted, self._smallest), self._largest)
+        if num != self._wanted:
+            print(f"{num} -> {self._wanted} nodes", file=sys.stderr, flush=True)
+            self._processes.resize(self._wanted)
         return True
-
-    def _resize(self, num: int) -> None:
-        """Resize, and begin a new window once all nodes are at work."""
-        self._processes.resize(num)
-        self._before = self._warm = None
-        self._num_looks = 0
 
 
 def run(options: argparse.Namespace) -> None:

@@ -9,8 +9,8 @@ of the dataflow is an actor on the machine of this program, the trainer's ranks 
 each node is an actor with a GPU. Tasks, groups, batches and weights go the way that they go without
 Ray. A rank that dies takes the others along; all begin again from the newest checkpoint, so run.dir
 is on a file system that all machines share, and nodes read the weights there unless
---dataflow.store names another place. How many nodes there are follows from how long the trainer
-waits (examples/node_pool.py); an autoscaler brings machines for those that wait for a GPU.
+--dataflow.store names another place. How many nodes there are the service tells
+(flowtrain/dataflow/pool_size.py); an autoscaler brings machines for those that wait for a GPU.
 
 Options that are not listed below are those of python -m flowtrain.train.
 """

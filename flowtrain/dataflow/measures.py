@@ -80,6 +80,8 @@ def _work(status: Mapping[str, Any]) -> Iterator[Metric]:
     yield counter(f"{_NAME}_prompts_asked", text, tasks["asked"])
     text = "Questions that the prompt filter admitted."
     yield counter(f"{_NAME}_prompts_admitted", text, tasks["admitted"])
+    text = "Nodes that there should be for the trainers not to wait (docs/dataflow.md)."
+    yield gauge(f"{_NAME}_nodes_target", text, status["pool"]["target"])
     text = "Evaluations that are under way."
     yield gauge(f"{_NAME}_evaluations", text, len(status["evaluations"]))
 

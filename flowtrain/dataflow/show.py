@@ -22,6 +22,9 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"work items: {', '.join(f'{num:,} {state}' for state, num in work_items.items())}"
         f"; {tasks['admitted']:,} of {tasks['asked']:,} prompts were admitted",
     ]
+    pool = status["pool"]
+    if pool["decided_s"]:
+        head.append(f"nodes: {pool['num_nodes']} at work, {pool['target']} are enough")
     if lost := status["lost_leases"]:
         reasons = ", ".join(f"{num:,} {why}" for why, num in lost.items())
         head.append(printable(f"leases that ended without a group: {reasons}", keep=""))

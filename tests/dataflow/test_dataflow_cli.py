@@ -118,9 +118,11 @@ def test_a_terminal_takes_no_commands_from_nodes() -> None:
         "tasks": {"asked": 0, "admitted": 0},
         "policies": {},
         "evaluations": [],
+        "pool": {"num_nodes": 3, "target": 5, "decided_s": 1.0},
     }
     text = status_text({**status, "lost_leases": {"\x07": 1}, "nodes": {"n\x1b1": node}})
     assert all(letter.isprintable() for letter in text.replace("\n", "")) and r"n\x1b1" in text
+    assert "nodes: 3 at work, 5 are enough" in text
 
 
 def test_the_audit_counts_again(used: Any) -> None:

@@ -21,6 +21,7 @@ from flowtrain.dataflow.ledger.report import report
 from flowtrain.dataflow.ledger.schema import prepare
 from flowtrain.dataflow.ledger.sql import connect
 from flowtrain.dataflow.ledger.trainers import Trainers
+from flowtrain.dataflow.pool_size import PoolSize
 from flowtrain.dataflow.rules import Rules, load
 from flowtrain.tasks.sets import task_set
 from flowtrain.types import UserError
@@ -49,6 +50,7 @@ class Ledger:
         rules = make_rules() if make_rules else load(config)
         order = TaskOrder(tasks, config.rollout.num_questions)
         self._prompts = Prompts(order, rules.prompt_filter, config.run.seed)
+        self._pool_size = PoolSize()
         self.database = connect(database, clock)
         self.run: str = prepare(self.database, _fixed(config))
         """Identity of the run."""
@@ -93,7 +95,8 @@ class Ledger:
 
     def status(self) -> dict[str, Any]:
         with self.database.read() as transaction:
-            return report(transaction, self.run, self.config.dataflow)
+            found = report(transaction, self.run, self.config.dataflow)
+        return {**found, "pool": self._pool_size.of(found)}
 
     def audit(self) -> Audit:
         with self.database.read() as transaction:
